@@ -1,0 +1,28 @@
+"""Fused ops for reinforcement learning on language models. Needs torch; triton where it is used."""
+
+from .dispatch import Choice, explain
+from .gae import gae
+from .kl import kl_penalty, kl_rewards
+from .logprob import full_kl, token_logprobs
+from .moments import Moments, masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
+from .ppo_loss import KLTerm, LossStats, ValueTerm, ppo_loss
+
+__all__ = [
+    "Choice",
+    "KLTerm",
+    "LossStats",
+    "Moments",
+    "ValueTerm",
+    "explain",
+    "full_kl",
+    "gae",
+    "kl_penalty",
+    "kl_rewards",
+    "masked_mean",
+    "masked_moments",
+    "masked_var",
+    "masked_whiten",
+    "merge_moments",
+    "ppo_loss",
+    "token_logprobs",
+]

@@ -1,0 +1,100 @@
+"""The one place that picks a backend for an op, and says why."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import NamedTuple
+
+import torch
+
+BACKENDS = ("auto", "triton", "torch")
+BACKEND_VARIABLE = "FASTRL_KERNELS_BACKEND"
+_TRITON_DEVICES = ("cuda",)  # ROCm devices call themselves "cuda" in torch
+
+
+class Choice(NamedTuple):
+    """A backend and the reason why it was picked."""
+
+    backend: str
+    reason: str
+
+
+def interpreting() -> bool:
+    """True where Triton kernels run in Triton's interpreter (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def explain(device: torch.device | str, backend: str = "auto") -> Choice:
+    """Which backend an op takes for tensors on ``device``, and why.
+
+    ``backend="auto"`` is Triton on CUDA and ROCm devices and under ``TRITON_INTERPRET=1``, PyTorch
+    elsewhere; the environment variable ``FASTRL_KERNELS_BACKEND`` replaces "auto" by a name. A name
+    forces that backend.
+
+    Raises:
+        ValueError: an unknown backend, or "triton" where it cannot run.
+    """
+    device = torch.device(device)
+    asked_by = f"backend={backend!r}"
+    if backend == "auto" and os.environ.get(BACKEND_VARIABLE, "auto") != "auto":
+        backend = os.environ[BACKEND_VARIABLE]
+        asked_by = f"{BACKEND_VARIABLE}={backend}"
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend in {asked_by}: choose one of {', '.join(BACKENDS)}")
+    if backend == "torch":
+        return Choice("torch", f"{asked_by} asks for it")
+
+    obstacle = _triton_obstacle(device)
+    if backend == "triton":
+        if obstacle:
+            raise ValueError(f"{asked_by} cannot be honoured: {obstacle}")
+        return Choice("triton", f"{asked_by} asks for it")
+    if obstacle:
+        return Choice("torch", obstacle)
+    if device.type in _TRITON_DEVICES:
+        return Choice("triton", f"tensors are on {device.type}")
+    if interpreting():
+        return Choice("triton", "TRITON_INTERPRET=1")
+    return Choice("torch", f"tensors are on {device.type}")
+
+
+def choose(backend: str, *tensors: torch.Tensor | None) -> str:
+    """The backend's name for an op on ``tensors``; all of them must be on one device.
+
+    Raises:
+        ValueError: tensors on different devices, or a backend that cannot run there.
+    """
+    devices = {t.device for t in tensors if t is not None}
+    if len(devices) != 1:
+        names = ", ".join(sorted(str(d) for d in devices))
+        raise ValueError(f"all tensors must be on one device, got {names}: move them to one")
+    return explain(devices.pop(), backend).backend
+
+
+def _triton_obstacle(device: torch.device) -> str | None:
+    """Why Triton kernels cannot take tensors on ``device``; None where they can."""
+    if not triton_installed():
+        return "triton is not installed (pip install triton)"
+    if device.type in _TRITON_DEVICES or interpreting():
+        return None
+    if device.type == "cpu" and _compile_only_driver_active():
+        return None
+    return (
+        f"Triton kernels do not run on {device.type} tensors: move the tensors to a GPU, "
+        "set TRITON_INTERPRET=1 before the first call, or use backend='torch'"
+    )
+
+
+def _compile_only_driver_active() -> bool:
+    """True where a Triton driver that takes CPU tensors has been set, as ahead-of-time compilers do."""
+    from triton.runtime import driver
+
+    active = getattr(driver, "_active", None)
+    if active is None:
+        return False
+    return active.get_active_torch_device().type == "cpu"

@@ -1,0 +1,265 @@
+"""Every op in plain PyTorch: the specification, and in float64 the oracle of the tests.
+
+Nothing here is fast or frugal. Each function follows its public op's equation term by term, keeps
+the dtype that it is given (call it in float64 to judge the others), and gets its gradients from
+autograd. Masked positions are replaced before any arithmetic, never multiplied away.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE_LABEL = -100
+LOG_RATIO_LIMIT = 20.0
+WHITEN_EPS = 1e-8
+
+
+def _zero_where_masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else torch.where(mask, x, torch.zeros_like(x))
+
+
+def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(logits.dtype).unsqueeze(-1)
+    return logits / temperature
+
+
+def token_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log softmax(z/T)[y] per token, and H = -Σ p log p where asked for."""
+    counted = labels != IGNORE_LABEL
+    if mask is not None:
+        counted = counted & mask
+    logp = F.log_softmax(_scaled(logits, temperature), dim=-1)
+    picked = logp.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    logprobs = _zero_where_masked(picked, counted)
+    if not entropy:
+        return logprobs
+    possible = torch.isfinite(logp)
+    safe = torch.where(possible, logp, torch.zeros_like(logp))
+    entropies = -(torch.where(possible, safe.exp(), torch.zeros_like(safe)) * safe).sum(-1)
+    return logprobs, _zero_where_masked(entropies, counted)
+
+
+def full_kl(
+    logits: Tensor,
+    ref_logits: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Σ_v p_v (log p_v - log q_v) per token; a token impossible under p adds nothing."""
+    logp = F.log_softmax(_scaled(logits, temperature), dim=-1)
+    logq = F.log_softmax(_scaled(ref_logits, temperature), dim=-1)
+    possible = torch.isfinite(logp)
+    safe_p = torch.where(possible, logp, torch.zeros_like(logp))
+    safe_q = torch.where(possible, logq, torch.zeros_like(logq))
+    terms = torch.where(possible, safe_p.exp(), torch.zeros_like(safe_p)) * (safe_p - safe_q)
+    return _zero_where_masked(terms.sum(-1), mask)
+
+
+def kl_penalty(
+    logprobs: Tensor, ref_logprobs: Tensor, kind: str = "kl", *, mask: Tensor | None = None
+) -> Tensor:
+    """Estimators of KL(π || ref) from one sample, d = log π - log ref (Schulman, 2020)."""
+    d = _zero_where_masked(logprobs, mask) - _zero_where_masked(ref_logprobs, mask)
+    if kind == "kl":
+        return d
+    if kind == "abs":
+        return d.abs()
+    if kind == "mse":
+        return 0.5 * d.square()
+    k3 = torch.expm1(-d) + d
+    if kind == "k3":
+        return k3
+    if kind == "k3+":  # the value of k3 with the gradient of k2
+        k2 = 0.5 * d.square()
+        return k3.detach() + k2 - k2.detach()
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def kl_rewards(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    scores: Tensor,
+    mask: Tensor,
+    *,
+    coef: float,
+    kind: str = "kl",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-coef·kl per token, the score added at each row's last counted token; and Σ_t kl per row."""
+    kls = kl_penalty(logprobs, ref_logprobs, kind, mask=mask)
+    steps = torch.arange(mask.shape[-1], device=mask.device)
+    last = torch.where(mask, steps, -1).amax(-1, keepdim=True)
+    at_last = mask & (steps == last)
+    rewards = -coef * kls + torch.where(at_last, scores.unsqueeze(-1), 0.0).to(kls.dtype)
+    return rewards, kls, kls.sum(-1)
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor | None = None,
+    *,
+    gamma: float,
+    lam: float,
+    bootstrap_value: Tensor | None = None,
+    terminated: Tensor | None = None,
+    truncated: Tensor | None = None,
+    whiten: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """δ_t = r_t + γ·V(next) - V_t and A_t = δ_t + γλ·A(next), a plain loop from the last step.
+
+    "next" is the next counted step; V(next) is 0 past the last one and where ``terminated``, and
+    ``bootstrap_value`` where ``truncated``; both cut the carry. Returns are A + V.
+    """
+    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+    no = torch.zeros_like(mask)
+    terminated = no if terminated is None else terminated
+    truncated = no if truncated is None else truncated & ~terminated
+    zero = torch.zeros_like(rewards[..., 0])
+    next_value, next_advantage = zero, zero
+    reversed_advantages = []
+    for t in reversed(range(rewards.shape[-1])):
+        counted = mask[..., t]
+        ends = terminated[..., t] | truncated[..., t]
+        follows = torch.where(terminated[..., t], zero, next_value)
+        if bootstrap_value is not None:
+            follows = torch.where(truncated[..., t], bootstrap_value[..., t], follows)
+        r = torch.where(counted, rewards[..., t], zero)
+        v = torch.where(counted, values[..., t], zero)
+        delta = r + gamma * follows - v
+        advantage = delta + gamma * lam * torch.where(ends, zero, next_advantage)
+        reversed_advantages.append(torch.where(counted, advantage, zero))
+        next_value = torch.where(counted, v, next_value)
+        next_advantage = torch.where(counted, advantage, next_advantage)
+    advantages = torch.stack(reversed_advantages[::-1], dim=-1)
+    returns = advantages + _zero_where_masked(values, mask)
+    if whiten:
+        advantages = masked_whiten(advantages, mask)
+    return advantages, returns
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Σ mask·x / Σ mask; 0 where nothing counts."""
+    return _zero_where_masked(values, mask).sum() / mask.sum().clamp(min=1)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance over counted elements, Bessel-corrected; 0 where fewer than two count."""
+    centred = _zero_where_masked(values - masked_mean(values, mask), mask)
+    n = mask.sum()
+    return centred.square().sum() / (n - 1 if unbiased else n).clamp(min=1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(x - μ)·rsqrt(var + 1e-8), plus μ again unless ``shift_mean``; 0 where masked or n < 2.
+
+    With fewer than two counted elements the deviation is 0, so what is left is 0 or μ.
+    """
+    mean, var = masked_mean(values, mask), masked_var(values, mask)
+    whitened = (_zero_where_masked(values, mask) - mean) * torch.rsqrt(var + WHITEN_EPS)
+    whitened = torch.where(mask.sum() > 1, whitened, torch.zeros_like(whitened))
+    if not shift_mean:
+        whitened = whitened + mean
+    return _zero_where_masked(whitened, mask)
+
+
+def aggregation_weights(
+    mask: Tensor, aggregate: str = "token-mean", denominator: float | Tensor | None = None
+) -> Tensor:
+    """w with loss = Σ w·per-token loss: zero where masked, rows along the last dimension.
+
+    token-mean: 1/Σ mask. seq-mean-token-sum: 1/(rows that count). seq-mean-token-mean:
+    1/(rows that count · the row's tokens). seq-mean-token-sum-norm: 1/(rows · row length).
+    ``denominator`` replaces Σ mask, the number of rows that count (twice), or rows · row length.
+    """
+    ones = mask.to(torch.float64 if mask.device.type == "cpu" else torch.float32)
+    per_row = ones.sum(-1, keepdim=True)
+    rows = (per_row > 0).sum().clamp(min=1)
+    if aggregate == "token-mean":
+        total = ones.sum().clamp(min=1)
+    elif aggregate == "seq-mean-token-sum":
+        total = rows
+    elif aggregate == "seq-mean-token-mean":
+        ones, total = ones / per_row.clamp(min=1), rows
+    elif aggregate == "seq-mean-token-sum-norm":
+        total = torch.tensor(max(mask.numel(), 1), device=mask.device)
+    else:
+        raise ValueError(f"unknown aggregate {aggregate!r}")
+    return ones / (total if denominator is None else denominator)
+
+
+def ppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    cliprange: float | tuple[float, float] = 0.2,
+    value: tuple | None = None,
+    kl: tuple | None = None,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+    aggregate: str = "token-mean",
+    denominator: float | Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped surrogate (Schulman et al., 2017), clipped value loss, KL term; and statistics."""
+    low, high = cliprange if isinstance(cliprange, tuple) else (cliprange, cliprange)
+    w = aggregation_weights(mask, aggregate, denominator).to(logprobs.dtype)
+    zero = torch.zeros_like(logprobs)
+    log_ratio = torch.where(mask, logprobs - old_logprobs, zero)
+    # The value is clamped; the gradient of the surrogate is that of a ratio of the clamped size.
+    limited = log_ratio + (log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) - log_ratio).detach()
+    ratio = limited.exp()
+    a = torch.where(mask, advantages, zero)
+    unclipped, clipped = -a * ratio, -a * ratio.clamp(1 - low, 1 + high)
+    surrogate = torch.maximum(unclipped, clipped)
+    if dual_clip is not None:
+        surrogate = torch.where(a < 0, torch.minimum(surrogate, -a * dual_clip), surrogate)
+    if weights is not None:
+        surrogate = surrogate * torch.where(mask, weights, zero)
+    policy_loss = (w * surrogate).sum()
+    loss = policy_loss
+    is_clipped = mask & (clipped > unclipped)
+    stats = {
+        "policy_loss": policy_loss,
+        "clipfrac": masked_mean(is_clipped.to(w.dtype), mask),
+        "clipfrac_low": masked_mean((is_clipped & (ratio < 1)).to(w.dtype), mask),
+        "clipfrac_high": masked_mean((is_clipped & (ratio > 1)).to(w.dtype), mask),
+        "approx_kl": 0.5 * masked_mean(log_ratio.square(), mask),
+        "policy_kl": masked_mean(-log_ratio, mask),
+        "mean_ratio": masked_mean(ratio, mask),
+        "clamped_ratios": (mask & (log_ratio.abs() > LOG_RATIO_LIMIT)).sum().to(w.dtype),
+        "tokens": mask.sum().to(w.dtype),
+    }
+    for name in ("value_loss", "value_clipfrac", "value_mean", "value_error", "kl_loss"):
+        stats[name] = w.new_zeros(())
+    if value is not None:
+        values, old_values, returns, value_range, coef = value
+        values, old_values, returns = (
+            torch.where(mask, x, zero) for x in (values, old_values, returns)
+        )
+        near = torch.clamp(values, old_values - value_range, old_values + value_range)
+        plain_error, near_error = (values - returns).square(), (near - returns).square()
+        value_loss = 0.5 * (w * torch.maximum(plain_error, near_error)).sum()
+        loss = loss + coef * value_loss
+        stats["value_loss"] = value_loss
+        stats["value_clipfrac"] = masked_mean((near_error > plain_error).to(w.dtype), mask)
+        stats["value_mean"] = masked_mean(values, mask)
+        stats["value_error"] = masked_mean(plain_error, mask)
+    if kl is not None:
+        ref_logprobs, coef, kind = kl
+        kl_loss = (w * kl_penalty(logprobs, ref_logprobs, kind, mask=mask)).sum()
+        loss = loss + coef * kl_loss
+        stats["kl_loss"] = kl_loss
+    stats["loss"] = loss
+    return loss, {name: stat.detach() for name, stat in stats.items()}
