@@ -2,7 +2,17 @@
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True)
+def _pytorch_path_on_cpu(request, monkeypatch):
+    """The interpreter is for the kernels' own tests; elsewhere a CPU takes the path its users get."""
+    if not torch.cuda.is_available() and "kernels" not in request.path.parts:
+        monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "torch")

@@ -24,9 +24,7 @@ def check_same_shape(name: str, tensor: Tensor, like_name: str, like: Tensor) ->
 
 def check_mask(mask: Tensor, like_name: str, like: Tensor) -> None:
     if mask.dtype != torch.bool:
-        raise TypeError(
-            f"mask must be boolean (True = counts), got {mask.dtype}: pass mask.bool()"
-        )
+        raise TypeError(f"mask must be boolean (True = counts), got {mask.dtype}: pass mask.bool()")
     check_same_shape("mask", mask, like_name, like)
 
 

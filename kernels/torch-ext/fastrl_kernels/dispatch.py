@@ -91,7 +91,7 @@ def _triton_obstacle(device: torch.device) -> str | None:
 
 
 def _compile_only_driver_active() -> bool:
-    """True where a Triton driver that takes CPU tensors has been set, as ahead-of-time compilers do."""
+    """True where a driver that takes CPU tensors is set, as ahead-of-time compilers do."""
     from triton.runtime import driver
 
     active = getattr(driver, "_active", None)

@@ -1,0 +1,33 @@
+"""A virtual environment of its own for the library that fastrl is measured against."""
+
+import subprocess
+import venv
+from pathlib import Path
+
+import torch
+
+from benchmarks.record import ROOT
+
+VENVS = ROOT / ".benchmarks" / "venvs"
+
+# What each peer is installed with: the newest versions that it works with.
+PEERS = {
+    "trl==0.11.4": ("transformers==4.45.2", "peft==0.13.2", "numpy<2.3", "rich"),
+}
+
+
+def peer_python(peer: str) -> Path:
+    """The interpreter of the peer's environment, which is made at the first call."""
+    folder = VENVS / peer.replace("==", "-")
+    python = folder / "bin" / "python"
+    # Both sides run the same torch: what is measured is the library, not its torch.
+    torch_version = torch.__version__.split("+")[0]
+    wanted = [f"torch=={torch_version}", peer, *PEERS[peer]]
+    stamp = folder / "installed.txt"
+    if not stamp.exists() or stamp.read_text().split("\n") != wanted:
+        print(f"installing {peer} into {folder.relative_to(ROOT)}")
+        venv.create(folder, with_pip=True, clear=True)
+        for packages in (wanted[:1], wanted[1:]):
+            subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        stamp.write_text("\n".join(wanted))
+    return python

@@ -1,0 +1,187 @@
+"""One side of `python -m benchmarks ppo`: drives one library's PPOTrainer on request.
+
+`ppo.py` starts this file once with fastrl's interpreter and once with the peer's. It is a script of
+its own because the peer's environment has neither fastrl nor this package. Both libraries have the
+same surface, so they run the same lines here.
+
+It speaks JSON, one object a line: {"ready": versions}, and then for each command read
+- {"command": "check"}: two steps on given batches -> {"statistics": [{key: value}, ...]}
+- {"command": "iterate"}: one generate and one step -> {"seconds": {phase: seconds}}
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+import time
+import warnings
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+PAD = 0
+# Where `step` says what it spent: our phases, and the timers that make them up in both libraries.
+TIMERS = {
+    "forward_pass": ("time/ppo/forward_pass",),
+    "rewards_advantages": ("time/ppo/compute_rewards", "time/ppo/compute_advantages"),
+    "optimize_step": ("time/ppo/optimize_step",),
+    "calc_stats": ("time/ppo/calc_stats",),
+}
+
+
+class Side:
+    """A trainer of one library on weights and queries that depend on nothing but the shape."""
+
+    def __init__(self, library: Any, shape: dict[str, Any]) -> None:
+        self.shape = shape
+        self.rng = np.random.RandomState(0)
+        model = library.AutoModelForCausalLMWithValueHead.from_pretrained(
+            GPT2LMHeadModel(model_config(shape)), summary_dropout_prob=0.0
+        )
+        fill_by_rule(model)
+        self.trainer = library.PPOTrainer(
+            config=library.PPOConfig(
+                batch_size=shape["batch"],
+                mini_batch_size=shape["mini_batch"],
+                ppo_epochs=shape["epochs"],
+                seed=0,
+            ),
+            model=model,
+            ref_model=library.create_reference_model(model),
+            tokenizer=padding_tokenizer(),
+        )
+        self.device = next(model.parameters()).device
+        self.queries = self.random_tokens(shape["query"])
+
+    def random_tokens(self, length: int) -> list[torch.Tensor]:
+        """A batch of random token ids that are not special."""
+        ids = self.rng.randint(1, self.shape["vocabulary"] - 1, (self.shape["batch"], length))
+        return list(torch.from_numpy(ids).to(self.device))
+
+    def random_scores(self) -> list[torch.Tensor]:
+        """A standard normal score for each sample."""
+        return list(torch.from_numpy(self.rng.standard_normal(self.shape["batch"])).float())
+
+    def check(self) -> dict[str, Any]:
+        """Statistics of two steps on given responses: the second sees what the first changed."""
+        statistics = []
+        for _ in range(2):
+            responses = self.random_tokens(self.shape["response"])
+            stats = self.trainer.step(self.queries, responses, self.random_scores())
+            statistics.append({k: float(v) for k, v in stats.items() if is_compared(k, v)})
+        return {"statistics": statistics}
+
+    def iterate(self) -> dict[str, Any]:
+        """Seconds of each phase of one iteration: sample the responses, and step on them."""
+        scores = self.random_scores()
+        length = self.shape["response"]
+        started = self.now()
+        responses = self.trainer.generate(
+            self.queries,
+            batch_size=self.shape["batch"],
+            return_prompt=False,
+            min_new_tokens=length,
+            max_new_tokens=length,
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            pad_token_id=PAD,
+        )
+        generated = self.now()
+        stats = self.trainer.step(self.queries, responses, scores)
+        done = self.now()
+        assert {len(response) for response in responses} == {length}
+        seconds = {"generate": generated - started}
+        seconds |= {phase: sum(stats[t] for t in timers) for phase, timers in TIMERS.items()}
+        seconds |= {"step": done - generated, "iteration": done - started}
+        return {"seconds": seconds}
+
+    def now(self) -> float:
+        """The time at which everything asked of the device so far is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def is_compared(key: str, value: Any) -> bool:
+    """Whether both libraries must agree on this statistic: scalars of TRL's that are no timings."""
+    return np.ndim(value) == 0 and key.startswith(("objective/", "ppo/", "tokens/"))
+
+
+def model_config(shape: dict[str, Any]) -> GPT2Config:
+    """GPT-2 at the given size, without dropout: TRL leaves it on while it samples."""
+    return GPT2Config(
+        vocab_size=shape["vocabulary"],
+        n_layer=shape["layers"],
+        n_embd=shape["width"],
+        n_head=shape["heads"],
+        n_positions=max(128, shape["query"] + shape["response"]),
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=shape["vocabulary"] - 1,
+        eos_token_id=shape["vocabulary"] - 1,
+    )
+
+
+@torch.no_grad()
+def fill_by_rule(model: torch.nn.Module) -> None:
+    """Weights drawn by parameter name, GPT-2's way: the same under every version of a library."""
+    named = [*model.pretrained_model.named_parameters(), *model.v_head.named_parameters()]
+    for name, parameter in named:
+        rng = np.random.RandomState(zlib.crc32(name.encode()))
+        noise = torch.from_numpy(rng.standard_normal(tuple(parameter.shape)).astype(np.float32))
+        is_gain = parameter.dim() == 1 and name.endswith("weight")
+        parameter.copy_(0.02 * noise + (1.0 if is_gain else 0.0))
+
+
+def padding_tokenizer() -> PreTrainedTokenizerFast:
+    """All that a trainer asks of a tokenizer here: how to pad."""
+    core = Tokenizer(models.WordLevel({"<pad>": PAD, "<eos>": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+
+
+def versions(implementation: str) -> dict[str, str]:
+    """The versions of what decides this side's speed."""
+    distribution = {"fastrl": "fastrl-lm"}.get(implementation, implementation)
+    found = {"python": sys.version.split()[0]}
+    for name in (distribution, "torch", "transformers", "accelerate"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
+            found[name] = "source"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--impl", choices=("fastrl", "trl"), required=True)
+    parser.add_argument("--shape", type=json.loads, required=True)
+    args = parser.parse_args()
+    # The answers have stdout to themselves: what libraries print goes where their errors go.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(args.shape["threads"])
+    torch.manual_seed(0)
+    # Both draw the same mini-batches: this is fastrl's shuffle, and TRL's is numpy's global one.
+    np.random.permutation = np.random.RandomState(0).permutation
+    side = Side(importlib.import_module(args.impl), args.shape)
+    answer({"ready": versions(args.impl)})
+    commands = {"check": side.check, "iterate": side.iterate}
+    for line in sys.stdin:
+        answer(commands[json.loads(line)["command"]]())
+
+
+if __name__ == "__main__":
+    main()

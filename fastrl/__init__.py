@@ -1,0 +1,2 @@
+from fastrl.config import PPOConfig
+from fastrl.models import *

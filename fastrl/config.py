@@ -1,0 +1,213 @@
+"""PPOConfig: every setting of the classic PPO trainer, checked once, at construction."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastrl.core import flatten_dict
+
+KL_PENALTIES = ("kl", "abs", "mse", "full")
+_JSON_FIELDS = (
+    "tracker_kwargs",
+    "accelerator_kwargs",
+    "project_kwargs",
+    "push_to_hub_if_best_kwargs",
+)
+
+
+def _experiment_name() -> str:
+    return os.path.basename(sys.argv[0]).removesuffix(".py") or "fastrl"
+
+
+def _help(text: str, default: Any = dataclasses.MISSING) -> Any:
+    """A field whose sentence shows up in ``--help``."""
+    if callable(default):
+        return field(default_factory=default, metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class PPOConfig:
+    """Settings of :class:`fastrl.PPOTrainer`: names, meanings and defaults of TRL 0.11's PPOConfig.
+
+    Sizes count samples per process. ``mini_batch_size`` unset is min(128, batch_size);
+    ``mini_batch_size × gradient_accumulation_steps`` must divide ``batch_size``.
+
+    Raises:
+        ValueError: a value out of range, batch sizes that do not divide, an unknown choice.
+        TypeError: a JSON field that does not hold an object.
+    """
+
+    # Tracking
+    exp_name: str = _help("Name of the experiment, for trackers.", _experiment_name)
+    seed: int = _help("Seed of Python, NumPy, torch and of the shuffle of the PPO epochs.", 0)
+    log_with: str | None = _help(
+        "Tracker: any that accelerate knows, such as wandb or tensorboard.", None
+    )
+    task_name: str | None = _help("Name of the task, for trackers only.", None)
+    model_name: str = _help("Name or path of the model, for trackers and model cards.", "gpt2")
+    query_dataset: str = _help("Name of the prompts' data set, for trackers only.", "imdb")
+    reward_model: str = _help(
+        "Name of the reward model, for trackers only.", "sentiment-analysis:lvwerra/distilbert-imdb"
+    )
+    tracker_kwargs: dict | str | None = _help("Keyword arguments of the tracker (JSON).", dict)
+    accelerator_kwargs: dict | str | None = _help(
+        "Keyword arguments of accelerate's Accelerator (JSON), such as mixed_precision.", dict
+    )
+    project_kwargs: dict | str | None = _help(
+        "Keyword arguments of accelerate's ProjectConfiguration (JSON).", dict
+    )
+    tracker_project_name: str = _help("Project name that the tracker shows.", "fastrl")
+    push_to_hub_if_best_kwargs: dict | str | None = _help(
+        "Arguments of push_to_hub (JSON, with repo_id): push whenever the mean score is a record.",
+        dict,
+    )
+    compare_steps: int = _help("Steps between two comparisons with the best score so far.", 1)
+
+    # Data
+    remove_unused_columns: bool = _help(
+        "Drop columns that neither the model nor the loop uses (label, query, response stay).", True
+    )
+    dataset_num_proc: int | None = _help("Processes for preparing the data set.", None)
+
+    # Optimisation
+    steps: int = _help("Number of samples to train on, for planning only.", 20_000)
+    learning_rate: float = _help("Adam's learning rate.", 1.41e-5)
+    batch_size: int = _help("Samples per step(), per process.", 128)
+    mini_batch_size: int | None = _help(
+        "Samples per forward and backward pass; by default min(128, batch_size).", None
+    )
+    forward_batch_size: int | None = _help("Deprecated: use mini_batch_size.", None)
+    gradient_accumulation_steps: int = _help("Mini-batches per optimizer step.", 1)
+    ppo_epochs: int = _help("Passes over the batch per step().", 4)
+    max_grad_norm: float | None = _help("Gradients are clipped to this norm at every step.", None)
+    gradient_checkpointing: bool = _help("Recompute activations in the backward pass.", False)
+    optimize_cuda_cache: bool | None = _help("Deprecated: use optimize_device_cache.", None)
+    optimize_device_cache: bool = _help(
+        "Give cached device memory back after every step: less memory, slower.", False
+    )
+
+    # KL to the reference
+    adap_kl_ctrl: bool = _help("Adapt the KL coefficient to reach `target`; else keep it.", True)
+    init_kl_coef: float = _help("Initial coefficient β of the KL penalty.", 0.2)
+    kl_penalty: str = _help(
+        "Per-token penalty: kl (log π - log ref), abs, mse (half its square), full (over the "
+        "vocabulary).",
+        "kl",
+    )
+    target: float = _help("KL per sequence that the adaptive controller aims at, in nats.", 6.0)
+    horizon: float = _help("Samples over which the adaptive controller reacts.", 10_000.0)
+    early_stopping: bool = _help("Stop a step's epochs when the policy moved too far.", False)
+    target_kl: float = _help("Early stopping acts above 1.5 times this policy KL.", 1.0)
+
+    # PPO
+    gamma: float = _help("Discount γ.", 1.0)
+    lam: float = _help("λ of generalised advantage estimation.", 0.95)
+    cliprange: float = _help("Clip range of the probability ratio.", 0.2)
+    cliprange_value: float = _help("Clip range of the value function's change.", 0.2)
+    vf_coef: float = _help("Coefficient of the value loss.", 0.1)
+    ratio_threshold: float = _help("Mini-batches whose mean ratio exceeds this are skipped.", 10.0)
+    use_score_scaling: bool = _help("Divide scores by their running standard deviation.", False)
+    use_score_norm: bool = _help("With score scaling: subtract the running mean first.", False)
+    score_clip: float | None = _help("Clip scores to ± this value.", None)
+    whiten_rewards: bool = _help("Whiten the rewards before computing advantages.", False)
+
+    # Filled in at run time
+    world_size: int | None = field(default=None, init=False)
+    is_encoder_decoder: bool | None = field(default=None, init=False)
+    is_peft_model: bool | None = field(default=None, init=False)
+    backward_batch_size: int = field(default=0, init=False)
+    global_backward_batch_size: int | None = field(default=None, init=False)
+    global_batch_size: int | None = field(default=None, init=False)
+    total_ppo_epochs: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        for name in _JSON_FIELDS:
+            setattr(self, name, _parse_json(name, getattr(self, name)))
+        self._apply_deprecated_names()
+        if self.mini_batch_size is None:
+            self.mini_batch_size = min(128, self.batch_size)
+        self._check_values()
+        self.backward_batch_size = self.mini_batch_size * self.gradient_accumulation_steps
+        if self.batch_size % self.backward_batch_size:
+            raise ValueError(
+                f"batch_size ({self.batch_size}) must be a multiple of mini_batch_size "
+                f"({self.mini_batch_size}) × gradient_accumulation_steps "
+                f"({self.gradient_accumulation_steps}): change one of the three"
+            )
+        self.total_ppo_epochs = math.ceil(self.steps / self.batch_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings in one flat dict; nested keys are joined by "/"."""
+        return flatten_dict({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+
+    def _apply_deprecated_names(self) -> None:
+        if self.forward_batch_size is not None:
+            warnings.warn(
+                "forward_batch_size is deprecated and replaces mini_batch_size: set that instead",
+                FutureWarning,
+                stacklevel=3,
+            )
+            self.mini_batch_size = self.forward_batch_size
+        if self.optimize_cuda_cache is not None:
+            warnings.warn(
+                "optimize_cuda_cache is deprecated: use optimize_device_cache",
+                FutureWarning,
+                stacklevel=3,
+            )
+            self.optimize_device_cache = self.optimize_cuda_cache
+
+    def _check_values(self) -> None:
+        for name in (
+            "batch_size",
+            "mini_batch_size",
+            "gradient_accumulation_steps",
+            "ppo_epochs",
+            "steps",
+            "compare_steps",
+            "horizon",
+            "target_kl",
+            "ratio_threshold",
+        ):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("learning_rate", "init_kl_coef", "cliprange", "cliprange_value", "vf_coef"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be 0 or more and finite, got {getattr(self, name)}")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        for name in ("max_grad_norm", "score_clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive or None, got {value}")
+        if self.adap_kl_ctrl and not self.target > 0:
+            raise ValueError(f"target must be positive with adap_kl_ctrl, got {self.target}")
+        if self.kl_penalty not in KL_PENALTIES:
+            raise ValueError(
+                f"unknown kl_penalty {self.kl_penalty!r}: choose one of {', '.join(KL_PENALTIES)}"
+            )
+        if self.gradient_checkpointing:
+            raise ValueError("gradient_checkpointing is not available yet: leave it off")
+        if self.push_to_hub_if_best_kwargs and "repo_id" not in self.push_to_hub_if_best_kwargs:
+            raise ValueError("push_to_hub_if_best_kwargs needs a repo_id")
+
+
+def _parse_json(name: str, value: dict | str | None) -> dict:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name} is not valid JSON: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be a dict or a JSON object, got {value!r}")
+    return value

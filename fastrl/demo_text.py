@@ -1,0 +1,201 @@
+"""The demo's world: a small grammar of film reviews, a rule for their polarity, and a critic.
+
+The grammar writes sentences such as "frankly , this director delivers a clever thriller but the
+ending is never believable .". `polarity` is the rule that says how favourable a sentence is; a
+`critic` who mostly follows it labels the sentences, and the demo's reward classifier learns from
+those labels alone. The rule itself is never the reward: it is there to see, at the end, whether
+the policy pleased the classifier by writing better reviews.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import NamedTuple
+
+OPENERS = (
+    "frankly ,",
+    "in the end ,",
+    "to be honest ,",
+    "on a second viewing ,",
+    "as it turns out ,",
+    "against all odds ,",
+    "for two hours ,",
+    "by the final reel ,",
+)
+WORKS = (
+    "film", "movie", "story", "script", "plot", "ending", "second act", "opening scene",
+    "soundtrack", "dialogue", "camera work", "sequel", "love story", "car chase", "final twist",
+    "romance", "narration", "pacing",
+)  # fmt: skip
+PEOPLE = (
+    "director", "cast", "lead actor", "screenwriter", "young star", "whole ensemble", "villain",
+    "composer", "editor", "newcomer",
+)  # fmt: skip
+DETERMINERS = ("the", "this", "that", "its")
+COPULAS = ("is", "feels", "seems", "remains", "becomes")
+ADVERBS = ("quietly", "deeply", "oddly", "truly", "surprisingly", "mostly", "utterly", "somewhat")
+MAKES = ("tells", "delivers", "gives us", "serves up", "attempts", "finds", "offers")
+GENRES = (
+    "thriller", "comedy", "drama", "tale", "western", "satire", "mystery", "portrait", "fable",
+    "adventure", "farce", "performance",
+)  # fmt: skip
+PLAIN_CLAUSES = (
+    "takes place in a small town",
+    "runs for two hours",
+    "opens with a long train ride",
+    "was shot in black and white",
+    "follows three sisters and a dog",
+    "moves from paris to the desert",
+    "borrows its title from an old song",
+    "ends where it began",
+)
+WITNESSES = ("the audience", "every critic", "the whole family", "this reviewer", "the heart")
+
+GLOWING = (
+    "brilliant", "moving", "dazzling", "hilarious", "wise", "gorgeous", "unforgettable",
+    "masterful",
+)  # fmt: skip
+FAVOURABLE = ("charming", "clever", "tender", "fresh", "honest", "funny", "believable", "warm")
+MIXED = ("strange", "loud", "slow", "ambitious", "familiar", "quirky", "long", "talky")
+UNFAVOURABLE = ("clumsy", "stale", "bland", "shallow", "flat", "uneven", "forced", "hollow")
+DIRE = ("dreadful", "insulting", "unwatchable", "tedious", "lifeless", "ugly", "inept", "pointless")
+PRAISE = ("delights", "charms", "thrills", "rewards", "uplifts")
+BLAME = ("bores", "insults", "exhausts", "cheats", "confuses")
+
+NEGATORS = ("never", "hardly", "not")
+JOINERS = ("and", "because", "while")
+CONTRASTS = ("but", "yet", "though")
+
+WEIGHTS: dict[str, int] = {
+    **dict.fromkeys(GLOWING, 2),
+    **dict.fromkeys(FAVOURABLE, 1),
+    **dict.fromkeys(UNFAVOURABLE, -1),
+    **dict.fromkeys(DIRE, -2),
+    **dict.fromkeys(PRAISE, 2),
+    **dict.fromkeys(BLAME, -2),
+}
+
+
+class _Mood(NamedTuple):
+    adjectives: tuple[str, ...]
+    verbs: tuple[str, ...]
+
+
+_MOODS = {
+    "good": _Mood(GLOWING + FAVOURABLE, PRAISE),
+    "mixed": _Mood(MIXED, PRAISE + BLAME),
+    "bad": _Mood(DIRE + UNFAVOURABLE, BLAME),
+}
+_OPPOSITE = {"good": "bad", "bad": "good", "mixed": "mixed"}
+_CLAUSE_STARTS = frozenset((*JOINERS, *CONTRASTS, ",", "."))
+
+
+class Review(NamedTuple):
+    """A sentence and the critic's verdict on it, 1 = favourable."""
+
+    text: str
+    label: int
+
+
+def sentence(rng: random.Random) -> str:
+    """One review, words and punctuation separated by single spaces, ending in " ."."""
+    mood = rng.choice(("good", "mixed", "bad"))
+    parts = [rng.choice(OPENERS)] if rng.random() < 0.4 else []
+    parts.append(_clause(rng, mood))
+    draw = rng.random()
+    if draw < 0.3:
+        parts += [rng.choice(JOINERS), _clause(rng, mood)]
+    elif draw < 0.65:
+        # "but" mostly announces a change of heart, as it does in reviews.
+        turned = _OPPOSITE[mood] if rng.random() < 0.8 else mood
+        parts += [rng.choice(CONTRASTS), _clause(rng, turned)]
+    return " ".join([*parts, "."])
+
+
+def opening(rng: random.Random) -> str:
+    """The first words of a review, cut before anything favourable or unfavourable is said."""
+    start = [rng.choice(OPENERS)] if rng.random() < 0.6 else []
+    if rng.random() < 0.35:
+        subject_and_verb = [_person(rng), rng.choice(MAKES)]
+    else:
+        subject_and_verb = [_work(rng), rng.choice(COPULAS)]
+    return " ".join(start + subject_and_verb[: rng.choice((1, 2))])
+
+
+def polarity(text: str) -> int:
+    """How favourable a sentence is: the sum of `WEIGHTS` over its words.
+
+    A negator turns the sign of what follows it in its clause ("never moving"), and everything
+    after "but" or its like counts twice.
+    """
+    total, factor, sign = 0, 1, 1
+    for word in text.split():
+        if word in _CLAUSE_STARTS:
+            sign = 1
+            if word in CONTRASTS:
+                factor = 2
+        elif word in NEGATORS:
+            sign = -1
+        else:
+            total += factor * sign * WEIGHTS.get(word, 0)
+    return total
+
+
+def critic(text: str, rng: random.Random) -> int:
+    """A critic's verdict: 1 with probability sigmoid(1.5·polarity), so that labels are noisy."""
+    return int(rng.random() < 1.0 / (1.0 + math.exp(-1.5 * polarity(text))))
+
+
+def reviews(count: int, seed: int) -> list[Review]:
+    """``count`` labelled reviews; the same seed gives the same reviews."""
+    rng = random.Random(seed)
+    texts = [sentence(rng) for _ in range(count)]
+    return [Review(text, critic(text, rng)) for text in texts]
+
+
+def split_openings(train: int, held_out: int, seed: int) -> tuple[list[str], list[str]]:
+    """Two disjoint lists of distinct openings: prompts to train on and prompts to judge by."""
+    rng = random.Random(seed)
+    distinct: dict[str, None] = {}
+    while len(distinct) < train + held_out:
+        distinct.setdefault(opening(rng))
+    openings = list(distinct)
+    rng.shuffle(openings)
+    return openings[:train], openings[train:]
+
+
+def _person(rng: random.Random) -> str:
+    return f"{rng.choice(DETERMINERS)} {rng.choice(PEOPLE)}"
+
+
+def _work(rng: random.Random) -> str:
+    return f"{rng.choice(DETERMINERS)} {rng.choice(WORKS)}"
+
+
+def _clause(rng: random.Random, mood: str) -> str:
+    verbs = _MOODS[mood].verbs
+    draw = rng.random()
+    if draw < 0.15:
+        return f"{_work(rng)} {rng.choice(PLAIN_CLAUSES)}"
+    if draw < 0.3:
+        subject = rng.choice((_work, _person))(rng)
+        return f"{subject} {rng.choice(verbs)} {rng.choice(WITNESSES)}"
+    description = _description(rng, mood)
+    if draw < 0.6:
+        article = "an" if description[0] in "aeiou" else "a"
+        return f"{_person(rng)} {rng.choice(MAKES)} {article} {description} {rng.choice(GENRES)}"
+    return f"{_work(rng)} {rng.choice(COPULAS)} {description}"
+
+
+def _description(rng: random.Random, mood: str) -> str:
+    """An adjective of that mood, or two of them, or one with an adverb or a negator."""
+    first, second = rng.sample(_MOODS[mood].adjectives, 2)
+    draw = rng.random()
+    if draw < 0.25:
+        return f"{rng.choice(ADVERBS)} {first}"
+    if draw < 0.35:
+        return f"{rng.choice(NEGATORS)} {rng.choice(_MOODS[_OPPOSITE[mood]].adjectives)}"
+    if draw < 0.5:
+        return f"{first} , {second}"
+    return first

@@ -1,0 +1,72 @@
+"""What ``fastrl env`` prints: versions, devices, and the backend that each kernel would use."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import platform
+
+import torch
+
+import fastrl_kernels
+
+PACKAGES = (
+    "fastrl-lm",
+    "torch",
+    "triton",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "flash-attn",
+)
+
+
+def versions() -> dict[str, str]:
+    """Python's version and that of each package that matters here, "not installed" without it."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def devices() -> dict[str, str]:
+    """The devices that torch can use, and what they are."""
+    found = {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    if torch.cuda.is_available():
+        platform_name = "ROCm" if torch.version.hip else "CUDA"
+        version = torch.version.hip or torch.version.cuda
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            found[f"cuda:{index}"] = (
+                f"{device.name}, {device.total_memory / 2**30:.0f} GiB, {platform_name} {version}"
+            )
+    return found
+
+
+def kernel_ops() -> list[str]:
+    """The names of the public ops that have a choice of backend."""
+    return [
+        name
+        for name in fastrl_kernels.__all__
+        if inspect.isfunction(op := getattr(fastrl_kernels, name))
+        and "backend" in inspect.signature(op).parameters
+        and name != "explain"
+    ]
+
+
+def describe() -> str:
+    """The whole report, as text."""
+    lines = ["versions"]
+    lines += [f"  {name:<14}{version}" for name, version in versions().items()]
+    lines += ["devices"]
+    lines += [f"  {name:<14}{what}" for name, what in devices().items()]
+    lines += ["kernels"]
+    for device in devices():
+        backend, reason = fastrl_kernels.explain(device)
+        lines += [f"  on {device}: {backend} ({reason})"]
+        lines += [f"    {op:<18}{backend}" for op in kernel_ops()]
+    return "\n".join(lines)

@@ -1,0 +1,191 @@
+"""The figure of a run: reward, KL, entropy, value loss, clip fraction and time, step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: told apart with every common colour blindness, and in grey.
+BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+PURPLE, SKY, GREY, FAINT = "#CC79A7", "#56B4E9", "#6B6B6B", "#D9D9D9"
+
+# Phases of a step, in the order in which they run, and the timers that make each of them up.
+PHASES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("rollout", ("time/rollout",), SKY),
+    ("reward", ("time/reward",), PURPLE),
+    ("forward", ("time/ppo/forward_pass",), GREEN),
+    (
+        "statistics",
+        ("time/ppo/compute_rewards", "time/ppo/compute_advantages", "time/ppo/calc_stats"),
+        GREY,
+    ),
+    ("update", ("time/ppo/optimize_step",), ORANGE),
+)
+
+
+@dataclass(frozen=True)
+class Series:
+    """The steps at which a metric was recorded, and its finite values there."""
+
+    steps: list[float]
+    values: list[float]
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+
+def series(rows: Sequence[dict[str, Any]], key: str) -> Series:
+    """The finite values of one metric and their steps; rows that lack it are passed over."""
+    steps, values = [], []
+    for index, row in enumerate(rows):
+        value = row.get(key)
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            steps.append(float(row.get("step", index)))
+            values.append(float(value))
+    return Series(steps, values)
+
+
+def draw_run(
+    rows: Sequence[dict[str, Any]], *, title: str = "PPO", kl_ceiling: float | None = None
+) -> Figure:
+    """Draw a run's curves; a panel whose metrics are missing says so.
+
+    Args:
+        rows: one dict of metrics per step; rows of evaluations may stand between them.
+        kl_ceiling: drawn into the KL panel, in nats per sequence.
+    """
+    # pyplot is not used: it would choose a GUI backend and keep the figure alive in its registry.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 7), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)  # type: ignore[union-attr]
+    figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
+    panels = figure.subplots(2, 3).ravel()
+    _draw_reward(panels[0], rows)
+    _draw_kl(panels[1], rows, kl_ceiling)
+    _draw_line(panels[2], rows, "ppo/policy/entropy", "Policy entropy", "nats per token", GREEN)
+    _draw_line(panels[3], rows, "ppo/loss/value", "Value loss", "", PURPLE)
+    _draw_clip_fraction(panels[4], rows)
+    _draw_phases(panels[5], rows)
+    return figure
+
+
+def _draw_reward(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    names = []
+    training = series(rows, "reward/mean") or series(rows, "ppo/mean_scores")
+    if training:
+        panel.plot(training.steps, training.values, color=BLUE)
+        names.append(("training batches", BLUE))
+    evaluated = series(rows, "eval/reward_mean")
+    if evaluated:
+        sems = series(rows, "eval/reward_sem")
+        sem_at = dict(zip(sems.steps, sems.values, strict=True))
+        panel.errorbar(
+            evaluated.steps,
+            evaluated.values,
+            yerr=[sem_at.get(step, 0.0) for step in evaluated.steps],
+            color=VERMILION,
+            marker="o",
+            markersize=5,
+            capsize=3,
+        )
+        names.append(("held out ± s.e.", VERMILION))
+    _head(panel, "Reward", "", names)
+
+
+def _draw_kl(panel: Axes, rows: Sequence[dict[str, Any]], ceiling: float | None) -> None:
+    names = []
+    kl, evaluated = series(rows, "objective/kl"), series(rows, "eval/kl")
+    if kl:
+        panel.plot(kl.steps, kl.values, color=BLUE)
+        names.append(("training batches", BLUE))
+    if evaluated:
+        panel.plot(evaluated.steps, evaluated.values, "o", color=VERMILION, markersize=5)
+        names.append(("held out", VERMILION))
+    if names and ceiling is not None:
+        panel.axhline(ceiling, color=GREY, linestyle=(0, (4, 3)))
+        panel.set_ylim(top=1.08 * max([ceiling, *kl.values, *evaluated.values]))
+        names.append((f"ceiling {ceiling:g}", GREY))
+    _head(panel, "KL to the reference", "nats per sequence", names)
+
+
+def _draw_clip_fraction(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    names = []
+    for key, name, colour in (
+        ("ppo/policy/clipfrac", "policy ratio", BLUE),
+        ("ppo/val/clipfrac", "value", PURPLE),
+    ):
+        line = series(rows, key)
+        if line:
+            panel.plot(line.steps, line.values, color=colour)
+            names.append((name, colour))
+    panel.set_ylim(bottom=0)
+    _head(panel, "Clip fraction", "share of tokens", names)
+
+
+def _draw_phases(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    timed = [row for row in rows if any(key in row for _, keys, _ in PHASES for key in keys)]
+    steps = [float(row.get("step", index)) for index, row in enumerate(timed)]
+    layers = []
+    for name, keys, colour in PHASES:
+        seconds = [sum(float(row.get(key) or 0.0) for key in keys) for row in timed]
+        if any(seconds):
+            layers.append((name, colour, seconds))
+    if layers:
+        colours = [colour for _, colour, _ in layers]
+        panel.stackplot(steps, *(seconds for _, _, seconds in layers), colors=colours, linewidth=0)
+        # One slow step (the first one warms up) must not flatten all the others.
+        totals = sorted(map(sum, zip(*(seconds for _, _, seconds in layers), strict=True)))
+        panel.set_ylim(0, 1.15 * totals[int(0.95 * (len(totals) - 1))])
+    _head(panel, "Time per step", "seconds", [(f"■ {n}", c) for n, c, _ in layers])
+
+
+def _draw_line(
+    panel: Axes, rows: Sequence[dict[str, Any]], key: str, title: str, unit: str, colour: str
+) -> None:
+    line = series(rows, key)
+    if line:
+        panel.plot(line.steps, line.values, color=colour)
+        panel.set_ylim(bottom=min(0.0, *line.values))
+    _head(panel, title, unit, [("", colour)] if line else [])
+
+
+def _head(panel: Axes, title: str, unit: str, names: Sequence[tuple[str, str]]) -> None:
+    """The panel's title and axes, and each line's name in its own colour in place of a legend.
+
+    The names stand above the axes, where no curve can run into them.
+    """
+    from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
+    from matplotlib.ticker import MaxNLocator
+
+    panel.set_title(title, loc="left", fontweight="bold", fontsize=11, pad=22)
+    panel.spines[["top", "right"]].set_visible(False)
+    if not names:
+        panel.text(0.5, 0.5, "not recorded", transform=panel.transAxes, ha="center", color=GREY)
+        panel.set(xticks=[], yticks=[])
+        return
+    panel.set(xlabel="step", ylabel=unit)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    panel.grid(axis="y", color=FAINT, linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.margins(x=0.02)
+    words = [TextArea(name, textprops={"color": c, "fontsize": 9}) for name, c in names]
+    panel.add_artist(
+        AnchoredOffsetbox(
+            "lower left",
+            child=HPacker(children=words, pad=0, sep=10),
+            bbox_to_anchor=(0, 1.01),
+            bbox_transform=panel.transAxes,
+            frameon=False,
+            pad=0,
+            borderpad=0,
+        )
+    )

@@ -1,0 +1,207 @@
+"""The job behind ``fastrl ppo``: model, prompts and reward in, a better model and a report out."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastrl.config import PPOConfig
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from fastrl.report import Comparison
+
+
+def _help(text: str, default: Any = dataclasses.MISSING) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclass
+class PPOJob:
+    """What to train, on which prompts, for which reward, and where the results go.
+
+    Raises:
+        ValueError: a size that is not positive, a LoRA rank below zero.
+    """
+
+    _argument_group_name: ClassVar[str] = "the job"
+
+    model: str = _help("Causal language model: a directory or a Hub id.")
+    dataset: str = _help(
+        "Prompts: a .jsonl, .json, .parquet, .csv, .tsv or .txt file, a folder, or a Hub id."
+    )
+    reward: str = _help(
+        "Sequence classifier (a directory or a Hub id), or a function, as module:function or "
+        "path/to/file.py:function, called with (prompts, completions, completion_ids, **columns)."
+    )
+    output: str = _help("Folder for the model, the metrics and the report.", "runs/ppo")
+
+    prompt_column: str | None = _help(
+        "Column of the prompts; by default the first of prompt, query and text.", None
+    )
+    dataset_split: str = _help("Split of a Hub data set.", "train")
+    prompt_words: int | None = _help("Take only the first words of each text as prompt.", None)
+    max_prompt_tokens: int | None = _help("Take only the first tokens of each prompt.", None)
+
+    eval_dataset: str | None = _help(
+        "Data set to evaluate on; by default prompts are held out from --dataset.", None
+    )
+    eval_prompts: int = _help("Number of evaluation prompts; 0 turns evaluation off.", 256)
+    eval_every: int = _help("Steps between evaluations; 0 is before and after only.", 0)
+
+    reward_label: str | None = _help(
+        "Label of the classifier whose logit is the reward, by name or index; by default the last.",
+        None,
+    )
+    reward_batch_size: int = _help("Texts that the classifier scores at a time.", 64)
+    missing_eos_penalty: float | None = _help(
+        "Subtracted from the reward of completions without an EOS token.", None
+    )
+
+    max_new_tokens: int = _help("Longest completion, in tokens.", 32)
+    temperature: float = _help("Sampling temperature.", 1.0)
+    top_k: int = _help("Sample among the k likeliest tokens; 0 is all of them.", 0)
+    top_p: float = _help("Sample among the likeliest tokens that make up this probability.", 1.0)
+
+    lora_r: int = _help("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
+    lora_alpha: int = _help("LoRA's scaling numerator.", 32)
+    lora_dropout: float = _help("LoRA's dropout.", 0.0)
+    dtype: str = _help("Type of the model's weights, such as float32 or bfloat16.", "float32")
+    samples: int = _help("Completions to show before and after training.", 8)
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "reward_batch_size", "prompt_words", "max_prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        for name in ("eval_prompts", "eval_every", "top_k", "lora_r", "samples"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+    @property
+    def generation_kwargs(self) -> dict[str, Any]:
+        return {
+            "do_sample": True,
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+        }
+
+
+@dataclass
+class PPOFlags(PPOConfig):
+    """PPOConfig for a command line, where ``steps`` counts PPO steps, not samples."""
+
+    _argument_group_name: ClassVar[str] = "PPO"
+
+    steps: int = _help("Number of PPO steps, each on batch_size prompts.", 100)
+
+    def config_for(self, job: PPOJob) -> PPOConfig:
+        """The trainer's settings, the names for trackers taken from the job unless given."""
+        fields = {f.name: f.default for f in dataclasses.fields(self) if f.init}
+        settings = {name: getattr(self, name) for name in fields}
+        settings["steps"] = self.steps * self.batch_size
+        for name, value in (
+            ("model_name", job.model),
+            ("query_dataset", job.dataset),
+            ("reward_model", job.reward),
+        ):
+            if settings[name] == fields[name]:
+                settings[name] = value
+        return PPOConfig(**settings)
+
+
+def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
+    """Train, save and report; the change in held-out reward, None without evaluation prompts."""
+    from transformers import AutoTokenizer
+
+    from fastrl.core import set_seed
+    from fastrl.models import AutoModelForCausalLMWithValueHead
+    from fastrl.report import finish_run
+    from fastrl.rewards import ClassifierReward, load_reward
+    from fastrl.trainers import PPOTrainer
+    from fastrl.trainers.callbacks import JsonlCallback
+
+    started = time.perf_counter()
+    set_seed(flags.seed)
+    reward = load_reward(job.reward, label=job.reward_label, batch_size=job.reward_batch_size)
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    train_prompts, eval_prompts = load_prompts(job, tokenizer, flags.seed)
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(
+        job.model, dtype=job.dtype, peft_config=_lora_config(job)
+    )
+
+    trainer = PPOTrainer(flags.config_for(job), model, tokenizer=tokenizer)
+    if isinstance(reward, ClassifierReward):
+        reward.to(trainer.current_device)
+    output = Path(job.output)
+    result = trainer.train(
+        reward,
+        steps=flags.steps,
+        dataset=train_prompts,
+        prompt_column="prompt",
+        generation_kwargs=job.generation_kwargs,
+        eval_prompts=eval_prompts or None,
+        eval_every=job.eval_every,
+        missing_eos_penalty=job.missing_eos_penalty,
+        callbacks=[JsonlCallback(output / "metrics.jsonl")],
+    )
+    return finish_run(
+        trainer,
+        result,
+        output,
+        title=f"{job.model}: PPO for {job.reward}",
+        samples=job.samples,
+        summary={
+            "job": dataclasses.asdict(job),
+            "ppo": flags.to_dict(),
+            "train_prompts": len(train_prompts),
+            "eval_prompts": len(eval_prompts),
+            "seconds": time.perf_counter() - started,
+        },
+    )
+
+
+def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, list[str]]:
+    """Rows to train on and prompts to evaluate on; no prompt is in both."""
+    from fastrl.prompt_data import drop_prompts, load_table, sample_prompts, take_prompts
+
+    def prompts_of(source: str) -> Dataset:
+        return take_prompts(
+            load_table(source, job.dataset_split),
+            job.prompt_column,
+            words=job.prompt_words,
+            max_tokens=job.max_prompt_tokens,
+            tokenizer=tokenizer,
+        )
+
+    train = prompts_of(job.dataset)
+    if job.eval_prompts == 0:
+        return train, []
+    source = train if job.eval_dataset is None else prompts_of(job.eval_dataset)
+    held_out = sample_prompts(source, job.eval_prompts, seed)
+    return drop_prompts(train, held_out), held_out
+
+
+def _lora_config(job: PPOJob) -> Any:
+    if job.lora_r == 0:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=job.lora_r,
+        lora_alpha=job.lora_alpha,
+        lora_dropout=job.lora_dropout,
+        task_type="CAUSAL_LM",
+    )

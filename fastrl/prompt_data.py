@@ -1,0 +1,152 @@
+"""Prompts from a data set: loading it, cutting texts to prompts, and holding some of them out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+PROMPT = "prompt"
+_USUAL_COLUMNS = (PROMPT, "query", "text")
+_FORMATS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+}
+
+
+def load_table(source: str, split: str = "train") -> Dataset:
+    """A local file, a folder of files of one format, or a data set of the Hub.
+
+    Args:
+        source: a .jsonl, .json, .parquet, .csv, .tsv or .txt file, a folder of them, a folder that
+            ``Dataset.save_to_disk`` wrote, or a Hub id.
+        split: the split of a Hub data set, or of a saved one that has several.
+
+    Raises:
+        FileNotFoundError: a path that does not exist, or a folder without data files.
+        ValueError: a file of another format, a folder of several formats, an unknown split.
+    """
+    import datasets
+
+    path = Path(source)
+    if path.is_file():
+        return _read_files([path])
+    if path.is_dir():
+        if any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(str(path))
+            return _pick_split(saved, split, source)
+        files = sorted(f for f in path.iterdir() if f.suffix in _FORMATS)
+        if not files:
+            raise FileNotFoundError(f"{source} holds no {', '.join(_FORMATS)} file")
+        return _read_files(files)
+    if path.suffix in _FORMATS or path.is_absolute() or source.startswith("."):
+        raise FileNotFoundError(f"there is no data set at {source}")
+    return datasets.load_dataset(source, split=split)
+
+
+def take_prompts(
+    table: Dataset,
+    column: str | None = None,
+    *,
+    words: int | None = None,
+    max_tokens: int | None = None,
+    tokenizer: Any = None,
+) -> Dataset:
+    """The table with a column "prompt", without the rows whose prompt is empty.
+
+    Args:
+        column: the column of texts; by default the first of "prompt", "query" and "text".
+        words: keep each text's first words only.
+        max_tokens: then keep each text's first tokens only, as ``tokenizer`` counts them.
+
+    Raises:
+        ValueError: no such column (the message lists those there are), or no prompt left.
+        TypeError: a column that holds something else than text.
+    """
+    column = _find_column(table, column)
+    texts = table[column][:]
+    for row, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(
+                f"column {column!r} must hold text, but row {row} holds {type(text).__name__}"
+            )
+    if words is not None:
+        texts = [" ".join(text.split()[:words]) for text in texts]
+    if max_tokens is not None:
+        texts = [_first_tokens(text, max_tokens, tokenizer) for text in texts]
+    kept = [row for row, text in enumerate(texts) if text.strip()]
+    if not kept:
+        raise ValueError(f"column {column!r} holds no text: every prompt is empty")
+    if PROMPT in table.column_names:
+        table = table.remove_columns(PROMPT)
+    return table.add_column(PROMPT, texts).select(kept)
+
+
+def sample_prompts(table: Dataset, count: int, seed: int) -> list[str]:
+    """``count`` distinct prompts, or all where there are fewer; a seed always picks the same."""
+    distinct = sorted(set(table[PROMPT]))
+    return random.Random(seed).sample(distinct, min(count, len(distinct)))
+
+
+def drop_prompts(table: Dataset, prompts: Collection[str]) -> Dataset:
+    """The rows whose prompt is none of ``prompts``.
+
+    Raises:
+        ValueError: no row would be left.
+    """
+    unwanted = set(prompts)
+    kept = [row for row, prompt in enumerate(table[PROMPT]) if prompt not in unwanted]
+    if not kept:
+        raise ValueError(
+            f"the {len(unwanted)} evaluation prompts leave none to train on: take fewer of them"
+        )
+    return table.select(kept)
+
+
+def _read_files(files: list[Path]) -> Dataset:
+    import datasets
+
+    formats = {_FORMATS.get(file.suffix) for file in files}
+    if None in formats:
+        raise ValueError(f"cannot read {files[0].name}: data files end in {', '.join(_FORMATS)}")
+    if len(formats) > 1:
+        raise ValueError(f"{files[0].parent} mixes file formats: name one file instead")
+    options = {"delimiter": "\t"} if files[0].suffix == ".tsv" else {}
+    return datasets.load_dataset(
+        formats.pop(), data_files=[str(file) for file in files], split="train", **options
+    )
+
+
+def _pick_split(saved: Any, split: str, source: str) -> Dataset:
+    if not hasattr(saved, "keys"):
+        return saved
+    if split not in saved:
+        raise ValueError(f"{source} has no split {split!r}: choose one of {', '.join(saved)}")
+    return saved[split]
+
+
+def _find_column(table: Dataset, column: str | None) -> str:
+    there = ", ".join(table.column_names)
+    if column is None:
+        column = next((name for name in _USUAL_COLUMNS if name in table.column_names), None)
+        if column is None:
+            raise ValueError(
+                f"the data set has none of the columns {', '.join(_USUAL_COLUMNS)}: "
+                f"choose a prompt column among {there}"
+            )
+    elif column not in table.column_names:
+        raise ValueError(f"the data set has no column {column!r}: its columns are {there}")
+    return column
+
+
+def _first_tokens(text: str, count: int, tokenizer: Any) -> str:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text if len(ids) <= count else tokenizer.decode(ids[:count])

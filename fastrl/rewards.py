@@ -1,0 +1,184 @@
+"""Reward functions from a name: a sequence classifier, or a Python function.
+
+A reward function is called as ``reward_fn(prompts, completions, completion_ids, **columns)`` and
+returns one number per completion; ``columns`` are the other columns of the data set.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+RewardFunction = Callable[..., list[float]]
+
+_LONGEST_INPUT = 1_000_000  # tokenizers without a limit state one beyond this
+
+
+class ClassifierReward:
+    """The logit that a sequence classifier gives to one label of "prompt + completion".
+
+    Args:
+        model: a sequence-classification model; it is frozen and put into evaluation mode.
+        tokenizer: its tokenizer.
+        label: index or name of the label; None is the last one (the only one of num_labels=1).
+        batch_size: texts per forward pass.
+
+    Raises:
+        ValueError: an unknown label, or a tokenizer with neither a padding nor an EOS token.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, *, label: int | str | None = None, batch_size: int = 64
+    ):
+        if batch_size < 1:
+            raise ValueError(f"the reward's batch size must be positive, got {batch_size}")
+        self.model = model.requires_grad_(False).eval()
+        self.tokenizer = tokenizer
+        self.label = _label_index(model.config, label)
+        self.batch_size = batch_size
+        if tokenizer.pad_token is None:
+            if tokenizer.eos_token is None:
+                raise ValueError(
+                    "the reward model's tokenizer has neither a padding nor an EOS token: set one"
+                )
+            tokenizer.pad_token = tokenizer.eos_token
+        if model.config.pad_token_id is None:
+            model.config.pad_token_id = tokenizer.pad_token_id
+        self.max_length = _max_length(model.config, tokenizer)
+
+    @classmethod
+    def from_pretrained(
+        cls, name_or_path: str, *, label: int | str | None = None, batch_size: int = 64
+    ) -> ClassifierReward:
+        """Load a classifier from a directory or the Hub, from safetensors only.
+
+        Raises:
+            ValueError: a checkpoint without a classification head.
+        """
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            name_or_path, use_safetensors=True, output_loading_info=True
+        )
+        missing = sorted(loading["missing_keys"])
+        if missing:
+            raise ValueError(
+                f"{name_or_path} is not a trained sequence classifier: it has no weights for "
+                f"{', '.join(missing)}"
+            )
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        return cls(model, tokenizer, label=label, batch_size=batch_size)
+
+    def to(self, device: torch.device | str) -> ClassifierReward:
+        self.model.to(device)
+        return self
+
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], *_: Any, **__: Any
+    ) -> list[float]:
+        return self.score([p + c for p, c in zip(prompts, completions, strict=True)])
+
+    @torch.inference_mode()
+    def score(self, texts: Sequence[str]) -> list[float]:
+        """The label's logit for each text."""
+        # Texts of like length share a batch, so that little of it is padding.
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        scores = torch.empty(len(texts))
+        for start in range(0, len(order), self.batch_size):
+            chosen = order[start : start + self.batch_size]
+            batch = self.tokenizer(
+                [texts[i] for i in chosen],
+                padding=True,
+                truncation=self.max_length is not None,
+                max_length=self.max_length,
+                return_tensors="pt",
+            ).to(self.model.device)
+            scores[chosen] = self.model(**batch).logits[:, self.label].float().cpu()
+        return scores.tolist()
+
+
+def load_reward(
+    name: str, *, label: int | str | None = None, batch_size: int = 64
+) -> RewardFunction:
+    """The reward function that ``name`` stands for.
+
+    Args:
+        name: "module:function", "path/to/file.py:function", or a sequence classifier's directory
+            or Hub id.
+        label, batch_size: see :class:`ClassifierReward`; not read for a function.
+
+    Raises:
+        ValueError: a file without a function's name.
+        TypeError: a name that does not stand for a function.
+        ImportError, FileNotFoundError: a module, function or file that is not there.
+    """
+    if os.path.isdir(name):
+        return ClassifierReward.from_pretrained(name, label=label, batch_size=batch_size)
+    if name.endswith(".py"):
+        raise ValueError(f"name the reward function in {name}, as {name}:function")
+    if ":" in name:
+        return _load_function(name)
+    return ClassifierReward.from_pretrained(name, label=label, batch_size=batch_size)
+
+
+def _load_function(name: str) -> RewardFunction:
+    location, function_name = name.rsplit(":", 1)
+    module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location)
+    try:
+        function = getattr(module, function_name)
+    except AttributeError:
+        raise ImportError(f"{location} has no function {function_name!r}") from None
+    if not callable(function):
+        raise TypeError(f"{name} is not a function but {type(function).__name__}")
+    return function
+
+
+def _load_module(name: str) -> Any:
+    # A console script has its own folder on the path, and not the one it was called from.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name + ".").startswith(error.name + "."):
+            raise ImportError(f"there is no module {name!r} to take a reward from") from error
+        raise
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path} to take a reward from")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _label_index(config: Any, label: int | str | None) -> int:
+    if label is None:
+        return config.num_labels - 1
+    names = {str(name): index for name, index in (config.label2id or {}).items()}
+    if str(label) in names:
+        return int(names[str(label)])
+    if str(label).isdecimal() and int(label) < config.num_labels:
+        return int(label)
+    raise ValueError(
+        f"the reward model has no label {label!r}: choose one of {', '.join(names)}, "
+        f"or an index below {config.num_labels}"
+    )
+
+
+def _max_length(config: Any, tokenizer: Any) -> int | None:
+    """The longest input of model and tokenizer; None where neither states a limit."""
+    stated = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
+    limits = [limit for limit in stated if limit is not None and limit < _LONGEST_INPUT]
+    return min(limits) if limits else None

@@ -1,0 +1,306 @@
+"""KL(policy || reference) over the vocabulary: one pass over both forward, one more backward."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..rows import aligned_alike, as_rows_together, empty_rows_like, vector_length
+from .logprob import LOG2E, LOWEST, online_softmax, row_temperature
+from .rows import (
+    ROW_ARGUMENTS,
+    WINDOWS,
+    align_down,
+    device_of,
+    load_end,
+    parts_of,
+    per_row,
+    rotate,
+    row_start,
+    store_end,
+    window,
+)
+
+# Far below every difference of logits, and finite: what it stands in for is weighted with 0.
+_LEAST = tl.constexpr(-1e30)
+_PIVOT_COLUMNS = tl.constexpr(256)
+
+
+@triton.jit
+def _pivot(start, V):
+    """The maximum of a row's first columns: near its level, and found before the pass."""
+    columns = tl.arange(0, _PIVOT_COLUMNS)
+    x = tl.load(start + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+    pivot = tl.max(x, 0)
+    return tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
+
+
+@triton.jit
+def _accumulate(x, y, m, s, u, m_ref, s_ref, pivot, ref_pivot, scale):
+    """Adds one pair of logits to each slot: both online softmaxes, and
+
+    u = Σ 2^((x - m)·scale)·((x - pivot) - (y - ref_pivot)).
+    """
+    a = -tl.abs(x - m) * scale
+    e = tl.exp2(a)
+    higher = x > m
+    rescale = tl.where(higher, e, 1.0)
+    term = tl.where(higher, 1.0, e)
+    # Where x is -inf, e is 0 and the difference -inf or NaN.
+    difference = tl.maximum((x - pivot) - (y - ref_pivot), _LEAST)
+    u = tl.fma(rescale, u, term * difference)
+    s = tl.fma(rescale, s, term)
+    m_ref, s_ref, _ = online_softmax(y, m_ref, s_ref, s_ref, scale, False)
+    return tl.maximum(m, x), s, u, m_ref, s_ref
+
+
+@triton.jit(do_not_specialize=ROW_ARGUMENTS)
+def _full_kl_fwd_kernel(
+    logits_ptr,  # [outer, inner, V]
+    ref_ptr,  # [outer, inner, V], rows aligned as those of logits
+    mask_ptr,  # [N] bool, or None: all count
+    temperature_ptr,  # [N], or None: the number
+    temperature,
+    kl_ptr,  # [N] fp32
+    max_ptr,  # [N] fp32, or None: no backward to come. max_v x_v
+    ref_max_ptr,  # [N] fp32, or None likewise. max_v y_v
+    sum_ptr,  # [N] fp32, or None likewise. Σ_v exp((x_v - max x)/T)
+    mean_ptr,  # [N] fp32, or None likewise. E_p[(x - max x) - (y - max y)]/T
+    V,
+    inner,
+    outer_stride,
+    inner_stride,
+    ref_outer_stride,
+    ref_inner_stride,
+    BLOCK: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if mask_ptr is not None:
+        if tl.load(mask_ptr + row) == 0:
+            tl.store(kl_ptr + row, 0.0)
+            return
+
+    temperature = row_temperature(temperature_ptr, temperature, row)
+    scale = LOG2E / temperature
+    start = row_start(logits_ptr, row, inner, outer_stride, inner_stride)
+    ref_start = row_start(ref_ptr, row, inner, ref_outer_stride, ref_inner_stride)
+    pivot, ref_pivot = _pivot(start, V), _pivot(ref_start, V)
+    aligned, shift = align_down(start, VEC)
+    ref_aligned, _ = align_down(ref_start, VEC)
+    end = shift + V
+    last = tl.maximum((end - 1) // BLOCK, 1)  # window 1 is all masked where V fits in window 0
+
+    slots = tl.arange(0, BLOCK)
+    m = tl.full([BLOCK], LOWEST, tl.float32)
+    m_ref = tl.full([BLOCK], LOWEST, tl.float32)
+    s = tl.zeros([BLOCK], tl.float32)
+    s_ref = tl.zeros([BLOCK], tl.float32)
+    u = tl.zeros([BLOCK], tl.float32)
+    x = load_end(aligned, slots, shift, end, VEC)
+    y = load_end(ref_aligned, slots, shift, end, VEC)
+    m, s, u, m_ref, s_ref = _accumulate(x, y, m, s, u, m_ref, s_ref, pivot, ref_pivot, scale)
+    for w in range(1, last):
+        at = w * BLOCK + slots
+        x = tl.load(aligned + at).to(tl.float32)
+        y = tl.load(ref_aligned + at).to(tl.float32)
+        m, s, u, m_ref, s_ref = _accumulate(x, y, m, s, u, m_ref, s_ref, pivot, ref_pivot, scale)
+    x = load_end(aligned, last * BLOCK + slots, shift, end, VEC)
+    y = load_end(ref_aligned, last * BLOCK + slots, shift, end, VEC)
+    m, s, u, m_ref, s_ref = _accumulate(x, y, m, s, u, m_ref, s_ref, pivot, ref_pivot, scale)
+
+    row_max, ref_max = tl.max(m, 0), tl.max(m_ref, 0)
+    e = tl.exp2((m - row_max) * scale)
+    row_sum = tl.sum(rotate(e * s, shift, BLOCK), 0)
+    row_u = tl.sum(rotate(e * u, shift, BLOCK), 0)
+    e_ref = tl.exp2((m_ref - ref_max) * scale)
+    ref_sum = tl.sum(rotate(e_ref * s_ref, shift, BLOCK), 0)
+    mean = row_u / row_sum - ((row_max - pivot) - (ref_max - ref_pivot))
+    mean = tl.div_rn(mean, temperature)
+    tl.store(kl_ptr + row, mean - tl.log(tl.div_rn(row_sum, ref_sum)))
+    if max_ptr is not None:
+        tl.store(max_ptr + row, row_max)
+        tl.store(ref_max_ptr + row, ref_max)
+        tl.store(sum_ptr + row, row_sum)
+        tl.store(mean_ptr + row, mean)
+
+
+def _forward(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor | None,
+    number: float,
+    *,
+    save: bool,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The KL per token, and what backward needs of each row: both maxima, sum and mean."""
+    rows, refs = _rows_of(logits, ref_logits)
+    outer, inner, vocabulary = rows.shape
+    kl = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
+    statistics = [kl.new_empty(outer * inner) if save else None for _ in range(4)]
+    with device_of(logits):
+        _full_kl_fwd_kernel[(outer * inner,)](
+            rows,
+            refs,
+            per_row(mask),
+            per_row(temperature),
+            number,
+            kl,
+            *statistics,
+            vocabulary,
+            inner,
+            rows.stride(0),
+            rows.stride(1),
+            refs.stride(0),
+            refs.stride(1),
+            **window(vocabulary, logits.dtype, ref_logits.dtype),
+        )
+    return kl, statistics
+
+
+def _rows_of(logits: Tensor, ref_logits: Tensor) -> list[Tensor]:
+    """Both as rows; the reference copied where its rows are not aligned as the policy's are."""
+    rows, refs = as_rows_together(logits, ref_logits)
+    vector = vector_length(logits.dtype, ref_logits.dtype)
+    if not aligned_alike(rows, refs, vector):
+        refs = empty_rows_like(rows, ref_logits.dtype, vector).copy_(refs)
+    return [rows, refs]
+
+
+@triton.jit
+def _dlogits(x, y, row_max, ref_max, scale, base, slope):
+    d = x - row_max
+    difference = tl.maximum(d - (y - ref_max), _LEAST)
+    return tl.exp2(d * scale) * tl.fma(difference, slope, base)
+
+
+@triton.jit(do_not_specialize=ROW_ARGUMENTS)
+def _full_kl_bwd_kernel(
+    grad_ptr,  # [N] fp32
+    logits_ptr,  # [outer, inner, V]
+    ref_ptr,  # [outer, inner, V], rows aligned as those of logits
+    mask_ptr,  # [N] bool, or None: all count
+    temperature_ptr,  # [N], or None: the number
+    temperature,
+    max_ptr,  # [N] fp32
+    ref_max_ptr,  # [N] fp32
+    sum_ptr,  # [N] fp32
+    mean_ptr,  # [N] fp32
+    dlogits_ptr,  # [outer, inner, V], rows aligned as those of logits
+    V,
+    parts,
+    inner,
+    outer_stride,
+    inner_stride,
+    ref_outer_stride,
+    ref_inner_stride,
+    d_outer_stride,
+    d_inner_stride,
+    BLOCK: tl.constexpr,
+    VEC: tl.constexpr,
+    WINDOWS: tl.constexpr,
+):
+    """dz = g p [log p - log q - KL]/T, for part ``program_id % parts`` of a row."""
+    row = tl.program_id(0) // parts
+    first = (tl.program_id(0) - row * parts) * (WINDOWS * BLOCK)
+    slots = first + tl.arange(0, BLOCK)
+    start = row_start(logits_ptr, row, inner, outer_stride, inner_stride)
+    aligned, shift = align_down(start, VEC)
+    ref_start = row_start(ref_ptr, row, inner, ref_outer_stride, ref_inner_stride)
+    ref_aligned, _ = align_down(ref_start, VEC)
+    d_start = row_start(dlogits_ptr, row, inner, d_outer_stride, d_inner_stride)
+    d_aligned, _ = align_down(d_start, VEC)
+    end = shift + V
+    if mask_ptr is not None:
+        if tl.load(mask_ptr + row) == 0:
+            zeros = tl.zeros([BLOCK], tl.float32)
+            for w in range(WINDOWS):
+                store_end(d_aligned, w * BLOCK + slots, zeros, shift, end, VEC)
+            return
+
+    # log p - log q - KL is the difference of what lies below the maxima, less its mean.
+    temperature = row_temperature(temperature_ptr, temperature, row)
+    scale = LOG2E / temperature
+    row_max, ref_max = tl.load(max_ptr + row), tl.load(ref_max_ptr + row)
+    weight = tl.div_rn(tl.load(grad_ptr + row), tl.load(sum_ptr + row) * temperature)
+    base = -weight * tl.load(mean_ptr + row)
+    slope = tl.div_rn(weight, temperature)
+    if (first >= shift) & (first + WINDOWS * BLOCK <= end):
+        for w in range(WINDOWS):
+            at = w * BLOCK + slots
+            x = tl.load(aligned + at).to(tl.float32)
+            y = tl.load(ref_aligned + at).to(tl.float32)
+            d = _dlogits(x, y, row_max, ref_max, scale, base, slope)
+            tl.store(d_aligned + at, d.to(dlogits_ptr.dtype.element_ty))
+    else:
+        for w in range(WINDOWS):
+            at = w * BLOCK + slots
+            x = load_end(aligned, at, shift, end, VEC)
+            y = load_end(ref_aligned, at, shift, end, VEC)
+            d = _dlogits(x, y, row_max, ref_max, scale, base, slope)
+            store_end(d_aligned, at, d, shift, end, VEC)
+
+
+def _backward(
+    grad: Tensor,
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor | None,
+    number: float,
+    statistics: list[Tensor],
+) -> Tensor:
+    rows, refs = _rows_of(logits, ref_logits)
+    outer, inner, vocabulary = rows.shape
+    shapes = window(vocabulary, logits.dtype, ref_logits.dtype)
+    dlogits = empty_rows_like(rows, logits.dtype, shapes["VEC"])
+    parts = parts_of(vocabulary, shapes["BLOCK"], shapes["VEC"])
+    with device_of(logits):
+        _full_kl_bwd_kernel[(outer * inner * parts,)](
+            per_row(grad),
+            rows,
+            refs,
+            per_row(mask),
+            per_row(temperature),
+            number,
+            *statistics,
+            dlogits,
+            vocabulary,
+            parts,
+            inner,
+            rows.stride(0),
+            rows.stride(1),
+            refs.stride(0),
+            refs.stride(1),
+            dlogits.stride(0),
+            dlogits.stride(1),
+            **shapes,
+            WINDOWS=WINDOWS,
+        )
+    return dlogits.view(logits.shape)
+
+
+class FullKL(torch.autograd.Function):
+    """(logits, ref_logits, mask, temperature tensor or None, number) -> KL per token."""
+
+    @staticmethod
+    def forward(ctx, logits, ref_logits, mask, temperature, number):
+        save = ctx.needs_input_grad[0]
+        kl, statistics = _forward(logits, ref_logits, mask, temperature, number, save=save)
+        if save:
+            ctx.save_for_backward(logits, ref_logits, mask, temperature, *statistics)
+            ctx.number = number
+        return kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        logits, ref_logits, mask, temperature, *statistics = ctx.saved_tensors
+        dlogits = _backward(
+            grad, logits, ref_logits, mask, temperature, ctx.number, statistics
+        )
+        return dlogits, None, None, None, None

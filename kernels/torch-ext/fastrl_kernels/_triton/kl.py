@@ -1,0 +1,269 @@
+"""KL estimators per token, and the classic rewards in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .tiles import TILE, exact_exp, load_counted, load_mask, row_tile
+
+
+@triton.jit
+def _k3(d):
+    """exp(-d) - 1 + d: by its series where the three terms would cancel."""
+    x = -d
+    series = 1.0 / 3628800.0
+    series = series * x + 1.0 / 362880.0
+    series = series * x + 1.0 / 40320.0
+    series = series * x + 1.0 / 5040.0
+    series = series * x + 1.0 / 720.0
+    series = series * x + 1.0 / 120.0
+    series = series * x + 1.0 / 24.0
+    series = series * x + 1.0 / 6.0
+    series = series * x + 0.5
+    return tl.where(tl.abs(d) < 0.5, series * x * x, (exact_exp(x) - 1.0) + d)
+
+
+@triton.jit
+def kl_value(d, KIND: tl.constexpr):
+    if KIND == "kl":
+        value = d
+    elif KIND == "abs":
+        value = tl.abs(d)
+    elif KIND == "mse":
+        value = 0.5 * d * d
+    else:
+        value = _k3(d)
+    return value
+
+
+@triton.jit
+def kl_slope(d, KIND: tl.constexpr):
+    if KIND == "kl":
+        slope = tl.full(d.shape, 1.0, tl.float32)
+    elif KIND == "abs":
+        slope = tl.where(d > 0, 1.0, tl.where(d < 0, -1.0, 0.0))
+    elif KIND == "k3":  # 1 - exp(-d)
+        slope = tl.where(tl.abs(d) < 0.5, d - _k3(d), 1.0 - exact_exp(-d))
+    else:  # "mse", and "k3+" which has its gradient
+        slope = d
+    return slope
+
+
+@triton.jit
+def _kl_penalty_fwd_kernel(
+    logprobs_ptr,  # [n]
+    ref_ptr,  # [n]
+    mask_ptr,  # [n] bool, or None: all count
+    out_ptr,  # [n] fp32
+    n,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    counted = load_mask(mask_ptr, at, inside)
+    logprobs = load_counted(logprobs_ptr, at, counted, inside)
+    ref = load_counted(ref_ptr, at, counted, inside)
+    d = logprobs - ref
+    tl.store(out_ptr + at, kl_value(d, KIND), mask=inside)
+
+
+@triton.jit
+def _kl_penalty_bwd_kernel(
+    grad_ptr,  # [n]
+    logprobs_ptr,  # [n]
+    ref_ptr,  # [n]
+    mask_ptr,  # [n] bool, or None: all count
+    dlogprobs_ptr,  # [n], or None
+    dref_ptr,  # [n], or None
+    n,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    counted = load_mask(mask_ptr, at, inside)
+    logprobs = load_counted(logprobs_ptr, at, counted, inside)
+    ref = load_counted(ref_ptr, at, counted, inside)
+    grad = load_counted(grad_ptr, at, counted, inside)
+    d = logprobs - ref
+    grad *= kl_slope(d, KIND)
+    if dlogprobs_ptr is not None:
+        tl.store(dlogprobs_ptr + at, grad, mask=inside)
+    if dref_ptr is not None:
+        tl.store(dref_ptr + at, -grad, mask=inside)
+
+
+class KLPenalty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logprobs, ref_logprobs, mask, kind):
+        logprobs, ref_logprobs = logprobs.contiguous(), ref_logprobs.contiguous()
+        mask = None if mask is None else mask.contiguous()
+        out = torch.empty_like(logprobs, dtype=torch.float32)
+        n = logprobs.numel()
+        if n:
+            with torch.cuda.device_of(logprobs):
+                _kl_penalty_fwd_kernel[(triton.cdiv(n, TILE),)](
+                    logprobs, ref_logprobs, mask, out, n, KIND=kind, BLOCK=TILE
+                )
+        ctx.save_for_backward(logprobs, ref_logprobs, mask)
+        ctx.kind = kind
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        logprobs, ref_logprobs, mask = ctx.saved_tensors
+        needs_logprobs, needs_ref = ctx.needs_input_grad[:2]
+        dlogprobs = torch.empty_like(logprobs) if needs_logprobs else None
+        dref = torch.empty_like(ref_logprobs) if needs_ref else None
+        n = logprobs.numel()
+        if n:
+            with torch.cuda.device_of(logprobs):
+                _kl_penalty_bwd_kernel[(triton.cdiv(n, TILE),)](
+                    grad.contiguous(), logprobs, ref_logprobs, mask, dlogprobs, dref, n,
+                    KIND=ctx.kind, BLOCK=TILE,
+                )  # fmt: skip
+        return dlogprobs, dref, None, None
+
+
+@triton.jit
+def _kl_rewards_fwd_kernel(
+    logprobs_ptr,  # [N, T]
+    ref_ptr,  # [N, T]
+    scores_ptr,  # [N]
+    mask_ptr,  # [N, T] bool
+    coef,  # fp32, or a pointer to one
+    rewards_ptr,  # [N, T] fp32
+    kls_ptr,  # [N, T] fp32
+    sums_ptr,  # [N] fp32
+    last_ptr,  # [N] int32: the last counted step, -1 where none
+    N,
+    T,
+    COEF_IS_POINTER: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    in_batch = row < N
+    if COEF_IS_POINTER:
+        coefficient = tl.load(coef).to(tl.float32)
+    else:
+        coefficient = tl.cast(coef, tl.float32)
+    scores = tl.load(scores_ptr + row, mask=in_batch, other=0.0).to(tl.float32)
+    last = tl.full([ROWS, 1], -1, tl.int32)
+    sums = tl.zeros([ROWS, 1], tl.float32)
+    blocks = tl.cdiv(T, STEPS)
+    for block in range(blocks):  # from the end, so that the last counted step comes first
+        step = (blocks - 1 - block) * STEPS + tl.arange(0, STEPS)[None, :]
+        at = row * T + step
+        inside = in_batch & (step < T)
+        counted = load_mask(mask_ptr, at, inside)
+        logprobs = load_counted(logprobs_ptr, at, counted, inside)
+        ref = load_counted(ref_ptr, at, counted, inside)
+        kls = kl_value(logprobs - ref, KIND)
+        last_here = tl.max(tl.where(counted, step, -1), axis=1, keep_dims=True)
+        at_last = counted & (step == last_here) & (last < 0)
+        last = tl.maximum(last, last_here)
+        sums += tl.sum(kls, axis=1, keep_dims=True)
+        tl.store(kls_ptr + at, kls, mask=inside)
+        rewards = tl.where(at_last, scores, 0.0) - coefficient * kls
+        tl.store(rewards_ptr + at, rewards, mask=inside)
+    tl.store(sums_ptr + row, sums, mask=in_batch)
+    tl.store(last_ptr + row, last, mask=in_batch)
+
+
+@triton.jit
+def _kl_rewards_bwd_kernel(
+    grad_rewards_ptr,  # [N, T]
+    grad_kls_ptr,  # [N, T]
+    grad_sums_ptr,  # [N]
+    logprobs_ptr,  # [N, T]
+    ref_ptr,  # [N, T]
+    mask_ptr,  # [N, T] bool
+    last_ptr,  # [N] int32
+    coef,  # fp32, or a pointer to one
+    dlogprobs_ptr,  # [N, T], or None
+    dref_ptr,  # [N, T], or None
+    dscores_ptr,  # [N], or None
+    N,
+    T,
+    COEF_IS_POINTER: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    in_batch = row < N
+    if COEF_IS_POINTER:
+        coefficient = tl.load(coef).to(tl.float32)
+    else:
+        coefficient = tl.cast(coef, tl.float32)
+    grad_sums = tl.load(grad_sums_ptr + row, mask=in_batch, other=0.0).to(tl.float32)
+    for block in range(tl.cdiv(T, STEPS)):
+        step = block * STEPS + tl.arange(0, STEPS)[None, :]
+        at = row * T + step
+        inside = in_batch & (step < T)
+        counted = load_mask(mask_ptr, at, inside)
+        logprobs = load_counted(logprobs_ptr, at, counted, inside)
+        ref = load_counted(ref_ptr, at, counted, inside)
+        grad_rewards = load_counted(grad_rewards_ptr, at, counted, inside)
+        grad_kls = load_counted(grad_kls_ptr, at, counted, inside)
+        slope = kl_slope(logprobs - ref, KIND)
+        grad = grad_kls + grad_sums - coefficient * grad_rewards
+        grad = tl.where(counted, grad * slope, 0.0)
+        if dlogprobs_ptr is not None:
+            tl.store(dlogprobs_ptr + at, grad, mask=inside)
+        if dref_ptr is not None:
+            tl.store(dref_ptr + at, -grad, mask=inside)
+    if dscores_ptr is not None:
+        last = tl.load(last_ptr + row, mask=in_batch, other=-1)
+        dscores = tl.load(grad_rewards_ptr + row * T + last, mask=last >= 0, other=0.0)
+        tl.store(dscores_ptr + row, dscores, mask=in_batch)
+
+
+class KLRewards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logprobs, ref_logprobs, scores, mask, coef, kind):
+        logprobs, ref_logprobs = logprobs.contiguous(), ref_logprobs.contiguous()
+        scores, mask = scores.contiguous(), mask.contiguous()
+        rewards = torch.empty_like(logprobs, dtype=torch.float32)
+        kls = torch.empty_like(rewards)
+        sums = torch.empty_like(scores, dtype=torch.float32)
+        last = torch.empty_like(scores, dtype=torch.int32)
+        ctx.by_tensor, ctx.kind = isinstance(coef, torch.Tensor), kind
+        ctx.score_dtype = scores.dtype
+        ctx.coef = None if ctx.by_tensor else float(coef)
+        ctx.save_for_backward(logprobs, ref_logprobs, mask, last, coef if ctx.by_tensor else None)
+        length = logprobs.shape[-1]
+        if not logprobs.numel():
+            return rewards, kls, sums.zero_()
+        rows, steps = row_tile(length)
+        with torch.cuda.device_of(logprobs):
+            _kl_rewards_fwd_kernel[(triton.cdiv(scores.numel(), rows),)](
+                logprobs, ref_logprobs, scores, mask, coef if ctx.by_tensor else ctx.coef,
+                rewards, kls, sums, last, scores.numel(), length,
+                COEF_IS_POINTER=ctx.by_tensor, KIND=kind, ROWS=rows, STEPS=steps,
+            )  # fmt: skip
+        return rewards, kls, sums
+
+    @staticmethod
+    def backward(ctx, grad_rewards, grad_kls, grad_sums):
+        logprobs, ref_logprobs, mask, last, coef = ctx.saved_tensors
+        needs_logprobs, needs_ref, needs_scores = ctx.needs_input_grad[:3]
+        dlogprobs = torch.empty_like(logprobs) if needs_logprobs else None
+        dref = torch.empty_like(ref_logprobs) if needs_ref else None
+        dscores = torch.empty_like(last, dtype=ctx.score_dtype) if needs_scores else None
+        length = logprobs.shape[-1]
+        if logprobs.numel():
+            rows, steps = row_tile(length)
+            with torch.cuda.device_of(logprobs):
+                _kl_rewards_bwd_kernel[(triton.cdiv(last.numel(), rows),)](
+                    grad_rewards.contiguous(), grad_kls.contiguous(), grad_sums.contiguous(),
+                    logprobs, ref_logprobs, mask, last, coef if ctx.by_tensor else ctx.coef,
+                    dlogprobs, dref, dscores, last.numel(), length,
+                    COEF_IS_POINTER=ctx.by_tensor, KIND=ctx.kind, ROWS=rows, STEPS=steps,
+                )  # fmt: skip
+        elif dscores is not None:
+            dscores.zero_()
+        return dlogprobs, dref, dscores, None, None, None

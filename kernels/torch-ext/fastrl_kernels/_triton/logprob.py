@@ -1,0 +1,313 @@
+"""Label log-probabilities and entropies of logits: one pass forward, one pass backward."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..reference import IGNORE_LABEL
+from ..rows import as_rows, empty_rows_like
+from .rows import (
+    ROW_ARGUMENTS,
+    WINDOWS,
+    align_down,
+    device_of,
+    load_end,
+    parts_of,
+    per_row,
+    rotate,
+    row_start,
+    store_end,
+    window,
+)
+
+_IGNORE = tl.constexpr(IGNORE_LABEL)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# Where a running maximum starts: below every logit, and finite, so that a slot that has seen only
+# -inf has differences of -inf, never NaN.
+LOWEST = tl.constexpr(-1e30)
+# 2 to this power is 0. It stands in for -inf where its product with that 0 has to be 0.
+FLOOR = tl.constexpr(-200.0)
+
+
+@triton.jit
+def online_softmax(x, m, s, t, scale, ENTROPY: tl.constexpr):
+    """Adds one logit to each slot's m = max x, s = Σ 2^a and t = Σ 2^a·a, with a = (x - m)·scale.
+
+    One exponential per element: 2^(-|x - m|·scale) rescales the sums where x is a new maximum, and
+    is x's own term where it is not. Multiply-adds are explicit, so that every use rounds alike.
+    """
+    a = -tl.abs(x - m) * scale
+    e = tl.exp2(a)
+    higher = x > m
+    rescale = tl.where(higher, e, 1.0)
+    if ENTROPY:
+        t = tl.fma(rescale, t, e * tl.maximum(a, FLOOR) * tl.where(higher, s, 1.0))
+    s = tl.fma(rescale, s, tl.where(higher, 1.0, e))
+    return tl.maximum(m, x), s, t
+
+
+@triton.jit
+def row_temperature(temperature_ptr, temperature, row):
+    if temperature_ptr is not None:
+        return tl.load(temperature_ptr + row).to(tl.float32)
+    else:
+        return tl.full([], temperature, tl.float32)
+
+
+@triton.jit
+def row_counts(label, mask_ptr, row):
+    counted = label != _IGNORE
+    if mask_ptr is not None:
+        counted = counted & (tl.load(mask_ptr + row) != 0)
+    return counted
+
+
+@triton.jit(do_not_specialize=ROW_ARGUMENTS)
+def _token_logprobs_fwd_kernel(
+    logits_ptr,  # [outer, inner, V]
+    labels_ptr,  # [N] integer
+    mask_ptr,  # [N] bool, or None: all count
+    temperature_ptr,  # [N], or None: the number
+    temperature,
+    logprobs_ptr,  # [N] fp32
+    entropies_ptr,  # [N] fp32, or None: not wanted
+    max_ptr,  # [N] fp32, or None: no backward to come. max_v x_v
+    sum_ptr,  # [N] fp32, or None likewise. Σ_v exp((x_v - max)/T)
+    mean_ptr,  # [N] fp32, or None likewise or without entropies. (E[x] - max)/T
+    V,
+    inner,
+    outer_stride,
+    inner_stride,
+    BLOCK: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    ENTROPY: tl.constexpr = entropies_ptr is not None
+    row = tl.program_id(0)
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    if row_counts(label, mask_ptr, row) == 0:
+        tl.store(logprobs_ptr + row, 0.0)
+        if ENTROPY:
+            tl.store(entropies_ptr + row, 0.0)
+        return
+
+    temperature = row_temperature(temperature_ptr, temperature, row)
+    scale = LOG2E / temperature
+    start = row_start(logits_ptr, row, inner, outer_stride, inner_stride)
+    aligned, shift = align_down(start, VEC)
+    end = shift + V
+    last = tl.maximum((end - 1) // BLOCK, 1)  # window 1 is all masked where V fits in window 0
+
+    slots = tl.arange(0, BLOCK)
+    m = tl.full([BLOCK], LOWEST, tl.float32)
+    s = tl.zeros([BLOCK], tl.float32)
+    t = tl.zeros([BLOCK], tl.float32)
+    x = load_end(aligned, slots, shift, end, VEC)
+    m, s, t = online_softmax(x, m, s, t, scale, ENTROPY)
+    for w in range(1, last):
+        x = tl.load(aligned + (w * BLOCK + slots)).to(tl.float32)
+        m, s, t = online_softmax(x, m, s, t, scale, ENTROPY)
+    x = load_end(aligned, last * BLOCK + slots, shift, end, VEC)
+    m, s, t = online_softmax(x, m, s, t, scale, ENTROPY)
+
+    row_max = tl.max(m, 0)
+    a = (m - row_max) * scale
+    e = tl.exp2(a)
+    row_sum = tl.sum(rotate(e * s, shift, BLOCK), 0)
+    log_sum = tl.log(row_sum)
+    # A label outside [0, V) is never read: its log-probability is NaN.
+    known = (label >= 0) & (label < V)
+    x_label = tl.load(start + label, mask=known, other=float("nan")).to(tl.float32)
+    tl.store(logprobs_ptr + row, tl.div_rn(x_label - row_max, temperature) - log_sum)
+    if max_ptr is not None:
+        tl.store(max_ptr + row, row_max)
+        tl.store(sum_ptr + row, row_sum)
+    if ENTROPY:
+        t = e * tl.fma(s, tl.maximum(a, FLOOR), t)
+        mean = tl.sum(rotate(t, shift, BLOCK), 0) / row_sum * LN2
+        tl.store(entropies_ptr + row, log_sum - mean)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, mean)
+
+
+def _forward(
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor | None,
+    number: float,
+    *,
+    entropy: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """Log-probabilities, entropies, and what backward needs of each row: max, sum and mean."""
+    rows = as_rows(logits)
+    n, inner, vocabulary = labels.numel(), rows.shape[1], rows.shape[2]
+    logprobs = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+    entropies = torch.empty_like(logprobs) if entropy else None
+    wanted = (save, save, save and entropy)
+    statistics = [logprobs.new_empty(n) if want else None for want in wanted]
+    with device_of(logits):
+        _token_logprobs_fwd_kernel[(n,)](
+            rows,
+            per_row(labels),
+            per_row(mask),
+            per_row(temperature),
+            number,
+            logprobs,
+            entropies,
+            *statistics,
+            vocabulary,
+            inner,
+            rows.stride(0),
+            rows.stride(1),
+            **window(vocabulary, logits.dtype),
+        )
+    return logprobs, entropies, statistics
+
+
+@triton.jit
+def _dlogits(x, is_label, row_max, scale, at_label, base, slope, ENTROPY: tl.constexpr):
+    a = (x - row_max) * scale
+    weight = tl.fma(tl.maximum(a, FLOOR), slope, base) if ENTROPY else base
+    return tl.fma(-tl.exp2(a), weight, tl.where(is_label, at_label, 0.0))
+
+
+@triton.jit(do_not_specialize=ROW_ARGUMENTS)
+def _token_logprobs_bwd_kernel(
+    grad_logprobs_ptr,  # [N] fp32
+    grad_entropies_ptr,  # [N] fp32, or None: no gradient through entropies
+    logits_ptr,  # [outer, inner, V]
+    labels_ptr,  # [N] integer
+    mask_ptr,  # [N] bool, or None: all count
+    temperature_ptr,  # [N], or None: the number
+    temperature,
+    max_ptr,  # [N] fp32
+    sum_ptr,  # [N] fp32
+    mean_ptr,  # [N] fp32, or None without entropies
+    dlogits_ptr,  # [outer, inner, V], rows aligned as those of logits
+    V,
+    parts,
+    inner,
+    outer_stride,
+    inner_stride,
+    d_outer_stride,
+    d_inner_stride,
+    BLOCK: tl.constexpr,
+    VEC: tl.constexpr,
+    WINDOWS: tl.constexpr,
+):
+    """dz = [g (1_y - p) - g_H p (z - E[z])]/T, for part ``program_id % parts`` of a row."""
+    ENTROPY: tl.constexpr = grad_entropies_ptr is not None
+    row = tl.program_id(0) // parts
+    first = (tl.program_id(0) - row * parts) * (WINDOWS * BLOCK)
+    slots = first + tl.arange(0, BLOCK)
+    start = row_start(logits_ptr, row, inner, outer_stride, inner_stride)
+    aligned, shift = align_down(start, VEC)
+    d_start = row_start(dlogits_ptr, row, inner, d_outer_stride, d_inner_stride)
+    d_aligned, _ = align_down(d_start, VEC)
+    end = shift + V
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    if row_counts(label, mask_ptr, row) == 0:
+        zeros = tl.zeros([BLOCK], tl.float32)
+        for w in range(WINDOWS):
+            store_end(d_aligned, w * BLOCK + slots, zeros, shift, end, VEC)
+        return
+
+    # With p = e/s, a row's gradient is 1_y·at_label - e·(base + a·slope).
+    temperature = row_temperature(temperature_ptr, temperature, row)
+    scale = LOG2E / temperature
+    row_max = tl.load(max_ptr + row)
+    per_sum = tl.div_rn(1.0, tl.load(sum_ptr + row) * temperature)
+    g = tl.load(grad_logprobs_ptr + row)
+    at_label = tl.div_rn(g, temperature)
+    # A label outside [0, V) has no log-probability, and no gradient either.
+    base = tl.where((label >= 0) & (label < V), g, float("nan")) * per_sum
+    slope = 0.0
+    if ENTROPY:
+        g_entropy = tl.load(grad_entropies_ptr + row) * per_sum
+        base -= g_entropy * tl.load(mean_ptr + row)
+        slope = g_entropy * LN2
+    label_slot = shift + label.to(tl.int32)
+    if (first >= shift) & (first + WINDOWS * BLOCK <= end):
+        for w in range(WINDOWS):
+            at = w * BLOCK + slots
+            x = tl.load(aligned + at).to(tl.float32)
+            d = _dlogits(x, at == label_slot, row_max, scale, at_label, base, slope, ENTROPY)
+            tl.store(d_aligned + at, d.to(dlogits_ptr.dtype.element_ty))
+    else:
+        for w in range(WINDOWS):
+            at = w * BLOCK + slots
+            x = load_end(aligned, at, shift, end, VEC)
+            d = _dlogits(x, at == label_slot, row_max, scale, at_label, base, slope, ENTROPY)
+            store_end(d_aligned, at, d, shift, end, VEC)
+
+
+def _backward(
+    grad_logprobs: Tensor | None,
+    grad_entropies: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor | None,
+    number: float,
+    statistics: list[Tensor | None],
+) -> Tensor:
+    rows = as_rows(logits)
+    _, inner, vocabulary = rows.shape
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros(labels.shape, device=logits.device)
+    shapes = window(vocabulary, logits.dtype)
+    dlogits = empty_rows_like(rows, logits.dtype, shapes["VEC"])
+    parts = parts_of(vocabulary, shapes["BLOCK"], shapes["VEC"])
+    with device_of(logits):
+        _token_logprobs_bwd_kernel[(labels.numel() * parts,)](
+            per_row(grad_logprobs),
+            per_row(grad_entropies),
+            rows,
+            per_row(labels),
+            per_row(mask),
+            per_row(temperature),
+            number,
+            *statistics,
+            dlogits,
+            vocabulary,
+            parts,
+            inner,
+            rows.stride(0),
+            rows.stride(1),
+            dlogits.stride(0),
+            dlogits.stride(1),
+            **shapes,
+            WINDOWS=WINDOWS,
+        )
+    return dlogits.view(logits.shape)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """(logits, labels, mask, temperature tensor or None, number, entropy) -> logprobs, entropies."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, mask, temperature, number, entropy):
+        save = ctx.needs_input_grad[0]
+        logprobs, entropies, statistics = _forward(
+            logits, labels, mask, temperature, number, entropy=entropy, save=save
+        )
+        if save:
+            ctx.save_for_backward(logits, labels, mask, temperature, *statistics)
+            ctx.set_materialize_grads(False)
+            ctx.number = number
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, grad_entropies):
+        logits, labels, mask, temperature, *statistics = ctx.saved_tensors
+        dlogits = _backward(
+            grad_logprobs, grad_entropies, logits, labels, mask, temperature, ctx.number, statistics
+        )
+        return dlogits, None, None, None, None, None

@@ -1,0 +1,357 @@
+"""Moments and whitening: partials of fixed slices, merged in a fixed order by all who need them.
+
+Every tile is [1, BLOCK] or [rows, steps], and every moment [1, 1] or [rows, 1], so that the same
+helpers serve whole tensors here and rows in the advantage kernel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..moments import WHITEN_EPS, Measured
+from .tiles import TILE, load_counted, load_mask
+
+MAX_PARTIALS = 1024
+_EPS = tl.constexpr(WHITEN_EPS)
+
+
+@triton.jit
+def moments_of(x, counted):
+    """Count, mean, what rounding the mean lost, and Σ(x - mean)², along the last axis."""
+    count = tl.sum(counted.to(tl.float32), axis=1, keep_dims=True)
+    some = tl.maximum(count, 1.0)
+    mean = tl.sum(tl.where(counted, x, 0.0), axis=1, keep_dims=True) / some
+    deviations = tl.where(counted, x - mean, 0.0)
+    low = tl.sum(deviations, axis=1, keep_dims=True) / some
+    m2 = tl.sum(deviations * deviations, axis=1, keep_dims=True) - count * low * low
+    return count, mean, low, m2
+
+
+@triton.jit
+def merge_two(count1, mean1, low1, m2_1, count2, mean2, low2, m2_2):
+    """Chan's update of two sets of moments, element by element."""
+    count = count1 + count2
+    share = count2 / tl.maximum(count, 1.0)
+    offset = (mean2 - mean1) + (low2 - low1)
+    step = offset * share
+    mean = mean1 + step
+    lost = mean - mean1  # two-sum: what mean1 + step lost goes to the low part
+    low = low1 + ((mean1 - (mean - lost)) + (step - lost))
+    m2 = m2_1 + m2_2 + offset * offset * (count1 * share)
+    # Coming from nothing, offset is the whole mean and would swallow low2.
+    first = count1 == 0.0
+    return count, tl.where(first, mean2, mean), tl.where(first, low2, low), m2
+
+
+@triton.jit
+def merge_tile(count, mean, low, m2, axis: tl.constexpr):
+    """Chan's formula for many sets of moments at once, along one axis."""
+    total = tl.sum(count, axis=axis, keep_dims=True)
+    some = tl.maximum(total, 1.0)
+    pivot = tl.sum(count * mean, axis=axis, keep_dims=True) / some
+    offsets = (mean - pivot) + low
+    merged_low = tl.sum(count * offsets, axis=axis, keep_dims=True) / some
+    apart = offsets - merged_low
+    merged = tl.sum(m2 + count * apart * apart, axis=axis, keep_dims=True)
+    return total, pivot, merged_low, merged
+
+
+@triton.jit
+def merge_partials(partials_ptr, partials, CHUNK: tl.constexpr):
+    """The moments of all [4, partials], as [1, 1]; every program that calls it gets these bits."""
+    count = tl.zeros([1, 1], tl.float32)
+    mean = tl.zeros([1, 1], tl.float32)
+    low = tl.zeros([1, 1], tl.float32)
+    m2 = tl.zeros([1, 1], tl.float32)
+    for start in range(0, partials, CHUNK):
+        at = start + tl.arange(0, CHUNK)[None, :]
+        inside = at < partials
+        c, m, s, q = merge_tile(
+            tl.load(partials_ptr + at, mask=inside, other=0.0),
+            tl.load(partials_ptr + partials + at, mask=inside, other=0.0),
+            tl.load(partials_ptr + 2 * partials + at, mask=inside, other=0.0),
+            tl.load(partials_ptr + 3 * partials + at, mask=inside, other=0.0),
+            1,
+        )
+        count, mean, low, m2 = merge_two(count, mean, low, m2, c, m, s, q)
+    return count, mean, low, m2
+
+
+@triton.jit
+def store_moments(partials_ptr, partials, which, count, mean, low, m2):
+    """Writes [1, 1] moments as column ``which`` of [4, partials]."""
+    at = which + tl.zeros([1, 1], tl.int32)
+    tl.store(partials_ptr + at, count)
+    tl.store(partials_ptr + partials + at, mean)
+    tl.store(partials_ptr + 2 * partials + at, low)
+    tl.store(partials_ptr + 3 * partials + at, m2)
+
+
+@triton.jit
+def inverse_deviation(count, m2):
+    variance = tl.div_rn(m2, tl.maximum(count - 1.0, 1.0))
+    rstd = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), tl.sqrt_rn(variance + _EPS))
+    return tl.where(count > 1.0, rstd, 0.0)
+
+
+@triton.jit
+def whitened_adjoint(grad, whitened, rstd, count, grad_sum, along_sum):
+    """d/dx of whitening before the mean returns: s·(g - Σg/n - y·Σ(g·y)/(n - 1))."""
+    mean = grad_sum / tl.maximum(count, 1.0)
+    along = along_sum / tl.maximum(count - 1.0, 1.0)
+    return (grad - mean - whitened * along) * rstd
+
+
+@triton.jit
+def _moments_fwd_kernel(
+    x_ptr,  # [n]
+    mask_ptr,  # [n] bool
+    partials_ptr,  # [4, partials]: count, mean, low, m2
+    n,
+    blocks,  # per program
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    start = program.to(tl.int64) * blocks * BLOCK
+    count = tl.zeros([1, 1], tl.float32)
+    mean = tl.zeros([1, 1], tl.float32)
+    low = tl.zeros([1, 1], tl.float32)
+    m2 = tl.zeros([1, 1], tl.float32)
+    for block in range(blocks):
+        at = start + block * BLOCK + tl.arange(0, BLOCK)[None, :]
+        inside = at < n
+        counted = load_mask(mask_ptr, at, inside)
+        x = load_counted(x_ptr, at, counted, inside)
+        c, m, s, q = moments_of(x, counted)
+        count, mean, low, m2 = merge_two(count, mean, low, m2, c, m, s, q)
+    store_moments(partials_ptr, tl.num_programs(0), program, count, mean, low, m2)
+
+
+@triton.jit
+def _merge_fwd_kernel(
+    partials_ptr,  # [4, partials]
+    merged_ptr,  # [4, 1]
+    partials,
+    CHUNK: tl.constexpr,
+):
+    count, mean, low, m2 = merge_partials(partials_ptr, partials, CHUNK)
+    store_moments(merged_ptr, 1, 0, count, mean, low, m2)
+
+
+def _slices(n: int) -> tuple[int, int]:
+    """(programs, blocks per program): at most MAX_PARTIALS programs, by the size only."""
+    blocks = triton.cdiv(n, TILE)
+    each = max(1, triton.cdiv(blocks, MAX_PARTIALS))
+    return triton.cdiv(blocks, each), each
+
+
+def _partial_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    programs, blocks = _slices(x.numel())
+    partials = torch.empty(4, programs, dtype=torch.float32, device=x.device)
+    if programs:
+        _moments_fwd_kernel[(programs,)](x, mask, partials, x.numel(), blocks, BLOCK=TILE)
+    return partials
+
+
+def merged_partials(partials: torch.Tensor) -> torch.Tensor:
+    """[4, partials] -> [4, 1] in one launch."""
+    merged = torch.empty(4, 1, dtype=torch.float32, device=partials.device)
+    _merge_fwd_kernel[(1,)](partials, merged, partials.shape[1], CHUNK=TILE)
+    return merged
+
+
+def measure(values: torch.Tensor, mask: torch.Tensor) -> Measured:
+    """Two launches: partials, and their merge."""
+    with torch.cuda.device_of(values):
+        merged = merged_partials(_partial_moments(values.contiguous(), mask.contiguous()))
+    return Measured(*merged.view(4).unbind())
+
+
+@triton.jit
+def _whiten_fwd_kernel(
+    x_ptr,  # [n]
+    mask_ptr,  # [n] bool, or None: all count
+    partials_ptr,  # [4, partials]
+    out_ptr,  # [n], may be x_ptr
+    moments_ptr,  # [4]: count, mean, low, m2 for the backward pass
+    n,
+    partials,
+    SHIFT_MEAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    count, mean, low, m2 = merge_partials(partials_ptr, partials, CHUNK)
+    if program == 0:
+        store_moments(moments_ptr, 1, 0, count, mean, low, m2)
+    rstd = inverse_deviation(count, m2)
+    at = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = at < n
+    counted = load_mask(mask_ptr, at, inside)
+    x = load_counted(x_ptr, at, counted, inside)
+    whitened = ((x - mean) - low) * rstd
+    if not SHIFT_MEAN:
+        whitened += mean + low
+    tl.store(out_ptr + at, tl.where(counted, whitened, 0.0), mask=inside)
+
+
+def launch_whiten(
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    partials: torch.Tensor,
+    out: torch.Tensor,
+    shift_mean: bool = True,
+) -> torch.Tensor:
+    """Whitens by the merged ``partials`` into ``out``; returns the moments, [4]."""
+    if partials.shape[1] > MAX_PARTIALS:  # too many for each program to merge by itself
+        partials = merged_partials(partials)
+    moments = torch.empty(4, dtype=torch.float32, device=x.device)
+    _whiten_fwd_kernel[(max(1, triton.cdiv(x.numel(), TILE)),)](
+        x, mask, partials, out, moments, x.numel(), partials.shape[1],
+        SHIFT_MEAN=shift_mean, CHUNK=TILE, BLOCK=TILE,
+    )  # fmt: skip
+    return moments
+
+
+@triton.jit
+def _whiten_sums_kernel(
+    grad_ptr,  # [n]
+    x_ptr,  # [n]: the input, or the whitened output where WHITENED
+    mask_ptr,  # [n] bool, or None: all count
+    moments_ptr,  # [4]
+    sums_ptr,  # [2, partials]: Σg and Σg·y
+    n,
+    blocks,  # per program
+    WHITENED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    start = program.to(tl.int64) * blocks * BLOCK
+    grad_sum = tl.zeros([1, BLOCK], tl.float32)
+    along_sum = tl.zeros([1, BLOCK], tl.float32)
+    one = tl.zeros([1, 1], tl.int32)
+    mean = tl.load(moments_ptr + 1 + one)
+    low = tl.load(moments_ptr + 2 + one)
+    rstd = inverse_deviation(tl.load(moments_ptr + one), tl.load(moments_ptr + 3 + one))
+    for block in range(blocks):
+        at = start + block * BLOCK + tl.arange(0, BLOCK)[None, :]
+        inside = at < n
+        counted = load_mask(mask_ptr, at, inside)
+        y = load_counted(x_ptr, at, counted, inside)
+        if not WHITENED:
+            y = ((y - mean) - low) * rstd
+        grad = load_counted(grad_ptr, at, counted, inside)
+        grad_sum += grad
+        along_sum += grad * y
+    tl.store(sums_ptr + program + one, tl.sum(grad_sum, axis=1, keep_dims=True))
+    tl.store(
+        sums_ptr + tl.num_programs(0) + program + one, tl.sum(along_sum, axis=1, keep_dims=True)
+    )
+
+
+@triton.jit
+def merge_sums(sums_ptr, partials, CHUNK: tl.constexpr):
+    """Σg and Σg·y over all [2, partials], as [1, 1]."""
+    first = tl.zeros([1, CHUNK], tl.float32)
+    second = tl.zeros([1, CHUNK], tl.float32)
+    for start in range(0, partials, CHUNK):
+        at = start + tl.arange(0, CHUNK)[None, :]
+        first += tl.load(sums_ptr + at, mask=at < partials, other=0.0)
+        second += tl.load(sums_ptr + partials + at, mask=at < partials, other=0.0)
+    return tl.sum(first, axis=1, keep_dims=True), tl.sum(second, axis=1, keep_dims=True)
+
+
+def launch_whiten_sums(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mask: torch.Tensor | None,
+    moments: torch.Tensor,
+    whitened: bool,
+) -> torch.Tensor:
+    """[2, partials] with at most MAX_PARTIALS columns."""
+    programs, blocks = _slices(x.numel())
+    sums = torch.empty(2, programs, dtype=torch.float32, device=x.device)
+    if programs:
+        _whiten_sums_kernel[(programs,)](
+            grad, x, mask, moments, sums, x.numel(), blocks, WHITENED=whitened, BLOCK=TILE
+        )
+    return sums
+
+
+@triton.jit
+def _whiten_bwd_kernel(
+    grad_ptr,  # [n]
+    x_ptr,  # [n]
+    mask_ptr,  # [n] bool
+    moments_ptr,  # [4]
+    sums_ptr,  # [2, partials], or None: mean and deviation are constants
+    dx_ptr,  # [n]
+    n,
+    partials,
+    SHIFT_MEAN: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    one = tl.zeros([1, 1], tl.int32)
+    count = tl.load(moments_ptr + one)
+    mean = tl.load(moments_ptr + 1 + one)
+    low = tl.load(moments_ptr + 2 + one)
+    rstd = inverse_deviation(count, tl.load(moments_ptr + 3 + one))
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = at < n
+    counted = load_mask(mask_ptr, at, inside)
+    grad = load_counted(grad_ptr, at, counted, inside)
+    dx = grad * rstd
+    if sums_ptr is not None:
+        x = load_counted(x_ptr, at, counted, inside)
+        grad_sum, along_sum = merge_sums(sums_ptr, partials, CHUNK)
+        whitened = ((x - mean) - low) * rstd
+        dx = whitened_adjoint(grad, whitened, rstd, count, grad_sum, along_sum)
+        if not SHIFT_MEAN:
+            dx += grad_sum / tl.maximum(count, 1.0)
+    tl.store(dx_ptr + at, tl.where(counted, dx, 0.0), mask=inside)
+
+
+def _launch_whiten_bwd(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    moments: torch.Tensor,
+    sums: torch.Tensor | None,
+    shift_mean: bool,
+) -> torch.Tensor:
+    dx = torch.empty_like(x)
+    if x.numel():
+        _whiten_bwd_kernel[(triton.cdiv(x.numel(), TILE),)](
+            grad, x, mask, moments, sums, dx, x.numel(), 0 if sums is None else sums.shape[1],
+            SHIFT_MEAN=shift_mean, CHUNK=TILE, BLOCK=TILE,
+        )  # fmt: skip
+    return dx
+
+
+class Whiten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, mask, shift_mean, given):
+        x, mask = values.contiguous(), mask.contiguous()
+        out = torch.empty_like(x, dtype=torch.float32)
+        with torch.cuda.device_of(x):
+            partials = _partial_moments(x, mask) if given is None else torch.stack(given)[:, None]
+            moments = launch_whiten(x, mask, partials, out, shift_mean)
+        ctx.save_for_backward(x, mask, moments)
+        ctx.shift_mean, ctx.constants = shift_mean, given is not None
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, mask, moments = ctx.saved_tensors
+        grad = grad.contiguous()
+        with torch.cuda.device_of(x):
+            sums = None
+            if not ctx.constants:
+                sums = launch_whiten_sums(grad, x, mask, moments, whitened=False)
+            dx = _launch_whiten_bwd(grad, x, mask, moments, sums, ctx.shift_mean)
+        return dx, None, None, None
+
+
+def whiten(values, mask, shift_mean: bool, given: Measured | None) -> torch.Tensor:
+    return Whiten.apply(values, mask, shift_mean, given)

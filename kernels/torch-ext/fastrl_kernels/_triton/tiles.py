@@ -1,0 +1,38 @@
+"""What the elementwise and the row kernels share: tile shapes, and an exponential without drift."""
+
+import triton
+import triton.language as tl
+
+TILE = 1024  # elements that four warps hold at a time
+
+
+def row_tile(length: int) -> tuple[int, int]:
+    """(rows, steps) of one tile over rows of ``length``: by the length only, so that a row's bits
+    do not depend on the batch. A tile is never smaller than the warps that share it."""
+    steps = min(TILE, max(16, triton.next_power_of_2(length)))
+    return TILE // steps, steps
+
+
+@triton.jit
+def exact_exp(x):
+    """exp(x) to about an ulp. tl.exp rounds x·log2(e) first, an error of |x| half-ulps."""
+    k = tl.floor(x * 1.4426950408889634 + 0.5)
+    # ln 2 in two parts, the first so short that k times it is exact.
+    r = (x - k * 0.693359375) + k * 2.12194440e-4
+    return tl.where(tl.abs(x) < 80.0, tl.exp(r) * tl.exp2(k), tl.exp(x))
+
+
+@triton.jit
+def load_counted(ptr, at, counted, inside):
+    """fp32, and 0 where not counted: what stands there never enters the arithmetic. The load
+    itself is masked by bounds only, so that it stays a vector."""
+    return tl.where(counted, tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32), 0.0)
+
+
+@triton.jit
+def load_mask(ptr, at, inside):
+    """Which elements count; all of them where ``ptr`` is None."""
+    counted = inside
+    if ptr is not None:
+        counted = tl.load(ptr + at, mask=inside, other=0) != 0
+    return counted

@@ -1,0 +1,232 @@
+"""Mean, variance and whitening over the counted elements of a whole tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import check_float, check_mask
+from .dispatch import choose
+
+WHITEN_EPS = 1e-8
+
+
+class Moments(NamedTuple):
+    """Count, mean and Σ(x - mean)² of counted elements: 0-d fp32, or [P] where P are stacked."""
+
+    count: Tensor
+    mean: Tensor
+    m2: Tensor
+
+
+class Measured(NamedTuple):
+    """Moments whose mean is ``mean + low``: one fp32 number is too coarse where mean ≫ std."""
+
+    count: Tensor
+    mean: Tensor
+    low: Tensor
+    m2: Tensor
+
+    def variance(self, unbiased: bool = True) -> Tensor:
+        return self.m2 / (self.count - 1 if unbiased else self.count).clamp(min=1)
+
+    def inverse_deviation(self) -> Tensor:
+        """rsqrt(variance + 1e-8); 0 with fewer than two elements, which have no deviation."""
+        rstd = torch.rsqrt(self.variance() + WHITEN_EPS)
+        return torch.where(self.count > 1, rstd, 0.0)
+
+    def centred(self, values: Tensor) -> Tensor:
+        return (values - self.mean) - self.low
+
+
+Measure = Callable[[Tensor, Tensor], Measured]
+
+
+def _measure(values: Tensor, mask: Tensor) -> Measured:
+    count = mask.sum().to(torch.float32)
+    some = count.clamp(min=1)
+    x = torch.where(mask, values.float(), 0.0)
+    mean = x.sum() / some
+    deviations = torch.where(mask, x - mean, 0.0)
+    low = deviations.sum() / some
+    return Measured(count, mean, low, deviations.square().sum() - count * low.square())
+
+
+class _MaskedMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor, measure: Measure) -> Tensor:
+        measured = measure(values, mask)
+        ctx.save_for_backward(mask, measured.count)
+        ctx.dtype = values.dtype
+        return measured.mean + measured.low
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        mask, count = ctx.saved_tensors
+        return torch.where(mask, grads[0] / count.clamp(min=1), 0.0).to(ctx.dtype), None, None
+
+
+class _MaskedVar(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor, unbiased: bool, measure: Measure) -> Tensor:
+        measured = measure(values, mask)
+        ctx.save_for_backward(values, mask, *measured)
+        ctx.unbiased = unbiased
+        return measured.variance(unbiased)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        values, mask, *saved = ctx.saved_tensors
+        measured = Measured(*saved)
+        n = measured.count - 1 if ctx.unbiased else measured.count
+        scale = 2.0 * grads[0] / n.clamp(min=1)
+        grad = torch.where(mask, measured.centred(values.float()) * scale, 0.0)
+        return grad.to(values.dtype), None, None, None
+
+
+class _MaskedWhiten(torch.autograd.Function):
+    """y = (x - μ)·s; dx = s·(g - Σg/n - y·Σ(g·y)/(n - 1)), or s·g where μ and s were given."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, mask: Tensor, shift_mean: bool, given: Measured | None
+    ) -> Tensor:
+        measured = _measure(values, mask) if given is None else given
+        rstd = measured.inverse_deviation()
+        ctx.save_for_backward(values, mask, rstd, *measured)
+        ctx.shift_mean, ctx.constants = shift_mean, given is not None
+        whitened = measured.centred(values.float()) * rstd
+        if not shift_mean:
+            whitened = whitened + (measured.mean + measured.low)
+        return torch.where(mask, whitened, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        values, mask, rstd, *saved = ctx.saved_tensors
+        measured = Measured(*saved)
+        grad = torch.where(mask, grads[0], 0.0)
+        if ctx.constants:
+            return torch.where(mask, grad * rstd, 0.0).to(values.dtype), None, None, None
+        n = measured.count
+        whitened = torch.where(mask, measured.centred(values.float()) * rstd, 0.0)
+        grad_mean = grad.sum() / n.clamp(min=1)
+        along = (grad * whitened).sum() / (n - 1).clamp(min=1)
+        result = (grad - grad_mean - whitened * along) * rstd
+        if not ctx.shift_mean:
+            result = result + grad_mean
+        return torch.where(mask, result, 0.0).to(values.dtype), None, None, None
+
+
+def _measure_on(backend: str, values: Tensor, mask: Tensor) -> Measure:
+    """Checks the arguments and returns the backend's way to measure them."""
+    check_float("values", values)
+    check_mask(mask, "values", values)
+    if choose(backend, values, mask) == "triton":
+        from ._triton.moments import measure
+
+        return measure
+    return _measure
+
+
+def masked_mean(values: Tensor, mask: Tensor, *, backend: str = "auto") -> Tensor:
+    """Mean over counted elements: Σ_{mask} x / Σ mask; 0 where nothing counts.
+
+    Args:
+        values: [...], fp32, bf16 or fp16; summed in fp32. Copied once if not contiguous.
+        mask: [...] bool, True = counts. What stands elsewhere is never read into a sum.
+        backend: "auto", "triton" or "torch" (see :func:`fastrl_kernels.explain`).
+
+    Returns:
+        A 0-d fp32 tensor, differentiable with respect to ``values``. Nothing synchronises.
+
+    Raises:
+        TypeError: values not floating point, or a mask that is not boolean.
+        ValueError: shapes or devices that differ.
+    """
+    return _MaskedMean.apply(values, mask, _measure_on(backend, values, mask))
+
+
+def masked_var(
+    values: Tensor, mask: Tensor, unbiased: bool = True, *, backend: str = "auto"
+) -> Tensor:
+    """Variance over counted elements: Σ_{mask} (x - μ)² / (n - 1), or / n unless ``unbiased``.
+
+    0 where fewer than two elements count. Deviations are summed about the mean, so the result is
+    right where mean ≫ std. Arguments, result and errors are those of :func:`masked_mean`.
+    """
+    return _MaskedVar.apply(values, mask, unbiased, _measure_on(backend, values, mask))
+
+
+def masked_whiten(
+    values: Tensor,
+    mask: Tensor,
+    shift_mean: bool = True,
+    *,
+    moments: Moments | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """(x - μ)·rsqrt(σ² + 1e-8) at counted elements, plus μ again unless ``shift_mean``; else 0.
+
+    μ and the Bessel-corrected σ² are those of all counted elements, or of ``moments``. With fewer
+    than two counted elements the deviation is 0, so that the result is 0 (or μ), never NaN.
+
+    Args:
+        values: [...], fp32, bf16 or fp16. Copied once if not contiguous.
+        mask: [...] bool, True = counts.
+        shift_mean: False keeps the mean and scales the deviations only.
+        moments: statistics to whiten with, such as those of all data-parallel ranks
+            (:func:`masked_moments`, gathered, :func:`merge_moments`). Constants to autograd.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        [...] fp32, differentiable with respect to ``values``.
+
+    Raises:
+        TypeError: values not floating point, or a mask that is not boolean.
+        ValueError: shapes or devices that differ.
+    """
+    measure = _measure_on(backend, values, mask)
+    given = None
+    if moments is not None:
+        count, mean, m2 = (m.detach().to(torch.float32) for m in moments)
+        given = Measured(count, mean, torch.zeros_like(mean), m2)
+    if measure is not _measure:
+        from ._triton.moments import whiten
+
+        return whiten(values, mask, shift_mean, given)
+    return _MaskedWhiten.apply(values, mask, shift_mean, given)
+
+
+def masked_moments(values: Tensor, mask: Tensor, *, backend: str = "auto") -> Moments:
+    """Count, mean and Σ(x - mean)² over counted elements, each a 0-d fp32 tensor; no gradient.
+
+    Arguments and errors are those of :func:`masked_mean`.
+    """
+    measured = _measure_on(backend, values, mask)(values.detach(), mask)
+    return Moments(measured.count, measured.mean + measured.low, measured.m2)
+
+
+def merge_moments(moments: Moments) -> Moments:
+    """Of P disjoint parts: n = Σ n_i, μ = Σ n_i·μ_i / n, M2 = Σ (M2_i + n_i·(μ_i - μ)²).
+
+    Args:
+        moments: fields [P], stacked in an order that every rank agrees on (that of
+            ``all_gather``): then every rank gets the same bits.
+
+    Returns:
+        Moments with 0-d fp32 fields; zeros where nothing counts.
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+    sample variances", 1979.
+    """
+    count, mean, m2 = (m.to(torch.float32) for m in moments)
+    total = count.sum()
+    some = total.clamp(min=1)
+    pivot = (count * mean).sum() / some
+    offsets = mean - pivot  # small against the means, so that their rounding does not show
+    low = (count * offsets).sum() / some
+    merged = (m2 + count * (offsets - low).square()).sum()
+    return Moments(total, pivot + low, merged)

@@ -1,0 +1,378 @@
+"""The clipped PPO objective with its value and KL terms, and the statistics that go with it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import check_choice, check_float, check_mask, check_same_shape
+from .dispatch import choose
+from .kl import KL_KINDS, kl_slope, kl_value, masked_difference
+
+LOG_RATIO_LIMIT = 20.0
+_LOSSES = ("loss", "policy_loss", "value_loss", "kl_loss")
+AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+class ValueTerm(NamedTuple):
+    """coef·½·max((V - R)², (clip(V, V_old ± cliprange) - R)²); only ``values`` gets a gradient."""
+
+    values: Tensor  # [..., T] V of the policy that is being updated
+    old_values: Tensor  # [..., T] V at rollout time
+    returns: Tensor  # [..., T]
+    cliprange: float = 0.2
+    coef: float = 0.1
+
+
+class KLTerm(NamedTuple):
+    """coef·KL(π || ref) by an estimator of :func:`kl_penalty`; no gradient to the reference."""
+
+    ref_logprobs: Tensor  # [..., T]
+    coef: float
+    kind: str = "k3"
+
+
+class LossStats:
+    """The statistics of one loss in one small fp32 tensor on the device.
+
+    ``stats.clipfrac`` is a 0-d view of it: nothing synchronises before the caller reads a number.
+    ``stats.to_dict()`` fetches all of them in one transfer. Means are over counted tokens; the
+    losses are weighted as the loss itself, before their coefficients.
+    """
+
+    NAMES: ClassVar[tuple[str, ...]] = (
+        "loss",
+        "policy_loss",
+        "value_loss",
+        "kl_loss",
+        "clipfrac",  # share of tokens whose clipped objective is the one that counts
+        "clipfrac_low",
+        "clipfrac_high",
+        "value_clipfrac",
+        "approx_kl",  # ½·mean (log π - log π_old)²
+        "policy_kl",  # mean (log π_old - log π)
+        "mean_ratio",
+        "clamped_ratios",  # number of tokens with |log-ratio| > 20
+        "value_mean",
+        "value_error",  # mean (V - R)²
+        "tokens",
+    )
+    __slots__ = ("tensor",)
+
+    tensor: Tensor
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name in LossStats.NAMES:
+            return self.tensor[LossStats.NAMES.index(name)]
+        raise AttributeError(f"LossStats has no field {name!r}: choose one of {LossStats.NAMES}")
+
+    def to_dict(self) -> dict[str, float]:
+        """All statistics as floats: one transfer, and the one place that waits for the device."""
+        return dict(zip(self.NAMES, self.tensor.tolist(), strict=True))
+
+    def __repr__(self) -> str:
+        return f"LossStats({self.tensor!r})"
+
+
+class Settings(NamedTuple):
+    """What the loss takes besides tensors."""
+
+    low: float  # the ratio's bounds
+    high: float
+    dual_clip: float | None
+    aggregate: str
+    denominator: float | None  # None where it is a tensor, or follows from the mask
+    value_cliprange: float
+    value_coef: float
+    kl_coef: float
+    kl_kind: str
+
+
+class Constants(NamedTuple):
+    """The tensors that get no gradient."""
+
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    weights: Tensor | None
+    old_values: Tensor | None
+    returns: Tensor | None
+    ref_logprobs: Tensor | None
+    denominator: Tensor | None
+
+
+def _denominator(constants: Constants, settings: Settings) -> Tensor:
+    mask = constants.mask
+    if constants.denominator is not None:
+        return constants.denominator.to(torch.float32)
+    if settings.denominator is not None:
+        return torch.full((), settings.denominator, device=mask.device)
+    if settings.aggregate == "token-mean":
+        return mask.sum().clamp(min=1).to(torch.float32)
+    return mask.any(-1).sum().clamp(min=1).to(torch.float32)
+
+
+def _surrogate(
+    log_ratio: Tensor, constants: Constants, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The clipped objective per token, its derivative by log π, the ratio, and where it clips.
+
+    Inside the clip range both branches are the same and the derivative is that of the ratio, all
+    of it. Exactly at a bound (probability 0) it is the unclipped branch's as well.
+    """
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    advantages = torch.where(constants.mask, constants.advantages.float(), 0.0)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(settings.low, settings.high)
+    is_clipped = clipped > unclipped
+    loss = torch.where(is_clipped, clipped, unclipped)
+    slope = torch.where(is_clipped, 0.0, unclipped)
+    if settings.dual_clip is not None:
+        bound = -advantages * settings.dual_clip
+        beyond = (advantages < 0) & (loss > bound)
+        loss, slope = torch.where(beyond, bound, loss), torch.where(beyond, 0.0, slope)
+    if constants.weights is not None:
+        weights = torch.where(constants.mask, constants.weights.float(), 0.0)
+        loss, slope = loss * weights, slope * weights
+    return loss, slope, ratio, is_clipped
+
+
+def _value_error(
+    values: Tensor, constants: Constants, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """½·the larger squared error, its derivative, where it clips, (V - R)², and V where counted."""
+    assert constants.old_values is not None
+    assert constants.returns is not None
+    mask = constants.mask
+    v = torch.where(mask, values.float(), 0.0)
+    old = torch.where(mask, constants.old_values.float(), 0.0)
+    returns = torch.where(mask, constants.returns.float(), 0.0)
+    near = torch.clamp(v, old - settings.value_cliprange, old + settings.value_cliprange)
+    error, near_error = (v - returns).square(), (near - returns).square()
+    is_clipped = near_error > error
+    slope = torch.where(is_clipped, 0.0, v - returns)
+    return 0.5 * torch.where(is_clipped, near_error, error), slope, is_clipped, error, v
+
+
+class _PPOLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logprobs: Tensor,
+        values: Tensor | None,
+        constants: Constants,
+        settings: Settings,
+    ) -> tuple[Tensor, Tensor]:
+        mask = constants.mask
+        row_weights = None
+        if settings.aggregate == "seq-mean-token-mean":
+            row_weights = mask.sum(-1, keepdim=True).clamp(min=1).to(torch.float32).reciprocal()
+
+        def total(x: Tensor) -> Tensor:
+            return (x if row_weights is None else x * row_weights).sum()
+
+        log_ratio = masked_difference(logprobs, constants.old_logprobs, mask)
+        loss, slope, ratio, is_clipped = _surrogate(log_ratio, constants, settings)
+        stats = {
+            "policy_loss": total(loss),
+            "clipfrac": is_clipped.sum(),
+            "clipfrac_low": (is_clipped & (ratio < 1)).sum(),
+            "clipfrac_high": (is_clipped & (ratio > 1)).sum(),
+            "approx_kl": 0.5 * log_ratio.square().sum(),
+            "policy_kl": -log_ratio.sum(),
+            "mean_ratio": torch.where(mask, ratio, 0.0).sum(),
+            "clamped_ratios": (log_ratio.abs() > LOG_RATIO_LIMIT).sum(),
+            "tokens": mask.sum(),
+        }
+        objective = stats["policy_loss"]
+        value_slope = None
+        if values is not None:
+            value_loss, value_slope, clips, error, v = _value_error(values, constants, settings)
+            stats["value_loss"] = total(value_loss)
+            stats["value_clipfrac"] = clips.sum()
+            stats["value_error"] = error.sum()
+            stats["value_mean"] = v.sum()
+            objective = objective + settings.value_coef * stats["value_loss"]
+            value_slope = settings.value_coef * value_slope
+        if constants.ref_logprobs is not None:
+            d = masked_difference(logprobs, constants.ref_logprobs, mask)
+            stats["kl_loss"] = total(kl_value(d, settings.kl_kind))
+            objective = objective + settings.kl_coef * stats["kl_loss"]
+            slope = slope + settings.kl_coef * kl_slope(d, settings.kl_kind)
+
+        stats["loss"] = objective
+        denominator = _denominator(constants, settings)
+        # A denominator of 0 comes from ranks that all count nothing: their loss is 0.
+        inverse = torch.where(denominator == 0, 0.0, 1.0 / denominator)
+        numbers = _normalised(stats, denominator)
+
+        if row_weights is not None:
+            slope = slope * row_weights
+            value_slope = None if value_slope is None else value_slope * row_weights
+        needs_logprobs, needs_values = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(
+            torch.where(mask, slope * inverse, 0.0) if needs_logprobs else None,
+            value_slope * inverse if needs_values and value_slope is not None else None,
+        )
+        ctx.dtypes = logprobs.dtype, None if values is None else values.dtype
+        ctx.mark_non_differentiable(numbers)
+        return numbers[LossStats.NAMES.index("loss")].clone(), numbers
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        slope, value_slope = ctx.saved_tensors
+        grad = grads[0]
+        return (
+            None if slope is None else (slope * grad).to(ctx.dtypes[0]),
+            None if value_slope is None else (value_slope * grad).to(ctx.dtypes[1]),
+            None,
+            None,
+        )
+
+
+def _normalised(sums: dict[str, Tensor], denominator: Tensor) -> Tensor:
+    """LossStats' tensor: losses over the denominator, means over tokens, counts as they are."""
+    zero, one = torch.zeros_like(denominator), torch.ones_like(denominator)
+    tokens = sums["tokens"].clamp(min=1).to(torch.float32)
+    divisors = {name: torch.where(denominator == 0, torch.inf, denominator) for name in _LOSSES}
+    divisors |= {"clamped_ratios": one, "tokens": one}
+    return torch.stack([sums.get(name, zero).to(torch.float32) for name in LossStats.NAMES]) / (
+        torch.stack([divisors.get(name, tokens) for name in LossStats.NAMES])
+    )
+
+
+def ppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    cliprange: float | tuple[float, float] = 0.2,
+    value: ValueTerm | None = None,
+    kl: KLTerm | None = None,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+    aggregate: str = "token-mean",
+    denominator: float | Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, LossStats]:
+    """Σ_t w_t·[ u_t·max(-A_t·ρ_t, -A_t·clip(ρ_t, 1 - low, 1 + high)) + value and KL terms ].
+
+    ρ = exp(log π - log π_old), its logarithm clamped to ±20 in the value; the gradient is that of
+    a ratio of the clamped size, and the statistics count how many were clamped.
+
+    Args:
+        logprobs: [..., T] log π of the sampled tokens, in nats; fp32, bf16 or fp16. All tensors
+            are copied once if not contiguous.
+        old_logprobs: [..., T] of the policy that sampled.
+        advantages: [..., T].
+        mask: [..., T] bool, True = counts. A batch that counts nowhere has loss and gradients 0.
+        cliprange: the ratio's clip range, one float or (low, high).
+        value: the value loss to add, a :class:`ValueTerm`.
+        kl: the KL loss to add, a :class:`KLTerm`.
+        dual_clip: c > 1: where A < 0 the objective is at most -A·c (Ye et al., 2020).
+        weights: [..., T] importance weights u on the clipped objective.
+        aggregate: w. "token-mean": 1/Σ mask. "seq-mean-token-sum": 1/(rows that count).
+            "seq-mean-token-mean": 1/(rows that count · the row's tokens).
+            "seq-mean-token-sum-norm": 1/(rows · T).
+        denominator: replaces Σ mask, the number of rows that count (twice), or rows · T: a float,
+            or a 0-d tensor on the same device (read there). For data-parallel ranks and
+            accumulated micro-batches. A tensor of 0 gives loss and gradients 0.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        The loss, 0-d fp32, differentiable with respect to ``logprobs`` and ``value.values``; and
+        its :class:`LossStats`, detached.
+
+    Raises:
+        TypeError: tensors not floating point, or a mask that is not boolean.
+        ValueError: another tensor requires a gradient; negative clip ranges; dual_clip ≤ 1; a
+            denominator ≤ 0; an unknown kind or aggregate; shapes or devices that differ.
+
+    Source: Schulman et al., "Proximal policy optimization algorithms", 2017, equation 7.
+    """
+    values, constants, settings = _checked(
+        logprobs, old_logprobs, advantages, mask, cliprange, value, kl, dual_clip, weights,
+        aggregate, denominator,
+    )  # fmt: skip
+    if choose(backend, logprobs, values, *constants) == "triton":
+        from ._triton.ppo_loss import PPOLoss
+
+        loss, numbers = PPOLoss.apply(logprobs, values, constants, settings)
+    else:
+        loss, numbers = _PPOLoss.apply(logprobs, values, constants, settings)
+    return loss, LossStats(numbers)
+
+
+def _checked(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cliprange: float | tuple[float, float],
+    value: ValueTerm | None,
+    kl: KLTerm | None,
+    dual_clip: float | None,
+    weights: Tensor | None,
+    aggregate: str,
+    denominator: float | Tensor | None,
+) -> tuple[Tensor | None, Constants, Settings]:
+    low, high = cliprange if isinstance(cliprange, tuple) else (cliprange, cliprange)
+    if low < 0 or high < 0 or (value is not None and value.cliprange < 0):
+        raise ValueError("clip ranges must not be negative")
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip must be above 1, got {dual_clip}: the usual value is 3")
+    check_choice("aggregate", aggregate, AGGREGATES)
+    if kl is not None:
+        check_choice("kind", kl.kind, KL_KINDS)
+    given = denominator if isinstance(denominator, Tensor) else None
+    number = None if isinstance(denominator, Tensor) else denominator
+    if given is not None and given.dim() != 0:
+        raise ValueError(f"denominator has shape {tuple(given.shape)}: pass a float or 0-d tensor")
+    if number is not None and not number > 0:
+        raise ValueError(f"denominator must be above 0, got {number}")
+    if denominator is None and aggregate == "seq-mean-token-sum-norm":
+        number = float(max(mask.numel(), 1))
+
+    check_float("logprobs", logprobs)
+    check_mask(mask, "logprobs", logprobs)
+    if logprobs.dim() == 0:
+        raise ValueError("logprobs has no time dimension: pass [..., T]")
+    values = None if value is None else value.values
+    constants = Constants(
+        old_logprobs,
+        advantages,
+        mask,
+        weights,
+        None if value is None else value.old_values,
+        None if value is None else value.returns,
+        None if kl is None else kl.ref_logprobs,
+        given,
+    )
+    floats = constants._replace(denominator=None)._asdict() | {"values": values}
+    for name, tensor in floats.items():
+        if tensor is not None and name != "mask":
+            check_float(name, tensor)
+            check_same_shape(name, tensor, "logprobs", logprobs)
+    for name, tensor in constants._asdict().items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires a gradient, but is a constant of the loss: pass {name}.detach()"
+            )
+    settings = Settings(
+        low=1.0 - low,
+        high=1.0 + high,
+        dual_clip=dual_clip,
+        aggregate=aggregate,
+        denominator=number,
+        value_cliprange=0.0 if value is None else value.cliprange,
+        value_coef=0.0 if value is None else value.coef,
+        kl_coef=0.0 if kl is None else kl.coef,
+        kl_kind="kl" if kl is None else kl.kind,
+    )
+    return values, constants, settings

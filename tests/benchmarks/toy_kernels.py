@@ -1,0 +1,43 @@
+"""Kernels with known faults, for the ahead-of-time gate's own tests."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _wide_kernel(x_ptr, y_ptr, stride, V, BLOCK: tl.constexpr):
+    """Unmasked interior tiles, a masked last one: 16-byte loads and stores in the loop."""
+    row = tl.program_id(0).to(tl.int64) * stride
+    offsets = tl.arange(0, BLOCK)
+    interior = V // BLOCK * BLOCK
+    for start in range(0, interior, BLOCK):
+        x = tl.load(x_ptr + row + start + offsets)
+        tl.store(y_ptr + row + start + offsets, x * 2)
+    tail = interior + offsets
+    x = tl.load(x_ptr + row + tail, mask=tail < V)
+    tl.store(y_ptr + row + tail, x * 2, mask=tail < V)
+
+
+@triton.jit
+def _narrow_kernel(x_ptr, y_ptr, stride, V, BLOCK: tl.constexpr):
+    """A mask per element on rows of any alignment: one element per load."""
+    row = tl.program_id(0).to(tl.int64) * stride
+    offsets = tl.arange(0, BLOCK)
+    for start in range(0, V, BLOCK):
+        here = start + offsets
+        x = tl.load(x_ptr + row + here, mask=here < V)
+        tl.store(y_ptr + row + here, x * 2, mask=here < V)
+
+
+@triton.jit
+def _spilling_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    """A tile that outgrows the registers of the warps that have to hold it."""
+    offsets = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets).to(tl.float32)
+    tl.store(y_ptr + offsets, (x / tl.sum(x, 0)).to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _forgotten_kernel(x_ptr):
+    """No case compiles it."""
+    tl.store(x_ptr, 0.0)

@@ -1,0 +1,108 @@
+"""Fixtures that every kernel test shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastrl_kernels import dispatch
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Compiled kernels where there is a GPU, the interpreter on CPU tensors elsewhere."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _quiet_interpreter() -> Iterator[None]:
+    """inf - inf is silent on a GPU; the interpreter's numpy would warn about it."""
+    with numpy.errstate(all="ignore"):
+        yield
+
+
+def _poison(x: torch.Tensor) -> torch.Tensor:
+    if x.is_floating_point() or x.is_complex():
+        return x.fill_(float("nan"))
+    return x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody wrote reads as NaN (or the largest integer), so that using it shows."""
+
+    def poisoning(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+            with torch.no_grad():
+                x = _poison(allocate(*args, **{**kwargs, "requires_grad": False}))
+            return x.requires_grad_(kwargs.get("requires_grad", False))
+
+        return poisoned
+
+    def poisoning_method(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+            with torch.no_grad():
+                return _poison(allocate(*args, **kwargs))
+
+        return poisoned
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoning(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, poisoning_method(getattr(torch.Tensor, name)))
+
+
+@pytest.fixture(autouse=True)
+def interpreter_rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU rounds fp32 to the nearest bf16; Triton's interpreter cuts off, twice the error."""
+    if not dispatch.triton_installed() or not dispatch.interpreting():
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast = InterpreterBuilder.cast_impl
+
+    def rounding(self: Any, source: Any, dtype: Any) -> Any:
+        if source.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
+            return cast(self, source, dtype)
+        nearest = torch.as_tensor(source.data).to(torch.bfloat16).view(torch.int16)
+        return TensorHandle(nearest.numpy().view("uint16"), tl.bfloat16)
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounding)
+
+
+@pytest.fixture(autouse=True)
+def interpreter_scans_by_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """log2(n) combinations of whole tiles, as a GPU scans, where the interpreter takes n of one
+    element each: a hundred times faster."""
+    if not dispatch.triton_installed() or not dispatch.interpreting():
+        return
+    from triton.runtime.interpreter import ScanOps
+
+    def scan(self: Any, inputs: Any) -> Any:
+        dtypes = [x.dtype for x in inputs]
+        tiles = [x.handle.data.swapaxes(0, self.axis) for x in inputs]
+        step = 1
+        while step < len(tiles[0]):
+            earlier = [np.roll(x, step, axis=0) for x in tiles]
+            both = [self.to_tensor(x, d) for x, d in zip(earlier + tiles, dtypes * 2, strict=True)]
+            combined = self.combine_fn.fn(*both)
+            combined = combined if isinstance(combined, tuple) else (combined,)
+            tiles = [
+                np.concatenate([x[:step], y.handle.data[step:]])
+                for x, y in zip(tiles, combined, strict=True)
+            ]
+            step *= 2
+        tiles = [np.ascontiguousarray(x.swapaxes(0, self.axis)) for x in tiles]
+        return [self.to_tensor(x, d) for x, d in zip(tiles, dtypes, strict=True)]
+
+    monkeypatch.setattr(ScanOps, "generic_scan", scan)

@@ -1,0 +1,98 @@
+"""How a kernel is judged: by PyTorch's own error against float64.
+
+A kernel's error may be at most twice that of the plain PyTorch formula (`fastrl_kernels.reference`)
+on the same values in fp32, plus 1e-7 of the exact result's norm. Gradients come back in the
+inputs' dtypes on both sides, so both are rounded once at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FACTOR, FLOOR = 2.0, 1e-7
+
+Op = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+def names(dtypes: Sequence[torch.dtype]) -> list[str]:
+    """Short test ids: ["float32", "bfloat16", ...]."""
+    return [str(dtype).removeprefix("torch.") for dtype in dtypes]
+
+
+def assert_close_to_exact(actual: Tensor, peer: Tensor, exact: Tensor, what: str) -> None:
+    """‖actual - exact‖ ≤ 2‖peer - exact‖ + 1e-7‖exact‖, infinities at the same places."""
+    assert actual.shape == exact.shape, f"{what}: shape {actual.shape}, expected {exact.shape}"
+    actual, peer, exact = (x.detach().double().flatten() for x in (actual, peer, exact))
+    infinite = exact.isinf()
+    torch.testing.assert_close(actual[infinite], exact[infinite], msg=f"{what}: infinities differ")
+    actual, peer, exact = (x[~infinite] for x in (actual, peer, exact))
+    error, allowed = (actual - exact).norm(), FACTOR * (peer - exact).norm() + FLOOR * exact.norm()
+    assert error <= allowed, (  # a NaN fails here
+        f"{what}: error {error:.3e} exceeds {allowed:.3e}; PyTorch's is {(peer - exact).norm():.3e}"
+        f", largest difference {(actual - exact).abs().max():.3e} of {exact.abs().max():.3e}"
+    )
+
+
+def judge(
+    op: Op, formula: Op, inputs: dict[str, Tensor], *, wrt: Sequence[str] = (), seed: int = 0
+) -> dict[str, Tensor]:
+    """Judge every output of ``op(**inputs)`` and its gradients with respect to ``wrt``.
+
+    ``formula`` takes the same inputs and is run in fp32 and in float64. Both return a tensor or a
+    tuple of tensors. Each output gets a random upstream gradient per element, with zeros among
+    them. Returns the op's own results by name, gradients as ``"d<input>"``, for further checks.
+    """
+    actual = _results(op, inputs, wrt, None, seed)
+    peer = _results(formula, inputs, wrt, torch.float32, seed)
+    exact = _results(formula, inputs, wrt, torch.float64, seed)
+    assert actual.keys() == exact.keys()
+    for name in exact:
+        assert_close_to_exact(actual[name], peer[name], exact[name], name)
+    for name in wrt:
+        assert actual[f"d{name}"].dtype == inputs[name].dtype
+    return actual
+
+
+def _results(
+    op: Op, inputs: dict[str, Tensor], wrt: Sequence[str], dtype: torch.dtype | None, seed: int
+) -> dict[str, Tensor]:
+    """Outputs and gradients of one run; floating-point inputs are converted to ``dtype`` first."""
+    leaves = {}
+    for name in wrt:
+        # detach() keeps strides and alignment, which clone() would not.
+        leaf = inputs[name].detach()
+        if dtype == torch.float64:
+            leaf = leaf.double()  # the exact gradient is not rounded to the input's dtype
+        leaves[name] = leaf.requires_grad_()
+    given = {**inputs, **leaves}
+    if dtype is not None:
+        given = {k: x.to(dtype) if x.is_floating_point() else x for k, x in given.items()}
+    outputs = op(**given)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    results = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    if wrt:
+        upstream = [upstream_like(output, seed + i) for i, output in enumerate(outputs)]
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), upstream)
+        results |= {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    return results
+
+
+def upstream_like(output: Tensor, seed: int = 0) -> Tensor:
+    """A random upstream gradient, the same for every dtype, with zeros at about a fifth of it."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    g = torch.randn(output.shape, generator=generator)
+    g = torch.where(torch.rand(output.shape, generator=generator) < 0.2, torch.zeros(()), g)
+    return g.to(output)
+
+
+def misaligned(x: Tensor, shift: int = 1) -> Tensor:
+    """A contiguous copy whose first element lies ``shift`` elements past a 16-byte boundary."""
+    room = x.new_zeros(x.numel() + shift + 16)
+    start = (-room.data_ptr() // x.element_size()) % math.ceil(16 / x.element_size()) + shift
+    copy = room[start : start + x.numel()].view(x.shape)
+    return copy.copy_(x)

@@ -1,0 +1,172 @@
+"""The command line: flags, YAML, error messages and exit codes."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from fastrl import cli
+from fastrl.ppo_job import PPOFlags, PPOJob
+
+REQUIRED = ["--model", "m", "--dataset", "d.jsonl", "--reward", "r"]
+
+
+def parse_ppo(*arguments: str):
+    return cli.parse("ppo", [PPOJob, PPOFlags], [*arguments])
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = cli.main([*arguments])
+    return (status, *capsys.readouterr())
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_names_every_command(capsys, arguments):
+    status, out, _ = run(capsys, *arguments)
+    assert status == 0
+    assert all(f"\n  {command} " in out for command in ("demo", "ppo", "env"))
+
+
+def test_version(capsys):
+    status, out, _ = run(capsys, "--version")
+    assert status == 0
+    assert out.startswith("fastrl 0.")
+
+
+@pytest.mark.parametrize("command", ["demo", "ppo", "env"])
+def test_command_help_exits_with_zero(capsys, command):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([command, "--help"])
+    assert exit_info.value.code == 0
+    assert f"usage: fastrl {command}" in capsys.readouterr().out
+
+
+def test_ppo_help_documents_job_and_ppo_flags(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["ppo", "--help"])
+    out = capsys.readouterr().out
+    for flag in ("--model", "--prompt-column", "--init-kl-coef", "--ppo-epochs", "--lora-r"):
+        assert f"\n  {flag} " in out
+    assert "(required)" in out
+
+
+def test_flags_take_dashes_and_underscores():
+    job, flags = parse_ppo(*REQUIRED, "--max-new-tokens", "7", "--mini_batch_size", "4")
+    assert job.max_new_tokens == 7
+    assert flags.mini_batch_size == 4
+    assert (job.output, flags.steps) == ("runs/ppo", 100)
+
+
+def test_flags_win_over_yaml(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model: m\ndataset: d.jsonl\nreward: r\nsteps: 20\nlearning-rate: 1e-4\n"
+        "adap_kl_ctrl: false\nreward_label: -1\nmax_grad_norm: null\n"
+        "tracker_kwargs: {wandb: {entity: me}}\n"
+    )
+    job, flags = parse_ppo(str(path))
+    assert (job.model, flags.steps, flags.adap_kl_ctrl) == ("m", 20, False)
+    assert flags.learning_rate == 1e-4  # YAML reads 1e-4 as a string
+    assert job.reward_label == "-1"
+    assert flags.max_grad_norm is None
+    assert flags.tracker_kwargs == {"wandb": {"entity": "me"}}
+    _, flags = parse_ppo(str(path), "--steps", "10", "--adap-kl-ctrl", "true")
+    assert (flags.steps, flags.adap_kl_ctrl) == (10, True)
+
+
+def test_steps_count_ppo_steps_and_names_come_from_the_job():
+    job, flags = parse_ppo(*REQUIRED, "--steps", "3", "--batch-size", "8")
+    config = flags.config_for(job)
+    assert config.steps == 24
+    assert (config.model_name, config.query_dataset, config.reward_model) == ("m", "d.jsonl", "r")
+    job, flags = parse_ppo(*REQUIRED, "--model-name", "mine")
+    assert flags.config_for(job).model_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pop"], "unknown command 'pop': did you mean 'ppo'?"),
+        (["ppo"], "the following arguments are required: --model, --dataset, --reward"),
+        (["ppo", *REQUIRED, "--batch-sise", "8"], "did you mean '--batch-size'?"),
+        (["ppo", *REQUIRED, "--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["ppo", *REQUIRED, "--top-p", "1.5"], "top_p must lie in (0, 1], got 1.5"),
+        (["ppo", *REQUIRED, "--temperature", "0"], "temperature must be positive, got 0"),
+        (["ppo", *REQUIRED, "--max-new-tokens", "0"], "max_new_tokens must be positive, got 0"),
+        (["ppo", *REQUIRED, "--eval-prompts", "-1"], "eval_prompts must be 0 or more, got -1"),
+        (["ppo", *REQUIRED, "--batch-size", "0"], "batch_size must be positive, got 0"),
+        (["ppo", "config.txt"], "unexpected argument 'config.txt': a configuration ends in .yaml"),
+        (["ppo", "gone.yaml"], "gone.yaml"),
+        (["demo", "--steps", "0"], "steps must be positive, got 0"),
+        (["env", "--all"], "unknown argument '--all'"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_with_two(capsys, arguments, message):
+    status, out, err = run(capsys, *arguments)
+    assert status == 2
+    assert out == ""
+    assert err.startswith("fastrl: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz: 3\n", "unknown setting 'stepz': did you mean 'steps'?"),
+        ("- steps\n", "must hold settings"),
+        ("steps: [\n", "is not valid YAML"),
+        ("steps: 1.5\n", "argument --steps: invalid int value: '1.5'"),
+    ],
+)
+def test_yaml_errors_name_what_is_wrong(capsys, tmp_path, text, message):
+    path = tmp_path / "config.yml"
+    path.write_text(text)
+    status, _, err = run(capsys, "ppo", str(path), *REQUIRED)
+    assert status == 2
+    assert message in err
+
+
+def test_empty_yaml_is_no_settings(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("# nothing yet\n")
+    assert parse_ppo(str(path), *REQUIRED)[0].model == "m"
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv("FASTRL_DEBUG", "1")
+    with pytest.raises(cli.UsageError):
+        cli.main(["pop"])
+
+
+def test_defects_keep_their_traceback(monkeypatch):
+    def defect(_):
+        raise AssertionError("a defect")
+
+    monkeypatch.setitem(cli._COMMANDS, "env", defect)
+    with pytest.raises(AssertionError):
+        cli.main(["env"])
+
+
+def test_interrupt_exits_with_130(monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli._COMMANDS, "env", interrupted)
+    assert run(capsys, "env")[0] == 130
+
+
+def test_env_says_which_backend_each_kernel_uses_and_why(capsys):
+    status, out, _ = run(capsys, "env")
+    assert status == 0
+    for name in ("python", "torch", "triton", "transformers", "flash-attn", "ppo_loss", "gae"):
+        assert f"  {name} " in out
+    assert "FASTRL_KERNELS_BACKEND=torch asks for it" in out or "tensors are on cuda" in out
+
+
+def test_optional_booleans_take_a_value():
+    @dataclass
+    class Settings:
+        maybe: bool | None = field(default=None)
+
+    (settings,) = cli.parse("x", [Settings], ["--maybe", "true"])
+    assert settings.maybe is True

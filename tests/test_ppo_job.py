@@ -1,0 +1,120 @@
+"""``fastrl ppo`` from end to end, on tiny models and local files."""
+
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+)
+
+from fastrl import cli
+from fastrl.demo_models import build_tokenizer
+from fastrl.demo_text import reviews
+from fastrl.models import AutoModelForCausalLMWithValueHead
+
+SHAPE = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 48}
+REWARD = "def by_label(prompts, completions, completion_ids, label, **columns):\n"
+REWARD += "    return [float(len(i) + l) for i, l in zip(completion_ids, label, strict=True)]\n"
+REWARD += "def length(prompts, completions, completion_ids, **columns):\n"
+REWARD += "    return [float(len(ids)) for ids in completion_ids]\n"
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with a language model, a classifier, reward functions and prompts."""
+    folder = tmp_path_factory.mktemp("world")
+    torch.manual_seed(0)
+    corpus = reviews(60, seed=0)
+    tokenizer = build_tokenizer([r.text for r in corpus])
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    shape = {**SHAPE, **ids, "bos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}
+    GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(folder / "lm")
+    GPT2ForSequenceClassification(GPT2Config(**shape, num_labels=2)).save_pretrained(folder / "clf")
+    for name in ("lm", "clf"):
+        tokenizer.save_pretrained(folder / name)
+    (folder / "rewards.py").write_text(REWARD)
+    rows = [json.dumps({"text": r.text, "label": r.label}) for r in corpus]
+    (folder / "reviews.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def arguments(world, output, reward, **flags) -> list[str]:
+    settings = {
+        "model": world / "lm",
+        "dataset": world / "reviews.jsonl",
+        "reward": reward,
+        "output": output,
+        "prompt-words": 5,
+        "max-new-tokens": 6,
+        "steps": 2,
+        "batch-size": 8,
+        "mini-batch-size": 4,
+        "ppo-epochs": 1,
+        "eval-prompts": 10,
+        "learning-rate": "1e-3",
+        **flags,
+    }
+    return ["ppo", *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
+
+
+def test_classifier_reward_leaves_a_model_and_a_report(world, tmp_path, capsys):
+    assert cli.main(arguments(world, tmp_path / "run", world / "clf")) == 0
+    run = tmp_path / "run"
+    assert "10 held-out prompts: mean reward" in capsys.readouterr().out
+    assert (run / "report.png").stat().st_size > 10_000
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {"objective/kl", "reward/mean", "time/rollout"} <= set().union(*rows)
+    summary = json.loads((run / "summary.json").read_text())
+    assert {"reward_before", "reward_after", "reward_gain_in_sems", "kl_after"} <= set(summary)
+    assert summary["job"]["prompt_words"] == 5
+    assert summary["eval_prompts"] == 10
+
+    assert AutoTokenizer.from_pretrained(run / "model").eos_token == "<eos>"
+    tuned = AutoModelForCausalLM.from_pretrained(run / "model")
+    start = AutoModelForCausalLM.from_pretrained(world / "lm")
+    assert not torch.equal(tuned.transformer.wte.weight, start.transformer.wte.weight)
+    with_head = AutoModelForCausalLMWithValueHead.from_pretrained(run / "model")
+    torch.testing.assert_close(
+        with_head.pretrained_model.transformer.wte.weight, tuned.transformer.wte.weight
+    )
+
+
+def test_function_reward_reads_the_data_sets_columns(world, tmp_path):
+    reward = f"{world / 'rewards.py'}:by_label"
+    assert cli.main(arguments(world, tmp_path / "run", reward, **{"eval-prompts": 0})) == 0
+    assert "reward_gain" not in json.loads((tmp_path / "run" / "summary.json").read_text())
+
+
+def test_lora_saves_an_adapter(world, tmp_path):
+    reward = f"{world / 'rewards.py'}:length"
+    assert cli.main(arguments(world, tmp_path / "run", reward, **{"lora-r": 2})) == 0
+    assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"prompt-column": "words"}, "no column 'words': its columns are text, label"),
+        ({"dataset": "gone.jsonl"}, "there is no data set at gone.jsonl"),
+        ({"reward": "gone:f"}, "there is no module 'gone'"),
+        ({"eval-prompts": 1000}, "leave none to train on"),
+        ({"reward-label": "happy"}, "no label 'happy'"),
+        ({"mini-batch-size": 3}, "must be a multiple of mini_batch_size"),
+        ({"model": "no/such/directory"}, "no/such/directory"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_with_two(world, tmp_path, capsys, flags, message):
+    assert cli.main(arguments(world, tmp_path / "run", world / "clf", **flags)) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert not (tmp_path / "run").exists()

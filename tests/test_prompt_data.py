@@ -1,0 +1,107 @@
+"""Prompts from files: formats, columns, cutting, and held-out prompts."""
+
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from fastrl.prompt_data import drop_prompts, load_table, sample_prompts, take_prompts
+
+ROWS = [{"text": f"the film number {i} is good", "label": i % 2} for i in range(6)]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv"])
+def test_local_files_load(tmp_path, suffix):
+    path = tmp_path / f"data{suffix}"
+    table = Dataset.from_list(ROWS)
+    {
+        ".jsonl": table.to_json,
+        ".json": table.to_json,
+        ".parquet": table.to_parquet,
+        ".csv": table.to_csv,
+    }[suffix](path)
+    assert load_table(str(path)).to_list() == ROWS
+
+
+def test_folder_of_files_is_read_in_order(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, row in (("b.jsonl", ROWS[1]), ("a.jsonl", ROWS[0])):
+        (folder / name).write_text(json.dumps(row) + "\n")
+    assert load_table(str(folder)).to_list() == ROWS[:2]
+
+
+def test_saved_data_set_loads_with_its_splits(tmp_path):
+    table = Dataset.from_list(ROWS)
+    DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(tmp_path / "saved")
+    assert len(load_table(str(tmp_path / "saved"), "test")) == 1
+    with pytest.raises(ValueError, match="no split 'dev': choose one of train, test"):
+        load_table(str(tmp_path / "saved"), "dev")
+
+
+def test_paths_that_hold_no_data_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no data set at .*gone\.jsonl"):
+        load_table(str(tmp_path / "gone.jsonl"))
+    with pytest.raises(FileNotFoundError, match="there is no data set at"):
+        load_table(str(tmp_path / "gone"))
+    with pytest.raises(FileNotFoundError, match="holds no"):
+        load_table(str(tmp_path))
+    (tmp_path / "data.xml").write_text("<x/>")
+    with pytest.raises(ValueError, match=r"cannot read data\.xml"):
+        load_table(str(tmp_path / "data.xml"))
+    (tmp_path / "a.csv").write_text("text\nx\n")
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n')
+    with pytest.raises(ValueError, match="mixes file formats"):
+        load_table(str(tmp_path))
+
+
+def test_prompts_are_first_words_and_other_columns_stay():
+    prompts = take_prompts(Dataset.from_list(ROWS), words=3)
+    assert prompts["prompt"][:] == ["the film number"] * 6
+    assert prompts["label"][:] == [0, 1, 0, 1, 0, 1]
+    assert prompts["text"][0] == ROWS[0]["text"]
+
+
+def test_prompts_are_first_tokens():
+    class Letters:
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": list(text)}
+
+        def decode(self, ids):
+            return "".join(ids)
+
+    table = Dataset.from_dict({"query": ["abcdef", "ab"]})
+    assert take_prompts(table, max_tokens=3, tokenizer=Letters())["prompt"][:] == ["abc", "ab"]
+
+
+def test_missing_column_lists_the_columns():
+    with pytest.raises(ValueError, match="no column 'prompt': its columns are text, label"):
+        take_prompts(Dataset.from_list(ROWS), "prompt")
+    with pytest.raises(ValueError, match="choose a prompt column among a, b"):
+        take_prompts(Dataset.from_dict({"a": ["x"], "b": ["y"]}))
+
+
+def test_prompts_must_be_text():
+    with pytest.raises(TypeError, match="column 'label' must hold text, but row 0 holds int"):
+        take_prompts(Dataset.from_list(ROWS), "label")
+    table = Dataset.from_dict({"prompt": ["", " ", "x"], "n": [0, 1, 2]})
+    assert take_prompts(table)["n"][:] == [2]
+    with pytest.raises(ValueError, match="every prompt is empty"):
+        take_prompts(Dataset.from_dict({"prompt": ["", " "]}))
+
+
+def test_held_out_prompts_are_distinct_and_never_trained_on():
+    table = Dataset.from_dict({"prompt": [f"p{i % 5}" for i in range(20)]})
+    held_out = sample_prompts(table, 2, seed=0)
+    assert held_out == sample_prompts(table, 2, seed=0)
+    assert len(set(held_out)) == 2
+    train = drop_prompts(table, held_out)
+    assert len(train) == 12
+    assert not set(train["prompt"]) & set(held_out)
+    with pytest.raises(ValueError, match="leave none to train on"):
+        drop_prompts(table, sample_prompts(table, 50, seed=0))
