@@ -91,11 +91,17 @@ def _token_logprobs(
         _backward(call())
 
 
-def _full_kl(dtype: torch.dtype, shape: tuple[int, int], per_token: bool, masked: bool) -> None:
+def _full_kl(
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    per_token: bool,
+    masked: bool,
+    ref_dtype: torch.dtype | None = None,
+) -> None:
     rows = shape[:1]
     kl = ops.full_kl(
         torch.empty(shape, dtype=dtype, requires_grad=True),
-        torch.empty(shape, dtype=dtype),
+        torch.empty(shape, dtype=ref_dtype or dtype),
         temperature=torch.ones(rows) if per_token else 0.7,
         mask=torch.ones(rows, dtype=torch.bool) if masked else None,
         backend="triton",
@@ -103,40 +109,50 @@ def _full_kl(dtype: torch.dtype, shape: tuple[int, int], per_token: bool, masked
     _backward(kl)
 
 
-# (entropy, temperature per token, mask): in four calls, every pair of settings meets.
+# (entropy, temperature per token, mask): in the four of them, every pair of settings meets.
 _PAIRED = ((False, False, False), (False, True, True), (True, False, True), (True, True, False))
-_EVERYTHING = ((True, True, True),)
+_NONE_ALL = ((False, False, False), (True, True, True))
 
 
-def _vocabulary_shapes() -> Iterator[tuple[str, torch.dtype, tuple[int, int], bool]]:
-    """A name, dtype, [N, V], and whether it is worth more than one call."""
+def _vocabulary_shapes() -> Iterator[tuple[str, torch.dtype, tuple[int, int]]]:
     for (name, dtype), vocabulary in product(DTYPES.items(), VOCABULARIES):
-        yield f"{name} V={vocabulary}", dtype, (4, vocabulary), True
-    yield "bf16 V=503", torch.bfloat16, (4, 503), False  # fits in one tile
+        yield f"{name} V={vocabulary}", dtype, (4, vocabulary)
+
+
+def _unusual_shapes() -> Iterator[tuple[str, torch.dtype, tuple[int, int]]]:
+    yield "bf16 V=503", torch.bfloat16, (4, 503)  # fits in one tile
     # Past 2 GiB, AMD addresses by pointer in place of buffer. The pages are never touched.
-    yield "bf16 V=151936 >2GiB", torch.bfloat16, (8192, 151936), False
+    yield "bf16 V=151936 >2GiB", torch.bfloat16, (8192, 151936)
 
 
 def _token_logprobs_cases() -> Iterator[Case]:
-    for name, dtype, shape, thorough in _vocabulary_shapes():
-        for entropy, per_token, masked in _PAIRED if thorough else _EVERYTHING:
-            yield Case(
-                "token_logprobs",
-                _label(name, entropy=entropy, temperatures=per_token, mask=masked),
-                partial(_token_logprobs, dtype, shape, entropy, per_token, masked),
-                VOCABULARY,
-            )
+    calls = [
+        (*shape, settings)
+        for shape in _vocabulary_shapes()
+        for settings in (_PAIRED if shape[1] == torch.bfloat16 else _NONE_ALL)
+    ]
+    calls += [(*shape, _PAIRED[-1]) for shape in _unusual_shapes()]
+    for name, dtype, shape, (entropy, per_token, masked) in calls:
+        yield Case(
+            "token_logprobs",
+            _label(name, entropy=entropy, temperatures=per_token, mask=masked),
+            partial(_token_logprobs, dtype, shape, entropy, per_token, masked),
+            VOCABULARY,
+        )
 
 
 def _full_kl_cases() -> Iterator[Case]:
-    for name, dtype, shape, thorough in _vocabulary_shapes():
-        for per_token, masked in ((False, False), (True, True)) if thorough else ((True, True),):
-            yield Case(
-                "full_kl",
-                _label(name, temperatures=per_token, mask=masked),
-                partial(_full_kl, dtype, shape, per_token, masked),
-                VOCABULARY,
-            )
+    calls = [(*shape, options) for shape in _vocabulary_shapes() for options in (False, True)]
+    calls += [(*shape, True) for shape in _unusual_shapes()]
+    for name, dtype, shape, options in calls:
+        yield Case(
+            "full_kl",
+            _label(name, temperatures=options, mask=options),
+            partial(_full_kl, dtype, shape, options, options),
+            VOCABULARY,
+        )
+    mixed = partial(_full_kl, torch.float32, (4, VOCABULARIES[0]), True, True, torch.bfloat16)
+    yield Case("full_kl", "fp32, reference bf16", mixed, VOCABULARY)
 
 
 # --- ops over tokens -----------------------------------------------------------------------------
@@ -146,20 +162,18 @@ Call = Callable[[torch.dtype, Shape], None]
 
 
 def _variants(op: str, calls: Mapping[str, Call]) -> Iterator[Case]:
-    """All variants in fp32, the usual dtype of these ops; the last, fullest one in the others."""
-    fullest = list(calls)[-1]
-    for (name, dtype), shape in product(DTYPES.items(), (ALIGNED, RAGGED)):
-        usual = dtype == torch.float32 and shape == ALIGNED
-        if name == "fp16" and shape == RAGGED:
-            continue  # what bf16 does there
-        for label, call in calls.items():
-            if usual or label == fullest:
-                yield Case(
-                    op,
-                    f"{name} T={shape[1]} {label}".strip(),
-                    partial(call, dtype, shape),
-                    ALIGNED_ROWS if shape == ALIGNED else RAGGED_ROWS,
-                )
+    """All in fp32, the usual dtype of these ops; in others, and ragged, the last, fullest one."""
+    settings = [("fp32", ALIGNED, label) for label in calls]
+    fullest = settings[-1][-1]
+    settings += [(name, ALIGNED, fullest) for name in DTYPES if name != "fp32"]
+    settings += [("fp32", RAGGED, fullest)]
+    for name, shape, label in settings:
+        yield Case(
+            op,
+            f"{name} T={shape[1]} {label}".strip(),
+            partial(calls[label], DTYPES[name], shape),
+            ALIGNED_ROWS if shape == ALIGNED else RAGGED_ROWS,
+        )
 
 
 def _tokens(dtype: torch.dtype, shape: Shape, learned: bool = False) -> Tensor:
@@ -236,9 +250,7 @@ def _gae_cases() -> Iterator[Case]:
         "gae",
         {
             "": partial(call, masked=False),
-            "whiten": partial(call, masked=False, whiten=True),
-            "mask": partial(call, masked=True),
-            "mask terminated": partial(call, masked=True, ends="terminated"),
+            "whiten terminated": partial(call, masked=False, ends="terminated", whiten=True),
             "mask truncated": partial(call, masked=True, ends="truncated"),
             "mask whiten": partial(call, masked=True, whiten=True),
             "all": partial(call, masked=True, ends="terminated, truncated", whiten=True),
@@ -295,7 +307,9 @@ def _ppo_loss_cases() -> Iterator[Case]:
         "abs, denominator": partial(call, kl="abs", value=True, denominator=512.0),
         "mse, dual clip": partial(call, kl="mse", dual_clip=3.0),
         "k3+, weights": partial(call, kl="k3+", weighted=True),
-        "denominator tensor": partial(call, value=True, denominator=torch.tensor(512.0)),
+        "kl, denominator tensor": partial(
+            call, kl="kl", value=True, denominator=torch.tensor(512.0)
+        ),
     }
     calls |= {f"all, {name}": partial(everything, aggregate=name) for name in AGGREGATES}
     yield from _variants("ppo_loss", calls)

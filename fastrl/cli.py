@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def parse(command: str, dataclasses: Sequence[type], arguments: Sequence[str]) -> tuple[Any, ...]:
+def parse(command: str, dataclasses: Sequence[Any], arguments: Sequence[str]) -> tuple[Any, ...]:
     """Instances of ``dataclasses`` from "[config.yaml] [--flag value ...]".
 
     Raises:

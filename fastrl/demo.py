@@ -22,7 +22,7 @@ from fastrl.core import set_seed
 from fastrl.demo_models import build_tokenizer, train_classifier, train_language_model
 from fastrl.demo_text import Review, polarity, reviews, split_openings
 from fastrl.models import AutoModelForCausalLMWithValueHead
-from fastrl.report import Comparison, finish_run
+from fastrl.report import Comparison, finish_run, run_console
 from fastrl.rewards import ClassifierReward
 from fastrl.trainers import PPOTrainer
 from fastrl.trainers.callbacks import Evaluation, JsonlCallback
@@ -61,18 +61,19 @@ class Size:
     language_model_steps: int
     classifier_steps: int
     ppo_steps: int
+    batch_size: int
     train_prompts: int
     eval_prompts: int
     eval_every: int
 
 
-FULL = Size(8192, 300, 300, 50, 1024, 256, 10)
-QUICK = Size(2048, 80, 100, 10, 512, 256, 0)
+FULL = Size(8192, 400, 300, 50, 128, 1024, 256, 10)
+QUICK = Size(2048, 80, 100, 10, 64, 512, 256, 0)
 
 
 def run_demo(demo: Demo) -> int:
     """Run all stages and say how they went; 0 if the reward rose enough within the KL ceiling."""
-    console, started = Console(), time.perf_counter()
+    console, started = run_console(), time.perf_counter()
     size = QUICK if demo.quick else FULL
     steps = demo.steps or size.ppo_steps
     output = Path(demo.output)
@@ -81,7 +82,7 @@ def run_demo(demo: Demo) -> int:
         console.rule("1/3  text, tokenizer and language model")
         corpus = reviews(size.reviews, demo.seed)
         for review in corpus[:3]:
-            console.print(f"  {'+' if review.label else '-'} {review.text}", highlight=False)
+            console.print(f"  {'+' if review.label else '-'} {review.text}")
         tokenizer = build_tokenizer([review.text for review in corpus])
         language_model = train_language_model(tokenizer, corpus, size.language_model_steps)
 
@@ -94,7 +95,7 @@ def run_demo(demo: Demo) -> int:
         console.rule(f"3/3  PPO, {steps} steps")
         prompts, held_out = split_openings(size.train_prompts, size.eval_prompts, demo.seed)
         trainer = PPOTrainer(
-            _ppo_config(demo.seed),
+            _ppo_config(demo.seed, size.batch_size),
             AutoModelForCausalLMWithValueHead.from_pretrained(language_model),
             tokenizer=tokenizer,
         )
@@ -137,12 +138,12 @@ def run_demo(demo: Demo) -> int:
     return _verdict(comparison, console, time.perf_counter() - started)
 
 
-def _ppo_config(seed: int) -> PPOConfig:
+def _ppo_config(seed: int, batch_size: int) -> PPOConfig:
     return PPOConfig(
         seed=seed,
         learning_rate=5e-4,
-        batch_size=128,
-        mini_batch_size=64,
+        batch_size=batch_size,
+        mini_batch_size=batch_size // 2,
         ppo_epochs=4,
         # Strong enough for the policy to stay varied: at 0.1 it repeats a few sentences.
         init_kl_coef=0.4,

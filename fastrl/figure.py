@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -63,10 +64,11 @@ def draw_run(
     # pyplot is not used: it would choose a GUI backend and keep the figure alive in its registry.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(13, 7), dpi=120, layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15)
+    figure = Figure(figsize=(13, 7), dpi=120, layout=layout)
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)  # type: ignore[union-attr]
     figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
     panels = figure.subplots(2, 3).ravel()
     _draw_reward(panels[0], rows)
@@ -177,7 +179,9 @@ def _head(panel: Axes, title: str, unit: str, names: Sequence[tuple[str, str]]) 
     panel.grid(axis="y", color=FAINT, linewidth=0.6)
     panel.set_axisbelow(True)
     panel.margins(x=0.02)
-    words = [TextArea(name, textprops={"color": c, "fontsize": 9}) for name, c in names]
+    words: list[Artist] = [
+        TextArea(name, textprops={"color": c, "fontsize": 9}) for name, c in names
+    ]
     panel.add_artist(
         AnchoredOffsetbox(
             "lower left",

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.config import PPOConfig
+from fastrl.prompt_data import PROMPT, drop_prompts, load_table, sample_rows, take_prompts
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
     from fastrl.report import Comparison
+    from fastrl.rewards import RewardFunction
 
 
 def _help(text: str, default: Any = dataclasses.MISSING) -> Any:
@@ -137,7 +139,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    train_prompts, eval_prompts = load_prompts(job, tokenizer, flags.seed)
+    train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
     model = AutoModelForCausalLMWithValueHead.from_pretrained(
         job.model, dtype=job.dtype, peft_config=_lora_config(job)
     )
@@ -147,12 +149,12 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         reward.to(trainer.current_device)
     output = Path(job.output)
     result = trainer.train(
-        reward,
+        reward if eval_rows is None else with_columns(reward, eval_rows),
         steps=flags.steps,
-        dataset=train_prompts,
-        prompt_column="prompt",
+        dataset=train_rows,
+        prompt_column=PROMPT,
         generation_kwargs=job.generation_kwargs,
-        eval_prompts=eval_prompts or None,
+        eval_prompts=None if eval_rows is None else eval_rows[PROMPT][:],
         eval_every=job.eval_every,
         missing_eos_penalty=job.missing_eos_penalty,
         callbacks=[JsonlCallback(output / "metrics.jsonl")],
@@ -166,18 +168,17 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         summary={
             "job": dataclasses.asdict(job),
             "ppo": flags.to_dict(),
-            "train_prompts": len(train_prompts),
-            "eval_prompts": len(eval_prompts),
+            "train_prompts": len(train_rows),
+            "eval_prompts": 0 if eval_rows is None else len(eval_rows),
             "seconds": time.perf_counter() - started,
         },
     )
 
 
-def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, list[str]]:
-    """Rows to train on and prompts to evaluate on; no prompt is in both."""
-    from fastrl.prompt_data import drop_prompts, load_table, sample_prompts, take_prompts
+def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Dataset | None]:
+    """Rows to train on and rows to evaluate on, with a column "prompt"; no prompt is in both."""
 
-    def prompts_of(source: str) -> Dataset:
+    def rows_of(source: str) -> Dataset:
         return take_prompts(
             load_table(source, job.dataset_split),
             job.prompt_column,
@@ -186,12 +187,31 @@ def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, list[
             tokenizer=tokenizer,
         )
 
-    train = prompts_of(job.dataset)
+    train_rows = rows_of(job.dataset)
     if job.eval_prompts == 0:
-        return train, []
-    source = train if job.eval_dataset is None else prompts_of(job.eval_dataset)
-    held_out = sample_prompts(source, job.eval_prompts, seed)
-    return drop_prompts(train, held_out), held_out
+        return train_rows, None
+    source = train_rows if job.eval_dataset is None else rows_of(job.eval_dataset)
+    eval_rows = sample_rows(source, job.eval_prompts, seed)
+    return drop_prompts(train_rows, eval_rows[PROMPT]), eval_rows
+
+
+def with_columns(reward: RewardFunction, eval_rows: Dataset) -> RewardFunction:
+    """The reward function, given the columns of ``eval_rows`` where it is called without any.
+
+    ``PPOTrainer.train`` takes evaluation prompts as texts alone; a reward function that needs, say,
+    the answer beside each prompt needs it there as well.
+    """
+    row_of = {prompt: row for row, prompt in enumerate(eval_rows[PROMPT])}
+    eval_columns = {name: eval_rows[name][:] for name in eval_rows.column_names if name != PROMPT}
+
+    def reward_fn(prompts: list[str], **given: Any) -> list[float]:
+        if eval_columns and not any(name in given for name in eval_columns):
+            rows = [row_of[prompt] for prompt in prompts]
+            for name, values in eval_columns.items():
+                given[name] = [values[row] for row in rows]
+        return reward(prompts=prompts, **given)
+
+    return reward_fn
 
 
 def _lora_config(job: PPOJob) -> Any:

@@ -90,10 +90,11 @@ def take_prompts(
     return table.add_column(PROMPT, texts).select(kept)
 
 
-def sample_prompts(table: Dataset, count: int, seed: int) -> list[str]:
-    """``count`` distinct prompts, or all where there are fewer; a seed always picks the same."""
-    distinct = sorted(set(table[PROMPT]))
-    return random.Random(seed).sample(distinct, min(count, len(distinct)))
+def sample_rows(table: Dataset, count: int, seed: int) -> Dataset:
+    """``count`` rows of distinct prompts, or all where there are fewer; a seed picks the same."""
+    row_of = {prompt: row for row, prompt in enumerate(table[PROMPT])}
+    rows = sorted(row_of.values())
+    return table.select(random.Random(seed).sample(rows, min(count, len(rows))))
 
 
 def drop_prompts(table: Dataset, prompts: Collection[str]) -> Dataset:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from fastrl.trainers import PPOTrainer
@@ -105,6 +106,14 @@ def write_report(
     return png_path
 
 
+def run_console() -> Console:
+    """A console as wide as its terminal, or wide enough for the table where there is none."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=120)
+
+
 def samples_table(before: Evaluation, after: Evaluation, count: int = 8) -> Table:
     """A table of completions of the same prompts before and after training, with their rewards.
 
@@ -152,8 +161,6 @@ def finish_run(
     Returns:
         The change in mean reward over the evaluation prompts; None in a run without evaluation.
     """
-    from rich.console import Console
-
     output = Path(output)
     trainer.save_pretrained(output / "model")
     comparison = None
@@ -167,7 +174,7 @@ def finish_run(
     gain = comparison.to_dict() if comparison else {}
     text = json.dumps({**gain, **summary}, indent=2, default=str)
     (output / "summary.json").write_text(text + "\n", encoding="utf-8")
-    console = Console()
+    console = run_console()
     if comparison:
         if samples:
             console.print(samples_table(result.evaluations[0], result.evaluations[-1], samples))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -16,6 +17,7 @@ from fastrl import cli
 from fastrl.demo_models import build_tokenizer
 from fastrl.demo_text import reviews
 from fastrl.models import AutoModelForCausalLMWithValueHead
+from fastrl.ppo_job import with_columns
 
 SHAPE = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 48}
 REWARD = "def by_label(prompts, completions, completion_ids, label, **columns):\n"
@@ -89,10 +91,27 @@ def test_classifier_reward_leaves_a_model_and_a_report(world, tmp_path, capsys):
     )
 
 
-def test_function_reward_reads_the_data_sets_columns(world, tmp_path):
+@pytest.mark.parametrize("eval_prompts", [0, 10])
+def test_function_reward_reads_the_data_sets_columns(world, tmp_path, eval_prompts):
     reward = f"{world / 'rewards.py'}:by_label"
-    assert cli.main(arguments(world, tmp_path / "run", reward, **{"eval-prompts": 0})) == 0
-    assert "reward_gain" not in json.loads((tmp_path / "run" / "summary.json").read_text())
+    flags = {"eval-prompts": eval_prompts}
+    assert cli.main(arguments(world, tmp_path / "run", reward, **flags)) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert ("reward_gain" in summary) == (eval_prompts > 0)
+
+
+def test_evaluation_prompts_bring_their_own_columns():
+    def reward(prompts, completions, completion_ids, answer):
+        return [float(a == c) for a, c in zip(answer, completions, strict=True)]
+
+    rows = Dataset.from_dict({"prompt": ["p", "q"], "answer": ["1", "2"]})
+    wrapped = with_columns(reward, rows)
+    ids = [[0], [0]]
+    assert wrapped(prompts=["q", "p"], completions=["2", "3"], completion_ids=ids) == [1.0, 0.0]
+    given = wrapped(
+        prompts=["x", "y"], completions=["5", "6"], completion_ids=ids, answer=["5", ""]
+    )
+    assert given == [1.0, 0.0]
 
 
 def test_lora_saves_an_adapter(world, tmp_path):

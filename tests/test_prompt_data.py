@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset, DatasetDict
 
-from fastrl.prompt_data import drop_prompts, load_table, sample_prompts, take_prompts
+from fastrl.prompt_data import drop_prompts, load_table, sample_rows, take_prompts
 
 ROWS = [{"text": f"the film number {i} is good", "label": i % 2} for i in range(6)]
 
@@ -97,11 +97,11 @@ def test_prompts_must_be_text():
 
 def test_held_out_prompts_are_distinct_and_never_trained_on():
     table = Dataset.from_dict({"prompt": [f"p{i % 5}" for i in range(20)]})
-    held_out = sample_prompts(table, 2, seed=0)
-    assert held_out == sample_prompts(table, 2, seed=0)
-    assert len(set(held_out)) == 2
-    train = drop_prompts(table, held_out)
+    held_out = sample_rows(table, 2, seed=0)
+    assert held_out.to_list() == sample_rows(table, 2, seed=0).to_list()
+    assert len(set(held_out["prompt"])) == 2
+    train = drop_prompts(table, held_out["prompt"])
     assert len(train) == 12
-    assert not set(train["prompt"]) & set(held_out)
+    assert not set(train["prompt"]) & set(held_out["prompt"])
     with pytest.raises(ValueError, match="leave none to train on"):
-        drop_prompts(table, sample_prompts(table, 50, seed=0))
+        drop_prompts(table, sample_rows(table, 50, seed=0)["prompt"])

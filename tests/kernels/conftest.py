@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
+import numpy
 import pytest
 import torch
 
@@ -93,16 +93,16 @@ def interpreter_scans_by_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
         tiles = [x.handle.data.swapaxes(0, self.axis) for x in inputs]
         step = 1
         while step < len(tiles[0]):
-            earlier = [np.roll(x, step, axis=0) for x in tiles]
+            earlier = [numpy.roll(x, step, axis=0) for x in tiles]
             both = [self.to_tensor(x, d) for x, d in zip(earlier + tiles, dtypes * 2, strict=True)]
             combined = self.combine_fn.fn(*both)
             combined = combined if isinstance(combined, tuple) else (combined,)
             tiles = [
-                np.concatenate([x[:step], y.handle.data[step:]])
+                numpy.concatenate([x[:step], y.handle.data[step:]])
                 for x, y in zip(tiles, combined, strict=True)
             ]
             step *= 2
-        tiles = [np.ascontiguousarray(x.swapaxes(0, self.axis)) for x in tiles]
+        tiles = [numpy.ascontiguousarray(x.swapaxes(0, self.axis)) for x in tiles]
         return [self.to_tensor(x, d) for x, d in zip(tiles, dtypes, strict=True)]
 
     monkeypatch.setattr(ScanOps, "generic_scan", scan)

@@ -9,7 +9,7 @@ The gradient runs the same maps the other way, from the first step to the last.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,38 +21,156 @@ from .checks import check_float, check_mask, check_same_shape
 from .dispatch import choose
 from .moments import masked_whiten
 
+# Elements of the rows that are worked on together: what they need stays in cache, and PyTorch does
+# not split the work on them over threads, which would cost more than it gains.
+_TOGETHER = 1 << 15
+_BLOCK = 16
 
-def _received(a: Tensor, b: Tensor, *, from_end: bool) -> Tensor:
-    """x_prev at every step of [N, T], where x_t = a_t·x_prev + b_t and x_prev is 0 at the start.
 
-    T is cut into about √T blocks of about √T steps: all blocks advance together, step by step;
-    then a pass over the blocks carries x from each to the next.
+def _scan(a: Tensor, b: Tensor) -> Tensor:
+    """x_t = a_t·x_{t-1} + b_t along the first dimension of [T, N], x_{-1} = 0. Overwrites a and b.
+
+    Blocks of 16 steps advance together, step by step, as if x were 0 where they begin; then a block
+    is one step of a shorter scan, which tells what each of them begins with.
     """
-    rows, steps = a.shape
-    length = 1 << math.ceil(math.log2(max(steps, 1)) / 2)
-    blocks = -(-steps // length)
-    padding = blocks * length - steps
-    if padding:
-        a, b = F.pad(a, (0, padding), value=1.0), F.pad(b, (0, padding))
-    # [step in block, block, row]: what a step reads and writes is contiguous.
-    a, b = (x.view(rows, blocks, length).permute(2, 1, 0).contiguous() for x in (a, b))
-    order = reversed if from_end else list
-    maps = list(zip(order(a.unbind()), order(b.unbind()), strict=True))
+    steps, rows = a.shape
+    blocks = -(-steps // _BLOCK)
+    if blocks * _BLOCK > steps:
+        padding = (0, 0, 0, blocks * _BLOCK - steps)
+        a, b = F.pad(a, padding, value=1.0), F.pad(b, padding)
+    a, b = a.view(blocks, _BLOCK, rows), b.view(blocks, _BLOCK, rows)
+    maps = list(zip(a.unbind(1), b.unbind(1), strict=True))
     for (a_before, b_before), (a_here, b_here) in pairwise(maps):
         b_here.addcmul_(a_here, b_before)
         a_here.mul_(a_before)
-    carried = torch.zeros_like(b[0])
-    through = [order(x.unbind()) for x in (*maps[-1], carried)]
-    for (block_a, block_b, x), (_, _, x_next) in pairwise(zip(*through, strict=True)):
-        torch.addcmul(block_b, block_a, x, out=x_next)
-    b.addcmul_(a, carried)
-    first = carried.unsqueeze(0)
-    received = torch.cat([b[1:], first] if from_end else [first, b[:-1]])
-    return received.permute(2, 1, 0).reshape(rows, -1)[:, :steps]
+    if blocks > 1:
+        passed_on = _scan(*(x.clone() for x in maps[-1]))
+        b[1:].addcmul_(a[1:], passed_on[:-1].unsqueeze(1))
+    return b.view(blocks * _BLOCK, rows)[:steps]
+
+
+def _smooth_scan(a: Tensor, b: Tensor) -> Tensor:
+    """The same along the last dimension, for slopes whose product p stays above 0: then
+    x_t = p_t·Σ_{s≤t} b_s / p_s, in which the latest terms are the largest, so that none is lost."""
+    product = a.cumprod(-1)
+    return b.div_(product).cumsum_(-1).mul_(product)
+
+
+class _Steps:
+    """Which steps of some rows [rows, T] count, and which of those end an episode."""
+
+    def __init__(
+        self, mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None
+    ) -> None:
+        self.bits = None
+        if mask is not None:
+            self.bits = mask.to(torch.int32 if mask.device.type == "mps" else torch.int64).neg_()
+        self.ends, self.bootstrapped = terminated, truncated
+        if truncated is not None and terminated is not None:
+            self.ends, self.bootstrapped = truncated | terminated, truncated & ~terminated
+        elif truncated is not None:
+            self.ends = truncated
+        if mask is not None and self.ends is not None:
+            self.ends = self.ends & mask
+        if mask is not None and self.bootstrapped is not None:
+            self.bootstrapped = self.bootstrapped & mask
+
+    def counted(self, x: Tensor) -> Tensor:
+        """Overwrites x with 0 where it does not count. By bits: on a CPU `where` takes ten times
+        as long."""
+        if self.bits is not None:
+            x.view(self.bits.dtype).bitwise_and_(self.bits)
+        return x
+
+    def wide(self, x: Tensor) -> Tensor:
+        """A copy of x in float64, 0 where it does not count. A long carry costs no digits then."""
+        narrow = x.device.type == "mps"  # which has no float64
+        return self.counted(x.to(torch.float32 if narrow else torch.float64, copy=True))
+
+    def scan(self, passed: Tensor, decay: float, *, from_end: bool) -> Tensor:
+        """x_t = a_t·x_prev + passed_t, with a_t = γλ, 0 where an episode ends, 1 where a step does
+        not count. Overwrites ``passed``."""
+        if self.bits is None:
+            slopes = torch.full_like(passed, decay)
+        else:
+            slopes = self.bits.to(passed.dtype).mul_(1.0 - decay).add_(1.0)
+        if self.ends is not None:
+            slopes = torch.where(self.ends, 0.0, slopes)
+        if from_end:
+            slopes, passed = slopes.flip(-1), passed.flip(-1)
+        if self.ends is None and decay ** passed.shape[-1] > torch.finfo(passed.dtype).tiny ** 0.8:
+            x = _smooth_scan(slopes, passed)
+        else:
+            x = _scan(slopes.t().contiguous(), passed.t().contiguous()).t()
+        return x.flip(-1) if from_end else x
+
+
+def _advantages(
+    steps: _Steps,
+    rewards: Tensor,
+    values: Tensor,
+    bootstrap: Tensor | None,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns."""
+    decay = gamma * lam
+    r, v = steps.wide(rewards), steps.wide(values)
+    advantages = r - v
+    passed = r.mul_(decay).add_(v, alpha=gamma - decay)
+    if steps.bootstrapped is not None and bootstrap is not None:
+        follows = gamma * torch.where(steps.bootstrapped, bootstrap.to(v.dtype), 0.0)
+        advantages, passed = advantages + follows, passed + decay * follows
+    x = steps.scan(passed, decay, from_end=True)
+    if steps.ends is None:
+        advantages[:, :-1] += x[:, 1:]
+    else:
+        advantages[:, :-1] += torch.where(steps.ends[:, :-1], 0.0, x[:, 1:])
+    steps.counted(advantages)
+    return advantages, v.add_(advantages)
+
+
+def _gradients(
+    steps: _Steps, grad_advantages: Tensor, grad_returns: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """By rewards, values and bootstrap values: λ_t = ∂A_t + ∂R_t + γλ·λ_prev, from the start on."""
+    decay = gamma * lam
+    by_returns = steps.wide(grad_returns)
+    adjoint = steps.wide(grad_advantages).add_(by_returns)
+    passed = adjoint.clone() if steps.ends is None else torch.where(steps.ends, 0.0, adjoint)
+    x = steps.scan(passed, decay, from_end=False)
+    adjoint[:, 1:].add_(x[:, :-1], alpha=decay)
+    steps.counted(adjoint)
+    by_values = by_returns.sub_(adjoint)
+    by_values[:, 1:].add_(x[:, :-1], alpha=gamma)
+    steps.counted(by_values)
+    if steps.bootstrapped is None:
+        return adjoint, by_values, None
+    return adjoint, by_values, torch.where(steps.bootstrapped, gamma * adjoint, 0.0)
+
+
+def _few_rows_at_a_time(
+    work: Callable[..., tuple[Tensor | None, ...]],
+    flags: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+    outputs: Sequence[Tensor | None],
+    *coefficients: float,
+) -> None:
+    """Fills ``outputs`` [N, T] with what ``work`` makes of the inputs."""
+    rows, length = next(x.shape for x in inputs if x is not None)
+    on_cpu = all(x is None or x.device.type == "cpu" for x in inputs)
+    few = max(1, _TOGETHER // length if on_cpu else rows)
+    for start in range(0, rows, few):
+        here = slice(start, start + few)
+        steps = _Steps(*(None if x is None else x[here] for x in flags))
+        results = work(steps, *(None if x is None else x[here] for x in inputs), *coefficients)
+        for output, result in zip(outputs, results, strict=False):
+            if output is not None and result is not None:
+                output[here] = result
 
 
 class _GAE(torch.autograd.Function):
-    """Rows [N, T]. Gradient, from the first step on: λ_t = ∂A_t + ∂R_t + γλ·λ_prev if not cut."""
+    """Rows [N, T]."""
 
     @staticmethod
     def forward(
@@ -66,90 +184,24 @@ class _GAE(torch.autograd.Function):
         gamma: float,
         lam: float,
     ) -> tuple[Tensor, Tensor]:
-        decay = gamma * lam
-        counted = _Counted(mask, rewards.device)
-        r, v = counted.only(rewards), counted.only(values)
-        own = r - v
-        passed = decay * r + (gamma - decay) * v
-        slopes = counted.slopes(decay, r)
-        ends, bootstrapped = _cuts(mask, terminated, truncated)
-        if bootstrapped is not None and bootstrap is not None:
-            follows = gamma * torch.where(bootstrapped, bootstrap, 0.0)
-            own, passed = own + follows, passed + decay * follows
-        if ends is not None:
-            slopes = torch.where(ends, 0.0, slopes)
-        received = _received(slopes, passed, from_end=True)
-        if ends is not None:
-            received = torch.where(ends, 0.0, received)
-        advantages = counted.only(own + received)
-        ctx.save_for_backward(mask, slopes, ends, bootstrapped)
-        ctx.gamma, ctx.decay = gamma, decay
-        ctx.dtypes = rewards.dtype, values.dtype, None if bootstrap is None else bootstrap.dtype
-        return advantages.float(), (advantages + v).float()
+        advantages = torch.empty_like(rewards, dtype=torch.float32)
+        returns = torch.empty_like(advantages)
+        inputs, outputs = (rewards, values, bootstrap), (advantages, returns)
+        flags = (mask, terminated, truncated)
+        _few_rows_at_a_time(_advantages, flags, inputs, outputs, gamma, lam)
+        ctx.save_for_backward(*flags)
+        ctx.coefficients = gamma, lam
+        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+        return advantages, returns
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mask, slopes, ends, bootstrapped = ctx.saved_tensors
-        needs_rewards, needs_values, needs_bootstrap = ctx.needs_input_grad[:3]
-        reward_dtype, value_dtype, bootstrap_dtype = ctx.dtypes
-        counted = _Counted(mask, grads[0].device)
-        grad_advantages, grad_returns = (counted.only(grad) for grad in grads)
-        grad = grad_advantages + grad_returns
-        passed = grad if ends is None else torch.where(ends, 0.0, grad)
-        received = _received(slopes, passed, from_end=False)
-        adjoint = counted.only(grad + ctx.decay * received)
-        grad_values = grad_bootstrap = None
-        if needs_values:
-            grad_values = counted.only(ctx.gamma * received - adjoint + grad_returns)
-            grad_values = grad_values.to(value_dtype)
-        if needs_bootstrap:
-            grad_bootstrap = torch.where(bootstrapped, ctx.gamma * adjoint, 0.0).to(bootstrap_dtype)
-        return (
-            adjoint.to(reward_dtype) if needs_rewards else None,
-            grad_values,
-            grad_bootstrap,
-            *(None,) * 5,
-        )
-
-
-class _Counted:
-    """Selection by a mask on the way into float64, so that a long carry costs no digits."""
-
-    def __init__(self, mask: Tensor | None, device: torch.device) -> None:
-        narrow = device.type == "mps"  # which has no float64
-        self.dtype = torch.float32 if narrow else torch.float64
-        self.bits = None
-        if mask is not None:
-            self.bits = mask.to(torch.int32 if narrow else torch.int64).neg_()
-
-    def only(self, x: Tensor) -> Tensor:
-        """x where it counts, 0 elsewhere. By bits: on a CPU `where` takes ten times as long."""
-        x = x.to(self.dtype)
-        if self.bits is None:
-            return x
-        return x.view(self.bits.dtype).bitwise_and(self.bits).view(self.dtype)
-
-    def slopes(self, decay: float, like: Tensor) -> Tensor:
-        """γλ where it counts, 1 elsewhere."""
-        if self.bits is None:
-            return torch.full_like(like, decay)
-        return self.bits.to(self.dtype).mul_(1.0 - decay).add_(1.0)
-
-
-def _cuts(
-    mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Where a counted step ends its episode, and where it does so with a bootstrap value."""
-    bootstrapped = truncated
-    if truncated is not None and terminated is not None:
-        bootstrapped = truncated & ~terminated
-    ends = terminated if truncated is None else truncated
-    if truncated is not None and terminated is not None:
-        ends = truncated | terminated
-    if mask is not None:
-        ends = None if ends is None else ends & mask
-        bootstrapped = None if bootstrapped is None else bootstrapped & mask
-    return ends, bootstrapped
+        results = [
+            torch.empty_like(grads[0], dtype=dtype) if needed else None
+            for needed, dtype in zip(ctx.needs_input_grad, ctx.dtypes, strict=False)
+        ]
+        _few_rows_at_a_time(_gradients, ctx.saved_tensors, grads, results, *ctx.coefficients)
+        return *results, *(None,) * 5
 
 
 def gae(
@@ -226,7 +278,8 @@ def gae(
     else:
         advantages, returns = _GAE.apply(*rows, gamma, lam)
         if whiten:
-            counted = torch.ones_like(advantages, dtype=torch.bool) if mask is None else rows[3]
+            counted = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+            counted = counted.reshape(advantages.shape)
             advantages = masked_whiten(advantages, counted, backend="torch")
     return advantages.view(rewards.shape), returns.view(rewards.shape)
 

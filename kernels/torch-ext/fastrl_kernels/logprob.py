@@ -79,7 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
         vocabulary = logits.shape[-1]
-        flat = labels.reshape(-1, 1)
+        flat = labels.reshape(-1, 1).long()
         columns = flat.clamp(0, vocabulary - 1)
         known = (flat >= 0) & (flat < vocabulary)
         divisor = _Temperature(number, temperature)
@@ -274,6 +274,19 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@overload
+def token_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    entropy: bool,
+    check_labels: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def token_logprobs(
     logits: Tensor,
     labels: Tensor,
@@ -328,10 +341,11 @@ def token_logprobs(
     chosen = choose(backend, logits)
     if check_labels or (chosen == "torch" and logits.device.type == "cpu"):
         _check_label_range(labels, mask, logits.shape[-1])
+    function: Any = _TokenLogprobs
     if chosen == "triton":
-        from ._triton.logprob import TokenLogprobs as function
-    else:
-        function = _TokenLogprobs
+        from ._triton.logprob import TokenLogprobs
+
+        function = TokenLogprobs
     logprobs, entropies = function.apply(logits, labels, mask, tensor, number, entropy)
     return (logprobs, entropies) if entropy else logprobs
 
@@ -377,8 +391,9 @@ def full_kl(
     if mask is not None:
         check_mask(mask, "logits[..., 0]", logits[..., 0])
         _check_device("mask", mask, logits)
+    function: Any = _FullKL
     if choose(backend, logits) == "triton":
-        from ._triton.full_kl import FullKL as function
-    else:
-        function = _FullKL
+        from ._triton.full_kl import FullKL
+
+        function = FullKL
     return function.apply(logits, ref_logits, mask, tensor, number)

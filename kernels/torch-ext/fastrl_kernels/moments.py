@@ -17,7 +17,7 @@ WHITEN_EPS = 1e-8
 class Moments(NamedTuple):
     """Count, mean and Σ(x - mean)² of counted elements: 0-d fp32, or [P] where P are stacked."""
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # instead of tuple's method
     mean: Tensor
     m2: Tensor
 
@@ -25,7 +25,7 @@ class Moments(NamedTuple):
 class Measured(NamedTuple):
     """Moments whose mean is ``mean + low``: one fp32 number is too coarse where mean ≫ std."""
 
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # instead of tuple's method
     mean: Tensor
     low: Tensor
     m2: Tensor

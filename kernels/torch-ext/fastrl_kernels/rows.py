@@ -66,7 +66,7 @@ def empty_rows_like(rows: Tensor, dtype: torch.dtype, vector: int) -> Tensor:
 
 
 def aligned_alike(rows: Tensor, others: Tensor, vector: int) -> bool:
-    """Whether each row of both tensors starts equally many elements past a multiple of ``vector``."""
+    """Whether every row starts as far past a multiple of ``vector`` elements in both tensors."""
     starts = [x.data_ptr() // x.element_size() for x in (rows, others)]
     apart = [starts[0] - starts[1]]
     apart += [rows.stride(d) - others.stride(d) for d in (0, 1) if rows.shape[d] > 1]

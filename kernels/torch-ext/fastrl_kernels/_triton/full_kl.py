@@ -12,7 +12,7 @@ from ..rows import aligned_alike, as_rows_together, empty_rows_like, vector_leng
 from .logprob import LOG2E, LOWEST, online_softmax, row_temperature
 from .rows import (
     ROW_ARGUMENTS,
-    WINDOWS,
+    PART_VECTORS,
     align_down,
     device_of,
     load_end,
@@ -202,11 +202,11 @@ def _full_kl_bwd_kernel(
     d_inner_stride,
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
-    WINDOWS: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """dz = g p [log p - log q - KL]/T, for part ``program_id % parts`` of a row."""
+    """dz = g p [log p - log q - KL]/T, for one of a row's parts of PART columns."""
     row = tl.program_id(0) // parts
-    first = (tl.program_id(0) - row * parts) * (WINDOWS * BLOCK)
+    first = (tl.program_id(0) - row * parts) * PART
     slots = first + tl.arange(0, BLOCK)
     start = row_start(logits_ptr, row, inner, outer_stride, inner_stride)
     aligned, shift = align_down(start, VEC)
@@ -215,10 +215,11 @@ def _full_kl_bwd_kernel(
     d_start = row_start(dlogits_ptr, row, inner, d_outer_stride, d_inner_stride)
     d_aligned, _ = align_down(d_start, VEC)
     end = shift + V
+    windows = tl.minimum(PART // BLOCK, tl.cdiv(end - first, BLOCK))
     if mask_ptr is not None:
         if tl.load(mask_ptr + row) == 0:
             zeros = tl.zeros([BLOCK], tl.float32)
-            for w in range(WINDOWS):
+            for w in range(windows):
                 store_end(d_aligned, w * BLOCK + slots, zeros, shift, end, VEC)
             return
 
@@ -229,15 +230,15 @@ def _full_kl_bwd_kernel(
     weight = tl.div_rn(tl.load(grad_ptr + row), tl.load(sum_ptr + row) * temperature)
     base = -weight * tl.load(mean_ptr + row)
     slope = tl.div_rn(weight, temperature)
-    if (first >= shift) & (first + WINDOWS * BLOCK <= end):
-        for w in range(WINDOWS):
+    if (first >= shift) & (first + PART <= end):
+        for w in range(PART // BLOCK):
             at = w * BLOCK + slots
             x = tl.load(aligned + at).to(tl.float32)
             y = tl.load(ref_aligned + at).to(tl.float32)
             d = _dlogits(x, y, row_max, ref_max, scale, base, slope)
             tl.store(d_aligned + at, d.to(dlogits_ptr.dtype.element_ty))
     else:
-        for w in range(WINDOWS):
+        for w in range(windows):
             at = w * BLOCK + slots
             x = load_end(aligned, at, shift, end, VEC)
             y = load_end(ref_aligned, at, shift, end, VEC)
@@ -258,7 +259,7 @@ def _backward(
     outer, inner, vocabulary = rows.shape
     shapes = window(vocabulary, logits.dtype, ref_logits.dtype)
     dlogits = empty_rows_like(rows, logits.dtype, shapes["VEC"])
-    parts = parts_of(vocabulary, shapes["BLOCK"], shapes["VEC"])
+    parts = parts_of(vocabulary, shapes["VEC"])
     with device_of(logits):
         _full_kl_bwd_kernel[(outer * inner * parts,)](
             per_row(grad),
@@ -279,13 +280,13 @@ def _backward(
             dlogits.stride(0),
             dlogits.stride(1),
             **shapes,
-            WINDOWS=WINDOWS,
+            PART=PART_VECTORS * shapes["VEC"],
         )
     return dlogits.view(logits.shape)
 
 
 class FullKL(torch.autograd.Function):
-    """(logits, ref_logits, mask, temperature tensor or None, number) -> KL per token."""
+    """(logits, ref_logits, mask, temperature [...] or None, number) -> KL per token."""
 
     @staticmethod
     def forward(ctx, logits, ref_logits, mask, temperature, number):
@@ -300,7 +301,5 @@ class FullKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         logits, ref_logits, mask, temperature, *statistics = ctx.saved_tensors
-        dlogits = _backward(
-            grad, logits, ref_logits, mask, temperature, ctx.number, statistics
-        )
+        dlogits = _backward(grad, logits, ref_logits, mask, temperature, ctx.number, statistics)
         return dlogits, None, None, None, None

@@ -10,7 +10,6 @@ tree squares it again and again, and each squaring doubles the relative error th
 
 import math
 
-
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +26,6 @@ from .moments import (
     whitened_adjoint,
 )
 from .tiles import TILE, load_counted, load_mask, row_tile
-
 
 # Slopes of 0, as logarithms: exp2 of it, and of its sum with anything that occurs, is 0.
 _FORGET = tl.constexpr(-1e9)

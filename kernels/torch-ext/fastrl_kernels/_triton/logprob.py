@@ -12,7 +12,7 @@ from ..reference import IGNORE_LABEL
 from ..rows import as_rows, empty_rows_like
 from .rows import (
     ROW_ARGUMENTS,
-    WINDOWS,
+    PART_VECTORS,
     align_down,
     device_of,
     load_end,
@@ -55,8 +55,7 @@ def online_softmax(x, m, s, t, scale, ENTROPY: tl.constexpr):
 def row_temperature(temperature_ptr, temperature, row):
     if temperature_ptr is not None:
         return tl.load(temperature_ptr + row).to(tl.float32)
-    else:
-        return tl.full([], temperature, tl.float32)
+    return tl.full([], temperature, tl.float32)
 
 
 @triton.jit
@@ -199,22 +198,23 @@ def _token_logprobs_bwd_kernel(
     d_inner_stride,
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
-    WINDOWS: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """dz = [g (1_y - p) - g_H p (z - E[z])]/T, for part ``program_id % parts`` of a row."""
+    """dz = [g (1_y - p) - g_H p (z - E[z])]/T, for one of a row's parts of PART columns."""
     ENTROPY: tl.constexpr = grad_entropies_ptr is not None
     row = tl.program_id(0) // parts
-    first = (tl.program_id(0) - row * parts) * (WINDOWS * BLOCK)
+    first = (tl.program_id(0) - row * parts) * PART
     slots = first + tl.arange(0, BLOCK)
     start = row_start(logits_ptr, row, inner, outer_stride, inner_stride)
     aligned, shift = align_down(start, VEC)
     d_start = row_start(dlogits_ptr, row, inner, d_outer_stride, d_inner_stride)
     d_aligned, _ = align_down(d_start, VEC)
     end = shift + V
+    windows = tl.minimum(PART // BLOCK, tl.cdiv(end - first, BLOCK))
     label = tl.load(labels_ptr + row).to(tl.int64)
     if row_counts(label, mask_ptr, row) == 0:
         zeros = tl.zeros([BLOCK], tl.float32)
-        for w in range(WINDOWS):
+        for w in range(windows):
             store_end(d_aligned, w * BLOCK + slots, zeros, shift, end, VEC)
         return
 
@@ -233,14 +233,14 @@ def _token_logprobs_bwd_kernel(
         base -= g_entropy * tl.load(mean_ptr + row)
         slope = g_entropy * LN2
     label_slot = shift + label.to(tl.int32)
-    if (first >= shift) & (first + WINDOWS * BLOCK <= end):
-        for w in range(WINDOWS):
+    if (first >= shift) & (first + PART <= end):
+        for w in range(PART // BLOCK):
             at = w * BLOCK + slots
             x = tl.load(aligned + at).to(tl.float32)
             d = _dlogits(x, at == label_slot, row_max, scale, at_label, base, slope, ENTROPY)
             tl.store(d_aligned + at, d.to(dlogits_ptr.dtype.element_ty))
     else:
-        for w in range(WINDOWS):
+        for w in range(windows):
             at = w * BLOCK + slots
             x = load_end(aligned, at, shift, end, VEC)
             d = _dlogits(x, at == label_slot, row_max, scale, at_label, base, slope, ENTROPY)
@@ -263,7 +263,7 @@ def _backward(
         grad_logprobs = torch.zeros(labels.shape, device=logits.device)
     shapes = window(vocabulary, logits.dtype)
     dlogits = empty_rows_like(rows, logits.dtype, shapes["VEC"])
-    parts = parts_of(vocabulary, shapes["BLOCK"], shapes["VEC"])
+    parts = parts_of(vocabulary, shapes["VEC"])
     with device_of(logits):
         _token_logprobs_bwd_kernel[(labels.numel() * parts,)](
             per_row(grad_logprobs),
@@ -283,13 +283,13 @@ def _backward(
             dlogits.stride(0),
             dlogits.stride(1),
             **shapes,
-            WINDOWS=WINDOWS,
+            PART=PART_VECTORS * shapes["VEC"],
         )
     return dlogits.view(logits.shape)
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """(logits, labels, mask, temperature tensor or None, number, entropy) -> logprobs, entropies."""
+    """(logits, labels, mask, temperature [...] or None, number, entropy) -> both results."""
 
     @staticmethod
     def forward(ctx, logits, labels, mask, temperature, number, entropy):

@@ -21,7 +21,7 @@ from ..dispatch import interpreting
 from ..rows import vector_length
 
 VECTORS = 128  # of 16 bytes per window, one for each thread
-WINDOWS = 16  # that one program of an elementwise kernel walks
+PART_VECTORS = 16 * VECTORS  # that one program of an elementwise kernel walks
 # Integers that change with the batch or prove nothing here: specialising on them only recompiles.
 ROW_ARGUMENTS = (
     "V",
@@ -43,18 +43,17 @@ def window(vocabulary: int, *dtypes: torch.dtype) -> dict[str, int]:
     less to hold hide more latency than fewer with more.
     """
     vector = vector_length(*dtypes)
+    # The interpreter takes its time per operation, whatever the size.
+    most = PART_VECTORS // 2 if interpreting() else VECTORS
     needed = triton.next_power_of_2(triton.cdiv(vocabulary + vector - 1, vector))
-    vectors = min(VECTORS, max(64, needed))
-    return {"BLOCK": vectors * vector, "VEC": vector, "num_warps": vectors // _warp_size()}
+    vectors = min(most, max(64, needed))
+    warp = 32 if interpreting() else driver.active.get_current_target().warp_size
+    return {"BLOCK": vectors * vector, "VEC": vector, "num_warps": vectors // warp}
 
 
-def _warp_size() -> int:
-    return 32 if interpreting() else driver.active.get_current_target().warp_size
-
-
-def parts_of(vocabulary: int, BLOCK: int, VEC: int) -> int:
-    """How many programs of WINDOWS windows cover a row, wherever it starts."""
-    return triton.cdiv(vocabulary + VEC - 1, WINDOWS * BLOCK)
+def parts_of(vocabulary: int, VEC: int) -> int:
+    """How many programs of PART_VECTORS cover a row, wherever it starts."""
+    return triton.cdiv(vocabulary + VEC - 1, PART_VECTORS * VEC)
 
 
 def per_row(x: Tensor | None) -> Tensor | None:

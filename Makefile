@@ -1,0 +1,55 @@
+# Every target sets up what it needs in .venv; a second run skips that.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+JOBS ?= 2
+
+.PHONY: help demo test lint format aot bench clean
+
+help:
+	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
+	@echo "make test    run the tests and the ahead-of-time gate of the kernels"
+	@echo "make lint    ruff and mypy"
+	@echo "make format  let ruff rewrite the sources"
+	@echo "make aot     the ahead-of-time gate alone"
+	@echo "make bench   the benchmarks that this machine allows"
+	@echo "make clean   remove .venv and caches"
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.runtime
+	$(BIN)/fastrl demo $(DEMO)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest --numprocesses $(JOBS) $(PYTEST)
+	$(BIN)/python -m benchmarks aot
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+aot: $(VENV)/.dev
+	$(BIN)/python -m benchmarks aot
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks ppo --peer trl==0.11.4
+	$(BIN)/python -m benchmarks report
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

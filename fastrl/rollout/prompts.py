@@ -1,0 +1,46 @@
+"""Checks of prompts before anything is generated from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastrl.models.modes import context_length
+
+
+def need_pad_token(lengths: Iterable[int], pad_token_id: int | None, tokenizer: Any) -> None:
+    """Refuse to pad without a pad token; samples of one length need none.
+
+    Raises:
+        ValueError: lengths differ and the tokenizer has no pad token.
+    """
+    if pad_token_id is None and len(set(lengths)) > 1:
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no pad token and the samples differ in length: set "
+            "tokenizer.pad_token = tokenizer.eos_token, say, before making the trainer"
+        )
+
+
+def check_prompts(prompts: Sequence[Tensor], model: nn.Module, max_new_tokens: int | None) -> None:
+    """Refuse prompts that cannot be continued, by their index.
+
+    Raises:
+        ValueError: a prompt that is empty, not 1-D, or leaves no room in the model's context.
+    """
+    if not len(prompts):
+        raise ValueError("prompts is empty: pass at least one")
+    context = context_length(model)
+    new_tokens = max_new_tokens or 1
+    for i, prompt in enumerate(prompts):
+        if prompt.dim() != 1 or len(prompt) == 0:
+            raise ValueError(
+                f"prompts[{i}] must be a 1-D tensor of at least one token, got shape "
+                f"{tuple(prompt.shape)}"
+            )
+        if context is not None and len(prompt) + new_tokens > context:
+            raise ValueError(
+                f"prompts[{i}] has {len(prompt)} tokens; with {new_tokens} new ones it exceeds the "
+                f"model's context of {context}: shorten the prompt or max_new_tokens"
+            )

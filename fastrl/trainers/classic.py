@@ -1,0 +1,235 @@
+"""The rest of the classic PPOTrainer's surface: single phases, statistics, saving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastrl.core import entropy_from_logits
+from fastrl.models.modes import evaluating
+from fastrl.rollout.prompts import need_pad_token
+from fastrl.trainers import data, stats, tracking
+from fastrl.trainers.data import TokenBatch
+from fastrl.trainers.experience import Experience, scoring_request
+from fastrl.trainers.update import MINIBATCH_FIELDS, minibatch_loss
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from fastrl.config import PPOConfig
+    from fastrl.models import AutoModelForCausalLMWithValueHead
+
+
+class ClassicSurface:
+    """Methods that ``step()`` does not need, or that users call by themselves."""
+
+    config: PPOConfig
+    accelerator: Accelerator
+    tokenizer: Any
+    model: Any
+    optimizer: Any
+    training_data_collator: Any
+    current_device: torch.device
+    current_step: int
+    _unwrapped: AutoModelForCausalLMWithValueHead
+
+    # ------------------------------------------------------------------ single phases
+
+    def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> Any:
+        """A shuffled loader of whole batches; see :func:`fastrl.trainers.data.make_dataloader`."""
+        return data.make_dataloader(dataset, self.config.batch_size, data_collator, None)
+
+    def prepare_model_inputs(
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """Queries and responses joined and padded: input_ids and attention_mask, [B, T] int64.
+
+        The tokenizer's padding_side decides where the padding goes.
+        """
+        joined = [torch.cat(pair).cpu() for pair in zip(queries, responses, strict=True)]
+        return {name: t.to(self.current_device) for name, t in self._pad(joined).items()}
+
+    @torch.no_grad()
+    def batched_forward_pass(
+        self,
+        model: Any,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        model_inputs: dict[str, Tensor],
+        return_logits: bool = False,
+        response_masks: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Log-probs, logits or None, values and masks of the responses, without gradients.
+
+        Args:
+            model_inputs: what :meth:`prepare_model_inputs` returned for these queries.
+
+        Returns:
+            [B, T-1], [B, T-1, V] or None, [B, T-1], [B, T-1] bool; zero where the mask is False.
+        """
+        batch = TokenBatch.from_padded(
+            model_inputs["input_ids"].cpu(),
+            model_inputs["attention_mask"].cpu(),
+            [len(q) for q in queries],
+            [len(r) for r in responses],
+            None if response_masks is None else [m.cpu() for m in response_masks],
+        ).to(self.current_device)
+        shape = batch.mask.shape
+        logprobs, values = (torch.zeros(shape, device=self.current_device) for _ in range(2))
+        logits = None
+        with evaluating(model):
+            for start in range(0, len(batch), self.config.mini_batch_size):
+                chosen = range(start, min(start + self.config.mini_batch_size, len(batch)))
+                columns = batch.columns(chosen)
+                block = (slice(chosen.start, chosen.stop), slice(columns.start, columns.stop - 1))
+                part = batch.select(chosen)
+                request = scoring_request(part, logits=return_logits)
+                scores = model(**part.model_inputs, scoring=request)
+                logprobs[block] = part.spread(scores.logprobs, request.rows)
+                values[block] = part.spread(scores.values, request.rows)
+                if return_logits:
+                    if logits is None:
+                        logits = scores.logits.new_zeros((*shape, scores.logits.shape[-1]))
+                    logits[block][part.mask] = scores.logits
+        return logprobs, logits, values, batch.mask
+
+    def loss(
+        self,
+        old_logprobs: Tensor,
+        values: Tensor,
+        logits: Tensor | None,
+        vpreds: Tensor,
+        logprobs: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Policy loss, vf_coef × value loss, and statistics; inputs [B, T-1], logits [B, T-1, V].
+
+        Each of the two losses carries its own gradient. ``step()`` computes both in one pass, with
+        the same figures.
+        """
+        mask = mask.bool()
+        entropies = torch.zeros_like(logprobs) if logits is None else entropy_from_logits(logits)
+        old = Experience(old_logprobs, values, advantages, returns)
+        arguments = (entropies.detach(), mask)
+        joint, vector = minibatch_loss(self.config, old, logprobs, vpreds, *arguments)
+        of_policy, _ = minibatch_loss(self.config, old, logprobs, vpreds.detach(), *arguments)
+        policy_loss = vector[MINIBATCH_FIELDS.index("policy_loss")]
+        value_loss = self.config.vf_coef * vector[MINIBATCH_FIELDS.index("value_loss")]
+        # Values from the statistics, gradients from the joint loss: the constants cancel.
+        gradient_of_policy = of_policy - of_policy.detach()
+        gradient_of_values = (joint - joint.detach()) - gradient_of_policy
+        return (
+            policy_loss + gradient_of_policy,
+            value_loss + gradient_of_values,
+            dict(zip(MINIBATCH_FIELDS, vector, strict=True)),
+        )
+
+    def train_minibatch(
+        self,
+        old_logprobs: Tensor,
+        values: Tensor,
+        logprobs: Tensor,
+        logits: Tensor | None,
+        vpreds: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+    ) -> dict[str, Tensor]:
+        """One optimizer step on :meth:`loss`; returns its statistics."""
+        policy_loss, value_loss, statistics = self.loss(
+            old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
+        )
+        self.accelerator.backward(policy_loss + value_loss)
+        if self.config.max_grad_norm is not None:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return statistics
+
+    # ------------------------------------------------------------------ statistics
+
+    def record_step_stats(self, kl_coef: float, **step: Any) -> dict[str, Any]:
+        """The statistics of a step, fetched from the device in one transfer."""
+        batch, record = step["batch"], step["record"]
+        on_device = self.gather_stats(stats.device_stats(**step))
+        result: dict[str, Any] = {
+            name: value.item() if value.ndim == 0 else value
+            for name, value in stats.fetch(on_device).items()
+        }
+        result.update(stats.host_stats(batch, record))
+        result["objective/kl_coef"] = kl_coef
+        result["ppo/learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        return result
+
+    def gather_stats(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Scalars averaged over processes, in one reduction; arrays stay each process's own."""
+        if self.accelerator.num_processes == 1:
+            return statistics
+        names = [name for name, value in statistics.items() if value.dim() == 0]
+        joined = torch.stack([statistics[name].float() for name in names])
+        means = self.accelerator.reduce(joined, reduction="mean")
+        return {**statistics, **dict(zip(names, means, strict=True))}
+
+    def log_stats(
+        self,
+        stats: dict[str, Any],
+        batch: dict[str, Any],
+        rewards: Sequence[Tensor | float] | Tensor,
+        columns_to_log: Iterable[str] = ("query", "response"),
+    ) -> None:
+        """Log a step: to the tracker of ``log_with``, else as a table of samples on the console.
+
+        Args:
+            stats: what ``step()`` returned.
+            batch: columns of texts, such as query and response.
+            rewards: one number per sample.
+            columns_to_log: the columns of ``batch`` that the table shows.
+        """
+        tracking.log_stats(
+            self.accelerator,
+            self.config.log_with,
+            self.current_step,
+            stats,
+            batch,
+            rewards,
+            columns_to_log,
+        )
+
+    # ------------------------------------------------------------------ saving
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Save model with value head, tokenizer, and a model card where there is none."""
+        state_dict = self.accelerator.get_state_dict(self.model)
+        if not self.accelerator.is_main_process:
+            return
+        self._unwrapped.save_pretrained(save_directory, state_dict=state_dict)
+        self.tokenizer.save_pretrained(save_directory)
+        if not (Path(save_directory) / "README.md").exists():
+            self.create_model_card(save_directory)
+
+    def create_model_card(self, path: str | Path, model_name: str | None = None) -> None:
+        """Write ``README.md``: what the model is and how to load it."""
+        name = model_name or Path(path).name
+        tracking.write_model_card(path, name, self.config.model_name)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Upload model and tokenizer; keyword arguments go to both uploads' ``HfApi`` calls."""
+        self.tokenizer.push_to_hub(repo_id, token=kwargs.get("token"))
+        return self._unwrapped.push_to_hub(repo_id, **kwargs)
+
+    # ------------------------------------------------------------------ internals
+
+    def _pad(self, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
+        """CPU sequences as padded model inputs on the CPU."""
+        need_pad_token(map(len, sequences), self.tokenizer.pad_token_id, self.tokenizer)
+        if self.training_data_collator is not None:
+            examples = [{"input_ids": s, "attention_mask": torch.ones_like(s)} for s in sequences]
+            collated = self.training_data_collator(examples)
+            return {name: collated[name] for name in ("input_ids", "attention_mask")}
+        return data.pad(sequences, self.tokenizer.pad_token_id, self.tokenizer.padding_side)

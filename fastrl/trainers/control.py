@@ -1,0 +1,92 @@
+"""What follows the scores and the KL from step to step: KL coefficient and score scaling."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from fastrl.config import PPOConfig
+
+
+class AdaptiveKLController:
+    """β ← β·(1 + clip(kl/target - 1, ±0.2)·n/horizon) after n samples (Ziegler et al., 2019)."""
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: float):
+        self.value = init_kl_coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, current: float, n_steps: int) -> None:
+        error = min(max(current / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+
+class FixedKLController:
+    """A constant β."""
+
+    def __init__(self, kl_coef: float):
+        self.value = kl_coef
+
+    def update(self, current: float, n_steps: int) -> None:
+        pass
+
+
+def make_kl_controller(config: PPOConfig) -> AdaptiveKLController | FixedKLController:
+    if config.adap_kl_ctrl:
+        return AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
+    return FixedKLController(config.init_kl_coef)
+
+
+@dataclass
+class RunningMoments:
+    """Mean, variance and (Bessel-corrected) standard deviation of all scores so far."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    var: float = 1.0
+    count: float = 1e-24
+
+    def update(self, xs: Tensor) -> tuple[float, float]:
+        """Take in scores [n]; returns their own mean and standard deviation."""
+        n = xs.numel()
+        batch_var, batch_mean = (float(x) for x in torch.var_mean(xs.double(), correction=0))
+        delta, total = batch_mean - self.mean, self.count + n
+        square_sum = batch_var * n + self.var * self.count + delta**2 * self.count * n / total
+        self.mean += delta * n / total
+        self.var = square_sum / total
+        if total > 1:  # the deviation of a single score says nothing: the old one stays
+            self.std = (square_sum / (total - 1)) ** 0.5
+        self.count = total
+        return batch_mean, (batch_var * n / (n - 1)) ** 0.5 if n > 1 else 0.0
+
+    def save_to_json(self, json_path: str | Path) -> None:
+        Path(json_path).write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
+
+    @classmethod
+    def load_from_json(cls, json_path: str | Path) -> RunningMoments:
+        return cls(**json.loads(Path(json_path).read_text()))
+
+
+class ScoreTransform:
+    """Scales, normalises and clips scores as the configuration says."""
+
+    def __init__(self, config: PPOConfig, running: RunningMoments, accelerator: Accelerator):
+        self.scale = config.use_score_scaling
+        self.shift = config.use_score_norm
+        self.clip = config.score_clip
+        self.running = running
+        self.accelerator = accelerator
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Scores [B] fp32 on the CPU -> the same, transformed."""
+        if self.scale:
+            device = self.accelerator.device
+            self.running.update(self.accelerator.gather(scores.to(device)).cpu())
+            centre = self.running.mean if self.shift else 0.0
+            scores = (scores - centre) / (self.running.std + torch.finfo(scores.dtype).eps)
+        return scores if self.clip is None else scores.clamp(-self.clip, self.clip)

@@ -1,0 +1,128 @@
+"""From a padded batch to what PPO learns from: log-probs, values, KL, rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fastrl_kernels
+from fastrl.models.reference import Reference
+from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.trainers.data import TokenBatch
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The policy's and the reference's view of a batch, each [B, T-1] fp32, zero where masked."""
+
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    kls: Tensor | None = None  # over the whole vocabulary; None where estimated from samples
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What an update reads, each [B, T-1] fp32, zero where masked."""
+
+    logprobs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+
+class SampledKL:
+    """The penalty is a function of the sampled tokens' log-probs."""
+
+    needs_logits = False
+
+    def __init__(self, kind: str):
+        self.kind = kind
+
+    def per_row(self, policy: TokenScores, reference: TokenScores) -> None:
+        return None
+
+    def operands(self, scored: Scored) -> tuple[Tensor, Tensor]:
+        """What :meth:`rewards` takes, from a scored batch."""
+        return scored.logprobs, scored.ref_logprobs
+
+    def rewards(
+        self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coef: float
+    ) -> tuple[Tensor, Tensor]:
+        """Rewards and KL penalties [B, T-1]."""
+        rewards, kls, _ = fastrl_kernels.kl_rewards(
+            logprobs, ref_logprobs, scores, mask, coef=coef, kind=self.kind
+        )
+        return rewards, kls
+
+
+class FullKL(SampledKL):
+    """The penalty is the KL over the whole vocabulary, computed while both logits are there."""
+
+    needs_logits = True
+
+    def __init__(self) -> None:
+        super().__init__("kl")
+
+    def per_row(self, policy: TokenScores, reference: TokenScores) -> Tensor:
+        return fastrl_kernels.full_kl(policy.logits, reference.logits)
+
+    def operands(self, scored: Scored) -> tuple[Tensor, Tensor]:
+        assert scored.kls is not None
+        return scored.kls, torch.zeros_like(scored.kls)
+
+    def rewards(
+        self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coef: float
+    ) -> tuple[Tensor, Tensor]:
+        """As in the base class; log-probs of the vocabulary, [B, T-1, V], are summed up first."""
+        if logprobs.dim() == 3:
+            logprobs = (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+            ref_logprobs = torch.zeros_like(logprobs)
+        return super().rewards(scores, logprobs, ref_logprobs, mask, coef)
+
+
+def make_kl_penalty(kind: str) -> SampledKL:
+    return FullKL() if kind == "full" else SampledKL(kind)
+
+
+class Scorer:
+    """Runs policy and reference over a batch, without gradients, in slices of some samples."""
+
+    def __init__(
+        self, policy: nn.Module, reference: Reference, penalty: SampledKL, samples_per_pass: int
+    ):
+        self.policy = policy
+        self.reference = reference
+        self.penalty = penalty
+        self.samples_per_pass = samples_per_pass
+
+    @torch.no_grad()
+    def __call__(self, batch: TokenBatch) -> Scored:
+        columns: dict[str, list[Tensor]] = {}
+        for start in range(0, len(batch), self.samples_per_pass):
+            part = batch.select(range(start, min(start + self.samples_per_pass, len(batch))))
+            for name, per_row in self._score(part).items():
+                columns.setdefault(name, []).append(per_row)
+        rows = batch.rows()
+        return Scored(**{k: batch.spread(torch.cat(v), rows) for k, v in columns.items()})
+
+    def _score(self, part: TokenBatch) -> dict[str, Tensor]:
+        request = scoring_request(part, logits=self.penalty.needs_logits)
+        policy = self.policy(**part.model_inputs, scoring=request)
+        reference = self.reference.score(part.model_inputs, request._replace(values=False))
+        scored = {
+            "logprobs": policy.logprobs,
+            "values": policy.values,
+            "ref_logprobs": reference.logprobs,
+        }
+        kls = self.penalty.per_row(policy, reference)
+        return scored if kls is None else {**scored, "kls": kls}
+
+
+def scoring_request(batch: TokenBatch, **options: Any) -> ScoringRequest:
+    """The batch's counted tokens, each predicted by the position before it."""
+    rows = batch.rows()
+    return ScoringRequest(rows=rows, labels=batch.input_ids.flatten()[rows + 1], **options)

@@ -1,0 +1,191 @@
+"""The whole PPO loop: prompts, rollouts, rewards, steps, evaluations."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastrl.rollout import RolloutOutput
+from fastrl.trainers.callbacks import Evaluation, TrainCallback, TrainResult
+from fastrl.trainers.stats import scalars
+
+if TYPE_CHECKING:
+    from fastrl.trainers.ppo import PPOTrainer
+
+# (prompts, completions, completion_ids, **columns) -> one number per completion
+RewardFunction = Callable[..., Sequence[float]]
+
+_PROMPT_COLUMNS = ("prompt", "query")
+
+
+class Prompts:
+    """Prompts as text and token ids, with the columns that a reward function may want."""
+
+    def __init__(self, texts: list[str], ids: list[Tensor], columns: dict[str, list[Any]]):
+        self.texts = texts
+        self.ids = ids
+        self.columns = columns
+
+    @classmethod
+    def from_list(cls, prompts: Sequence[str | Tensor], tokenizer: Any) -> Prompts:
+        """From texts or 1-D token ids.
+
+        Raises:
+            ValueError: a prompt without a token, named by its index.
+        """
+        texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
+        ids = [
+            torch.as_tensor(tokenizer(p).input_ids if isinstance(p, str) else p, dtype=torch.long)
+            for p in prompts
+        ]
+        for i, tokens in enumerate(ids):
+            if len(tokens) == 0:
+                raise ValueError(f"prompts[{i}] is empty: every prompt needs at least one token")
+        return cls(texts, ids, {})
+
+    @classmethod
+    def from_dataset(cls, dataset: Any, column: str | None, tokenizer: Any) -> Prompts:
+        """From a data set with a column of texts, or of token ids under ``input_ids``.
+
+        Raises:
+            ValueError: no such column; the message lists those there are.
+        """
+        names = list(dataset.column_names)
+        known = [c for c in (*_PROMPT_COLUMNS, "input_ids") if c in names]
+        if column is None and known:
+            column = known[0]
+        if column not in names:
+            wanted = repr(column) if column else "prompt, query or input_ids"
+            raise ValueError(
+                f"the dataset has no column {wanted}; its columns are {', '.join(names)}: name the "
+                "prompts' column with prompt_column"
+            )
+        found = cls.from_list(list(dataset[column]), tokenizer)
+        found.columns = {c: list(dataset[c]) for c in names if c not in (column, "input_ids")}
+        return found
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, indices: Sequence[int]) -> Prompts:
+        return Prompts(
+            [self.texts[i] for i in indices],
+            [self.ids[i] for i in indices],
+            {name: [values[i] for i in indices] for name, values in self.columns.items()},
+        )
+
+    def batches(self, size: int, seed: int) -> Iterator[Prompts]:
+        """Whole batches without end, in a new seeded order at every pass."""
+        shuffle = np.random.RandomState(seed)
+        while True:
+            order = shuffle.permutation(len(self))
+            for start in range(0, len(order) - size + 1, size):
+                yield self.take(order[start : start + size].tolist())
+
+
+class Loop:
+    """One run of :meth:`fastrl.PPOTrainer.train`."""
+
+    def __init__(
+        self,
+        trainer: PPOTrainer,
+        reward_fn: RewardFunction,
+        prompts: Prompts,
+        eval_prompts: Prompts | None,
+        generation_kwargs: dict[str, Any],
+        missing_eos_penalty: float | None,
+        callbacks: Sequence[TrainCallback],
+    ):
+        self.trainer = trainer
+        self.reward_fn = reward_fn
+        self.prompts = prompts
+        self.eval_prompts = eval_prompts
+        self.generation_kwargs = generation_kwargs
+        self.missing_eos_penalty = missing_eos_penalty
+        self.callbacks = callbacks
+        self.result = TrainResult()
+
+    def run(self, steps: int, eval_every: int) -> TrainResult:
+        self._tell("on_train_begin", steps)
+        self._evaluate(0)
+        batches = self.prompts.batches(self.trainer.config.batch_size, self.trainer.config.seed)
+        for step in range(1, steps + 1):
+            metrics = self._step(next(batches))
+            self.result.history.append(metrics)
+            self._tell("on_step", step, metrics)
+            if step == steps or (eval_every and step % eval_every == 0):
+                self._evaluate(step)
+        self._tell("on_train_end", self.result)
+        return self.result
+
+    def _step(self, batch: Prompts) -> dict[str, float]:
+        rollout = self.trainer.rollout(batch.ids, self.generation_kwargs)
+        begin = time.perf_counter()
+        rewards = self._rewards(batch, rollout)
+        reward_seconds = time.perf_counter() - begin
+        scores = rewards
+        if self.missing_eos_penalty is not None:
+            missing = torch.tensor([r != "eos" for r in rollout.finish_reasons])
+            scores = rewards - self.missing_eos_penalty * missing
+        stats = self.trainer.step(batch.ids, rollout.sequences, list(scores))
+        return {
+            **scalars(stats),
+            **rollout.stats,
+            "reward/mean": float(rewards.mean()),
+            "reward/std": float(rewards.std()) if len(rewards) > 1 else 0.0,
+            "time/reward": reward_seconds,
+            "time/step": stats["time/ppo/total"],
+        }
+
+    def _evaluate(self, step: int) -> None:
+        """The same seed every time, and the run's own random numbers are left alone."""
+        if self.eval_prompts is None:
+            return
+        with torch.random.fork_rng():
+            torch.manual_seed(self.trainer.config.seed)
+            rollout = self.trainer.rollout(self.eval_prompts.ids, self.generation_kwargs)
+            rewards = self._rewards(self.eval_prompts, rollout)
+        evaluation = Evaluation(
+            step=step,
+            mean=float(rewards.mean()),
+            sem=float(rewards.std()) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0,
+            kl=self.trainer.sequence_kl(self.eval_prompts.ids, rollout.sequences),
+            rewards=rewards.tolist(),
+            prompts=self.eval_prompts.texts,
+            completions=self._decode(rollout),
+        )
+        self.result.evaluations.append(evaluation)
+        self._tell("on_eval", step, evaluation)
+
+    def _rewards(self, batch: Prompts, rollout: RolloutOutput) -> Tensor:
+        """Rewards [B] in fp32, checked."""
+        rewards = self.reward_fn(
+            prompts=batch.texts,
+            completions=self._decode(rollout),
+            completion_ids=[s.tolist() for s in rollout.sequences],
+            **batch.columns,
+        )
+        if len(rewards) != len(batch):
+            raise ValueError(
+                f"reward_fn returned {len(rewards)} rewards for {len(batch)} completions: it must "
+                "return one number each"
+            )
+        values = torch.tensor([float(r) for r in rewards])
+        wrong = (~torch.isfinite(values)).nonzero()
+        if len(wrong):
+            i = int(wrong[0])
+            raise ValueError(f"reward_fn returned {float(values[i])} for completion {i}")
+        return values
+
+    def _decode(self, rollout: RolloutOutput) -> list[str]:
+        return self.trainer.tokenizer.batch_decode(rollout.sequences, skip_special_tokens=True)
+
+    def _tell(self, event: str, *args: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, event)(self.trainer, *args)

@@ -1,0 +1,466 @@
+"""PPOTrainer: TRL's classic surface; ``step()`` reads as the algorithm."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+import fastrl_kernels
+from fastrl.config import PPOConfig
+from fastrl.core import PPODecorators, set_seed
+from fastrl.models import AutoModelForCausalLMWithValueHead, create_reference_model
+from fastrl.models.modes import context_length, evaluating
+from fastrl.models.reference import AdapterReference, CopyReference, Reference
+from fastrl.rollout import GenerateEngine, RolloutOutput
+from fastrl.trainers import data, stats
+from fastrl.trainers.callbacks import ProgressCallback, TrainCallback, TrainResult
+from fastrl.trainers.classic import ClassicSurface
+from fastrl.trainers.control import RunningMoments, ScoreTransform, make_kl_controller
+from fastrl.trainers.data import TokenBatch
+from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
+from fastrl.trainers.loop import Loop, Prompts, RewardFunction
+from fastrl.trainers.update import PPOUpdate
+
+_BATCH_COLUMNS = ("label", "query", "response")
+_DEFAULT_SAMPLING = {"max_new_tokens": 32, "do_sample": True, "top_k": 0, "top_p": 1.0}
+
+
+class PPOTrainer(ClassicSurface):
+    """Proximal policy optimisation of a causal language model from scored responses.
+
+    The classic loop: ``generate`` responses to queries, score them, ``step``; or :meth:`train` for
+    all of it. Surface and semantics are those of TRL 0.11's PPOTrainer, mended where that was wrong
+    (the README lists where).
+
+    Args:
+        config: see :class:`fastrl.PPOConfig`.
+        model: the policy with its value head.
+        ref_model: the reference policy; None makes a frozen copy, or for a PEFT model uses the base
+            model with the adapter off.
+        tokenizer: gives pad and EOS tokens, the padding side, and text.
+        dataset: samples for ``dataloader``, shuffled, in whole batches.
+        optimizer: default Adam without weight decay, fused where torch can.
+        data_collator: makes the dataloader's batches; by default dicts of lists.
+        num_shared_layers: not available yet.
+        lr_scheduler: stepped once per step().
+        training_data_collator: pads model inputs in place of the trainer; gets dicts of
+            ``input_ids`` and ``attention_mask``.
+
+    Raises:
+        TypeError: config, model, ref_model, tokenizer or lr_scheduler of another type.
+        ValueError: a dataset smaller than a batch, num_shared_layers.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig | None = None,
+        model: AutoModelForCausalLMWithValueHead | None = None,
+        ref_model: AutoModelForCausalLMWithValueHead | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        dataset: Any = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        data_collator: Callable | None = None,
+        num_shared_layers: int | None = None,
+        lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        training_data_collator: Callable | None = None,
+    ):
+        config = config or PPOConfig()
+        _check_types(config, model, ref_model, tokenizer, lr_scheduler)
+        assert model is not None
+        if num_shared_layers is not None:
+            raise ValueError("num_shared_layers is not available yet: leave it None")
+        set_seed(config.seed)
+        self.config = config
+        self.tokenizer: Any = tokenizer
+        self.is_encoder_decoder = False
+        self.is_peft_model = model.is_peft_model
+        self.accelerator = _make_accelerator(config)
+        self.lr_scheduler = lr_scheduler
+        self.dataset = dataset
+        self.dataloader: Any = None
+        if dataset is not None:
+            forward_arguments = inspect.signature(model.forward).parameters
+            keep = (*forward_arguments, *_BATCH_COLUMNS) if config.remove_unused_columns else None
+            self.dataloader = data.make_dataloader(dataset, config.batch_size, data_collator, keep)
+        self.training_data_collator = training_data_collator
+
+        if ref_model is None and not self.is_peft_model:
+            ref_model = create_reference_model(model)
+        if optimizer is None:
+            optimizer = _make_optimizer(model, config.learning_rate)
+        self.model, self.optimizer, self.dataloader = self.accelerator.prepare(
+            model, optimizer, self.dataloader
+        )
+        self.ref_model = ref_model and self.accelerator.prepare_model(
+            ref_model, evaluation_mode=True
+        )
+        self.current_device = self.accelerator.device
+        self._unwrapped: AutoModelForCausalLMWithValueHead = self.accelerator.unwrap_model(
+            self.model
+        )
+        self._fill_in_config()
+        PPODecorators.optimize_device_cache = config.optimize_device_cache
+
+        self.kl_ctl = make_kl_controller(config)
+        self.running = RunningMoments()
+        self._transform_scores = ScoreTransform(config, self.running, self.accelerator)
+        self._kl_penalty = make_kl_penalty(config.kl_penalty)
+        self.reference: Reference = (
+            AdapterReference(self.model, self._unwrapped)
+            if self.ref_model is None
+            else CopyReference(self.ref_model)
+        )
+        self._score = Scorer(self.model, self.reference, self._kl_penalty, config.mini_batch_size)
+        self._update = PPOUpdate(config, self.accelerator, self.model, self.optimizer)
+        self.current_step = 0
+        self._best_mean_score = -float("inf")
+        self._warned_of_prompts = False
+
+    # ------------------------------------------------------------------ the algorithm
+
+    def step(
+        self,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: list[Tensor],
+        response_masks: list[Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """One PPO iteration on a batch of scored responses.
+
+        Args:
+            queries, responses: ``batch_size`` 1-D tensors of token ids.
+            scores: ``batch_size`` tensors of one number each.
+            response_masks: for each response, which of its tokens count; others get no reward, no
+                loss, and are skipped by the advantages.
+
+        Returns:
+            the statistics of the README's table: numbers, and arrays of distributions.
+
+        Raises:
+            ValueError: names the argument and the element; nothing has changed then.
+        """
+        raw_scores = data.check_scores(scores, self.config.batch_size)
+        data.check_batch_size(queries, responses, self.config.batch_size)
+        batch = self._make_batch(queries, responses, response_masks)
+
+        scores = self._transform_scores(raw_scores).to(self.current_device)
+        self._push_if_best(scores)
+        clock = stats.start_clock(self.current_device)
+        with evaluating(self.model), PPODecorators.empty_device_cache():
+            with clock("forward_pass"):
+                scored = self._score(batch)
+            with clock("compute_rewards"):
+                rewards, non_score_rewards, kls = self.compute_rewards(
+                    scores, *self._kl_penalty.operands(scored), batch.mask
+                )
+            with clock("compute_advantages"):
+                values, advantages, returns = self.compute_advantages(
+                    scored.values, rewards, batch.mask
+                )
+            with clock("optimize_step"):
+                experience = Experience(scored.logprobs, values, advantages, returns)
+                record = self._update(batch, experience)
+        with clock("calc_stats"):
+            result = self.record_step_stats(
+                kl_coef=self.kl_ctl.value,
+                batch=batch,
+                scored=scored,
+                scores=scores,
+                non_score_reward=non_score_rewards,
+                kls=kls,
+                record=record,
+            )
+        result.update(stats.timing_stats(clock.seconds(), batch))
+        self._warn_of_negative_kl(result["objective/kl"])
+
+        self.kl_ctl.update(
+            result["objective/kl"], self.config.batch_size * self.accelerator.num_processes
+        )
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.current_step += 1
+        return result
+
+    def compute_rewards(
+        self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """-β·KL per token, the score added at each row's last counted token.
+
+        Args:
+            scores: [B].
+            logprobs, ref_logprobs: [B, T-1]; with ``kl_penalty="full"`` log-probs of the whole
+                vocabulary [B, T-1, V], or the KL itself and zeros.
+            masks: [B, T-1].
+
+        Returns:
+            rewards, their part without the score, and the KL penalties, each [B, T-1].
+        """
+        coef = self.kl_ctl.value
+        rewards, kls = self._kl_penalty.rewards(scores, logprobs, ref_logprobs, masks.bool(), coef)
+        return rewards, -coef * kls, kls
+
+    def compute_advantages(
+        self, values: Tensor, rewards: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Generalised advantage estimates, whitened over the batch; all [B, T-1].
+
+        Returns:
+            values (zero where masked), advantages, returns.
+        """
+        mask = mask.bool()
+        values = torch.where(mask, values, 0.0)
+        if self.config.whiten_rewards:
+            rewards = fastrl_kernels.masked_whiten(rewards, mask, shift_mean=False)
+        advantages, returns = fastrl_kernels.gae(
+            rewards, values, mask, gamma=self.config.gamma, lam=self.config.lam, whiten=True
+        )
+        return values, advantages, returns
+
+    # ------------------------------------------------------------------ rollouts
+
+    def generate(
+        self,
+        query_tensor: Tensor | list[Tensor],
+        length_sampler: Callable[[], int] | None = None,
+        batch_size: int = 4,
+        return_prompt: bool = True,
+        generate_ref_response: bool = False,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """Responses to one query or several; keyword arguments as in ``model.generate``.
+
+        Args:
+            query_tensor: 1-D token ids, or a list of such.
+            length_sampler: draws max_new_tokens, once per call of the model.
+            batch_size: queries per call of the model.
+            return_prompt: whether the responses begin with their query.
+            generate_ref_response: return the reference's responses as well, as a second result.
+
+        Returns:
+            for a list, a list of 1-D tensors, each cut after the first EOS of its response; for one
+            query a tensor [1, L].
+        """
+        single = isinstance(query_tensor, Tensor)
+        queries = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
+        contexts = [contextlib.nullcontext(self.model)]
+        if generate_ref_response:
+            contexts.append(self.reference.as_policy())
+        results = []
+        for context in contexts:
+            with context as model:
+                responses = []
+                for start in range(0, len(queries), batch_size):
+                    if length_sampler is not None:
+                        generation_kwargs["max_new_tokens"] = length_sampler()
+                    part = queries[start : start + batch_size]
+                    responses += (
+                        self._engine(model, batch_size)
+                        .generate_with(part, generation_kwargs)
+                        .sequences
+                    )
+            responses = [r.to(self.current_device) for r in responses]
+            if return_prompt:
+                responses = [
+                    torch.cat([q.to(r.device), r]) for q, r in zip(queries, responses, strict=True)
+                ]
+            results.append(responses[0].unsqueeze(0) if single else responses)
+        return tuple(results) if generate_ref_response else results[0]
+
+    def rollout(self, prompts: Sequence[Tensor], generation_kwargs: dict) -> RolloutOutput:
+        """Responses of the policy, without their prompts, with reasons of ending and timings."""
+        engine = self._engine(self.model, self.config.batch_size)
+        return engine.generate_with(prompts, generation_kwargs)
+
+    def train(
+        self,
+        reward_fn: RewardFunction,
+        *,
+        steps: int,
+        prompts: Sequence[str | Tensor] | None = None,
+        dataset: Any = None,
+        prompt_column: str | None = None,
+        generation_kwargs: dict[str, Any] | None = None,
+        eval_prompts: Sequence[str | Tensor] | None = None,
+        eval_every: int = 0,
+        missing_eos_penalty: float | None = None,
+        callbacks: Iterable[TrainCallback] = (),
+        progress: bool = True,
+    ) -> TrainResult:
+        """The whole loop: sample prompts, generate, score, step, evaluate.
+
+        Args:
+            reward_fn: ``reward_fn(prompts, completions, completion_ids, **columns)`` returns one
+                number per completion; ``columns`` are the other columns of ``dataset``.
+            steps: number of step() calls.
+            prompts: texts or 1-D token ids; or
+            dataset: a data set with a column of them, ``prompt_column`` (default: prompt, query or
+                input_ids). Without either, the trainer's own dataset.
+            generation_kwargs: as in ``model.generate``; by default sampling of 32 new tokens.
+            eval_prompts: held-out prompts, evaluated before, after, and every ``eval_every`` steps
+                (0: only before and after), always with the same random numbers.
+            missing_eos_penalty: taken off the score of a response that does not end in EOS.
+            callbacks: see :class:`fastrl.TrainCallback`.
+            progress: show a progress bar.
+
+        Raises:
+            ValueError: fewer prompts than batch_size, an empty prompt, a missing column, steps < 1,
+                rewards that are not one finite number per completion.
+        """
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}")
+        if prompts is not None and dataset is not None:
+            raise ValueError("pass prompts or dataset, not both")
+        source = self.dataset if dataset is None else dataset
+        if prompts is None and source is None:
+            raise ValueError("nothing to train on: pass prompts or dataset")
+        found = (
+            Prompts.from_dataset(source, prompt_column, self.tokenizer)
+            if prompts is None
+            else Prompts.from_list(prompts, self.tokenizer)
+        )
+        if len(found) < self.config.batch_size:
+            raise ValueError(
+                f"{len(found)} prompts are fewer than batch_size={self.config.batch_size}: lower "
+                "batch_size or bring more prompts"
+            )
+        loop = Loop(
+            self,
+            reward_fn,
+            prompts=found,
+            eval_prompts=eval_prompts and Prompts.from_list(eval_prompts, self.tokenizer),
+            generation_kwargs=generation_kwargs or _DEFAULT_SAMPLING,
+            missing_eos_penalty=missing_eos_penalty,
+            callbacks=[*([ProgressCallback()] if progress else []), *callbacks],
+        )
+        return loop.run(steps, eval_every)
+
+    # ------------------------------------------------------------------ internals
+
+    def sequence_kl(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
+        """Mean over samples of Σ_t KL(policy || reference), by the configured penalty."""
+        batch = self._make_batch(list(queries), list(responses), None)
+        with evaluating(self.model):
+            scored = self._score(batch)
+        no_scores = torch.zeros(len(batch), device=self.current_device)
+        operands = self._kl_penalty.operands(scored)
+        return float(self.compute_rewards(no_scores, *operands, batch.mask)[2].sum(-1).mean())
+
+    def _make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
+        """One checked, padded batch on the device."""
+        queries, responses, response_masks = data.check_token_lists(
+            queries,
+            responses,
+            response_masks,
+            vocab_size=self._unwrapped.config.get_text_config().vocab_size,
+            context=context_length(self._unwrapped),
+        )
+        padded = self._pad([torch.cat(pair) for pair in zip(queries, responses, strict=True)])
+        self._warn_of_prompts(queries, responses)
+        return TokenBatch.from_padded(
+            padded["input_ids"],
+            padded["attention_mask"],
+            [len(q) for q in queries],
+            [len(r) for r in responses],
+            response_masks,
+        ).to(self.current_device)
+
+    def _engine(self, model: nn.Module, batch_size: int) -> GenerateEngine:
+        unwrapped = self.accelerator.unwrap_model(model)
+        return GenerateEngine(unwrapped, self.tokenizer, batch_size, self.accelerator.autocast)
+
+    def _fill_in_config(self) -> None:
+        processes = self.accelerator.num_processes
+        self.config.world_size = processes
+        self.config.is_encoder_decoder = self.is_encoder_decoder
+        self.config.is_peft_model = self.is_peft_model
+        self.config.global_backward_batch_size = self.config.backward_batch_size * processes
+        self.config.global_batch_size = self.config.batch_size * processes
+
+    def _push_if_best(self, scores: Tensor) -> None:
+        where = self.config.push_to_hub_if_best_kwargs
+        if not where or self.current_step % self.config.compare_steps:
+            return
+        mean = float(scores.mean())
+        if mean > self._best_mean_score:
+            self._best_mean_score = mean
+            self.push_to_hub(**where)
+
+    def _warn_of_prompts(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
+        if self._warned_of_prompts:
+            return
+        for i, (q, r) in enumerate(zip(queries, responses, strict=True)):
+            if len(r) > len(q) > 1 and torch.equal(r[: len(q)], q):
+                self._warned_of_prompts = True
+                warnings.warn(
+                    f"responses[{i}] begins with its query: the prompt is trained on as part of "
+                    "the response. generate(..., return_prompt=False) leaves it out",
+                    stacklevel=4,
+                )
+                return
+
+    def _warn_of_negative_kl(self, kl: float) -> None:
+        if kl < -1.0:
+            warnings.warn(
+                f"the KL estimate is negative ({kl:.2f}): the responses are unlikely under the "
+                "policy. Were they generated by it, with top_k=0, top_p=1 and no other change to "
+                "its distribution?",
+                stacklevel=3,
+            )
+
+
+def _check_types(config: Any, model: Any, ref_model: Any, tokenizer: Any, scheduler: Any) -> None:
+    wanted = AutoModelForCausalLMWithValueHead
+    if not isinstance(config, PPOConfig):
+        raise TypeError(f"config must be a PPOConfig, got {type(config).__name__}")
+    if not isinstance(model, wanted):
+        raise TypeError(
+            f"model must be an {wanted.__name__}, got {type(model).__name__}: wrap it with "
+            f"{wanted.__name__}.from_pretrained(model)"
+        )
+    if ref_model is not None and not isinstance(ref_model, wanted):
+        raise TypeError(
+            f"ref_model must be an {wanted.__name__} or None, got {type(ref_model).__name__}"
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"tokenizer must be a Hugging Face tokenizer, got {type(tokenizer).__name__}"
+        )
+    if scheduler is not None and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise TypeError(
+            f"lr_scheduler must be a torch LRScheduler or None, got {type(scheduler).__name__}"
+        )
+
+
+def _make_accelerator(config: PPOConfig) -> Accelerator:
+    settings = {
+        "log_with": config.log_with,
+        # By itself it would also step at the end of a dataloader, in the middle of a batch.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(
+            num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
+        "project_config": ProjectConfiguration(**config.project_kwargs),
+        **config.accelerator_kwargs,
+    }
+    accelerator = Accelerator(**settings)
+    if config.log_with is not None:
+        accelerator.init_trackers(
+            config.tracker_project_name,
+            config=stats.scalars(config.to_dict()),
+            init_kwargs=config.tracker_kwargs,
+        )
+    return accelerator
+
+
+def _make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    fused = {p.device.type for p in parameters} <= {"cpu", "cuda", "xpu", "mps"}
+    return torch.optim.Adam(parameters, lr=learning_rate, fused=fused)

@@ -1,0 +1,154 @@
+"""Statistics of a step: timed without stalling the device, and fetched from it in one transfer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fastrl_kernels
+from fastrl.trainers.data import TokenBatch
+from fastrl.trainers.experience import Scored
+from fastrl.trainers.update import MINIBATCH_FIELDS, UpdateRecord
+
+# The classic names of what one mini-batch reports, averaged over mini-batches and epochs.
+_UPDATE_STATS = {
+    "ppo/loss/policy": "policy_loss",
+    "ppo/loss/value": "value_loss",
+    "ppo/loss/total": "loss",
+    "ppo/policy/entropy": "entropy",
+    "ppo/policy/approxkl": "approx_kl",
+    "ppo/policy/policykl": "policy_kl",
+    "ppo/policy/clipfrac": "clipfrac",
+    "ppo/policy/advantages_mean": "advantages_mean",
+    "ppo/returns/mean": "returns_mean",
+    "ppo/returns/var": "returns_var",
+    "ppo/val/vpred": "value_mean",
+    "ppo/val/error": "value_error",
+    "ppo/val/clipfrac": "value_clipfrac",
+    "ppo/val/mean": "values_mean",
+    "ppo/val/var": "values_var",
+    "ppo/policy/clamped_ratios": "clamped_ratios",
+}
+
+
+class HostClock:
+    """Wall time of phases, for devices that work synchronously."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._seconds[phase] = time.perf_counter() - begin
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, and ``total`` since construction. Call it once the device is done."""
+        return {**self._seconds, "total": time.perf_counter() - self._start}
+
+
+class DeviceClock(HostClock):
+    """Phases bounded by CUDA events: nothing waits until the times are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._events[phase] = (begin, end)
+
+    def seconds(self) -> dict[str, float]:
+        torch.cuda.synchronize()
+        phases = {k: begin.elapsed_time(end) / 1e3 for k, (begin, end) in self._events.items()}
+        return {**phases, "total": time.perf_counter() - self._start}
+
+
+def start_clock(device: torch.device) -> HostClock:
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+def fetch(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Tensors of any shape as fp32 arrays, in one transfer."""
+    flat = torch.cat([t.detach().float().flatten() for t in tensors.values()]).cpu().numpy()
+    ends = np.cumsum([t.numel() for t in tensors.values()])[:-1]
+    return {
+        name: part.reshape(tensor.shape)
+        for (name, tensor), part in zip(tensors.items(), np.split(flat, ends), strict=True)
+    }
+
+
+def device_stats(
+    batch: TokenBatch,
+    scored: Scored,
+    scores: Tensor,
+    non_score_reward: Tensor,
+    kls: Tensor,
+    record: UpdateRecord,
+) -> dict[str, Tensor]:
+    """The statistics that live on the device; log-probs and distributions among them."""
+    kl_per_sequence = kls.sum(-1)
+    update = torch.stack(record.minibatches).mean(0)
+    stats = {
+        "objective/kl": kl_per_sequence.mean(),
+        "objective/kl_dist": kl_per_sequence,
+        "objective/logprobs": scored.logprobs,
+        "objective/ref_logprobs": scored.ref_logprobs,
+        "objective/entropy": -scored.logprobs.sum(-1).mean(),
+        "ppo/mean_non_score_reward": fastrl_kernels.masked_mean(non_score_reward, batch.mask),
+        "ppo/mean_scores": scores.mean(),
+        "ppo/std_scores": scores.std() if len(scores) > 1 else torch.zeros_like(scores[0]),
+        "ppo/policy/advantages": torch.cat(record.advantages),
+        "ppo/policy/ratio": torch.cat(record.ratios),
+    }
+    for name, field in _UPDATE_STATS.items():
+        stats[name] = update[MINIBATCH_FIELDS.index(field)]
+    variance = stats["ppo/returns/var"]
+    stats["ppo/val/var_explained"] = torch.where(
+        variance > 0, 1 - stats["ppo/val/error"] / variance, 0.0
+    )
+    return stats
+
+
+def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:
+    """The statistics that the host knows anyway."""
+    stats: dict[str, Any] = {}
+    for name, lengths in (("queries", batch.query_lengths), ("responses", batch.response_lengths)):
+        values = np.asarray(lengths, dtype=np.float32)
+        stats[f"tokens/{name}_len_mean"] = float(values.mean())
+        stats[f"tokens/{name}_len_std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+        stats[f"tokens/{name}_dist"] = values
+    stats["ppo/optimizer_steps"] = float(record.optimizer_steps)
+    stats["ppo/skipped_minibatches"] = float(record.skipped)
+    stats["ppo/early_stopped"] = float(record.stopped_early)
+    return stats
+
+
+def timing_stats(seconds: Mapping[str, float], batch: TokenBatch) -> dict[str, float]:
+    """``time/ppo/*`` in seconds, and throughput and peak memory under ``perf/``."""
+    stats = {f"time/ppo/{phase}": value for phase, value in seconds.items()}
+    stats["perf/step_tokens_per_second"] = sum(batch.response_lengths) / seconds["total"]
+    if batch.mask.device.type == "cuda":
+        stats["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return stats
+
+
+def scalars(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Only the plain numbers, as floats."""
+    return {
+        name: float(value)
+        for name, value in stats.items()
+        if isinstance(value, (int, float, np.number)) or getattr(value, "shape", None) == ()
+    }

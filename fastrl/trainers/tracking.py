@@ -1,0 +1,97 @@
+"""Where a step's statistics go besides the caller: trackers, the console, the model card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from fastrl.trainers.stats import scalars
+
+_CONSOLE_ROWS = 4
+_MODEL_CARD = """\
+---
+library_name: transformers
+tags:
+- fastrl
+- ppo
+- reinforcement-learning
+---
+
+# {name}
+
+A language model fine-tuned with PPO by fastrl, starting from `{base}`. It carries a value head:
+
+```python
+from fastrl import AutoModelForCausalLMWithValueHead
+
+model = AutoModelForCausalLMWithValueHead.from_pretrained("{name}")
+```
+
+`transformers.AutoModelForCausalLM.from_pretrained` loads the language model alone.
+"""
+
+
+def log_stats(
+    accelerator: Accelerator,
+    log_with: str | None,
+    step: int,
+    stats: Mapping[str, Any],
+    batch: Mapping[str, Any],
+    rewards: Sequence[Tensor | float] | Tensor,
+    columns_to_log: Iterable[str],
+) -> dict[str, Any]:
+    """Send statistics, ``env/reward_*`` and a table of samples to the tracker or the console.
+
+    Returns what was logged. Every process takes part; the main one logs.
+    """
+    values = torch.as_tensor([float(r) for r in rewards], device=accelerator.device)
+    values = accelerator.gather(values).flatten().cpu()
+    if not accelerator.is_main_process:
+        return {}
+    columns = [c for c in columns_to_log if c in batch]
+    logs = {
+        **stats,
+        "env/reward_mean": float(values.mean()),
+        "env/reward_std": float(values.std()) if len(values) > 1 else 0.0,
+        "env/reward_dist": values.numpy(),
+    }
+    rows = list(zip(*(batch[c] for c in columns), values.tolist(), strict=False)) if columns else []
+    if log_with == "wandb":
+        import wandb
+
+        if rows:
+            logs["game_log"] = wandb.Table(
+                columns=[*columns, "reward"], rows=[list(r) for r in rows]
+            )
+        accelerator.log(logs, step=step)
+    elif log_with is not None:
+        accelerator.log(scalars(logs), step=step)
+    else:
+        _print_samples(columns, rows, logs)
+    return logs
+
+
+def _print_samples(columns: Sequence[str], rows: Sequence[tuple], logs: Mapping[str, Any]) -> None:
+    table = Table(
+        title=f"reward {logs['env/reward_mean']:.3f} ± {logs['env/reward_std']:.3f}, "
+        f"KL {float(logs.get('objective/kl', float('nan'))):.3f}"
+    )
+    for column in (*columns, "reward"):
+        table.add_column(column, justify="right" if column == "reward" else "left")
+    for row in rows[:_CONSOLE_ROWS]:
+        table.add_row(*(str(cell) for cell in row[:-1]), f"{row[-1]:.3f}")
+    Console().print(table)
+
+
+def write_model_card(path: str | Path, name: str, base: str) -> None:
+    """A README.md that says what the model is and how to load it."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(_MODEL_CARD.format(name=name, base=base))

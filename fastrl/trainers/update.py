@@ -1,0 +1,196 @@
+"""The PPO update: epochs over a batch, in mini-batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+import fastrl_kernels
+from fastrl.config import PPOConfig
+from fastrl.trainers.data import TokenBatch
+from fastrl.trainers.experience import Experience, scoring_request
+
+# One vector per mini-batch holds LossStats' fields, then these.
+MINIBATCH_EXTRAS = (
+    "entropy",
+    "advantages_mean",
+    "returns_mean",
+    "returns_var",
+    "values_mean",
+    "values_var",
+)
+MINIBATCH_FIELDS = (*fastrl_kernels.LossStats.NAMES, *MINIBATCH_EXTRAS)
+
+
+@dataclass
+class UpdateRecord:
+    """What an update leaves behind, on the device."""
+
+    minibatches: list[Tensor] = field(default_factory=list)  # each [len(MINIBATCH_FIELDS)]
+    ratios: list[Tensor] = field(default_factory=list)  # each [counted tokens]
+    advantages: list[Tensor] = field(default_factory=list)  # each [counted tokens]
+    optimizer_steps: int = 0
+    skipped: int = 0  # mini-batches whose mean ratio exceeded the threshold
+    stopped_early: bool = False
+
+
+def minibatch_loss(
+    config: PPOConfig,
+    old: Experience,
+    logprobs: Tensor,
+    values: Tensor,
+    entropies: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The PPO loss of one mini-batch, and its statistics as one vector of MINIBATCH_FIELDS.
+
+    loss = mean(max(-A·r, -A·clip(r))) + vf_coef·½·mean(max((v-R)², (clip(v, v_old ± c) - R)²))
+    with means over the counted tokens; all tensors [B, T-1].
+    """
+    loss, stats = fastrl_kernels.ppo_loss(
+        logprobs,
+        old.logprobs,
+        old.advantages,
+        mask,
+        cliprange=config.cliprange,
+        value=fastrl_kernels.ValueTerm(
+            values, old.values, old.returns, config.cliprange_value, config.vf_coef
+        ),
+    )
+    with torch.no_grad():
+        returns = fastrl_kernels.masked_moments(old.returns, mask)
+        old_values = fastrl_kernels.masked_moments(old.values, mask)
+        extras = (
+            fastrl_kernels.masked_mean(entropies, mask),
+            fastrl_kernels.masked_mean(old.advantages, mask),
+            returns.mean,
+            returns.m2 / (returns.count - 1).clamp(min=1),
+            old_values.mean,
+            old_values.m2 / (old_values.count - 1).clamp(min=1),
+        )
+        vector = torch.cat([stats.tensor, torch.stack([e.float() for e in extras])])
+    return loss, vector
+
+
+class PPOUpdate:
+    """Runs ``ppo_epochs`` over an experience and leaves the policy improved.
+
+    The model stays in evaluation mode: dropout would make the ratio differ from 1 where nothing
+    changed. One small read per optimizer step decides whether it is taken: not where every
+    mini-batch's mean ratio exceeds ``ratio_threshold``, and with early stopping no more once
+    mean(old - new log-prob) exceeds 1.5·target_kl.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+    ):
+        self.config = config
+        self.accelerator = accelerator
+        self.model = model
+        self.optimizer = optimizer
+        self.shuffle = np.random.RandomState(config.seed)
+
+    def __call__(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
+        record = UpdateRecord()
+        for _ in range(self.config.ppo_epochs):
+            for indices in self._backward_batches():
+                keep, policy_kl = self._accumulate(batch, experience, indices, record)
+                if self._moved_too_far(policy_kl):
+                    self.optimizer.zero_grad()
+                    record.stopped_early = True
+                    return record
+                self._optimizer_step(keep, record)
+        return record
+
+    def _backward_batches(self) -> Iterator[np.ndarray]:
+        order = self.shuffle.permutation(self.config.batch_size)
+        for start in range(0, len(order), self.config.backward_batch_size):
+            yield order[start : start + self.config.backward_batch_size]
+
+    def _accumulate(
+        self, batch: TokenBatch, experience: Experience, indices: np.ndarray, record: UpdateRecord
+    ) -> tuple[bool, float]:
+        """Add the gradients of one optimizer step; (whether any is left, mean policy KL)."""
+        size = self.config.mini_batch_size
+        ratio_field = MINIBATCH_FIELDS.index("mean_ratio")
+        kl_field = MINIBATCH_FIELDS.index("policy_kl")
+        verdicts = []
+        for start in range(0, len(indices), size):
+            with self.accelerator.accumulate(self.model):
+                loss, vector = self._minibatch(
+                    batch, experience, indices[start : start + size].tolist(), record
+                )
+                keep = (vector[ratio_field] <= self.config.ratio_threshold).float()
+                self.accelerator.backward(loss * keep)
+                verdicts.append(torch.stack([keep, vector[kl_field]]))
+        # The step's one host read; every process comes to the same decision.
+        verdict = torch.stack(verdicts)
+        total = torch.stack([verdict[:, 0].sum(), verdict[:, 1].mean()])
+        if self.accelerator.num_processes > 1:
+            total = self.accelerator.reduce(total, reduction="mean")
+        kept, policy_kl = total.tolist()
+        if kept < len(verdicts):
+            skipped = len(verdicts) - round(kept)
+            record.skipped += skipped
+            warnings.warn(
+                f"{skipped} mini-batch(es) skipped: their mean probability ratio exceeds "
+                f"ratio_threshold={self.config.ratio_threshold}",
+                stacklevel=5,
+            )
+        return kept > 0, policy_kl
+
+    def _minibatch(
+        self,
+        batch: TokenBatch,
+        experience: Experience,
+        indices: Sequence[int],
+        record: UpdateRecord,
+    ) -> tuple[Tensor, Tensor]:
+        columns = batch.columns(indices)
+        shifted = slice(columns.start, columns.stop - 1)
+        part = batch.select(indices)
+        old = Experience(
+            *(
+                getattr(experience, name)[list(indices), shifted]
+                for name in ("logprobs", "values", "advantages", "returns")
+            )
+        )
+        request = scoring_request(part, entropy=True)
+        new = self.model(**part.model_inputs, scoring=request)
+        logprobs = part.spread(new.logprobs, request.rows)
+        loss, vector = minibatch_loss(
+            self.config,
+            old,
+            logprobs,
+            part.spread(new.values, request.rows),
+            part.spread(new.entropies.detach(), request.rows),
+            part.mask,
+        )
+        with torch.no_grad():
+            counted = part.counted.flatten().nonzero()[:, 0].to(part.mask.device)
+            old_rows = old.logprobs.flatten()[counted]
+            record.ratios.append((new.logprobs - old_rows).exp())
+            record.advantages.append(old.advantages.flatten()[counted])
+        record.minibatches.append(vector)
+        return loss, vector
+
+    def _moved_too_far(self, policy_kl: float) -> bool:
+        return self.config.early_stopping and policy_kl > 1.5 * self.config.target_kl
+
+    def _optimizer_step(self, keep: bool, record: UpdateRecord) -> None:
+        if keep:
+            if self.config.max_grad_norm is not None:
+                self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+            self.optimizer.step()
+            record.optimizer_steps += 1
+        self.optimizer.zero_grad()
