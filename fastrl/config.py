@@ -81,7 +81,7 @@ class PPOConfig:
     steps: int = _help("Number of samples to train on, for planning only.", 20_000)
     learning_rate: float = _help("Adam's learning rate.", 1.41e-5)
     batch_size: int = _help("Samples per step(), per process.", 128)
-    mini_batch_size: int | None = _help(
+    mini_batch_size: int = _help(
         "Samples per forward and backward pass; by default min(128, batch_size).", None
     )
     forward_batch_size: int | None = _help("Deprecated: use mini_batch_size.", None)
@@ -198,6 +198,12 @@ class PPOConfig:
             raise ValueError("gradient_checkpointing is not available yet: leave it off")
         if self.push_to_hub_if_best_kwargs and "repo_id" not in self.push_to_hub_if_best_kwargs:
             raise ValueError("push_to_hub_if_best_kwargs needs a repo_id")
+
+
+def json_object(value: dict | str | None) -> dict[str, Any]:
+    """A JSON field of a constructed PPOConfig, which is a dict by then."""
+    assert isinstance(value, dict)
+    return value
 
 
 def _parse_json(name: str, value: dict | str | None) -> dict:

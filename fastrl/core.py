@@ -163,7 +163,7 @@ def stats_to_np(stats_dict: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Tensor):
             value = value.detach().cpu()
             value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-        return float(value) if np.isscalar(value) else value
+        return float(value) if isinstance(value, (int, float, np.number)) else value
 
     return {key: convert(value) for key, value in stats_dict.items()}
 

@@ -13,6 +13,6 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 @pytest.fixture(autouse=True)
 def _pytorch_path_on_cpu(request, monkeypatch):
-    """The interpreter is for the kernels' own tests; elsewhere a CPU takes the path its users get."""
+    """The interpreter is for the kernels' own tests; elsewhere a CPU takes its users' path."""
     if not torch.cuda.is_available() and "kernels" not in request.path.parts:
         monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "torch")

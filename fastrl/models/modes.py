@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 
-def context_length(model: nn.Module) -> int | None:
+def context_length(model: Any) -> int | None:
     """Positions that the model has; None where its configuration does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 

@@ -20,8 +20,8 @@ import fastrl_kernels
 class ScoringRequest(NamedTuple):
     """Which tokens to score, and what to return for them.
 
-    A model scores N positions of a batch [B, T]: position i is ``rows[i] = b·T + t``, and its hidden
-    state predicts ``labels[i]``. The LM head runs on these rows alone.
+    A model scores N positions of a batch [B, T]: position i is ``rows[i] = b·T + t``, and its
+    hidden state predicts ``labels[i]``. The LM head runs on these rows alone.
     """
 
     rows: Tensor  # [N] int64
@@ -45,7 +45,7 @@ def score_rows(
     logits: Tensor, hidden: Tensor, v_head: nn.Module, request: ScoringRequest
 ) -> TokenScores:
     """Scores from a model's logits [N, V] and last hidden states [N, H] of the requested rows."""
-    scored = fastrl_kernels.token_logprobs(
+    scored: Any = fastrl_kernels.token_logprobs(
         logits, request.labels, temperature=request.temperature, entropy=request.entropy
     )
     logprobs, entropies = scored if request.entropy else (scored, None)
@@ -64,9 +64,7 @@ class RowHead:
     its logits afterwards (soft caps, scales) then acts on those rows as it would on all.
     """
 
-    def __call__(
-        self, model: nn.Module, rows: Tensor, inputs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, model: Any, rows: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         with _rows_before(model.get_output_embeddings(), rows) as seen:
             logits = model(**inputs).logits
         if not seen:
@@ -75,11 +73,9 @@ class RowHead:
 
 
 class FullHead:
-    """For heads that :class:`RowHead` cannot serve: all logits first, the rows picked afterwards."""
+    """For heads that :class:`RowHead` cannot serve: all logits first, then the rows."""
 
-    def __call__(
-        self, model: nn.Module, rows: Tensor, inputs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, model: Any, rows: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
         out = model(**inputs, output_hidden_states=True)
         logits = out.logits.flatten(0, 1)[rows]
         return logits, out.hidden_states[-1].flatten(0, 1)[rows]

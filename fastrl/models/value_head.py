@@ -65,7 +65,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
 
     def __init__(
         self,
-        pretrained_model: PreTrainedModel,
+        pretrained_model: Any,
         *,
         summary_dropout_prob: float = 0.1,
         v_head_init_strategy: str | None = None,
@@ -73,7 +73,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
     ):
         super().__init__()
         _check_language_model(pretrained_model)
-        self.pretrained_model = pretrained_model
+        self.pretrained_model: Any = pretrained_model
         self.config = pretrained_model.config
         self.is_peft_model = hasattr(pretrained_model, "peft_config")
         self.v_head = ValueHead(self.config, summary_dropout_prob)
@@ -145,7 +145,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         scoring: ScoringRequest | None = None,
         **kwargs: Any,
     ) -> tuple | TokenScores:
-        """Logits, loss and values of all tokens, or :class:`TokenScores` of those in ``scoring``."""
+        """Logits, loss and values of all tokens; with ``scoring``, :class:`TokenScores` of those."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if scoring is not None:
             logits, hidden = self._scoring_head(inputs)(
@@ -237,7 +237,7 @@ def _head_width(config: Any) -> int:
     raise ValueError(f"{type(config).__name__} states no hidden_size: the value head needs one")
 
 
-def _check_language_model(model: nn.Module) -> None:
+def _check_language_model(model: Any) -> None:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
         raise TypeError(f"pretrained_model must be a Hugging Face model, got {name}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastrl.models.modes import evaluating
 from fastrl.rollout.prompts import check_prompts, need_pad_token
@@ -89,7 +89,7 @@ class GenerateEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         tokenizer: Any,
         batch_size: int = 64,
         autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
@@ -158,9 +158,11 @@ class GenerateEngine:
         """The tokenizer's EOS and those that ``generate`` itself stops at."""
         config = getattr(self.model, "pretrained_model", self.model).generation_config
         asked = kwargs.get("eos_token_id", config.eos_token_id)
-        ids = asked if isinstance(asked, (list, tuple)) else [asked]
-        ids = {i for i in (*ids, self.tokenizer.eos_token_id) if i is not None and i >= 0}
-        return torch.tensor(sorted(ids), dtype=torch.long)
+        ids = [
+            *(asked if isinstance(asked, (list, tuple)) else [asked]),
+            self.tokenizer.eos_token_id,
+        ]
+        return torch.tensor(sorted({i for i in ids if i is not None and i >= 0}), dtype=torch.long)
 
 
 @contextlib.contextmanager

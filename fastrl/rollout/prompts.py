@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastrl.models.modes import context_length
 
@@ -23,7 +23,7 @@ def need_pad_token(lengths: Iterable[int], pad_token_id: int | None, tokenizer: 
         )
 
 
-def check_prompts(prompts: Sequence[Tensor], model: nn.Module, max_new_tokens: int | None) -> None:
+def check_prompts(prompts: Sequence[Tensor], model: Any, max_new_tokens: int | None) -> None:
     """Refuse prompts that cannot be continued, by their index.
 
     Raises:

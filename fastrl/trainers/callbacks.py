@@ -1,4 +1,4 @@
-"""Hooks of ``PPOTrainer.train``: progress bar, metrics file, and the base class for a user's own."""
+"""Hooks of ``PPOTrainer.train``: progress bar, metrics file, and the base of a user's own."""
 
 from __future__ import annotations
 

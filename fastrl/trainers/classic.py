@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from fastrl.models import AutoModelForCausalLMWithValueHead
 
 
+_LOOP_COLUMNS = ("label", "query", "response")
+
+
 class ClassicSurface:
     """Methods that ``step()`` does not need, or that users call by themselves."""
 
@@ -40,8 +44,17 @@ class ClassicSurface:
     # ------------------------------------------------------------------ single phases
 
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> Any:
-        """A shuffled loader of whole batches; see :func:`fastrl.trainers.data.make_dataloader`."""
-        return data.make_dataloader(dataset, self.config.batch_size, data_collator, None)
+        """A shuffled loader of whole batches.
+
+        Of a ``datasets.Dataset``, columns that neither the model's forward nor the classic loop
+        reads are dropped, unless ``remove_unused_columns`` is off.
+
+        Raises:
+            ValueError: fewer samples than a batch.
+        """
+        arguments = inspect.signature(self._unwrapped.forward).parameters
+        keep = (*arguments, *_LOOP_COLUMNS) if self.config.remove_unused_columns else None
+        return data.make_dataloader(dataset, self.config.batch_size, data_collator, keep)
 
     def prepare_model_inputs(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor]

@@ -42,7 +42,8 @@ class SampledKL:
     def __init__(self, kind: str):
         self.kind = kind
 
-    def per_row(self, policy: TokenScores, reference: TokenScores) -> None:
+    def per_row(self, policy: TokenScores, reference: TokenScores) -> Tensor | None:
+        """KL of the scored rows [N] where it needs their logits, else None."""
         return None
 
     def operands(self, scored: Scored) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,9 @@ class FullKL(SampledKL):
     def __init__(self) -> None:
         super().__init__("kl")
 
-    def per_row(self, policy: TokenScores, reference: TokenScores) -> Tensor:
+    def per_row(self, policy: TokenScores, reference: TokenScores) -> Tensor | None:
+        assert policy.logits is not None
+        assert reference.logits is not None
         return fastrl_kernels.full_kl(policy.logits, reference.logits)
 
     def operands(self, scored: Scored) -> tuple[Tensor, Tensor]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 import fastrl_kernels
-from fastrl.config import PPOConfig
+from fastrl.config import PPOConfig, json_object
 from fastrl.core import PPODecorators, set_seed
 from fastrl.models import AutoModelForCausalLMWithValueHead, create_reference_model
 from fastrl.models.modes import context_length, evaluating
@@ -30,7 +30,6 @@ from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
 from fastrl.trainers.loop import Loop, Prompts, RewardFunction
 from fastrl.trainers.update import PPOUpdate
 
-_BATCH_COLUMNS = ("label", "query", "response")
 _DEFAULT_SAMPLING = {"max_new_tokens": 32, "do_sample": True, "top_k": 0, "top_p": 1.0}
 
 
@@ -87,10 +86,9 @@ class PPOTrainer(ClassicSurface):
         self.lr_scheduler = lr_scheduler
         self.dataset = dataset
         self.dataloader: Any = None
+        self._unwrapped = model
         if dataset is not None:
-            forward_arguments = inspect.signature(model.forward).parameters
-            keep = (*forward_arguments, *_BATCH_COLUMNS) if config.remove_unused_columns else None
-            self.dataloader = data.make_dataloader(dataset, config.batch_size, data_collator, keep)
+            self.dataloader = self.prepare_dataloader(dataset, data_collator)
         self.training_data_collator = training_data_collator
 
         if ref_model is None and not self.is_peft_model:
@@ -104,9 +102,6 @@ class PPOTrainer(ClassicSurface):
             ref_model, evaluation_mode=True
         )
         self.current_device = self.accelerator.device
-        self._unwrapped: AutoModelForCausalLMWithValueHead = self.accelerator.unwrap_model(
-            self.model
-        )
         self._fill_in_config()
         PPODecorators.optimize_device_cache = config.optimize_device_cache
 
@@ -148,19 +143,19 @@ class PPOTrainer(ClassicSurface):
         Raises:
             ValueError: names the argument and the element; nothing has changed then.
         """
-        raw_scores = data.check_scores(scores, self.config.batch_size)
+        checked_scores = data.check_scores(scores, self.config.batch_size)
         data.check_batch_size(queries, responses, self.config.batch_size)
         batch = self._make_batch(queries, responses, response_masks)
 
-        scores = self._transform_scores(raw_scores).to(self.current_device)
-        self._push_if_best(scores)
+        final_scores = self._transform_scores(checked_scores).to(self.current_device)
+        self._push_if_best(final_scores)
         clock = stats.start_clock(self.current_device)
         with evaluating(self.model), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
                 scored = self._score(batch)
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
-                    scores, *self._kl_penalty.operands(scored), batch.mask
+                    final_scores, *self._kl_penalty.operands(scored), batch.mask
                 )
             with clock("compute_advantages"):
                 values, advantages, returns = self.compute_advantages(
@@ -174,7 +169,7 @@ class PPOTrainer(ClassicSurface):
                 kl_coef=self.kl_ctl.value,
                 batch=batch,
                 scored=scored,
-                scores=scores,
+                scores=final_scores,
                 non_score_reward=non_score_rewards,
                 kls=kls,
                 record=record,
@@ -251,7 +246,7 @@ class PPOTrainer(ClassicSurface):
         """
         single = isinstance(query_tensor, Tensor)
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
-        contexts = [contextlib.nullcontext(self.model)]
+        contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext(self.model)]
         if generate_ref_response:
             contexts.append(self.reference.as_policy())
         results = []
@@ -336,7 +331,7 @@ class PPOTrainer(ClassicSurface):
             self,
             reward_fn,
             prompts=found,
-            eval_prompts=eval_prompts and Prompts.from_list(eval_prompts, self.tokenizer),
+            eval_prompts=Prompts.from_list(eval_prompts, self.tokenizer) if eval_prompts else None,
             generation_kwargs=generation_kwargs or _DEFAULT_SAMPLING,
             missing_eos_penalty=missing_eos_penalty,
             callbacks=[*([ProgressCallback()] if progress else []), *callbacks],
@@ -386,7 +381,7 @@ class PPOTrainer(ClassicSurface):
         self.config.global_batch_size = self.config.batch_size * processes
 
     def _push_if_best(self, scores: Tensor) -> None:
-        where = self.config.push_to_hub_if_best_kwargs
+        where = json_object(self.config.push_to_hub_if_best_kwargs)
         if not where or self.current_step % self.config.compare_steps:
             return
         mean = float(scores.mean())
@@ -447,15 +442,15 @@ def _make_accelerator(config: PPOConfig) -> Accelerator:
         "gradient_accumulation_plugin": GradientAccumulationPlugin(
             num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
         ),
-        "project_config": ProjectConfiguration(**config.project_kwargs),
-        **config.accelerator_kwargs,
+        "project_config": ProjectConfiguration(**json_object(config.project_kwargs)),
+        **json_object(config.accelerator_kwargs),
     }
     accelerator = Accelerator(**settings)
     if config.log_with is not None:
         accelerator.init_trackers(
             config.tracker_project_name,
             config=stats.scalars(config.to_dict()),
-            init_kwargs=config.tracker_kwargs,
+            init_kwargs=json_object(config.tracker_kwargs),
         )
     return accelerator
 

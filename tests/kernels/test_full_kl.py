@@ -186,7 +186,7 @@ def test_inputs_are_left_alone_and_the_graph_can_be_used_twice(backend, device):
 def test_only_the_policy_gets_a_gradient(backend, device):
     logits, ref_logits = pair(3, 50, device=device)
     ref_logits.requires_grad_()
-    with pytest.raises(ValueError, match="ref_logits requires grad.*detach it"):
+    with pytest.raises(ValueError, match="ref_logits requires grad"):
         full_kl(logits, ref_logits, backend=backend)
     with torch.no_grad():
         full_kl(logits, ref_logits, backend=backend)

@@ -134,17 +134,15 @@ def test_per_token_figures_of_the_first_step(run: Run) -> None:
 def test_final_parameters(run: Run) -> None:
     # A head that is tied to the embeddings may be listed a second time there.
     assert run.case.final.keys() - run.final.keys() <= {"lm_head.weight"}
-    errors, bounds = [], []
     for name, parameter in run.final.items():
-        expected = without_key_bias(name, run.case.final[name]).flatten()
-        errors.append((without_key_bias(name, parameter).flatten() - expected).abs())
-        bounds.append(ABSOLUTE + RELATIVE * expected.abs())
-    error, bound = torch.cat(errors), torch.cat(bounds)
-    # Where a gradient is rounding noise, Adam's normalisation makes steps of it: such an element
-    # differs between two attention implementations of TRL itself. They are rare and bounded.
-    outliers = error > bound
-    assert outliers.float().mean() <= ILL_CONDITIONED_SHARE, int(outliers.sum())
-    assert error.max() <= ILL_CONDITIONED_ERROR
+        found = without_key_bias(name, parameter)
+        expected = without_key_bias(name, run.case.final[name])
+        error = (found - expected).abs()
+        strays = error[error > ABSOLUTE + RELATIVE * expected.abs()]
+        # Where a gradient is as small as Adam's epsilon (1e-8), its rounding decides how large a
+        # step is: that befalls an element in thousands, and moves it by a fraction of a step.
+        assert len(strays) <= error.numel() // 1000, f"{name}: {len(strays)} elements are off"
+        assert (strays < 0.1 * run.case.config["learning_rate"]).all(), f"{name}: off by {strays}"
 
 
 @pytest.mark.parametrize(

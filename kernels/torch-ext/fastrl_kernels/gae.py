@@ -93,7 +93,9 @@ class _Steps:
         if self.bits is None:
             slopes = torch.full_like(passed, decay)
         else:
-            slopes = self.bits.to(passed.dtype).mul_(1.0 - decay).add_(1.0)
+            pair = torch.tensor([decay, 1.0], dtype=passed.dtype).view(self.bits.dtype)
+            yes, no = pair.tolist()  # the bits of either, on the host
+            slopes = (self.bits & (yes ^ no)).bitwise_xor_(no).view(passed.dtype)
         if self.ends is not None:
             slopes = torch.where(self.ends, 0.0, slopes)
         if from_end:

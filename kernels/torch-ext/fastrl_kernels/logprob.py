@@ -154,54 +154,54 @@ class _FullKL(torch.autograd.Function):
     ) -> Tensor:
         shape = logits.shape[:-1]
         divisor = _Temperature(number, temperature)
-        row_max, ref_max, row_sum, ref_sum, mean = logits.new_empty(
+        row_max, ref_max, row_sum, log_ratio, kl = logits.new_empty(
             5, shape.numel(), 1, dtype=torch.float32
         )
         for rows, (x, y), memory in _chunks(logits, ref_logits, buffers=3):
             y = _wide(y, memory[1])
             ref_max[rows] = y.amax(-1, keepdim=True)
             d_ref = divisor.divide_(torch.sub(y, ref_max[rows], out=memory[1]), rows)
-            ref_sum[rows] = torch.exp(d_ref, out=memory[2]).sum(-1, keepdim=True)
+            ref_sum = torch.exp(d_ref, out=memory[2]).sum(-1, keepdim=True)
             x = _wide(x, memory[0])
             row_max[rows] = x.amax(-1, keepdim=True)
             d = divisor.divide_(torch.sub(x, row_max[rows], out=memory[0]), rows)
             e = torch.exp(d, out=memory[2])
             row_sum[rows] = e.sum(-1, keepdim=True)
-            e.mul_(_difference(d, d_ref))
-            mean[rows] = e.sum(-1, keepdim=True) / row_sum[rows]
+            log_ratio[rows] = (row_sum[rows] / ref_sum).log()
+            e.mul_(_difference(d, d_ref, log_ratio[rows]))
+            kl[rows] = e.sum(-1, keepdim=True) / row_sum[rows]
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(
-                logits, ref_logits, mask, temperature, row_max, ref_max, row_sum, mean
-            )
+            statistics = (row_max, ref_max, row_sum, log_ratio, kl)
+            ctx.save_for_backward(logits, ref_logits, mask, temperature, *statistics)
             ctx.number = number
-        kl = (mean - (row_sum / ref_sum).log()).reshape(shape)
+        kl = kl.reshape(shape)
         return kl if mask is None else torch.where(mask, kl, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, ref_logits, mask, temperature, *statistics = ctx.saved_tensors
-        row_max, ref_max, row_sum, mean = statistics
+        row_max, ref_max, row_sum, log_ratio, kl = statistics
         divisor = _Temperature(ctx.number, temperature)
-        counted = torch.ones_like(row_max, dtype=torch.bool) if mask is None else mask.view(-1, 1)
-        # dz = g p [(z - max z) - (z_ref - max z_ref) - mean]/T with p = e/s.
-        g = torch.where(counted, grads[0].reshape(-1, 1), 0.0)
-        slope = divisor.divide_(g) / row_sum
-        base = -slope * mean
+        counted = torch.ones_like(kl, dtype=torch.bool) if mask is None else mask.reshape(-1, 1)
+        # dz = g p [log p - log q - KL]/T with p = e/s.
+        slope = divisor.divide_(torch.where(counted, grads[0].reshape(-1, 1), 0.0)) / row_sum
+        slope = torch.where(kl.isnan(), kl, slope)
+        offset = log_ratio + kl
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         for rows, (x, y, dx), memory in _chunks(logits, ref_logits, dlogits, buffers=3):
             d_ref = torch.sub(_wide(y, memory[1]), ref_max[rows], out=memory[1])
             d_ref = divisor.divide_(d_ref, rows)
             d = torch.sub(_wide(x, memory[0]), row_max[rows], out=memory[0])
             e = torch.exp(divisor.divide_(d, rows), out=memory[2])
-            d = _difference(d, d_ref).mul_(slope[rows]).add_(base[rows]).mul_(e)
+            d = _difference(d, d_ref, offset[rows]).mul_(slope[rows]).mul_(e)
             dx.copy_(_zero_rows(d, counted[rows]))
         return dlogits, None, None, None, None
 
 
-def _difference(d: Tensor, d_ref: Tensor) -> Tensor:
-    """d - d_ref in place; 0 where d is -inf, a token that has no probability to weigh it by."""
-    return d.sub_(d_ref).nan_to_num_(nan=0.0, posinf=math.inf, neginf=0.0)
+def _difference(d: Tensor, d_ref: Tensor, offset: Tensor) -> Tensor:
+    """d - d_ref - offset in place; 0 where d is -inf, for a token that weighs nothing."""
+    return d.sub_(d_ref).sub_(offset).nan_to_num_(nan=0.0, posinf=math.inf, neginf=0.0)
 
 
 def _check_logits(name: str, logits: Tensor) -> None:

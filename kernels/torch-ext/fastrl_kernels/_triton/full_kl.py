@@ -68,7 +68,7 @@ def _full_kl_fwd_kernel(
     max_ptr,  # [N] fp32, or None: no backward to come. max_v x_v
     ref_max_ptr,  # [N] fp32, or None likewise. max_v y_v
     sum_ptr,  # [N] fp32, or None likewise. Σ_v exp((x_v - max x)/T)
-    mean_ptr,  # [N] fp32, or None likewise. E_p[(x - max x) - (y - max y)]/T
+    mean_ptr,  # [N] fp32, or None likewise. E_p[(x - max x) - (y - max y)]
     V,
     inner,
     outer_stride,
@@ -119,13 +119,13 @@ def _full_kl_fwd_kernel(
     e_ref = tl.exp2((m_ref - ref_max) * scale)
     ref_sum = tl.sum(rotate(e_ref * s_ref, shift, BLOCK), 0)
     mean = row_u / row_sum - ((row_max - pivot) - (ref_max - ref_pivot))
-    mean = tl.div_rn(mean, temperature)
-    tl.store(kl_ptr + row, mean - tl.log(tl.div_rn(row_sum, ref_sum)))
+    kl = tl.div_rn(mean, temperature) - tl.log(tl.div_rn(row_sum, ref_sum))
+    tl.store(kl_ptr + row, kl)
     if max_ptr is not None:
         tl.store(max_ptr + row, row_max)
         tl.store(ref_max_ptr + row, ref_max)
         tl.store(sum_ptr + row, row_sum)
-        tl.store(mean_ptr + row, mean)
+        tl.store(mean_ptr + row, tl.where(kl == kl, mean, kl))  # a NaN reaches the gradient
 
 
 def _forward(
@@ -172,10 +172,11 @@ def _rows_of(logits: Tensor, ref_logits: Tensor) -> list[Tensor]:
 
 
 @triton.jit
-def _dlogits(x, y, row_max, ref_max, scale, base, slope):
+def _dlogits(x, y, row_max, ref_max, scale, mean, slope):
     d = x - row_max
     difference = tl.maximum(d - (y - ref_max), _LEAST)
-    return tl.exp2(d * scale) * tl.fma(difference, slope, base)
+    # No multiply-add: the difference of the likeliest token is the mean, but for its rounding.
+    return tl.exp2(d * scale) * ((difference - mean) * slope)
 
 
 @triton.jit(do_not_specialize=ROW_ARGUMENTS)
@@ -227,22 +228,21 @@ def _full_kl_bwd_kernel(
     temperature = row_temperature(temperature_ptr, temperature, row)
     scale = LOG2E / temperature
     row_max, ref_max = tl.load(max_ptr + row), tl.load(ref_max_ptr + row)
-    weight = tl.div_rn(tl.load(grad_ptr + row), tl.load(sum_ptr + row) * temperature)
-    base = -weight * tl.load(mean_ptr + row)
-    slope = tl.div_rn(weight, temperature)
+    mean = tl.load(mean_ptr + row)
+    slope = tl.div_rn(tl.load(grad_ptr + row), tl.load(sum_ptr + row) * temperature * temperature)
     if (first >= shift) & (first + PART <= end):
         for w in range(PART // BLOCK):
             at = w * BLOCK + slots
             x = tl.load(aligned + at).to(tl.float32)
             y = tl.load(ref_aligned + at).to(tl.float32)
-            d = _dlogits(x, y, row_max, ref_max, scale, base, slope)
+            d = _dlogits(x, y, row_max, ref_max, scale, mean, slope)
             tl.store(d_aligned + at, d.to(dlogits_ptr.dtype.element_ty))
     else:
         for w in range(windows):
             at = w * BLOCK + slots
             x = load_end(aligned, at, shift, end, VEC)
             y = load_end(ref_aligned, at, shift, end, VEC)
-            d = _dlogits(x, y, row_max, ref_max, scale, base, slope)
+            d = _dlogits(x, y, row_max, ref_max, scale, mean, slope)
             store_end(d_aligned, at, d, shift, end, VEC)
 
 
