@@ -62,7 +62,11 @@ def parse_cuobjdump(text: str) -> Usage:
 
 
 def parse_amdgcn_usage(text: str) -> Usage:
-    """The kernel's metadata at the end of its assembly."""
+    """The kernel's metadata at the end of its assembly.
+
+    Spilled scalar registers are reported but do not count: they move into lanes of a vector
+    register, and what reaches memory shows in the private segment.
+    """
 
     def value(name: str) -> int:
         found = re.findall(rf"^\s*-?\s*\.{name}:\s*(\d+)", text, re.MULTILINE)
@@ -73,7 +77,8 @@ def parse_amdgcn_usage(text: str) -> Usage:
     names = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
     counts = {name: value(name) for name in names}
     detail = " ".join(f".{name}:{count}" for name, count in counts.items() if count)
-    return Usage(value("vgpr_count"), sum(counts.values()), detail)
+    in_memory = counts["vgpr_spill_count"] + counts["private_segment_fixed_size"]
+    return Usage(value("vgpr_count"), in_memory, detail)
 
 
 # --- the machine code ----------------------------------------------------------------------------

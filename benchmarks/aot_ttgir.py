@@ -48,6 +48,7 @@ _DERIVED = re.compile(
     r"^\s*(%\w+) = (?:tt\.(?:addptr|splat|broadcast|expand_dims|reshape|bitcast)"
     r"|ttg\.convert_layout) (%\w+)"
 )
+_DEFINED = re.compile(r"^\s*(%\w+)(?::\d+)? = ")
 _CARRIED = re.compile(r"iter_args\(([^)]*)\)")
 _PAIR = re.compile(r"(%\w+) = (%\w+)")
 _VALUE = re.compile(r"%\w+")
@@ -75,22 +76,27 @@ def _chains(ttgir: str) -> dict[str, Chain]:
     return {name: resolve(name) for name in raw}
 
 
-def _arguments(ttgir: str) -> dict[str, str]:
-    """Each value that is a kernel's pointer argument plus offsets, by that argument's name."""
-    names = dict(_ARGUMENT.findall(ttgir))
-    for line in ttgir.splitlines():
-        pairs = _DERIVED.findall(line)
-        if carried := _CARRIED.search(line):
-            pairs += _PAIR.findall(carried.group(1))
-        names |= {new: names[old] for new, old in pairs if old in names}
-    return names
+def _follow(line: str, arguments: dict[str, str]) -> None:
+    """Update which values are a kernel's pointer argument plus offsets, after one line.
+
+    Line by line, because a value's name is used again in another region for something else.
+    """
+    arguments.update(_ARGUMENT.findall(line))
+    pairs = _DERIVED.findall(line)
+    if carried := _CARRIED.search(line):
+        pairs += _PAIR.findall(carried.group(1))
+    derived = {new: arguments[old] for new, old in pairs if old in arguments}
+    if defined := _DEFINED.match(line):
+        arguments.pop(defined.group(1), None)
+    arguments.update(derived)
 
 
 def parse_ttgir(ttgir: str) -> list[Operand]:
     """Every global load and store of the module, with its element type and tile size."""
-    chains, arguments = _chains(ttgir), _arguments(ttgir)
+    chains, arguments = _chains(ttgir), dict[str, str]()
     operands = []
     for line in ttgir.splitlines():
+        _follow(line, arguments)
         m = _OPERATION.search(line)
         if not m:
             continue

@@ -148,6 +148,10 @@ def run(args: argparse.Namespace) -> int:
 def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any] | None:
     """The result of one run; None where the gate is red."""
     python = args.peer_python or peer_python(args.peer)
+    header = record.header("ppo")
+    load, cores = header["machine"]["load"], header["machine"]["cores"]
+    if load > cores / 4:
+        print(f"other work runs here (load {load} on {cores} cores): expect unsteady figures")
     with contextlib.ExitStack() as stack:
         fastrl = stack.enter_context(Worker(Path(sys.executable), "fastrl", shape))
         peer = stack.enter_context(Worker(python, args.peer.split("==")[0], shape))
@@ -162,7 +166,6 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any] | None:
             {"fastrl": fastrl.ask("iterate"), "peer": peer.ask("iterate")}
             for _ in _progress(repeats + 1)
         ][1:]  # the first one warms up
-    header = record.header("ppo")
     return {
         **header,
         "versions": versions,

@@ -21,11 +21,16 @@ UNCOMMITTED = "uncommitted"
 
 
 def machine() -> dict[str, Any]:
-    """The machine's processor, its cores and memory, and its accelerator where it has one."""
+    """The machine's processor, its cores and memory, and its accelerator where it has one.
+
+    `load` is how many processes wanted a core in the minute before: figures count where it is
+    well below the number of cores.
+    """
     found = {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "load": round(os.getloadavg()[0], 2),
     }
     if torch.cuda.is_available():
         found["accelerator"] = torch.cuda.get_device_name()

@@ -153,14 +153,14 @@ class PPOConfig:
             warnings.warn(
                 "forward_batch_size is deprecated and replaces mini_batch_size: set that instead",
                 FutureWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
             self.mini_batch_size = self.forward_batch_size
         if self.optimize_cuda_cache is not None:
             warnings.warn(
                 "optimize_cuda_cache is deprecated: use optimize_device_cache",
                 FutureWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
             self.optimize_device_cache = self.optimize_cuda_cache
 

@@ -25,7 +25,7 @@ from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.report import Comparison, finish_run, run_console
 from fastrl.rewards import ClassifierReward
 from fastrl.trainers import PPOTrainer
-from fastrl.trainers.callbacks import Evaluation, JsonlCallback
+from fastrl.trainers.callbacks import Evaluation, JsonlCallback, TrainResult
 
 GAIN_IN_SEMS = 4.0
 KL_CEILING = 5.0  # nats per sequence, on the held-out prompts
@@ -45,7 +45,7 @@ class Demo:
 
     seed: int = _help("Seed of the text, the models and the training.", 0)
     output: str = _help("Folder for the model, the metrics and the report.", "runs/demo")
-    steps: int | None = _help("Number of PPO steps; by default 50, or 10 with --quick.", None)
+    steps: int | None = _help("Number of PPO steps; by default 50, or 14 with --quick.", None)
     quick: bool = _help("Everything smaller, for a first look.", False)
 
     def __post_init__(self) -> None:
@@ -67,8 +67,36 @@ class Size:
     eval_every: int
 
 
-FULL = Size(8192, 400, 300, 50, 128, 1024, 256, 10)
-QUICK = Size(2048, 80, 100, 10, 64, 512, 256, 0)
+FULL = Size(
+    reviews=8192,
+    language_model_steps=400,
+    classifier_steps=300,
+    ppo_steps=50,
+    batch_size=128,
+    train_prompts=1024,
+    eval_prompts=256,
+    eval_every=10,
+)
+QUICK = Size(
+    reviews=2048,
+    language_model_steps=80,
+    classifier_steps=120,
+    ppo_steps=14,
+    batch_size=64,
+    train_prompts=512,
+    eval_prompts=256,
+    eval_every=0,
+)
+
+
+@dataclass(frozen=True)
+class Models:
+    """What PPO starts from."""
+
+    tokenizer: Any
+    language_model: Any
+    reward: ClassifierReward
+    classifier_accuracy: float
 
 
 def run_demo(demo: Demo) -> int:
@@ -76,66 +104,78 @@ def run_demo(demo: Demo) -> int:
     console, started = run_console(), time.perf_counter()
     size = QUICK if demo.quick else FULL
     steps = demo.steps or size.ppo_steps
-    output = Path(demo.output)
+    Path(demo.output).mkdir(parents=True, exist_ok=True)  # before minutes of work, not after
     set_seed(demo.seed)
     with _one_thread():
-        console.rule("1/3  text, tokenizer and language model")
-        corpus = reviews(size.reviews, demo.seed)
-        for review in corpus[:3]:
-            console.print(f"  {'+' if review.label else '-'} {review.text}")
-        tokenizer = build_tokenizer([review.text for review in corpus])
-        language_model = train_language_model(tokenizer, corpus, size.language_model_steps)
-
-        console.rule("2/3  reward classifier")
-        classifier = train_classifier(tokenizer, corpus, size.classifier_steps)
-        reward = ClassifierReward(classifier, tokenizer, batch_size=256)
-        accuracy = _accuracy(reward, reviews(1024, demo.seed + _HELD_OUT_SEED_OFFSET))
-        console.print(f"  agrees with the critic on {accuracy:.0%} of 1024 reviews it never saw")
-
+        models = train_models(demo.seed, size, console)
         console.rule(f"3/3  PPO, {steps} steps")
-        prompts, held_out = split_openings(size.train_prompts, size.eval_prompts, demo.seed)
-        trainer = PPOTrainer(
-            _ppo_config(demo.seed, size.batch_size),
-            AutoModelForCausalLMWithValueHead.from_pretrained(language_model),
-            tokenizer=tokenizer,
-        )
-        reward.to(trainer.current_device)
-        result = trainer.train(
-            reward,
-            steps=steps,
-            prompts=prompts,
-            generation_kwargs=GENERATION,
-            eval_prompts=held_out,
-            eval_every=size.eval_every,
-            callbacks=[JsonlCallback(output / "metrics.jsonl")],
-        )
+        trainer, result = improve(models, demo, size, steps)
     before, after = result.evaluations[0], result.evaluations[-1]
-    summary = {
-        "seed": demo.seed,
-        "ppo_steps": steps,
-        "kl_ceiling": KL_CEILING,
-        "classifier_accuracy": accuracy,
+    text_facts = {
         "rule_polarity_before": _mean_polarity(before),
         "rule_polarity_after": _mean_polarity(after),
         "distinct_before": len(set(before.completions)),
         "distinct_after": len(set(after.completions)),
-        "seconds": time.perf_counter() - started,
     }
     comparison = finish_run(
         trainer,
         result,
-        output,
+        demo.output,
         title="fastrl demo: PPO on generated film reviews",
-        summary=summary,
+        summary={
+            "seed": demo.seed,
+            "ppo_steps": steps,
+            "kl_ceiling": KL_CEILING,
+            "classifier_accuracy": models.classifier_accuracy,
+            **text_facts,
+            "seconds": time.perf_counter() - started,
+        },
         kl_ceiling=KL_CEILING,
     )
     assert comparison is not None  # train() was given evaluation prompts
     console.print(
-        f"the grammar's own polarity, which PPO never saw: {summary['rule_polarity_before']:.2f} → "
-        f"{summary['rule_polarity_after']:.2f}; distinct completions: "
-        f"{summary['distinct_before']} → {summary['distinct_after']} of {len(held_out)}"
+        "the grammar's own polarity, which PPO never saw: {rule_polarity_before:.2f} → "
+        "{rule_polarity_after:.2f}; distinct completions: {distinct_before} → {distinct_after}"
+        "".format(**text_facts)
     )
     return _verdict(comparison, console, time.perf_counter() - started)
+
+
+def train_models(seed: int, size: Size, console: Console) -> Models:
+    """Write the text, then fit tokenizer, language model and reward classifier to it."""
+    console.rule("1/3  text, tokenizer and language model")
+    corpus = reviews(size.reviews, seed)
+    for review in corpus[:3]:
+        console.print(f"  {'+' if review.label else '-'} {review.text}")
+    tokenizer = build_tokenizer([review.text for review in corpus])
+    language_model = train_language_model(tokenizer, corpus, size.language_model_steps)
+
+    console.rule("2/3  reward classifier")
+    classifier = train_classifier(tokenizer, corpus, size.classifier_steps)
+    reward = ClassifierReward(classifier, tokenizer, batch_size=256)
+    accuracy = _accuracy(reward, reviews(1024, seed + _HELD_OUT_SEED_OFFSET))
+    console.print(f"  agrees with the critic on {accuracy:.0%} of 1024 reviews it never saw")
+    return Models(tokenizer, language_model, reward, accuracy)
+
+
+def improve(models: Models, demo: Demo, size: Size, steps: int) -> tuple[PPOTrainer, TrainResult]:
+    """PPO for the classifier's logit; prompts to train on and to judge by are disjoint."""
+    prompts, held_out = split_openings(size.train_prompts, size.eval_prompts, demo.seed)
+    trainer = PPOTrainer(
+        _ppo_config(demo.seed, size.batch_size),
+        AutoModelForCausalLMWithValueHead.from_pretrained(models.language_model),
+        tokenizer=models.tokenizer,
+    )
+    result = trainer.train(
+        models.reward.to(trainer.current_device),
+        steps=steps,
+        prompts=prompts,
+        generation_kwargs=GENERATION,
+        eval_prompts=held_out,
+        eval_every=size.eval_every,
+        callbacks=[JsonlCallback(Path(demo.output) / "metrics.jsonl")],
+    )
+    return trainer, result
 
 
 def _ppo_config(seed: int, batch_size: int) -> PPOConfig:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 OPENERS = (
     "frankly ,",
     "in the end ,",
-    "to be honest ,",
+    "to be fair ,",
     "on a second viewing ,",
     "as it turns out ,",
     "against all odds ,",

@@ -145,7 +145,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         scoring: ScoringRequest | None = None,
         **kwargs: Any,
     ) -> tuple | TokenScores:
-        """Logits, loss and values of all tokens; with ``scoring``, :class:`TokenScores` of those."""
+        """Logits, loss and values of all tokens; with ``scoring``, TokenScores of those."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if scoring is not None:
             logits, hidden = self._scoring_head(inputs)(

@@ -140,7 +140,7 @@ class ClassicSurface:
         return (
             policy_loss + gradient_of_policy,
             value_loss + gradient_of_values,
-            dict(zip(MINIBATCH_FIELDS, vector, strict=True)),
+            stats.minibatch_stats(vector),
         )
 
     def train_minibatch(

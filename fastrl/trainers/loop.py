@@ -171,17 +171,7 @@ class Loop:
             completion_ids=[s.tolist() for s in rollout.sequences],
             **batch.columns,
         )
-        if len(rewards) != len(batch):
-            raise ValueError(
-                f"reward_fn returned {len(rewards)} rewards for {len(batch)} completions: it must "
-                "return one number each"
-            )
-        values = torch.tensor([float(r) for r in rewards])
-        wrong = (~torch.isfinite(values)).nonzero()
-        if len(wrong):
-            i = int(wrong[0])
-            raise ValueError(f"reward_fn returned {float(values[i])} for completion {i}")
-        return values
+        return _check_rewards(rewards, len(batch))
 
     def _decode(self, rollout: RolloutOutput) -> list[str]:
         return self.trainer.tokenizer.batch_decode(rollout.sequences, skip_special_tokens=True)
@@ -189,3 +179,29 @@ class Loop:
     def _tell(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self.trainer, *args)
+
+
+def _check_rewards(rewards: Any, count: int) -> Tensor:
+    """What a reward function returned, as fp32 [count] on the CPU.
+
+    Raises:
+        ValueError: not ``count`` finite numbers; names the first that is wrong.
+    """
+    if not hasattr(rewards, "__len__"):
+        raise ValueError(f"reward_fn returned {rewards!r}: it must return a list of numbers")
+    if len(rewards) != count:
+        raise ValueError(
+            f"reward_fn returned {len(rewards)} rewards for {count} completions: it must return "
+            "one number each"
+        )
+    values = []
+    for i, reward in enumerate(rewards):
+        try:
+            values.append(float(reward))
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+            values.append(math.nan)
+        if not math.isfinite(values[i]):
+            raise ValueError(
+                f"reward_fn returned {reward!r} for completion {i}: rewards must be finite numbers"
+            )
+    return torch.tensor(values)

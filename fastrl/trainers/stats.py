@@ -113,13 +113,20 @@ def device_stats(
         "ppo/policy/advantages": torch.cat(record.advantages),
         "ppo/policy/ratio": torch.cat(record.ratios),
     }
-    for name, field in _UPDATE_STATS.items():
-        stats[name] = update[MINIBATCH_FIELDS.index(field)]
+    stats.update({f"ppo/{name}": value for name, value in minibatch_stats(update).items()})
     variance = stats["ppo/returns/var"]
     stats["ppo/val/var_explained"] = torch.where(
         variance > 0, 1 - stats["ppo/val/error"] / variance, 0.0
     )
     return stats
+
+
+def minibatch_stats(vector: Tensor) -> dict[str, Tensor]:
+    """One mini-batch's vector of MINIBATCH_FIELDS under the classic names, without ``ppo/``."""
+    return {
+        name.removeprefix("ppo/"): vector[MINIBATCH_FIELDS.index(field)]
+        for name, field in _UPDATE_STATS.items()
+    }
 
 
 def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:

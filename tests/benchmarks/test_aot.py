@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,7 @@ def toy_reports():
 def test_toy_kernels_are_told_apart(toy_reports, target):
     report = toy_reports[target]
     rows = {row.op: row for row in report.rows}
-    assert set(rows) == {"wide", "narrow", "spilling"}, report.errors
+    assert set(rows) == {"wide", "narrow", "spilling", "tuned"}, report.errors
 
     assert rows["wide"].faults == ()
     assert (rows["wide"].loads, rows["wide"].stores, rows["wide"].spills) == ("16", "16", 0)
@@ -143,6 +144,12 @@ def test_toy_kernels_are_told_apart(toy_reports, target):
 
     assert rows["spilling"].spills > 0
     assert rows["spilling"].faults[0].startswith("spills (")
+
+
+@pytest.mark.parametrize("target", TOY_TARGETS)
+def test_every_candidate_of_an_autotuned_kernel_is_compiled(toy_reports, target):
+    rows = [row for row in toy_reports[target].rows if row.op == "tuned"]
+    assert sorted(row.constants["BLOCK"] for row in rows) == [1024, 2048]
 
 
 @pytest.mark.parametrize("target", TOY_TARGETS)
@@ -201,6 +208,15 @@ def test_exit_code_and_json_follow_the_reports(report, code, said, monkeypatch, 
     assert said in capsys.readouterr().out
     (saved,) = json.loads(path.read_text())
     assert (saved["target"], len(saved["rows"])) == ("sm_90", len(report.rows))
+
+
+def test_the_table_needs_no_rich(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    aot._print_table("sm_90", [_row()])
+    title, header, row, _ = capsys.readouterr().out.splitlines()
+    assert title.startswith("sm_90")
+    assert tuple(header.split()) == aot.COLUMNS
+    assert row.split() == ["op._op_fwd_kernel", "op[bf16]", "4", "32", "0", "0", "16", "-", "ok"]
 
 
 def test_reports_survive_json():

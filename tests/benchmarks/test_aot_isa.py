@@ -31,8 +31,11 @@ def test_unreadable_resource_usage_raises():
         parse_amdgcn_usage("s_endpgm")
 
 
-@pytest.mark.parametrize("spilled", ["vgpr_spill_count", "sgpr_spill_count"])
-def test_amdgcn_metadata_reports_spills(spilled):
+@pytest.mark.parametrize(
+    ("spilled", "counted"),
+    [("vgpr_spill_count", 3), ("private_segment_fixed_size", 3), ("sgpr_spill_count", 0)],
+)
+def test_amdgcn_metadata_reports_spills(spilled, counted):
     counts = {
         "agpr_count": 0,
         "private_segment_fixed_size": 0,
@@ -44,7 +47,7 @@ def test_amdgcn_metadata_reports_spills(spilled):
     assert parse_amdgcn_usage(text).spills == 0
     assert parse_amdgcn_usage(text).registers == 64
     usage = parse_amdgcn_usage(text.replace(f".{spilled}:     0", f".{spilled}:     3"))
-    assert usage.spills == 3
+    assert usage.spills == counted
     assert usage.spill_detail == f".{spilled}:3"
 
 
@@ -171,6 +174,25 @@ def test_ttgir_traces_pointers_to_arguments():
             %4 = tt.load %3, %mask : tensor<1024x!tt.ptr<f32>, #b> loc(#loc1)
             amdg.buffer_store %4, %arg1[%at], %mask : tensor<1024xbf16, #b> loc(#loc1)
             %5 = tt.load %unknown : !tt.ptr<f32> loc(#loc1)
+        """)  # noqa: E501
+    )
+    assert [operand.pointer for operand in operands] == ["x_ptr", "y_ptr", ""]
+
+
+def test_ttgir_value_names_are_forgotten_when_they_are_used_again():
+    operands = parse_ttgir(
+        dedent("""\
+        tt.func @_k(%x_ptr: !tt.ptr<f32> loc("x_ptr"(#loc)), %y_ptr: !tt.ptr<f32> loc("y_ptr"(#loc))) {
+          scf.if %c {
+            %2 = tt.addptr %x_ptr, %row : !tt.ptr<f32>, i64 loc(#loc1)
+            %3 = tt.load %2 : !tt.ptr<f32> loc(#loc1)
+          }
+          scf.if %d {
+            %2 = tt.addptr %y_ptr, %row : !tt.ptr<f32>, i64 loc(#loc1)
+            %3 = tt.load %2 : !tt.ptr<f32> loc(#loc1)
+          }
+          %2 = tt.int_to_ptr %address : i64 -> !tt.ptr<f32> loc(#loc1)
+          %3 = tt.load %2 : !tt.ptr<f32> loc(#loc1)
         """)  # noqa: E501
     )
     assert [operand.pointer for operand in operands] == ["x_ptr", "y_ptr", ""]

@@ -30,9 +30,15 @@ def _spilling() -> None:
     toys._spilling_kernel[(1,)](x, torch.empty_like(x), BLOCK=131072, num_warps=16)
 
 
+def _tuned() -> None:
+    x = torch.empty(8192)
+    toys._tuned_kernel[(8,)](x, torch.empty_like(x))
+
+
 def cases() -> Iterator[Case]:
     yield Case("wide", "bf16", _wide, BOTH)
     yield Case("narrow", "bf16", _narrow, BOTH)
     yield Case("spilling", "fp32", _spilling, BOTH)
+    yield Case("tuned", "fp32", _tuned, BOTH)
     yield Case("raising", "", lambda: 1 / 0)
     yield Case("idle", "", lambda: None)

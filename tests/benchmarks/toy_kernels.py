@@ -37,6 +37,14 @@ def _spilling_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + offsets, (x / tl.sum(x, 0)).to(y_ptr.dtype.element_ty))
 
 
+@triton.autotune([triton.Config({"BLOCK": block}) for block in (1024, 2048)], key=[])
+@triton.jit
+def _tuned_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    """Every candidate must pass, since timing may pick any."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at))
+
+
 @triton.jit
 def _forgotten_kernel(x_ptr):
     """No case compiles it."""

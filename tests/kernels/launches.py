@@ -8,8 +8,12 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import numpy
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into the interpreter")
 
 # Allocation and views start no kernel; "fill_" is the fixture that poisons new memory.
 _FREE = {"empty", "empty_strided", "empty_like", "new_empty", "view", "detach", "slice", "select"}
@@ -42,16 +46,18 @@ def watched() -> Iterator[list[str]]:
     watch = _Watch()
     interpret, run = GridExecutor.__call__, JITFunction.run
 
-    def interpreted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def on_interpreter(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert len(self.grid) == 1, "dimensions beyond the first end at 65535"
         watch.calls.append(self.fn.__name__)
         with torch.utils._python_dispatch._disable_current_modes():
             return interpret(self, *args, **kwargs)
 
-    def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def on_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert len(kwargs["grid"]) == 1, "dimensions beyond the first end at 65535"
         watch.calls.append(self.fn.__name__)
         return run(self, *args, **kwargs)
 
-    GridExecutor.__call__, JITFunction.run = interpreted, compiled
+    GridExecutor.__call__, JITFunction.run = on_interpreter, on_device
     mode = "error" if torch.cuda.is_available() else "default"
     previous = torch.cuda.get_sync_debug_mode() if torch.cuda.is_available() else 0
     try:
@@ -63,6 +69,47 @@ def watched() -> Iterator[list[str]]:
         GridExecutor.__call__, JITFunction.run = interpret, run
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode(previous)
+
+
+@contextmanager
+def offset_widths(*tensors: torch.Tensor) -> Iterator[set[int]]:
+    """Collects the bits of the integers that address elements of ``tensors`` (interpreter only)."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    bases, found = {x.data_ptr() for x in tensors}, set()
+    original = InterpreterBuilder.create_addptr
+
+    def recording(self: Any, pointer: Any, offset: Any) -> Any:
+        if offset.data.size > 1 and int(pointer.data.flat[0]) in bases:
+            found.add(offset.data.dtype.itemsize * 8)
+        return original(self, pointer, offset)
+
+    InterpreterBuilder.create_addptr = recording
+    try:
+        yield found
+    finally:
+        InterpreterBuilder.create_addptr = original
+
+
+@contextmanager
+def floats_arrive_as_double() -> Iterator[None]:
+    """Python floats reach kernels as fp64, as they do from compiled code (interpreter only)."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    original = interpreter._implicit_cvt
+
+    def converted(argument: Any) -> Any:
+        if isinstance(argument, float):
+            handle = interpreter.TensorHandle(numpy.array([argument]), tl.float64)
+            return tl.tensor(handle, tl.float64)
+        return original(argument)
+
+    interpreter._implicit_cvt = converted
+    try:
+        yield
+    finally:
+        interpreter._implicit_cvt = original
 
 
 def constants(module: ModuleType) -> set[str]:

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from fastrl_kernels import gae, reference
-from tests.kernels.judge import DTYPES, judge, names
+from tests.kernels.judge import DTYPES, judge, misaligned, names
+from tests.kernels.launches import (
+    constants,
+    floats_arrive_as_double,
+    interpreted,
+    offset_widths,
+    watched,
+)
 
 GAMMA, LAM = 0.97, 0.9
 WRT = ("rewards", "values")
@@ -193,6 +200,12 @@ def test_strided_inputs(backend, device):
     judge(*both(backend), inputs, wrt=(*WRT, "bootstrap_value"))
 
 
+def test_misaligned_inputs(backend, device):
+    inputs = episode((3, 37), torch.bfloat16, device, cuts=True)
+    inputs = {name: misaligned(x) for name, x in inputs.items()}
+    judge(*both(backend, whiten=True), inputs, wrt=(*WRT, "bootstrap_value"))
+
+
 @pytest.mark.parametrize("wanted", ["rewards", "values", "bootstrap_value"])
 def test_gradients_reach_only_those_who_ask(backend, device, wanted):
     inputs = episode((3, 20), torch.float32, device, cuts=True)
@@ -225,6 +238,52 @@ def test_a_batch_that_counts_nowhere(backend, device):
         (grad,) = torch.autograd.grad((advantages + returns).sum(), inputs["rewards"])
         for result in (advantages, returns, grad):
             assert torch.equal(result, torch.zeros_like(result))
+
+
+@pytest.mark.parametrize("whiten", [False, True], ids=["plain", "whitened"])
+def test_nothing_waits_for_the_device(backend, device, whiten):
+    inputs = episode((3, 20), torch.float32, device, cuts=True)
+    inputs["rewards"].requires_grad_()
+    with watched():
+        advantages, returns = both(backend, whiten=whiten)[0](**inputs)
+        (advantages.sum() + returns.sum()).backward()
+
+
+def test_whitened_advantages_take_two_launches_each_way(device):
+    inputs = episode((3, 20), torch.float32, device)
+    inputs["rewards"].requires_grad_()
+    with watched() as calls:
+        outputs = both("triton", whiten=True)[0](**inputs)
+    assert calls == ["_gae_fwd_kernel", "_whiten_fwd_kernel"]
+    upstream = [torch.ones_like(output) for output in outputs]
+    with watched() as calls:
+        torch.autograd.grad(outputs, inputs["rewards"], upstream)
+    assert calls == ["_whiten_sums_kernel", "_gae_bwd_kernel"]
+
+
+@interpreted
+def test_offsets_do_not_wrap_at_two_to_the_31(device):
+    inputs = episode((3, 20), torch.float32, device, cuts=True)
+    with offset_widths(*inputs.values()) as widths:
+        both("triton", whiten=True)[0](**inputs)
+    assert widths == {64}
+
+
+@interpreted
+def test_floats_that_arrive_as_double_change_no_bit(device):
+    inputs = episode((3, 20), torch.float32, device, cuts=True)
+    plain = both("triton", whiten=True)[0](**inputs)
+    with floats_arrive_as_double():
+        doubled = both("triton", whiten=True)[0](**inputs)
+    assert all(map(torch.equal, plain, doubled))
+
+
+def test_discounts_compile_once():
+    from fastrl_kernels._triton import gae as module
+    from fastrl_kernels._triton import moments
+
+    assert constants(module) == {"ROWS", "STEPS", "CHUNK"}
+    assert constants(moments) == {"BLOCK", "CHUNK", "SHIFT_MEAN", "WHITENED"}
 
 
 def test_refusals(backend, device):

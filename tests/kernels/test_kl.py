@@ -8,7 +8,14 @@ from torch import Tensor
 
 from fastrl_kernels import kl_penalty, kl_rewards, reference
 from fastrl_kernels.kl import KL_KINDS
-from tests.kernels.judge import DTYPES, assert_close_to_exact, judge, names
+from tests.kernels.judge import DTYPES, assert_close_to_exact, judge, misaligned, names
+from tests.kernels.launches import (
+    constants,
+    floats_arrive_as_double,
+    interpreted,
+    offset_widths,
+    watched,
+)
 
 SHAPES = ((2, 3, 41), (7, 1), (252, 19))
 
@@ -204,17 +211,16 @@ def test_a_coefficient_on_the_device_gives_the_same_bits(backend, device):
     assert torch.equal(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("length", [37, 1100])
-def test_a_row_of_rewards_is_the_same_alone_and_among_64(backend, device, length):
+@pytest.mark.parametrize(("rows", "length"), [(64, 37), (5, 1100)])
+def test_a_row_of_rewards_is_the_same_alone_and_in_a_batch(backend, device, rows, length):
     if backend == "torch":
         pytest.skip("PyTorch's sums promise no such thing")
-    inputs = pair((64, length), torch.float32, device)
-    inputs["scores"] = torch.randn(64, device=device)
-    together = classic_rewards(backend, "mse")[0](**inputs)
-    for row in (0, 63):
-        alone = classic_rewards(backend, "mse")[0](
-            **{name: x[row : row + 1] for name, x in inputs.items()}
-        )
+    inputs = pair((rows, length), torch.float32, device)
+    inputs["scores"] = torch.randn(rows, device=device)
+    op = classic_rewards(backend, "k3")[0]
+    together = op(**inputs)
+    for row in (0, rows - 1):
+        alone = op(**{name: x[row : row + 1] for name, x in inputs.items()})
         for a, b in zip(alone, together, strict=True):
             assert torch.equal(a[0], b[row])
 
@@ -227,6 +233,61 @@ def test_strided_inputs(backend, device):
     judge(*classic_rewards(backend, "k3"), inputs, wrt=wrt)
     del inputs["scores"]
     judge(*penalty(backend, "k3"), inputs, wrt=wrt[:2])
+
+
+def test_misaligned_inputs(backend, device):
+    inputs = pair((4, 37), torch.bfloat16, device)
+    inputs = {name: misaligned(x) for name, x in inputs.items()}
+    judge(*penalty(backend, "k3"), inputs, wrt=("logprobs", "ref_logprobs"))
+    inputs["scores"] = torch.randn(4, device=device)
+    judge(*classic_rewards(backend, "k3"), inputs, wrt=("logprobs", "scores"))
+
+
+@pytest.mark.parametrize("by_tensor", [False, True], ids=["float", "tensor"])
+def test_nothing_waits_for_the_device(backend, device, by_tensor):
+    logprobs, ref, mask = pair((3, 20), torch.float32, device).values()
+    logprobs.requires_grad_()
+    coef = torch.tensor(0.3, device=device) if by_tensor else 0.3
+    scores = torch.ones(3, device=device)
+    with watched():
+        kl_penalty(logprobs, ref, "k3", mask=mask, backend=backend).sum().backward()
+        rewards, kls, sums = kl_rewards(logprobs, ref, scores, mask, coef=coef, backend=backend)
+        (rewards.sum() + kls.sum() + sums.sum()).backward()
+
+
+def test_rewards_take_one_launch(device):
+    logprobs, ref, mask = pair((3, 20), torch.float32, device).values()
+    scores = torch.ones(3, device=device)
+    with watched() as calls:
+        kl_rewards(logprobs, ref, scores, mask, coef=0.1, backend="triton")
+    assert calls == ["_kl_rewards_fwd_kernel"]
+
+
+@interpreted
+def test_offsets_do_not_wrap_at_two_to_the_31(device):
+    inputs = pair((3, 20), torch.float32, device)
+    inputs["scores"] = torch.ones(3, device=device)
+    with offset_widths(*inputs.values()) as widths:
+        classic_rewards("triton", "k3")[0](**inputs)
+        del inputs["scores"]
+        penalty("triton", "k3")[0](**inputs)
+    assert widths == {64}
+
+
+@interpreted
+def test_floats_that_arrive_as_double_change_no_bit(device):
+    inputs = pair((3, 20), torch.float32, device)
+    inputs["scores"] = torch.ones(3, device=device)
+    plain = classic_rewards("triton", "k3", coef=0.1)[0](**inputs)
+    with floats_arrive_as_double():
+        doubled = classic_rewards("triton", "k3", coef=0.1)[0](**inputs)
+    assert all(map(torch.equal, plain, doubled))
+
+
+def test_coefficients_compile_once():
+    from fastrl_kernels._triton import kl as module
+
+    assert constants(module) == {"KIND", "BLOCK", "COEF_IS_POINTER", "ROWS", "STEPS"}
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)], ids=str)

@@ -16,6 +16,7 @@ from fastrl_kernels import (
     reference,
 )
 from tests.kernels.judge import DTYPES, assert_close_to_exact, judge, names
+from tests.kernels.launches import interpreted, offset_widths, watched
 
 STATISTICS = {
     "mean": (masked_mean, reference.masked_mean, {}),
@@ -173,6 +174,14 @@ def test_given_moments_are_constants_to_the_gradient(backend, device):
     torch.testing.assert_close(grad, torch.where(mask, rstd, 0.0))
 
 
+def test_given_moments_of_one_element_have_no_deviation(backend, device):
+    values = torch.tensor([3.0, 4.0], device=device)
+    moments = Moments(*torch.tensor([1.0, 2.0, 0.0], device=device).unbind())
+    for shift_mean, expected in ((True, 0.0), (False, 2.0)):
+        whitened = masked_whiten(values, values > 0, shift_mean, moments=moments, backend=backend)
+        assert torch.equal(whitened, torch.full_like(values, expected))
+
+
 def test_whitening_by_hand(backend, device):
     values = torch.tensor([[1.0, 2.0, 99.0, 3.0, 6.0]], device=device)
     mask = values < 99
@@ -193,6 +202,26 @@ def test_runs_give_the_same_bits(backend, device):
             results.append((result, torch.autograd.grad(result.square().sum(), values)[0]))
         for first, second in zip(*results, strict=True):
             assert torch.equal(first, second)
+
+
+def test_nothing_waits_for_the_device(backend, device):
+    values, mask = batch((3, 20), torch.float32, device).values()
+    values.requires_grad_()
+    with watched():
+        for name in STATISTICS:
+            statistic(name, backend)[0](values, mask).sum().backward()
+        moments = masked_moments(values, mask, backend=backend)
+        merge_moments(Moments(*(field[None] for field in moments)))
+        masked_whiten(values, mask, moments=moments, backend=backend).sum().backward()
+
+
+@interpreted
+def test_offsets_do_not_wrap_at_two_to_the_31(device):
+    values, mask = batch((3, 20), torch.float32, device).values()
+    values.requires_grad_()
+    with offset_widths(values, mask) as widths:
+        masked_whiten(values, mask, backend="triton").sum().backward()
+    assert widths == {64}
 
 
 def test_an_empty_batch(backend, device):

@@ -12,8 +12,14 @@ from torch import Tensor
 from fastrl_kernels import KLTerm, LossStats, ValueTerm, ppo_loss, reference
 from fastrl_kernels.kl import KL_KINDS
 from fastrl_kernels.ppo_loss import AGGREGATES
-from tests.kernels.judge import DTYPES, assert_close_to_exact, names
-from tests.kernels.launches import constants, watched
+from tests.kernels.judge import DTYPES, assert_close_to_exact, misaligned, names
+from tests.kernels.launches import (
+    constants,
+    floats_arrive_as_double,
+    interpreted,
+    offset_widths,
+    watched,
+)
 
 SHAPE = (9, 150)  # more than one block, and none of them full at the end
 LEAVES = ("logprobs", "values")
@@ -136,6 +142,11 @@ def test_any_shape(backend, device, shape, aggregate):
 
 def test_strided_inputs(backend, device):
     tensors = {k: x[:, 1:70:2] for k, x in batch((8, 80), torch.bfloat16, device).items()}
+    check(tensors, backend, aggregate="seq-mean-token-mean")
+
+
+def test_misaligned_inputs(backend, device):
+    tensors = {name: misaligned(x) for name, x in batch((4, 37), device=device).items()}
     check(tensors, backend, aggregate="seq-mean-token-mean")
 
 
@@ -337,6 +348,27 @@ def test_nothing_waits_for_the_device(backend, device, aggregate):
             )
             _ = stats.clipfrac, stats.loss
             loss.backward()
+
+
+@interpreted
+def test_offsets_do_not_wrap_at_two_to_the_31(device):
+    tensors = batch(device=device)
+    tensors["logprobs"].requires_grad_()
+    positional, named = arguments(tensors)
+    with offset_widths(*tensors.values()) as widths:
+        ppo_loss(*positional, **named, aggregate="seq-mean-token-mean", backend="triton")
+    assert widths == {64}
+
+
+@interpreted
+def test_floats_that_arrive_as_double_change_no_bit(device):
+    options = {"dual_clip": 1.3, "denominator": 700.1, "cliprange": 0.1}
+    plain = run(batch(device=device), "triton", **options)
+    with floats_arrive_as_double():
+        doubled = run(batch(device=device), "triton", **options)
+    assert torch.equal(plain[0], doubled[0])
+    for one, other in zip(plain[1:], doubled[1:], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_coefficients_and_clip_ranges_compile_once():

@@ -9,6 +9,7 @@ The gradient runs the same maps the other way, from the first step to the last.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -93,8 +94,8 @@ class _Steps:
         if self.bits is None:
             slopes = torch.full_like(passed, decay)
         else:
-            pair = torch.tensor([decay, 1.0], dtype=passed.dtype).view(self.bits.dtype)
-            yes, no = pair.tolist()  # the bits of either, on the host
+            decimal, integer = "dq" if passed.dtype == torch.float64 else "fi"
+            yes, no = (struct.unpack(integer, struct.pack(decimal, x))[0] for x in (decay, 1.0))
             slopes = (self.bits & (yes ^ no)).bitwise_xor_(no).view(passed.dtype)
         if self.ends is not None:
             slopes = torch.where(self.ends, 0.0, slopes)

@@ -186,22 +186,21 @@ class _FullKL(torch.autograd.Function):
         counted = torch.ones_like(kl, dtype=torch.bool) if mask is None else mask.reshape(-1, 1)
         # dz = g p [log p - log q - KL]/T with p = e/s.
         slope = divisor.divide_(torch.where(counted, grads[0].reshape(-1, 1), 0.0)) / row_sum
-        slope = torch.where(kl.isnan(), kl, slope)
-        offset = log_ratio + kl
         dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         for rows, (x, y, dx), memory in _chunks(logits, ref_logits, dlogits, buffers=3):
             d_ref = torch.sub(_wide(y, memory[1]), ref_max[rows], out=memory[1])
             d_ref = divisor.divide_(d_ref, rows)
             d = torch.sub(_wide(x, memory[0]), row_max[rows], out=memory[0])
             e = torch.exp(divisor.divide_(d, rows), out=memory[2])
-            d = _difference(d, d_ref, offset[rows]).mul_(slope[rows]).mul_(e)
+            d = _difference(d, d_ref, log_ratio[rows]).sub_(kl[rows])
+            d.mul_(slope[rows]).mul_(e)
             dx.copy_(_zero_rows(d, counted[rows]))
         return dlogits, None, None, None, None
 
 
-def _difference(d: Tensor, d_ref: Tensor, offset: Tensor) -> Tensor:
-    """d - d_ref - offset in place; 0 where d is -inf, for a token that weighs nothing."""
-    return d.sub_(d_ref).sub_(offset).nan_to_num_(nan=0.0, posinf=math.inf, neginf=0.0)
+def _difference(d: Tensor, d_ref: Tensor, log_ratio: Tensor) -> Tensor:
+    """log p - log q in place of d; finite where d is -inf, for a token that weighs nothing."""
+    return d.sub_(d_ref).nan_to_num_(nan=0.0, posinf=math.inf, neginf=0.0).sub_(log_ratio)
 
 
 def _check_logits(name: str, logits: Tensor) -> None:

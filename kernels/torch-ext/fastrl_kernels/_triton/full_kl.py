@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from ..rows import aligned_alike, as_rows_together, empty_rows_like, vector_length
 from .logprob import LOG2E, LOWEST, online_softmax, row_temperature
 from .rows import (
-    ROW_ARGUMENTS,
     PART_VECTORS,
+    ROW_ARGUMENTS,
     align_down,
     device_of,
     load_end,
@@ -24,8 +24,6 @@ from .rows import (
     window,
 )
 
-# Far below every difference of logits, and finite: what it stands in for is weighted with 0.
-_LEAST = tl.constexpr(-1e30)
 _PIVOT_COLUMNS = tl.constexpr(256)
 
 
@@ -39,19 +37,20 @@ def _pivot(start, V):
 
 
 @triton.jit
-def _accumulate(x, y, m, s, u, m_ref, s_ref, pivot, ref_pivot, scale):
-    """Adds one pair of logits to each slot: both online softmaxes, and
+def _difference(x, y, pivot, ref_pivot):
+    """Δ = (x - pivot) - (y - ref_pivot), and 0 where x is -inf: its weight is 0 there."""
+    return tl.where(x == float("-inf"), 0.0, (x - pivot) - (y - ref_pivot))
 
-    u = Σ 2^((x - m)·scale)·((x - pivot) - (y - ref_pivot)).
-    """
+
+@triton.jit
+def _accumulate(x, y, m, s, u, m_ref, s_ref, pivot, ref_pivot, scale):
+    """Adds one pair of logits to each slot: both online softmaxes, and Σ 2^((x - m)·scale)·Δ."""
     a = -tl.abs(x - m) * scale
     e = tl.exp2(a)
     higher = x > m
     rescale = tl.where(higher, e, 1.0)
     term = tl.where(higher, 1.0, e)
-    # Where x is -inf, e is 0 and the difference -inf or NaN.
-    difference = tl.maximum((x - pivot) - (y - ref_pivot), _LEAST)
-    u = tl.fma(rescale, u, term * difference)
+    u = tl.fma(rescale, u, term * _difference(x, y, pivot, ref_pivot))
     s = tl.fma(rescale, s, term)
     m_ref, s_ref, _ = online_softmax(y, m_ref, s_ref, s_ref, scale, False)
     return tl.maximum(m, x), s, u, m_ref, s_ref
@@ -65,10 +64,8 @@ def _full_kl_fwd_kernel(
     temperature_ptr,  # [N], or None: the number
     temperature,
     kl_ptr,  # [N] fp32
-    max_ptr,  # [N] fp32, or None: no backward to come. max_v x_v
-    ref_max_ptr,  # [N] fp32, or None likewise. max_v y_v
-    sum_ptr,  # [N] fp32, or None likewise. Σ_v exp((x_v - max x)/T)
-    mean_ptr,  # [N] fp32, or None likewise. E_p[(x - max x) - (y - max y)]
+    saved_ptr,  # [5, N] fp32, or None: no backward to come. Both pivots, max x, Σ exp, E_p[Δ]
+    n,
     V,
     inner,
     outer_stride,
@@ -118,14 +115,16 @@ def _full_kl_fwd_kernel(
     row_u = tl.sum(rotate(e * u, shift, BLOCK), 0)
     e_ref = tl.exp2((m_ref - ref_max) * scale)
     ref_sum = tl.sum(rotate(e_ref * s_ref, shift, BLOCK), 0)
-    mean = row_u / row_sum - ((row_max - pivot) - (ref_max - ref_pivot))
-    kl = tl.div_rn(mean, temperature) - tl.log(tl.div_rn(row_sum, ref_sum))
+    mean = tl.div_rn(row_u, row_sum)
+    below_max = mean - ((row_max - pivot) - (ref_max - ref_pivot))
+    kl = tl.div_rn(below_max, temperature) - tl.log(tl.div_rn(row_sum, ref_sum))
     tl.store(kl_ptr + row, kl)
-    if max_ptr is not None:
-        tl.store(max_ptr + row, row_max)
-        tl.store(ref_max_ptr + row, ref_max)
-        tl.store(sum_ptr + row, row_sum)
-        tl.store(mean_ptr + row, tl.where(kl == kl, mean, kl))  # a NaN reaches the gradient
+    if saved_ptr is not None:
+        tl.store(saved_ptr + row, pivot)
+        tl.store(saved_ptr + n + row, ref_pivot)
+        tl.store(saved_ptr + 2 * n + row, row_max)
+        tl.store(saved_ptr + 3 * n + row, row_sum)
+        tl.store(saved_ptr + 4 * n + row, tl.where(kl == kl, mean, kl))  # NaN reaches the gradient
 
 
 def _forward(
@@ -136,12 +135,12 @@ def _forward(
     number: float,
     *,
     save: bool,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The KL per token, and what backward needs of each row: both maxima, sum and mean."""
+) -> tuple[Tensor, Tensor | None]:
+    """The KL per token, and [5, N] that backward needs of the rows."""
     rows, refs = _rows_of(logits, ref_logits)
     outer, inner, vocabulary = rows.shape
     kl = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
-    statistics = [kl.new_empty(outer * inner) if save else None for _ in range(4)]
+    saved = kl.new_empty(5, kl.numel()) if save else None
     with device_of(logits):
         _full_kl_fwd_kernel[(outer * inner,)](
             rows,
@@ -150,7 +149,8 @@ def _forward(
             per_row(temperature),
             number,
             kl,
-            *statistics,
+            saved,
+            kl.numel(),
             vocabulary,
             inner,
             rows.stride(0),
@@ -159,7 +159,7 @@ def _forward(
             refs.stride(1),
             **window(vocabulary, logits.dtype, ref_logits.dtype),
         )
-    return kl, statistics
+    return kl, saved
 
 
 def _rows_of(logits: Tensor, ref_logits: Tensor) -> list[Tensor]:
@@ -172,11 +172,10 @@ def _rows_of(logits: Tensor, ref_logits: Tensor) -> list[Tensor]:
 
 
 @triton.jit
-def _dlogits(x, y, row_max, ref_max, scale, mean, slope):
-    d = x - row_max
-    difference = tl.maximum(d - (y - ref_max), _LEAST)
-    # No multiply-add: the difference of the likeliest token is the mean, but for its rounding.
-    return tl.exp2(d * scale) * ((difference - mean) * slope)
+def _dlogits(x, y, row_max, pivot, ref_pivot, mean, scale, slope):
+    # Subtracted first: where one token has all the probability, its Δ and the mean are the same.
+    apart = _difference(x, y, pivot, ref_pivot) - mean
+    return tl.exp2((x - row_max) * scale) * (apart * slope)
 
 
 @triton.jit(do_not_specialize=ROW_ARGUMENTS)
@@ -187,11 +186,9 @@ def _full_kl_bwd_kernel(
     mask_ptr,  # [N] bool, or None: all count
     temperature_ptr,  # [N], or None: the number
     temperature,
-    max_ptr,  # [N] fp32
-    ref_max_ptr,  # [N] fp32
-    sum_ptr,  # [N] fp32
-    mean_ptr,  # [N] fp32
+    saved_ptr,  # [5, N] fp32, of the forward kernel
     dlogits_ptr,  # [outer, inner, V], rows aligned as those of logits
+    n,
     V,
     parts,
     inner,
@@ -224,25 +221,26 @@ def _full_kl_bwd_kernel(
                 store_end(d_aligned, w * BLOCK + slots, zeros, shift, end, VEC)
             return
 
-    # log p - log q - KL is the difference of what lies below the maxima, less its mean.
+    # log p - log q - KL is (Δ - E_p[Δ])/T.
     temperature = row_temperature(temperature_ptr, temperature, row)
     scale = LOG2E / temperature
-    row_max, ref_max = tl.load(max_ptr + row), tl.load(ref_max_ptr + row)
-    mean = tl.load(mean_ptr + row)
-    slope = tl.div_rn(tl.load(grad_ptr + row), tl.load(sum_ptr + row) * temperature * temperature)
+    pivot, ref_pivot = tl.load(saved_ptr + row), tl.load(saved_ptr + n + row)
+    row_max, mean = tl.load(saved_ptr + 2 * n + row), tl.load(saved_ptr + 4 * n + row)
+    row_sum = tl.load(saved_ptr + 3 * n + row)
+    slope = tl.div_rn(tl.load(grad_ptr + row), row_sum * temperature * temperature)
     if (first >= shift) & (first + PART <= end):
         for w in range(PART // BLOCK):
             at = w * BLOCK + slots
             x = tl.load(aligned + at).to(tl.float32)
             y = tl.load(ref_aligned + at).to(tl.float32)
-            d = _dlogits(x, y, row_max, ref_max, scale, mean, slope)
+            d = _dlogits(x, y, row_max, pivot, ref_pivot, mean, scale, slope)
             tl.store(d_aligned + at, d.to(dlogits_ptr.dtype.element_ty))
     else:
         for w in range(windows):
             at = w * BLOCK + slots
             x = load_end(aligned, at, shift, end, VEC)
             y = load_end(ref_aligned, at, shift, end, VEC)
-            d = _dlogits(x, y, row_max, ref_max, scale, mean, slope)
+            d = _dlogits(x, y, row_max, pivot, ref_pivot, mean, scale, slope)
             store_end(d_aligned, at, d, shift, end, VEC)
 
 
@@ -253,7 +251,7 @@ def _backward(
     mask: Tensor | None,
     temperature: Tensor | None,
     number: float,
-    statistics: list[Tensor],
+    saved: Tensor,
 ) -> Tensor:
     rows, refs = _rows_of(logits, ref_logits)
     outer, inner, vocabulary = rows.shape
@@ -268,8 +266,9 @@ def _backward(
             per_row(mask),
             per_row(temperature),
             number,
-            *statistics,
+            saved,
             dlogits,
+            grad.numel(),
             vocabulary,
             parts,
             inner,
@@ -291,15 +290,15 @@ class FullKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, ref_logits, mask, temperature, number):
         save = ctx.needs_input_grad[0]
-        kl, statistics = _forward(logits, ref_logits, mask, temperature, number, save=save)
+        kl, saved = _forward(logits, ref_logits, mask, temperature, number, save=save)
         if save:
-            ctx.save_for_backward(logits, ref_logits, mask, temperature, *statistics)
+            ctx.save_for_backward(logits, ref_logits, mask, temperature, saved)
             ctx.number = number
         return kl
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        logits, ref_logits, mask, temperature, *statistics = ctx.saved_tensors
-        dlogits = _backward(grad, logits, ref_logits, mask, temperature, ctx.number, statistics)
+        logits, ref_logits, mask, temperature, saved = ctx.saved_tensors
+        dlogits = _backward(grad, logits, ref_logits, mask, temperature, ctx.number, saved)
         return dlogits, None, None, None, None

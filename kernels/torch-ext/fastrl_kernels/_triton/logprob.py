@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from ..reference import IGNORE_LABEL
 from ..rows import as_rows, empty_rows_like
 from .rows import (
-    ROW_ARGUMENTS,
     PART_VECTORS,
+    ROW_ARGUMENTS,
     align_down,
     device_of,
     load_end,

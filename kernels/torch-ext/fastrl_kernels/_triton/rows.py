@@ -24,6 +24,7 @@ VECTORS = 128  # of 16 bytes per window, one for each thread
 PART_VECTORS = 16 * VECTORS  # that one program of an elementwise kernel walks
 # Integers that change with the batch or prove nothing here: specialising on them only recompiles.
 ROW_ARGUMENTS = (
+    "n",
     "V",
     "parts",
     "inner",

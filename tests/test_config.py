@@ -1,0 +1,222 @@
+"""PPOConfig: the defaults of TRL 0.11, and one clear error per mistake."""
+
+import dataclasses
+import sys
+
+import pytest
+from transformers import HfArgumentParser
+
+from fastrl import PPOConfig
+
+DEFAULTS = {
+    "seed": 0,
+    "log_with": None,
+    "task_name": None,
+    "model_name": "gpt2",
+    "query_dataset": "imdb",
+    "reward_model": "sentiment-analysis:lvwerra/distilbert-imdb",
+    "tracker_kwargs": {},
+    "accelerator_kwargs": {},
+    "project_kwargs": {},
+    "push_to_hub_if_best_kwargs": {},
+    "compare_steps": 1,
+    "remove_unused_columns": True,
+    "dataset_num_proc": None,
+    "steps": 20_000,
+    "learning_rate": 1.41e-5,
+    "batch_size": 128,
+    "mini_batch_size": 128,
+    "forward_batch_size": None,
+    "gradient_accumulation_steps": 1,
+    "ppo_epochs": 4,
+    "max_grad_norm": None,
+    "gradient_checkpointing": False,
+    "optimize_cuda_cache": None,
+    "optimize_device_cache": False,
+    "adap_kl_ctrl": True,
+    "init_kl_coef": 0.2,
+    "kl_penalty": "kl",
+    "target": 6.0,
+    "horizon": 10_000.0,
+    "early_stopping": False,
+    "target_kl": 1.0,
+    "gamma": 1.0,
+    "lam": 0.95,
+    "cliprange": 0.2,
+    "cliprange_value": 0.2,
+    "vf_coef": 0.1,
+    "ratio_threshold": 10.0,
+    "use_score_scaling": False,
+    "use_score_norm": False,
+    "score_clip": None,
+    "whiten_rewards": False,
+}
+
+
+def test_defaults_are_those_of_trl():
+    config = PPOConfig()
+    assert {name: getattr(config, name) for name in DEFAULTS} == DEFAULTS
+    settable = {f.name for f in dataclasses.fields(PPOConfig) if f.init}
+    assert settable == {*DEFAULTS, "exp_name", "tracker_project_name"}
+
+
+def test_every_setting_is_documented():
+    for field in dataclasses.fields(PPOConfig):
+        if field.init:
+            assert field.metadata["help"].endswith("."), field.name
+
+
+def test_the_experiment_is_named_after_the_script(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/sentiment.py", "--seed", "1"])
+    assert PPOConfig().exp_name == "sentiment"
+    monkeypatch.setattr(sys, "argv", [""])
+    assert PPOConfig().exp_name == "fastrl"
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(1, 1), (16, 16), (128, 128), (256, 128)])
+def test_an_unset_mini_batch_is_as_large_as_the_batch_up_to_128(batch_size, expected):
+    config = PPOConfig(batch_size=batch_size)
+    assert config.mini_batch_size == config.backward_batch_size == expected
+
+
+def test_derived_sizes():
+    config = PPOConfig(batch_size=24, mini_batch_size=4, gradient_accumulation_steps=3, steps=100)
+    assert config.backward_batch_size == 12
+    assert config.total_ppo_epochs == 5  # 100 samples in batches of 24
+
+
+JSON_FIELDS = [
+    "tracker_kwargs",
+    "accelerator_kwargs",
+    "project_kwargs",
+    "push_to_hub_if_best_kwargs",
+]
+
+
+@pytest.mark.parametrize("name", JSON_FIELDS)
+def test_json_settings_take_a_string_a_dict_or_none(name):
+    text, value = '{"repo_id": {"b": [1, 2]}}', {"repo_id": {"b": [1, 2]}}
+    assert getattr(PPOConfig(**{name: text}), name) == value
+    assert getattr(PPOConfig(**{name: value}), name) == value
+    assert getattr(PPOConfig(**{name: None}), name) == {}
+
+
+@pytest.mark.parametrize("name", JSON_FIELDS)
+def test_json_settings_that_hold_no_object_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} is not valid JSON"):
+        PPOConfig(**{name: "{wandb: 1}"})
+    with pytest.raises(TypeError, match=f"{name} must be a dict or a JSON object"):
+        PPOConfig(**{name: "[1]"})
+    with pytest.raises(TypeError, match=f"{name} must be a dict or a JSON object"):
+        PPOConfig(**{name: 3})
+
+
+def test_settings_come_from_the_command_line():
+    flags = [
+        "--batch_size=32",
+        "--mini_batch_size=8",
+        "--learning_rate=1e-4",
+        "--kl_penalty=abs",
+        "--no_adap_kl_ctrl",
+        "--whiten_rewards",
+        "--score_clip=2.5",
+        '--accelerator_kwargs={"cpu": true}',
+        "--log_with=wandb",
+    ]
+    (config,) = HfArgumentParser((PPOConfig,)).parse_args_into_dataclasses(args=flags)
+    expected = PPOConfig(
+        batch_size=32,
+        mini_batch_size=8,
+        learning_rate=1e-4,
+        kl_penalty="abs",
+        adap_kl_ctrl=False,
+        whiten_rewards=True,
+        score_clip=2.5,
+        accelerator_kwargs={"cpu": True},
+        log_with="wandb",
+    )
+    assert config.to_dict() == expected.to_dict()
+    (unset,) = HfArgumentParser((PPOConfig,)).parse_args_into_dataclasses(args=["--batch_size=4"])
+    assert unset.mini_batch_size == 4
+
+
+def test_the_help_shows_every_sentence():
+    text = " ".join(HfArgumentParser((PPOConfig,)).format_help().split())
+    assert "--cliprange_value" in text
+    assert "Clip range of the probability ratio." in text
+
+
+def test_to_dict_is_flat():
+    settings = PPOConfig(tracker_kwargs={"wandb": {"entity": "me"}}, batch_size=4).to_dict()
+    assert settings["tracker_kwargs/wandb/entity"] == "me"
+    assert settings["batch_size"] == settings["mini_batch_size"] == 4
+    assert {"kl_penalty", "backward_batch_size", "world_size"} <= set(settings)
+    assert not any(isinstance(value, dict) for value in settings.values())
+
+
+def test_deprecated_names_warn_and_act():
+    with pytest.warns(FutureWarning, match="set that instead") as caught:
+        config = PPOConfig(batch_size=8, forward_batch_size=2)
+    assert config.mini_batch_size == 2
+    assert caught[0].filename == __file__
+    with pytest.warns(FutureWarning, match="use optimize_device_cache") as caught:
+        assert PPOConfig(optimize_cuda_cache=True).optimize_device_cache
+    assert caught[0].filename == __file__
+
+
+NAN = float("nan")
+MISTAKES = {
+    **{
+        name: [0, -1]
+        for name in (
+            "batch_size",
+            "mini_batch_size",
+            "gradient_accumulation_steps",
+            "ppo_epochs",
+            "steps",
+            "compare_steps",
+        )
+    },
+    **{name: [0.0, -1.0, NAN] for name in ("horizon", "target_kl", "ratio_threshold")},
+    **{
+        name: [-0.1, NAN, float("inf")]
+        for name in ("learning_rate", "init_kl_coef", "cliprange", "cliprange_value", "vf_coef")
+    },
+    **{name: [-0.1, 1.1, NAN] for name in ("gamma", "lam")},
+    **{name: [0.0, -1.0, NAN] for name in ("max_grad_norm", "score_clip")},
+    "target": [0.0, -6.0],
+    "kl_penalty": ["kll", ""],
+    "gradient_checkpointing": [True],
+    "push_to_hub_if_best_kwargs": [{"private": True}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in MISTAKES.items() for value in values]
+)
+def test_a_value_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        PPOConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("learning_rate", 0.0), ("vf_coef", 0), ("gamma", 0), ("lam", 1), ("init_kl_coef", 0.0)],
+)
+def test_values_at_the_edge_are_accepted(name, value):
+    assert getattr(PPOConfig(**{name: value}), name) == value
+
+
+def test_a_fixed_coefficient_needs_no_target():
+    assert PPOConfig(adap_kl_ctrl=False, target=0.0).target == 0.0
+
+
+def test_sizes_that_do_not_divide_are_refused():
+    message = r"batch_size \(10\).*mini_batch_size \(2\) × gradient_accumulation_steps \(3\)"
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(batch_size=10, mini_batch_size=2, gradient_accumulation_steps=3)
+
+
+def test_what_the_trainer_fills_in_cannot_be_set():
+    with pytest.raises(TypeError, match="world_size"):
+        PPOConfig(world_size=2)

@@ -1,0 +1,110 @@
+"""Tiny random models by family, with heads that differ in kind, and value heads on them."""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from fastrl import AutoModelForCausalLMWithValueHead
+from tests.golden import tiny
+
+CONTEXT = 48
+
+# PEFT 0.21 reads an attribute that transformers 5.23 has renamed.
+PEFT_WARNING = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+_SPECIAL = {"bos_token_id": tiny.BOS, "eos_token_id": tiny.EOS, "pad_token_id": tiny.PAD}
+_ROTARY = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False,
+}
+_OPT = {
+    "hidden_size": 16,
+    "ffn_dim": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "dropout": 0.0,
+    "word_embed_proj_dim": 16,
+}
+_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "gpt2",
+        {
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_positions": CONTEXT,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    ),
+    "gpt_neox": ("gpt_neox", {k: v for k, v in _ROTARY.items() if k != "num_key_value_heads"}),
+    "opt": ("opt", _OPT),
+    # Its last hidden state is narrower than the rest of the model.
+    "opt_projected": ("opt", _OPT | {"word_embed_proj_dim": 8, "do_layer_norm_before": False}),
+    "llama": ("llama", _ROTARY),
+    "mistral": ("mistral", _ROTARY | {"head_dim": 4}),
+    "qwen2": ("qwen2", _ROTARY),
+    # A soft cap low enough to matter: logits are changed after the head.
+    "gemma2": ("gemma2", _ROTARY | {"head_dim": 4, "final_logit_softcapping": 2.0}),
+    "phi3": ("phi3", _ROTARY),
+    "cohere": ("cohere", _ROTARY | {"logit_scale": 3.0}),
+}
+FAMILIES = tuple(_SETTINGS)
+
+
+def config(family: str, **changes: Any) -> Any:
+    """The family's configuration: two layers of width 16."""
+    kind, settings = _SETTINGS[family]
+    return CONFIG_MAPPING[kind](
+        **{"vocab_size": tiny.VOCABULARY, **_SPECIAL, **settings, **changes}
+    )
+
+
+@torch.no_grad()
+def language_model(family: str = "gpt2", perturbation: float = 0.0, **changes: Any) -> Any:
+    """A causal LM whose weights, far from uniform, follow `tests.golden.tiny.rule`."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config(family, **changes))
+    for name, parameter in model.named_parameters():
+        parameter.copy_(tiny.rule(name, tuple(parameter.shape), perturbation))
+    return model.eval()
+
+
+@torch.no_grad()
+def policy(
+    family: str = "gpt2", perturbation: float = 0.0, **changes: Any
+) -> AutoModelForCausalLMWithValueHead:
+    """The same with a value head, filled by the same rule, in evaluation mode."""
+    model = AutoModelForCausalLMWithValueHead(language_model(family, perturbation, **changes))
+    for name, parameter in model.v_head.named_parameters():
+        parameter.copy_(tiny.rule(f"v_head.{name}", tuple(parameter.shape), perturbation))
+    return model.eval()
+
+
+def lora(**changes: Any) -> Any:
+    """LoRA on GPT-2's attention, with weights that already change the outputs."""
+    from peft import LoraConfig
+
+    settings = {
+        "r": 2,
+        "target_modules": ["c_attn"],
+        "fan_in_fan_out": True,
+        "task_type": "CAUSAL_LM",
+        "init_lora_weights": False,
+    }
+    return LoraConfig(**{**settings, **changes})
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+    """Random words, no special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(tiny.FIRST_WORD, tiny.VOCABULARY, (n,), generator=generator) for n in lengths
+    ]
