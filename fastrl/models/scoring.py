@@ -69,7 +69,8 @@ class RowHead:
             logits = model(**inputs).logits
         if not seen:
             raise RuntimeError(f"{_name(model)} does not call its output embeddings as a module")
-        return logits[0], seen[0][0]
+        # squeeze is a view both ways; indexing would copy the logits' gradient
+        return logits.squeeze(0), seen[0].squeeze(0)
 
 
 class FullHead:
@@ -128,5 +129,5 @@ def _rows_before(head: nn.Module, rows: Tensor) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def _name(model: nn.Module) -> str:
-    return type(getattr(model, "base_model", model)).__name__
+def _name(model: Any) -> str:
+    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__

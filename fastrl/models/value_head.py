@@ -270,6 +270,11 @@ def _load_language_model(
     from peft import PeftConfig, PeftModel
 
     base_path = PeftConfig.from_pretrained(path).base_model_name_or_path
+    if not base_path:
+        raise ValueError(
+            f"the adapter in {path} names no base model: load that yourself, put the adapter on it "
+            "with peft.PeftModel.from_pretrained, and wrap the result"
+        )
     base = parent.from_pretrained(base_path, *model_args, **kwargs)
     return PeftModel.from_pretrained(base, path, is_trainable=is_trainable)
 

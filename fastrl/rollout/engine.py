@@ -116,6 +116,9 @@ class GenerateEngine:
     ) -> RolloutOutput:
         """One response per prompt, with keyword arguments of ``model.generate`` as they are."""
         kwargs = {"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs}
+        for name in ("num_return_sequences", "return_dict_in_generate"):
+            if kwargs.pop(name, None) not in (None, 1, False):
+                raise ValueError(f"{name} is not supported here: repeat the prompts instead")
         check_prompts(prompts, self.model, kwargs.get("max_new_tokens"))
         for start in range(0, len(prompts), self.batch_size):
             lengths = [len(p) for p in prompts[start : start + self.batch_size]]

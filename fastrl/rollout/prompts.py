@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastrl.models.modes import context_length
@@ -27,17 +28,28 @@ def check_prompts(prompts: Sequence[Tensor], model: Any, max_new_tokens: int | N
     """Refuse prompts that cannot be continued, by their index.
 
     Raises:
-        ValueError: a prompt that is empty, not 1-D, or leaves no room in the model's context.
+        ValueError: a prompt that is empty or not 1-D integers, or leaves no room to generate.
     """
     if not len(prompts):
         raise ValueError("prompts is empty: pass at least one")
     context = context_length(model)
+    vocabulary = model.config.get_text_config().vocab_size
     new_tokens = max_new_tokens or 1
     for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, Tensor):
+            raise ValueError(f"prompts[{i}] must be a 1-D tensor, got {type(prompt).__name__}")
         if prompt.dim() != 1 or len(prompt) == 0:
             raise ValueError(
                 f"prompts[{i}] must be a 1-D tensor of at least one token, got shape "
                 f"{tuple(prompt.shape)}"
+            )
+        if prompt.dtype.is_floating_point or prompt.dtype == torch.bool:
+            raise ValueError(f"prompts[{i}] must hold integer token ids, got {prompt.dtype}")
+        wrong = prompt[(prompt < 0) | (prompt >= vocabulary)]
+        if len(wrong):
+            raise ValueError(
+                f"prompts[{i}] holds token id {int(wrong[0])}, outside the vocabulary of "
+                f"{vocabulary}: was it made by another tokenizer?"
             )
         if context is not None and len(prompt) + new_tokens > context:
             raise ValueError(

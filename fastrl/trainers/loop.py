@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 RewardFunction = Callable[..., Sequence[float]]
 
 _PROMPT_COLUMNS = ("prompt", "query")
+_REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
 class Prompts:
@@ -37,8 +38,10 @@ class Prompts:
         """From texts or 1-D token ids.
 
         Raises:
-            ValueError: a prompt without a token, named by its index.
+            ValueError: a single text; a prompt without a token, named by its index.
         """
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts must be a list of texts, got the text {prompts!r}")
         texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
         ids = [
             torch.as_tensor(tokenizer(p).input_ids if isinstance(p, str) else p, dtype=torch.long)
@@ -65,6 +68,12 @@ class Prompts:
             raise ValueError(
                 f"the dataset has no column {wanted}; its columns are {', '.join(names)}: name the "
                 "prompts' column with prompt_column"
+            )
+        reserved = [c for c in _REWARD_ARGUMENTS if c in names and c != column]
+        if reserved:
+            raise ValueError(
+                f"the dataset's column {reserved[0]!r} has the name of an argument of reward_fn: "
+                "rename it with dataset.rename_column"
             )
         found = cls.from_list(list(dataset[column]), tokenizer)
         found.columns = {c: list(dataset[c]) for c in names if c not in (column, "input_ids")}
@@ -140,7 +149,7 @@ class Loop:
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std()) if len(rewards) > 1 else 0.0,
             "time/reward": reward_seconds,
-            "time/step": stats["time/ppo/total"],
+            "time/step": rollout.stats["time/rollout"] + reward_seconds + stats["time/ppo/total"],
         }
 
     def _evaluate(self, step: int) -> None:
@@ -158,7 +167,7 @@ class Loop:
             kl=self.trainer.sequence_kl(self.eval_prompts.ids, rollout.sequences),
             rewards=rewards.tolist(),
             prompts=self.eval_prompts.texts,
-            completions=self._decode(rollout),
+            completions=self._decode(self.eval_prompts, rollout),
         )
         self.result.evaluations.append(evaluation)
         self._tell("on_eval", step, evaluation)
@@ -167,18 +176,31 @@ class Loop:
         """Rewards [B] in fp32, checked."""
         rewards = self.reward_fn(
             prompts=batch.texts,
-            completions=self._decode(rollout),
+            completions=self._decode(batch, rollout),
             completion_ids=[s.tolist() for s in rollout.sequences],
             **batch.columns,
         )
         return _check_rewards(rewards, len(batch))
 
-    def _decode(self, rollout: RolloutOutput) -> list[str]:
-        return self.trainer.tokenizer.batch_decode(rollout.sequences, skip_special_tokens=True)
+    def _decode(self, batch: Prompts, rollout: RolloutOutput) -> list[str]:
+        """Completions such that prompt + completion is the text, spaces included."""
+        return [
+            _continuation(self.trainer.tokenizer, prompt, response)
+            for prompt, response in zip(batch.ids, rollout.sequences, strict=True)
+        ]
 
     def _tell(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self.trainer, *args)
+
+
+def _continuation(tokenizer: Any, prompt: Tensor, response: Tensor) -> str:
+    """A response decoded behind its prompt: SentencePiece drops a first token's leading space."""
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    whole = tokenizer.decode(torch.cat([prompt, response]), skip_special_tokens=True)
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return tokenizer.decode(response, skip_special_tokens=True)
 
 
 def _check_rewards(rewards: Any, count: int) -> Tensor:

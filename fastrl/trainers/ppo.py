@@ -244,6 +244,8 @@ class PPOTrainer(ClassicSurface):
             for a list, a list of 1-D tensors, each cut after the first EOS of its response; for one
             query a tensor [1, L].
         """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         single = isinstance(query_tensor, Tensor)
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
         contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext(self.model)]
@@ -284,7 +286,7 @@ class PPOTrainer(ClassicSurface):
         dataset: Any = None,
         prompt_column: str | None = None,
         generation_kwargs: dict[str, Any] | None = None,
-        eval_prompts: Sequence[str | Tensor] | None = None,
+        eval_prompts: Any = None,
         eval_every: int = 0,
         missing_eos_penalty: float | None = None,
         callbacks: Iterable[TrainCallback] = (),
@@ -300,8 +302,9 @@ class PPOTrainer(ClassicSurface):
             dataset: a data set with a column of them, ``prompt_column`` (default: prompt, query or
                 input_ids). Without either, the trainer's own dataset.
             generation_kwargs: as in ``model.generate``; by default sampling of 32 new tokens.
-            eval_prompts: held-out prompts, evaluated before, after, and every ``eval_every`` steps
-                (0: only before and after), always with the same random numbers.
+            eval_prompts: held-out prompts, a list or a data set, evaluated before, after, and every
+                ``eval_every`` steps (0: only before and after), always with the same random
+                numbers.
             missing_eos_penalty: taken off the score of a response that does not end in EOS.
             callbacks: see :class:`fastrl.TrainCallback`.
             progress: show a progress bar.
@@ -331,8 +334,8 @@ class PPOTrainer(ClassicSurface):
             self,
             reward_fn,
             prompts=found,
-            eval_prompts=Prompts.from_list(eval_prompts, self.tokenizer) if eval_prompts else None,
-            generation_kwargs=generation_kwargs or _DEFAULT_SAMPLING,
+            eval_prompts=self._eval_prompts(eval_prompts, prompt_column),
+            generation_kwargs=_DEFAULT_SAMPLING if generation_kwargs is None else generation_kwargs,
             missing_eos_penalty=missing_eos_penalty,
             callbacks=[*([ProgressCallback()] if progress else []), *callbacks],
         )
@@ -348,6 +351,13 @@ class PPOTrainer(ClassicSurface):
         no_scores = torch.zeros(len(batch), device=self.current_device)
         operands = self._kl_penalty.operands(scored)
         return float(self.compute_rewards(no_scores, *operands, batch.mask)[2].sum(-1).mean())
+
+    def _eval_prompts(self, prompts: Any, column: str | None) -> Prompts | None:
+        if prompts is None:
+            return None
+        if hasattr(prompts, "column_names"):
+            return Prompts.from_dataset(prompts, column, self.tokenizer)
+        return Prompts.from_list(prompts, self.tokenizer)
 
     def _make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
         """One checked, padded batch on the device."""

@@ -220,6 +220,7 @@ def test_the_autocast_context_is_open_during_generation():
     [
         (torch.tensor([], dtype=torch.long), r"prompts\[1\] must be a 1-D tensor of at least one"),
         (torch.ones(1, 3, dtype=torch.long), r"prompts\[1\] must be a 1-D.*got shape \(1, 3\)"),
+        (torch.ones(3), r"prompts\[1\] must hold integer token ids, got torch.float32"),
         (torch.ones(45, dtype=torch.long), r"prompts\[1\] has 45 tokens; with 4 new .* of 48"),
     ],
 )
@@ -385,6 +386,11 @@ def test_with_peft_the_reference_is_the_base_model():
     assert not torch.equal(response[0], of_reference[0])
     assert torch.equal(trainer.generate(query, **settings), response)  # the adapter is back
     assert trainer.model.training
+
+
+def test_queries_that_are_no_tensors_are_refused(trainer):
+    with pytest.raises(ValueError, match=r"prompts\[1\] must be a 1-D tensor, got list"):
+        trainer.generate([torch.tensor([5]), [5, 6]], **GREEDY)
 
 
 def test_an_eos_in_the_query_is_kept_with_it(trainer):

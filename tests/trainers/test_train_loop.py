@@ -69,10 +69,12 @@ def test_the_reward_function_gets_prompts_completions_and_their_tokens(trainer):
     for call in reward.calls:
         assert set(call) == {"prompts", "completions", "completion_ids"}
         assert set(call["prompts"]) <= set(TEXTS)
-        for text, ids in zip(call["completions"], call["completion_ids"], strict=True):
+        columns = (call["prompts"], call["completions"], call["completion_ids"])
+        for prompt, text, ids in zip(*columns, strict=True):
             assert isinstance(ids, list)
             assert 1 <= len(ids) <= 4
-            assert text == tokenizer.decode(ids, skip_special_tokens=True)
+            whole = tokenizer(prompt).input_ids + ids
+            assert prompt + text == tokenizer.decode(whole, skip_special_tokens=True)
 
 
 def test_the_reward_function_gets_the_other_columns_row_by_row(trainer):
@@ -96,7 +98,8 @@ def test_rewards_reach_the_step_and_the_history(trainer):
         assert metrics["reward/mean"] == metrics["ppo/mean_scores"] == 2.5
         assert metrics["reward/std"] == pytest.approx(math.sqrt(4.5))
         assert metrics["perf/rollout_tokens_per_second"] > 0
-        assert metrics["time/step"] == metrics["time/ppo/total"]
+        parts = ("time/rollout", "time/reward", "time/ppo/total")
+        assert metrics["time/step"] == pytest.approx(sum(metrics[p] for p in parts))
         assert all(isinstance(value, (int, float)) for value in metrics.values())
 
 
@@ -177,6 +180,7 @@ def test_a_missing_column_is_refused_with_those_there_are(trainer, name):
         ({"prompts": TEXTS[:1]}, "1 prompts are fewer than batch_size=2"),
         ({"prompts": None}, "nothing to train on"),
         ({"dataset": Dataset.from_dict({"prompt": TEXTS})}, "prompts or dataset, not both"),
+        ({"prompts": "w3 w4"}, "prompts must be a list of texts, got the text 'w3 w4'"),
         ({"prompts": ["w3", ""]}, r"prompts\[1\] is empty"),
         ({"eval_prompts": ["w3", "w4", ""]}, r"prompts\[2\] is empty"),
     ],

@@ -65,7 +65,8 @@ class _Steps:
     ) -> None:
         self.bits = None
         if mask is not None:
-            self.bits = mask.to(torch.int32 if mask.device.type == "mps" else torch.int64).neg_()
+            wide = torch.int32 if mask.device.type == "mps" else torch.int64
+            self.bits = mask.view(torch.int8).neg().to(wide)  # all bits of those that count
         self.ends, self.bootstrapped = terminated, truncated
         if truncated is not None and terminated is not None:
             self.ends, self.bootstrapped = truncated | terminated, truncated & ~terminated

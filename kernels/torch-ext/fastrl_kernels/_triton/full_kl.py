@@ -81,8 +81,7 @@ def _full_kl_fwd_kernel(
             tl.store(kl_ptr + row, 0.0)
             return
 
-    temperature = row_temperature(temperature_ptr, temperature, row)
-    scale = LOG2E / temperature
+    scale = LOG2E / row_temperature(temperature_ptr, temperature, row)
     start = row_start(logits_ptr, row, inner, outer_stride, inner_stride)
     ref_start = row_start(ref_ptr, row, inner, ref_outer_stride, ref_inner_stride)
     pivot, ref_pivot = _pivot(start, V), _pivot(ref_start, V)
@@ -117,6 +116,8 @@ def _full_kl_fwd_kernel(
     ref_sum = tl.sum(rotate(tl.exp2((m_ref - ref_max) * scale) * s_ref, shift, BLOCK), 0)
     mean = tl.div_rn(row_u, row_sum)
     below_max = mean - ((row_max - pivot) - (ref_max - ref_pivot))
+    # Loaded a second time: through the loop, sm_100 would spill it.
+    temperature = row_temperature(temperature_ptr, temperature, row, AGAIN=True)
     kl = tl.div_rn(below_max, temperature) - tl.log(tl.div_rn(row_sum, ref_sum))
     tl.store(kl_ptr + row, kl)
     if saved_ptr is not None:

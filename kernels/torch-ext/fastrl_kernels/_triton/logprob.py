@@ -52,9 +52,10 @@ def online_softmax(x, m, s, t, scale, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def row_temperature(temperature_ptr, temperature, row):
+def row_temperature(temperature_ptr, temperature, row, AGAIN: tl.constexpr = False):
+    """The row's temperature in fp32; AGAIN loads it anew, where a register would hold it long."""
     if temperature_ptr is not None:
-        return tl.load(temperature_ptr + row).to(tl.float32)
+        return tl.load(temperature_ptr + row, volatile=AGAIN).to(tl.float32)
     return tl.full([], temperature, tl.float32)
 
 
