@@ -124,6 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an interpreter that has the peer; without it, one is made under .benchmarks/",
     )
     parser.add_argument("--repeats", type=int, default=7, help="counted iterations of each side")
+    parser.add_argument("--threads", type=int, metavar="N", help="of each side; default: all cores")
     parser.add_argument("--quick", action="store_true", help="a toy shape, twice; nothing is saved")
     parser.add_argument("--output", type=Path, metavar="PATH", help="the result file")
     parser.add_argument("--no-save", action="store_true", help="write no result file")
@@ -132,6 +133,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Gate, measure, print, save. 1 where the two libraries disagree or a worker fails."""
     shape = QUICK if args.quick else Shape()
+    if args.threads:
+        shape = dataclasses.replace(shape, threads=args.threads)
     try:
         result = measure(args, shape)
     except WorkerError as error:
@@ -204,7 +207,7 @@ def render(result: dict[str, Any]) -> str:
     """The table for a terminal: medians, and their range in brackets."""
     machine, shape = result["machine"], result["shape"]
     peer = result["peer"]
-    where = machine.get("accelerator", f"{machine['cores']} cores, {shape['threads']} threads")
+    where = machine.get("accelerator", f"{machine['cores']} cores, threads: {shape['threads']}")
     lines = [
         f"{describe(shape)}",
         f"on {machine['cpu']} ({where}); "

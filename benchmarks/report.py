@@ -94,7 +94,7 @@ def caption(result: dict[str, Any]) -> str:
 def device(result: dict[str, Any]) -> str:
     """The accelerator, or the processor and its threads."""
     machine = result["machine"]
-    cpu = f"{machine['cpu']}, {result['shape']['threads']} threads"
+    cpu = f"{machine['cpu']}, threads: {result['shape']['threads']}"
     return machine.get("accelerator", cpu)
 
 

@@ -231,7 +231,7 @@ def _launch_fwd(logprobs, values, constants, settings, needs_logprobs, needs_val
         constants.denominator if by_tensor else denominator and float(denominator),
         loss, stats, inverse, programs, n // length, *coefs,
         HAS_VALUE=values is not None, HAS_KL=constants.ref_logprobs is not None, BY_ROWS=by_rows,
-        DENOMINATOR_IS_POINTER=by_tensor, STATS=STATS, CHUNK=256,
+        DENOMINATOR_IS_POINTER=by_tensor, STATS=STATS, CHUNK=256, num_warps=8,
     )  # fmt: skip
     return loss, stats[: len(LossStats.NAMES)], inverse, dlogprobs, dvalues
 
