@@ -75,9 +75,11 @@ def test_any_shape(backend, device, shape, mask):
 @pytest.mark.parametrize(
     ("gamma", "lam"), [(1.0, 1.0), (1.0, 0.0), (0.0, 0.5), (0.5, 1.0), (0.99, 0.95)]
 )
-def test_any_discount(backend, device, gamma, lam):
-    inputs = episode((3, 70), torch.float32, device, cuts=True)
-    judge(*both(backend, gamma=gamma, lam=lam), inputs, wrt=(*WRT, "bootstrap_value"))
+@pytest.mark.parametrize("cuts", [False, True], ids=["uncut", "cut"])
+def test_any_discount(backend, device, gamma, lam, cuts):
+    inputs = episode((3, 70), torch.float32, device, cuts=cuts)
+    wrt = (*WRT, "bootstrap_value") if cuts else WRT
+    judge(*both(backend, gamma=gamma, lam=lam), inputs, wrt=wrt)
 
 
 @pytest.mark.parametrize("cuts", [False, True], ids=["uncut", "cut"])
@@ -185,6 +187,13 @@ def test_a_row_is_the_same_alone_and_among_64(backend, device, length):
         alone = op(**{name: x[row : row + 1] for name, x in inputs.items()})
         for a, b in zip(alone, together, strict=True):
             assert torch.equal(a[0], b[row])
+
+
+def test_a_row_is_the_same_wherever_it_lies(backend, device):
+    inputs = episode((2, 64), torch.float32, device, cuts=True)
+    op = both(backend)[0]
+    moved = op(**{name: misaligned(x) for name, x in inputs.items()})
+    assert all(map(torch.equal, op(**inputs), moved))
 
 
 def test_runs_give_the_same_bits(backend, device):
@@ -304,3 +313,5 @@ def test_refusals(backend, device):
         gae(x, x[:1], **options)
     with pytest.raises(TypeError, match="mask must be boolean"):
         gae(x, x, x, **options)
+    with pytest.raises(TypeError, match="gamma must be a Python number"):
+        gae(x, x, **{**options, "gamma": torch.tensor(0.9)})

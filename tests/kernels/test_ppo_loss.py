@@ -421,3 +421,4 @@ def test_refusals(backend, device):
     refused("advantages has shape", x, x, x[:1], mask)
     refused("ref_logprobs has shape", kl=KLTerm(x[:1], 0.1))
     refused("weights must be float32", weights=mask)
+    refused("must be Python numbers", kl=KLTerm(x, torch.tensor(0.1)))

@@ -253,6 +253,8 @@ def gae(
     estimation", 2015, equation 16.
     """
     for name, coefficient in (("gamma", gamma), ("lam", lam)):
+        if isinstance(coefficient, Tensor):
+            raise TypeError(f"{name} must be a Python number: reading a tensor would wait for it")
         if not 0.0 <= coefficient <= 1.0:
             raise ValueError(f"{name} must be in [0, 1], got {coefficient}")
     if (truncated is None) != (bootstrap_value is None):

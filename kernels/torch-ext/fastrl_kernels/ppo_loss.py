@@ -290,7 +290,8 @@ def ppo_loss(
         its :class:`LossStats`, detached.
 
     Raises:
-        TypeError: tensors not floating point, or a mask that is not boolean.
+        TypeError: tensors not floating point, a mask that is not boolean, or a coefficient that
+            is a tensor.
         ValueError: another tensor requires a gradient; negative clip ranges; dual_clip ≤ 1; a
             denominator ≤ 0; an unknown kind or aggregate; shapes or devices that differ.
 
@@ -322,7 +323,10 @@ def _checked(
     aggregate: str,
     denominator: float | Tensor | None,
 ) -> tuple[Tensor | None, Constants, Settings]:
-    low, high = cliprange if isinstance(cliprange, tuple) else (cliprange, cliprange)
+    low, high = cliprange if isinstance(cliprange, tuple | list) else (cliprange, cliprange)
+    numbers = [low, high, dual_clip, *(value or ())[3:], *(kl or ())[1:2]]
+    if any(isinstance(number, Tensor) for number in numbers):
+        raise TypeError("clip ranges and coefficients must be Python numbers: a tensor would wait")
     if low < 0 or high < 0 or (value is not None and value.cliprange < 0):
         raise ValueError("clip ranges must not be negative")
     if dual_clip is not None and not dual_clip > 1:

@@ -25,7 +25,7 @@ from .moments import (
     store_moments,
     whitened_adjoint,
 )
-from .tiles import TILE, load_counted, load_mask, row_tile
+from .tiles import TILE, load_counted, load_mask, packed, row_tile
 
 # Slopes of 0, as logarithms: exp2 of it, and of its sum with anything that occurs, is 0.
 _FORGET = tl.constexpr(-1e9)
@@ -63,7 +63,7 @@ def _load_cuts(terminated_ptr, truncated_ptr, at, counted, inside):
     return ends, bootstrapped
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _gae_fwd_kernel(
     rewards_ptr,  # [N, T]
     values_ptr,  # [N, T]
@@ -147,7 +147,7 @@ def _launch_gae_fwd(rows, gamma, lam, with_moments):
     return advantages, returns, partials
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "partials"])
 def _gae_bwd_kernel(
     grad_advantages_ptr,  # [N, T]
     grad_returns_ptr,  # [N, T]
@@ -213,7 +213,7 @@ class GAE(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rewards, values, bootstrap, mask, terminated, truncated, gamma, lam, whiten):
         rows = [
-            None if x is None else x.contiguous()
+            None if x is None else packed(x)
             for x in (rewards, values, bootstrap, mask, terminated, truncated)
         ]
         mask, terminated, truncated = rows[3:]
@@ -230,7 +230,7 @@ class GAE(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_advantages, grad_returns):
         mask, terminated, truncated, whitened, moments = ctx.saved_tensors
-        grad_advantages, grad_returns = grad_advantages.contiguous(), grad_returns.contiguous()
+        grad_advantages, grad_returns = packed(grad_advantages), packed(grad_returns)
         batch, length = grad_advantages.shape
         gradients = [
             torch.empty_like(grad_advantages, dtype=dtype) if needed else None

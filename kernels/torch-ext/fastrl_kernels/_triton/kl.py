@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import TILE, exact_exp, load_counted, load_mask, row_tile
+from .tiles import TILE, exact_exp, load_counted, load_mask, packed, row_tile
 
 
 @triton.jit
@@ -126,7 +126,7 @@ class KLPenalty(torch.autograd.Function):
         return dlogprobs, dref, None, None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _kl_rewards_fwd_kernel(
     logprobs_ptr,  # [N, T]
     ref_ptr,  # [N, T]
@@ -173,7 +173,7 @@ def _kl_rewards_fwd_kernel(
     tl.store(last_ptr + row, last, mask=in_batch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _kl_rewards_bwd_kernel(
     grad_rewards_ptr,  # [N, T]
     grad_kls_ptr,  # [N, T]
@@ -225,8 +225,8 @@ def _kl_rewards_bwd_kernel(
 class KLRewards(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logprobs, ref_logprobs, scores, mask, coef, kind):
-        logprobs, ref_logprobs = logprobs.contiguous(), ref_logprobs.contiguous()
-        scores, mask = scores.contiguous(), mask.contiguous()
+        logprobs, ref_logprobs = packed(logprobs), packed(ref_logprobs)
+        scores, mask = scores.contiguous(), packed(mask)
         rewards = torch.empty_like(logprobs, dtype=torch.float32)
         kls = torch.empty_like(rewards)
         sums = torch.empty_like(scores, dtype=torch.float32)

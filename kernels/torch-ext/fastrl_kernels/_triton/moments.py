@@ -102,7 +102,7 @@ def whitened_adjoint(grad, whitened, rstd, count, grad_sum, along_sum):
     return (grad - mean - whitened * along) * rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _moments_fwd_kernel(
     x_ptr,  # [n]
     mask_ptr,  # [n] bool
@@ -127,7 +127,7 @@ def _moments_fwd_kernel(
     store_moments(partials_ptr, tl.num_programs(0), program, count, mean, low, m2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["partials"])
 def _merge_fwd_kernel(
     partials_ptr,  # [4, partials]
     merged_ptr,  # [4, 1]
@@ -167,7 +167,7 @@ def measure(values: torch.Tensor, mask: torch.Tensor) -> Measured:
     return Measured(*merged.view(4).unbind())
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["partials"])
 def _whiten_fwd_kernel(
     x_ptr,  # [n]
     mask_ptr,  # [n] bool, or None: all count
@@ -213,7 +213,7 @@ def launch_whiten(
     return moments
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _whiten_sums_kernel(
     grad_ptr,  # [n]
     x_ptr,  # [n]: the input, or the whitened output where WHITENED
@@ -278,7 +278,7 @@ def launch_whiten_sums(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["partials"])
 def _whiten_bwd_kernel(
     grad_ptr,  # [n]
     x_ptr,  # [n]

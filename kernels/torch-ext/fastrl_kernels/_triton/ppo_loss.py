@@ -38,7 +38,7 @@ def _store_sum(partials_ptr, which: tl.constexpr, x):
     tl.store(partials_ptr + at, tl.sum(x.to(tl.float32), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _ppo_loss_fwd_kernel(
     logprobs_ptr,  # [n], and so all others but row_counts and partials
     old_logprobs_ptr,
@@ -130,7 +130,7 @@ def _ppo_loss_fwd_kernel(
             tl.store(dvalues_ptr + at, value_slope, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["partials", "rows"])
 def _ppo_loss_reduce_kernel(
     partials_ptr,  # [STATS, partials]
     row_counts_ptr,  # [rows] counted tokens of each row, or None

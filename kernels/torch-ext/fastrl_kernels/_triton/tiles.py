@@ -1,5 +1,10 @@
-"""What the elementwise and the row kernels share: tile shapes, and an exponential without drift."""
+"""What the elementwise and the row kernels share: tile shapes, and an exponential without drift.
 
+Kernels specialise on whether the element count or the row length is a multiple of 16, which wide
+loads depend on, and on no other number: batches of any size then run what is already compiled.
+"""
+
+import torch
 import triton
 import triton.language as tl
 
@@ -11,6 +16,13 @@ def row_tile(length: int) -> tuple[int, int]:
     do not depend on the batch. A tile is never smaller than the warps that share it."""
     steps = min(TILE, max(16, triton.next_power_of_2(length)))
     return TILE // steps, steps
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, from a 16-byte boundary on. Alignment decides how a tile lies over the threads,
+    hence the order of its sums, and a row's bits must not depend on where it lies in memory."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 @triton.jit
