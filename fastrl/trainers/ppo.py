@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -28,6 +26,7 @@ from fastrl.trainers.control import RunningMoments, ScoreTransform, make_kl_cont
 from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
 from fastrl.trainers.loop import Loop, Prompts, RewardFunction
+from fastrl.trainers.setup import check_types, make_accelerator, make_optimizer
 from fastrl.trainers.update import PPOUpdate
 
 _DEFAULT_SAMPLING = {"max_new_tokens": 32, "do_sample": True, "top_k": 0, "top_p": 1.0}
@@ -73,7 +72,7 @@ class PPOTrainer(ClassicSurface):
         training_data_collator: Callable | None = None,
     ):
         config = config or PPOConfig()
-        _check_types(config, model, ref_model, tokenizer, lr_scheduler)
+        check_types(config, model, ref_model, tokenizer, lr_scheduler)
         assert model is not None
         if num_shared_layers is not None:
             raise ValueError("num_shared_layers is not available yet: leave it None")
@@ -82,7 +81,7 @@ class PPOTrainer(ClassicSurface):
         self.tokenizer: Any = tokenizer
         self.is_encoder_decoder = False
         self.is_peft_model = model.is_peft_model
-        self.accelerator = _make_accelerator(config)
+        self.accelerator = make_accelerator(config)
         self.lr_scheduler = lr_scheduler
         self.dataset = dataset
         self.dataloader: Any = None
@@ -94,7 +93,7 @@ class PPOTrainer(ClassicSurface):
         if ref_model is None and not self.is_peft_model:
             ref_model = create_reference_model(model)
         if optimizer is None:
-            optimizer = _make_optimizer(model, config.learning_rate)
+            optimizer = make_optimizer(model, config.learning_rate)
         self.model, self.optimizer, self.dataloader = self.accelerator.prepare(
             model, optimizer, self.dataloader
         )
@@ -420,52 +419,3 @@ class PPOTrainer(ClassicSurface):
                 "its distribution?",
                 stacklevel=3,
             )
-
-
-def _check_types(config: Any, model: Any, ref_model: Any, tokenizer: Any, scheduler: Any) -> None:
-    wanted = AutoModelForCausalLMWithValueHead
-    if not isinstance(config, PPOConfig):
-        raise TypeError(f"config must be a PPOConfig, got {type(config).__name__}")
-    if not isinstance(model, wanted):
-        raise TypeError(
-            f"model must be an {wanted.__name__}, got {type(model).__name__}: wrap it with "
-            f"{wanted.__name__}.from_pretrained(model)"
-        )
-    if ref_model is not None and not isinstance(ref_model, wanted):
-        raise TypeError(
-            f"ref_model must be an {wanted.__name__} or None, got {type(ref_model).__name__}"
-        )
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise TypeError(
-            f"tokenizer must be a Hugging Face tokenizer, got {type(tokenizer).__name__}"
-        )
-    if scheduler is not None and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise TypeError(
-            f"lr_scheduler must be a torch LRScheduler or None, got {type(scheduler).__name__}"
-        )
-
-
-def _make_accelerator(config: PPOConfig) -> Accelerator:
-    settings = {
-        "log_with": config.log_with,
-        # By itself it would also step at the end of a dataloader, in the middle of a batch.
-        "gradient_accumulation_plugin": GradientAccumulationPlugin(
-            num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
-        "project_config": ProjectConfiguration(**json_object(config.project_kwargs)),
-        **json_object(config.accelerator_kwargs),
-    }
-    accelerator = Accelerator(**settings)
-    if config.log_with is not None:
-        accelerator.init_trackers(
-            config.tracker_project_name,
-            config=stats.scalars(config.to_dict()),
-            init_kwargs=json_object(config.tracker_kwargs),
-        )
-    return accelerator
-
-
-def _make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    fused = {p.device.type for p in parameters} <= {"cpu", "cuda", "xpu", "mps"}
-    return torch.optim.Adam(parameters, lr=learning_rate, fused=fused)

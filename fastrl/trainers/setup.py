@@ -1,0 +1,70 @@
+"""What PPOTrainer is made of: checked arguments, accelerate, the default optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from fastrl.config import PPOConfig, json_object
+from fastrl.models import AutoModelForCausalLMWithValueHead
+from fastrl.trainers.stats import scalars
+
+
+def check_types(config: Any, model: Any, ref_model: Any, tokenizer: Any, scheduler: Any) -> None:
+    """
+    Raises:
+        TypeError: names the argument of PPOTrainer that has another type than it must.
+    """
+    wanted = AutoModelForCausalLMWithValueHead
+    if not isinstance(config, PPOConfig):
+        raise TypeError(f"config must be a PPOConfig, got {type(config).__name__}")
+    if not isinstance(model, wanted):
+        raise TypeError(
+            f"model must be an {wanted.__name__}, got {type(model).__name__}: wrap it with "
+            f"{wanted.__name__}.from_pretrained(model)"
+        )
+    if ref_model is not None and not isinstance(ref_model, wanted):
+        raise TypeError(
+            f"ref_model must be an {wanted.__name__} or None, got {type(ref_model).__name__}"
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"tokenizer must be a Hugging Face tokenizer, got {type(tokenizer).__name__}"
+        )
+    if scheduler is not None and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise TypeError(
+            f"lr_scheduler must be a torch LRScheduler or None, got {type(scheduler).__name__}"
+        )
+
+
+def make_accelerator(config: PPOConfig) -> Accelerator:
+    """Devices, processes, precision and trackers, as the configuration says."""
+    settings = {
+        "log_with": config.log_with,
+        # By itself it would also step at the end of a dataloader, in the middle of a batch.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(
+            num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
+        "project_config": ProjectConfiguration(**json_object(config.project_kwargs)),
+        **json_object(config.accelerator_kwargs),
+    }
+    accelerator = Accelerator(**settings)
+    if config.log_with is not None:
+        accelerator.init_trackers(
+            config.tracker_project_name,
+            config=scalars(config.to_dict()),
+            init_kwargs=json_object(config.tracker_kwargs),
+        )
+    return accelerator
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Adam without weight decay over what can be trained, fused where torch can."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    fused = {p.device.type for p in parameters} <= {"cpu", "cuda", "xpu", "mps"}
+    return torch.optim.Adam(parameters, lr=learning_rate, fused=fused)
