@@ -99,7 +99,8 @@ def judge(
     # Of what cannot be traced, nothing is known to be harmless.
     floats = [(a, o) for a, o in _trace(accesses, operands) if o is None or o.is_float]
     judged = [(a, o) for a, o in floats if o is not None and not _is_exempt(o, expect, exempt)]
-    if not all(_is_exempt(o, expect, exempt) for o in operands if o.elements >= threads):
+    tiles = [o for o in operands if o.elements >= threads]
+    if not tiles or not all(_is_exempt(o, expect, exempt) for o in tiles):
         # An untraced access belongs to one of the kernel's tiles: to one that counts, perhaps.
         judged += [(a, o) for a, o in floats if o is None]
     loads, stores = (
@@ -113,13 +114,13 @@ def judge(
     demands = (expect.load_bytes, expect.store_bytes)
     for kind, region, demand in zip(_KINDS, (loads, stores), demands, strict=True):
         bad = _too_narrow(region, threads, demand, expect.any_tile)
-        tiles = [a for a, o in floats if a.kind == kind and o and o.elements >= threads]
+        of_tiles = [a for a, o in floats if a.kind == kind and o and o.elements >= threads]
         if bad:
             access, operand = min(bad, key=lambda pair: pair[0].width)
             place = "in the main loop" if access.loop is not None else "in a body without loops"
             faults.append(f"{access.width}-byte {kind}s {place} ({_origin(access, operand)})")
             lines += [f"{a.line}: {a.text}  # {_origin(a, o)}" for a, o in bad]
-        elif demand and tiles and not region and not expect.any_tile:
+        elif demand and of_tiles and not region and not expect.any_tile:
             faults.append(f"no {kind}s but those of {', '.join(sorted(expect.exempt))}")
     return Verdict(_widths(loads), _widths(stores), tuple(faults), tuple(lines))
 

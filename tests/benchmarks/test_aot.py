@@ -69,7 +69,20 @@ def test_scalar_loads_in_a_loop_fail_where_nothing_else_is_loaded():
 
 
 def test_an_access_without_line_information_is_judged():
-    assert judge([Access("load", 2, 1, "", (), 0)], [], 128, Expect()).faults
+    untraced = Access("load", 2, 1, "", (), 0)
+    assert judge([untraced], [], 128, Expect()).faults
+
+
+def test_an_access_without_line_information_passes_where_every_tile_is_exempt():
+    chains = [(("op.py", row, 4),) for row in (10, 11)]
+    a, b = (
+        Operand("load", "f32", 512, chain, name) for chain, name in zip(chains, "ab", strict=True)
+    )
+    of_a, of_b = (Access("load", 16, row, "", chain, 0) for row, chain in enumerate(chains))
+    untraced = Access("load", 4, 2, "", (), 0)
+    expect = Expect(any_tile=True, exempt=frozenset({"a"}))
+    assert not judge([of_a, untraced], [a], 128, expect).faults
+    assert judge([of_a, of_b, untraced], [a, b], 128, expect).faults, "it may be one of b's"
 
 
 def test_one_helper_inlined_for_several_operands_is_told_apart_by_its_callers():
