@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from .reference import IGNORE_LABEL
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,3 +35,58 @@ def check_mask(mask: Tensor, like_name: str, like: Tensor) -> None:
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
+
+
+def check_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, {like_name} on {like.device}: move it there")
+
+
+def check_per_token(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    """One value for each vector of ``like`` [..., V]."""
+    shape, expected = tuple(tensor.shape), tuple(like.shape[:-1])
+    if shape != expected:
+        raise ValueError(
+            f"{name} has shape {shape}, but {like_name} are {tuple(like.shape)}: "
+            f"{name} must be {expected}, one per token"
+        )
+    check_device(name, tensor, like_name, like)
+
+
+def check_positive(name: str, number: float) -> float:
+    if not (number > 0 and math.isfinite(number)):
+        raise ValueError(f"{name} must be positive and finite, got {number}")
+    return float(number)
+
+
+def check_temperature(
+    temperature: float | Tensor, like_name: str, like: Tensor
+) -> tuple[Tensor | None, float]:
+    """The tensor or None, and the number that holds where it is None."""
+    if not isinstance(temperature, Tensor):
+        return None, check_positive("temperature", temperature)
+    check_per_token("temperature", temperature, like_name, like)
+    if temperature.requires_grad:
+        raise ValueError("temperature requires grad, but has no gradient here: detach it")
+    return temperature, 1.0
+
+
+def check_labels_of(labels: Tensor, like_name: str, like: Tensor) -> None:
+    """Token ids, one for each vector of ``like``; their range is for ``check_label_range``."""
+    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
+        raise TypeError(f"labels must be integers, got {labels.dtype}")
+    check_per_token("labels", labels, like_name, like)
+
+
+def counts(labels: Tensor, mask: Tensor | None) -> Tensor:
+    return labels != IGNORE_LABEL if mask is None else (labels != IGNORE_LABEL) & mask
+
+
+def check_label_range(labels: Tensor, mask: Tensor | None, vocabulary: int) -> None:
+    outside = counts(labels, mask) & ((labels < 0) | (labels >= vocabulary))
+    if outside.any():
+        position = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"labels{position} is {labels[tuple(position)].item()}, outside [0, {vocabulary}): "
+            f"use {IGNORE_LABEL} or the mask for tokens that do not count"
+        )

@@ -10,15 +10,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .checks import check_float, check_mask, check_same_shape
+from .checks import (
+    check_device,
+    check_float,
+    check_label_range,
+    check_labels_of,
+    check_mask,
+    check_same_shape,
+    check_temperature,
+    counts,
+)
 from .dispatch import choose
-from .reference import IGNORE_LABEL
 from .rows import as_rows_together
 
 # Logits that the PyTorch path works on at a time: 4 MiB in fp32, to stay in a cache.
 CHUNK_ELEMENTS = 1 << 20
 # exp of it is 0. It stands in for -inf where its product with that 0 has to be 0.
-_FLOOR = -200.0
+FLOOR = -200.0
 
 
 def _chunks(*tensors: Tensor, buffers: int) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
@@ -61,10 +69,6 @@ def _zero_rows(x: Tensor, counted: Tensor) -> Tensor:
     return x
 
 
-def _counted(labels: Tensor, mask: Tensor | None) -> Tensor:
-    return labels != IGNORE_LABEL if mask is None else (labels != IGNORE_LABEL) & mask
-
-
 class _TokenLogprobs(torch.autograd.Function):
     """The arguments and results of `_triton.logprob.TokenLogprobs`, in PyTorch."""
 
@@ -90,14 +94,14 @@ class _TokenLogprobs(torch.autograd.Function):
             d = divisor.divide_(torch.sub(x, row_max[rows], out=memory[0]), rows)
             at_label[rows] = d.gather(-1, columns[rows])
             if entropy:
-                e = torch.exp(d.clamp_(min=_FLOOR), out=memory[1])
+                e = torch.exp(d.clamp_(min=FLOOR), out=memory[1])
                 row_sum[rows] = e.sum(-1, keepdim=True)
                 mean[rows] = e.mul_(d).sum(-1, keepdim=True) / row_sum[rows]
             else:
                 row_sum[rows] = d.exp_().sum(-1, keepdim=True)
 
         log_sum = row_sum.log()
-        counted = _counted(labels, mask).reshape(-1, 1)
+        counted = counts(labels, mask).reshape(-1, 1)
         if ctx.needs_input_grad[0]:
             statistics = (row_max, row_sum, mean if entropy else None)
             ctx.save_for_backward(logits, columns, known, counted, temperature, *statistics)
@@ -131,7 +135,7 @@ class _TokenLogprobs(torch.autograd.Function):
             d = torch.sub(_wide(x, memory[0]), row_max[rows], out=memory[0])
             d = divisor.divide_(d, rows)
             if g_entropy is not None:
-                e = torch.exp(d.clamp_(min=_FLOOR), out=memory[1])
+                e = torch.exp(d.clamp_(min=FLOOR), out=memory[1])
                 d.mul_(slope[rows]).add_(base[rows]).mul_(e)
             else:
                 d.exp_().mul_(base[rows])
@@ -208,43 +212,6 @@ def _check_logits(name: str, logits: Tensor) -> None:
     if logits.dim() == 0 or logits.shape[-1] == 0:
         shape = tuple(logits.shape)
         raise ValueError(f"{name} has shape {shape}: it must be [..., V] with V > 0")
-
-
-def _check_per_token(name: str, x: Tensor, logits: Tensor) -> None:
-    shape, expected = tuple(x.shape), tuple(logits.shape[:-1])
-    if shape != expected:
-        raise ValueError(
-            f"{name} has shape {shape}, but logits are {tuple(logits.shape)}: "
-            f"{name} must be {expected}, one per token"
-        )
-    _check_device(name, x, logits)
-
-
-def _check_device(name: str, x: Tensor, logits: Tensor) -> None:
-    if x.device != logits.device:
-        raise ValueError(f"{name} is on {x.device}, logits on {logits.device}: move it there")
-
-
-def _check_temperature(temperature: float | Tensor, logits: Tensor) -> tuple[Tensor | None, float]:
-    """The tensor or None, and the number that holds where it is None."""
-    if isinstance(temperature, Tensor):
-        _check_per_token("temperature", temperature, logits)
-        if temperature.requires_grad:
-            raise ValueError("temperature requires grad, but has no gradient here: detach it")
-        return temperature, 1.0
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature must be positive and finite, got {temperature}")
-    return None, float(temperature)
-
-
-def _check_label_range(labels: Tensor, mask: Tensor | None, vocabulary: int) -> None:
-    outside = _counted(labels, mask) & ((labels < 0) | (labels >= vocabulary))
-    if outside.any():
-        position = outside.nonzero()[0].tolist()
-        raise ValueError(
-            f"labels{position} is {labels[tuple(position)].item()}, outside [0, {vocabulary}): "
-            f"use {IGNORE_LABEL} or the mask for tokens that do not count"
-        )
 
 
 @overload
@@ -330,16 +297,14 @@ def token_logprobs(
     Source: the online softmax is Milakov and Gimelshein, 2018 (arXiv:1805.02867).
     """
     _check_logits("logits", logits)
-    if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
-        raise TypeError(f"labels must be integers, got {labels.dtype}")
-    _check_per_token("labels", labels, logits)
-    tensor, number = _check_temperature(temperature, logits)
+    check_labels_of(labels, "logits", logits)
+    tensor, number = check_temperature(temperature, "logits", logits)
     if mask is not None:
         check_mask(mask, "labels", labels)
-        _check_device("mask", mask, logits)
+        check_device("mask", mask, "logits", logits)
     chosen = choose(backend, logits)
     if check_labels or (chosen == "torch" and logits.device.type == "cpu"):
-        _check_label_range(labels, mask, logits.shape[-1])
+        check_label_range(labels, mask, logits.shape[-1])
     function: Any = _TokenLogprobs
     if chosen == "triton":
         from ._triton.logprob import TokenLogprobs
@@ -383,13 +348,13 @@ def full_kl(
     _check_logits("logits", logits)
     _check_logits("ref_logits", ref_logits)
     check_same_shape("ref_logits", ref_logits, "logits", logits)
-    _check_device("ref_logits", ref_logits, logits)
+    check_device("ref_logits", ref_logits, "logits", logits)
     if ref_logits.requires_grad and torch.is_grad_enabled():
         raise ValueError("ref_logits requires grad, but gets no gradient: detach it")
-    tensor, number = _check_temperature(temperature, logits)
+    tensor, number = check_temperature(temperature, "logits", logits)
     if mask is not None:
         check_mask(mask, "logits[..., 0]", logits[..., 0])
-        _check_device("mask", mask, logits)
+        check_device("mask", mask, "logits", logits)
     function: Any = _FullKL
     if choose(backend, logits) == "triton":
         from ._triton.full_kl import FullKL

@@ -171,7 +171,7 @@ def _forward(
 
 
 @triton.jit
-def _dlogits(x, is_label, row_max, scale, at_label, base, slope, ENTROPY: tl.constexpr):
+def dlogits_of(x, is_label, row_max, scale, at_label, base, slope, ENTROPY: tl.constexpr):
     a = (x - row_max) * scale
     weight = tl.fma(tl.maximum(a, FLOOR), slope, base) if ENTROPY else base
     return tl.fma(-tl.exp2(a), weight, tl.where(is_label, at_label, 0.0))
@@ -238,13 +238,13 @@ def _token_logprobs_bwd_kernel(
         for w in range(PART // BLOCK):
             at = w * BLOCK + slots
             x = tl.load(aligned + at).to(tl.float32)
-            d = _dlogits(x, at == label_slot, row_max, scale, at_label, base, slope, ENTROPY)
+            d = dlogits_of(x, at == label_slot, row_max, scale, at_label, base, slope, ENTROPY)
             tl.store(d_aligned + at, d.to(dlogits_ptr.dtype.element_ty))
     else:
         for w in range(windows):
             at = w * BLOCK + slots
             x = load_end(aligned, at, shift, end, VEC)
-            d = _dlogits(x, at == label_slot, row_max, scale, at_label, base, slope, ENTROPY)
+            d = dlogits_of(x, at == label_slot, row_max, scale, at_label, base, slope, ENTROPY)
             store_end(d_aligned, at, d, shift, end, VEC)
 
 

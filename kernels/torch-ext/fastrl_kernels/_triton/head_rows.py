@@ -1,0 +1,280 @@
+"""The element-wise work of a language-model head on a chunk of its logits: ``head_rows`` in Triton.
+
+Chunks are in the head's dtype and hold products; a soft cap is applied in registers. Their rows
+begin at 16-byte boundaries and are padded to whole vectors, so that vectors are moved whole.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..head import Transform, multiply
+from ..head_rows import RowStatistics, Slopes
+from .logprob import FLOOR, LN2, LOG2E, LOWEST, dlogits_of, online_softmax, row_temperature
+from .rows import PART_VECTORS, device_of, load_end, parts_of, window
+
+_SCALE_PROGRAMS = 1024
+_SCALE_BLOCK = 4096
+
+
+@triton.jit
+def _tanh(x):
+    """To a few units in the last place, where 1 - e^(-2|x|) has cancelled as well."""
+    y = tl.abs(x)
+    e = tl.exp2(y * (LOG2E * -2.0))
+    far = tl.div_rn(1.0 - e, 1.0 + e)
+    z = y * y
+    near = y * (1.0 + z * (-1.0 / 3 + z * (2.0 / 15 + z * (-17.0 / 315 + z * (62.0 / 2835)))))
+    y = tl.where(y < 0.25, near, far)
+    return tl.where(x < 0, -y, y)
+
+
+@triton.jit
+def _signal(x, inner):
+    return x if inner is None else _tanh(x * inner)
+
+
+@triton.jit
+def _load_tail(ptr, columns, high, inner, VEC: tl.constexpr):
+    """Signals of a window that the row ends in, -inf after its end."""
+    x = load_end(ptr, columns, 0, high, VEC)
+    return tl.where(columns < high, _signal(x, inner), float("-inf"))
+
+
+@triton.jit
+def _earlier_maximum(x_ptr, columns, label, row_max, inner):
+    """Whether a column before the label's holds the maximum as well."""
+    x = tl.load(x_ptr + columns, mask=columns < label, other=float("-inf")).to(tl.float32)
+    return (columns < label) & (_signal(x, inner) >= row_max)
+
+
+@triton.jit
+def _fold(x, m, s, t, q, scale, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
+    """`online_softmax`, and q = Σ 2^(2a)."""
+    if SQUARES:
+        e = tl.exp2(-tl.abs(x - m) * scale)
+        higher = x > m
+        term = tl.where(higher, 1.0, e)
+        rescale = tl.where(higher, e, 1.0)
+        q = tl.fma(rescale * rescale, q, term * term)
+    m, s, t = online_softmax(x, m, s, t, scale, ENTROPY)
+    return m, s, t, q
+
+
+@triton.jit(do_not_specialize=["V"])
+def _head_fwd_kernel(
+    x_ptr,  # [r, V] products
+    labels_ptr,  # [r] int64
+    temperatures_ptr,  # [r], or None: the number
+    temperature,
+    inner,  # s/c, or None: no soft cap
+    outer,  # c, or s
+    signal_max_ptr,  # [r] fp32, and so all that follow but the last
+    exp_sum_ptr,
+    mean_ptr,  # or None
+    logprobs_ptr,
+    entropies_ptr,  # or None
+    log_sum_sq_ptr,  # or None
+    mean_logit_ptr,  # or None
+    is_top1_ptr,  # bool, or None
+    V,
+    stride,
+    BLOCK: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    ENTROPY: tl.constexpr = entropies_ptr is not None
+    SQUARES: tl.constexpr = log_sum_sq_ptr is not None
+    TOTAL: tl.constexpr = mean_logit_ptr is not None
+    row = tl.program_id(0)
+    label = tl.load(labels_ptr + row)
+    temperature = row_temperature(temperatures_ptr, temperature, row)
+    outer = tl.cast(outer, tl.float32)
+    scale = outer * LOG2E / temperature
+    x_ptr += row.to(tl.int64) * stride
+
+    slots = tl.arange(0, BLOCK)
+    m = tl.full([BLOCK], LOWEST, tl.float32)
+    s = tl.zeros([BLOCK], tl.float32)
+    t = tl.zeros([BLOCK], tl.float32)
+    q = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    whole = V // BLOCK
+    for w in range(0, whole):
+        x = _signal(tl.load(x_ptr + (w * BLOCK + slots)).to(tl.float32), inner)
+        m, s, t, q = _fold(x, m, s, t, q, scale, ENTROPY, SQUARES)
+        if TOTAL:
+            total += x
+    columns = whole * BLOCK + slots
+    x = _load_tail(x_ptr, columns, V, inner, VEC)
+    m, s, t, q = _fold(x, m, s, t, q, scale, ENTROPY, SQUARES)
+    if TOTAL:
+        total += tl.where(columns < V, x, 0.0)
+
+    row_max = tl.max(m, 0)
+    a = (m - row_max) * scale
+    e = tl.exp2(a)
+    exp_sum = tl.sum(e * s, 0)
+    log_sum = tl.log(exp_sum)
+    # A label outside [0, V) is never read: its log-probability is NaN.
+    known = (label >= 0) & (label < V)
+    at_label = tl.load(x_ptr + label, mask=known, other=float("nan")).to(tl.float32)
+    at_label = _signal(at_label, inner)
+    log_prob = tl.div_rn((at_label - row_max) * outer, temperature) - log_sum
+    tl.store(logprobs_ptr + row, tl.where(known, log_prob, float("nan")))
+    tl.store(signal_max_ptr + row, row_max)
+    tl.store(exp_sum_ptr + row, exp_sum)
+    if ENTROPY:
+        mean = tl.sum(e * tl.fma(s, tl.maximum(a, FLOOR), t), 0) / exp_sum * LN2
+        tl.store(mean_ptr + row, mean)
+        tl.store(entropies_ptr + row, log_sum - mean)
+    if SQUARES:
+        tl.store(log_sum_sq_ptr + row, tl.log(tl.sum(e * e * q, 0)) - 2.0 * log_sum)
+    if TOTAL:
+        mean_logit = tl.div_rn(tl.sum(total, 0), tl.cast(V, tl.float32))
+        tl.store(mean_logit_ptr + row, tl.div_rn(mean_logit * outer, temperature))
+    if is_top1_ptr is not None:
+        largest = known & (at_label >= row_max)
+        earlier = tl.zeros([BLOCK], tl.int32)
+        for w in range(0, tl.where(largest, tl.cdiv(label, BLOCK), 0)):
+            earlier |= _earlier_maximum(x_ptr, w * BLOCK + slots, label, row_max, inner)
+        tl.store(is_top1_ptr + row, largest & (tl.max(earlier, 0) == 0))
+
+
+@triton.jit(do_not_specialize=["C", "first", "parts"])
+def _head_bwd_kernel(
+    x_ptr,  # [r, C] products; overwritten with their gradients
+    labels_ptr,  # [r] int64
+    temperatures_ptr,  # [r], or None: the number
+    temperature,
+    inner,  # s/c, or None: no soft cap
+    outer,  # c, or s
+    logit_scale,  # s
+    signal_max_ptr,  # [r] fp32
+    exp_sum_ptr,  # [r] fp32
+    mean_ptr,  # [r] fp32, or None without entropies
+    grad_logprobs_ptr,  # [r] fp32
+    grad_entropies_ptr,  # [r] fp32, or None
+    C,
+    first,  # the vocabulary's column that x begins with
+    parts,
+    stride,
+    BLOCK: tl.constexpr,
+    VEC: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """d(h·w) = s/T·(1 - tanh²)·[ g·1_y - p·(g + g_H·(z - E[z])) ], for PART columns of a row."""
+    ENTROPY: tl.constexpr = grad_entropies_ptr is not None
+    row = tl.program_id(0) // parts
+    begin = (tl.program_id(0) - row * parts) * PART
+    temperature = row_temperature(temperatures_ptr, temperature, row)
+    scale = tl.cast(outer, tl.float32) * LOG2E / temperature
+    chain = tl.div_rn(tl.cast(logit_scale, tl.float32), temperature)
+    row_max = tl.load(signal_max_ptr + row)
+    per_sum = tl.div_rn(chain, tl.load(exp_sum_ptr + row))
+    g = tl.load(grad_logprobs_ptr + row)
+    base = g * per_sum
+    slope = 0.0
+    if ENTROPY:
+        g_entropy = tl.load(grad_entropies_ptr + row) * per_sum
+        base -= g_entropy * tl.load(mean_ptr + row)
+        slope = g_entropy * LN2
+    label = (tl.load(labels_ptr + row) - first).to(tl.int32)
+    x_ptr += row.to(tl.int64) * stride
+
+    slots = begin + tl.arange(0, BLOCK)
+    if begin + PART <= C:
+        for w in range(PART // BLOCK):
+            columns = w * BLOCK + slots
+            x = _signal(tl.load(x_ptr + columns).to(tl.float32), inner)
+            d = dlogits_of(x, columns == label, row_max, scale, g * chain, base, slope, ENTROPY)
+            if inner is not None:
+                d *= 1.0 - x * x
+            tl.store(x_ptr + columns, d.to(x_ptr.dtype.element_ty))
+    else:
+        for w in range(tl.cdiv(C - begin, BLOCK)):
+            columns = w * BLOCK + slots
+            x = _load_tail(x_ptr, columns, C, inner, VEC)
+            d = dlogits_of(x, columns == label, row_max, scale, g * chain, base, slope, ENTROPY)
+            if inner is not None:
+                d *= 1.0 - x * x
+            _store_tail(x_ptr, columns, d, C, VEC)
+
+
+@triton.jit
+def _store_tail(ptr, columns, x, high, VEC: tl.constexpr):
+    """Whole vectors: what lies after the row's end is padding."""
+    tl.store(
+        ptr + columns, x.to(ptr.dtype.element_ty), mask=columns < (high + VEC - 1) // VEC * VEC
+    )
+
+
+@triton.jit
+def _scale_kernel(
+    x_ptr,  # [n]
+    factor_ptr,  # []
+    n,
+    BLOCK: tl.constexpr,
+):
+    """x·factor in place; a factor of 1 costs one load."""
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+            at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + at, mask=at < n).to(tl.float32) * factor
+            tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=at < n)
+
+
+class TritonRows:
+    """The functions of `head_rows.TorchRows`."""
+
+    @staticmethod
+    def chunk_dtype(hidden: Tensor) -> torch.dtype:
+        return hidden.dtype
+
+    @staticmethod
+    def signals(
+        out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: Transform
+    ) -> None:
+        multiply(out, hidden, weight, bias)
+
+    @staticmethod
+    def statistics(x: Tensor, labels: Tensor, transform: Transform, out: RowStatistics) -> None:
+        if not len(x):
+            return
+        with device_of(x):
+            _head_fwd_kernel[(len(x),)](
+                x, labels, transform.temperatures, transform.temperature,
+                None if transform.softcap is None else transform.inner, transform.outer,
+                *out, x.shape[1], x.stride(0), **window(x.shape[1], x.dtype),
+            )  # fmt: skip
+
+    @staticmethod
+    def gradients_(
+        x: Tensor,
+        first: int,
+        labels: Tensor,
+        transform: Transform,
+        saved: RowStatistics,
+        slopes: Slopes,
+    ) -> None:
+        shapes = window(x.shape[1], x.dtype)
+        parts = parts_of(x.shape[1], shapes["VEC"])
+        with device_of(x):
+            _head_bwd_kernel[(len(x) * parts,)](
+                x, labels, transform.temperatures, transform.temperature,
+                None if transform.softcap is None else transform.inner, transform.outer,
+                transform.logit_scale, saved.signal_max, saved.exp_sum,
+                None if slopes.entropies is None else saved.mean, *slopes,
+                x.shape[1], first, parts, x.stride(0), **shapes, PART=PART_VECTORS * shapes["VEC"],
+            )  # fmt: skip
+
+    @staticmethod
+    def scale_(x: Tensor, factor: Tensor) -> None:
+        flat = x.view(-1)
+        programs = min(_SCALE_PROGRAMS, triton.cdiv(len(flat), _SCALE_BLOCK))
+        if programs:
+            with device_of(x):
+                _scale_kernel[(programs,)](flat, factor, len(flat), BLOCK=_SCALE_BLOCK)
