@@ -3,13 +3,17 @@
 from .dispatch import Choice, explain
 from .gae import gae
 from .kl import kl_penalty, kl_rewards
+from .linear import Extras, linear_logprobs
+from .linear_loss import LinearLossStats, linear_ppo_loss
 from .logprob import full_kl, token_logprobs
 from .moments import Moments, masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
 from .ppo_loss import KLTerm, LossStats, ValueTerm, ppo_loss
 
 __all__ = [
     "Choice",
+    "Extras",
     "KLTerm",
+    "LinearLossStats",
     "LossStats",
     "Moments",
     "ValueTerm",
@@ -18,6 +22,8 @@ __all__ = [
     "gae",
     "kl_penalty",
     "kl_rewards",
+    "linear_logprobs",
+    "linear_ppo_loss",
     "masked_mean",
     "masked_moments",
     "masked_var",

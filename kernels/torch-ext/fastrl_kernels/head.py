@@ -74,6 +74,7 @@ class HeadInputs(NamedTuple):
     counted: Tensor  # [N] bool
     transform: Transform
     shape: torch.Size
+    backend: str
     rows: Any  # the element-wise work: TorchRows or TritonRows
     workspace: int  # bytes
 
@@ -153,6 +154,7 @@ def checked_head(
             None if tensor is None else torch.where(counted, tensor.reshape(-1).float(), 1.0),
         ),
         shape=labels.shape,
+        backend=chosen,
         rows=_row_work(chosen),
         workspace=workspace_bytes,
     )

@@ -67,9 +67,9 @@ class LossStats:
         self.tensor = tensor
 
     def __getattr__(self, name: str) -> Tensor:
-        if name in LossStats.NAMES:
-            return self.tensor[LossStats.NAMES.index(name)]
-        raise AttributeError(f"LossStats has no field {name!r}: choose one of {LossStats.NAMES}")
+        if name in self.NAMES:
+            return self.tensor[self.NAMES.index(name)]
+        raise AttributeError(f"LossStats has no field {name!r}: choose one of {self.NAMES}")
 
     def to_dict(self) -> dict[str, float]:
         """All statistics as floats: one transfer, and the one place that waits for the device."""
@@ -106,7 +106,7 @@ class Constants(NamedTuple):
     denominator: Tensor | None
 
 
-def _denominator(constants: Constants, settings: Settings) -> Tensor:
+def denominator_of(constants: Constants, settings: Settings) -> Tensor:
     mask = constants.mask
     if constants.denominator is not None:
         return constants.denominator.to(torch.float32)
@@ -115,6 +115,31 @@ def _denominator(constants: Constants, settings: Settings) -> Tensor:
     if settings.aggregate == "token-mean":
         return mask.sum().clamp(min=1).to(torch.float32)
     return mask.any(-1).sum().clamp(min=1).to(torch.float32)
+
+
+def row_weights_of(mask: Tensor, settings: Settings) -> Tensor | None:
+    """What a token of each row weighs, [..., 1], beside the denominator; None where all weigh 1."""
+    if settings.aggregate != "seq-mean-token-mean":
+        return None
+    return mask.sum(-1, keepdim=True).clamp(min=1).to(torch.float32).reciprocal()
+
+
+def policy_slopes(
+    logprobs: Tensor, constants: Constants, settings: Settings, backend: str
+) -> Tensor:
+    """d/d log π of each token's clipped objective and KL term, 0 where masked; fp32, no weights of
+    rows and no denominator in it."""
+    if backend == "triton":
+        from ._triton.ppo_loss import policy_slopes as triton_slopes
+
+        return triton_slopes(logprobs, constants, settings)
+    mask = constants.mask
+    log_ratio = masked_difference(logprobs, constants.old_logprobs, mask)
+    slope = _surrogate(log_ratio, constants, settings)[1]
+    if constants.ref_logprobs is not None:
+        d = masked_difference(logprobs, constants.ref_logprobs, mask)
+        slope = slope + settings.kl_coef * kl_slope(d, settings.kl_kind)
+    return torch.where(mask, slope, 0.0)
 
 
 def _surrogate(
@@ -169,9 +194,7 @@ class _PPOLoss(torch.autograd.Function):
         settings: Settings,
     ) -> tuple[Tensor, Tensor]:
         mask = constants.mask
-        row_weights = None
-        if settings.aggregate == "seq-mean-token-mean":
-            row_weights = mask.sum(-1, keepdim=True).clamp(min=1).to(torch.float32).reciprocal()
+        row_weights = row_weights_of(mask, settings)
 
         def total(x: Tensor) -> Tensor:
             return (x if row_weights is None else x * row_weights).sum()
@@ -206,7 +229,7 @@ class _PPOLoss(torch.autograd.Function):
             slope = slope + settings.kl_coef * kl_slope(d, settings.kl_kind)
 
         stats["loss"] = objective
-        denominator = _denominator(constants, settings)
+        denominator = denominator_of(constants, settings)
         # A denominator of 0 comes from ranks that all count nothing: their loss is 0.
         inverse = torch.where(denominator == 0, 0.0, 1.0 / denominator)
         numbers = _normalised(stats, denominator)
@@ -297,20 +320,33 @@ def ppo_loss(
 
     Source: Schulman et al., "Proximal policy optimization algorithms", 2017, equation 7.
     """
-    values, constants, settings = _checked(
+    values, constants, settings = checked(
         logprobs, old_logprobs, advantages, mask, cliprange, value, kl, dual_clip, weights,
         aggregate, denominator,
     )  # fmt: skip
-    if choose(backend, logprobs, values, *constants) == "triton":
-        from ._triton.ppo_loss import PPOLoss
-
-        loss, numbers = PPOLoss.apply(logprobs, values, constants, settings)
-    else:
-        loss, numbers = _PPOLoss.apply(logprobs, values, constants, settings)
+    loss, numbers = apply(
+        logprobs, values, constants, settings, choose(backend, logprobs, values, *constants)
+    )
     return loss, LossStats(numbers)
 
 
-def _checked(
+def apply(
+    logprobs: Tensor,
+    values: Tensor | None,
+    constants: Constants,
+    settings: Settings,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """The loss and LossStats' tensor, of checked arguments."""
+    function: Any = _PPOLoss
+    if backend == "triton":
+        from ._triton.ppo_loss import PPOLoss
+
+        function = PPOLoss
+    return function.apply(logprobs, values, constants, settings)
+
+
+def checked(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,

@@ -221,10 +221,12 @@ def _scale_kernel(
     """x·factor in place; a factor of 1 costs one load."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
-        for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
-            at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        step = tl.num_programs(0) * BLOCK
+        for _ in range(tl.cdiv(n, step)):
             x = tl.load(x_ptr + at, mask=at < n).to(tl.float32) * factor
             tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=at < n)
+            at += step
 
 
 class TritonRows:

@@ -236,6 +236,16 @@ def _launch_fwd(logprobs, values, constants, settings, needs_logprobs, needs_val
     return loss, stats[: len(LossStats.NAMES)], inverse, dlogprobs, dvalues
 
 
+def policy_slopes(logprobs, constants, settings):
+    """The gradient of the sum by log-probs, all weights of tokens 1 but for the importance weights."""
+    constants = type(constants)(*(x if x is None else x.contiguous() for x in constants))
+    with torch.cuda.device_of(logprobs):
+        return _launch_fwd(
+            logprobs.contiguous(), None, constants, settings._replace(aggregate="token-mean"),
+            True, False,
+        )[3]  # fmt: skip
+
+
 @triton.jit
 def _ppo_loss_bwd_kernel(
     grad_ptr,  # []

@@ -1,0 +1,247 @@
+"""The PPO loss from hidden states: the language-model head and the loss in one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .checks import check_same_shape, counts
+from .head import (
+    HeadInputs,
+    add_product_,
+    checked_head,
+    empty_chunk,
+    product,
+    row_chunks,
+)
+from .head_rows import RowStatistics, Slopes
+from .ppo_loss import (
+    Constants,
+    KLTerm,
+    LossStats,
+    Settings,
+    apply,
+    checked,
+    denominator_of,
+    policy_slopes,
+    row_weights_of,
+)
+
+
+class LinearLossStats(LossStats):
+    """:class:`LossStats` with the mean ``entropy`` (NaN where it was not asked for), and, per token,
+    ``logprobs`` and ``entropies`` [..., T] (or None): fp32, detached, 0 where masked."""
+
+    NAMES: ClassVar[tuple[str, ...]] = (*LossStats.NAMES, "entropy")
+    __slots__ = ("entropies", "logprobs")
+
+    def __init__(self, tensor: Tensor, logprobs: Tensor, entropies: Tensor | None) -> None:
+        super().__init__(tensor)
+        self.logprobs = logprobs
+        self.entropies = entropies
+
+
+class _Objective(NamedTuple):
+    """The loss of N tokens as far as it is known before their log-probs are."""
+
+    constants: Constants  # tensors [..., T]
+    settings: Settings
+    backend: str
+
+    def token_weights(self) -> Tensor:
+        """What each token's objective is multiplied with in the loss, [N]."""
+        denominator = denominator_of(self.constants, self.settings)
+        inverse = torch.where(denominator == 0, 0.0, 1.0 / denominator)
+        by_rows = row_weights_of(self.constants.mask, self.settings)
+        weights = inverse if by_rows is None else inverse * by_rows
+        return weights.expand(self.constants.mask.shape).reshape(-1)
+
+    def flat(self) -> _Objective:
+        """The same tensors as [N]."""
+        tensors = (
+            x if x is None or x.dim() == 0 else x.reshape(-1) for x in self.constants
+        )
+        return self._replace(constants=Constants(*tensors))  # type: ignore[arg-type]
+
+    def slopes(self, logprobs: Tensor, rows: slice, weights: Tensor) -> Tensor:
+        """d loss/d log π of some tokens; of a flat objective."""
+        at = Constants(*(x if x is None or x.dim() == 0 else x[rows] for x in self.constants))  # type: ignore[arg-type]
+        return policy_slopes(logprobs, at, self.settings, self.backend).mul_(weights[rows])
+
+
+class _LinearPPOLoss(torch.autograd.Function):
+    """Gradients are computed forward, while the logits are there; backward hands them out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: HeadInputs,
+        objective: _Objective,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        n, vocabulary = len(hidden), len(weight)
+        statistics = RowStatistics.empty(hidden, n, entropy, ())
+        dtype = inputs.rows.chunk_dtype(hidden)
+        chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
+        longest = max((rows.stop - rows.start for rows in chunks), default=0)
+        workspace = empty_chunk(hidden, longest, vocabulary, dtype)
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], len(chunks))
+        flat, weights = objective.flat(), objective.token_weights()
+        outside = (inputs.labels < 0) | (inputs.labels >= vocabulary)
+        for rows in chunks:
+            x, labels = workspace[: rows.stop - rows.start], inputs.labels[rows]
+            transform, row = inputs.transform.at(rows), statistics.at(rows)
+            inputs.rows.signals(x, hidden[rows], weight, bias, transform)
+            inputs.rows.statistics(x, labels, transform, row)
+            if gradients.wanted:
+                slopes = flat.slopes(row.logprobs, rows, weights)
+                slopes.masked_fill_(outside[rows], math.nan)
+                inputs.rows.gradients_(x, 0, labels, transform, row, Slopes(slopes, None))
+                gradients.add(x, rows)
+
+        logprobs, entropies = (
+            None if x is None else x.masked_fill(~inputs.counted, 0).view(inputs.shape)
+            for x in (statistics.logprobs, statistics.entropies)
+        )
+        loss, numbers = apply(logprobs, None, *objective)
+        ctx.gradients, ctx.rows = gradients.results(), inputs.rows
+        ctx.mark_non_differentiable(numbers, logprobs)
+        if entropies is not None:
+            ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
+        return loss, numbers, logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 6
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "linear_ppo_loss hands its gradients out once: call it again, or use "
+                "linear_logprobs with ppo_loss where a graph is retained"
+            )
+        for x in gradients:
+            if x is not None:
+                ctx.rows.scale_(x, grad)
+        return *gradients, None, None, None
+
+
+class _Gradients:
+    """Sums up the gradients that are wanted, chunk of rows by chunk of rows."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        wanted: tuple[bool, ...],
+        chunks: int,
+    ) -> None:
+        self.wanted = any(wanted)
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.dhidden = torch.empty_like(hidden) if wanted[0] else None
+        self.dweight = self.dbias = None
+        if wanted[1]:
+            # One chunk is rounded once as it is; several are summed in fp32.
+            self.dweight = torch.empty_like(
+                weight, dtype=weight.dtype if chunks == 1 else torch.float32
+            )
+        if bias is not None and wanted[2]:
+            self.dbias = torch.zeros_like(bias, dtype=torch.float32)
+
+    def add(self, x: Tensor, rows: slice) -> None:
+        """x [r, V], gradients of products."""
+        if self.dhidden is not None:
+            product(self.dhidden[rows], x, self.weight)
+        if self.dweight is not None:
+            if rows.start == 0:
+                product(self.dweight, x.t(), self.hidden[rows])
+            else:
+                add_product_(self.dweight, x.t(), self.hidden[rows])
+        if self.dbias is not None:
+            self.dbias += x.sum(0, dtype=torch.float32)
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """By hidden states, weight and bias, in their dtypes."""
+        return (
+            self.dhidden,
+            None if self.dweight is None else self.dweight.to(self.weight.dtype),
+            None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype),
+        )
+
+
+def linear_ppo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    cliprange: float | tuple[float, float] = 0.2,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    kl: KLTerm | None = None,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+    aggregate: str = "token-mean",
+    denominator: float | Tensor | None = None,
+    entropy: bool = False,
+    workspace_bytes: int | None = None,
+    check_labels: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, LinearLossStats]:
+    """``ppo_loss(linear_logprobs(hidden, weight, labels), old_logprobs, advantages, mask)``.
+
+    The weight of every token in the loss is known before its log-prob is, so that a chunk of logits
+    gives log-probs, loss and gradients while it is there: 6·N·V·H flops, where computing logits
+    once more for backward takes 8. Gradients exist as soon as the loss does; backward multiplies
+    them with its own, once.
+
+    Args:
+        hidden, weight, labels, bias, temperature, softcap, logit_scale: as for ``linear_logprobs``,
+            and so is the rounding; labels [..., T]. With several chunks of rows the weight's
+            gradient is summed in fp32, V·H·4 bytes.
+        old_logprobs, advantages, mask, cliprange, kl, dual_clip, weights, aggregate, denominator:
+            as for ``ppo_loss``, per token [..., T]. A label of -100 counts as masked.
+        entropy: also compute entropies, as a statistic without a gradient.
+        workspace_bytes, check_labels, backend: as for ``linear_logprobs``.
+
+    Returns:
+        The loss, 0-d fp32, differentiable with respect to ``hidden``, ``weight`` and ``bias``; and
+        its :class:`LinearLossStats`, detached. For a value loss or an entropy bonus, add their own.
+
+    Raises:
+        TypeError, ValueError: as ``linear_logprobs`` and ``ppo_loss``.
+        RuntimeError: a second backward through the same call.
+    """
+    inputs = checked_head(
+        hidden, weight, labels, bias, temperature, softcap, logit_scale, mask, workspace_bytes,
+        check_labels, backend,
+    )  # fmt: skip
+    check_same_shape("old_logprobs", old_logprobs, "labels", labels)
+    _, constants, settings = checked(
+        old_logprobs, old_logprobs, advantages, counts(labels, mask), cliprange, None, kl,
+        dual_clip, weights, aggregate, denominator,
+    )  # fmt: skip
+    objective = _Objective(constants, settings, inputs.backend)
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        loss, numbers, logprobs, entropies = _LinearPPOLoss.apply(
+            inputs.hidden, inputs.weight, inputs.bias, inputs, objective, entropy
+        )
+    mean = torch.full_like(numbers[:1], math.nan)
+    if entropies is not None:
+        tokens = numbers[LossStats.NAMES.index("tokens")].clamp(min=1)
+        mean = (entropies.sum() / tokens).view(1)
+    return loss, LinearLossStats(torch.cat([numbers, mean]), logprobs, entropies)
