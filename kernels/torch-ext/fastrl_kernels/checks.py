@@ -39,7 +39,9 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def check_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
     if tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device}, {like_name} on {like.device}: move it there")
+        raise ValueError(
+            f"{name} is on {tensor.device}, {like_name} on {like.device}: move it there"
+        )
 
 
 def check_per_token(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:

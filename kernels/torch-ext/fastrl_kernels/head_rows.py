@@ -77,11 +77,19 @@ class TorchRows:
             out.mul_(transform.inner).tanh_()
 
     @staticmethod
-    def statistics(x: Tensor, labels: Tensor, transform: Transform, out: RowStatistics) -> None:
-        """Fills ``out`` from whole rows of signals [r, V]."""
+    def statistics(
+        x: Tensor, labels: Tensor, transform: Transform, out: RowStatistics, once: bool = False
+    ) -> None:
+        """Fills ``out`` from whole rows of signals [r, V].
+
+        ``once``: x need not keep them. Without a soft cap it holds exp(z - max z) then, which
+        spares `gradients_` the work.
+        """
         d, e = _scratch(x, 2)
+        once = once and transform.softcap is None
         for rows, block in _blocks(x):
-            _statistics(block, labels[rows], transform.at(rows), out.at(rows), d, e)
+            exp = block if once else e[: len(block)]
+            _statistics(block, labels[rows], transform.at(rows), out.at(rows), d, exp)
 
     @staticmethod
     def gradients_(
@@ -91,16 +99,27 @@ class TorchRows:
         transform: Transform,
         saved: RowStatistics,
         slopes: Slopes,
+        once: bool = False,
     ) -> None:
         """From signals [r, C] in columns ``first`` + … to gradients of their products, in place.
 
         With d = z - max z and Σ = exp_sum: dz = g·1_y - exp(d)/Σ·[ g + g_H·(d - mean) ].
+        ``once``: x comes from `statistics` with it, and there is no g_H.
         """
-        d, e = _scratch(x, 2)
+        exps_given = once and transform.softcap is None
+        d, e = _scratch(x, 2) if not exps_given else (x, x)
         for rows, block in _blocks(x):
-            _gradients_(
-                block, first, labels[rows], transform.at(rows), saved.at(rows), slopes.at(rows), d, e
-            )
+            at, row, slope = transform.at(rows), saved.at(rows), slopes.at(rows)
+            # From dz to the product's gradient: ·s/T here, and with a cap ·(1 - tanh²) below.
+            g = at.times_(slope.logprobs.clone(), at.logit_scale)
+            base = -g / row.exp_sum
+            if exps_given:
+                gradient = block.mul_(base[:, None])
+            else:
+                gradient = _from_signals(block, base, at, row, slope, d, e)
+            _add_at_labels_(gradient, labels[rows] - first, g)
+            if transform.softcap is not None:
+                block.square_().neg_().add_(1.0).mul_(gradient)
 
     @staticmethod
     def scale_(x: Tensor, factor: Tensor) -> None:
@@ -140,7 +159,10 @@ def _statistics(
     d = _shifted(x, out.signal_max, transform, d)
     at_label = x.gather(1, columns)[:, 0] - out.signal_max
     at_label = transform.times_(at_label, transform.outer)
-    e = torch.exp(d, out=e[: len(x)])
+    mean = transform.times_(x.mean(-1), transform.outer) if out.mean_logit is not None else None
+    if out.is_top1 is not None:
+        torch.eq(x.argmax(-1), labels, out=out.is_top1)
+    torch.exp(d, out=e)  # which may be x
     torch.sum(e, -1, out=out.exp_sum)
     log_sum = out.exp_sum.log()
     out.logprobs.copy_(torch.where(known, at_label - log_sum, torch.nan))
@@ -148,39 +170,33 @@ def _statistics(
         torch.div(torch.mul(e, d, out=d).sum(-1), out.exp_sum, out=out.mean)
         torch.sub(log_sum, out.mean, out=out.entropies)
     if out.log_sum_sq_probs is not None:
-        torch.sub(e.square_().sum(-1).log(), 2 * log_sum, out=out.log_sum_sq_probs)
-    if out.mean_logit is not None:
-        out.mean_logit.copy_(transform.times_(x.mean(-1), transform.outer))
-    if out.is_top1 is not None:
-        torch.eq(x.argmax(-1), labels, out=out.is_top1)
+        torch.sub(torch.square(e, out=d).sum(-1).log(), 2 * log_sum, out=out.log_sum_sq_probs)
+    if out.mean_logit is not None and mean is not None:
+        out.mean_logit.copy_(mean)
 
 
-def _gradients_(
+def _from_signals(
     x: Tensor,
-    first: int,
-    labels: Tensor,
+    base: Tensor,
     transform: Transform,
     saved: RowStatistics,
     slopes: Slopes,
     d: Tensor,
     e: Tensor,
-) -> None:
+) -> Tensor:
+    """exp(d)·(base + slope·(d - mean)), in x's place, or beside it where a cap still needs it."""
+    out = x if transform.softcap is None else d[: len(x)]
     d = _shifted(x, saved.signal_max, transform, d)
     e = torch.exp(d, out=e[: len(x)])
-    # From dz to the product's gradient: ·s/T here, and with a cap ·(1 - tanh²) below.
-    g = transform.times_(slopes.logprobs.clone(), transform.logit_scale)
-    base = -g / saved.exp_sum
-    if slopes.entropies is not None and saved.mean is not None:
-        slope = transform.times_(-slopes.entropies / saved.exp_sum, transform.logit_scale)
-        base -= slope * saved.mean
-        d.mul_(slope[:, None]).add_(base[:, None]).mul_(e)
-    else:
-        torch.mul(e, base[:, None], out=d)
-    columns = labels - first
+    if slopes.entropies is None or saved.mean is None:
+        return torch.mul(e, base[:, None], out=out)
+    slope = transform.times_(-slopes.entropies / saved.exp_sum, transform.logit_scale)
+    base = base - slope * saved.mean
+    return torch.mul(d.mul_(slope[:, None]).add_(base[:, None]), e, out=out)
+
+
+def _add_at_labels_(x: Tensor, columns: Tensor, g: Tensor) -> None:
+    """Adds g where a row's label lies within x."""
     here = (columns >= 0) & (columns < x.shape[1])
     columns = columns.clamp(0, x.shape[1] - 1)[:, None]
-    d.scatter_add_(1, columns, torch.where(here, g, 0.0)[:, None])
-    if transform.softcap is None:
-        x.copy_(d)
-    else:
-        x.square_().neg_().add_(1.0).mul_(d)
+    x.scatter_add_(1, columns, torch.where(here, g, 0.0)[:, None])

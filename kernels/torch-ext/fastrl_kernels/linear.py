@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from .head import (
     HeadInputs,
+    Transform,
     add_product_,
     checked_head,
     column_chunks,
@@ -33,7 +35,8 @@ class Extras(NamedTuple):
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Logits are computed twice, in rows forward and in columns backward, and never kept."""
+    """Logits of the last chunk of rows stay in the workspace for backward, which computes those of
+    the other rows once more, in chunks of columns."""
 
     @staticmethod
     def forward(
@@ -65,6 +68,7 @@ class _LinearLogprobs(torch.autograd.Function):
             )  # fmt: skip
             ctx.transform, ctx.rows = transform._replace(temperatures=None), inputs.rows
             ctx.workspace = inputs.workspace
+            ctx.kept = (chunks[-1], x) if chunks else None
             ctx.set_materialize_grads(False)
         results = [
             None if x is None else x.masked_fill(~inputs.counted, 0).view(inputs.shape)
@@ -80,20 +84,60 @@ class _LinearLogprobs(torch.autograd.Function):
         saved = RowStatistics(*kept, *[None] * 5)
         slopes = _slopes(grads, labels, counted, len(weight))
         transform = ctx.transform._replace(temperatures=temperatures)
+        kept, ctx.kept = ctx.kept, None  # overwritten: another backward computes all rows again
+        walk = _Walk(
+            ctx.rows, hidden, weight, bias, labels, transform, saved, slopes, ctx.workspace
+        )
         with torch.autocast(hidden.device.type, enabled=False):
             gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
-            dtype = ctx.rows.chunk_dtype(hidden)
-            for columns in column_chunks(len(hidden), len(weight), dtype.itemsize, ctx.workspace):
-                w, b = weight[columns], None if bias is None else bias[columns]
-                for rows in row_chunks(len(hidden), len(w), dtype.itemsize, ctx.workspace):
-                    at = transform.at(rows)
-                    x = gradients.workspace(rows, columns, dtype)
-                    ctx.rows.signals(x, hidden[rows], w, b, at)
-                    ctx.rows.gradients_(
-                        x, columns.start, labels[rows], at, saved.at(rows), slopes.at(rows)
-                    )
-                    gradients.add(x, rows, columns)
+            for x, rows, columns in walk(kept):
+                gradients.add(x, rows, columns)
             return *gradients.results(), None, None, None
+
+
+class _Walk(NamedTuple):
+    """Goes over all logits, column by column of chunks, and makes them gradients."""
+
+    work: Any  # TorchRows or TritonRows
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    transform: Transform
+    saved: RowStatistics
+    slopes: Slopes
+    workspace: int
+
+    def __call__(self, kept: tuple[slice, Tensor] | None) -> Iterator[tuple[Tensor, slice, slice]]:
+        """Gradients of products [r, C] with their rows and columns. ``kept``: the last rows, and
+        their logits, which need not be computed again."""
+        last, x_kept = kept if kept is not None else (slice(len(self.hidden), None), None)
+        dtype, again = self.work.chunk_dtype(self.hidden), last.start
+        if x_kept is not None:
+            self._gradients_(x_kept, last, 0)
+            if again == 0:
+                yield x_kept, last, slice(0, len(self.weight))
+                return
+        column_walk = column_chunks(again, len(self.weight), dtype.itemsize, self.workspace)
+        widest = column_walk[0].stop
+        row_walk = row_chunks(again, widest, dtype.itemsize, self.workspace)
+        longest = row_walk[0].stop if row_walk else 0
+        memory = empty_chunk(self.hidden, longest, widest, dtype)
+        for columns in column_walk:
+            for rows in row_walk:
+                x = memory[: rows.stop - rows.start, : columns.stop - columns.start]
+                w, b = self.weight[columns], None if self.bias is None else self.bias[columns]
+                self.work.signals(x, self.hidden[rows], w, b, self.transform.at(rows))
+                self._gradients_(x, rows, columns.start)
+                yield x, rows, columns
+            if x_kept is not None:
+                yield x_kept[:, columns], last, columns
+
+    def _gradients_(self, x: Tensor, rows: slice, first: int) -> None:
+        self.work.gradients_(
+            x, first, self.labels[rows], self.transform.at(rows), self.saved.at(rows),
+            self.slopes.at(rows),
+        )  # fmt: skip
 
 
 def _slopes(
@@ -121,33 +165,30 @@ class _Gradients:
             torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
         )
         self._bias_dtype = None if bias is None else bias.dtype
-        self._memory: Tensor | None = None
-        self._sum: Tensor | None = None  # of a chunk of dweight over chunks of rows
-
-    def workspace(self, rows: slice, columns: slice, dtype: torch.dtype) -> Tensor:
-        """[r, C] in memory that all chunks use in turn; the first is the largest."""
-        if self._memory is None:
-            shape = rows.stop - rows.start, columns.stop - columns.start
-            self._memory = empty_chunk(self.hidden, *shape, dtype)
-        return self._memory[: rows.stop - rows.start, : columns.stop - columns.start]
+        self._sum: Tensor | None = None  # of a chunk of dweight, over chunks of rows
 
     def add(self, x: Tensor, rows: slice, columns: slice) -> None:
-        """x [r, C], gradients of products."""
+        """x [r, C], gradients of products; rows in order for each chunk of columns."""
         if self.dhidden is not None:
             add_product_(self.dhidden[rows], x, self.weight[columns])
         if self.dbias is not None:
             self.dbias[columns] += x.sum(0, dtype=torch.float32)
         if self.dweight is None:
             return
-        if rows.stop - rows.start == len(self.hidden):
-            product(self.dweight[columns], x.t(), self.hidden)
+        out, first, last = self.dweight[columns], rows.start == 0, rows.stop == len(self.hidden)
+        if first and last:
+            product(out, x.t(), self.hidden)
             return
-        if rows.start == 0:
-            self._sum = torch.zeros_like(self.dweight[columns], dtype=torch.float32)
+        if first:
+            self._sum = (
+                out if out.dtype == torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
+            )
+            product(self._sum, x.t(), self.hidden[rows])
+            return
         assert self._sum is not None
         add_product_(self._sum, x.t(), self.hidden[rows])
-        if rows.stop == len(self.hidden):
-            self.dweight[columns] = self._sum
+        if last and self._sum is not out:
+            out.copy_(self._sum)
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """By hidden states, weight and bias, in their dtypes."""
@@ -174,7 +215,7 @@ def linear_logprobs(
     check_labels: bool = False,
     backend: str = "auto",
 ) -> Any:
-    """log softmax(z)[y] per token with z = c·tanh(s·(W h + b)/c)/T, and the entropy -Σ_v p_v log p_v.
+    """log softmax(z)[y] per token, z = c·tanh(s·(W h + b)/c)/T, and the entropy -Σ_v p_v log p_v.
 
     The logits [N, V] never exist: forward computes them in chunks of rows, backward once more in
     chunks of columns, which takes 8·N·V·H flops in all. Products are library GEMMs, rounded to the

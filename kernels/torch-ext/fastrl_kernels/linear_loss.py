@@ -33,8 +33,11 @@ from .ppo_loss import (
 
 
 class LinearLossStats(LossStats):
-    """:class:`LossStats` with the mean ``entropy`` (NaN where it was not asked for), and, per token,
-    ``logprobs`` and ``entropies`` [..., T] (or None): fp32, detached, 0 where masked."""
+    """:class:`LossStats` with the mean ``entropy``, NaN where it was not asked for.
+
+    Per token it has ``logprobs`` and ``entropies`` (or None) [..., T]: fp32, detached, 0 where
+    masked.
+    """
 
     NAMES: ClassVar[tuple[str, ...]] = (*LossStats.NAMES, "entropy")
     __slots__ = ("entropies", "logprobs")
@@ -62,9 +65,7 @@ class _Objective(NamedTuple):
 
     def flat(self) -> _Objective:
         """The same tensors as [N]."""
-        tensors = (
-            x if x is None or x.dim() == 0 else x.reshape(-1) for x in self.constants
-        )
+        tensors = (x if x is None or x.dim() == 0 else x.reshape(-1) for x in self.constants)
         return self._replace(constants=Constants(*tensors))  # type: ignore[arg-type]
 
     def slopes(self, logprobs: Tensor, rows: slice, weights: Tensor) -> Tensor:
@@ -99,11 +100,13 @@ class _LinearPPOLoss(torch.autograd.Function):
             x, labels = workspace[: rows.stop - rows.start], inputs.labels[rows]
             transform, row = inputs.transform.at(rows), statistics.at(rows)
             inputs.rows.signals(x, hidden[rows], weight, bias, transform)
-            inputs.rows.statistics(x, labels, transform, row)
+            inputs.rows.statistics(x, labels, transform, row, once=gradients.wanted)
             if gradients.wanted:
                 slopes = flat.slopes(row.logprobs, rows, weights)
                 slopes.masked_fill_(outside[rows], math.nan)
-                inputs.rows.gradients_(x, 0, labels, transform, row, Slopes(slopes, None))
+                inputs.rows.gradients_(
+                    x, 0, labels, transform, row, Slopes(slopes, None), once=True
+                )
                 gradients.add(x, rows)
 
         logprobs, entropies = (

@@ -230,7 +230,8 @@ def _scale_kernel(
 
 
 class TritonRows:
-    """The functions of `head_rows.TorchRows`."""
+    """The functions of `head_rows.TorchRows`. Chunks keep their products either way: to compute
+    an exponential once more costs a GPU nothing."""
 
     @staticmethod
     def chunk_dtype(hidden: Tensor) -> torch.dtype:
@@ -243,7 +244,9 @@ class TritonRows:
         multiply(out, hidden, weight, bias)
 
     @staticmethod
-    def statistics(x: Tensor, labels: Tensor, transform: Transform, out: RowStatistics) -> None:
+    def statistics(
+        x: Tensor, labels: Tensor, transform: Transform, out: RowStatistics, once: bool = False
+    ) -> None:
         if not len(x):
             return
         with device_of(x):
@@ -261,6 +264,7 @@ class TritonRows:
         transform: Transform,
         saved: RowStatistics,
         slopes: Slopes,
+        once: bool = False,
     ) -> None:
         shapes = window(x.shape[1], x.dtype)
         parts = parts_of(x.shape[1], shapes["VEC"])
