@@ -218,7 +218,15 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out = a b, rounded once to its dtype."""
-    if a.dtype == b.dtype == out.dtype:
+    if out.device.type == "cpu" and a.shape[1] > COLUMNS:
+        # Piece by piece, since CPU libraries are slow where the sum is long.
+        total = out.zero_() if out.dtype == torch.float32 else torch.zeros_like(out).float()
+        for start in range(0, a.shape[1], COLUMNS):
+            piece = slice(start, start + COLUMNS)
+            add_product_(total, a[:, piece], b[piece])
+        if total is not out:
+            out.copy_(total)
+    elif a.dtype == b.dtype == out.dtype:
         torch.mm(a, b, out=out)
     elif out.device.type == "cpu":
         out.copy_(a.float() @ b.float())

@@ -165,11 +165,10 @@ class _Gradients:
         """x [r, V], gradients of products."""
         if self.dhidden is not None:
             product(self.dhidden[rows], x, self.weight)
-        if self.dweight is not None:
-            if rows.start == 0:
-                product(self.dweight, x.t(), self.hidden[rows])
-            else:
-                add_product_(self.dweight, x.t(), self.hidden[rows])
+        if self.dweight is not None and rows.start == 0:
+            product(self.dweight, x.t(), self.hidden[rows])
+        elif self.dweight is not None:
+            add_product_(self.dweight, x.t(), self.hidden[rows])
         if self.dbias is not None:
             self.dbias += x.sum(0, dtype=torch.float32)
 

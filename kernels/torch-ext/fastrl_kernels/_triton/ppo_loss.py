@@ -237,7 +237,7 @@ def _launch_fwd(logprobs, values, constants, settings, needs_logprobs, needs_val
 
 
 def policy_slopes(logprobs, constants, settings):
-    """The gradient of the sum by log-probs, all weights of tokens 1 but for the importance weights."""
+    """The gradient of the sum by log-probs; tokens weigh 1 times their importance weight."""
     constants = type(constants)(*(x if x is None else x.contiguous() for x in constants))
     with torch.cuda.device_of(logprobs):
         return _launch_fwd(
