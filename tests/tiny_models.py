@@ -52,9 +52,13 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _ROTARY),
     "mistral": ("mistral", _ROTARY | {"head_dim": 4}),
     "qwen2": ("qwen2", _ROTARY),
+    "qwen3": ("qwen3", _ROTARY | {"head_dim": 4}),
     # A soft cap low enough to matter: logits are changed after the head.
     "gemma2": ("gemma2", _ROTARY | {"head_dim": 4, "final_logit_softcapping": 2.0}),
+    "gemma3": ("gemma3_text", _ROTARY | {"head_dim": 4, "final_logit_softcapping": 1.5}),
     "phi3": ("phi3", _ROTARY),
+    # Its logits are divided where Cohere's are multiplied.
+    "granite": ("granite", _ROTARY | {"logits_scaling": 0.4}),
     "cohere": ("cohere", _ROTARY | {"logit_scale": 3.0}),
 }
 FAMILIES = tuple(_SETTINGS)

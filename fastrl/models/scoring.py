@@ -6,15 +6,20 @@ the probability ratio would not be 1 where nothing changed.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import fastrl_kernels
+
+
+class PolicyObjective(NamedTuple):
+    """The clipped objective of the requested rows, as a mean over them."""
+
+    old_logprobs: Tensor  # [N]
+    advantages: Tensor  # [N]
+    cliprange: float
 
 
 class ScoringRequest(NamedTuple):
@@ -30,104 +35,64 @@ class ScoringRequest(NamedTuple):
     entropy: bool = False
     values: bool = True
     logits: bool = False
+    objective: PolicyObjective | None = None
 
 
 class TokenScores(NamedTuple):
-    """What a model says of the requested tokens, fp32 but for the logits; None where not asked."""
+    """What a model says of the requested tokens, fp32 but for the logits; None where not asked.
+
+    With an objective its gradient is in the loss: log-probs and entropies have none.
+    """
 
     logprobs: Tensor  # [N]
     entropies: Tensor | None  # [N]
     values: Tensor | None  # [N]
     logits: Tensor | None  # [N, V], before the temperature
+    loss: Tensor | None = None  # []
 
 
-def score_rows(
-    logits: Tensor, hidden: Tensor, v_head: nn.Module, request: ScoringRequest
-) -> TokenScores:
-    """Scores from a model's logits [N, V] and last hidden states [N, H] of the requested rows."""
+class LogitTransform(NamedTuple):
+    """What a model makes of its head's output: c·tanh(s·x/c), without a cap s·x."""
+
+    softcap: float | None
+    logit_scale: float
+
+
+def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
+    """Scores from a model's own logits [N, V] of the requested rows; values apart."""
     scored: Any = fastrl_kernels.token_logprobs(
         logits, request.labels, temperature=request.temperature, entropy=request.entropy
     )
     logprobs, entropies = scored if request.entropy else (scored, None)
-    return TokenScores(
-        logprobs=logprobs,
-        entropies=entropies,
-        values=v_head(hidden).squeeze(-1) if request.values else None,
-        logits=logits if request.logits else None,
+    loss = None
+    if request.objective is not None:
+        old, advantages, cliprange = request.objective
+        every = torch.ones_like(request.labels, dtype=torch.bool)
+        loss, _ = fastrl_kernels.ppo_loss(logprobs, old, advantages, every, cliprange=cliprange)
+        logprobs, entropies = (
+            logprobs.detach(),
+            entropies if entropies is None else entropies.detach(),
+        )
+    return TokenScores(logprobs, entropies, None, logits if request.logits else None, loss)
+
+
+def score_hidden(
+    hidden: Tensor, head: nn.Linear, transform: LogitTransform, request: ScoringRequest
+) -> TokenScores:
+    """The same from what the LM head would be given, [N, H]: no logits are kept."""
+    options: dict[str, Any] = {
+        "bias": head.bias,
+        "temperature": request.temperature,
+        "entropy": request.entropy,
+        **transform._asdict(),
+    }
+    if request.objective is None:
+        scored: Any = fastrl_kernels.linear_logprobs(hidden, head.weight, request.labels, **options)
+        logprobs, entropies = scored if request.entropy else (scored, None)
+        return TokenScores(logprobs, entropies, None, None)
+    old, advantages, cliprange = request.objective
+    every = torch.ones_like(request.labels, dtype=torch.bool)
+    loss, stats = fastrl_kernels.linear_ppo_loss(
+        hidden, head.weight, request.labels, old, advantages, every, cliprange=cliprange, **options
     )
-
-
-class RowHead:
-    """Runs the model's own LM head on the requested rows only.
-
-    A hook in front of the head hands it [1, N, H] in place of [B, T, H]; whatever the model does to
-    its logits afterwards (soft caps, scales) then acts on those rows as it would on all.
-    """
-
-    def __call__(self, model: Any, rows: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        with _rows_before(model.get_output_embeddings(), rows) as seen:
-            logits = model(**inputs).logits
-        if not seen:
-            raise RuntimeError(f"{_name(model)} does not call its output embeddings as a module")
-        # squeeze is a view both ways; indexing would copy the logits' gradient
-        return logits.squeeze(0), seen[0].squeeze(0)
-
-
-class FullHead:
-    """For heads that :class:`RowHead` cannot serve: all logits first, then the rows."""
-
-    def __call__(self, model: Any, rows: Tensor, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        out = model(**inputs, output_hidden_states=True)
-        logits = out.logits.flatten(0, 1)[rows]
-        return logits, out.hidden_states[-1].flatten(0, 1)[rows]
-
-
-Head = RowHead | FullHead
-
-
-@torch.no_grad()
-def choose_head(model: nn.Module, inputs: dict[str, Any], tolerance: float = 1e-3) -> Head:
-    """:class:`RowHead` where it reproduces the model's own logits and hidden states, else FullHead.
-
-    ``inputs`` is a small batch for the comparison. Falling back is said in a warning.
-    """
-    length = inputs["input_ids"].numel()
-    rows = torch.arange(length, device=inputs["input_ids"].device)[length // 2 :]
-    expected = FullHead()(model, rows, inputs)
-    try:
-        got = RowHead()(model, rows, inputs)
-    except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        cause = str(error)
-    else:
-        if all(
-            a.shape == b.shape and torch.allclose(a.float(), b.float(), tolerance, tolerance)
-            for a, b in zip(got, expected, strict=True)
-        ):
-            return RowHead()
-        cause = "its logits differ when the head sees single rows"
-    warnings.warn(
-        f"{_name(model)}: the LM head runs on whole sequences, prompts included, because {cause}",
-        stacklevel=2,
-    )
-    return FullHead()
-
-
-@contextmanager
-def _rows_before(head: nn.Module, rows: Tensor) -> Iterator[list[Tensor]]:
-    """While open, ``head`` sees its input's ``rows`` as [1, N, H]; they are put in the list."""
-    seen: list[Tensor] = []
-
-    def pick(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        picked = args[0].flatten(0, -2)[rows].unsqueeze(0)
-        seen.append(picked)
-        return (picked, *args[1:])
-
-    handle = head.register_forward_pre_hook(pick)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
-def _name(model: Any) -> str:
-    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    return TokenScores(stats.logprobs, stats.entropies, None, None, loss)

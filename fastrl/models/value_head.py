@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
-from fastrl.models.scoring import Head, ScoringRequest, TokenScores, choose_head, score_rows
+from fastrl.models.heads import Head, choose_head
+from fastrl.models.scoring import ScoringRequest, TokenScores
 
 WEIGHTS_NAME = "model.safetensors"
 _HEAD_PREFIX = "v_head."
@@ -148,10 +149,10 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         """Logits, loss and values of all tokens; with ``scoring``, TokenScores of those."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if scoring is not None:
-            logits, hidden = self._scoring_head(inputs)(
-                self.pretrained_model, scoring.rows, {**inputs, "use_cache": False}
-            )
-            return score_rows(logits, hidden, self.v_head, scoring)
+            head = self._scoring_head(inputs)
+            scores, hidden = head(self.pretrained_model, scoring, {**inputs, "use_cache": False})
+            values = self.v_head(hidden).squeeze(-1) if scoring.values else None
+            return scores._replace(values=values)
 
         inputs["output_hidden_states"] = True
         if past_key_values is not None:

@@ -26,7 +26,7 @@ from fastrl.trainers.control import RunningMoments, ScoreTransform, make_kl_cont
 from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
 from fastrl.trainers.loop import Loop, Prompts, RewardFunction
-from fastrl.trainers.setup import check_types, make_accelerator, make_optimizer
+from fastrl.trainers.setup import check_types, choose_heads, make_accelerator, make_optimizer
 from fastrl.trainers.update import PPOUpdate
 
 _DEFAULT_SAMPLING = {"max_new_tokens": 32, "do_sample": True, "top_k": 0, "top_p": 1.0}
@@ -113,6 +113,7 @@ class PPOTrainer(ClassicSurface):
             if self.ref_model is None
             else CopyReference(self.ref_model)
         )
+        choose_heads(self.model, self.ref_model)
         self._score = Scorer(self.model, self.reference, self._kl_penalty, config.mini_batch_size)
         self._update = PPOUpdate(config, self.accelerator, self.model, self.optimizer)
         self.current_step = 0

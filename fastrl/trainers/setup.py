@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fastrl.config import PPOConfig, json_object
 from fastrl.models import AutoModelForCausalLMWithValueHead
+from fastrl.models.modes import evaluating
+from fastrl.models.scoring import ScoringRequest
 from fastrl.trainers.stats import scalars
 
 
@@ -68,3 +70,17 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimi
     parameters = [p for p in model.parameters() if p.requires_grad]
     fused = {p.device.type for p in parameters} <= {"cpu", "cuda", "xpu", "mps"}
     return torch.optim.Adam(parameters, lr=learning_rate, fused=fused)
+
+
+@torch.no_grad()
+def choose_heads(*models: nn.Module | None) -> None:
+    """Scores a few tokens with each model, which makes it choose how its LM head is run: what is
+    unusual about a model is said before training begins."""
+    for model in models:
+        if model is None:
+            continue
+        device = next(model.parameters()).device
+        tokens = torch.arange(8, device=device).unsqueeze(0)
+        request = ScoringRequest(rows=tokens[0, 4:], labels=tokens[0, 4:])
+        with evaluating(model):
+            model(input_ids=tokens, attention_mask=torch.ones_like(tokens), scoring=request)

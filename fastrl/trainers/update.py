@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.config import PPOConfig
+from fastrl.models.scoring import PolicyObjective
 from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Experience, scoring_request
 
@@ -165,24 +166,25 @@ class PPOUpdate:
                 for name in ("logprobs", "values", "advantages", "returns")
             )
         )
-        request = scoring_request(part, entropy=True)
+        counted = part.counted.flatten().nonzero()[:, 0].to(part.mask.device)
+        old_logprobs, advantages = (x.flatten()[counted] for x in (old.logprobs, old.advantages))
+        objective = PolicyObjective(old_logprobs, advantages, self.config.cliprange)
+        request = scoring_request(part, entropy=True, objective=objective)
         new = self.model(**part.model_inputs, scoring=request)
-        logprobs = part.spread(new.logprobs, request.rows)
         loss, vector = minibatch_loss(
             self.config,
             old,
-            logprobs,
+            part.spread(new.logprobs, request.rows),
             part.spread(new.values, request.rows),
-            part.spread(new.entropies.detach(), request.rows),
+            part.spread(new.entropies, request.rows),
             part.mask,
         )
-        with torch.no_grad():
-            counted = part.counted.flatten().nonzero()[:, 0].to(part.mask.device)
-            old_rows = old.logprobs.flatten()[counted]
-            record.ratios.append((new.logprobs - old_rows).exp())
-            record.advantages.append(old.advantages.flatten()[counted])
+        record.ratios.append((new.logprobs - old_logprobs).exp())
+        record.advantages.append(advantages)
         record.minibatches.append(vector)
-        return loss, vector
+        # The log-probs have no gradient here: the policy's comes with its own loss, which counts
+        # in the value of this one already.
+        return loss + (new.loss - new.loss.detach()), vector
 
     def _moved_too_far(self, policy_kl: float) -> bool:
         return self.config.early_stopping and policy_kl > 1.5 * self.config.target_kl

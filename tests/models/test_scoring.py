@@ -7,8 +7,10 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+import fastrl_kernels
 from fastrl.models import AutoModelForCausalLMWithValueHead
-from fastrl.models.scoring import FullHead, RowHead, ScoringRequest, choose_head
+from fastrl.models.heads import FullHead, FusedHead, RowHead, choose_head
+from fastrl.models.scoring import LogitTransform, PolicyObjective, ScoringRequest
 from fastrl.trainers.data import TokenBatch, pad
 from fastrl.trainers.experience import scoring_request
 from tests import tiny_models
@@ -49,16 +51,73 @@ def classic_scores(model, ids, rows, **inputs):
 
 
 @torch.no_grad()
-def test_scores_of_rows_are_those_of_the_classic_forward(policy, ids):
-    request = ScoringRequest(ROWS, labels_of(ids, ROWS), entropy=True, logits=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        got = policy(input_ids=ids, scoring=request)
-    assert not caught
-    assert isinstance(policy._head, RowHead)
+@pytest.mark.parametrize("logits", [False, True])
+def test_scores_of_rows_are_those_of_the_classic_forward(policy, ids, logits):
+    request = ScoringRequest(ROWS, labels_of(ids, ROWS), entropy=True, logits=logits)
+    got = policy(input_ids=ids, scoring=request)
     expected = classic_scores(policy, ids, ROWS)
-    for value, wanted in zip(got, expected, strict=True):
+    assert (got.logits is None) == (not logits)
+    for value, wanted in zip(got[: 3 + logits], expected, strict=False):
         torch.testing.assert_close(value.double(), wanted.double(), **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_the_fused_head_is_what_runs(family, ids, monkeypatch):
+    policy = tiny_models.policy(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy(input_ids=ids, scoring=ScoringRequest(ROWS, labels_of(ids, ROWS)))
+    assert isinstance(policy._head, FusedHead)
+    seen = []
+    linear_logprobs = fastrl_kernels.linear_logprobs
+    monkeypatch.setattr(
+        fastrl_kernels,
+        "linear_logprobs",
+        lambda hidden, *args, **kwargs: (
+            seen.append(hidden.shape) or linear_logprobs(hidden, *args, **kwargs)
+        ),
+    )
+    heads = []
+    handle = policy.get_output_embeddings().register_forward_hook(
+        lambda _module, _args, out: heads.append(out.numel())
+    )
+    policy(input_ids=ids, scoring=ScoringRequest(ROWS, labels_of(ids, ROWS)))
+    handle.remove()
+    assert [shape[0] for shape in seen] == [len(ROWS)]
+    assert heads == [0], "the model's own head gets no rows"
+
+
+def test_an_objective_gives_the_loss_and_its_gradients(policy, ids):
+    labels = labels_of(ids, ROWS)
+    generator = torch.Generator().manual_seed(1)
+    advantages = torch.randn(len(ROWS), generator=generator)
+    parameters = [p for p in policy.pretrained_model.parameters() if p.requires_grad]
+
+    logits, _, values = policy(input_ids=ids)
+    logprobs = logits.flatten(0, 1)[ROWS].log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    # Some ratios within the clip range, some beyond on either side.
+    old = logprobs.detach() + torch.tensor([0.0, 0.1, -0.1, 0.9, -0.9, 0.5])
+    ratios = (logprobs - old).exp()
+    loss = torch.maximum(-advantages * ratios, -advantages * ratios.clamp(0.8, 1.2)).mean()
+    values = values.flatten()[ROWS]
+    expected = torch.autograd.grad(loss + values.square().sum(), parameters, allow_unused=True)
+
+    objective = PolicyObjective(old, advantages, 0.2)
+    got = policy(
+        input_ids=ids, scoring=ScoringRequest(ROWS, labels, entropy=True, objective=objective)
+    )
+    torch.testing.assert_close(got.loss, loss, **TOLERANCE)
+    torch.testing.assert_close(got.logprobs, logprobs.detach(), **TOLERANCE)
+    assert not got.logprobs.requires_grad
+    assert not got.entropies.requires_grad
+    gradients = torch.autograd.grad(
+        got.loss + got.values.square().sum(), parameters, allow_unused=True
+    )
+    for value, wanted in zip(gradients, expected, strict=True):
+        assert (value is None) == (wanted is None)
+        if wanted is not None:
+            torch.testing.assert_close(value, wanted, atol=2e-4, rtol=1e-3)
 
 
 @torch.no_grad()
@@ -121,13 +180,14 @@ def test_what_is_not_asked_for_is_none(gpt2, ids):
 
 
 @torch.no_grad()
-def test_the_head_sees_the_requested_rows_only(gpt2, ids):
-    gpt2(input_ids=ids, scoring=ScoringRequest(ROWS, labels_of(ids, ROWS)))  # the head is chosen
+def test_logits_are_made_of_the_requested_rows_only(gpt2, ids):
+    request = ScoringRequest(ROWS, labels_of(ids, ROWS), logits=True)
+    gpt2(input_ids=ids, scoring=request)  # the head is chosen
     shapes = []
     handle = gpt2.get_output_embeddings().register_forward_hook(
         lambda _module, args, out: shapes.append((args[0].shape, out.shape))
     )
-    gpt2(input_ids=ids, scoring=ScoringRequest(ROWS, labels_of(ids, ROWS)))
+    gpt2(input_ids=ids, scoring=request)
     handle.remove()
     assert shapes == [((1, len(ROWS), 16), (1, len(ROWS), tiny.VOCABULARY))]
 
@@ -174,10 +234,41 @@ def test_a_head_that_mixes_positions_falls_back(ids):
 
 
 @torch.no_grad()
-def test_the_hook_is_gone_after_an_error(gpt2, ids):
-    head = gpt2.get_output_embeddings()
+def test_a_head_with_an_adapter_is_not_bypassed(ids):
+    from peft import get_peft_model
+
+    adapter = tiny_models.lora(target_modules=["lm_head"], fan_in_fan_out=False)
+    model = get_peft_model(tiny_models.language_model("llama"), adapter)
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM: logits .* not a plain nn.Linear"):
+        head = choose_head(model, {"input_ids": ids[:1]})
+    assert isinstance(head, RowHead)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["bias", "cap"])
+def test_logits_that_change_after_the_head_are_found_out(ids, change):
+    model = tiny_models.language_model()
+    forward = model.forward
+
+    def changed(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        if change == "bias":
+            out.logits = out.logits + torch.arange(out.logits.shape[-1]) * 1e-3
+        else:  # far above the logits: a comparison of numbers alone would not notice
+            out.logits = 500 * torch.tanh(out.logits / 500)
+        return out
+
+    model.forward = changed
+    with pytest.warns(UserWarning, match="logits of the response tokens are kept"):
+        assert isinstance(choose_head(model, {"input_ids": ids[:1]}), RowHead)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head_of", [RowHead(), FusedHead(LogitTransform(None, 1.0))])
+def test_the_hook_is_gone_after_an_error(gpt2, ids, head_of):
+    head, rows = gpt2.get_output_embeddings(), torch.tensor([999])
     before = len(head._forward_pre_hooks)
     with pytest.raises(IndexError):
-        RowHead()(gpt2.pretrained_model, torch.tensor([999]), {"input_ids": ids})
+        head_of(gpt2.pretrained_model, ScoringRequest(rows, rows), {"input_ids": ids})
     assert len(head._forward_pre_hooks) == before
     assert gpt2(input_ids=ids)[0].shape == (2, 8, tiny.VOCABULARY)

@@ -258,16 +258,29 @@ def test_a_response_that_begins_with_its_query_warns_once() -> None:
         trainer.step(**batch)
 
 
-def test_the_lm_head_sees_response_tokens_only() -> None:
+def test_the_lm_head_sees_response_tokens_only(monkeypatch: Any) -> None:
+    import fastrl_kernels
+
     trainer = make_trainer(ppo_epochs=1)
-    trainer.step(**make_batch())  # the head has been chosen
-    rows = []
+    rows: dict[str, int] = {}
+    for name in ("linear_logprobs", "linear_ppo_loss"):
+        op = getattr(fastrl_kernels, name)
+
+        def counting(hidden: Any, *args: Any, name: str = name, op: Any = op, **kwargs: Any) -> Any:
+            rows[name] = rows.get(name, 0) + len(hidden)
+            return op(hidden, *args, **kwargs)
+
+        monkeypatch.setattr(fastrl_kernels, name, counting)
+    logits = []
     trainer.model.get_output_embeddings().register_forward_hook(
-        lambda _module, _args, logits: rows.append(logits.shape[:-1].numel())
+        lambda _module, _args, out: logits.append(out.numel())
     )
     batch = make_batch(seed=1)
     trainer.step(**batch)
-    assert sum(rows) == 2 * sum(len(r) for r in batch["responses"])  # old policy and update
+    tokens = sum(len(r) for r in batch["responses"])
+    # Old policy and reference; the update.
+    assert rows == {"linear_logprobs": 2 * tokens, "linear_ppo_loss": tokens}
+    assert sum(logits) == 0, "no logits are kept"
 
 
 def test_statistics_leave_the_device_once(monkeypatch: Any) -> None:

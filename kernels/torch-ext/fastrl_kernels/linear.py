@@ -160,7 +160,8 @@ class _Gradients:
     ) -> None:
         self.hidden, self.weight = hidden, weight
         self.dhidden = torch.zeros_like(hidden, dtype=torch.float32) if wanted[0] else None
-        self.dweight = torch.empty_like(weight) if wanted[1] else None
+        new = torch.empty_like if len(hidden) else torch.zeros_like  # nobody writes it then
+        self.dweight = new(weight) if wanted[1] else None
         self.dbias = (
             torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
         )

@@ -109,15 +109,15 @@ class _LinearPPOLoss(torch.autograd.Function):
                 )
                 gradients.add(x, rows)
 
-        logprobs, entropies = (
-            None if x is None else x.masked_fill(~inputs.counted, 0).view(inputs.shape)
-            for x in (statistics.logprobs, statistics.entropies)
-        )
+        def per_token(x: Tensor) -> Tensor:
+            return x.masked_fill(~inputs.counted, 0).view(inputs.shape)
+
+        logprobs = per_token(statistics.logprobs)
+        entropies = None if statistics.entropies is None else per_token(statistics.entropies)
         loss, numbers = apply(logprobs, None, *objective)
         ctx.gradients, ctx.rows = gradients.results(), inputs.rows
-        ctx.mark_non_differentiable(numbers, logprobs)
-        if entropies is not None:
-            ctx.mark_non_differentiable(entropies)
+        constant = (numbers, logprobs, entropies)
+        ctx.mark_non_differentiable(*(x for x in constant if x is not None))
         ctx.set_materialize_grads(False)
         return loss, numbers, logprobs, entropies
 
@@ -155,9 +155,8 @@ class _Gradients:
         self.dweight = self.dbias = None
         if wanted[1]:
             # One chunk is rounded once as it is; several are summed in fp32.
-            self.dweight = torch.empty_like(
-                weight, dtype=weight.dtype if chunks == 1 else torch.float32
-            )
+            new = torch.empty_like if chunks else torch.zeros_like  # nobody writes it then
+            self.dweight = new(weight, dtype=weight.dtype if chunks == 1 else torch.float32)
         if bias is not None and wanted[2]:
             self.dbias = torch.zeros_like(bias, dtype=torch.float32)
 

@@ -1,0 +1,205 @@
+"""How a model's LM head is run on the requested rows: fused with what follows, or by itself.
+
+:func:`choose_head` takes the first of :class:`FusedHead`, :class:`RowHead` and :class:`FullHead`
+that agrees with the model's own logits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.models.scoring import (
+    LogitTransform,
+    ScoringRequest,
+    TokenScores,
+    score_hidden,
+    score_logits,
+)
+
+Inputs = dict[str, Any]
+
+
+class FusedHead:
+    """Computes log-probs from the head's input and weight; the model gets no rows, and no logits.
+
+    It happens inside the head's call, where a sharded weight is in place.
+    """
+
+    def __init__(self, transform: LogitTransform):
+        self.transform = transform
+
+    def __call__(
+        self, model: Any, request: ScoringRequest, inputs: Inputs
+    ) -> tuple[TokenScores, Tensor]:
+        """Scores, values apart, and the hidden states [N, H] that values are read from."""
+        if request.logits:
+            return RowHead()(model, request, inputs)
+        seen: list[tuple[TokenScores, Tensor]] = []
+
+        def score(head: nn.Module, hidden: Tensor) -> Tensor:
+            assert isinstance(head, nn.Linear)
+            picked = hidden.flatten(0, -2)[request.rows]
+            seen.append((score_hidden(picked, head, self.transform, request), picked))
+            return hidden[:, :0]
+
+        with _in_front_of_head(model, score):
+            model(**inputs)
+        return _only(seen, model)
+
+
+class RowHead:
+    """Runs the model's own LM head on the requested rows only, for logits.
+
+    Whatever the model does to its logits afterwards then acts on those rows as it would on all.
+    """
+
+    def __call__(
+        self, model: Any, request: ScoringRequest, inputs: Inputs
+    ) -> tuple[TokenScores, Tensor]:
+        """As FusedHead's."""
+        seen: list[Tensor] = []
+
+        def pick(_head: nn.Module, hidden: Tensor) -> Tensor:
+            seen.append(hidden.flatten(0, -2)[request.rows].unsqueeze(0))
+            return seen[-1]
+
+        with _in_front_of_head(model, pick):
+            logits = model(**inputs).logits
+        hidden = _only(seen, model)
+        # squeeze is a view both ways; indexing would copy the logits' gradient
+        return score_logits(logits.squeeze(0), request), hidden.squeeze(0)
+
+
+class FullHead:
+    """For heads that the others cannot serve: all logits first, then the rows."""
+
+    def __call__(
+        self, model: Any, request: ScoringRequest, inputs: Inputs
+    ) -> tuple[TokenScores, Tensor]:
+        """As FusedHead's."""
+        out = model(**inputs, output_hidden_states=True)
+        logits = out.logits.flatten(0, 1)[request.rows]
+        return score_logits(logits, request), out.hidden_states[-1].flatten(0, 1)[request.rows]
+
+
+Head = FusedHead | RowHead | FullHead
+
+
+@torch.no_grad()
+def choose_head(model: nn.Module, inputs: Inputs, tolerance: float = 1e-3) -> Head:
+    """The first head that reproduces the model's own log-probs, entropies and hidden states.
+
+    ``inputs`` is a small batch for the comparison. Falling back is said in a warning.
+    """
+    ids = inputs["input_ids"]
+    rows = torch.arange(ids.numel(), device=ids.device)[ids.numel() // 2 :]
+    request = ScoringRequest(rows, ids.flatten()[rows], entropy=True)
+    expected = FullHead()(model, request, inputs)
+
+    def differs(head: Head) -> str | None:
+        try:
+            got = head(model, request, inputs)
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            return str(error)
+        pairs = zip((*got[0][:2], got[1]), (*expected[0][:2], expected[1]), strict=True)
+        if all(
+            a.shape == b.shape and torch.allclose(a.float(), b.float(), tolerance, tolerance)
+            for a, b in pairs
+            if a is not None and b is not None
+        ):
+            return None
+        return "its logits differ when the head sees single rows"
+
+    transform = _transform_of(model)
+    not_fused = _why_not_linear(model) or _why_other_transform(model, transform, inputs)
+    fused = FusedHead(transform)
+    not_fused = not_fused or differs(fused)
+    if not_fused is None:
+        return fused
+    not_by_rows = differs(RowHead())
+    if not_by_rows is None:
+        _warn(model, f"logits of the response tokens are kept in memory, because {not_fused}")
+        return RowHead()
+    _warn(model, f"the LM head runs on whole sequences, prompts included, because {not_by_rows}")
+    return FullHead()
+
+
+def _transform_of(model: Any) -> LogitTransform:
+    """As the configuration says it: Gemma's cap, Cohere's and Granite's scales."""
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    return LogitTransform(getattr(config, "final_logit_softcapping", None), scale / divisor)
+
+
+def _why_not_linear(model: Any) -> str | None:
+    """A head whose product is not simply that with its weight: adapters, quantisation, hooks."""
+    head = model.get_output_embeddings()
+    plain = (
+        isinstance(head, nn.Linear)
+        and type(head).forward is nn.Linear.forward
+        and "forward" not in vars(head)
+        and not nn.utils.parametrize.is_parametrized(head)
+        and not head._forward_hooks
+    )
+    return None if plain else f"its head is not a plain nn.Linear ({type(head).__name__})"
+
+
+def _why_other_transform(model: Any, transform: LogitTransform, inputs: Inputs) -> str | None:
+    """Puts a ramp in the place of the head's output, and looks at what the model makes of it."""
+    ramps: list[Tensor] = []
+
+    def replace(_head: nn.Module, _args: Any, out: Tensor) -> Tensor:
+        ramp = torch.linspace(-100, 100, out.shape[-1], device=out.device).to(out.dtype)
+        ramps.append(ramp)
+        return ramp.expand_as(out)
+
+    handle = model.get_output_embeddings().register_forward_hook(replace)
+    try:
+        logits = model(**inputs).logits
+    finally:
+        handle.remove()
+    if not ramps:
+        return f"{_name(model)} does not call its output embeddings as a module"
+    x = ramps[0].float() * transform.logit_scale
+    cap = transform.softcap
+    expected = (x if cap is None else cap * torch.tanh(x / cap)).expand_as(logits)
+    # A model works in its own dtype; a transform that is another is off by more than rounding.
+    tolerance = 1e-4 if ramps[0].dtype == torch.float32 else 2e-2
+    if torch.allclose(logits.float(), expected, tolerance, tolerance):
+        return None
+    return f"it changes its logits otherwise than {transform}"
+
+
+@contextmanager
+def _in_front_of_head(model: Any, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
+    """While open, the LM head is given what ``change`` makes of its input [B, T, H]."""
+
+    def hook(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (change(head, args[0]), *args[1:])
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _only(seen: list[Any], model: Any) -> Any:
+    if not seen:
+        raise RuntimeError(f"{_name(model)} does not call its output embeddings as a module")
+    return seen[0]
+
+
+def _warn(model: Any, what: str) -> None:
+    warnings.warn(f"{_name(model)}: {what}", stacklevel=3)
+
+
+def _name(model: Any) -> str:
+    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
