@@ -5,7 +5,7 @@ Logits exist a chunk at a time, in a workspace of bounded size. Products are lib
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,10 +190,48 @@ def column_chunks(n: int, vocabulary: int, itemsize: int, budget: int) -> list[s
     return [slice(v, min(v + width, vocabulary)) for v in range(0, vocabulary, width)]
 
 
-def empty_chunk(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] whose rows all begin at a 16-byte boundary, also where V is odd."""
-    padded = -(-columns // _ALIGNED) * _ALIGNED
-    return torch.empty(rows, padded, dtype=dtype, device=like.device)[:, :columns]
+class Workspace:
+    """Memory for one chunk of logits at a time, on the device of ``like``.
+
+    On a CPU, where memory that is new costs as much as what is done in it, released memory is kept
+    for the next call: at most one workspace of ``WORKSPACE_BYTES``, until :meth:`clear`.
+    """
+
+    _idle: ClassVar[list[Tensor]] = []
+
+    def __init__(self, like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
+        self.columns, self.dtype = columns, dtype
+        needed = rows * self._stride(columns) * dtype.itemsize
+        memory = None
+        if like.device.type == "cpu" and Workspace._idle:
+            memory = Workspace._idle.pop()
+        if memory is None or memory.numel() < needed:
+            memory = torch.empty(needed, dtype=torch.uint8, device=like.device)
+        self._memory: Tensor | None = memory
+
+    @staticmethod
+    def _stride(columns: int) -> int:
+        return -(-columns // _ALIGNED) * _ALIGNED
+
+    def chunk(self, rows: int, columns: int | None = None) -> Tensor:
+        """[rows, columns] whose rows all begin at a 16-byte boundary, also where V is odd."""
+        assert self._memory is not None
+        stride = self._stride(self.columns)
+        flat = self._memory[: rows * stride * self.dtype.itemsize].view(self.dtype)
+        return flat.view(rows, stride)[:, : self.columns if columns is None else columns]
+
+    def release(self) -> None:
+        """Nothing looks at the chunks any more."""
+        memory, self._memory = self._memory, None
+        if memory is None or memory.device.type != "cpu":
+            return
+        if memory.numel() <= WORKSPACE_BYTES["cpu"] and not Workspace._idle:
+            Workspace._idle.append(memory)
+
+    @staticmethod
+    def clear() -> None:
+        """Frees what is kept for the next call."""
+        Workspace._idle.clear()
 
 
 def multiply(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 from .head import (
     HeadInputs,
     Transform,
+    Workspace,
     add_product_,
     checked_head,
     column_chunks,
-    empty_chunk,
     product,
     row_chunks,
 )
@@ -54,9 +54,9 @@ class _LinearLogprobs(torch.autograd.Function):
         dtype = inputs.rows.chunk_dtype(hidden)
         chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
         longest = max((rows.stop - rows.start for rows in chunks), default=0)
-        workspace = empty_chunk(hidden, longest, vocabulary, dtype)
+        workspace = Workspace(hidden, longest, vocabulary, dtype)
         for rows in chunks:
-            x = workspace[: rows.stop - rows.start]
+            x = workspace.chunk(rows.stop - rows.start)
             at = transform.at(rows)
             inputs.rows.signals(x, hidden[rows], weight, bias, at)
             inputs.rows.statistics(x, inputs.labels[rows], at, statistics.at(rows))
@@ -68,8 +68,10 @@ class _LinearLogprobs(torch.autograd.Function):
             )  # fmt: skip
             ctx.transform, ctx.rows = transform._replace(temperatures=None), inputs.rows
             ctx.workspace = inputs.workspace
-            ctx.kept = (chunks[-1], x) if chunks else None
+            ctx.kept = (chunks[-1], x, workspace) if chunks else None
             ctx.set_materialize_grads(False)
+        else:
+            workspace.release()
         results = [
             None if x is None else x.masked_fill(~inputs.counted, 0).view(inputs.shape)
             for x in statistics[3:]
@@ -90,8 +92,10 @@ class _LinearLogprobs(torch.autograd.Function):
         )
         with torch.autocast(hidden.device.type, enabled=False):
             gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
-            for x, rows, columns in walk(kept):
+            for x, rows, columns in walk(kept and kept[:2]):
                 gradients.add(x, rows, columns)
+            if kept is not None:
+                kept[2].release()
             return *gradients.results(), None, None, None
 
 
@@ -122,16 +126,17 @@ class _Walk(NamedTuple):
         widest = column_walk[0].stop
         row_walk = row_chunks(again, widest, dtype.itemsize, self.workspace)
         longest = row_walk[0].stop if row_walk else 0
-        memory = empty_chunk(self.hidden, longest, widest, dtype)
+        memory = Workspace(self.hidden, longest, widest, dtype)
         for columns in column_walk:
             for rows in row_walk:
-                x = memory[: rows.stop - rows.start, : columns.stop - columns.start]
+                x = memory.chunk(rows.stop - rows.start, columns.stop - columns.start)
                 w, b = self.weight[columns], None if self.bias is None else self.bias[columns]
                 self.work.signals(x, self.hidden[rows], w, b, self.transform.at(rows))
                 self._gradients_(x, rows, columns.start)
                 yield x, rows, columns
             if x_kept is not None:
                 yield x_kept[:, columns], last, columns
+        memory.release()
 
     def _gradients_(self, x: Tensor, rows: slice, first: int) -> None:
         self.work.gradients_(

@@ -12,9 +12,9 @@ from torch.autograd.function import once_differentiable
 from .checks import check_same_shape, counts
 from .head import (
     HeadInputs,
+    Workspace,
     add_product_,
     checked_head,
-    empty_chunk,
     product,
     row_chunks,
 )
@@ -92,12 +92,12 @@ class _LinearPPOLoss(torch.autograd.Function):
         dtype = inputs.rows.chunk_dtype(hidden)
         chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
         longest = max((rows.stop - rows.start for rows in chunks), default=0)
-        workspace = empty_chunk(hidden, longest, vocabulary, dtype)
+        workspace = Workspace(hidden, longest, vocabulary, dtype)
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], len(chunks))
         flat, weights = objective.flat(), objective.token_weights()
         outside = (inputs.labels < 0) | (inputs.labels >= vocabulary)
         for rows in chunks:
-            x, labels = workspace[: rows.stop - rows.start], inputs.labels[rows]
+            x, labels = workspace.chunk(rows.stop - rows.start), inputs.labels[rows]
             transform, row = inputs.transform.at(rows), statistics.at(rows)
             inputs.rows.signals(x, hidden[rows], weight, bias, transform)
             inputs.rows.statistics(x, labels, transform, row, once=gradients.wanted)
@@ -108,6 +108,7 @@ class _LinearPPOLoss(torch.autograd.Function):
                     x, 0, labels, transform, row, Slopes(slopes, None), once=True
                 )
                 gradients.add(x, rows)
+        workspace.release()
 
         def per_token(x: Tensor) -> Tensor:
             return x.masked_fill(~inputs.counted, 0).view(inputs.shape)
