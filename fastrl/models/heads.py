@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastrl.models.lookup import sparse_lookups
 from fastrl.models.scoring import (
     LogitTransform,
     ScoringRequest,
@@ -42,14 +43,20 @@ class FusedHead:
             return RowHead()(model, request, inputs)
         seen: list[tuple[TokenScores, Tensor]] = []
 
-        def score(head: nn.Module, hidden: Tensor) -> Tensor:
-            assert isinstance(head, nn.Linear)
-            picked = hidden.flatten(0, -2)[request.rows]
-            seen.append((score_hidden(picked, head, self.transform, request), picked))
-            return hidden[:, :0]
+        # A loss gives the head's weight its gradient; then that of lookups may be sparse.
+        lookups = sparse_lookups(model) if request.objective is not None else nullcontext()
+        with lookups as tied:
 
-        with _in_front_of_head(model, score):
-            model(**inputs)
+            def score(head: nn.Module, hidden: Tensor) -> Tensor:
+                assert isinstance(head, nn.Linear)
+                weight = head.weight if tied is None else tied
+                picked = hidden.flatten(0, -2)[request.rows]
+                scores = score_hidden(picked, weight, head.bias, self.transform, request)
+                seen.append((scores, picked))
+                return hidden[:, :0]
+
+            with _in_front_of_head(model, score):
+                model(**inputs)
         return _only(seen, model)
 
 

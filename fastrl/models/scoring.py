@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fastrl_kernels
 
@@ -77,22 +77,26 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
 
 
 def score_hidden(
-    hidden: Tensor, head: nn.Linear, transform: LogitTransform, request: ScoringRequest
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    transform: LogitTransform,
+    request: ScoringRequest,
 ) -> TokenScores:
-    """The same from what the LM head would be given, [N, H]: no logits are kept."""
+    """The same from what the LM head would be given, [N, H], and its weight: no logits are kept."""
     options: dict[str, Any] = {
-        "bias": head.bias,
+        "bias": bias,
         "temperature": request.temperature,
         "entropy": request.entropy,
         **transform._asdict(),
     }
     if request.objective is None:
-        scored: Any = fastrl_kernels.linear_logprobs(hidden, head.weight, request.labels, **options)
+        scored: Any = fastrl_kernels.linear_logprobs(hidden, weight, request.labels, **options)
         logprobs, entropies = scored if request.entropy else (scored, None)
         return TokenScores(logprobs, entropies, None, None)
     old, advantages, cliprange = request.objective
     every = torch.ones_like(request.labels, dtype=torch.bool)
     loss, stats = fastrl_kernels.linear_ppo_loss(
-        hidden, head.weight, request.labels, old, advantages, every, cliprange=cliprange, **options
+        hidden, weight, request.labels, old, advantages, every, cliprange=cliprange, **options
     )
     return TokenScores(stats.logprobs, stats.entropies, None, None, loss)
