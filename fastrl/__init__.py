@@ -1,20 +1,28 @@
-"""Reinforcement learning from rewards for language models, on plain Hugging Face models."""
+"""Reinforcement learning from rewards for language models, on plain Hugging Face models.
 
+Names are imported when they are first asked for: `patch_trl` also serves environments whose
+transformers is older than what the trainers need.
+"""
+
+import importlib
 from importlib import metadata
+from typing import TYPE_CHECKING
 
-from fastrl import core
-from fastrl.config import PPOConfig
-from fastrl.core import LengthSampler, set_seed
-from fastrl.models import AutoModelForCausalLMWithValueHead, create_reference_model
-from fastrl.rollout import GenerateEngine, RolloutOutput, SamplingParams
-from fastrl.trainers import (
-    Evaluation,
-    JsonlCallback,
-    PPOTrainer,
-    ProgressCallback,
-    TrainCallback,
-    TrainResult,
-)
+if TYPE_CHECKING:
+    from fastrl import core, patch
+    from fastrl.config import PPOConfig
+    from fastrl.core import LengthSampler, set_seed
+    from fastrl.models import AutoModelForCausalLMWithValueHead, create_reference_model
+    from fastrl.patch import TRLPatch, patch_trl, unpatch_trl
+    from fastrl.rollout import GenerateEngine, RolloutOutput, SamplingParams
+    from fastrl.trainers import (
+        Evaluation,
+        JsonlCallback,
+        PPOTrainer,
+        ProgressCallback,
+        TrainCallback,
+        TrainResult,
+    )
 
 try:
     __version__ = metadata.version("fastrl-lm")
@@ -32,10 +40,46 @@ __all__ = [
     "ProgressCallback",
     "RolloutOutput",
     "SamplingParams",
+    "TRLPatch",
     "TrainCallback",
     "TrainResult",
     "__version__",
     "core",
     "create_reference_model",
+    "patch",
+    "patch_trl",
     "set_seed",
+    "unpatch_trl",
 ]
+
+_HOMES = {
+    "fastrl.config": ("PPOConfig",),
+    "fastrl.core": ("LengthSampler", "set_seed"),
+    "fastrl.models": ("AutoModelForCausalLMWithValueHead", "create_reference_model"),
+    "fastrl.patch": ("TRLPatch", "patch_trl", "unpatch_trl"),
+    "fastrl.rollout": ("GenerateEngine", "RolloutOutput", "SamplingParams"),
+    "fastrl.trainers": (
+        "Evaluation",
+        "JsonlCallback",
+        "PPOTrainer",
+        "ProgressCallback",
+        "TrainCallback",
+        "TrainResult",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+if not TYPE_CHECKING:  # or a type checker would accept any name
+
+    def __getattr__(name: str) -> object:
+        if name in ("core", "patch"):
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in _HOME_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,144 @@
+"""What takes the place of something in TRL, and the check that it does the same."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The check's own inputs make products exact even in TF32, so results agree to fp32's rounding. The
+# products behind gradients are not exact: TF32, where a user has asked for it, keeps 11 bits.
+RESULT_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 5e-3
+
+
+@dataclass
+class Calls:
+    """How often a replacement ran."""
+
+    ours: int = 0  # on an op of fastrl_kernels
+    delegated: int = 0  # handed on to TRL's own, for arguments that the op does not cover
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One function, method or autograd function of TRL's."""
+
+    module: str  # that defines it
+    name: str  # in that module; "Class.method" for a method
+    op: str  # of fastrl_kernels
+    build: Callable[[Any, Calls], Any]  # (TRL's own, counter) -> ours
+    cases: Callable[[torch.device], Sequence[tuple[Any, ...]]]  # small arguments to compare on
+
+    def owner(self) -> tuple[Any, str]:
+        """The module or class that defines it, and its name there.
+
+        Raises:
+            RuntimeError: TRL has no such thing.
+        """
+        owner: Any = importlib.import_module(self.module)
+        *parents, attribute = self.name.split(".")
+        try:
+            for parent in parents:
+                owner = vars(owner)[parent]
+            vars(owner)[attribute]
+        except KeyError as missing:
+            raise self.error(f"it is not there ({missing} is missing)") from None
+        return owner, attribute
+
+    def original(self) -> Any:
+        owner, attribute = self.owner()
+        return vars(owner)[attribute]
+
+    def error(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{self.module}.{self.name} of the installed TRL cannot be replaced: {what}. "
+            "Nothing was changed."
+        )
+
+    def check(self, original: Any, device: torch.device) -> None:
+        """Compares signatures, and results and gradients on small inputs.
+
+        Raises:
+            RuntimeError: they differ; it says in what.
+        """
+        calls = Calls()
+        ours = self.build(original, calls)
+        expected, found = _parameters(ours), _parameters(original)
+        if expected != found:
+            raise self.error(f"its parameters are {_listed(found)}, not {_listed(expected)}")
+        with torch.autocast(device.type, enabled=False):
+            cases = self.cases(device)
+            for number, arguments in enumerate(cases):
+                theirs = _run(_entry(original), arguments)
+                for what, difference in _differences(_run(_entry(ours), arguments), theirs):
+                    raise self.error(f"{what} of check {number} differ: {difference}")
+        if calls != Calls(ours=len(cases)):
+            raise self.error(f"the check ran it {calls}, not {len(cases)} times")
+
+
+def small(
+    *shape: int, device: torch.device, step: int = 7, requires_grad: bool = False
+) -> Tensor:
+    """Multiples of 1/8 in [-0.75, 0.75] that look irregular. No random generator is touched."""
+    count = torch.Size(shape).numel()
+    x = ((torch.arange(count, device=device) * step) % 13 - 6) / 8
+    return x.reshape(shape).requires_grad_(requires_grad)
+
+
+def _entry(x: Any) -> Callable[..., Any]:
+    """What callers call: ``apply`` of an autograd function, or the function itself."""
+    return getattr(x, "apply", x)
+
+
+def _parameters(x: Any) -> list[tuple[str, Any, Any]]:
+    """Name, kind and default of each, as callers see them."""
+    is_autograd = inspect.isclass(x) and issubclass(x, torch.autograd.Function)
+    declared = x.forward if is_autograd else _entry(x)
+    parameters = list(inspect.signature(declared).parameters.values())
+    return [(p.name, p.kind, p.default) for p in parameters[is_autograd:]]  # without ctx
+
+
+def _listed(parameters: list[tuple[str, Any, Any]]) -> str:
+    return ", ".join(
+        name if default is inspect.Parameter.empty else f"{name}={default!r}"
+        for name, _, default in parameters
+    )
+
+
+def _run(
+    function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Results, and gradients by those arguments that ask for them."""
+    leaves = [
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+        for x in arguments
+    ]
+    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    with torch.set_grad_enabled(bool(wanted)):
+        results = function(*leaves)
+    results = results if isinstance(results, tuple) else (results,)
+    roots = [x for x in results if x is not None and x.requires_grad]
+    upstream = [small(*x.shape, device=x.device, step=5).to(x.dtype) for x in roots]
+    if not roots:
+        return results, ()
+    return results, torch.autograd.grad(roots, wanted, upstream, allow_unused=True)
+
+
+def _differences(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> list[tuple[str, str]]:
+    """What differs, and how; empty where nothing does."""
+    found = []
+    names = (("results", RESULT_TOLERANCE), ("gradients", GRADIENT_TOLERANCE))
+    for (what, tolerance), here, there in zip(names, ours, theirs, strict=True):
+        try:
+            torch.testing.assert_close(here, there, rtol=tolerance, atol=tolerance)
+            flags = [[x is not None and x.requires_grad for x in xs] for xs in (here, there)]
+            if flags[0] != flags[1]:
+                raise AssertionError(f"gradients flow through {flags[0]}, not {flags[1]}")
+        except (AssertionError, TypeError) as error:
+            found.append((what, " ".join(str(error).split())))
+    return found
