@@ -81,9 +81,7 @@ class Replacement:
             raise self.error(f"the check ran it {calls}, not {len(cases)} times")
 
 
-def small(
-    *shape: int, device: torch.device, step: int = 7, requires_grad: bool = False
-) -> Tensor:
+def small(*shape: int, device: torch.device, step: int = 7, requires_grad: bool = False) -> Tensor:
     """Multiples of 1/8 in [-0.75, 0.75] that look irregular. No random generator is touched."""
     count = torch.Size(shape).numel()
     x = ((torch.arange(count, device=device) * step) % 13 - 6) / 8

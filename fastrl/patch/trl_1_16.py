@@ -41,7 +41,8 @@ class _ChunkedLogProb:
     ) -> tuple[Tensor | None, ...]:
         """Log-probs, entropies, log Σ p², mean logits and is-top-1 of [N], None where not asked
         for. The first two have gradients. ``chunk_size`` has no meaning here."""
-        if not _covers_head(hidden, weight, bias, temperature, final_logit_softcapping, logit_scale):
+        softcap = final_logit_softcapping
+        if not _covers_head(hidden, weight, bias, temperature, softcap, logit_scale):
             self._calls.delegated += 1
             return self._original.apply(
                 hidden,
@@ -50,7 +51,7 @@ class _ChunkedLogProb:
                 targets,
                 temperature,
                 chunk_size,
-                final_logit_softcapping,
+                softcap,
                 logit_scale,
                 outputs,
             )
@@ -63,7 +64,7 @@ class _ChunkedLogProb:
             targets,
             bias=bias,
             temperature=temperature,
-            softcap=final_logit_softcapping,
+            softcap=softcap,
             logit_scale=logit_scale,
             entropy=entropy,
             extras=extras,
