@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 JOBS ?= 2
 
-.PHONY: help demo test lint format aot bench clean
+.PHONY: help demo test lint format aot bench trl-parity clean
 
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
@@ -14,6 +14,7 @@ help:
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make aot     the ahead-of-time gate alone"
 	@echo "make bench   the benchmarks that this machine allows"
+	@echo "make trl-parity  TRL's own trainers with and without fastrl's kernels"
 	@echo "make clean   remove .venv and caches"
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
@@ -50,6 +51,10 @@ aot: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks ppo --peer trl==0.11.4
 	$(BIN)/python -m benchmarks report
+
+trl-parity: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/trl_parity
+	$(BIN)/python -m tests.trl_parity
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

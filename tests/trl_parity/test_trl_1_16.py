@@ -317,9 +317,8 @@ def test_logprobs_and_entropies_are_trls(dtype, masked, temperature):
     assert counts["selective_log_softmax_and_entropy"] == Calls(ours=2)
     # As far from float64 as TRL's own at most, and a rounding of a result of size 10.
     rounding = 16 * torch.finfo(dtype).eps
-    for here, there, exact in zip(
-        (*ours[0], ours[1]), (*theirs[0], theirs[1]), (*wide[0], wide[1])
-    ):
+    flat = ((*results, gradient) for results, gradient in (ours, theirs, wide))
+    for here, there, exact in zip(*flat, strict=True):
         assert here.dtype == there.dtype
         error, their_error = ((x.double() - exact).abs().max() for x in (here, there))
         assert error <= 2 * their_error + rounding
