@@ -15,7 +15,7 @@ PEER = "trl==0.11.4"
 
 
 def main() -> int:
-    python = sys.argv[1] if len(sys.argv) > 1 else peer_python(PEER)
+    python = peer_python(PEER)
     if subprocess.run([python, "-c", "import pytest"], capture_output=True).returncode:
         install = ["-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt"]
         subprocess.run([python, *install, "pytest"], check=True)
