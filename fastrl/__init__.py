@@ -72,8 +72,8 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 if not TYPE_CHECKING:  # or a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        if name in ("core", "patch"):
-            return importlib.import_module(f"{__name__}.{name}")
+        if f"fastrl.{name}" in _HOMES:
+            return importlib.import_module(f"fastrl.{name}")
         if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -39,6 +38,12 @@ def state(modules: dict[str, ModuleType]) -> dict[str, list[tuple[str, int]]]:
     return {where: [(k, id(v)) for k, v in vars(o).items()] for where, o in owners.items()}
 
 
+def test_fastrl_has_its_modules_without_further_imports():
+    code = "import fastrl; print(fastrl.models.__name__, fastrl.trainers.PPOTrainer.__name__)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "fastrl.models PPOTrainer\n", result.stderr
+
+
 def test_fastrl_and_its_patch_import_without_transformers_and_trl():
     code = """
 import sys
@@ -50,9 +55,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "trl" in result.stdout, result.stderr
     assert result.stderr == ""
 
