@@ -1,4 +1,7 @@
-"""``python -m benchmarks COMMAND``: each command is a module with ``add_arguments`` and ``run``."""
+"""``python -m benchmarks [COMMAND]``: each command is a module with ``add_arguments`` and ``run``.
+
+The name of an op stands for ``ops`` and that op; nothing at all for ``ops`` and all of them.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,33 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "aot": Command("benchmarks.aot", "compile every kernel for every target, without a GPU"),
+    "ops": Command("benchmarks.ops", "every op, or those named, beside its peers"),
+    "gpu": Command("benchmarks.gpu", "on an NVIDIA GPU: gates, then the most telling timings"),
     "ppo": Command("benchmarks.ppo", "a whole PPO iteration, side by side with TRL's"),
+    "aot": Command("benchmarks.aot", "compile every kernel for every target, without a GPU"),
     "report": Command("benchmarks.report", "write the result files' figures into the READMEs"),
 }
+OPS = (
+    "token_logprobs",
+    "linear_logprobs",
+    "linear_ppo_loss",
+    "full_kl",
+    "kl_rewards",
+    "gae",
+    "ppo_loss",
+    "whiten",
+    "sample_tokens",
+)
+EPILOG = (
+    "commands:\n"
+    + "\n".join(f"  {name:<8} {command.summary}" for name, command in COMMANDS.items())
+    + "\n\nA command's own options: python -m benchmarks COMMAND --help\n"
+    + "The name of an op stands for 'ops' and that op:\n  "
+    + ", ".join(OPS[:5])
+    + ",\n  "
+    + ", ".join(OPS[5:])
+    + "\nWithout a command, all ops are measured."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,20 +54,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="commands:\n"
-        + "\n".join(f"  {name:<8} {command.summary}" for name, command in COMMANDS.items()),
+        epilog=EPILOG,
     )
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument(
+        "command", nargs="?", choices=(*COMMANDS, *OPS), default="ops", metavar="COMMAND"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="COMMAND --help lists them")
     chosen = parser.parse_args(argv)
 
-    command = COMMANDS[chosen.command]
+    name, arguments = chosen.command, chosen.arguments
+    if name in OPS:
+        name, arguments = "ops", [chosen.command, *arguments]
+    command = COMMANDS[name]
     module = importlib.import_module(command.module)
     subparser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {chosen.command}", description=command.summary
+        prog=f"python -m benchmarks {name}", description=command.summary
     )
     module.add_arguments(subparser)
-    return module.run(subparser.parse_args(chosen.arguments))
+    return module.run(subparser.parse_args(arguments))
 
 
 if __name__ == "__main__":

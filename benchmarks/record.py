@@ -65,11 +65,15 @@ def header(benchmark: str) -> dict[str, Any]:
     }
 
 
+def place(result: dict[str, Any]) -> Path:
+    """A result's file, below the folder of all results."""
+    name = f"{result['date']}-{result['commit']}-{result['benchmark']}.json"
+    return Path(device_slug(result["machine"])) / name
+
+
 def save(result: dict[str, Any], output: Path | None = None) -> Path:
     """Writes a result to `output`, or to its place under `results/`."""
-    if output is None:
-        name = f"{result['date']}-{result['commit']}-{result['benchmark']}.json"
-        output = RESULTS / device_slug(result["machine"]) / name
+    output = output or RESULTS / place(result)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     return output
