@@ -20,11 +20,19 @@ GAMMA, LAM = 1.0, 0.95
 KL_COEF = 0.1
 
 
-def problem(case: Case, device: torch.device | str, *, backend: str = "auto") -> Problem:
-    """The case's problem on a device, the same for every call."""
+def problem(
+    case: Case, device: torch.device | str, *, backend: str = "auto", pick_rows: bool = True
+) -> Problem:
+    """The case's problem on a device, the same for every call.
+
+    Ops with a head get only the rows that count, as their callers should have it; all rows and
+    the mask where `pick_rows` is False.
+    """
     device = torch.device(device)
     with torch.device(device):
         generator = torch.Generator(device).manual_seed(0)
+        if case.op in ("linear_logprobs", "linear_ppo_loss"):
+            return _BUILDERS[case.op](case, generator, backend, pick_rows)
         return _BUILDERS[case.op](case, generator, backend)
 
 
@@ -95,21 +103,26 @@ def _leaves(case: Case) -> tuple[str, ...]:
     return ("hidden", "weight") if case.head == "trained" else ("hidden",)
 
 
-def _linear_logprobs(case: Case, generator: torch.Generator, backend: str) -> Problem:
+def _linear_logprobs(
+    case: Case, generator: torch.Generator, backend: str, pick_rows: bool
+) -> Problem:
     entropy = case.entropy != "off"
     names = ("logprobs", "entropies") if entropy else ("logprobs",)
     inputs = _head(case, generator)
     rows = None
     if case.active != 1:
         inputs["mask"] = _flags(generator, case.rows, share=case.active)
-        rows = inputs["mask"].nonzero().squeeze(-1)  # known on the host, as callers know them
+        if pick_rows:
+            rows = inputs["mask"].nonzero().squeeze(-1)  # callers know them on the host
 
     def ours(
         hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None = None
     ) -> dict[str, Tensor]:
         if rows is not None:
-            hidden, labels = hidden[rows], labels[rows]
-        found = ops.linear_logprobs(hidden, weight, labels, entropy=entropy, backend=backend)
+            hidden, labels, mask = hidden[rows], labels[rows], None
+        found = ops.linear_logprobs(
+            hidden, weight, labels, mask=mask, entropy=entropy, backend=backend
+        )
         found = found if entropy else (found,)
         if rows is not None:
             found = [x.new_zeros(case.rows).index_copy(0, rows, x) for x in found]
@@ -133,11 +146,13 @@ def _linear_logprobs(case: Case, generator: torch.Generator, backend: str) -> Pr
     )
 
 
-def _linear_ppo_loss(case: Case, generator: torch.Generator, backend: str) -> Problem:
+def _linear_ppo_loss(
+    case: Case, generator: torch.Generator, backend: str, pick_rows: bool
+) -> Problem:
     entropy = case.entropy != "off"
     head = _head(case, generator)
     mask = _flags(generator, case.rows, share=case.active)
-    rows = None if case.active == 1 else mask.nonzero().squeeze(-1)
+    rows = mask.nonzero().squeeze(-1) if pick_rows and case.active != 1 else None
     with torch.no_grad():
         old = [
             eager.linear_logprobs(hidden, head["weight"], labels)["logprobs"]
@@ -292,7 +307,7 @@ def _whiten(case: Case, generator: torch.Generator, backend: str) -> Problem:
 def _sample_tokens(case: Case, generator: torch.Generator, backend: str) -> Problem:
     keys = torch.randint(2**62, (case.rows,), generator=generator)
 
-    def ours(logits: Tensor) -> dict[str, Tensor]:
+    def ours(logits: Tensor, keys: Tensor) -> dict[str, Tensor]:
         drawn = ops.sample_tokens(logits, keys, backend=backend)
         return {
             "tokens": drawn.tokens,
@@ -300,22 +315,22 @@ def _sample_tokens(case: Case, generator: torch.Generator, backend: str) -> Prob
             "entropies": drawn.entropies,
         }
 
-    def exact(logits: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    def exact(logits: Tensor, keys: Tensor, tokens: Tensor) -> dict[str, Tensor]:
         logprobs, entropies = reference.token_logprobs(logits, tokens, entropy=True)
         return {"logprobs": logprobs, "entropies": entropies}
 
     return Problem(
-        {"logits": _logits(case, generator)},
+        {"logits": _logits(case, generator), "keys": keys},
         ours=ours,
         eager=eager.sample_tokens,
         exact=exact,
-        by_row=frozenset({"logits", "tokens", "logprobs", "entropies"}),
+        by_row=frozenset({"logits", "keys", "tokens", "logprobs", "entropies"}),
         row_bytes=8 * case.vocabulary,
         given=("tokens",),
     )
 
 
-_BUILDERS: dict[str, Callable[[Case, torch.Generator, str], Problem]] = {
+_BUILDERS: dict[str, Callable[..., Problem]] = {
     "token_logprobs": _token_logprobs,
     "linear_logprobs": _linear_logprobs,
     "linear_ppo_loss": _linear_ppo_loss,

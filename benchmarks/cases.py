@@ -18,6 +18,9 @@ ENTROPY = ("off", "metric", "gradient")
 SEQUENCES = ((64, 256), (64, 1024), (512, 1024), (128, 8192), (512, 4096))  # up to 2M elements
 
 
+HOPPER = "nvidia h"  # H100 and H200
+
+
 @dataclasses.dataclass(frozen=True)
 class Goal:
     """What a case shall reach; a field that is None asks for nothing."""
@@ -27,7 +30,7 @@ class Goal:
     against: str = "eager"
     memory_bytes: int | None = None  # above inputs and returned gradients
     memory_share: float | None = None  # of the peer's
-    device: str = "cpu"  # the goal is for: "cpu", or part of a GPU's name
+    device: str = "cpu"  # what the goal is for: how the device's name begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +214,7 @@ def _vocabulary_grid(op: str) -> Callable[[str, bool], list[Case]]:
         if op == "token_logprobs":
             base = dataclasses.replace(base, entropy="metric")
         if op == "full_kl" and device != "cpu":
-            base = dataclasses.replace(base, goal=Goal(seconds=3.7e-3, device="h100"))
+            base = dataclasses.replace(base, goal=Goal(seconds=3.7e-3, device=HOPPER))
         return _drop_repeated(_around(base, full, **axes))
 
     return cases
@@ -236,7 +239,7 @@ def _linear_grid(op: str, speedup: float, seconds: float) -> Callable[[str, bool
             hidden=4096,
             vocabulary=131072,
             entropy="metric",
-            goal=Goal(seconds=seconds, memory_bytes=600 * 2**20, device="h100"),
+            goal=Goal(seconds=seconds, memory_bytes=600 * 2**20, device=HOPPER),
             main=True,
         )
         base = on_cpu if device == "cpu" else on_gpu
@@ -265,7 +268,7 @@ def _sequence_grid(op: str) -> Callable[[str, bool], list[Case]]:
         base = Case(op, rows, steps=steps, active=0.7, backward=backward, main=True)
         axes: dict[str, tuple[Any, ...]] = {"rows_steps": (*SEQUENCES, large)}
         if op == "gae":
-            goal = Goal(speedup=30) if device == "cpu" else Goal(seconds=25e-6, device="h100")
+            goal = Goal(speedup=30) if device == "cpu" else Goal(seconds=25e-6, device=HOPPER)
             base = dataclasses.replace(base, goal=goal, whiten=device != "cpu")
             axes["whiten"] = (False, True)
         return _drop_repeated(_around(base, full, **axes))

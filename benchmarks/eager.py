@@ -146,8 +146,11 @@ def masked_whiten(values: Tensor, mask: Tensor) -> dict[str, Tensor]:
     return {"whitened": (values - mean) * torch.rsqrt(variance + reference.WHITEN_EPS) * mask}
 
 
-def sample_tokens(logits: Tensor) -> dict[str, Tensor]:
-    """Softmax and torch.multinomial, then the log-probability and the entropy."""
+def sample_tokens(logits: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    """Softmax and torch.multinomial, then the log-probability and the entropy.
+
+    The keys play no part: the random numbers come from torch's one generator.
+    """
     logits = logits.float()
     logp = F.log_softmax(logits, dim=-1)
     p = logp.exp()

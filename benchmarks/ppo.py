@@ -25,8 +25,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks import record
+from benchmarks import record, timing
 from benchmarks.peer import PEERS, peer_python
+from benchmarks.timing import spread
 
 WORKER = Path(__file__).with_name("ppo_worker.py")
 PHASES = {
@@ -200,7 +201,7 @@ def summary(timings: list[dict[str, Any]], phase: str) -> dict[str, Any]:
 
 def ratios(phase: dict[str, Any]) -> list[float]:
     """Peer's seconds over fastrl's, pair by pair."""
-    return [theirs / ours for ours, theirs in zip(phase["fastrl"], phase["peer"], strict=True)]
+    return timing.ratios(phase["peer"], phase["fastrl"])
 
 
 def render(result: dict[str, Any]) -> str:
@@ -233,11 +234,6 @@ def describe(shape: dict[str, Any]) -> str:
         f"{shape['response']} tokens, mini-batches of {shape['mini_batch']}, "
         f"{shape['epochs']} epochs"
     )
-
-
-def spread(values: list[float], form: str) -> str:
-    """`median (lowest–highest)`."""
-    return f"{statistics.median(values):{form}} ({min(values):{form}}–{max(values):{form}})"
 
 
 def _progress(rounds: int) -> Iterator[int]:

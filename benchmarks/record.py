@@ -1,7 +1,7 @@
 """Where and on what a measurement was taken, and the file that keeps it.
 
 A result file is `benchmarks/results/<device>/<date>-<commit>-<benchmark>.json`; every benchmark's
-has {"benchmark", "date", "commit", "machine"} beside its own entries.
+has {"benchmark", "date", "time", "commit", "machine"} beside its own entries.
 """
 
 import datetime
@@ -56,10 +56,12 @@ def commit() -> str:
 
 
 def header(benchmark: str) -> dict[str, Any]:
-    """What every result begins with."""
+    """What every result begins with; date and time are UTC."""
+    now = datetime.datetime.now(datetime.timezone.utc)
     return {
         "benchmark": benchmark,
-        "date": datetime.date.today().isoformat(),
+        "date": now.date().isoformat(),
+        "time": now.strftime("%H:%M:%S"),
         "commit": commit(),
         "machine": machine(),
     }

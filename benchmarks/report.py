@@ -1,8 +1,11 @@
 """`python -m benchmarks report`: writes the figures that the result files hold into the READMEs.
 
-`benchmarks/README.md` is written whole; in `README.md` only what lies between
-`<!-- figures:begin -->` and `<!-- figures:end -->`. Nothing else writes figures there.
+`benchmarks/README.md` and the plots below `benchmarks/plots/` are written whole; in `README.md`
+only what lies between `<!-- figures:begin -->` and `<!-- figures:end -->`. Nothing else writes
+figures there.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -10,14 +13,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ppo, record
+from benchmarks import plots, ppo, record, tables
+from benchmarks.__main__ import OPS
+from benchmarks.timing import spread
+
+Result = dict[str, Any]
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
+BENCHMARKS = ("ppo", "gpu", *OPS)  # in the order of the report
 INTRODUCTION = """# Benchmarks
 
 Written by `python -m benchmarks report` from the newest files in `results/`; do not edit.
-A ratio is the median over pairs of neighbouring runs, its range in brackets; above 1, fastrl is
-the faster.
+
+```
+make bench                      # what this machine allows, and this report
+python -m benchmarks            # every op; name some to measure those alone
+python -m benchmarks ppo        # a whole PPO iteration beside TRL's
+python -m benchmarks gpu        # on an NVIDIA GPU: gates, then the most telling timings
+python -m benchmarks aot        # registers, spills and load widths, without a GPU
+pytest benchmarks               # a small grid under pytest-benchmark
+```
+
+How to read it. A ratio is the median over rounds in which the sides took turns, its range in
+brackets; above 1, fastrl is the faster. *Device time* is between two events on a GPU, with a cold
+cache, and wall time on a CPU; *whole call* is by the caller's clock. *Of the roofline*: the least
+time that the stated bytes and flops take at the speed of a copy and of a matrix product in that
+dtype, measured in the same run, over the device time. *Memory* is the peak above inputs and
+returned gradients. *Error* is against float64, in units of eager PyTorch's own in the same dtype
+(with a floor of 5e-8 of the result's norm); above 2 there are no figures at all.
 """
 
 
@@ -28,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes both files; 1 where there is nothing to write or no place for it."""
-    results = newest(args.results)
-    if not results:
+    """Writes all of it; 1 where there is nothing to write or no place for it."""
+    devices = newest(args.results)
+    if not devices:
         print(f"no result files in {args.results}", file=sys.stderr)
         return 1
     readme = args.root / "README.md"
@@ -38,23 +61,32 @@ def run(args: argparse.Namespace) -> int:
     if BEGIN not in text or END not in text:
         print(f"{readme} lacks {BEGIN} … {END}", file=sys.stderr)
         return 1
-    readme.write_text(between_markers(text, "\n\n".join(map(brief, results))))
-    details = args.root / "benchmarks" / "README.md"
-    details.write_text("\n".join([INTRODUCTION, *map(section, results)]))
+    readme.write_text(between_markers(text, brief(devices)))
+    folder = args.root / "benchmarks"
+    sections = []
+    for device, results in devices.items():
+        made = plots.write(folder / "plots" / device, results)
+        sections.append(section(device, results, [path.relative_to(folder) for path in made]))
+    details = "\n\n".join([INTRODUCTION.rstrip(), missing(devices), *sections])
+    (folder / "README.md").write_text(details + "\n")
     return 0
 
 
-def newest(folder: Path) -> list[dict[str, Any]]:
-    """The newest result of each device, devices by name; files of other benchmarks are left out."""
-    latest: dict[Path, tuple[tuple[str, float], dict[str, Any]]] = {}
+def newest(folder: Path) -> dict[str, list[Result]]:
+    """Of each device, by name, the newest result of each benchmark, in the report's order."""
+    latest: dict[tuple[str, str], tuple[tuple[str, str], Result]] = {}
     for path in sorted(folder.glob("*/*.json")):
         result = json.loads(path.read_text())
-        if result.get("benchmark") != "ppo":
+        if result.get("benchmark") not in BENCHMARKS:
             continue
-        age = (result["date"], path.stat().st_mtime)
-        if path.parent not in latest or age > latest[path.parent][0]:
-            latest[path.parent] = (age, result)
-    return [result for _, (_, result) in sorted(latest.items())]
+        key = path.parent.name, result["benchmark"]
+        age = result["date"], result.get("time", "")
+        if key not in latest or age > latest[key][0]:
+            latest[key] = (age, result)
+    devices: dict[str, list[Result]] = {}
+    for device, benchmark in sorted(latest, key=lambda key: (key[0], BENCHMARKS.index(key[1]))):
+        devices.setdefault(device, []).append(latest[device, benchmark][1])
+    return devices
 
 
 def between_markers(text: str, figures: str) -> str:
@@ -64,48 +96,96 @@ def between_markers(text: str, figures: str) -> str:
     return f"{before}{BEGIN}\n{figures}\n{END}{after}"
 
 
-def brief(result: dict[str, Any]) -> str:
-    """The README's table: the whole iteration and its two halves."""
-    return f"{caption(result)}\n\n{table(result, ('generate', 'step', 'iteration'))}"
+def missing(devices: dict[str, list[Result]]) -> str:
+    """Which figures there are not: no GPU at all, or benchmarks that a device lacks."""
+    lines = []
+    on_gpu = [d for d, results in devices.items() if "accelerator" in results[0]["machine"]]
+    if not on_gpu:
+        lines.append("No GPU has been measured yet.")
+    if len(on_gpu) == len(devices):
+        lines.append("No machine without a GPU has been measured yet.")
+    for device, results in devices.items():
+        there = {result["benchmark"] for result in results}
+        wanted = {"gpu", "ppo"} if device in on_gpu else {"ppo", *_ops_here()}
+        lacking = [name for name in BENCHMARKS if name in wanted - there]
+        if lacking:
+            lines.append(f"Not measured yet on {device}: {', '.join(lacking)}.")
+    return " ".join(lines)
 
 
-def section(result: dict[str, Any]) -> str:
-    """The full table of a device."""
-    versions = "\n".join(
+def _ops_here() -> list[str]:
+    from benchmarks import cases
+
+    return cases.available()
+
+
+def brief(devices: dict[str, list[Result]]) -> str:
+    """The README's tables: a PPO iteration, the kernels that have a goal, and what is missing."""
+    parts = []
+    for results in devices.values():
+        for result in results:
+            if result["benchmark"] == "ppo":
+                phases = ("generate", "step", "iteration")
+                parts.append(f"{caption(result)}\n\n{table(result, phases)}")
+        rows = tables.short_table(results)
+        if rows:
+            parts.append(
+                f"Single ops on {processor(results[-1])} (`python -m benchmarks`):\n\n{rows}"
+            )
+    parts.append(missing(devices))
+    return "\n\n".join(part for part in parts if part)
+
+
+def section(device: str, results: list[Result], pictures: list[Path]) -> str:
+    """All there is on a device."""
+    parts = [f"## {device}: {processor(results[0])}"]
+    parts += [f"![{path.stem}]({path})" for path in pictures]
+    for result in results:
+        if result["benchmark"] == "ppo":
+            parts += ["### A PPO iteration", caption(result)]
+            parts += [table(result, tuple(result["phases"])), _versions(result)]
+        elif result["benchmark"] == "gpu":
+            parts += ["### Gates and goals", tables.roofline_line(result)]
+            parts += [tables.gates_section(result), tables.full_table(result)]
+            parts.append(tables.bytes_table(result))
+        else:
+            parts += [f"### {result['benchmark']}", tables.roofline_line(result)]
+            parts.append(tables.full_table(result))
+    return "\n\n".join(part.rstrip() for part in parts if part)
+
+
+def _versions(result: Result) -> str:
+    return "\n".join(
         f"- {side}: " + ", ".join(f"{name} {version}" for name, version in found.items())
         for side, found in result["versions"].items()
     )
-    return (
-        f"## {device(result)}\n\n{caption(result)}\n\n"
-        f"{table(result, tuple(result['phases']))}\n\n{versions}\n"
-    )
 
 
-def caption(result: dict[str, Any]) -> str:
+def processor(result: Result) -> str:
+    """The accelerator, or the processor and the threads that were used."""
+    machine = result["machine"]
+    threads = result["shape"]["threads"] if "shape" in result else result["threads"]
+    return machine.get("accelerator", f"{machine['cpu']}, threads: {threads}")
+
+
+def caption(result: Result) -> str:
     """What was measured, where, when, and by which command."""
     return (
-        f"One PPO iteration against {result['peer']} on {device(result)}, "
+        f"One PPO iteration against {result['peer']} on {processor(result)}, "
         f"{ppo.describe(result['shape'])} "
         f"({len(result['phases']['iteration']['fastrl'])} paired runs, {result['date']}, commit "
         f"{result['commit']}; `python -m benchmarks ppo --peer {result['peer']}`):"
     )
 
 
-def device(result: dict[str, Any]) -> str:
-    """The accelerator, or the processor and its threads."""
-    machine = result["machine"]
-    cpu = f"{machine['cpu']}, threads: {result['shape']['threads']}"
-    return machine.get("accelerator", cpu)
-
-
-def table(result: dict[str, Any], phases: tuple[str, ...]) -> str:
+def table(result: Result, phases: tuple[str, ...]) -> str:
     """Median seconds of both sides and the ratio, a row for each phase."""
     peer = result["peer"]
     rows = [f"| phase | fastrl [s] | {peer} [s] | {peer} / fastrl |", "| --- | --: | --: | --: |"]
     for name in phases:
         phase = result["phases"][name]
         rows.append(
-            f"| {ppo.PHASES[name]} | {ppo.spread(phase['fastrl'], '.3g')} "
-            f"| {ppo.spread(phase['peer'], '.3g')} | {ppo.spread(ppo.ratios(phase), '.2f')} |"
+            f"| {ppo.PHASES[name]} | {spread(phase['fastrl'], '.3g')} "
+            f"| {spread(phase['peer'], '.3g')} | {spread(ppo.ratios(phase), '.2f')} |"
         )
     return "\n".join(rows)

@@ -1,0 +1,172 @@
+"""What must hold before any time on a device counts: small checks of every op's kernels.
+
+Forward and backward at odd and even lengths in every dtype, strided inputs, masks, a row alone
+against the same row in a batch, and two runs against each other, the last two bit for bit. They
+need nothing but torch and triton, so that a bare checkout on a GPU can run them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks import build
+from benchmarks.cases import DIFFERENTIABLE, Case
+from benchmarks.problem import FACTOR, Problem, Results, errors, ratio, results
+
+# Ops whose rows promise the same bits in every batch; the others promise it for every run.
+ROW_OPS = ("token_logprobs", "full_kl", "kl_rewards", "gae", "sample_tokens")
+ON_VOCABULARY = ("token_logprobs", "full_kl", "sample_tokens")
+ON_HEAD = ("linear_logprobs", "linear_ppo_loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of the checks' inputs: lengths are (odd, even)."""
+
+    rows: int = 64
+    vocabulary: tuple[int, int] = (50257, 151936)
+    steps: tuple[int, int] = (507, 512)
+    hidden: int = 256
+
+
+TINY = Sizes(rows=5, vocabulary=(61, 64), steps=(37, 48), hidden=16)  # for the interpreter
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """`run` says what is wrong, or None."""
+
+    op: str
+    name: str
+    run: Callable[[], str | None]
+
+
+def checks(
+    op: str, device: torch.device, backend: str = "auto", sizes: Sizes | None = None
+) -> Iterator[Check]:
+    """An op's checks, the most telling first."""
+    sizes = sizes or Sizes()
+    for case in _cases(op, sizes):
+        make = partial(build.problem, case, device, backend=backend, pick_rows=False)
+        yield Check(op, f"exact: {case.label}", lambda make=make: exact(make()))
+    # The last case has masks, where the op has any.
+    yield Check(op, f"strided: {case.label}", lambda: exact(strided(make())))
+    yield Check(op, f"zero where masked: {case.label}", lambda: zero_where_masked(make()))
+    yield Check(op, f"same bits twice: {case.label}", lambda: same_twice(make()))
+    if op in ROW_OPS:
+        plain = dataclasses.replace(case, whiten=False)
+        alone = partial(build.problem, plain, device, backend=backend)
+        yield Check(op, f"same bits alone: {plain.label}", lambda: same_alone(alone()))
+
+
+def _cases(op: str, sizes: Sizes) -> Iterator[Case]:
+    backward = op in DIFFERENTIABLE
+    if op in ON_VOCABULARY or op in ON_HEAD:
+        odd, even = sizes.vocabulary
+        hidden = sizes.hidden if op in ON_HEAD else 0
+        entropy = {"token_logprobs": "gradient", "linear_logprobs": "gradient"}.get(op, "off")
+        entropy = "metric" if op == "linear_ppo_loss" else entropy
+        active = 1.0 if op in ("full_kl", "sample_tokens") else 0.5
+        base = Case(op, sizes.rows, hidden=hidden, vocabulary=even, backward=backward)
+        yield dataclasses.replace(base, dtype="bf16")
+        yield dataclasses.replace(base, dtype="fp32", vocabulary=odd)
+        if op in ON_HEAD:
+            yield dataclasses.replace(base, dtype="bf16", head="frozen")
+        yield dataclasses.replace(base, dtype="fp16", entropy=entropy)
+        yield dataclasses.replace(
+            base, dtype="bf16", vocabulary=odd, entropy=entropy, active=active
+        )
+        return
+    odd, even = sizes.steps
+    base = Case(op, sizes.rows, steps=even, active=0.7, backward=backward)
+    yield base
+    if op == "gae":
+        yield dataclasses.replace(base, whiten=True)
+    yield dataclasses.replace(base, steps=odd, whiten=op == "gae")
+
+
+def exact(problem: Problem) -> str | None:
+    """Error against float64 within twice that of eager PyTorch."""
+    found, eager = (results(problem, call) for call in (problem.ours, problem.eager))
+    error = ratio(errors(problem, found), errors(problem, eager))
+    if error <= FACTOR:
+        return None
+    return f"error is {error:.3g} times eager PyTorch's, {FACTOR:g} are allowed"
+
+
+def strided(problem: Problem) -> Problem:
+    """The same inputs as slices of wider memory."""
+
+    def slice_of_more(x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            return x
+        room = x.new_empty(*x.shape[:-1], x.shape[-1] + 3)
+        room[..., : x.shape[-1]] = x
+        return room[..., : x.shape[-1]]
+
+    inputs = {name: slice_of_more(x) for name, x in problem.inputs.items()}
+    return dataclasses.replace(problem, inputs=inputs)
+
+
+def zero_where_masked(problem: Problem) -> str | None:
+    """Results and gradients are exactly 0 there, also where inputs are NaN.
+
+    Hidden states stay as they are: a head's gradient is a product with all of them.
+    """
+    mask = problem.inputs.get("mask")
+    if mask is None:
+        return None
+    inputs = {
+        name: _nan_where(~mask, x) if name in problem.by_row - {"hidden"} else x
+        for name, x in problem.inputs.items()
+    }
+    found = results(dataclasses.replace(problem, inputs=inputs), problem.ours)
+    for name, result in found.items():
+        if result.shape[: mask.dim()] == mask.shape and not (result[~mask] == 0).all():
+            return f"{name} is not 0 where masked"
+        if not result.isfinite().all():
+            return f"{name} is not finite: what is masked got in"
+    return None
+
+
+def _nan_where(where: Tensor, x: Tensor) -> Tensor:
+    if not x.is_floating_point() or x.shape[: where.dim()] != where.shape:
+        return x
+    return x.masked_fill(where.reshape(where.shape + (1,) * (x.dim() - where.dim())), torch.nan)
+
+
+def same_twice(problem: Problem) -> str | None:
+    """Two runs give the same bits."""
+    return _difference(*(results(problem, problem.ours) for _ in range(2)))
+
+
+def same_alone(problem: Problem) -> str | None:
+    """A row gives the same bits alone and in the batch: the first, the last and one between."""
+    together = results(problem, problem.ours)
+    rows = next(len(x) for name, x in problem.inputs.items() if name in problem.by_row)
+    for row in sorted({0, rows // 2, rows - 1}):
+        here = slice(row, row + 1)
+
+        def own(named: dict, here: slice = here) -> dict:
+            return {k: x[here] if k in problem.by_row else x for k, x in named.items()}
+
+        part = dataclasses.replace(
+            problem, inputs=own(problem.inputs), upstream=own(problem.upstream)
+        )
+        alone = results(part, problem.ours)
+        wrong = _difference(alone, {name: x[here] for name, x in together.items()})
+        if wrong:
+            return f"row {row}: {wrong}"
+    return None
+
+
+def _difference(first: Results, second: Results) -> str | None:
+    for name, x in first.items():
+        if not torch.equal(x, second[name]):
+            return f"{name} differs in {(x != second[name]).sum()} of {x.numel()} places"
+    return None

@@ -1,0 +1,135 @@
+"""Plots of the result files, as SVG that comes out the same from the same figures."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ppo
+from benchmarks.measure import OURS, speedups
+from benchmarks.tables import timed
+
+OURS_COLOUR, PEER_COLOURS = "#2266aa", ("#999999", "#cc7722", "#669944", "#aa4466", "#8866bb")
+
+
+def write(folder: Path, results: list[dict[str, Any]]) -> list[Path]:
+    """The plots that a device's results allow; files that are there and no longer made go."""
+    import matplotlib
+
+    entries = [e for result in results for e in timed(result) if e["case"]["main"]]
+    iterations = [result for result in results if result["benchmark"] == "ppo"]
+    made = []
+    with matplotlib.rc_context(
+        # Ids from the content and text as text: nothing depends on the run.
+        {"svg.hashsalt": "fastrl", "svg.fonttype": "none", "font.size": 9, "axes.axisbelow": True}
+    ):
+        if entries:
+            made.append(_save(folder / "speed.svg", _speed(entries)))
+            made.append(_save(folder / "memory.svg", _memory(entries)))
+        if iterations:
+            made.append(_save(folder / "ppo.svg", _ppo(iterations[-1])))
+    for path in folder.glob("*.svg"):
+        if path not in made:
+            path.unlink()
+    return made
+
+
+def _save(path: Path, figure: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(
+        path, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": "fastrl"}
+    )
+    text = path.read_text()
+    path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+    return path
+
+
+def _figure(rows: int) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # no pyplot: nothing is shown, nothing stays open
+
+    figure = Figure(figsize=(8, 0.8 + 0.42 * rows))
+    return figure, figure.subplots()
+
+
+def _title(entry: dict[str, Any]) -> str:
+    return f"{entry['op']}\n{entry['label']}"
+
+
+def _colours(names: list[str]) -> dict[str, str]:
+    return {name: PEER_COLOURS[i % len(PEER_COLOURS)] for i, name in enumerate(names)}
+
+
+def _peers(entries: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(n for e in entries for n in e["implementations"] if n != OURS))
+
+
+def _bars(axes: Any, groups: list[tuple[str, dict[str, float]]], colours: dict[str, str]) -> None:
+    """A group of horizontal bars for each title, from the top down, each with its name's colour."""
+    ticks, row, named = [], 0.0, set()
+    for title, bars in groups:
+        ticks.append((row + (len(bars) - 1) / 2, title))
+        for name, value in bars.items():
+            label = name if name not in named else None
+            named.add(name)
+            axes.barh(row, value, height=0.8, color=colours[name], label=label)
+            axes.annotate(f" {value:.3g}", (value, row), va="center", fontsize=8)
+            row += 1
+        row += 0.7
+    axes.set_yticks([y for y, _ in ticks], [title for _, title in ticks])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False)
+
+
+def _speed(entries: list[dict[str, Any]]) -> Any:
+    groups = []
+    for entry in entries:
+        peers = [name for name in entry["implementations"] if name != OURS]
+        if peers:
+            bars = {name: statistics.median(speedups(entry, name)) for name in peers}
+            groups.append((_title(entry), bars))
+    figure, axes = _figure(sum(len(bars) + 1 for _, bars in groups))
+    axes.axvline(1.0, color=OURS_COLOUR, label=OURS)
+    _bars(axes, groups, _colours(_peers(entries)))
+    axes.set_xscale("log")
+    axes.set_xlabel("device time of the peer / device time of fastrl")
+    return figure
+
+
+def _memory(entries: list[dict[str, Any]]) -> Any:
+    groups = [
+        (
+            _title(entry),
+            {
+                name: max(taken["memory"]["peak"], 1) / 2**20
+                for name, taken in entry["implementations"].items()
+            },
+        )
+        for entry in entries
+    ]
+    figure, axes = _figure(sum(len(bars) + 1 for _, bars in groups))
+    _bars(axes, groups, {OURS: OURS_COLOUR, **_colours(_peers(entries))})
+    axes.set_xscale("log")
+    axes.set_xlabel("peak memory above inputs and returned gradients [MiB]")
+    return figure
+
+
+def _ppo(result: dict[str, Any]) -> Any:
+    sides = {"fastrl": "fastrl", "peer": result["peer"]}
+    phases = [name for name in ppo.PHASES if name in result["phases"]]
+    groups = [
+        (
+            ppo.PHASES[phase],
+            {
+                name: statistics.median(result["phases"][phase][side])
+                for side, name in sides.items()
+            },
+        )
+        for phase in phases
+    ]
+    figure, axes = _figure(3 * len(phases))
+    _bars(axes, groups, {"fastrl": OURS_COLOUR, result["peer"]: PEER_COLOURS[0]})
+    axes.set_xlabel("seconds of one PPO iteration, median")
+    return figure
