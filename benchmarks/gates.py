@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks import build
 from benchmarks.cases import DIFFERENTIABLE, Case
-from benchmarks.problem import FACTOR, Problem, Results, errors, ratio, results
+from benchmarks.problem import FACTOR, Problem, Results, errors_of, ratio, results
 
 # Ops whose rows promise the same bits in every batch; the others promise it for every run.
 ROW_OPS = ("token_logprobs", "full_kl", "kl_rewards", "gae", "sample_tokens")
@@ -92,8 +92,9 @@ def _cases(op: str, sizes: Sizes) -> Iterator[Case]:
 
 def exact(problem: Problem) -> str | None:
     """Error against float64 within twice that of eager PyTorch."""
-    found, eager = (results(problem, call) for call in (problem.ours, problem.eager))
-    error = ratio(errors(problem, found), errors(problem, eager))
+    found = {"ours": results(problem, problem.ours), "eager": results(problem, problem.eager)}
+    judged = errors_of(problem, found)
+    error = ratio(judged["ours"], judged["eager"])
     if error <= FACTOR:
         return None
     return f"error is {error:.3g} times eager PyTorch's, {FACTOR:g} are allowed"

@@ -12,13 +12,14 @@ import torch
 from benchmarks import build, timing
 from benchmarks.cases import Case, work
 from benchmarks.memory import footprint
-from benchmarks.peers import TOLERANCES, Peer, peers_of
+from benchmarks.peers import TOLERANCES, Peer, described, peers_of
 from benchmarks.problem import (
     FACTOR,
+    Error,
     Implementation,
     Problem,
     backward,
-    errors,
+    errors_of,
     forward,
     ratio,
     results,
@@ -75,32 +76,26 @@ def measure(
         "absent": {},
         "red": None,
     }
-    peers = {EAGER: Peer(problem.eager, EAGER_NOTES.get(case.op, ""))}
+    peers = {OURS: Peer(problem.ours), EAGER: Peer(problem.eager, EAGER_NOTES.get(case.op, ""))}
     if case.main and effort.peers:
         found, entry["absent"] = peers_of(case, device)
         peers |= found
 
-    ours, yardstick = gate(problem)
-    error = ratio(ours, yardstick)
+    judged = judge(problem, peers, entry["absent"])
+    error = ratio(judged[OURS], judged[EAGER])
     if not error <= FACTOR:  # NaN is red
         entry["red"] = f"error is {error:.3g} times eager PyTorch's, {FACTOR:g} are allowed"
         return entry
-    calls: dict[str, Implementation] = {OURS: problem.ours}
-    entry["implementations"][OURS] = {"note": "", "error": error, "relative": worst_relative(ours)}
-    for name, peer in peers.items():
-        try:
-            judged = yardstick if name == EAGER else errors(problem, results(problem, peer.call))
-            relative = worst_relative(judged)
-            if not relative <= TOLERANCES[case.dtype]:
-                raise ArithmeticError(f"its results are off: relative error {relative:.1e}")
-        except Exception as error_of_peer:  # whatever it is, it is the peer's
-            first = (str(error_of_peer).splitlines() or [""])[0][:200]
-            entry["absent"][name] = f"{type(error_of_peer).__name__}: {first}"
+    calls: dict[str, Implementation] = {}
+    for name, errors in judged.items():
+        relative = worst_relative(errors)
+        if name not in (OURS, EAGER) and not relative <= TOLERANCES[case.dtype]:
+            entry["absent"][name] = f"its results are off, relative error {relative:.1e}"
             continue
-        calls[name] = peer.call
+        calls[name] = peers[name].call
         entry["implementations"][name] = {
-            "note": peer.note,
-            "error": ratio(judged, {k: yardstick[k] for k in judged}),
+            "note": peers[name].note,
+            "error": ratio(errors, judged[EAGER]),
             "relative": relative,
         }
 
@@ -123,11 +118,22 @@ def measure(
     return entry
 
 
-def gate(problem: Problem) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The errors of ours and of eager PyTorch against float64."""
-    return errors(problem, results(problem, problem.ours)), errors(
-        problem, results(problem, problem.eager)
-    )
+def judge(
+    problem: Problem, peers: dict[str, Peer], absent: dict[str, str]
+) -> dict[str, dict[str, Error]]:
+    """The errors of all against float64; peers that fail are noted in `absent`.
+
+    Ours and eager PyTorch may not fail.
+    """
+    found = {}
+    for name, peer in peers.items():
+        try:
+            found[name] = results(problem, peer.call)
+        except Exception as error:  # whatever it is, it is the peer's affair
+            if name in (OURS, EAGER):
+                raise
+            absent[name] = described(error)
+    return errors_of(problem, found)
 
 
 def share_of_roofline(entry: dict[str, Any], name: str = OURS) -> float:

@@ -44,7 +44,7 @@ def peers_of(case: Case, device: torch.device) -> tuple[dict[str, Peer], dict[st
         except ImportError as error:
             absent[name] = f"not installed ({error})"
         except Exception as error:  # an import that breaks half-way is the peer's affair
-            absent[name] = f"{type(error).__name__}: {_first_line(error)}"
+            absent[name] = described(error)
     return found, absent
 
 
@@ -60,8 +60,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
+def described(error: Exception) -> str:
+    """An error in a line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _needs_gpu(device: torch.device) -> None:

@@ -85,22 +85,44 @@ def errors(problem: Problem, found: Results, block_bytes: int = BLOCK_BYTES) -> 
     `found` may lack outputs (a peer that computes less); gradients are then judged as those of
     the outputs that are there.
     """
-    squares: dict[str, list[Tensor]] = {}
+    return errors_of(problem, {"": found}, block_bytes)[""]
+
+
+def errors_of(
+    problem: Problem, found: Mapping[str, Results], block_bytes: int = BLOCK_BYTES
+) -> dict[str, dict[str, Error]]:
+    """`errors` of several results; the exact answer is worked out once for all that share it."""
+    groups: dict[object, dict[str, Results]] = {}
+    for name, one in found.items():
+        same: object = name if problem.given else frozenset(problem.upstream.keys() & one.keys())
+        groups.setdefault(same, {})[name] = one
+    judged = {}
+    for group in groups.values():
+        judged |= _errors_of_group(problem, group, block_bytes)
+    return judged
+
+
+def _errors_of_group(
+    problem: Problem, found: dict[str, Results], block_bytes: int
+) -> dict[str, dict[str, Error]]:
+    squares: dict[tuple[str, str], list[Tensor]] = {}
     sums: Results = {}
-    for rows, exact in _exact_blocks(problem, found, block_bytes):
+    for rows, exact in _exact_blocks(problem, next(iter(found.values())), block_bytes):
         for name, value in exact.items():
-            whole = name.removeprefix("d") if name not in problem.by_row else name
+            whole = name if name in problem.by_row else name.removeprefix("d")
             if whole in problem.by_row:
-                mine = found[name][rows]
-                squares.setdefault(name, []).append(_squares(mine, value))
+                for who, one in found.items():
+                    if name in one:
+                        squares.setdefault((who, name), []).append(_squares(one[name][rows], value))
             else:
                 sums[name] = sums[name] + value if name in sums else value
-    for name, value in sums.items():
-        squares[name] = [_squares(found[name], value)]
-    judged = {}
-    for name, parts in squares.items():
+    for who, one in found.items():
+        for name in sums.keys() & one.keys():
+            squares[who, name] = [_squares(one[name], sums[name])]
+    judged: dict[str, dict[str, Error]] = {who: {} for who in found}
+    for (who, name), parts in squares.items():
         error, norm = torch.stack(parts).sum(0).tolist()
-        judged[name] = Error(math.sqrt(error), math.sqrt(norm))
+        judged[who][name] = Error(math.sqrt(error), math.sqrt(norm))
     return judged
 
 
@@ -138,8 +160,7 @@ def _exact_blocks(
         gradients = {k: _double(g[here] if k in problem.by_row else g) for k, g in upstream.items()}
         call = problem.exact
         part = dataclasses.replace(problem, inputs=inputs | block, upstream=gradients)
-        exact = results(part, call)
-        yield here, {name: x for name, x in exact.items() if name in found}
+        yield here, results(part, call)
 
 
 def _double(x: Any) -> Any:

@@ -48,7 +48,7 @@ def test_an_entry_holds_all_that_a_claim_needs():
         assert one["error"] <= 2.5
     assert taken["less"]["note"] == "no entropy"
     assert entry["absent"]["gone"] == "not here"
-    assert "relative error" in entry["absent"]["off"]
+    assert "off, relative error" in entry["absent"]["off"]
     assert entry["absent"]["fails"] == "RuntimeError: no such shape"
     assert entry["least_seconds"] == pytest.approx(3 * 8 * 40 * 4 / 1e10)
     assert ops.as_case(json.loads(json.dumps(entry))) == CASE
