@@ -13,8 +13,8 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make aot     the ahead-of-time gate alone"
-	@echo "make bench   the benchmarks that this machine allows"
 	@echo "make trl-parity  TRL's own trainers with and without fastrl's kernels"
+	@echo "make bench   the benchmarks that this machine allows (BENCH=--main: fewer shapes)"
 	@echo "make clean   remove .venv and caches"
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
@@ -49,7 +49,10 @@ aot: $(VENV)/.dev
 	$(BIN)/python -m benchmarks aot
 
 bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks ops $(BENCH)
 	$(BIN)/python -m benchmarks ppo --peer trl==0.11.4
+	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+		then $(BIN)/python -m benchmarks gpu --minutes 8; fi
 	$(BIN)/python -m benchmarks report
 
 trl-parity: $(VENV)/.dev

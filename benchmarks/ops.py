@@ -63,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     threads = args.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
+    record.warn_if_busy(record.machine())
     roof = timing.roofline(device)
     name = device_name(device)
     print(

@@ -153,9 +153,7 @@ def measure(args: argparse.Namespace, shape: Shape) -> dict[str, Any] | None:
     """The result of one run; None where the gate is red."""
     python = args.peer_python or peer_python(args.peer)
     header = record.header("ppo")
-    load, cores = header["machine"]["load"], header["machine"]["cores"]
-    if load > cores / 4:
-        print(f"other work runs here (load {load} on {cores} cores): expect unsteady figures")
+    record.warn_if_busy(header["machine"])
     with contextlib.ExitStack() as stack:
         fastrl = stack.enter_context(Worker(Path(sys.executable), "fastrl", shape))
         peer = stack.enter_context(Worker(python, args.peer.split("==")[0], shape))

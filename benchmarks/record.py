@@ -37,6 +37,13 @@ def machine() -> dict[str, Any]:
     return found
 
 
+def warn_if_busy(machine: dict[str, Any]) -> None:
+    """Says so where other work takes a share of the cores."""
+    load, cores = machine["load"], machine["cores"]
+    if load > cores / 4:
+        print(f"other work runs here (load {load} on {cores} cores): expect unsteady figures")
+
+
 def device_slug(machine: dict[str, Any]) -> str:
     """A folder's name for a machine: `nvidia-h100-80gb-hbm3`, `cpu-2core`."""
     if "accelerator" in machine:
