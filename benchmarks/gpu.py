@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -106,6 +107,7 @@ class Session:
         self.result = start_of_result("gpu", device, roof, os.cpu_count() or 1)
         self.result |= {"gates": [], "bytes": []}
         self.path: Path | None = None
+        self.uncountable = None if ncu.available() else "ncu is not on the path"
 
     @property
     def red(self) -> set[str]:
@@ -134,9 +136,7 @@ class Session:
                 f"bytes: {case.op} {case.label}",
                 BYTES,
                 lambda case=case: self.bytes(case),
-                lambda case=case: (
-                    self._obstacle(case) or (None if ncu.available() else "ncu is not on the path")
-                ),
+                lambda case=case: self._obstacle(case) or self.uncountable,
             )
 
     def _obstacle(self, case: Case) -> str | None:
@@ -169,7 +169,12 @@ class Session:
 
     def bytes(self, case: Case) -> None:
         """What Nsight Compute counts."""
-        counted = ncu.count(case, timeout=3 * BYTES)
+        try:
+            counted = ncu.count(case, timeout=3 * BYTES)
+        except (ncu.Refused, subprocess.TimeoutExpired) as reason:
+            self.uncountable = f"ncu cannot count here: {reason}"[:500]
+            print(self.uncountable, flush=True)
+            return
         self.result["bytes"].append({"op": case.op, "label": case.label, **counted})
 
     def save(self, outcome: Outcome) -> None:

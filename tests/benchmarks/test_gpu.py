@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
+import subprocess
+import sys
 import types
 
 import pytest
@@ -87,8 +91,6 @@ def test_the_gates_are_green(op, monkeypatch):
 
 def wrong_problem(case: Case, change) -> object:
     """A problem whose op's results are changed by `change(results, inputs)`."""
-    import dataclasses
-
     from benchmarks import build
 
     problem = build.problem(case, CPU, backend="torch")
@@ -181,6 +183,35 @@ def test_a_profiler_that_may_not_count_says_so():
     refusal = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access counters"
     with pytest.raises(ncu.Refused, match="ERR_NVGPUCTRPERM"):
         ncu.parse(["==PROF== Connected", refusal])
+
+
+def test_a_profiler_that_may_not_count_is_asked_once(tmp_path, monkeypatch):
+    def refuse(case, timeout):
+        raise ncu.Refused("ERR_NVGPUCTRPERM")
+
+    monkeypatch.setattr(cases, "available", lambda: ["gae"])
+    monkeypatch.setattr(ncu, "available", lambda: True)
+    monkeypatch.setattr(ncu, "count", refuse)
+    run = session(tmp_path, telling=(GAE, dataclasses.replace(GAE, rows=6)))
+    steps = [step for step in run.steps() if step.name.startswith(("gates", "bytes"))]
+    outcome = carry_out(steps, 1e9)
+    assert not outcome.failed
+    assert list(outcome.left.values()) == ["ncu cannot count here: ERR_NVGPUCTRPERM"]
+
+
+def test_a_bare_checkout_is_enough():
+    """Torch and triton may be all that a GPU machine has."""
+    names = "{'transformers', 'datasets', 'accelerate', 'matplotlib', 'pytest', 'fastrl'}"
+    code = f"import sys, benchmarks.gpu; print(*(sys.modules.keys() & {names}))"
+    path = os.pathsep.join(map(str, ncu.sources()))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == []
 
 
 def test_ncu_profiles_this_very_module(monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -56,10 +58,12 @@ def test_an_entry_holds_all_that_a_claim_needs():
     assert all(word in text for word in ("fastrl", "eager", "less", "gone: not here"))
 
 
-def test_a_red_gate_shows_no_figures(monkeypatch):
+@pytest.mark.parametrize("factor", [1.00001, math.nan])
+def test_a_red_gate_shows_no_figures(factor, monkeypatch):
     problem = build.problem(CASE, CPU)
-    wrong = Peer(lambda **x: {k: v * 1.01 for k, v in problem.ours(**x).items()}).call
-    import dataclasses
+
+    def wrong(**inputs):
+        return {name: x * factor for name, x in problem.ours(**inputs).items()}
 
     monkeypatch.setattr(
         measure.build, "problem", lambda *a, **k: dataclasses.replace(problem, ours=wrong)
