@@ -60,6 +60,9 @@ def test_cases_beyond_the_budget_say_why(rows, reason):
     case = Case("linear_logprobs", rows, hidden=768, vocabulary=5000)
     found = too_much(case, effort, roof, torch.device("cpu"))
     assert found is None if reason is None else reason in found
+    main = dataclasses.replace(case, main=True)
+    wanted = reason is not None and "GiB" in reason
+    assert bool(too_much(main, effort, roof, torch.device("cpu"))) == wanted
 
 
 TINY = {
