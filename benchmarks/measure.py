@@ -25,6 +25,7 @@ from benchmarks.problem import (
     results,
     worst_relative,
 )
+from fastrl_kernels.head import Workspace
 
 OURS, EAGER = "fastrl", "eager"
 EAGER_NOTES = {"gae": "the classic per-step loop", "kl_rewards": "a sequence at a time"}
@@ -103,6 +104,7 @@ def measure(
         }
 
     for name, call in calls.items():
+        Workspace.clear()  # kept from the call before, it would not be counted
         room = footprint(
             lambda call=call: forward(problem, call),
             lambda state: backward(state).values(),

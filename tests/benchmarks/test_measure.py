@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import build, cases, measure, ops, timing
+from benchmarks import build, cases, measure, memory, ops, timing
 from benchmarks.cases import Case, Goal
 from benchmarks.measure import Effort
 from benchmarks.peers import Peer
+from benchmarks.problem import backward, forward
 
 CPU = torch.device("cpu")
 ROOF = timing.Roofline(1e10, {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11})
@@ -56,6 +57,17 @@ def test_an_entry_holds_all_that_a_claim_needs():
     assert ops.as_case(json.loads(json.dumps(entry))) == CASE
     text = measure.render(entry, "cpu")
     assert all(word in text for word in ("fastrl", "eager", "less", "gone: not here"))
+
+
+def test_memory_that_an_op_keeps_for_its_next_call_is_counted():
+    case = Case("linear_logprobs", 64, hidden=4, vocabulary=800)
+    entry = measure.measure(case, CPU, EFFORT, ROOF)
+    counted = entry["implementations"]["fastrl"]["memory"]["peak"]
+    problem = build.problem(case, CPU)
+    again = memory.footprint(
+        lambda: forward(problem, problem.ours), lambda state: backward(state).values(), CPU
+    )
+    assert counted >= again.peak + 64 * 800 * 4, "a chunk of logits"
 
 
 @pytest.mark.parametrize("factor", [1.00001, math.nan])
