@@ -23,7 +23,7 @@ from .checks import (
 from .dispatch import choose
 
 # Bytes of logits that exist at a time. Less on a CPU, where a chunk should stay near a cache.
-WORKSPACE_BYTES = {"cpu": 128 << 20}
+WORKSPACE_BYTES = {"cpu": 96 << 20}
 DEFAULT_WORKSPACE_BYTES = 256 << 20
 COLUMNS, FEWEST_COLUMNS = 8192, 1024  # of the vocabulary at a time, where logits are recomputed
 _ROW_STEP = 16  # chunks hold a multiple of as many rows

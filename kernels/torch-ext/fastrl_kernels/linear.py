@@ -240,7 +240,7 @@ def linear_logprobs(
         mask: [...] bool, True = counts. Where it or the label says no, results and gradients are 0.
         entropy: also return entropies, in nats, with their gradient.
         extras: names out of "log_sum_sq_probs", "mean_logit", "is_top1".
-        workspace_bytes: of logits that exist at a time; by default 256 MiB, 128 MiB on a CPU.
+        workspace_bytes: of logits that exist at a time; by default 256 MiB, 96 MiB on a CPU.
         check_labels: on a GPU, wait for it and raise where a label is out of range; without it
             such a token's log-probability and gradient are NaN. CPU tensors are always checked.
         backend: "auto", "triton" or "torch", for the work on logits; see ``explain``.
