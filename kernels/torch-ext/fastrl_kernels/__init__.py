@@ -8,6 +8,15 @@ from .linear_loss import LinearLossStats, linear_ppo_loss
 from .logprob import full_kl, token_logprobs
 from .moments import Moments, masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
 from .ppo_loss import KLTerm, LossStats, ValueTerm, ppo_loss
+from .preference import (
+    dpo_loss,
+    ipo_loss,
+    kto_loss,
+    orpo_loss,
+    reward_loss,
+    simpo_loss,
+    slic_loss,
+)
 
 __all__ = [
     "Choice",
@@ -17,11 +26,14 @@ __all__ = [
     "LossStats",
     "Moments",
     "ValueTerm",
+    "dpo_loss",
     "explain",
     "full_kl",
     "gae",
+    "ipo_loss",
     "kl_penalty",
     "kl_rewards",
+    "kto_loss",
     "linear_logprobs",
     "linear_ppo_loss",
     "masked_mean",
@@ -29,6 +41,10 @@ __all__ = [
     "masked_var",
     "masked_whiten",
     "merge_moments",
+    "orpo_loss",
     "ppo_loss",
+    "reward_loss",
+    "simpo_loss",
+    "slic_loss",
     "token_logprobs",
 ]
