@@ -123,6 +123,17 @@ def test_a_confident_bf16_policy_keeps_its_small_gradient(backend, device):
     assert results["dlogits"][0, 5] != 0
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 3.3])
+def test_a_certain_policy_gets_exactly_no_gradient(backend, device, temperature):
+    """p = 1: both halves of g·(1 - p)/T are rounded alike."""
+    logits = torch.full((64, 9), -1000.0, device=device)
+    logits[:, 3] = 0.0
+    leaf, upstream = logits.requires_grad_(), torch.randn(64, device=device)
+    labels = torch.full((64,), 3, device=device)
+    logprobs = token_logprobs(leaf, labels, temperature=temperature, backend=backend)
+    assert not torch.autograd.grad(logprobs, leaf, upstream)[0].any()
+
+
 def test_impossible_tokens_add_nothing_and_get_no_gradient(backend, device):
     """The first window is all -inf; so is a label."""
     logits, labels = batch(3, 20001, dtype=BF16, device=device)

@@ -223,14 +223,14 @@ def _token_logprobs_bwd_kernel(
     temperature = row_temperature(temperature_ptr, temperature, row)
     scale = LOG2E / temperature
     row_max = tl.load(max_ptr + row)
-    per_sum = tl.div_rn(1.0, tl.load(sum_ptr + row) * temperature)
-    g = tl.load(grad_logprobs_ptr + row)
-    at_label = tl.div_rn(g, temperature)
+    row_sum = tl.load(sum_ptr + row)
+    at_label = tl.div_rn(tl.load(grad_logprobs_ptr + row), temperature)
+    # Divided in this order, both are the same number where p = 1, and the gradient is exactly 0.
     # A label outside [0, V) has no log-probability, and no gradient either.
-    base = tl.where((label >= 0) & (label < V), g, float("nan")) * per_sum
+    base = tl.where((label >= 0) & (label < V), tl.div_rn(at_label, row_sum), float("nan"))
     slope = 0.0
     if ENTROPY:
-        g_entropy = tl.load(grad_entropies_ptr + row) * per_sum
+        g_entropy = tl.div_rn(tl.load(grad_entropies_ptr + row), row_sum * temperature)
         base -= g_entropy * tl.load(mean_ptr + row)
         slope = g_entropy * LN2
     label_slot = shift + label.to(tl.int32)

@@ -1,0 +1,407 @@
+"""Every op, values and gradients, on whatever hypothesis draws, against float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastrl_kernels import (
+    KLTerm,
+    LossStats,
+    ValueTerm,
+    full_kl,
+    gae,
+    kl_penalty,
+    kl_rewards,
+    masked_mean,
+    masked_var,
+    masked_whiten,
+    ppo_loss,
+    reference,
+    token_logprobs,
+)
+from fastrl_kernels.kl import KL_KINDS
+from fastrl_kernels.ppo_loss import AGGREGATES
+from tests.kernels.judge import DTYPES, judge, misaligned, results
+from tests.kernels.test_preference import CASES, both
+
+LAYOUTS = ("contiguous", "slice", "every other", "transposed", "misaligned")
+LENGTHS = st.one_of(st.integers(1, 9), st.sampled_from([33, 128, 300]))
+NOTHING = 1e-15  # a difference of numbers near 1 that float64 does not resolve
+Op = Callable[..., Any]
+
+
+def examples(n: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs a test on ``n`` draws, the same ones every time; a failure is shown as it was drawn,
+    since shrinking it would take minutes in the interpreter."""
+    draws = settings(
+        derandomize=True,
+        deadline=None,
+        max_examples=n,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+    return lambda test: draws(given(data=st.data())(test))
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The same numbers elsewhere in memory, with others between them."""
+    if x.dim() == 0 or layout == "contiguous":
+        return x
+    if layout == "transposed":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "misaligned":
+        return misaligned(x)
+    other = math.nan if x.is_floating_point() else 1
+    if layout == "slice":
+        return x.new_full((*x.shape[:-1], x.shape[-1] + 3), other)[..., 2:-1].copy_(x)
+    return x.new_full((*x.shape[:-1], 2 * x.shape[-1]), other)[..., ::2].copy_(x)
+
+
+class Draw:
+    """Tensors of which hypothesis draws everything but the digits."""
+
+    def __init__(self, data: st.DataObject, device: str) -> None:
+        self.draw, self.device = data.draw, device
+        self.generator = torch.Generator().manual_seed(self.draw(st.integers(0, 999), "seed"))
+        self.dtype = self.one_of(DTYPES, "dtype")
+        self.layout = self.one_of(LAYOUTS, "layout")
+
+    def one_of(self, values: Sequence[Any], label: str) -> Any:
+        return self.draw(st.sampled_from(values), label)
+
+    def perhaps(self, x: Any, label: str) -> Any:
+        return x if self.draw(st.booleans(), label) else None
+
+    def shape(self, last: st.SearchStrategy[int] = LENGTHS) -> tuple[int, ...]:
+        """[..., last], now and then with nothing in it."""
+        leading = self.draw(st.lists(st.integers(1, 3), max_size=3), "leading")
+        if leading and self.draw(st.integers(0, 7), "empty at 7") == 7:
+            leading[0] = 0
+        return (*leading, self.draw(last, "last"))
+
+    def normal(self, shape: Sequence[int], scale: float = 1.0, shift: float = 0.0) -> Tensor:
+        return scale * torch.randn(tuple(shape), generator=self.generator) + shift
+
+    def uniform(self, shape: Sequence[int]) -> Tensor:
+        return torch.rand(tuple(shape), generator=self.generator)
+
+    def placed(self, x: Tensor) -> Tensor:
+        """On the device, most often with the dtype and the strides of the other tensors."""
+        if x.is_floating_point() and self.draw(st.integers(0, 3), "fp32 at 3") != 3:
+            x = x.to(self.dtype)
+        plain = self.draw(st.integers(0, 3), "contiguous at 3") == 3
+        return laid_out(x.to(self.device), "contiguous" if plain else self.layout)
+
+    def mask(self, shape: Sequence[int]) -> Tensor:
+        """True in places, at the start of every row, everywhere, nowhere, or in some rows."""
+        kind = self.one_of(("holes", "starts", "all", "nothing", "rows"), "mask")
+        ends = self.uniform((*shape[:-1], 1) if shape else ())
+        if kind == "starts" and shape:
+            mask = torch.arange(shape[-1]) < (ends * (shape[-1] + 1)).long()
+        elif kind == "rows":
+            mask = (ends < 0.5).expand(shape).clone()
+        else:
+            mask = self.uniform(shape) < {"all": 2.0, "nothing": 0.0}.get(kind, 0.6)
+        return self.placed(mask)
+
+    def temperature(self, leading: Sequence[int]) -> float | Tensor:
+        if self.draw(st.booleans(), "one temperature"):
+            return self.draw(st.floats(0.0625, 16.0, width=32), "temperature")
+        return self.placed(4.0 * self.uniform(leading) + 0.25)
+
+
+def luck(
+    formula: Op, inputs: dict[str, Tensor], wrt: Sequence[str], about: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Over a few elements PyTorch's own error may be 0 by luck; what nobody can do without: four
+    times what one rounding of every input to fp32 changes. A rounding is relative to the number's
+    distance from ``about``, or from 0."""
+    generator = torch.Generator().manual_seed(0)
+    rounded = {}
+    for name, x in inputs.items():
+        if x.is_floating_point():
+            size = (x.double() - about.get(name, 0.0)).abs().nan_to_num(posinf=0.0)
+            up = (torch.rand(x.shape, generator=generator) < 0.5).to(x.device)
+            rounded[name] = x.double() + 2.0**-24 * torch.where(up, size, -size)
+    exact = results(formula, inputs, wrt, torch.float64)
+    moved = results(formula, {**inputs, **rounded}, wrt, torch.float64)
+    changes = {name: (moved[name] - exact[name]).nan_to_num(0.0).norm() for name in exact}
+    return {name: 4.0 * change.item() + NOTHING for name, change in changes.items()}
+
+
+def check(
+    op: Op,
+    formula: Op,
+    inputs: dict[str, Any],
+    wrt: Sequence[str],
+    *,
+    counted: Tensor | None = None,
+    about: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Judges values and gradients. Where a token is not ``counted`` they are 0, and what the inputs
+    hold there changes no bit. ``about`` is for logits: their rows' maxima."""
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+    others = {n: x for n, x in inputs.items() if x is not None and not isinstance(x, Tensor)}
+    op, formula = partial(op, **others), partial(formula, **others)
+    slack = luck(formula, tensors, wrt, about or {})
+    if about:
+        # The sum of a softmax is at least 1, and rounded as such.
+        rows, temperature = tensors["logits"].shape[:-1], inputs.get("temperature", 1.0)
+        least = torch.as_tensor(temperature).double().flatten().min() if rows.numel() else 1.0
+        for name in slack:
+            slack[name] += 2.0**-22 * rows.numel() ** 0.5 / min(1.0, float(least))
+    found = judge(op, formula, tensors, wrt=wrt, slack=slack)
+    if counted is None:
+        return
+
+    def per_token(x: Tensor) -> bool:
+        return x.shape[: counted.dim()] == counted.shape
+
+    poisoned = {}
+    for name, x in tensors.items():
+        if x.is_floating_point() and per_token(x):
+            here = counted[(..., *[None] * (x.dim() - counted.dim()))]
+            poisoned[name] = torch.where(here, x, math.nan)
+    again = results(op, {**tensors, **poisoned}, wrt)
+    for name, x in found.items():
+        torch.testing.assert_close(again[name], x, rtol=0, atol=0, equal_nan=True, msg=name)
+        if per_token(x):
+            assert not x[~counted].any(), f"{name} is not 0 where masked"
+
+
+def distribution(draw: Draw, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Logits [..., V] from uniform to one-hot, near 0 or far from it; and a token of each row."""
+    scale = draw.one_of((1.0, 0.0, 10.0, 1000.0), "scale")
+    logits = draw.normal(shape, scale, draw.one_of((0.0, 300.0, -300.0, 5000.0), "shift"))
+    labels = (draw.uniform(shape[:-1]) * shape[-1]).long()
+    if draw.draw(st.booleans(), "impossible tokens"):
+        impossible = draw.uniform(shape) < 0.4
+        logits[impossible.scatter(-1, labels.unsqueeze(-1), False)] = -math.inf
+    return logits, labels
+
+
+def row_maxima(**logits: Tensor) -> dict[str, Tensor]:
+    """Where the digits of a softmax count from."""
+    return {name: x.double().amax(-1, keepdim=True) for name, x in logits.items()}
+
+
+@examples(30)
+def test_token_logprobs(backend, device, data):
+    draw = Draw(data, device)
+    *leading, _ = shape = draw.shape()
+    logits, labels = distribution(draw, shape)
+    labels[draw.uniform(leading) < draw.one_of((0.0, 0.2), "share of -100")] = -100
+    inputs = {
+        "logits": draw.placed(logits),
+        "labels": draw.placed(labels),
+        "mask": draw.perhaps(draw.mask(leading), "masked"),
+        "temperature": draw.temperature(leading),
+        "entropy": draw.draw(st.booleans(), "entropy"),
+    }
+    counted = inputs["labels"] != -100
+    if inputs["mask"] is not None:
+        counted &= inputs["mask"]
+    about = row_maxima(logits=inputs["logits"])
+    op = partial(token_logprobs, backend=backend)
+    check(op, reference.token_logprobs, inputs, ["logits"], counted=counted, about=about)
+
+
+VOCABULARIES = (50257, 129920, 151936, 152064)
+
+
+def peaked(draw: Draw) -> tuple[Tensor, Tensor]:
+    """A large vocabulary, far below 0, with nearly all of the mass on one token of each row."""
+    vocabulary = draw.one_of(VOCABULARIES, "vocabulary")
+    logits = draw.normal((draw.draw(st.integers(1, 2), "rows"), vocabulary), 2.0, -60.0)
+    at = draw.one_of((0, 7, 900, vocabulary - 1), "peak")
+    logits[:, at] = draw.one_of((-40.0, -5.0), "height")
+    label = draw.one_of((at, vocabulary - 1, 0), "label")
+    return logits, torch.full(logits.shape[:1], label)
+
+
+@examples(6)
+def test_token_logprobs_of_a_large_vocabulary(backend, device, data):
+    draw = Draw(data, device)
+    logits, labels = peaked(draw)
+    inputs = {"logits": draw.placed(logits), "labels": labels.to(device), "entropy": True}
+    about = row_maxima(logits=inputs["logits"])
+    op = partial(token_logprobs, backend=backend)
+    check(op, reference.token_logprobs, inputs, ["logits"], about=about)
+
+
+@examples(30)
+def test_full_kl(backend, device, data):
+    draw = Draw(data, device)
+    *leading, _ = shape = draw.shape()
+    logits, _ = distribution(draw, shape)
+    apart = draw.one_of((1.0, 0.0, 1e-3, 30.0), "apart")
+    shift = draw.one_of((0.0, 200.0, -200.0), "shift of the reference")
+    pair = {
+        "logits": draw.placed(logits),
+        "ref_logits": draw.placed(logits + draw.normal(shape, apart, shift)),
+    }
+    mask = draw.perhaps(draw.mask(leading), "masked")
+    inputs = {**pair, "mask": mask, "temperature": draw.temperature(leading)}
+    about = row_maxima(**pair)
+    op = partial(full_kl, backend=backend)
+    check(op, reference.full_kl, inputs, ["logits"], counted=mask, about=about)
+
+
+@examples(6)
+def test_full_kl_of_a_large_vocabulary(backend, device, data):
+    draw = Draw(data, device)
+    logits, _ = peaked(draw)
+    ref_logits = logits + draw.normal(logits.shape, 0.5)
+    pair = {"logits": draw.placed(logits), "ref_logits": draw.placed(ref_logits)}
+    op = partial(full_kl, backend=backend)
+    check(op, reference.full_kl, pair, ["logits"], about=row_maxima(**pair))
+
+
+def policies(draw: Draw, shape: Sequence[int]) -> dict[str, Tensor]:
+    """Log-probs of a policy and of a reference, equal, near, or as far as fp32's exp goes."""
+    base = -draw.one_of((3.0, 1e-3, 30.0), "size") * draw.uniform(shape)
+    apart = draw.one_of((0.3, 0.0, 1e-4, 12.0), "apart")
+    logprobs, ref_logprobs = draw.placed(base), draw.placed(base + draw.normal(shape, apart))
+    return {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
+
+
+@examples(30)
+def test_kl_penalty(backend, device, data):
+    draw = Draw(data, device)
+    shape = draw.shape()
+    inputs = policies(draw, shape)
+    mask = draw.perhaps(draw.mask(shape), "masked")
+    named = {"kind": draw.one_of(KL_KINDS, "kind"), "mask": mask}
+    op = partial(kl_penalty, backend=backend)
+    check(op, reference.kl_penalty, {**inputs, **named}, [*inputs], counted=mask)
+
+
+@examples(30)
+def test_kl_rewards(backend, device, data):
+    draw = Draw(data, device)
+    shape = draw.shape()
+    inputs = policies(draw, shape)
+    scores = draw.normal(shape[:-1], draw.one_of((1.0, 1e3), "size of scores"))
+    inputs["scores"] = draw.placed(scores)
+    mask = draw.mask(shape)
+    coef = draw.draw(st.floats(0.0, 4.0, width=32, allow_subnormal=False), "coef")
+    named = {"mask": mask, "kind": draw.one_of(KL_KINDS, "kind"), "coef": coef}
+    op = partial(kl_rewards, backend=backend)
+    check(op, reference.kl_rewards, {**inputs, **named}, [*inputs], counted=mask)
+
+
+@examples(30)
+def test_gae(backend, device, data):
+    draw = Draw(data, device)
+    shape = draw.shape(st.one_of(st.integers(1, 9), st.sampled_from([33, 70])))
+    scale = draw.one_of((1.0, 1e-3, 1e3), "scale")
+    wrt = {name: draw.placed(draw.normal(shape, scale)) for name in ("rewards", "values")}
+    mask = draw.perhaps(draw.mask(shape), "masked")
+    named: dict[str, Any] = {"mask": mask, "whiten": draw.draw(st.booleans(), "whiten")}
+    for name in ("gamma", "lam"):
+        named[name] = draw.one_of((0.97, 1.0, 0.0, 0.5), name)
+    if draw.draw(st.booleans(), "ends"):
+        named["terminated"] = draw.placed(draw.uniform(shape) < 0.1)
+    if draw.draw(st.booleans(), "cuts"):
+        named["truncated"] = draw.placed(draw.uniform(shape) < 0.2)
+        wrt["bootstrap_value"] = draw.placed(draw.normal(shape, scale))
+    check(partial(gae, backend=backend), reference.gae, {**wrt, **named}, [*wrt], counted=mask)
+
+
+MOMENTS = (
+    (masked_mean, reference.masked_mean, {}),
+    (masked_var, reference.masked_var, {}),
+    (masked_var, reference.masked_var, {"unbiased": False}),
+    (masked_whiten, reference.masked_whiten, {}),
+    (masked_whiten, reference.masked_whiten, {"shift_mean": False}),
+)
+
+
+@examples(30)
+def test_moments(backend, device, data):
+    draw = Draw(data, device)
+    shape = draw.shape()
+    op, formula, named = draw.one_of(MOMENTS, "statistic")
+    scale = draw.one_of((1.0, 1e-3, 1e3), "scale")
+    values = draw.normal(shape, scale, scale * draw.one_of((0.0, 1.0, -8.0), "mean"))
+    mask = draw.mask(shape)
+    inputs = {"values": draw.placed(values), "mask": mask, **named}
+    check(partial(op, backend=backend), formula, inputs, ["values"], counted=mask)
+
+
+def terms(value: Op, kl: Op, options: dict[str, Any]) -> dict[str, Any]:
+    """Named arguments of ppo_loss, of which some are tensors within a term."""
+    options = dict(options)
+    if "values" in options:
+        tensors = (options.pop(name) for name in ("values", "old_values", "returns"))
+        options["value"] = value(*tensors, options.pop("value_cliprange"), 0.3)
+    if "ref_logprobs" in options:
+        options["kl"] = kl(options.pop("ref_logprobs"), 0.15, options.pop("kind"))
+    return options
+
+
+@examples(30)
+def test_ppo_loss(backend, device, data):
+    draw = Draw(data, device)
+    shape = draw.shape()
+    old = -3.0 * draw.uniform(shape)
+    apart = draw.one_of((0.4, 0.0, 8.0), "apart")
+    mask = draw.mask(shape)
+    inputs: dict[str, Any] = {
+        "logprobs": draw.placed(old + draw.normal(shape, apart)),
+        "old_logprobs": draw.placed(old),
+        "advantages": draw.placed(draw.normal(shape, draw.one_of((1.0, 1e3), "size"))),
+        "mask": mask,
+        "cliprange": draw.one_of((0.2, 0.0, (0.1, 0.3)), "cliprange"),
+        "dual_clip": draw.one_of((None, 1.5, 3.0), "dual_clip"),
+        "aggregate": draw.one_of(AGGREGATES, "aggregate"),
+        "denominator": draw.one_of((None, 37.0, torch.tensor(11.0, device=device)), "denominator"),
+        "weights": draw.perhaps(draw.placed(draw.uniform(shape)), "weights"),
+    }
+    if draw.draw(st.booleans(), "value loss"):
+        for name in ("values", "old_values", "returns"):
+            inputs[name] = draw.placed(draw.normal(shape))
+        inputs["value_cliprange"] = draw.one_of((0.25, 0.0), "value_cliprange")
+    if draw.draw(st.booleans(), "KL loss"):
+        inputs["ref_logprobs"] = draw.placed(old + draw.normal(shape, 0.4))
+        inputs["kind"] = draw.one_of(KL_KINDS, "kind")
+
+    def op(**options: Any) -> tuple[Tensor, ...]:
+        loss, stats = ppo_loss(**terms(ValueTerm, KLTerm, options), backend=backend)
+        return loss, *stats.tensor.unbind()
+
+    def formula(**options: Any) -> tuple[Tensor, ...]:
+        loss, stats = reference.ppo_loss(**terms(plain, plain, options))
+        return loss, *(stats[name] for name in LossStats.NAMES)
+
+    def plain(*term: Any) -> tuple[Any, ...]:
+        return term
+
+    wrt = [name for name in ("logprobs", "values") if name in inputs]
+    check(op, formula, inputs, wrt, counted=mask)
+
+
+@pytest.mark.parametrize("case", CASES)
+@examples(12)
+def test_preference_losses(device, data, case):
+    draw = Draw(data, device)
+    n = draw.one_of((3, 0, 1, 64), "examples")
+    scale = draw.one_of((1.0, 1e-3, 30.0, 1e4), "scale")
+    inputs = {}
+    for name in CASES[case][1]:
+        x = draw.normal((n,), scale, draw.one_of((0.0, -100.0), "shift"))
+        inputs[name] = draw.placed(-x.abs() if case == "ORPO" else x)
+    wrt = [*inputs]
+    if case == "KTO":
+        inputs["desirable"] = draw.placed(draw.uniform((n,)) < 0.5)
+        inputs["kl"] = draw.placed(draw.normal(()))
+    check(*both(case), inputs, wrt)
