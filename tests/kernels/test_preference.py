@@ -290,6 +290,19 @@ def test_kto_by_hand():
     assert torch.equal(d_ref, -grad)
 
 
+def test_kto_has_the_same_slope_on_either_side():
+    gain = row(0.0, 3.0, 20.0, 60.0)
+    desirable = torch.ones(4, dtype=torch.bool)
+    exact = torch.sigmoid(gain.double()) * torch.sigmoid(-gain.double())
+    for sign in (1, -1):
+        _, grad, _ = results(
+            lambda policy, ref: kto_loss(policy, ref, desirable, 0.0, beta=1.0),
+            sign * gain,
+            torch.zeros(4),
+        )
+        torch.testing.assert_close(grad.double(), -exact, rtol=1e-5, atol=0)
+
+
 def test_kto_takes_a_negative_estimate_of_the_kl_for_zero():
     inputs = batch("KTO")
     at_zero = kto_loss(**{**inputs, "kl": 0.0})

@@ -290,7 +290,9 @@ def kto_loss(
     check_same_shape("desirable", desirable, "policy", policy)
     _check_device("desirable", desirable, "policy", policy)
     gain = (policy - reference) - _baseline(kl, policy)
-    missed = torch.sigmoid(beta * torch.where(desirable, -gain, gain))
+    x = beta * torch.where(desirable, -gain, gain)
+    # Autograd takes σ·(1 - σ) for the slope, of which no digit is left where σ is close to 1.
+    missed = torch.where(x > 0, 1.0 - torch.sigmoid(-x), torch.sigmoid(x))
     return torch.where(desirable, desirable_weight * missed, undesirable_weight * missed)
 
 
