@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 JOBS ?= 2
 
-.PHONY: help demo test lint format aot bench trl-parity clean
+.PHONY: help demo test lint format aot bench trl-parity hub clean
 
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
@@ -15,6 +15,7 @@ help:
 	@echo "make aot     the ahead-of-time gate alone"
 	@echo "make trl-parity  TRL's own trainers with and without fastrl's kernels"
 	@echo "make bench   the benchmarks that this machine allows (BENCH=--main: fewer shapes)"
+	@echo "make hub     lay out the Kernel Hub package in kernels/build"
 	@echo "make clean   remove .venv and caches"
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
@@ -59,5 +60,8 @@ trl-parity: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/trl_parity
 	$(BIN)/python -m tests.trl_parity
 
+hub: $(VENV)/.dev
+	$(BIN)/python kernels/build_hub.py
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) kernels/build .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -9,7 +9,63 @@ from pathlib import Path
 
 import pytest
 
+import fastrl_kernels
+
 ROOT = Path(__file__).parents[2]
+
+# Runs before the calls below, where nothing but torch can be imported.
+PRELUDE = """
+import sys
+for name in ("fastrl", "triton", "transformers", "datasets", "accelerate", "peft", "numpy"):
+    sys.modules[name] = None
+import torch
+from fastrl_kernels import *
+
+torch.manual_seed(0)
+
+def leaf(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+logits, ref_logits = leaf(2, 3, 9), torch.randn(2, 3, 9)
+labels = torch.tensor([[1, 2, -100], [0, 8, 4]])
+mask = torch.tensor([[True, True, False], [True, False, True]])
+new, old, ref, values, scores = leaf(2, 3), *torch.randn(2, 2, 3), leaf(2, 3), leaf(2)
+hidden, weight = leaf(2, 3, 8), leaf(9, 8)
+chosen, rejected = leaf(4), leaf(4)
+ref_chosen, ref_rejected = torch.randn(2, 4)
+"""
+# One call of every public name, in the order of __all__.
+CALLS = {
+    "Choice": "Choice('torch', 'asked for')",
+    "Extras": "Extras(ref, ref, mask)",
+    "KLTerm": "KLTerm(ref, 0.1)",
+    "LinearLossStats": "LinearLossStats(torch.zeros(len(LinearLossStats.NAMES)), old, None)",
+    "LossStats": "LossStats(torch.zeros(len(LossStats.NAMES))).to_dict()",
+    "Moments": "Moments(*torch.ones(3))",
+    "ValueTerm": "ValueTerm(values, old, old)",
+    "dpo_loss": "dpo_loss(chosen, rejected, ref_chosen, ref_rejected)",
+    "explain": "explain('cpu')",
+    "full_kl": "full_kl(logits, ref_logits, mask=mask)",
+    "gae": "gae(new, values, mask, gamma=0.9, lam=0.9, whiten=True)",
+    "ipo_loss": "ipo_loss(chosen, rejected, ref_chosen, ref_rejected)",
+    "kl_penalty": "kl_penalty(new, ref, 'k3', mask=mask)",
+    "kl_rewards": "kl_rewards(new, ref, scores, mask, coef=0.1)",
+    "kto_loss": "kto_loss(chosen, ref_chosen, ref_rejected > 0, 0.1)",
+    "layers": "layers.TokenLogProbs()(logits, labels)",
+    "linear_logprobs": "linear_logprobs(hidden, weight, labels, mask=mask, entropy=True)",
+    "linear_ppo_loss": "linear_ppo_loss(hidden, weight, labels, old, old, mask)[0]",
+    "masked_mean": "masked_mean(values, mask)",
+    "masked_moments": "masked_moments(values, mask)",
+    "masked_var": "masked_var(values, mask)",
+    "masked_whiten": "masked_whiten(values, mask)",
+    "merge_moments": "merge_moments(Moments(*torch.ones(3, 2)))",
+    "orpo_loss": "orpo_loss(-chosen.abs(), -rejected.abs())",
+    "ppo_loss": "ppo_loss(new, old, old, mask, value=ValueTerm(values, old, old))[0]",
+    "reward_loss": "reward_loss(chosen, rejected, center_coef=0.01)",
+    "simpo_loss": "simpo_loss(chosen, rejected)",
+    "slic_loss": "slic_loss(chosen, rejected)",
+    "token_logprobs": "token_logprobs(logits, labels, mask=mask, entropy=True)",
+}
 
 
 def python(code: str, **environment: str) -> str:
@@ -35,16 +91,35 @@ print(sorted({"triton", "transformers", "datasets", "fastrl", "accelerate"} & sy
     assert python(code) == "[]"
 
 
-def test_the_pytorch_path_runs_without_triton():
-    code = """
-import sys, torch
-sys.modules["triton"] = None
-import fastrl_kernels
-logits = torch.zeros(2, 9, requires_grad=True)
-fastrl_kernels.token_logprobs(logits, torch.zeros(2, dtype=torch.int64), backend="torch").sum()
-print(fastrl_kernels.full_kl(logits, torch.zeros(2, 9), backend="torch").sum().item())
+def test_every_public_name_has_a_call():
+    assert list(CALLS) == fastrl_kernels.__all__, "add a line to CALLS for what is new"
+
+
+def test_every_op_runs_where_nothing_but_torch_can_be_imported():
+    """On a CPU, forward and backward, without triton and without anything of ``fastrl``."""
+    code = (
+        PRELUDE
+        + f"calls = {CALLS!r}"
+        + """
+def tensors(result):
+    result = result if isinstance(result, tuple) else (result,)
+    return [x for x in result if isinstance(x, torch.Tensor)]
+
+for name, call in calls.items():
+    found = tensors(eval(call))
+    assert all(x.isfinite().all() for x in found), name
+    wanted = [x for x in found if x.requires_grad and x.grad_fn is not None]
+    if wanted:
+        sum(x.sum() for x in wanted).backward()
+    print(name, "with gradients" if wanted else "")
+assert all(x.grad.isfinite().all() for x in (logits, new, values, scores, chosen, rejected))
 """
-    assert python(code) == "0.0"
+    )
+    said = dict(line.partition(" ")[::2] for line in python(code).splitlines())
+    assert said.keys() == CALLS.keys()
+    for name in fastrl_kernels.__all__:
+        if name.endswith(("_loss", "_logprobs", "_rewards")):
+            assert said[name] == "with gradients"
 
 
 def test_forced_triton_on_the_cpu_says_what_to_do():

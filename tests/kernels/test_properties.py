@@ -34,7 +34,7 @@ from fastrl_kernels.ppo_loss import AGGREGATES
 from tests.kernels.judge import DTYPES, judge, misaligned, results
 from tests.kernels.test_preference import CASES, both
 
-LAYOUTS = ("contiguous", "slice", "every other", "transposed", "misaligned")
+LAYOUTS = ("contiguous", "slice", "all but a row", "every other", "transposed", "misaligned")
 LENGTHS = (1, 2, 3, 7, 9, 33, 128, 300)
 NOTHING = 1e-15  # a difference of numbers near 1 that float64 does not resolve
 Op = Callable[..., Any]
@@ -64,6 +64,9 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     other = math.nan if x.is_floating_point() else 1
     if layout == "slice":
         return x.new_full((*x.shape[:-1], x.shape[-1] + 3), other)[..., 2:-1].copy_(x)
+    if layout == "all but a row" and x.dim() > 1:
+        room = x.new_full((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1]), other)
+        return room[..., :-1, :].copy_(x)
     return x.new_full((*x.shape[:-1], 2 * x.shape[-1]), other)[..., ::2].copy_(x)
 
 

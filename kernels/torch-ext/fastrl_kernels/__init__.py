@@ -1,5 +1,6 @@
 """Fused ops for reinforcement learning on language models. Needs torch; triton where it is used."""
 
+from . import layers
 from .dispatch import Choice, explain
 from .gae import gae
 from .kl import kl_penalty, kl_rewards
@@ -34,6 +35,7 @@ __all__ = [
     "kl_penalty",
     "kl_rewards",
     "kto_loss",
+    "layers",
     "linear_logprobs",
     "linear_ppo_loss",
     "masked_mean",

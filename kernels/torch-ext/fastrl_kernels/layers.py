@@ -1,0 +1,39 @@
+"""Stateless modules whose ``forward`` Hugging Face's ``kernelize()`` gives to a model's layers.
+
+Such a module has no constructor and no members besides ``forward``, whose parameters are those of
+the layer that it replaces. ``has_backward`` allows it in training.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .logprob import full_kl, token_logprobs
+from .moments import masked_whiten
+
+
+class TokenLogProbs(nn.Module):
+    """Log-probs [...] of labels [...] under logits [..., V]; 0 where the label is -100."""
+
+    has_backward = True
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return token_logprobs(logits, labels)
+
+
+class FullKL(nn.Module):
+    """KL(softmax(logits) || softmax(ref_logits)) over the last dimension: [..., V] -> [...]."""
+
+    has_backward = True
+
+    def forward(self, logits: Tensor, ref_logits: Tensor) -> Tensor:
+        return full_kl(logits, ref_logits)
+
+
+class MaskedWhiten(nn.Module):
+    """Values [...] with mean 0 and variance 1 over all that the mask [...] counts; 0 elsewhere."""
+
+    has_backward = True
+
+    def forward(self, values: Tensor, mask: Tensor) -> Tensor:
+        return masked_whiten(values, mask)

@@ -1,0 +1,164 @@
+"""The Kernel Hub package, loaded by Hugging Face's own ``kernels``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kernels
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastrl_kernels
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "kernels/torch-ext/fastrl_kernels"
+
+LOAD = """
+import json, sys
+for name in ("fastrl", "fastrl_kernels", "transformers", "datasets", "triton"):
+    sys.modules[name] = None
+from pathlib import Path
+import kernels, torch
+ops = kernels.get_local_kernel(Path(sys.argv[1]))
+torch.set_num_threads(1)
+torch.manual_seed(0)
+logits = torch.randn(3, 50, requires_grad=True)
+logprobs, entropies = ops.token_logprobs(logits, torch.tensor([3, 49, -100]), entropy=True)
+(logprobs.sum() - entropies.sum()).backward()
+found = (logprobs, entropies, logits.grad)
+results = [x.detach().flatten().view(torch.int32).tolist() for x in found]
+loaded = sorted({n for n, m in sys.modules.items() if m and n.endswith("fastrl_kernels")})
+print(json.dumps([ops.__name__, sorted(ops.__all__), ops.__file__, results, loaded]))
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository as it would be uploaded."""
+    repository = tmp_path_factory.mktemp("repository")
+    command = [sys.executable, ROOT / "kernels/build_hub.py", "--output", repository / "build"]
+    subprocess.run(command, check=True, capture_output=True)
+    return repository
+
+
+@pytest.fixture(params=["source", "built"])
+def repository(request: pytest.FixtureRequest, built: Path) -> Path:
+    return SOURCE if request.param == "source" else built
+
+
+def expected_bits() -> list[list[int]]:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(3, 50, requires_grad=True), torch.tensor([3, 49, -100])
+    logprobs, entropies = fastrl_kernels.token_logprobs(
+        logits, labels, entropy=True, backend="torch"
+    )
+    (logprobs.sum() - entropies.sum()).backward()
+    found = (logprobs, entropies, logits.grad)
+    return [x.detach().flatten().view(torch.int32).tolist() for x in found]
+
+
+def test_it_loads_where_neither_fastrl_nor_an_installed_copy_can_be_imported(repository):
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH",)}
+    environment["FASTRL_KERNELS_BACKEND"] = "torch"
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(repository)],
+        env=environment,
+        cwd=ROOT,  # whose folder `kernels` must not stand in for the package
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    name, public, file, results, loaded = json.loads(done.stdout)
+    assert name.startswith("_fastrl_kernels_")
+    assert Path(file).is_relative_to(repository)
+    assert public == sorted(fastrl_kernels.__all__)
+    assert results == expected_bits()
+    assert loaded == []
+
+
+def test_every_backend_gets_a_variant_with_an_identity_of_its_own(built):
+    variants = sorted(path.name for path in (built / "build").iterdir())
+    assert variants == ["torch-cpu", "torch-cuda", "torch-rocm"]
+    found = [
+        kernels.Metadata.read_from_file(built / "build" / name / "metadata.json")
+        for name in variants
+    ]
+    assert [str(m.backend.backend_type).split(".")[-1].lower() for m in found] == [
+        "cpu", "cuda", "rocm",
+    ]  # fmt: skip
+    assert len({m.id for m in found}) == 3
+    for metadata in found:
+        assert metadata.name.python_name == "fastrl_kernels"
+        assert metadata.version == 1
+        assert metadata.license == "Apache-2.0"
+        assert metadata.python_depends == []
+
+
+def test_a_variant_holds_the_sources_and_nothing_else(built):
+    def files(folder: Path) -> dict[str, bytes]:
+        paths = (path for path in folder.rglob("*") if path.is_file())
+        kept = (path for path in paths if "__pycache__" not in path.parts)
+        return {str(path.relative_to(folder)): path.read_bytes() for path in kept}
+
+    variant, source = files(built / "build/torch-cuda"), files(SOURCE)
+    assert variant.pop("metadata.json") != source.pop("metadata.json")
+    assert variant == source
+
+
+class PlainLogProbs(nn.Module):
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return torch.log_softmax(logits, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+class PlainKL(nn.Module):
+    def forward(self, logits: Tensor, ref_logits: Tensor) -> Tensor:
+        logp, logq = (torch.log_softmax(x, -1) for x in (logits, ref_logits))
+        return (logp.exp() * (logp - logq)).sum(-1)
+
+
+class PlainWhiten(nn.Module):
+    def forward(self, values: Tensor, mask: Tensor) -> Tensor:
+        counted = values[mask]
+        whitened = (values - counted.mean()) * torch.rsqrt(counted.var() + 1e-8)
+        return torch.where(mask, whitened, 0.0)
+
+
+LAYERS = {
+    "TokenLogProbs": (PlainLogProbs, (4, 30), lambda: torch.arange(4)),
+    "FullKL": (PlainKL, (4, 30), lambda: torch.randn(4, 30)),
+    "MaskedWhiten": (PlainWhiten, (4, 30), lambda: torch.rand(4, 30) < 0.7),
+}
+
+
+def test_every_layer_is_tested_below():
+    layers = vars(fastrl_kernels.layers).values()
+    public = {x.__name__ for x in layers if isinstance(x, type) and issubclass(x, nn.Module)}
+    assert public == set(LAYERS)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_kernelize_swaps_the_forward_and_keeps_the_numbers(name, repository):
+    plain, shape, other = LAYERS[name]
+    torch.manual_seed(0)
+    leaf, other = torch.randn(shape, requires_grad=True), other()
+    expected = plain()(leaf, other)
+    (expected_grad,) = torch.autograd.grad(expected.square().sum(), leaf)
+
+    # A class of this test's own: the decorator writes to it.
+    layer = kernels.use_kernel_forward_from_hub(name)(type(plain.__name__, (plain,), {}))
+    model = nn.Sequential()
+    model.add_module("layer", layer())
+    hub = kernels.LocalLayerRepository(repository, layer_name=name)
+    with kernels.use_kernel_mapping({name: {"cpu": hub}}, inherit_mapping=False):
+        kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu", use_fallback=False)
+    assert model.layer.forward.__func__ is hub.load().forward
+    actual = model.layer(leaf, other)
+    (grad,) = torch.autograd.grad(actual.square().sum(), leaf)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
