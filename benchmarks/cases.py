@@ -228,7 +228,8 @@ def _linear_grid(op: str, speedup: float, seconds: float) -> Callable[[str, bool
             1024,
             hidden=768,
             vocabulary=50257,
-            entropy="metric",
+            # The one has a gradient for it; in the other it is a statistic, as in classic PPO.
+            entropy=metric[-1],
             goal=Goal(speedup=speedup, memory_share=1 / 8),
             main=True,
         )
