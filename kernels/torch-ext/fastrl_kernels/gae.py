@@ -22,9 +22,8 @@ from .checks import check_float, check_mask, check_same_shape
 from .dispatch import choose
 from .moments import masked_whiten
 
-# Elements of the rows that are worked on together: what they need stays in cache, and PyTorch does
-# not split the work on them over threads, which would cost more than it gains.
-_TOGETHER = 1 << 15
+# Elements of the rows that are worked on together: as many as what they need stays in cache.
+_TOGETHER = 1 << 16
 _BLOCK = 16
 
 
