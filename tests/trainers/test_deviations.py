@@ -283,6 +283,24 @@ def test_the_lm_head_sees_response_tokens_only(monkeypatch: Any) -> None:
     assert sum(logits) == 0, "no logits are kept"
 
 
+def test_an_unusual_head_is_told_at_construction_and_gives_the_same_step() -> None:
+    usual, unusual = make_policy(), make_policy()
+    unusual.get_output_embeddings().register_forward_hook(lambda _module, _args, out: out.clone())
+    expected = make_trainer(usual)
+    with pytest.warns(UserWarning, match="GPT2LMHeadModel: logits of the response tokens") as seen:
+        trainer = make_trainer(unusual)
+    assert len(seen) == 2  # the policy's and the reference's
+    batch = make_batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stats, wanted = trainer.step(**batch), expected.step(**batch)
+    for name in ("ppo/loss/total", "ppo/policy/entropy", "ppo/policy/policykl"):
+        # fp32 figures of two orders of summation.
+        assert stats[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6)
+    for name, value in parameters(trainer).items():
+        torch.testing.assert_close(value, parameters(expected)[name], atol=2e-5, rtol=0)
+
+
 def test_statistics_leave_the_device_once(monkeypatch: Any) -> None:
     from fastrl.trainers import stats
 
