@@ -36,6 +36,8 @@ VOCABULARY = Expect(
     exempt=frozenset({"load_end", "store_end"}),
     why="the first and the last few elements of a row share a vector with other rows",
 )
+# A program holds its part of a row in one tile, so that masked vectors are all there is.
+SAMPLING = Expect(load_bytes=16)
 # Per-token ops are small beside those: the size of a tile is left to them.
 ALIGNED_ROWS = Expect(
     load_bytes=16,
@@ -59,6 +61,7 @@ def cases() -> Iterator[Case]:
     yield from _gae_cases()
     yield from _moments_cases()
     yield from _ppo_loss_cases()
+    yield from _sample_tokens_cases()
 
 
 def _backward(*outputs: Tensor) -> None:
@@ -153,6 +156,44 @@ def _full_kl_cases() -> Iterator[Case]:
         )
     mixed = partial(_full_kl, torch.float32, (4, VOCABULARIES[0]), True, True, torch.bfloat16)
     yield Case("full_kl", "fp32, reference bf16", mixed, VOCABULARY)
+
+
+# name: which parameters sampling gets; tensors hold one per row
+_SAMPLING: dict[str, dict[str, Any]] = {
+    "": {},
+    "temperature": {"temperature": 0.7},
+    "top-k": {"top_k": 50},
+    "top-p": {"temperature": 0.7, "top_p": 0.9},
+    "min-p": {"min_p": 0.05},
+    "all": {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.05},
+    "tensors": {
+        "temperature": torch.ones(4),
+        "top_k": torch.ones(4, dtype=torch.int64),
+        "top_p": torch.ones(4),
+        "min_p": torch.zeros(4),
+    },
+}
+
+
+def _sample_tokens_cases() -> Iterator[Case]:
+    def call(dtype: torch.dtype, shape: tuple[int, int], options: dict[str, Any]) -> None:
+        keys = torch.zeros(shape[0], dtype=torch.int64)
+        ops.sample_tokens(torch.empty(shape, dtype=dtype), keys, backend="triton", **options)
+
+    few = ("", "all")
+    calls = [
+        (*shape, label)
+        for shape in _vocabulary_shapes()
+        for label in (few if shape[1] == torch.float16 else _SAMPLING)
+    ]
+    calls += [(*shape, "all") for shape in _unusual_shapes()]
+    for name, dtype, shape, label in calls:
+        yield Case(
+            "sample_tokens",
+            f"{name} {label}".strip(),
+            partial(call, dtype, shape, _SAMPLING[label]),
+            SAMPLING,
+        )
 
 
 # --- ops over tokens -----------------------------------------------------------------------------

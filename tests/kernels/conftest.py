@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -106,3 +107,35 @@ def interpreter_scans_by_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
         return [self.to_tensor(x, d) for x, d in zip(tiles, dtypes, strict=True)]
 
     monkeypatch.setattr(ScanOps, "generic_scan", scan)
+
+
+@pytest.fixture(autouse=True)
+def interpreter_prepares_once_per_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter replaces the functions of triton.language at each call of a helper, which
+    takes longer than the helper: once per launch is enough."""
+    if not dispatch.triton_installed() or not dispatch.interpreting():
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+
+    launch, call = GridExecutor.__call__, InterpretedFunction.__call__
+    replaced: set[frozenset[str]] = set()
+
+    def launching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        replaced.clear()
+        return launch(self, *args, **kwargs)
+
+    def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names = (tl.__name__, tl.core.__name__)
+        modules = frozenset(
+            value.__name__
+            for value in self.fn.__globals__.values()
+            if isinstance(value, ModuleType) and value.__name__ in names
+        )
+        if modules in replaced:
+            return self.rewrite()(*args, **kwargs)
+        replaced.add(modules)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launching)
+    monkeypatch.setattr(InterpretedFunction, "__call__", calling)

@@ -3,6 +3,7 @@
 from . import layers
 from .dispatch import Choice, explain
 from .gae import gae
+from .keys import sample_keys
 from .kl import kl_penalty, kl_rewards
 from .linear import Extras, linear_logprobs
 from .linear_loss import LinearLossStats, linear_ppo_loss
@@ -18,6 +19,7 @@ from .preference import (
     simpo_loss,
     slic_loss,
 )
+from .sampling import SampledTokens, sample_tokens
 
 __all__ = [
     "Choice",
@@ -26,6 +28,7 @@ __all__ = [
     "LinearLossStats",
     "LossStats",
     "Moments",
+    "SampledTokens",
     "ValueTerm",
     "dpo_loss",
     "explain",
@@ -46,6 +49,8 @@ __all__ = [
     "orpo_loss",
     "ppo_loss",
     "reward_loss",
+    "sample_keys",
+    "sample_tokens",
     "simpo_loss",
     "slic_loss",
     "token_logprobs",

@@ -66,6 +66,47 @@ def full_kl(
     return _zero_where_masked(terms.sum(-1), mask)
 
 
+def sample_support(
+    logits: Tensor,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a token is drawn from: the kept set [N, V], probabilities [N, V], cutoffs and entropies.
+
+    A token is kept if fewer than k have a higher logit, if those of a higher logit have less than
+    top_p of what top-k kept, and if p ≥ min_p · max p; at temperature 0, all are. Entropies are of
+    the whole softmax, at temperature 1 where that is 0. A row at a time.
+    """
+    n, vocabulary = logits.shape
+    columns = [torch.as_tensor(x).expand(n).tolist() for x in (temperature, top_k, top_p, min_p)]
+    results = []
+    for x, t, k, p, least in zip(logits, *columns, strict=True):
+        greedy = t == 0
+        probabilities = torch.softmax(x if greedy else x / t, -1)
+        kept = x > -torch.inf
+        if not greedy:
+            descending = x.sort(descending=True).values
+            if 0 < k < vocabulary:
+                kept &= x >= descending[k - 1]
+            if p < 1:
+                mass = torch.where(kept, probabilities, 0)
+                above = torch.stack([mass[x > v].sum() for v in descending.unique()])
+                lowest = descending.unique()[above < p * mass.sum()].min()
+                kept &= x >= lowest
+            kept &= probabilities >= least * probabilities.max()
+        drawn_from = torch.where(kept, probabilities, 0)
+        if greedy:
+            drawn_from = F.one_hot(x.argmax(), vocabulary).to(x)
+        cut = (~kept & (x > -torch.inf)).any()
+        cutoff = torch.where(cut, torch.where(kept, x, torch.inf).min(), -torch.inf)
+        entropy = torch.special.entr(probabilities).sum()
+        results.append((kept, drawn_from / drawn_from.sum(), cutoff, entropy))
+    kept, probabilities, cutoffs, entropies = (torch.stack(x) for x in zip(*results, strict=True))
+    return kept, probabilities, cutoffs, entropies
+
+
 def kl_penalty(
     logprobs: Tensor, ref_logprobs: Tensor, kind: str = "kl", *, mask: Tensor | None = None
 ) -> Tensor:

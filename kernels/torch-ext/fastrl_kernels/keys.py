@@ -1,0 +1,67 @@
+"""Keys of random draws: a hash of what a draw is for, so that nothing else decides it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# The increment and the two multipliers of splitmix64, as signed integers.
+GAMMA, _FIRST, _SECOND = (
+    x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+def shifted(x: Tensor, bits: int) -> Tensor:
+    """The logical right shift; that of int64 copies the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """splitmix64's output function of int64 bit patterns: each bit in moves half of those out."""
+    x = (x ^ shifted(x, 30)) * _FIRST
+    x = (x ^ shifted(x, 27)) * _SECOND
+    return x ^ shifted(x, 31)
+
+
+def _bits(x: int | Tensor, device: torch.device) -> Tensor:
+    if isinstance(x, Tensor):
+        return x.view(torch.int64) if x.dtype == torch.uint64 else x.long()
+    x &= (1 << 64) - 1
+    return torch.full((), x - (1 << 64) if x >> 63 else x, dtype=torch.int64, device=device)
+
+
+def is_integer(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def sample_keys(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tensor) -> Tensor:
+    """The key of each draw, a hash of (seed, sample id, token index) and of nothing else:
+
+        h(seed) = mix(seed + γ),
+        h(…, x) = mix((h(…) ⊕ x) + γ) for x = sample id, then token index,
+
+    with splitmix64's γ and mix, modulo 2⁶⁴. For one seed and sample, no two token indices share a
+    key, and for one seed, no two samples share what their keys are made of.
+
+    Args:
+        seed: an integer, of which 64 bits count, or an int64 tensor that broadcasts.
+        sample_ids: [N] integers; whatever tells one sample from the others.
+        token_index: of the token to draw, within its sample: an integer, or integers [N].
+
+    Returns:
+        [N] int64, the bit patterns of unsigned integers; on the device of ``sample_ids``.
+
+    Raises:
+        TypeError: tensors that are not of integers.
+
+    Source: Steele, Lea and Flood, 2014, "Fast splittable pseudorandom number generators"; mix is
+    variant 13 of Stafford, as in ``java.util.SplittableRandom``.
+    """
+    for name, x in (("seed", seed), ("sample_ids", sample_ids), ("token_index", token_index)):
+        if not (is_integer(x) if isinstance(x, Tensor) else isinstance(x, int)):
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"{name} must be integers, got {got}")
+    state = mixed(_bits(seed, sample_ids.device) + GAMMA)
+    for x in (sample_ids, token_index):
+        state = mixed((state ^ _bits(x, sample_ids.device)) + GAMMA)
+    return state

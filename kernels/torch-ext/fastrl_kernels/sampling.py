@@ -1,0 +1,354 @@
+"""Sampling tokens: temperature, top-k, top-p and min-p, and the log-probabilities of the draw."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import check_float
+from .dispatch import choose
+from .keys import GAMMA, is_integer, mixed, shifted
+from .rows import as_rows
+
+# Logits that the PyTorch path works on at a time: 1 MiB in fp32, to stay in a cache.
+CHUNK_ELEMENTS = 1 << 18
+# A temperature below it is 0: its inverse would not be finite in fp32.
+COLDEST = 1e-30
+BLOCK = 128  # columns whose weights are summed up, before one among them is drawn
+BUCKETS, BUCKETS_PER_NAT = 1024, 32  # of logits below the highest, where a CPU looks for top-p
+# exp of it is 0. It stands in for -inf where its product with that 0 has to be 0.
+_FLOOR = -200.0
+_INF = math.inf
+
+
+class SampledTokens(NamedTuple):
+    """One draw per row; everything [N], on the logits' device. Log-probs are in nats."""
+
+    tokens: Tensor
+    """int64; -1 where the row is no distribution."""
+    logprobs: Tensor
+    """fp32, under the whole softmax at the sampling temperature (at 1 where that is 0)."""
+    logprobs_t1: Tensor
+    """fp32, under the whole softmax at temperature 1."""
+    truncated_logprobs: Tensor
+    """fp32, under what was drawn from: at the sampling temperature, cut and renormalised."""
+    cutoffs: Tensor
+    """fp32, the lowest logit that was kept, as it stands in ``logits``; -inf where all were."""
+    entropies: Tensor
+    """fp32, of the whole softmax at the sampling temperature."""
+
+
+class Parameters(NamedTuple):
+    """Checked: each a number, or a tensor [N]."""
+
+    temperature: float | Tensor
+    top_k: int | Tensor
+    top_p: float | Tensor
+    min_p: float | Tensor
+
+    def cuts(self, vocabulary: int) -> tuple[bool, bool, bool]:
+        """Whether top-k, top-p and min-p may cut anything, as far as the host knows."""
+        if not isinstance(self.temperature, Tensor) and self.temperature < COLDEST:
+            return False, False, False
+        return (
+            isinstance(self.top_k, Tensor) or 0 < self.top_k < vocabulary,
+            isinstance(self.top_p, Tensor) or self.top_p < 1,
+            isinstance(self.min_p, Tensor) or self.min_p > 0,
+        )
+
+    def rows(self, chosen: slice) -> Parameters:
+        """Those of some rows; tensors become columns [r, 1], of fp32 but for top-k."""
+
+        def column(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            x = x[chosen].unsqueeze(-1)
+            return x.float() if x.is_floating_point() else x
+
+        return Parameters(*map(column, self))
+
+
+# --- the PyTorch path ----------------------------------------------------------------------------
+
+
+def _uniforms(keys: Tensor) -> Tensor:
+    """[r, 1] float64 in (0, 1). Mixed again, for keys that are no hash."""
+    return ((shifted(mixed(keys + GAMMA), 12) + 0.5) * 2.0**-52).unsqueeze(-1)
+
+
+def _first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index [r, 1] at which the running sum of weights [r, n] exceeds the target, and the
+    sum up to it. That index has a positive weight, if any has."""
+    running = weights.cumsum(-1)
+    total = running[:, -1:]
+    # Rounding may have raised a fraction of the sum to the sum.
+    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    index = (running <= target).sum(-1, keepdim=True).clamp_(max=weights.shape[-1] - 1)
+    before = torch.where(index > 0, running.gather(-1, (index - 1).clamp_(min=0)), 0.0)
+    return index, target - before
+
+
+def _drawn(weights: Tensor, keys: Tensor) -> Tensor:
+    """Columns [r, 1] drawn with probabilities proportional to weights [r, blocks, BLOCK], by the
+    inverse of the distribution function: among blocks, then within one."""
+    sums = weights.sum(-1).double()
+    block, rest = _first_above(sums, _uniforms(keys) * sums.sum(-1, keepdim=True))
+    chosen = weights.gather(1, block.unsqueeze(-1).expand(-1, 1, BLOCK)).squeeze(1)
+    column, _ = _first_above(chosen.double(), rest)
+    return block * BLOCK + column
+
+
+def _scaled(x: Tensor, temperature: float | Tensor) -> Tensor:
+    """x/T in place."""
+    one = not isinstance(temperature, Tensor) and temperature == 1.0
+    return x if one else x.div_(temperature)
+
+
+def _last_below(highest: Tensor, weights: Tensor, above: Tensor | float, limit: Tensor) -> Tensor:
+    """Of logits [..., r] in falling order, the last with less than ``limit`` above it; ``above`` is
+    what lies above them all."""
+    before = torch.cat([torch.zeros_like(weights[..., :1]), weights[..., :-1]], -1).cumsum(-1)
+    last = ((before + above) < limit).sum(-1, keepdim=True).clamp_(min=1) - 1
+    return highest.gather(-1, last)
+
+
+def _lowest_by_sorting(x: Tensor, e: Tensor, row_max: Tensor, p: Parameters) -> Tensor:
+    """The lowest logit [r, 1] that top-k and then top-p keep; no shape depends on data."""
+    vocabulary = x.shape[-1]
+    by_k, by_p, _ = p.cuts(vocabulary)
+    if by_k and not isinstance(p.top_k, Tensor):
+        highest = x.topk(int(p.top_k)).values
+    else:
+        highest = x.sort(descending=True).values
+    lowest = torch.full_like(row_max, -_INF)
+    if isinstance(p.top_k, Tensor):
+        active = (p.top_k > 0) & (p.top_k < vocabulary)
+        kth = highest.gather(-1, (p.top_k.long() - 1).clamp(0, vocabulary - 1))
+        lowest = torch.where(active, kth, lowest)
+    elif by_k:
+        lowest = highest[:, -1:]
+    if by_p:
+        limit = torch.where(x >= lowest, e, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+        limit = limit * p.top_p
+        weights = _scaled(highest - row_max, p.temperature).exp_().double()
+        # Past the last that top-k kept there may be others: the last is as low as it gets.
+        found = torch.maximum(lowest, _last_below(highest, weights, 0.0, limit))
+        active = torch.as_tensor(p.top_p, device=x.device) < 1
+        lowest = torch.where(active, found, lowest)
+    return lowest
+
+
+def _lowest_by_buckets(
+    x: Tensor, e: Tensor, row_max: Tensor, temperature: float | Tensor, top_p: float
+) -> Tensor:
+    """The lowest logit [r, 1] that top-p keeps: weights are summed up by intervals of the logit,
+    and only those of the interval that holds the answer are sorted."""
+    bucket = _scaled(row_max - x, temperature).mul_(BUCKETS_PER_NAT).clamp_(max=BUCKETS - 1)
+    bucket = bucket.long().clamp_(min=0)  # NaN is the smallest integer
+    mass = torch.zeros(len(x), BUCKETS, dtype=torch.float64).scatter_add_(-1, bucket, e.double())
+    above = mass.cumsum(-1)
+    limit = above[:, -1:] * top_p
+    above = torch.cat([torch.zeros_like(limit), above[:, :-1]], -1)
+    holds = (above < limit).sum(-1, keepdim=True).clamp_(min=1) - 1
+    above = above.gather(-1, holds)
+    inside = bucket == holds
+    lowest = torch.empty_like(row_max)
+    for i in range(len(x)):
+        highest = x[i][inside[i]].sort(descending=True).values
+        t = temperature[i] if isinstance(temperature, Tensor) else temperature
+        weights = _scaled(highest - row_max[i], t).exp_().double()
+        lowest[i] = _last_below(highest, weights, above[i], limit[i])
+    return lowest
+
+
+def _kept(x: Tensor, e: Tensor, row_max: Tensor, p: Parameters) -> Tensor:
+    """Which logits top-k, top-p and min-p keep."""
+    by_k, by_p, by_min = p.cuts(x.shape[-1])
+    kept = torch.ones_like(x, dtype=torch.bool)
+    if by_p and not by_k and not isinstance(p.top_p, Tensor) and x.device.type == "cpu":
+        kept = x >= _lowest_by_buckets(x, e, row_max, p.temperature, p.top_p)
+    elif by_k or by_p:
+        kept = x >= _lowest_by_sorting(x, e, row_max, p)
+    if by_min:
+        kept &= e >= p.min_p
+    return kept
+
+
+def _without_zero(p: Parameters) -> tuple[bool | Tensor, Parameters]:
+    """Which rows are greedy, and their temperatures replaced by 1; NaN replaces impossible ones."""
+    t = p.temperature
+    if not isinstance(t, Tensor):
+        return t < COLDEST, p._replace(temperature=1.0 if t < COLDEST else t)
+    greedy = (t >= 0) & (t < COLDEST)
+    t = torch.where(greedy, 1.0, torch.where((t > 0) & (t < _INF), t, math.nan))
+    return greedy, p._replace(temperature=t)
+
+
+def _sample_rows(x: Tensor, keys: Tensor, p: Parameters, memory: Tensor) -> list[Tensor]:
+    """All fields, as columns [r, 1], of fp32 logits [r, V]; ``memory`` [2, r, blocks, BLOCK] is 0
+    from column V on."""
+    vocabulary = x.shape[-1]
+    cuts, (greedy, p) = any(p.cuts(vocabulary)), _without_zero(p)
+    row_max = x.amax(-1, keepdim=True)
+    d, e = memory.flatten(2)[..., :vocabulary]
+    torch.exp(torch.sub(x, row_max, out=d), out=e)
+    row_sum = sum_t1 = e.sum(-1, keepdim=True)
+    if isinstance(p.temperature, Tensor) or p.temperature != 1.0:
+        row_sum = torch.exp(_scaled(d, p.temperature), out=e).sum(-1, keepdim=True)
+    mean = d.clamp_(min=_FLOOR).mul_(e).sum(-1, keepdim=True) / row_sum
+    kept_sum, cutoff = row_sum, torch.full_like(row_max, -_INF)
+    if cuts:
+        kept = _kept(x, e, row_max, p)
+        if isinstance(greedy, Tensor):
+            kept |= greedy
+        cut = (~kept & (x > -_INF)).any(-1, keepdim=True)
+        cutoff = torch.where(cut, torch.where(kept, x, _INF).amin(-1, keepdim=True), cutoff)
+        kept_sum = e.mul_(kept).sum(-1, keepdim=True)
+    if greedy is True:
+        column = x.argmax(-1, keepdim=True)
+    else:
+        column = _drawn(memory[1], keys).clamp_(max=vocabulary - 1)
+        if isinstance(greedy, Tensor):
+            column = torch.where(greedy, x.argmax(-1, keepdim=True), column)
+    at = x.gather(-1, column) - row_max
+    scaled, log_sum = _scaled(at.clone(), p.temperature), row_sum.log()
+    fields = [scaled - log_sum, at - sum_t1.log(), scaled - kept_sum.log(), cutoff, log_sum - mean]
+    sound = (row_sum > 0) & (row_sum < _INF)
+    return [torch.where(sound, column, -1), *(torch.where(sound, f, math.nan) for f in fields)]
+
+
+def _sample(logits: Tensor, keys: Tensor, p: Parameters) -> SampledTokens:
+    rows = as_rows(logits)[0] if logits.numel() else logits
+    n, vocabulary = rows.shape
+    step = max(1, CHUNK_ELEMENTS // vocabulary)
+    blocks = -(-vocabulary // BLOCK)
+    memory = torch.empty(2, min(step, n), blocks, BLOCK, dtype=torch.float32, device=logits.device)
+    memory.flatten(2)[..., vocabulary:] = 0.0
+    fields = [torch.empty(n, 1, dtype=torch.int64, device=logits.device)]
+    fields += [memory.new_empty(n, 1) for _ in SampledTokens._fields[1:]]
+    for first in range(0, n, step):
+        chunk = slice(first, min(first + step, n))
+        x = rows[chunk].float()
+        found = _sample_rows(x, keys[chunk], p.rows(chunk), memory[:, : len(x)])
+        for field, result in zip(fields, found, strict=True):
+            field[chunk] = result
+    return SampledTokens(*(field.squeeze(-1) for field in fields))
+
+
+# --- the public op -------------------------------------------------------------------------------
+
+# name: whether it is an integer, what holds for its values, and how to say so
+_RULES = {
+    "temperature": (False, lambda x: (x >= 0) & (x < _INF), "0 (greedy) or positive and finite"),
+    "top_k": (True, lambda x: x >= 0, "0 (off) or positive"),
+    "top_p": (False, lambda x: (x > 0) & (x <= 1), "in (0, 1]; 1 is off"),
+    "min_p": (False, lambda x: (x >= 0) & (x < 1), "in [0, 1); 0 is off"),
+}
+
+
+def _check_logits(logits: Tensor) -> None:
+    check_float("logits", logits)
+    if logits.dim() != 2 or logits.shape[-1] == 0:
+        shape = tuple(logits.shape)
+        raise ValueError(f"logits have shape {shape}: they must be [N, V] with V > 0")
+
+
+def _check_per_row(name: str, x: Tensor, logits: Tensor) -> None:
+    if x.shape != logits.shape[:1]:
+        shape, expected = tuple(x.shape), tuple(logits.shape[:1])
+        raise ValueError(f"{name} has shape {shape}: it must be {expected}, one per row of logits")
+    if x.device != logits.device:
+        raise ValueError(f"{name} is on {x.device}, logits on {logits.device}: move it there")
+
+
+def _check_parameter(name: str, x: float | Tensor, logits: Tensor, read: bool) -> None:
+    """With ``read``, a tensor's values as well."""
+    whole, holds, rule = _RULES[name]
+    if isinstance(x, Tensor):
+        if not (is_integer(x) if whole else x.is_floating_point()):
+            kind = "integers" if whole else "floating-point"
+            raise TypeError(f"{name} must be {kind}, got {x.dtype}: convert it first")
+        _check_per_row(name, x, logits)
+        if read and not (held := holds(x)).all():
+            row = int((~held).nonzero()[0])
+            raise ValueError(f"{name}[{row}] must be {rule}, got {x[row].item()}")
+        return
+    if isinstance(x, bool) or not isinstance(x, int if whole else (int, float)):
+        kind = "an integer" if whole else "a number"
+        raise TypeError(f"{name} must be {kind} or a tensor, got {type(x).__name__}")
+    if not holds(x):
+        raise ValueError(f"{name} must be {rule}, got {x}")
+
+
+@torch.no_grad()
+def sample_tokens(
+    logits: Tensor,
+    keys: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int | Tensor = 0,
+    top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0,
+    backend: str = "auto",
+) -> SampledTokens:
+    """Draws one token per row from softmax(z/T), cut by top-k, then top-p, then min-p.
+
+    With p = softmax(z/T), a token v is kept if all of these hold, which are transformers' rules in
+    transformers' order, save that ties at a cutoff are all kept:
+
+        top-k: fewer than k tokens have a higher logit;
+        top-p: those of a higher logit have together less than top_p of what top-k kept;
+        min-p: p_v ≥ min_p · max p.
+
+    The draw depends on the row's logits, its parameters and its key, and on nothing else: neither
+    on other rows nor on the row's place in memory. The two backends draw different tokens from one
+    key, with the same probabilities. A logit of -inf is never drawn. A row that is no distribution
+    (it holds NaN or inf, or no logit above -1e30) gets token -1, and NaN in every other field: look
+    for it before the tokens index an embedding.
+
+    Nothing waits for the device, and no shape depends on data, but for PyTorch's path on CPU
+    tensors: it reads parameters to check them, and with top-p whether the highest logits were
+    enough. Where scalars say that nothing is cut, that work is left out.
+
+    Args:
+        logits: [N, V] fp32, bf16 or fp16; arithmetic is fp32. Never modified. Rows of any stride;
+            copied once where the last dimension is not contiguous.
+        keys: [N] int64 (bit patterns) or uint64, from ``sample_keys``.
+        temperature: T ≥ 0, a number or [N]. 0 (all below 1e-30) is greedy: the highest logit, the
+            first of equals; log-probs and entropies are at T = 1 then, and nothing is cut.
+        top_k: a number or [N] integers; 0 is off.
+        top_p: in (0, 1], a number or [N]; 1 is off.
+        min_p: in [0, 1), a number or [N]; 0 is off.
+        backend: "auto", "triton" or "torch"; see ``explain``.
+
+    Returns:
+        ``SampledTokens``: tokens, logprobs, logprobs_t1, truncated_logprobs, cutoffs, entropies.
+
+    Raises:
+        TypeError: logits that are not fp32, bf16 or fp16; keys that are not int64 or uint64;
+            parameters that are no numbers.
+        ValueError: shapes or devices that do not fit, V = 0, a parameter out of its range. Tensors
+            of parameters are read on PyTorch's path on CPU tensors only; elsewhere, a temperature
+            out of range makes the row's token -1.
+
+    Source: nucleus sampling is Holtzman et al., 2019 (arXiv:1904.09751); min-p is Nguyen et al.,
+    2024 (arXiv:2407.01082).
+    """
+    _check_logits(logits)
+    if keys.dtype not in (torch.int64, torch.uint64):
+        raise TypeError(f"keys must be int64 or uint64, got {keys.dtype}: see sample_keys")
+    _check_per_row("keys", keys, logits)
+    chosen = choose(backend, logits)
+    parameters = Parameters(temperature, top_k, top_p, min_p)
+    read = chosen == "torch" and logits.device.type == "cpu"
+    for name, value in parameters._asdict().items():
+        _check_parameter(name, value, logits, read)
+    keys = keys.view(torch.int64)
+    if chosen == "triton":
+        from ._triton.sampling import sample
+
+        return sample(logits, keys, parameters)
+    return _sample(logits, keys, parameters)
