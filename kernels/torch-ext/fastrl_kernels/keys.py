@@ -52,11 +52,13 @@ def sample_keys(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tenso
         [N] int64, the bit patterns of unsigned integers; on the device of ``sample_ids``.
 
     Raises:
-        TypeError: tensors that are not of integers.
+        TypeError: anything but integers, or sample ids that are no tensor.
 
     Source: Steele, Lea and Flood, 2014, "Fast splittable pseudorandom number generators"; mix is
     variant 13 of Stafford, as in ``java.util.SplittableRandom``.
     """
+    if not isinstance(sample_ids, Tensor):
+        raise TypeError(f"sample_ids must be integers in a tensor, got {type(sample_ids).__name__}")
     for name, x in (("seed", seed), ("sample_ids", sample_ids), ("token_index", token_index)):
         if not (is_integer(x) if isinstance(x, Tensor) else isinstance(x, int)):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__

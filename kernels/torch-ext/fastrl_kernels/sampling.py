@@ -13,12 +13,13 @@ from .dispatch import choose
 from .keys import GAMMA, is_integer, mixed, shifted
 from .rows import as_rows
 
-# Logits that the PyTorch path works on at a time: 1 MiB in fp32, to stay in a cache.
-CHUNK_ELEMENTS = 1 << 18
+# Logits that the PyTorch path works on at a time: 4 MiB in fp32, to stay in a cache.
+CHUNK_ELEMENTS = 1 << 20
 # A temperature below it is 0: its inverse would not be finite in fp32.
 COLDEST = 1e-30
 BLOCK = 128  # columns whose weights are summed up, before one among them is drawn
-BUCKETS, BUCKETS_PER_NAT = 1024, 32  # of logits below the highest, where a CPU looks for top-p
+# Of logits below the highest, where a CPU looks for top-p; from MANY logits on, it is the faster.
+BUCKETS, BUCKETS_PER_NAT, MANY = 1024, 32, 4096
 # exp of it is 0. It stands in for -inf where its product with that 0 has to be 0.
 _FLOOR = -200.0
 _INF = math.inf
@@ -168,7 +169,8 @@ def _kept(x: Tensor, e: Tensor, row_max: Tensor, p: Parameters) -> Tensor:
     """Which logits top-k, top-p and min-p keep."""
     by_k, by_p, by_min = p.cuts(x.shape[-1])
     kept = torch.ones_like(x, dtype=torch.bool)
-    if by_p and not by_k and not isinstance(p.top_p, Tensor) and x.device.type == "cpu":
+    one_p = by_p and not by_k and not isinstance(p.top_p, Tensor)
+    if one_p and x.device.type == "cpu" and x.shape[-1] >= MANY:
         kept = x >= _lowest_by_buckets(x, e, row_max, p.temperature, p.top_p)
     elif by_k or by_p:
         kept = x >= _lowest_by_sorting(x, e, row_max, p)

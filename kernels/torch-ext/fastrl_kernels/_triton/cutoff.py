@@ -207,7 +207,9 @@ def _sample_kept_kernel(
         kept = kept & (x > float("-inf"))
         tl.store(kept_ptr + at, tl.sum(tl.where(kept, e, 0.0), 0))
         tl.store(lowest_ptr + at, tl.min(tl.where(kept, x, float("inf")), 0))
-        tl.store(dropped_ptr + at, tl.max(tl.where(kept, float("-inf"), x), 0))
+        tl.store(
+            dropped_ptr + at, tl.max(tl.where((x > LOWEST) & (kept == 0), x, float("-inf")), 0)
+        )
 
 
 def _search(

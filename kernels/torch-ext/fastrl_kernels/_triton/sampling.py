@@ -40,7 +40,7 @@ def _sample_statistics_kernel(
     row = at // parts
     x = load_part(logits_ptr, row, row_stride, at - row * parts, V, PART, TILE, VEC)
     t, _ = sampling_temperature(temperature_ptr, temperature, row)
-    m = tl.maximum(tl.max(x, 0), LOWEST)
+    m = tl.max(tl.where(x > LOWEST, x, LOWEST), 0)  # NaN is left to the sums
     a = (x - m) * (LOG2E / t)
     e = tl.exp2(a)
     tl.store(max_ptr + at, m)
@@ -95,6 +95,7 @@ def _sample_draw_kernel(
     at = row * parts + index
     part_max, row_max, weights, a = part_weights(max_ptr, sum_ptr, row, parts, scale, PARTS)
     row_sum = tl.sum(weights, 0)
+    sound = (row_sum > 0) & (row_sum < float("inf"))
     log_sum = tl.log(row_sum)
     mean = tl.load(mean_ptr + at, mask=index < parts, other=0.0)
     mean = tl.sum(tl.fma(tl.exp2(a), mean, weights * tl.maximum(a, FLOOR)), 0) / row_sum * LN2
@@ -112,15 +113,14 @@ def _sample_draw_kernel(
         cutoff = tl.where(tl.max(dropped, 0) > float("-inf"), lowest, cutoff)
 
     score = tl.log2(weights) - _log2_exponential(key, index, 1)
-    part = tl.argmax(tl.where(greedy, part_max, score), 0)
+    part = tl.argmax(tl.where(sound, tl.where(greedy, part_max, score), 0.0), 0)
     x = load_part(logits_ptr, row, row_stride, part, V, PART, TILE, VEC)
     column = part * PART + tl.arange(0, TILE)
     score = (x - row_max) * scale - _log2_exponential(key, column, 0)
     score = tl.where(x >= cutoff, score, float("-inf"))
-    slot = tl.argmax(tl.where(greedy, x, score), 0)
+    slot = tl.argmax(tl.where(sound, tl.where(greedy, x, score), 0.0), 0)
     token = (part * PART + slot).to(tl.int64)
 
-    sound = (row_sum > 0) & (row_sum < float("inf"))
     nan = float("nan")
     start = logits_ptr + row.to(tl.int64) * row_stride
     d = tl.load(start + token, mask=token < V, other=0.0).to(tl.float32) - row_max
