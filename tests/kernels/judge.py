@@ -3,6 +3,11 @@
 A kernel's error may be at most twice that of the plain PyTorch formula (`fastrl_kernels.reference`)
 on the same values in fp32, plus 1e-7 of the exact result's norm. Gradients come back in the
 inputs' dtypes on both sides, so both are rounded once at the end.
+
+Ops with matrix products are judged by the formula in the inputs' own dtypes (``own_dtypes``).
+A model's head rounds its logits to bf16, and log-probs have to be those of the model, not of a
+product that is exact: the formula in fp32 has no such rounding and would ask for one. In fp32 both
+peers are the same, and what the op does to logits is held to fp32 there.
 """
 
 from __future__ import annotations
@@ -49,16 +54,18 @@ def judge(
     wrt: Sequence[str] = (),
     seed: int = 0,
     slack: Mapping[str, float] | None = None,
+    own_dtypes: bool = False,
 ) -> dict[str, Tensor]:
     """Judge every output of ``op(**inputs)`` and its gradients with respect to ``wrt``.
 
-    ``formula`` takes the same inputs and is run in fp32 and in float64. Both return a tensor or a
-    tuple of tensors. Each differentiable output gets a random upstream gradient per element, with
-    zeros among them. ``slack`` is allowed besides, by the name of a result. Returns the op's own
-    results by name, gradients as ``"d<input>"``, for further checks.
+    ``formula`` takes the same inputs and is run in fp32, or with ``own_dtypes`` on the inputs as
+    they are, and in float64. Both return a tensor or a tuple of tensors. Each differentiable
+    output gets a random upstream gradient per element, with zeros among them. ``slack`` is allowed
+    besides, by the name of a result. Returns the op's own results by name, gradients as
+    ``"d<input>"``, for further checks.
     """
     actual = results(op, inputs, wrt, None, seed)
-    peer = results(formula, inputs, wrt, torch.float32, seed)
+    peer = results(formula, inputs, wrt, None if own_dtypes else torch.float32, seed)
     exact = results(formula, inputs, wrt, torch.float64, seed)
     assert actual.keys() == exact.keys()
     for name in exact:

@@ -1,4 +1,5 @@
-"""What an op does to the device besides arithmetic: launches, synchronisation, recompilation."""
+"""What an op does to the device besides arithmetic: launches, synchronisation, recompilation,
+memory."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import numpy
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into the interpreter")
 
@@ -69,6 +71,31 @@ def watched() -> Iterator[list[str]]:
         GridExecutor.__call__, JITFunction.run = interpret, run
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode(previous)
+
+
+class _Storages(TorchDispatchMode):
+    def __init__(self, known: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.known = {x.untyped_storage()._cdata for x in known}
+        self.found: list[tuple[int, str]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in self.known:
+                what = f"{function.__name__} -> {x.dtype} {tuple(x.shape)}"
+                self.found.append((x.untyped_storage().nbytes(), what))
+        return results
+
+
+@contextmanager
+def allocations(*known: torch.Tensor) -> Iterator[list[tuple[int, str]]]:
+    """Collects the bytes of every tensor's storage, forward and backward, and who made the tensor;
+    without those of ``known``."""
+    with _Storages(known) as storages:
+        yield storages.found
 
 
 @contextmanager
