@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fastrl_kernels import dispatch
+from fastrl_kernels.head import Workspace
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +36,12 @@ def _poison(x: torch.Tensor) -> torch.Tensor:
     if x.is_floating_point() or x.is_complex():
         return x.fill_(float("nan"))
     return x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+
+
+@pytest.fixture(autouse=True)
+def no_idle_workspace() -> None:
+    """An earlier test's logits are no poison."""
+    Workspace.clear()
 
 
 @pytest.fixture(autouse=True)
