@@ -219,6 +219,16 @@ def test_huge_log_ratios_are_clamped_counted_and_keep_a_gradient(backend, device
         torch.testing.assert_close(logprobs.grad.double(), expected, rtol=3e-7, atol=0)
 
 
+def test_a_log_prob_of_nan_shows(backend, device):
+    tensors = batch((3, 5), device=device)
+    tensors["mask"][0, 1] = True
+    tensors["logprobs"][0, 1] = torch.nan
+    for options in ({}, {"dual_clip": 1.5}):
+        loss, grads, stats = run(tensors, backend, **options)
+        assert all(x.isnan() for x in (loss, stats["policy_loss"], stats["mean_ratio"]))
+        assert grads["logprobs"].isnan().sum() == grads["logprobs"][0, 1].isnan() == 1
+
+
 def test_unclamped_log_ratios_up_to_the_limit_are_exact(backend, device):
     # exp by way of exp2(x·log2 e) in fp32 is off by |x|/2 ulps at the ends.
     tensors = batch(device=device)

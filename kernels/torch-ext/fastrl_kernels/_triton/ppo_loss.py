@@ -77,7 +77,8 @@ def _ppo_loss_fwd_kernel(
     logprobs = load_counted(logprobs_ptr, at, counted, inside)
     log_ratio = logprobs - load_counted(old_logprobs_ptr, at, counted, inside)
     advantages = load_counted(advantages_ptr, at, counted, inside)
-    ratio = exact_exp(tl.minimum(tl.maximum(log_ratio, -_LIMIT), _LIMIT))
+    # A log-prob of NaN is to show, where a plain minimum or maximum would pick the other number.
+    ratio = exact_exp(tl.clamp(log_ratio, -_LIMIT, _LIMIT, tl.PropagateNan.ALL))
     unclipped = -advantages * ratio
     clipped = -advantages * tl.minimum(tl.maximum(ratio, low), high)
     is_clipped = clipped > unclipped
