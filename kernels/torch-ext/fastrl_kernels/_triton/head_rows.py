@@ -34,7 +34,7 @@ def _tanh(x):
 
 @triton.jit
 def _signal(x, inner):
-    return x if inner is None else _tanh(x * inner)
+    return x if inner is None else _tanh(x * tl.cast(inner, tl.float32))
 
 
 @triton.jit
@@ -279,7 +279,8 @@ class TritonRows:
 
     @staticmethod
     def scale_(x: Tensor, factor: Tensor) -> None:
-        flat = x.view(-1)
+        # A gradient has the layout of what it is of, which may be transposed: its memory, in order.
+        flat = x.as_strided((x.numel(),), (1,))
         programs = min(_SCALE_PROGRAMS, triton.cdiv(len(flat), _SCALE_BLOCK))
         if programs:
             with device_of(x):
