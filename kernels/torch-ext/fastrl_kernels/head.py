@@ -109,11 +109,11 @@ def checked_head(
             f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}: they must be "
             "[..., H] and [V, H]"
         )
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
     check_float("hidden", hidden)
     check_float("weight", weight)
+    kind = hidden.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden is {hidden.dtype}, weight {weight.dtype}: convert one of them")
     check_device("weight", weight, "hidden", hidden)
@@ -138,6 +138,9 @@ def checked_head(
     if check_labels or (chosen == "torch" and kind == "cpu"):
         check_label_range(labels, mask, len(weight))
 
+    if not torch.is_grad_enabled():  # which a Function's ``needs_input_grad`` does not say
+        hidden, weight = hidden.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
     counted = counts(labels, mask).reshape(-1)
     flat = hidden.reshape(-1, hidden.shape[-1])
     return HeadInputs(
@@ -246,27 +249,27 @@ def multiply(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, the sum in fp32: rounded to bf16 in between, chunk after chunk would lose."""
-    if b.dtype == torch.float32:
+    if b.dtype == torch.float32 and total.device.type != "cpu":
         total.addmm_(a.float(), b)
     elif total.device.type == "cuda" and torch.version.hip is None:
         torch.addmm(total, a.to(b.dtype), b, out_dtype=torch.float32, out=total)
     else:
-        total.addmm_(a.float(), b.float())
+        # Piece by piece: copies in fp32 stay small, and CPU libraries are slow where sums are long.
+        for start in range(0, a.shape[1], COLUMNS):
+            piece = slice(start, start + COLUMNS)
+            total.addmm_(a[:, piece].float(), b[piece].float())
 
 
 def product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """out = a b, rounded once to its dtype."""
-    if out.device.type == "cpu" and a.shape[1] > COLUMNS:
-        # Piece by piece, since CPU libraries are slow where the sum is long.
-        total = out.zero_() if out.dtype == torch.float32 else torch.zeros_like(out).float()
-        for start in range(0, a.shape[1], COLUMNS):
-            piece = slice(start, start + COLUMNS)
-            add_product_(total, a[:, piece], b[piece])
-        if total is not out:
-            out.copy_(total)
-    elif a.dtype == b.dtype == out.dtype:
+    in_pieces = out.device.type == "cpu" and (a.shape[1] > COLUMNS or a.dtype != b.dtype)
+    if a.dtype == b.dtype == out.dtype and not in_pieces:
         torch.mm(a, b, out=out)
-    elif out.device.type == "cpu":
-        out.copy_(a.float() @ b.float())
+    elif out.dtype == torch.float32:
+        add_product_(out.zero_(), a, b)
+    elif in_pieces:
+        total = torch.zeros_like(out, dtype=torch.float32)
+        add_product_(total, a, b)
+        out.copy_(total)
     else:
         out.copy_(a.to(b.dtype) @ b)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .checks import check_same_shape, counts
+from .checks import check_device, check_float, check_same_shape, counts
 from .head import (
     HeadInputs,
     Workspace,
@@ -232,11 +232,17 @@ def linear_ppo_loss(
         hidden, weight, labels, bias, temperature, softcap, logit_scale, mask, workspace_bytes,
         check_labels, backend,
     )  # fmt: skip
+    if labels.dim() == 0:
+        raise ValueError("labels has no time dimension: pass hidden [..., T, H], labels [..., T]")
+    check_float("old_logprobs", old_logprobs)
     check_same_shape("old_logprobs", old_logprobs, "labels", labels)
     _, constants, settings = checked(
         old_logprobs, old_logprobs, advantages, counts(labels, mask), cliprange, None, kl,
         dual_clip, weights, aggregate, denominator,
     )  # fmt: skip
+    for name, tensor in constants._asdict().items():
+        if tensor is not None:
+            check_device(name, tensor, "hidden", hidden)
     objective = _Objective(constants, settings, inputs.backend)
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         loss, numbers, logprobs, entropies = _LinearPPOLoss.apply(
