@@ -99,7 +99,9 @@ def linear_logprobs(
         "mean_logit": z.mean(-1),
         "is_top1": z.argmax(-1) == labels,
     }
-    chosen = tuple(_zero_where_masked(x, counted) if k in extras else None for k, x in found.items())
+    chosen = tuple(
+        _zero_where_masked(x, counted) if k in extras else None for k, x in found.items()
+    )
     return (*results, chosen) if entropy else (results, chosen)
 
 
