@@ -2,12 +2,13 @@
 
 from . import layers
 from .dispatch import Choice, explain
+from .full_kl import full_kl
 from .gae import gae
 from .keys import sample_keys
 from .kl import kl_penalty, kl_rewards
 from .linear import Extras, linear_logprobs
 from .linear_loss import LinearLossStats, linear_ppo_loss
-from .logprob import full_kl, token_logprobs
+from .logprob import token_logprobs
 from .moments import Moments, masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
 from .ppo_loss import KLTerm, LossStats, ValueTerm, ppo_loss
 from .preference import (

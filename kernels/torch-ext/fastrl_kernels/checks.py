@@ -92,3 +92,20 @@ def check_label_range(labels: Tensor, mask: Tensor | None, vocabulary: int) -> N
             f"labels{position} is {labels[tuple(position)].item()}, outside [0, {vocabulary}): "
             f"use {IGNORE_LABEL} or the mask for tokens that do not count"
         )
+
+
+def checked_labels(labels: Tensor, mask: Tensor | None, vocabulary: int) -> Tensor:
+    """``labels`` after ``check_label_range``; where a graph is compiled, a step in it."""
+    if torch.compiler.is_compiling():
+        from .compiled import checked_labels as run
+
+        return run(labels, mask, vocabulary)
+    check_label_range(labels, mask, vocabulary)
+    return labels
+
+
+def check_logits(name: str, logits: Tensor) -> None:
+    check_float(name, logits)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        shape = tuple(logits.shape)
+        raise ValueError(f"{name} has shape {shape}: it must be [..., V] with V > 0")

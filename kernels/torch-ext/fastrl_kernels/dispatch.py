@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 BACKENDS = ("auto", "triton", "torch")
 BACKEND_VARIABLE = "FASTRL_KERNELS_BACKEND"
 _TRITON_DEVICES = ("cuda",)  # ROCm devices call themselves "cuda" in torch
+
+
+class Work(NamedTuple):
+    """An op's two passes on one backend, tensors in and out; saved for backward is what the last
+    result of ``forward`` holds."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., torch.Tensor]
 
 
 class Choice(NamedTuple):

@@ -13,11 +13,11 @@ from torch import Tensor
 from .checks import (
     check_device,
     check_float,
-    check_label_range,
     check_labels_of,
     check_mask,
     check_positive,
     check_temperature,
+    checked_labels,
     counts,
 )
 from .dispatch import choose
@@ -136,7 +136,7 @@ def checked_head(
         raise ValueError(f"workspace_bytes must be at least 1, got {workspace_bytes}")
     chosen = choose(backend, hidden, weight, labels)
     if check_labels or (chosen == "torch" and kind == "cpu"):
-        check_label_range(labels, mask, len(weight))
+        labels = checked_labels(labels, mask, len(weight))
 
     if not torch.is_grad_enabled():  # which a Function's ``needs_input_grad`` does not say
         hidden, weight = hidden.detach(), weight.detach()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .head import Transform, multiply
-from .logprob import FLOOR
+from .rows import FLOOR
 
 _BLOCK_ELEMENTS = 1 << 20  # that are worked on at a time: 4 MiB, to stay in a cache
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .logprob import full_kl, token_logprobs
+from .full_kl import full_kl
+from .logprob import token_logprobs
 from .moments import masked_whiten
 
 

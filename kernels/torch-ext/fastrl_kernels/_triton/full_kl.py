@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..rows import aligned_alike, as_rows_together, empty_rows_like, vector_length
 from .logprob import LOG2E, LOWEST, online_softmax, row_temperature
@@ -128,7 +127,7 @@ def _full_kl_fwd_kernel(
         tl.store(saved_ptr + 4 * n + row, tl.where(kl == kl, mean, kl))  # NaN reaches the gradient
 
 
-def _forward(
+def forward(
     logits: Tensor,
     ref_logits: Tensor,
     mask: Tensor | None,
@@ -245,7 +244,7 @@ def _full_kl_bwd_kernel(
             store_end(d_aligned, at, d, shift, end, VEC)
 
 
-def _backward(
+def backward(
     grad: Tensor,
     logits: Tensor,
     ref_logits: Tensor,
@@ -283,23 +282,3 @@ def _backward(
             PART=PART_VECTORS * shapes["VEC"],
         )
     return dlogits.view(logits.shape)
-
-
-class FullKL(torch.autograd.Function):
-    """(logits, ref_logits, mask, temperature [...] or None, number) -> KL per token."""
-
-    @staticmethod
-    def forward(ctx, logits, ref_logits, mask, temperature, number):
-        save = ctx.needs_input_grad[0]
-        kl, saved = _forward(logits, ref_logits, mask, temperature, number, save=save)
-        if save:
-            ctx.save_for_backward(logits, ref_logits, mask, temperature, saved)
-            ctx.number = number
-        return kl
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        logits, ref_logits, mask, temperature, saved = ctx.saved_tensors
-        dlogits = _backward(grad, logits, ref_logits, mask, temperature, ctx.number, saved)
-        return dlogits, None, None, None, None

@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..reference import IGNORE_LABEL
 from ..rows import as_rows, empty_rows_like
@@ -134,7 +133,7 @@ def _token_logprobs_fwd_kernel(
             tl.store(mean_ptr + row, mean)
 
 
-def _forward(
+def forward(
     logits: Tensor,
     labels: Tensor,
     mask: Tensor | None,
@@ -248,7 +247,7 @@ def _token_logprobs_bwd_kernel(
             store_end(d_aligned, at, d, shift, end, VEC)
 
 
-def _backward(
+def backward(
     grad_logprobs: Tensor | None,
     grad_entropies: Tensor | None,
     logits: Tensor,
@@ -287,28 +286,3 @@ def _backward(
             PART=PART_VECTORS * shapes["VEC"],
         )
     return dlogits.view(logits.shape)
-
-
-class TokenLogprobs(torch.autograd.Function):
-    """(logits, labels, mask, temperature [...] or None, number, entropy) -> both results."""
-
-    @staticmethod
-    def forward(ctx, logits, labels, mask, temperature, number, entropy):
-        save = ctx.needs_input_grad[0]
-        logprobs, entropies, statistics = _forward(
-            logits, labels, mask, temperature, number, entropy=entropy, save=save
-        )
-        if save:
-            ctx.save_for_backward(logits, labels, mask, temperature, *statistics)
-            ctx.set_materialize_grads(False)
-            ctx.number = number
-        return logprobs, entropies
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_logprobs, grad_entropies):
-        logits, labels, mask, temperature, *statistics = ctx.saved_tensors
-        dlogits = _backward(
-            grad_logprobs, grad_entropies, logits, labels, mask, temperature, ctx.number, statistics
-        )
-        return dlogits, None, None, None, None, None
