@@ -56,7 +56,7 @@ def check_per_token(name: str, tensor: Tensor, like_name: str, like: Tensor) -> 
 
 
 def check_positive(name: str, number: float) -> float:
-    if not (number > 0 and math.isfinite(number)):
+    if not 0 < number < math.inf:  # as a compiler's symbol can be compared
         raise ValueError(f"{name} must be positive and finite, got {number}")
     return float(number)
 

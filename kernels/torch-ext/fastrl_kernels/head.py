@@ -75,8 +75,22 @@ class HeadInputs(NamedTuple):
     transform: Transform
     shape: torch.Size
     backend: str
-    rows: Any  # the element-wise work: TorchRows or TritonRows
     workspace: int  # bytes
+
+    @property
+    def rows(self) -> Any:
+        """The element-wise work: TorchRows or TritonRows."""
+        return _row_work(self.backend)
+
+    def with_tensors(
+        self, hidden: Any, weight: Any, bias: Any, labels: Any, counted: Any, temperatures: Any
+    ) -> HeadInputs:
+        """The same call with other tensors, or None where autograd keeps them."""
+        transform = self.transform._replace(temperatures=temperatures)
+        return self._replace(
+            hidden=hidden, weight=weight, bias=bias, labels=labels, counted=counted,
+            transform=transform,
+        )  # fmt: skip
 
 
 def checked_head(
@@ -158,7 +172,6 @@ def checked_head(
         ),
         shape=labels.shape,
         backend=chosen,
-        rows=_row_work(chosen),
         workspace=workspace_bytes,
     )
 

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from .head import (
     HeadInputs,
-    Transform,
     Workspace,
     add_product_,
     checked_head,
@@ -34,6 +33,53 @@ class Extras(NamedTuple):
     is_top1: Tensor | None  # bool: the label is the largest logit, the first of several
 
 
+class Kept(NamedTuple):
+    """The last chunk's logits, and the workspace that they lie in."""
+
+    rows: slice
+    x: Tensor
+    workspace: Workspace
+
+
+def forward(
+    inputs: HeadInputs, entropy: bool, extras: tuple[str, ...]
+) -> tuple[list[Tensor | None], RowStatistics, Kept | None]:
+    """Results [N] by the last fields' names of ``RowStatistics``, which see too; backward may take
+    what is kept, and else the workspace is to be released."""
+    hidden, weight, bias, work = inputs.hidden, inputs.weight, inputs.bias, inputs.rows
+    n, vocabulary = len(hidden), len(weight)
+    statistics = RowStatistics.empty(hidden, n, entropy, extras)
+    dtype = work.chunk_dtype(hidden)
+    chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
+    longest = max((rows.stop - rows.start for rows in chunks), default=0)
+    workspace = Workspace(hidden, longest, vocabulary, dtype)
+    for rows in chunks:
+        x = workspace.chunk(rows.stop - rows.start)
+        at = inputs.transform.at(rows)
+        work.signals(x, hidden[rows], weight, bias, at)
+        work.statistics(x, inputs.labels[rows], at, statistics.at(rows))
+    results = [None if x is None else x.masked_fill(~inputs.counted, 0) for x in statistics[3:]]
+    return results, statistics, Kept(chunks[-1], x, workspace) if chunks else None
+
+
+def backward(
+    grads: tuple[Tensor | None, ...],
+    inputs: HeadInputs,
+    saved: RowStatistics,
+    wanted: tuple[bool, ...],
+    kept: Kept | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients by hidden states, weight and bias, where wanted; ``kept`` is overwritten."""
+    slopes = _slopes(grads, inputs.labels, inputs.counted, len(inputs.weight))
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        gradients = _Gradients(inputs.hidden, inputs.weight, inputs.bias, wanted)
+        for x, rows, columns in _Walk(inputs, saved, slopes)(kept and kept[:2]):
+            gradients.add(x, rows, columns)
+    if kept is not None:
+        kept.workspace.release()
+    return gradients.results()
+
+
 class _LinearLogprobs(torch.autograd.Function):
     """Logits of the last chunk of rows stay in the workspace for backward, which computes those of
     the other rows once more, in chunks of columns."""
@@ -48,90 +94,60 @@ class _LinearLogprobs(torch.autograd.Function):
         entropy: bool,
         extras: tuple[str, ...],
     ) -> tuple[Tensor | None, ...]:
-        n, vocabulary = len(hidden), len(weight)
-        transform = inputs.transform
-        statistics = RowStatistics.empty(hidden, n, entropy, extras)
-        dtype = inputs.rows.chunk_dtype(hidden)
-        chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
-        longest = max((rows.stop - rows.start for rows in chunks), default=0)
-        workspace = Workspace(hidden, longest, vocabulary, dtype)
-        for rows in chunks:
-            x = workspace.chunk(rows.stop - rows.start)
-            at = transform.at(rows)
-            inputs.rows.signals(x, hidden[rows], weight, bias, at)
-            inputs.rows.statistics(x, inputs.labels[rows], at, statistics.at(rows))
-
+        results, statistics, kept = forward(inputs, entropy, extras)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(
-                hidden, weight, bias, inputs.labels, inputs.counted, transform.temperatures,
+                hidden, weight, bias, inputs.labels, inputs.counted, inputs.transform.temperatures,
                 statistics.signal_max, statistics.exp_sum, statistics.mean,
             )  # fmt: skip
-            ctx.transform, ctx.rows = transform._replace(temperatures=None), inputs.rows
-            ctx.workspace = inputs.workspace
-            ctx.kept = (chunks[-1], x, workspace) if chunks else None
+            ctx.inputs, ctx.kept = inputs.with_tensors(*(None,) * 6), kept
             ctx.set_materialize_grads(False)
-        else:
-            workspace.release()
-        results = [
-            None if x is None else x.masked_fill(~inputs.counted, 0).view(inputs.shape)
-            for x in statistics[3:]
-        ]
+        elif kept is not None:
+            kept.workspace.release()
+        results = [None if x is None else x.view(inputs.shape) for x in results]
         ctx.mark_non_differentiable(*(x for x in results[2:] if x is not None))
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, counted, temperatures, *kept = ctx.saved_tensors
-        saved = RowStatistics(*kept, *[None] * 5)
-        slopes = _slopes(grads, labels, counted, len(weight))
-        transform = ctx.transform._replace(temperatures=temperatures)
+        inputs = ctx.inputs.with_tensors(*ctx.saved_tensors[:6])
+        saved = RowStatistics(*ctx.saved_tensors[6:], *[None] * 5)
         kept, ctx.kept = ctx.kept, None  # overwritten: another backward computes all rows again
-        walk = _Walk(
-            ctx.rows, hidden, weight, bias, labels, transform, saved, slopes, ctx.workspace
-        )
-        with torch.autocast(hidden.device.type, enabled=False):
-            gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
-            for x, rows, columns in walk(kept and kept[:2]):
-                gradients.add(x, rows, columns)
-            if kept is not None:
-                kept[2].release()
-            return *gradients.results(), None, None, None
+        return *backward(grads, inputs, saved, ctx.needs_input_grad[:3], kept), None, None, None
 
 
 class _Walk(NamedTuple):
     """Goes over all logits, column by column of chunks, and makes them gradients."""
 
-    work: Any  # TorchRows or TritonRows
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    labels: Tensor
-    transform: Transform
+    inputs: HeadInputs
     saved: RowStatistics
     slopes: Slopes
-    workspace: int
 
     def __call__(self, kept: tuple[slice, Tensor] | None) -> Iterator[tuple[Tensor, slice, slice]]:
         """Gradients of products [r, C] with their rows and columns. ``kept``: the last rows, and
         their logits, which need not be computed again."""
-        last, x_kept = kept if kept is not None else (slice(len(self.hidden), None), None)
-        dtype, again = self.work.chunk_dtype(self.hidden), last.start
+        hidden, weight, bias, work = (
+            self.inputs.hidden, self.inputs.weight, self.inputs.bias, self.inputs.rows
+        )  # fmt: skip
+        last, x_kept = kept if kept is not None else (slice(len(hidden), None), None)
+        dtype, again = work.chunk_dtype(hidden), last.start
         if x_kept is not None:
             self._gradients_(x_kept, last, 0)
             if again == 0:
-                yield x_kept, last, slice(0, len(self.weight))
+                yield x_kept, last, slice(0, len(weight))
                 return
-        column_walk = column_chunks(again, len(self.weight), dtype.itemsize, self.workspace)
+        budget = self.inputs.workspace
+        column_walk = column_chunks(again, len(weight), dtype.itemsize, budget)
         widest = column_walk[0].stop
-        row_walk = row_chunks(again, widest, dtype.itemsize, self.workspace)
+        row_walk = row_chunks(again, widest, dtype.itemsize, budget)
         longest = row_walk[0].stop if row_walk else 0
-        memory = Workspace(self.hidden, longest, widest, dtype)
+        memory = Workspace(hidden, longest, widest, dtype)
         for columns in column_walk:
             for rows in row_walk:
                 x = memory.chunk(rows.stop - rows.start, columns.stop - columns.start)
-                w, b = self.weight[columns], None if self.bias is None else self.bias[columns]
-                self.work.signals(x, self.hidden[rows], w, b, self.transform.at(rows))
+                w, b = weight[columns], None if bias is None else bias[columns]
+                work.signals(x, hidden[rows], w, b, self.inputs.transform.at(rows))
                 self._gradients_(x, rows, columns.start)
                 yield x, rows, columns
             if x_kept is not None:
@@ -139,8 +155,9 @@ class _Walk(NamedTuple):
         memory.release()
 
     def _gradients_(self, x: Tensor, rows: slice, first: int) -> None:
-        self.work.gradients_(
-            x, first, self.labels[rows], self.transform.at(rows), self.saved.at(rows),
+        inputs = self.inputs
+        inputs.rows.gradients_(
+            x, first, inputs.labels[rows], inputs.transform.at(rows), self.saved.at(rows),
             self.slopes.at(rows),
         )  # fmt: skip
 
@@ -266,8 +283,11 @@ def linear_logprobs(
         hidden, weight, labels, bias, temperature, softcap, logit_scale, mask, workspace_bytes,
         check_labels, backend,
     )  # fmt: skip
+    run: Any = _LinearLogprobs.apply
+    if torch.compiler.is_compiling():
+        from .compiled import linear_logprobs as run
     with torch.autocast(inputs.hidden.device.type, enabled=False):
-        logprobs, entropies, *others = _LinearLogprobs.apply(
+        logprobs, entropies, *others = run(
             inputs.hidden, inputs.weight, inputs.bias, inputs, entropy, tuple(extras)
         )
     results = [logprobs]

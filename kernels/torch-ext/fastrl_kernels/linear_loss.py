@@ -48,7 +48,7 @@ class LinearLossStats(LossStats):
         self.entropies = entropies
 
 
-class _Objective(NamedTuple):
+class Objective(NamedTuple):
     """The loss of N tokens as far as it is known before their log-probs are."""
 
     constants: Constants  # tensors [..., T]
@@ -63,7 +63,7 @@ class _Objective(NamedTuple):
         weights = inverse if by_rows is None else inverse * by_rows
         return weights.expand(self.constants.mask.shape).reshape(-1)
 
-    def flat(self) -> _Objective:
+    def flat(self) -> Objective:
         """The same tensors as [N]."""
         tensors = (x if x is None or x.dim() == 0 else x.reshape(-1) for x in self.constants)
         return self._replace(constants=Constants(*tensors))  # type: ignore[arg-type]
@@ -72,6 +72,42 @@ class _Objective(NamedTuple):
         """d loss/d log π of some tokens; of a flat objective."""
         at = Constants(*(x if x is None or x.dim() == 0 else x[rows] for x in self.constants))  # type: ignore[arg-type]
         return policy_slopes(logprobs, at, self.settings, self.backend).mul_(weights[rows])
+
+
+def forward(
+    inputs: HeadInputs, objective: Objective, entropy: bool, wanted: tuple[bool, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+    """The loss, LossStats' tensor, log-probs and entropies, and the wanted gradients of the loss by
+    hidden states, weight and bias."""
+    hidden, weight, bias, work = inputs.hidden, inputs.weight, inputs.bias, inputs.rows
+    n, vocabulary = len(hidden), len(weight)
+    statistics = RowStatistics.empty(hidden, n, entropy, ())
+    dtype = work.chunk_dtype(hidden)
+    chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
+    longest = max((rows.stop - rows.start for rows in chunks), default=0)
+    workspace = Workspace(hidden, longest, vocabulary, dtype)
+    gradients = _Gradients(hidden, weight, bias, wanted, len(chunks))
+    flat, weights = objective.flat(), objective.token_weights()
+    outside = (inputs.labels < 0) | (inputs.labels >= vocabulary)
+    for rows in chunks:
+        x, labels = workspace.chunk(rows.stop - rows.start), inputs.labels[rows]
+        transform, row = inputs.transform.at(rows), statistics.at(rows)
+        work.signals(x, hidden[rows], weight, bias, transform)
+        work.statistics(x, labels, transform, row, once=gradients.wanted)
+        if gradients.wanted:
+            slopes = flat.slopes(row.logprobs, rows, weights)
+            slopes.masked_fill_(outside[rows], math.nan)
+            work.gradients_(x, 0, labels, transform, row, Slopes(slopes, None), once=True)
+            gradients.add(x, rows)
+    workspace.release()
+
+    def per_token(x: Tensor) -> Tensor:
+        return x.masked_fill(~inputs.counted, 0).view(inputs.shape)
+
+    logprobs = per_token(statistics.logprobs)
+    entropies = None if statistics.entropies is None else per_token(statistics.entropies)
+    loss, numbers = apply(logprobs, None, *objective)
+    return loss, numbers, logprobs, entropies, gradients.results()
 
 
 class _LinearPPOLoss(torch.autograd.Function):
@@ -84,43 +120,14 @@ class _LinearPPOLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         inputs: HeadInputs,
-        objective: _Objective,
+        objective: Objective,
         entropy: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        n, vocabulary = len(hidden), len(weight)
-        statistics = RowStatistics.empty(hidden, n, entropy, ())
-        dtype = inputs.rows.chunk_dtype(hidden)
-        chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
-        longest = max((rows.stop - rows.start for rows in chunks), default=0)
-        workspace = Workspace(hidden, longest, vocabulary, dtype)
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], len(chunks))
-        flat, weights = objective.flat(), objective.token_weights()
-        outside = (inputs.labels < 0) | (inputs.labels >= vocabulary)
-        for rows in chunks:
-            x, labels = workspace.chunk(rows.stop - rows.start), inputs.labels[rows]
-            transform, row = inputs.transform.at(rows), statistics.at(rows)
-            inputs.rows.signals(x, hidden[rows], weight, bias, transform)
-            inputs.rows.statistics(x, labels, transform, row, once=gradients.wanted)
-            if gradients.wanted:
-                slopes = flat.slopes(row.logprobs, rows, weights)
-                slopes.masked_fill_(outside[rows], math.nan)
-                inputs.rows.gradients_(
-                    x, 0, labels, transform, row, Slopes(slopes, None), once=True
-                )
-                gradients.add(x, rows)
-        workspace.release()
-
-        def per_token(x: Tensor) -> Tensor:
-            return x.masked_fill(~inputs.counted, 0).view(inputs.shape)
-
-        logprobs = per_token(statistics.logprobs)
-        entropies = None if statistics.entropies is None else per_token(statistics.entropies)
-        loss, numbers = apply(logprobs, None, *objective)
-        ctx.gradients, ctx.rows = gradients.results(), inputs.rows
-        constant = (numbers, logprobs, entropies)
-        ctx.mark_non_differentiable(*(x for x in constant if x is not None))
+        *results, ctx.gradients = forward(inputs, objective, entropy, ctx.needs_input_grad[:3])
+        ctx.rows = inputs.rows
+        ctx.mark_non_differentiable(*(x for x in results[1:] if x is not None))
         ctx.set_materialize_grads(False)
-        return loss, numbers, logprobs, entropies
+        return tuple(results)  # type: ignore[return-value]
 
     @staticmethod
     @once_differentiable
@@ -243,9 +250,12 @@ def linear_ppo_loss(
     for name, tensor in constants._asdict().items():
         if tensor is not None:
             check_device(name, tensor, "hidden", hidden)
-    objective = _Objective(constants, settings, inputs.backend)
+    objective = Objective(constants, settings, inputs.backend)
+    run: Any = _LinearPPOLoss.apply
+    if torch.compiler.is_compiling():
+        from .compiled import linear_ppo_loss as run
     with torch.autocast(inputs.hidden.device.type, enabled=False):
-        loss, numbers, logprobs, entropies = _LinearPPOLoss.apply(
+        loss, numbers, logprobs, entropies = run(
             inputs.hidden, inputs.weight, inputs.bias, inputs, objective, entropy
         )
     mean = torch.full_like(numbers[:1], math.nan)
