@@ -1,6 +1,6 @@
 """Fused ops for reinforcement learning on language models. Needs torch; triton where it is used."""
 
-from . import layers
+from . import compiled, compiled_head, layers  # noqa: F401 (operators register themselves)
 from .dispatch import Choice, explain
 from .full_kl import full_kl
 from .gae import gae

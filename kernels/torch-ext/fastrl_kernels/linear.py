@@ -44,8 +44,8 @@ class Kept(NamedTuple):
 def forward(
     inputs: HeadInputs, entropy: bool, extras: tuple[str, ...]
 ) -> tuple[list[Tensor | None], RowStatistics, Kept | None]:
-    """Results [N] by the last fields' names of ``RowStatistics``, which see too; backward may take
-    what is kept, and else the workspace is to be released."""
+    """The last five of ``RowStatistics`` as they are returned, 0 where a row does not count; all of
+    them; and what backward may take, whose workspace is to be released where it does not."""
     hidden, weight, bias, work = inputs.hidden, inputs.weight, inputs.bias, inputs.rows
     n, vocabulary = len(hidden), len(weight)
     statistics = RowStatistics.empty(hidden, n, entropy, extras)
@@ -285,7 +285,7 @@ def linear_logprobs(
     )  # fmt: skip
     run: Any = _LinearLogprobs.apply
     if torch.compiler.is_compiling():
-        from .compiled import linear_logprobs as run
+        from .compiled_head import linear_logprobs as run
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         logprobs, entropies, *others = run(
             inputs.hidden, inputs.weight, inputs.bias, inputs, entropy, tuple(extras)

@@ -233,7 +233,7 @@ def linear_ppo_loss(
 
     Raises:
         TypeError, ValueError: as ``linear_logprobs`` and ``ppo_loss``.
-        RuntimeError: a second backward through the same call.
+        RuntimeError: a second backward through the same call, unless it is compiled.
     """
     inputs = checked_head(
         hidden, weight, labels, bias, temperature, softcap, logit_scale, mask, workspace_bytes,
@@ -253,7 +253,7 @@ def linear_ppo_loss(
     objective = Objective(constants, settings, inputs.backend)
     run: Any = _LinearPPOLoss.apply
     if torch.compiler.is_compiling():
-        from .compiled import linear_ppo_loss as run
+        from .compiled_head import linear_ppo_loss as run
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         loss, numbers, logprobs, entropies = run(
             inputs.hidden, inputs.weight, inputs.bias, inputs, objective, entropy

@@ -87,9 +87,8 @@ def _token_logprobs_backward(
     number: float,
     saved: list[Tensor | None],
 ) -> Tensor:
-    row_max, row_sum, mean = (None if x is None else x.view(-1, 1) for x in saved)
-    assert row_max is not None
-    assert row_sum is not None
+    as_columns: list[Any] = [None if x is None else x.view(-1, 1) for x in saved]
+    row_max, row_sum, mean = as_columns
     _, columns, known, counted = _columns(labels, mask, logits.shape[-1])
     divisor = Temperature(number, temperature)
     # dz = [g (1_y - p) - g_H p (z - E[z])]/T with p = e/s, as 1_y·g + e·(base + (z - m)·slope).
