@@ -169,9 +169,10 @@ def _kept(x: Tensor, e: Tensor, row_max: Tensor, p: Parameters) -> Tensor:
     """Which logits top-k, top-p and min-p keep."""
     by_k, by_p, by_min = p.cuts(x.shape[-1])
     kept = torch.ones_like(x, dtype=torch.bool)
-    one_p = by_p and not by_k and not isinstance(p.top_p, Tensor)
-    if one_p and x.device.type == "cpu" and x.shape[-1] >= MANY:
-        kept = x >= _lowest_by_buckets(x, e, row_max, p.temperature, p.top_p)
+    top_p = p.top_p
+    alone = by_p and not by_k and x.device.type == "cpu" and x.shape[-1] >= MANY
+    if alone and not isinstance(top_p, Tensor):
+        kept = x >= _lowest_by_buckets(x, e, row_max, p.temperature, top_p)
     elif by_k or by_p:
         kept = x >= _lowest_by_sorting(x, e, row_max, p)
     if by_min:
