@@ -17,6 +17,7 @@ from torch import Tensor
 
 import fastrl_kernels as ops
 from benchmarks.aot_judge import Case, Expect
+from benchmarks.aot_linear_cases import linear_cases
 
 PACKAGE = "fastrl_kernels._triton"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,6 +56,7 @@ RAGGED_ROWS = replace(
 def cases() -> Iterator[Case]:
     """Every case, the ops in the order of the design page."""
     yield from _token_logprobs_cases()
+    yield from linear_cases()
     yield from _full_kl_cases()
     yield from _kl_penalty_cases()
     yield from _kl_rewards_cases()

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl_kernels import Extras, KLTerm, linear_logprobs, linear_ppo_loss, reference
 from fastrl_kernels.head import Transform, Workspace, column_chunks, row_chunks
 from fastrl_kernels.head_rows import RowStatistics, Slopes
-from tests.kernels.judge import assert_close_to_exact
+from tests.kernels.judge import assert_close_to_exact, names
 from tests.kernels.launches import constants, floats_arrive_as_double, interpreted, watched
 from tests.kernels.test_linear import LEAVES, assert_same_bits, batch, run, with_holes
 
@@ -209,6 +209,18 @@ def test_nothing_waits_for_the_device(device):
         )
         torch.autograd.grad(results[0].sum(), leaves)
     assert calls.count("_head_fwd_kernel") == calls.count("_head_bwd_kernel") == 5
+
+
+@pytest.mark.parametrize("n", [0, 1, 4095, 4096, 3 * 4096 + 5])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=names([BF16, FP32]))
+def test_every_element_is_scaled_once(device, monkeypatch, n, dtype):
+    from fastrl_kernels._triton import head_rows
+
+    monkeypatch.setattr(head_rows, "_SCALE_PROGRAMS", 2)
+    x, factor = torch.randn(n).to(device, dtype), torch.tensor(-0.3, device=device)
+    expected = (x.float() * factor).to(dtype)
+    head_rows.TritonRows.scale_(x, factor)
+    assert torch.equal(x, expected)
 
 
 # --- chunks --------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def _store_tail(ptr, columns, x, high, VEC: tl.constexpr):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _scale_kernel(
     x_ptr,  # [n]
     factor_ptr,  # []
@@ -221,12 +221,16 @@ def _scale_kernel(
     """x·factor in place; a factor of 1 costs one load."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        step = tl.num_programs(0) * BLOCK
-        for _ in range(tl.cdiv(n, step)):
+        slots = tl.arange(0, BLOCK)
+        whole = n // BLOCK
+        for tile in range(tl.program_id(0), whole, tl.num_programs(0)):
+            at = x_ptr + (tl.cast(tile, tl.int64) * BLOCK + slots)
+            x = tl.load(at).to(tl.float32) * factor
+            tl.store(at, x.to(x_ptr.dtype.element_ty))
+        if tl.program_id(0) == 0:
+            at = tl.cast(whole, tl.int64) * BLOCK + slots
             x = tl.load(x_ptr + at, mask=at < n).to(tl.float32) * factor
             tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=at < n)
-            at += step
 
 
 class TritonRows:
