@@ -1,10 +1,10 @@
-"""sample_tokens: what is kept, how often it is drawn, and what a draw depends on."""
+"""sample_tokens: what is kept, the figures of the draw, and its manners."""
 
 from __future__ import annotations
 
+import inspect
 import math
 
-import numpy
 import pytest
 import torch
 from transformers import (
@@ -14,28 +14,21 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from fastrl_kernels import dispatch, reference, sample_keys, sample_tokens
-from tests.kernels.judge import DTYPES, assert_close_to_exact, misaligned, names
+from fastrl_kernels import reference, sample_tokens
+from tests.kernels.draws import (
+    CUTS,
+    INF,
+    SETTINGS,
+    assert_same_bits,
+    batch,
+    kept_by,
+    keys_for,
+    sample,
+)
+from tests.kernels.judge import DTYPES, assert_close_to_exact, names
 from tests.kernels.launches import floats_arrive_as_double, interpreted, watched
 
 BF16, FP32 = torch.bfloat16, torch.float32
-INF = math.inf
-# Of a statistic that a correct draw exceeds once in a million times.
-RARE = 4.9
-
-
-def batch(*shape, dtype=FP32, device="cpu", scale=3.0, shift=0.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(*shape, generator=generator) * scale + shift
-    return logits.to(dtype).to(device)
-
-
-def keys_for(n, device="cpu", seed=0):
-    return sample_keys(seed, torch.arange(n, device=device), 0)
-
-
-def sample(logits, seed=0, **options):
-    return sample_tokens(logits, keys_for(len(logits), logits.device, seed), **options)
 
 
 def warped(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -57,46 +50,7 @@ def kept_by_transformers(logits, **options):
     return x >= torch.where(kept, x, INF).amin(-1, keepdim=True)
 
 
-def kept_by(result, logits):
-    """The kept set that the cutoffs tell."""
-    return (logits.float() >= result.cutoffs.unsqueeze(-1)).cpu() & (logits > -INF).cpu()
-
-
-def z_scores(counts, probabilities):
-    """How far counts of draws lie from what is expected, as one standard normal: χ² cube-rooted
-    (Wilson and Hilferty, 1931), tokens expected less than 5 times put together."""
-    expected = probabilities.double() * counts.sum()
-    order = expected.argsort()
-    counts, expected = counts.double()[order], expected[order]
-    rare = (expected.cumsum(0) < 5).sum().item() + 1 if expected[0] < 5 else 0
-    if rare:
-        counts = torch.cat([counts[:rare].sum().view(1), counts[rare:]])
-        expected = torch.cat([expected[:rare].sum().view(1), expected[rare:]])
-    degrees = len(counts) - 1
-    assert degrees > 0
-    statistic = ((counts - expected).square() / expected).sum().item()
-    spread = 2 / (9 * degrees)
-    return ((statistic / degrees) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
-
-
-def draws(row, n, backend, seed=0, **options):
-    """How often each token was drawn from one row of logits, with n keys."""
-    result = sample(row.expand(n, -1), seed, backend=backend, **options)
-    return torch.bincount(result.tokens.cpu(), minlength=len(row)), result
-
-
 # --- what is kept --------------------------------------------------------------------------------
-
-CUTS = {
-    "top-k": {"top_k": 5},
-    "top-k of all but one": {"top_k": 6},
-    "top-k beyond": {"top_k": 60000},
-    "top-p": {"top_p": 0.8},
-    "tiny top-p": {"top_p": 1e-6},
-    "temperature, top-p": {"temperature": 1.7, "top_p": 0.6},
-    "min-p": {"temperature": 0.6, "min_p": 0.1},
-    "all": {"temperature": 1.3, "top_k": 40, "top_p": 0.7, "min_p": 0.02},
-}
 
 
 @pytest.mark.parametrize("options", CUTS.values(), ids=CUTS)
@@ -138,7 +92,7 @@ def test_the_lowest_kept_logit_may_have_any_bits(backend, device, dtype):
 @pytest.mark.parametrize("top_p", [0.05, 0.3, 0.9, 0.9999])
 def test_ties_at_a_cutoff_are_kept(backend, device, top_p):
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randint(-3, 4, (4, 300), generator=generator).float().to(device)
+    logits = torch.randint(-3, 4, (2, 300), generator=generator).to(BF16).to(device)
     for options in ({"top_p": top_p}, {"top_k": 20}, {"top_k": 90, "top_p": top_p}):
         result = sample(logits, backend=backend, **options)
         kept = kept_by(result, logits)
@@ -169,146 +123,6 @@ def test_a_peaked_row_keeps_its_peak_alone(backend, device):
         assert result.tokens.tolist() == [77] * 3
         assert result.cutoffs.tolist() == [100.0] * 3
         assert result.truncated_logprobs.tolist() == [0.0] * 3
-
-
-# --- how often -----------------------------------------------------------------------------------
-
-FEW = 600 if dispatch.interpreting() else 20000
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"temperature": 2.0}, {"top_k": 4}, {"temperature": 1.5, "top_p": 0.8, "min_p": 0.05}],
-    ids=["plain", "hot", "top-k", "all"],
-)
-def test_tokens_are_drawn_as_often_as_they_are_probable(backend, device, options):
-    row = batch(9, device=device, scale=1.0, seed=3)
-    n = 200000 if backend == "torch" else FEW if len(options) < 2 else FEW // 3
-    counts, result = draws(row, n, backend, **options)
-    _, probabilities, *_ = reference.sample_support(row.double().cpu()[None], **options)
-    assert counts[probabilities[0] == 0].sum() == 0
-    assert (
-        abs(z_scores(counts[probabilities[0] > 0], probabilities[0][probabilities[0] > 0])) < RARE
-    )
-    # The test has power: it sees when a fifth is taken of one token and given to another.
-    wrong = probabilities[0].clone()
-    first, second = wrong.argsort(descending=True)[:2]
-    wrong[first], wrong[second] = wrong[first] * 0.6, wrong[second] + wrong[first] * 0.4
-    assert z_scores(counts[wrong > 0], wrong[wrong > 0]) > RARE
-    exact = probabilities[0].log()[result.tokens.cpu()]
-    torch.testing.assert_close(result.truncated_logprobs.cpu().double(), exact)
-
-
-def test_rare_tokens_and_all_places_of_a_long_row_are_drawn(backend, device):
-    """Each of 13 parts of a row, and all places within parts, as often as others."""
-    vocabulary, n = 50257, 400 if backend == "triton" and dispatch.interpreting() else 20000
-    if backend == "triton" and dispatch.interpreting():
-        vocabulary = 12300
-    row = torch.zeros(vocabulary, device=device)
-    row[vocabulary // 2 :] = math.log(2.0)
-    tokens = []
-    for first in range(0, n, 1000):
-        rows = row.expand(min(1000, n - first), -1)
-        tokens.append(sample(rows, first, backend=backend).tokens)
-    drawn = torch.cat(tokens).cpu()
-    weights = row.cpu().exp().double()
-    for fold in (
-        torch.arange(vocabulary) * 12 // vocabulary,
-        torch.arange(vocabulary) % 8,
-        torch.arange(vocabulary) % 4088 // 512,
-    ):
-        probabilities = torch.zeros(fold.max() + 1, dtype=torch.float64)
-        probabilities.scatter_add_(0, fold, weights / weights.sum())
-        counts = torch.bincount(fold[drawn], minlength=len(probabilities))
-        assert abs(z_scores(counts, probabilities)) < RARE
-
-
-def test_a_token_of_small_probability_is_drawn_as_often_as_it_should(device):
-    """The last of a row: what a coarse or a rounded uniform would miss or favour."""
-    row = torch.full((130,), -INF, device=device)
-    row[0], row[-1] = 0.0, math.log(1e-3)
-    n = 200000
-    counts, _ = draws(row, n, "torch")
-    expected = n * 1e-3 / (1 + 1e-3)
-    assert abs(counts[-1].item() - expected) < RARE * math.sqrt(expected)
-    assert counts[0] + counts[-1] == n
-
-
-def test_impossible_tokens_are_never_drawn(backend, device):
-    logits = batch(40, 700, device=device)
-    logits[:, 5:] = -INF
-    logits[20:, :695] = -INF
-    logits[20:, 695:] = batch(20, 5, device=device)
-    for options in ({}, {"top_k": 300}, {"top_p": 0.99}):
-        result = sample(logits[::4] if options else logits, backend=backend, **options)
-        half = len(result.tokens) // 2
-        assert (result.tokens[:half] < 5).all()
-        assert (result.tokens[half:] >= 695).all()
-        assert all(x.isfinite().all() for x in (result.logprobs, result.entropies))
-        if "top_p" not in options:
-            assert (result.cutoffs == -INF).all()
-
-
-# --- what a draw depends on ----------------------------------------------------------------------
-
-SETTINGS = {"plain": {}, "hot": {"temperature": 1.3}, "all": CUTS["all"]}
-
-
-def assert_same_bits(actual, expected):
-    for name, a, b in zip(actual._fields, actual, expected, strict=True):
-        assert torch.equal(a, b), name
-
-
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
-def test_a_row_alone_gives_the_bits_it_gives_among_others(backend, device, dtype, options):
-    """507 is odd: rows of the batch start anywhere in a vector, a row alone at its start."""
-    n = 64 if options == {} else 12
-    logits, keys = batch(n, 507, dtype=dtype, device=device), keys_for(n, device)
-    together = sample_tokens(logits, keys, backend=backend, **options)
-    if backend == "torch":  # its sums' order may depend on the batch, its draws must not
-        alone = sample_tokens(logits[3:4].clone(), keys[3:4], backend=backend, **options)
-        assert alone.tokens == together.tokens[3]
-        return
-    for i in (0, 1, 2, n - 1):
-        row, key = logits[i : i + 1].clone(), keys[i : i + 1]
-        alone = sample_tokens(row, key, backend=backend, **options)
-        assert_same_bits(alone, [x[i : i + 1] for x in together])
-    turned = torch.arange(n - 1, -1, -1, device=device)[:9]
-    moved = sample_tokens(logits[turned], keys[turned], backend=backend, **options)
-    assert_same_bits(moved, [x[turned] for x in together])
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
-def test_a_long_row_gives_the_same_bits_at_every_alignment(device, dtype):
-    logits, keys = batch(1, 8301, dtype=dtype, device=device), keys_for(1, device)
-    options = {"temperature": 0.8, "top_p": 0.9}
-    expected = sample_tokens(logits, keys, backend="triton", **options)
-    for shift in (1, 6):
-        moved = sample_tokens(misaligned(logits, shift), keys, backend="triton", **options)
-        assert_same_bits(moved, expected)
-
-
-def test_every_layout_gives_the_same_draws(backend, device):
-    logits, keys = batch(4, 507, dtype=BF16, device=device), keys_for(4, device)
-    expected = sample_tokens(logits, keys, backend=backend)
-    room = torch.full((4, 3, 530), torch.nan, dtype=BF16, device=device)
-    room[:, 1, 5:512] = logits
-    doubled = torch.stack([keys, -keys], -1)
-    for same, its_keys in (
-        (room[:, 1, 5:512], keys),
-        (logits.t().contiguous().t(), doubled[:, 0]),
-        (logits, keys.view(torch.uint64)),
-    ):
-        assert_same_bits(sample_tokens(same, its_keys, backend=backend), expected)
-    assert torch.equal(logits, batch(4, 507, dtype=BF16, device=device))
-
-
-def test_another_key_gives_another_draw(backend, device):
-    logits = torch.zeros(30, 503, device=device)
-    first, second = (sample(logits, seed, backend=backend).tokens for seed in (0, 1))
-    assert (first == second).sum() < 3
-    assert len(set(first.tolist())) > 20
 
 
 # --- log-probabilities and entropies -------------------------------------------------------------
@@ -428,86 +242,6 @@ def test_an_impossible_temperature_on_the_device_is_no_draw(device):
     assert result.logprobs.isnan().tolist() == [False, True, True, True]
 
 
-# --- keys ----------------------------------------------------------------------------------------
-
-
-def mix(z):
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-    return z ^ (z >> 31)
-
-
-def key_of(*parts):
-    """The definition in Python's integers."""
-    state = 0
-    for x in parts:
-        state = mix(((state ^ x % 2**64) + 0x9E3779B97F4A7C15) % 2**64)
-    return state
-
-
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1, 2**70 + 3])
-def test_keys_are_those_of_the_definition(device, seed):
-    assert key_of(0) == 0xE220A8397B1DCDAF  # splitmix64's first output from seed 0, as published
-    ids = [0, 1, -5, 2**40, 2**63 - 1]
-    for indices in ([0] * 5, [7] * 5, [0, 1, 2, -3, 4]):
-        given = torch.tensor(indices, device=device) if len(set(indices)) > 1 else indices[0]
-        keys = sample_keys(seed, torch.tensor(ids, device=device), given)
-        assert keys.dtype == torch.int64
-        expected = [key_of(seed, i, j) for i, j in zip(ids, indices, strict=True)]
-        assert [key % 2**64 for key in keys.tolist()] == expected
-
-
-def test_keys_depend_on_all_three_and_on_nothing_else(device):
-    ids = torch.arange(100, device=device)
-    indices = torch.arange(50, device=device)
-    keys = sample_keys(3, ids.repeat(50), indices.repeat_interleave(100))
-    assert len(set(keys.tolist())) == 5000
-    assert not set(keys.tolist()) & set(sample_keys(4, ids.repeat(50), 0).tolist())
-    assert torch.equal(sample_keys(3, ids[40:60], 7), keys[740:760])
-    assert torch.equal(sample_keys(torch.tensor(3, device=device), ids[40:60], 7), keys[740:760])
-
-
-@pytest.mark.parametrize("neighbours", ["samples", "tokens", "seeds"])
-def test_neighbouring_keys_give_independent_uniforms(device, neighbours):
-    """Uniform alone, and in pairs of neighbours: correlation, and counts on an 8x8 grid."""
-    n, steps = 60000, torch.arange(60001, device=device)
-    same = torch.zeros_like(steps)
-    seed, ids, index = {
-        "samples": (1, steps, 5),
-        "tokens": (1, same, steps),
-        "seeds": (steps, same, 5),
-    }[neighbours]
-    keys = sample_keys(seed, ids, index)
-    # Every column as probable: the tokens tell the uniforms that were drawn.
-    tokens = sample_tokens(torch.zeros(n + 1, 64, device=device), keys, backend="torch").tokens
-    for x in (tokens.cpu(), (keys.cpu() >> 58) + 32, keys.cpu() & 63):
-        assert abs(z_scores(torch.bincount(x, minlength=64), torch.full((64,), 1 / 64))) < RARE
-        here, there = x[:-1], x[1:]
-        correlation = numpy.corrcoef(here.numpy(), there.numpy())[0, 1]
-        assert abs(correlation) * math.sqrt(n) < RARE
-        grid = torch.bincount(here // 8 * 8 + there // 8, minlength=64)
-        assert abs(z_scores(grid, torch.full((64,), 1 / 64))) < RARE
-
-
-def test_the_test_of_independence_sees_a_weak_hash():
-    """Multiplication alone is what it would find wanting."""
-    weak = torch.arange(60001) * 0x5851F42D4C957F2D
-    here, there = (weak[:-1] >> 61) + 4, (weak[1:] >> 61) + 4
-    grid = torch.bincount(here * 8 + there, minlength=64)
-    assert z_scores(grid, torch.full((64,), 1 / 64)) > RARE
-
-
-def test_neighbouring_keys_give_independent_noise(device):
-    """The kernel's own random numbers, over keys and over columns."""
-    n = FEW
-    logits = torch.zeros(n, 64, device=device)
-    tokens = sample_tokens(logits, torch.arange(n, device=device), backend="triton").tokens.cpu()
-    eighths = tokens // 8
-    assert abs(z_scores(torch.bincount(eighths, minlength=8), torch.full((8,), 1 / 8))) < RARE
-    pairs = torch.bincount(eighths[:-1] * 8 + eighths[1:], minlength=64)
-    assert abs(z_scores(pairs, torch.full((64,), 1 / 64))) < RARE
-
-
 # --- manners -------------------------------------------------------------------------------------
 
 
@@ -560,12 +294,18 @@ def test_numbers_from_compiled_code(device):
 
 
 def test_only_shapes_are_compiled_in():
+    """What changes from call to call is an argument: a constexpr would recompile each time."""
     from fastrl_kernels._triton import cutoff, sampling
-    from tests.kernels.launches import constants
 
-    shapes = {"PART", "TILE", "VEC", "PARTS"}
-    assert constants(sampling) == shapes
-    assert constants(cutoff) == shapes | {"COUNT", "SAME_BITS"}
+    for kernel in (
+        sampling._sample_statistics_kernel,
+        sampling._sample_draw_kernel,
+        cutoff._sample_digit_kernel,
+        cutoff._sample_kept_kernel,
+    ):
+        parameters = inspect.signature(kernel.fn).parameters.values()
+        compiled = {p.name for p in parameters if "constexpr" in str(p.annotation)}
+        assert compiled <= {"PART", "TILE", "VEC", "PARTS", "COUNT", "SAME_BITS"}
 
 
 def test_no_rows(backend, device):
@@ -620,10 +360,3 @@ def test_what_is_refused_and_why(change, error, message):
     arguments = {"logits": torch.zeros(3, 9), "keys": torch.zeros(3, dtype=INT), "backend": "torch"}
     with pytest.raises(error, match=message):
         sample_tokens(**{**arguments, **change})
-
-
-def test_what_keys_are_not_made_of():
-    ids = torch.arange(3)
-    for arguments in ((0.5, ids, 0), (0, ids.float(), 0), (0, ids, 0.5), (0, [1, 2], 0)):
-        with pytest.raises(TypeError, match="must be integers"):
-            sample_keys(*arguments)
