@@ -137,8 +137,8 @@ def _lowest_by_sorting(x: Tensor, e: Tensor, row_max: Tensor, p: Parameters) -> 
         weights = _scaled(highest - row_max, p.temperature).exp_().double()
         # Past the last that top-k kept there may be others: the last is as low as it gets.
         found = torch.maximum(lowest, _last_below(highest, weights, 0.0, limit))
-        active = torch.as_tensor(p.top_p, device=x.device) < 1
-        lowest = torch.where(active, found, lowest)
+        off = isinstance(p.top_p, Tensor) and p.top_p >= 1
+        lowest = torch.where(off, lowest, found) if isinstance(off, Tensor) else found
     return lowest
 
 
