@@ -125,9 +125,9 @@ WORKSPACES = pytest.mark.parametrize("workspace", [None, 50_000], ids=["one chun
 
 @PER_DTYPE
 @WORKSPACES
-@pytest.mark.parametrize("variant", ["plain", "everything"])
-def test_loss_and_gradients(backend, device, dtype, workspace, variant):
-    full = variant == "everything"
+def test_loss_and_gradients(backend, device, dtype, workspace):
+    """In one chunk the plain op, in many all that a head may have."""
+    full = workspace is not None
     inputs = batch(*MANY, dtype=dtype, device=device, bias=full)
     options = {"softcap": 8.0, "logit_scale": 1.5, "entropy": True} if full else {}
     if full:
@@ -149,8 +149,9 @@ def test_options_match_the_formula(backend, device, options):
     check(batch(*SMALL, device=device, bias=True), backend, ROWS, **OPTIONS[options])
 
 
-@pytest.mark.parametrize("kl", [None, *KL_KINDS])
-@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize(
+    ("kl", "aggregate"), [*zip([None, *KL_KINDS, "k3", "kl"], AGGREGATES * 2, strict=True)]
+)
 def test_it_is_the_loss_of_the_log_probs(backend, device, kl, aggregate):
     """The same bits in the loss and in every statistic."""
     dtype = BF16 if kl in ("k3+", "abs") else FP32
@@ -196,8 +197,10 @@ def test_entropy_is_a_statistic_where_asked_for(backend, device):
         _ = stats.kl
 
 
-@pytest.mark.parametrize("shape", [(5, 60), (3, 1, 60), (1, 4, 60), (2, 3, 2, 60)], ids=str)
-@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize(
+    ("shape", "aggregate"),
+    [*zip([(5, 60), (3, 1, 60), (1, 4, 60), (2, 3, 2, 60)], AGGREGATES, strict=True)],
+)
 def test_any_shape(backend, device, shape, aggregate):
     inputs = batch(*shape, device=device, seed=2)
     inputs["mask"].view(-1)[0], inputs["labels"].view(-1)[0] = True, 3
@@ -222,9 +225,10 @@ def test_strided_constants(backend, device):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
 def test_upstream_factors_scale_and_one_leaves_all_bits(backend, device, dtype):
-    inputs = batch(*SMALL, dtype=dtype, device=device, bias=True)
+    inputs = batch(2, 60, dtype=dtype, device=device, bias=True, seed=3)
     _, plain, _ = run(inputs, backend)
-    for factor in (1.0, 0.0, 0.3, -2.0, 65536.0):
+    assert all(x.any() for x in plain.values())
+    for factor in (1.0, -0.3, 65536.0):
         _, scaled, _ = run(inputs, backend, upstream=factor)
         for name, x in plain.items():
             assert torch.equal(scaled[name], (x.float() * factor).to(dtype)), (name, factor)
@@ -240,11 +244,10 @@ def test_a_second_backward_is_refused(backend, device):
 
 
 @pytest.mark.parametrize("wanted", [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ()])
-@pytest.mark.parametrize("workspace", [None, 10_000])
-def test_gradients_reach_only_those_who_ask(backend, device, wanted, workspace):
+def test_gradients_reach_only_those_who_ask(backend, device, wanted):
     """A frozen head costs no memory of its size; without gradients nothing is computed for them."""
     inputs = batch(5, 1100, width=64, device=device, bias=True)
-    given = {"workspace_bytes": workspace, "backend": backend}
+    given = {"workspace_bytes": 10_000, "backend": backend}
     loss, everything, _ = run(inputs, **given)
     with allocations(*inputs.values()) as found:
         if wanted:
@@ -274,11 +277,10 @@ def test_logits_never_exist(backend, device, dtype):
     assert size <= limit, what
 
 
-@WORKSPACES
-def test_runs_give_the_same_bits(backend, device, workspace):
+def test_runs_give_the_same_bits(backend, device):
     inputs = batch(*MANY, dtype=BF16, device=device, bias=True)
     (loss, *first), (loss_, *second) = (
-        run(inputs, backend, workspace_bytes=workspace) for _ in range(2)
+        run(inputs, backend, workspace_bytes=20_000) for _ in range(2)
     )
     assert_same_bits([loss, *first[0].values()], [loss_, *second[0].values()])
 
@@ -302,27 +304,25 @@ def test_what_stands_at_masked_places_never_shows(backend, device, poison):
 
 
 @pytest.mark.parametrize("aggregate", AGGREGATES)
-@pytest.mark.parametrize("denominator", [None, 0.0, 7.0], ids=["", "0", "7"])
 @pytest.mark.parametrize("shape", [(4, 3), (0, 3), (3, 0)], ids=str)
-def test_a_batch_that_counts_nowhere_gives_zeros(backend, device, aggregate, denominator, shape):
+def test_a_batch_that_counts_nowhere_gives_zeros(backend, device, aggregate, shape):
     inputs = batch(*shape, 40, device=device, bias=True)
     inputs["mask"][...] = False
     inputs["hidden"].fill_(torch.nan)
-    given = None if denominator is None else torch.tensor(denominator, device=device)
-    loss, grads, stats = run(
-        inputs, backend, aggregate=aggregate, denominator=given, entropy=True, upstream=2.0
-    )
+    loss, grads, stats = run(inputs, backend, aggregate=aggregate, entropy=True, upstream=2.0)
     assert loss == 0
     assert not any(x.any() for x in (*grads.values(), stats.tensor, stats.logprobs))
     assert [x.shape for x in grads.values()] == [inputs[name].shape for name in LEAVES]
 
 
 def test_a_denominator_of_zero_gives_zeros(backend, device):
-    """Of ranks that together count nothing."""
+    """Of ranks that together count nothing, if nothing counts on this one or not."""
     inputs = batch(*SMALL, device=device)
-    loss, grads, _ = run(inputs, backend, denominator=torch.zeros((), device=device))
-    assert loss == 0
-    assert not any(x.any() for x in grads.values())
+    for change in ({}, {"mask": torch.zeros_like(inputs["mask"])}):
+        zero = torch.zeros((), device=device)
+        loss, grads, _ = run({**inputs, **change}, backend, denominator=zero)
+        assert loss == 0
+        assert not any(x.any() for x in grads.values())
 
 
 @WORKSPACES
@@ -336,7 +336,7 @@ def test_autocast_multiplies_in_its_dtype(backend, device, workspace):
     assert_same_bits([loss, *grads.values()], [loss_, *(x.float() for x in grads_.values())])
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean"])
 def test_nothing_waits_for_the_device(device, aggregate):
     inputs = batch(*SMALL, device=device, bias=True)
     for name in LEAVES:
