@@ -88,16 +88,15 @@ def forward(
     workspace = Workspace(hidden, longest, vocabulary, dtype)
     gradients = _Gradients(hidden, weight, bias, wanted, len(chunks))
     flat, weights = objective.flat(), objective.token_weights()
-    outside = (inputs.labels < 0) | (inputs.labels >= vocabulary)
     for rows in chunks:
         x, labels = workspace.chunk(rows.stop - rows.start), inputs.labels[rows]
         transform, row = inputs.transform.at(rows), statistics.at(rows)
         work.signals(x, hidden[rows], weight, bias, transform)
         work.statistics(x, labels, transform, row, once=gradients.wanted)
         if gradients.wanted:
-            slopes = flat.slopes(row.logprobs, rows, weights)
-            slopes.masked_fill_(outside[rows], math.nan)
-            work.gradients_(x, 0, labels, transform, row, Slopes(slopes, None), once=True)
+            # NaN where the log-prob is: where a label is out of range.
+            slopes = Slopes(flat.slopes(row.logprobs, rows, weights), None)
+            work.gradients_(x, 0, labels, transform, row, slopes, once=True)
             gradients.add(x, rows)
     workspace.release()
 
