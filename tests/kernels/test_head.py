@@ -12,17 +12,26 @@ from fastrl_kernels import Extras, KLTerm, linear_logprobs, linear_ppo_loss, ref
 from fastrl_kernels.head import Transform, Workspace, column_chunks, row_chunks
 from fastrl_kernels.head_rows import RowStatistics, Slopes
 from tests.kernels.judge import assert_close_to_exact, names
-from tests.kernels.launches import constants, floats_arrive_as_double, interpreted, watched
+from tests.kernels.launches import (
+    allocations,
+    constants,
+    floats_arrive_as_double,
+    interpreted,
+    watched,
+)
 from tests.kernels.test_linear import LEAVES, assert_same_bits, batch, run, with_holes
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXTRAS = ("log_sum_sq_probs", "mean_logit", "is_top1")
 
 
-@pytest.mark.parametrize("workspace", [None, 5_000])
-def test_extras_match_the_formula(backend, device, workspace):
-    inputs = with_holes(batch(4, 5, 507, device=device, bias=True))
-    inputs["temperature"] = torch.full((4, 5), 1.7, device=device)
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "workspace"), [(5, 507, None), (5, 507, 5_000), (1, 20_000, None)]
+)
+def test_extras_match_the_formula(backend, device, rows, vocabulary, workspace):
+    """In one window of the kernel, and in several."""
+    inputs = with_holes(batch(4, rows, vocabulary, device=device, bias=True))
+    inputs["temperature"] = torch.full((4, rows), 1.7, device=device)
     inputs["labels"][0, 0] = (
         inputs["hidden"][0, 0] @ inputs["weight"].t() + inputs["bias"]
     ).argmax()
@@ -199,6 +208,18 @@ def test_only_shapes_are_compiled_in():
     from fastrl_kernels._triton import head_rows
 
     assert constants(head_rows) == {"BLOCK", "VEC", "PART"}
+
+
+@OPS
+def test_one_chunk_is_multiplied_three_times(backend, device, op):
+    """For logits, and for the gradients of hidden states and weight: nothing is computed again."""
+    inputs = batch(5, 300, device=device)
+    leaves = [inputs[name].requires_grad_() for name in ("hidden", "weight")]
+    with allocations() as calls:
+        found = op(inputs, backend=backend)
+        (found[0] if op is loss_of else found.sum()).backward(inputs=leaves)
+    products = [what for _, what in calls if what.startswith(("mm.", "addmm"))]
+    assert len(products) == 3, products
 
 
 def test_nothing_waits_for_the_device(device):
