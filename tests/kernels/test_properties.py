@@ -127,7 +127,11 @@ class Draw:
 
 
 def luck(
-    formula: Op, inputs: dict[str, Tensor], wrt: Sequence[str], about: Mapping[str, Tensor]
+    formula: Op,
+    inputs: dict[str, Tensor],
+    wrt: Sequence[str],
+    about: Mapping[str, Tensor],
+    rounding: float = 2.0**-24,
 ) -> dict[str, float]:
     """What is allowed besides, since PyTorch's own error over a few elements may be 0 by luck:
     sixteen times what one rounding of every input to fp32 changes, which is what sums of a hundred
@@ -138,7 +142,7 @@ def luck(
         if x.is_floating_point():
             size = (x.double() - about.get(name, 0.0)).abs().nan_to_num(posinf=0.0)
             up = (torch.rand(x.shape, generator=generator) < 0.5).to(x.device)
-            rounded[name] = x.double() + 2.0**-24 * torch.where(up, size, -size)
+            rounded[name] = x.double() + rounding * torch.where(up, size, -size)
     exact = results(formula, inputs, wrt, torch.float64)
     moved = results(formula, {**inputs, **rounded}, wrt, torch.float64)
     changes = {name: (moved[name] - exact[name]).nan_to_num(0.0).norm() for name in exact}
