@@ -81,12 +81,16 @@ def test_keeps_what_transformers_keeps_of_a_long_row(backend, device, dtype, opt
 def test_the_lowest_kept_logit_may_have_any_bits(backend, device, dtype):
     """Of either sign, zeros of both signs, subnormal, and all digits of the search."""
     values = torch.tensor([-3e4, -7.7, -1.0, -1e-7, -0.0, 0.0, 1e-7, 0.3, 0.31, 5.1, 6e4])
-    logits = values.to(dtype).to(device)[torch.randperm(11)].expand(len(values), -1)
+    row = values.to(dtype)[torch.randperm(11)]
     for k in range(1, 11):
-        result = sample(logits[:1], top_k=k, backend=backend)
-        expected = logits[0].float().sort(descending=True).values[k - 1]
-        if (logits[0].float() < expected).any():
-            assert result.cutoffs.item() == expected.item()
+        # So hot that the kept tokens have about equal weight.
+        result = sample(row[None].to(device), temperature=2e4, top_k=k, backend=backend)
+        lowest = row.double().sort(descending=True).values[k - 1]
+        kept = row.double() >= lowest
+        assert result.cutoffs.item() == (-INF if kept.all() else lowest)
+        expected = torch.where(kept, row.double() / 2e4, -INF).log_softmax(-1)[result.tokens.cpu()]
+        actual = result.truncated_logprobs.cpu().double()
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.3, 0.9, 0.9999])

@@ -107,15 +107,30 @@ def test_impossible_tokens_are_never_drawn(backend, device):
             assert (result.cutoffs == -INF).all()
 
 
-def test_neighbouring_keys_give_independent_noise(device):
-    """The kernel's own random numbers, over keys and over columns."""
-    n = FEW
-    logits = torch.zeros(n, 64, device=device)
-    tokens = sample_tokens(logits, torch.arange(n, device=device), backend="triton").tokens.cpu()
-    eighths = tokens // 8
-    assert abs(z_score(torch.bincount(eighths, minlength=8), torch.full((8,), 1 / 8))) < RARE
-    pairs = torch.bincount(eighths[:-1] * 8 + eighths[1:], minlength=64)
-    assert abs(z_score(pairs, torch.full((64,), 1 / 64))) < RARE
+def test_the_kernels_noise_is_exponential_and_independent(device):
+    """Over columns, over keys that are neighbours, and over the two streams of a key."""
+    pytest.importorskip("triton")
+    from tests.kernels.noise import exponentials
+
+    columns, parts = (exponentials(16, 4096, stream, device) for stream in (0, 1))
+    uniforms = 1 - (-columns).exp()
+    sorted_ = uniforms.flatten().sort().values
+    n = len(sorted_)
+    # Kolmogorov and Smirnov's distance; and small variates, which win, at every scale.
+    distance = (sorted_ - (torch.arange(n) + 0.5) / n).abs().max().item()
+    assert distance * math.sqrt(n) < 2.7
+    for scale in (1e-1, 1e-2, 1e-3):
+        low, expected = (columns < scale).sum().item(), n * -math.expm1(-scale)
+        assert abs(low - expected) < RARE * math.sqrt(expected)
+    other = 1 - (-parts).exp()
+    for here, there in (
+        (uniforms[:, :-1], uniforms[:, 1:]),
+        (uniforms[:-1], uniforms[1:]),
+        (uniforms[:, :-4], uniforms[:, 4:]),
+        (uniforms, other),
+    ):
+        grid = torch.bincount(((here * 8).long() * 8 + (there * 8).long()).flatten(), minlength=64)
+        assert abs(z_score(grid, torch.full((64,), 1 / 64))) < RARE
 
 
 # --- what a draw depends on ----------------------------------------------------------------------
