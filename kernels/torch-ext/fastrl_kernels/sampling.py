@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import check_float
+from .checks import check_device, check_float
 from .dispatch import choose
 from .keys import GAMMA, is_integer, mixed, shifted
 from .rows import as_rows
@@ -263,8 +263,7 @@ def _check_per_row(name: str, x: Tensor, logits: Tensor) -> None:
     if x.shape != logits.shape[:1]:
         shape, expected = tuple(x.shape), tuple(logits.shape[:1])
         raise ValueError(f"{name} has shape {shape}: it must be {expected}, one per row of logits")
-    if x.device != logits.device:
-        raise ValueError(f"{name} is on {x.device}, logits on {logits.device}: move it there")
+    check_device(name, x, "logits", logits)
 
 
 def _check_parameter(name: str, x: float | Tensor, logits: Tensor, read: bool) -> None:
