@@ -19,7 +19,9 @@ from torch import Tensor
 
 from .checks import check_label_range
 from .full_kl import full_kl_work
+from .keys import hashed
 from .logprob import token_logprobs_work
+from .sampling import Parameters, SampledTokens, sample
 
 # The Kernel Hub imports the package under names of its own, perhaps beside an installed one.
 NAMESPACE = re.sub(r"\W", "_", __package__ or "fastrl_kernels")
@@ -202,3 +204,72 @@ _full_kl.register_autograd(_full_kl_gradients, setup_context=_save_full_kl)
 
 def full_kl(*arguments: Any) -> Tensor:
     return _full_kl(*arguments)[0]
+
+
+def _split(x: Any) -> tuple[Tensor | None, Any]:
+    """A tensor or a number as an operator takes it: one of the two."""
+    return (x, 0) if isinstance(x, Tensor) else (None, x)
+
+
+def _joined(x: Tensor | None, number: Any) -> Any:
+    return number if x is None else x
+
+
+@operator
+def _sample_keys(
+    seed: Tensor | None,
+    seed_number: int,
+    sample_ids: Tensor,
+    token_index: Tensor | None,
+    token_index_number: int,
+) -> Tensor:
+    return hashed(_joined(seed, seed_number), sample_ids, _joined(token_index, token_index_number))
+
+
+@_sample_keys.register_fake
+def _(seed: Tensor | None, _: int, ids: Tensor, token_index: Tensor | None, __: int) -> Tensor:
+    return hashed(_joined(seed, 0), ids, _joined(token_index, 0))
+
+
+def sample_keys(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tensor) -> Tensor:
+    # An operator's integers are signed.
+    seed, token_index = (
+        x - (1 << 64) if not isinstance(x, Tensor) and x >= 1 << 63 else x
+        for x in (seed, token_index)
+    )
+    return _sample_keys(*_split(seed), sample_ids, *_split(token_index))
+
+
+@operator
+def _sample_tokens(
+    logits: Tensor,
+    keys: Tensor,
+    temperature: Tensor | None,
+    temperature_number: float,
+    top_k: Tensor | None,
+    top_k_number: int,
+    top_p: Tensor | None,
+    top_p_number: float,
+    min_p: Tensor | None,
+    min_p_number: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    parameters = Parameters(
+        _joined(temperature, temperature_number),
+        _joined(top_k, top_k_number),
+        _joined(top_p, top_p_number),
+        _joined(min_p, min_p_number),
+    )
+    return tuple(sample(logits, keys, parameters, backend))  # type: ignore[return-value]
+
+
+@_sample_tokens.register_fake
+def _(logits: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(keys), *(new(logits, keys.shape[0]) for _ in range(5))
+
+
+def sample_tokens(
+    logits: Tensor, keys: Tensor, parameters: Parameters, backend: str
+) -> SampledTokens:
+    split = (part for x in parameters for part in _split(x))
+    return SampledTokens(*_sample_tokens(logits, keys, *split, backend))

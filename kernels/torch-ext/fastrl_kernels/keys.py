@@ -34,6 +34,14 @@ def is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
+def hashed(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tensor) -> Tensor:
+    """``sample_keys`` of checked arguments."""
+    state = mixed(_bits(seed, sample_ids.device) + GAMMA)
+    for x in (sample_ids, token_index):
+        state = mixed((state ^ _bits(x, sample_ids.device)) + GAMMA)
+    return state
+
+
 def sample_keys(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tensor) -> Tensor:
     """The key of each draw, a hash of (seed, sample id, token index) and of nothing else:
 
@@ -63,7 +71,8 @@ def sample_keys(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tenso
         if not (is_integer(x) if isinstance(x, Tensor) else isinstance(x, int)):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name} must be integers, got {got}")
-    state = mixed(_bits(seed, sample_ids.device) + GAMMA)
-    for x in (sample_ids, token_index):
-        state = mixed((state ^ _bits(x, sample_ids.device)) + GAMMA)
-    return state
+    if torch.compiler.is_compiling():
+        from .compiled import sample_keys as run
+
+        return run(seed, sample_ids, token_index)
+    return hashed(seed, sample_ids, token_index)

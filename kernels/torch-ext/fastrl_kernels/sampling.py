@@ -169,10 +169,9 @@ def _kept(x: Tensor, e: Tensor, row_max: Tensor, p: Parameters) -> Tensor:
     """Which logits top-k, top-p and min-p keep."""
     by_k, by_p, by_min = p.cuts(x.shape[-1])
     kept = torch.ones_like(x, dtype=torch.bool)
-    top_p = p.top_p
     alone = by_p and not by_k and x.device.type == "cpu" and x.shape[-1] >= MANY
-    if alone and not isinstance(top_p, Tensor):
-        kept = x >= _lowest_by_buckets(x, e, row_max, p.temperature, top_p)
+    if alone and not isinstance(p.top_p, Tensor):
+        kept = x >= _lowest_by_buckets(x, e, row_max, p.temperature, p.top_p)
     elif by_k or by_p:
         kept = x >= _lowest_by_sorting(x, e, row_max, p)
     if by_min:
@@ -266,23 +265,40 @@ def _check_per_row(name: str, x: Tensor, logits: Tensor) -> None:
     check_device(name, x, "logits", logits)
 
 
-def _check_parameter(name: str, x: float | Tensor, logits: Tensor, read: bool) -> None:
-    """With ``read``, a tensor's values as well."""
+def _check_parameter(name: str, x: float | Tensor, logits: Tensor) -> None:
+    """All but a tensor's values."""
     whole, holds, rule = _RULES[name]
     if isinstance(x, Tensor):
         if not (is_integer(x) if whole else x.is_floating_point()):
             kind = "integers" if whole else "floating-point"
             raise TypeError(f"{name} must be {kind}, got {x.dtype}: convert it first")
         _check_per_row(name, x, logits)
-        if read and not (held := holds(x)).all():
-            row = int((~held).nonzero()[0])
-            raise ValueError(f"{name}[{row}] must be {rule}, got {x[row].item()}")
         return
     if isinstance(x, bool) or not isinstance(x, int if whole else (int, float)):
         kind = "an integer" if whole else "a number"
         raise TypeError(f"{name} must be {kind} or a tensor, got {type(x).__name__}")
     if not holds(x):
         raise ValueError(f"{name} must be {rule}, got {x}")
+
+
+def _check_values(parameters: Parameters) -> None:
+    """Those of tensors."""
+    for name, x in parameters._asdict().items():
+        _, holds, rule = _RULES[name]
+        if isinstance(x, Tensor) and not (held := holds(x)).all():
+            row = int((~held).nonzero()[0])
+            raise ValueError(f"{name}[{row}] must be {rule}, got {x[row].item()}")
+
+
+def sample(logits: Tensor, keys: Tensor, parameters: Parameters, backend: str) -> SampledTokens:
+    """``sample_tokens`` of arguments that are checked but for the values of tensors."""
+    if backend == "triton":
+        from ._triton import sampling
+
+        return sampling.sample(logits, keys, parameters)
+    if logits.device.type == "cpu":
+        _check_values(parameters)
+    return _sample(logits, keys, parameters)
 
 
 @torch.no_grad()
@@ -343,14 +359,10 @@ def sample_tokens(
     if keys.dtype not in (torch.int64, torch.uint64):
         raise TypeError(f"keys must be int64 or uint64, got {keys.dtype}: see sample_keys")
     _check_per_row("keys", keys, logits)
-    chosen = choose(backend, logits)
     parameters = Parameters(temperature, top_k, top_p, min_p)
-    read = chosen == "torch" and logits.device.type == "cpu"
     for name, value in parameters._asdict().items():
-        _check_parameter(name, value, logits, read)
-    keys = keys.view(torch.int64)
-    if chosen == "triton":
-        from ._triton.sampling import sample
-
-        return sample(logits, keys, parameters)
-    return _sample(logits, keys, parameters)
+        _check_parameter(name, value, logits)
+    run = sample
+    if torch.compiler.is_compiling():
+        from .compiled import sample_tokens as run
+    return run(logits, keys.view(torch.int64), parameters, choose(backend, logits))
