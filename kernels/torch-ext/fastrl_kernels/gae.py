@@ -162,7 +162,9 @@ def _few_rows_at_a_time(
     """Fills ``outputs`` [N, T] with what ``work`` makes of the inputs."""
     rows, length = next(x.shape for x in inputs if x is not None)
     on_cpu = all(x is None or x.device.type == "cpu" for x in inputs)
-    few = max(1, _TOGETHER // length if on_cpu else rows)
+    # A compiler makes loops of its own.
+    in_parts = on_cpu and not torch.compiler.is_compiling()
+    few = max(1, _TOGETHER // length if in_parts else rows)
     for start in range(0, rows, few):
         here = slice(start, start + few)
         steps = _Steps(*(None if x is None else x[here] for x in flags))

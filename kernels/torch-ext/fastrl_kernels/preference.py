@@ -43,7 +43,7 @@ def _check_number(name: str, number: float, *, zero: bool = False) -> None:
     """Positive and finite, or also 0 where ``zero`` is allowed."""
     if isinstance(number, Tensor):
         raise TypeError(f"{name} must be a Python number: reading a tensor would wait for it")
-    if not (math.isfinite(number) and (number > 0 or (zero and number == 0))):
+    if not (0 < number < math.inf or (zero and number == 0)):
         wanted = "at least 0" if zero else "above 0"
         raise ValueError(f"{name} must be {wanted} and finite, got {number}")
 
@@ -299,7 +299,7 @@ def kto_loss(
 def _baseline(kl: float | Tensor, policy: Tensor) -> float | Tensor:
     """KTO's point of reference, max(0, KL)."""
     if not isinstance(kl, Tensor):
-        if not math.isfinite(kl):
+        if not abs(kl) < math.inf:
             raise ValueError(f"kl must be finite, got {kl}")
         return max(0.0, kl)
     check_float("kl", kl)

@@ -13,7 +13,6 @@ from .rows import (
     PART_VECTORS,
     ROW_ARGUMENTS,
     align_down,
-    device_of,
     load_end,
     parts_of,
     per_row,
@@ -22,6 +21,7 @@ from .rows import (
     store_end,
     window,
 )
+from .tiles import device_of
 
 _PIVOT_COLUMNS = tl.constexpr(256)
 

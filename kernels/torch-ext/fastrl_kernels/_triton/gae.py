@@ -25,7 +25,7 @@ from .moments import (
     store_moments,
     whitened_adjoint,
 )
-from .tiles import TILE, load_counted, load_mask, packed, row_tile
+from .tiles import TILE, device_of, load_counted, load_mask, packed, row_tile
 
 # Slopes of 0, as logarithms: exp2 of it, and of its sum with anything that occurs, is 0.
 _FORGET = tl.constexpr(-1e9)
@@ -218,7 +218,7 @@ class GAE(torch.autograd.Function):
         ]
         mask, terminated, truncated = rows[3:]
         moments = None
-        with torch.cuda.device_of(rewards):
+        with device_of(rewards):
             advantages, returns, partials = _launch_gae_fwd(rows, gamma, lam, whiten)
             if whiten:
                 moments = launch_whiten(advantages, mask, partials, advantages)
@@ -238,7 +238,7 @@ class GAE(torch.autograd.Function):
         ]
         tile_rows, steps = row_tile(length)
         sums = None
-        with torch.cuda.device_of(grad_advantages):
+        with device_of(grad_advantages):
             if whitened is not None:
                 sums = launch_whiten_sums(grad_advantages, whitened, mask, moments, whitened=True)
             if batch:

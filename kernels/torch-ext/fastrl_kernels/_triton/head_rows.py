@@ -14,7 +14,8 @@ from torch import Tensor
 from ..head import Transform, multiply
 from ..head_rows import RowStatistics, Slopes
 from .logprob import FLOOR, LN2, LOG2E, LOWEST, dlogits_of, online_softmax, row_temperature
-from .rows import PART_VECTORS, device_of, load_end, parts_of, window
+from .rows import PART_VECTORS, load_end, parts_of, window
+from .tiles import device_of
 
 _SCALE_PROGRAMS = 1024
 _SCALE_BLOCK = 4096

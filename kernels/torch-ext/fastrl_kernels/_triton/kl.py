@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import TILE, exact_exp, load_counted, load_mask, packed, row_tile
+from .tiles import TILE, device_of, exact_exp, load_counted, load_mask, packed, row_tile
 
 
 @triton.jit
@@ -102,7 +102,7 @@ class KLPenalty(torch.autograd.Function):
         out = torch.empty_like(logprobs, dtype=torch.float32)
         n = logprobs.numel()
         if n:
-            with torch.cuda.device_of(logprobs):
+            with device_of(logprobs):
                 _kl_penalty_fwd_kernel[(triton.cdiv(n, TILE),)](
                     logprobs, ref_logprobs, mask, out, n, KIND=kind, BLOCK=TILE
                 )
@@ -118,7 +118,7 @@ class KLPenalty(torch.autograd.Function):
         dref = torch.empty_like(ref_logprobs) if needs_ref else None
         n = logprobs.numel()
         if n:
-            with torch.cuda.device_of(logprobs):
+            with device_of(logprobs):
                 _kl_penalty_bwd_kernel[(triton.cdiv(n, TILE),)](
                     grad.contiguous(), logprobs, ref_logprobs, mask, dlogprobs, dref, n,
                     KIND=ctx.kind, BLOCK=TILE,
@@ -239,7 +239,7 @@ class KLRewards(torch.autograd.Function):
         if not logprobs.numel():
             return rewards, kls, sums.zero_()
         rows, steps = row_tile(length)
-        with torch.cuda.device_of(logprobs):
+        with device_of(logprobs):
             _kl_rewards_fwd_kernel[(triton.cdiv(scores.numel(), rows),)](
                 logprobs, ref_logprobs, scores, mask, coef if ctx.by_tensor else ctx.coef,
                 rewards, kls, sums, last, scores.numel(), length,
@@ -257,7 +257,7 @@ class KLRewards(torch.autograd.Function):
         length = logprobs.shape[-1]
         if logprobs.numel():
             rows, steps = row_tile(length)
-            with torch.cuda.device_of(logprobs):
+            with device_of(logprobs):
                 _kl_rewards_bwd_kernel[(triton.cdiv(last.numel(), rows),)](
                     grad_rewards.contiguous(), grad_kls.contiguous(), grad_sums.contiguous(),
                     logprobs, ref_logprobs, mask, last, coef if ctx.by_tensor else ctx.coef,

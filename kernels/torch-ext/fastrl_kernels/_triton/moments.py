@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..moments import WHITEN_EPS, Measured
-from .tiles import TILE, load_counted, load_mask
+from .tiles import TILE, device_of, load_counted, load_mask
 
 MAX_PARTIALS = 1024
 _EPS = tl.constexpr(WHITEN_EPS)
@@ -162,7 +162,7 @@ def merged_partials(partials: torch.Tensor) -> torch.Tensor:
 
 def measure(values: torch.Tensor, mask: torch.Tensor) -> Measured:
     """Two launches: partials, and their merge."""
-    with torch.cuda.device_of(values):
+    with device_of(values):
         merged = merged_partials(_partial_moments(values.contiguous(), mask.contiguous()))
     return Measured(*merged.view(4).unbind())
 
@@ -334,7 +334,7 @@ class Whiten(torch.autograd.Function):
     def forward(ctx, values, mask, shift_mean, given):
         x, mask = values.contiguous(), mask.contiguous()
         out = torch.empty_like(x, dtype=torch.float32)
-        with torch.cuda.device_of(x):
+        with device_of(x):
             partials = _partial_moments(x, mask) if given is None else torch.stack(given)[:, None]
             moments = launch_whiten(x, mask, partials, out, shift_mean)
         ctx.save_for_backward(x, mask, moments)
@@ -345,7 +345,7 @@ class Whiten(torch.autograd.Function):
     def backward(ctx, grad):
         x, mask, moments = ctx.saved_tensors
         grad = grad.contiguous()
-        with torch.cuda.device_of(x):
+        with device_of(x):
             sums = None
             if not ctx.constants:
                 sums = launch_whiten_sums(grad, x, mask, moments, whitened=False)

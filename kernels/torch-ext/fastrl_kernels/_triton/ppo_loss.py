@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..ppo_loss import LOG_RATIO_LIMIT, LossStats
 from .kl import kl_slope, kl_value
-from .tiles import TILE, exact_exp, load_counted, load_mask
+from .tiles import TILE, device_of, exact_exp, load_counted, load_mask
 
 STATS = 16  # LossStats.NAMES, padded to a power of two
 _LIMIT = tl.constexpr(LOG_RATIO_LIMIT)
@@ -240,7 +240,7 @@ def _launch_fwd(logprobs, values, constants, settings, needs_logprobs, needs_val
 def policy_slopes(logprobs, constants, settings):
     """The gradient of the sum by log-probs; tokens weigh 1 times their importance weight."""
     constants = type(constants)(*(x if x is None else x.contiguous() for x in constants))
-    with torch.cuda.device_of(logprobs):
+    with device_of(logprobs):
         return _launch_fwd(
             logprobs.contiguous(), None, constants, settings._replace(aggregate="token-mean"),
             True, False,
@@ -275,7 +275,7 @@ class PPOLoss(torch.autograd.Function):
         logprobs = logprobs.contiguous()
         values = None if values is None else values.contiguous()
         constants = type(constants)(*(x if x is None else x.contiguous() for x in constants))
-        with torch.cuda.device_of(logprobs):
+        with device_of(logprobs):
             loss, stats, inverse, dlogprobs, dvalues = _launch_fwd(
                 logprobs, values, constants, settings, *ctx.needs_input_grad[:2]
             )
@@ -294,7 +294,7 @@ class PPOLoss(torch.autograd.Function):
         ]
         n = max((x.numel() for x in sums if x is not None), default=0)
         if n:
-            with torch.cuda.device_of(inverse):
+            with device_of(inverse):
                 _ppo_loss_bwd_kernel[(triton.cdiv(n, TILE),)](
                     grad, inverse, *sums, *results, n, BLOCK=TILE
                 )

@@ -62,11 +62,6 @@ def per_row(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.reshape(-1).contiguous()
 
 
-def device_of(x: Tensor):
-    """Triton launches on the current device, which need not be the tensors'."""
-    return torch.cuda.device_of(x)
-
-
 @triton.jit
 def row_start(ptr, row, inner, outer_stride, inner_stride):
     """The address of row ``row`` of [outer, inner, V]; 64-bit, since N·V may exceed 2³¹."""

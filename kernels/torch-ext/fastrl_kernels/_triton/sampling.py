@@ -17,7 +17,8 @@ from ..sampling import Parameters, SampledTokens
 from .cutoff import cut
 from .logprob import FLOOR, LN2, LOG2E, LOWEST
 from .parts import PART_ARGUMENTS, Parts, load_part, part_weights, sampling_temperature
-from .rows import device_of, per_row
+from .rows import per_row
+from .tiles import device_of
 
 
 @triton.jit(do_not_specialize=PART_ARGUMENTS)

@@ -4,6 +4,8 @@ Kernels specialise on whether the element count or the row length is a multiple 
 loads depend on, and on no other number: batches of any size then run what is already compiled.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -20,9 +22,17 @@ def row_tile(length: int) -> tuple[int, int]:
 
 def packed(x: torch.Tensor) -> torch.Tensor:
     """Contiguous, from a 16-byte boundary on. Alignment decides how a tile lies over the threads,
-    hence the order of its sums, and a row's bits must not depend on where it lies in memory."""
+    hence the order of its sums, and a row's bits must not depend on where it lies in memory.
+
+    A graph that is compiled has no addresses: there, what is contiguous stays as it is."""
     x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    return x if torch.compiler.is_compiling() or x.data_ptr() % 16 == 0 else x.clone()
+
+
+def device_of(x: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensors'. Compiled code sees to
+    that itself."""
+    return nullcontext() if torch.compiler.is_compiling() else torch.cuda.device_of(x)
 
 
 @triton.jit

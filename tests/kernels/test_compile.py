@@ -1,0 +1,317 @@
+"""Every op inside ``torch.compile(fullgraph=True)``: no graph break, and the results of eager mode.
+
+What is compiled runs the code of eager mode, so that results and gradients have the same bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import fastrl_kernels as ops
+from tests.kernels.launches import interpreted, watched
+
+HIDDEN, VOCABULARY = 8, 37
+# Whose whole work is one operator, so that Triton's kernels run in compiled code as well.
+OPERATORS = {
+    "full_kl",
+    "linear_logprobs",
+    "linear_ppo_loss",
+    "sample_keys",
+    "sample_tokens",
+    "token_logprobs",
+}
+LEAVES = (
+    "logits",
+    "hidden",
+    "weight",
+    "bias",
+    "new",
+    "ref",
+    "values",
+    "scores",
+    "chosen",
+    "rejected",
+)
+
+
+LEAVES = 10  # of the fields below
+
+
+class Inputs(NamedTuple):
+    """Leaves, constants, and two numbers that differ from size to size."""
+
+    logits: Tensor
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+    new: Tensor
+    ref: Tensor
+    values: Tensor
+    scores: Tensor
+    chosen: Tensor
+    rejected: Tensor
+    labels: Tensor
+    mask: Tensor
+    old: Tensor
+    temperature: Tensor
+    half: float
+    index: int
+
+
+def inputs(n: int, dtype: torch.dtype = torch.float32) -> Inputs:
+    generator = torch.Generator().manual_seed(n)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+
+    labels = torch.randint(0, VOCABULARY, (2, n), generator=generator)
+    labels[0, 0] = -100
+    return Inputs(
+        leaf(2, n, VOCABULARY), leaf(2, n, HIDDEN), leaf(VOCABULARY, HIDDEN), leaf(VOCABULARY),
+        leaf(2, n), leaf(2, n), leaf(2, n), leaf(2), leaf(n), leaf(n),
+        labels,
+        torch.rand(2, n, generator=generator) < 0.7,
+        torch.randn(2, n, generator=generator).to(dtype),
+        0.5 + torch.rand(2, n, generator=generator),
+        0.4 + n / 50,
+        n,
+    )  # fmt: skip
+
+
+def _head(op: Callable[..., Any], x: Inputs, **options: Any) -> Any:
+    return op(x.hidden * 2, x.weight, x.labels, workspace_bytes=1000, **options)
+
+
+def loss(x: Inputs, **options: Any) -> tuple[Tensor, ...]:
+    value, stats = ops.linear_ppo_loss(
+        x.hidden * 2, x.weight, x.labels, x.old, x.old.square(), x.mask,
+        **{"workspace_bytes": 1000, **options},
+    )  # fmt: skip
+    return value, stats.tensor, stats.logprobs, stats.entropies, stats.mean_ratio
+
+
+def _sampled(x: Inputs, **options: Any) -> Any:
+    keys = ops.sample_keys(1, torch.arange(2 * x.labels.shape[1]), 3)
+    return ops.sample_tokens(x.logits.flatten(0, 1), keys, **options)
+
+
+def _ppo(x: Inputs, **options: Any) -> tuple[Tensor, ...]:
+    loss, stats = ops.ppo_loss(x.new, x.old, x.old.square(), x.mask, **options)
+    return loss, stats.tensor, stats.clipfrac
+
+
+# By op and what is special; ``b`` is the backend.
+CASES: dict[str, Callable[..., Any]] = {
+    "dpo_loss": lambda x, b: ops.dpo_loss(x.chosen, x.rejected, x.old[0], x.old[1], beta=x.half),
+    "full_kl": lambda x, b: ops.full_kl(x.logits * 2, x.logits.detach().exp(), backend=b),
+    "full_kl masked": lambda x, b: ops.full_kl(
+        x.logits * 2, x.logits.detach(), mask=x.mask, temperature=x.temperature, backend=b
+    ),
+    "full_kl number": lambda x, b: ops.full_kl(
+        x.logits[:, :-1], x.logits.detach()[:, 1:], temperature=x.half, backend=b
+    ),
+    "gae": lambda x, b: ops.gae(x.new, x.values, gamma=0.9, lam=0.8, backend=b),
+    "gae whitened": lambda x, b: ops.gae(
+        x.new, x.values, x.mask, gamma=0.9, lam=0.8, whiten=True, backend=b
+    ),
+    "ipo_loss": lambda x, b: ops.ipo_loss(x.chosen, x.rejected, x.old[0], x.old[1]),
+    "kl_penalty": lambda x, b: ops.kl_penalty(x.new, x.ref, "k3", mask=x.mask, backend=b),
+    "kl_rewards": lambda x, b: ops.kl_rewards(
+        x.new, x.ref, x.scores, x.mask, coef=x.half, backend=b
+    ),
+    "kto_loss": lambda x, b: ops.kto_loss(x.chosen, x.rejected.detach(), x.old[0] > 0, 0.1),
+    "layers": lambda x, b: ops.layers.MaskedWhiten()(x.values, x.mask),
+    "linear_logprobs": lambda x, b: _head(ops.linear_logprobs, x, backend=b),
+    "linear_logprobs entropy": lambda x, b: _head(
+        ops.linear_logprobs, x, entropy=True, bias=x.bias, mask=x.mask, softcap=3.0, backend=b
+    ),
+    "linear_logprobs extras": lambda x, b: _head(
+        ops.linear_logprobs, x, extras=("is_top1", "mean_logit"), temperature=x.temperature,
+        backend=b,
+    ),
+    "linear_logprobs numbers": lambda x, b: _head(
+        ops.linear_logprobs, x, temperature=x.half, softcap=x.half * 9, logit_scale=x.half,
+        backend=b,
+    ),
+    "linear_ppo_loss": lambda x, b: loss(x, backend=b),
+    "linear_ppo_loss one chunk": lambda x, b: loss(x, workspace_bytes=None, backend=b),
+    "linear_ppo_loss with everything": lambda x, b: loss(
+        x, bias=x.bias, temperature=x.temperature, kl=ops.KLTerm(x.old + 1, 0.1), dual_clip=3.0,
+        weights=x.old.exp(), aggregate="seq-mean-token-mean", entropy=True, backend=b,
+        denominator=x.temperature.sum(),
+    ),
+    "linear_ppo_loss numbers": lambda x, b: loss(
+        x, cliprange=x.half, denominator=x.half, logit_scale=x.half, backend=b
+    ),
+    "masked_mean": lambda x, b: ops.masked_mean(x.values, x.mask, backend=b),
+    "masked_moments": lambda x, b: ops.masked_moments(x.values, x.mask, backend=b),
+    "masked_var": lambda x, b: ops.masked_var(x.values, x.mask, backend=b),
+    "masked_whiten": lambda x, b: ops.masked_whiten(x.values, x.mask, backend=b),
+    "merge_moments": lambda x, b: ops.merge_moments(ops.Moments(x.old[0], x.old[1], x.old[0] + 1)),
+    "orpo_loss": lambda x, b: ops.orpo_loss(-x.chosen.exp(), -x.rejected.exp()),
+    "ppo_loss": lambda x, b: _ppo(x, backend=b),
+    "ppo_loss with everything": lambda x, b: _ppo(
+        x, value=ops.ValueTerm(x.values, x.old, x.old + 1), kl=ops.KLTerm(x.old, 0.1),
+        dual_clip=3.0, weights=x.old.exp(), aggregate="seq-mean-token-mean", backend=b,
+    ),
+    "reward_loss": lambda x, b: ops.reward_loss(x.chosen, x.rejected, center_coef=0.1),
+    "sample_keys": lambda x, b: ops.sample_keys(x.index, x.labels[0], x.index),
+    "sample_keys tensors": lambda x, b: ops.sample_keys(x.labels[1], x.labels[0], x.labels[1]),
+    "sample_tokens": lambda x, b: _sampled(x, backend=b),
+    "sample_tokens numbers": lambda x, b: _sampled(
+        x, temperature=x.half, top_k=x.index, top_p=x.half, min_p=x.half / 20, backend=b
+    ),
+    "sample_tokens tensors": lambda x, b: _sampled(
+        x, temperature=x.temperature.flatten(), top_k=x.labels.flatten().clamp(min=0),
+        top_p=x.temperature.flatten().clamp(max=1), min_p=x.temperature.flatten() / 9, backend=b,
+    ),
+    "simpo_loss": lambda x, b: ops.simpo_loss(x.chosen, x.rejected),
+    "slic_loss": lambda x, b: ops.slic_loss(x.chosen, x.rejected),
+    "token_logprobs": lambda x, b: ops.token_logprobs(x.logits * 2, x.labels, backend=b),
+    "token_logprobs entropy": lambda x, b: ops.token_logprobs(
+        x.logits * 2, x.labels, mask=x.mask, temperature=x.temperature, entropy=True, backend=b
+    ),
+    "token_logprobs number": lambda x, b: ops.token_logprobs(
+        x.logits[:, :-1], x.labels[:, 1:], temperature=x.half, entropy=True, backend=b
+    ),
+}  # fmt: skip
+
+
+def op_of(case: str) -> str:
+    return case.split()[0]
+
+
+RUNS = [(case, "torch") for case in CASES] + [
+    pytest.param(case, "triton", marks=interpreted) for case in CASES if op_of(case) in OPERATORS
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def outcome(function: Callable[..., Any], x: Inputs, again: bool = False) -> list[Tensor]:
+    """Results and gradients. ``again``: those of a second backward."""
+    results = [y for y in tree_leaves(function(x)) if isinstance(y, Tensor)]
+    leaves = [leaf for leaf in x[:LEAVES] if leaf.requires_grad]
+    total = sum(
+        (y * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum()
+        for y in results
+        if y.requires_grad
+    )
+    gradients: tuple[Any, ...] = ()
+    if isinstance(total, Tensor):
+        for last in (False, True)[not again :]:
+            gradients = torch.autograd.grad(total, leaves, retain_graph=not last, allow_unused=True)
+        assert any(g is not None for g in gradients)
+    return [y.detach() for y in results] + [g for g in gradients if g is not None]
+
+
+def expected(case: str, backend: str, x: Inputs) -> list[Tensor]:
+    # Eager mode keeps logits for its first backward, in another order of summation; compiled code
+    # does as the second.
+    again = op_of(case) == "linear_logprobs"
+    return outcome(lambda x: CASES[case](x, backend), x, again)
+
+
+def assert_same_bits(actual: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(actual) == len(wanted)
+    for a, w in zip(actual, wanted, strict=True):
+        assert (a.shape, a.dtype) == (w.shape, w.dtype)
+        torch.testing.assert_close(a, w, rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_op_has_a_case():
+    functions = [name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))]
+    assert {op_of(case) for case in CASES} - {"layers"} == {*functions} - {"explain"}
+
+
+@pytest.mark.parametrize(("case", "backend"), RUNS)
+def test_one_graph_for_all_sizes_with_the_bits_of_eager_mode(case, backend):
+    function = torch.compile(
+        lambda x: CASES[case](x, backend), backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    assert_same_bits(outcome(function, inputs(6)), expected(case, backend, inputs(6)))
+    x = inputs(9)
+    # A number is compiled in: another one makes another graph, and a tensor does not.
+    with torch._dynamo.config.patch(error_on_recompile="number" not in case):
+        assert_same_bits(outcome(function, x), expected(case, backend, x))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if op_of(case) in OPERATORS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_static_shapes_and_low_precision(case, dtype):
+    x = inputs(5, dtype)
+    function = torch.compile(lambda x: CASES[case](x, "torch"), backend="aot_eager", fullgraph=True)
+    assert_same_bits(outcome(function, x), expected(case, "torch", x))
+
+
+# Where there is no C++ compiler, aot_eager has shown all but the code that inductor writes.
+@pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if shutil.which("g++") else [])])
+def test_a_step_that_joins_ops_is_one_graph(backend):
+    def step(x: Inputs) -> tuple[Tensor, ...]:
+        logprobs, entropies = ops.token_logprobs(
+            x.logits[:, :-1] * 2, x.labels[:, 1:], mask=x.mask[:, 1:], entropy=True, backend="torch"
+        )
+        kl = ops.full_kl(x.logits, x.logits.detach() / 2, mask=x.mask, backend="torch")
+        head = _head(ops.linear_logprobs, x, bias=x.bias, backend="torch")
+        return logprobs - entropies, kl * 2, head.exp(), *loss(x, backend="torch")[:1]
+
+    x = inputs(7)
+    actual = outcome(torch.compile(step, backend=backend, fullgraph=True), x)
+    for a, w in zip(actual, outcome(step, x), strict=True):
+        torch.testing.assert_close(a, w, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_reaches_the_head():
+    def step(x: Inputs) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return _head(ops.linear_logprobs, x, backend="torch")
+
+    x = inputs(7)
+    function = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert_same_bits(outcome(function, x), outcome(step, x, again=True))
+    assert not torch.equal(step(x), _head(ops.linear_logprobs, x, backend="torch"))
+
+
+@pytest.mark.parametrize(
+    ("case", "wanted"),
+    [
+        ("token_logprobs", r"labels\[1, 2\] is 37, outside"),
+        ("linear_logprobs", r"labels\[1, 2\] is 37, outside"),
+        ("sample_tokens tensors", r"temperature\[8\] must be 0 \(greedy\) or positive"),
+    ],
+)
+def test_values_are_checked_when_compiled_code_runs(case, wanted):
+    x = inputs(6)
+    function = torch.compile(lambda x: CASES[case](x, "torch"), backend="aot_eager", fullgraph=True)
+    function(x)
+    x.labels[1, 2], x.temperature[1, 2] = VOCABULARY, -1.0
+    with pytest.raises(ValueError, match=wanted):
+        function(x)
+
+
+def has_backend(case: str) -> bool:
+    return "backend" in inspect.signature(getattr(ops, op_of(case))).parameters
+
+
+@interpreted
+@pytest.mark.parametrize("case", [case for case in CASES if has_backend(case)])
+def test_the_triton_path_reads_no_tensor_on_the_host(case):
+    """What a graph contains may not depend on values, forward nor backward."""
+    x = inputs(6)
+    with watched() as calls:
+        outcome(lambda x: CASES[case](x, "triton"), x)
+    assert any(call.endswith("_kernel") for call in calls)

@@ -1,0 +1,125 @@
+"""The operators that stand for ops in compiled code: what they promise, and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from functorch.compile import make_boxed_func
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._library.custom_ops import CustomOpDef
+
+from fastrl_kernels import compiled, compiled_head
+from tests.kernels.test_compile import CASES, Inputs, fresh_compiler, inputs, loss, outcome
+from tests.kernels.test_import import python
+
+__all__ = ["fresh_compiler"]  # a fixture
+
+
+def recorded(function: Callable[..., Any], x: Inputs) -> dict[str, tuple[Any, ...]]:
+    """The arguments that each operator gets where ``function`` is compiled."""
+    found: dict[str, tuple[Any, ...]] = {}
+
+    class Recorder(torch.fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if getattr(target, "namespace", None) == compiled.NAMESPACE:
+                found[target._opname] = args
+            return super().call_function(target, args, kwargs)
+
+    def recording(graph: torch.fx.GraphModule, _: Any) -> Any:
+        return make_boxed_func(lambda *args: Recorder(graph).run(*args))
+
+    backend = aot_autograd(fw_compiler=recording, bw_compiler=recording)
+    outcome(torch.compile(function, backend=backend, fullgraph=True), x)
+    return found
+
+
+OPCHECKS = [
+    "full_kl masked", "linear_logprobs entropy", "linear_logprobs extras", "linear_ppo_loss",
+    "linear_ppo_loss with everything", "sample_keys tensors", "sample_tokens tensors",
+    "token_logprobs", "token_logprobs entropy",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", OPCHECKS)
+def test_operators_keep_what_they_promise(case, dtype):
+    """Their schemas, their fakes and their gradients, as torch checks them."""
+    calls = recorded(lambda x: CASES[case](x, "torch"), inputs(4, dtype))
+    assert calls
+    for name, arguments in calls.items():
+        operator = getattr(getattr(torch.ops, compiled.NAMESPACE), name).default
+        leaves = {"logits", "hidden", "weight", "bias"} if not name.endswith("backward") else ()
+        given = [
+            x.detach().clone().requires_grad_(argument.name in leaves)
+            if isinstance(x, Tensor)
+            else x
+            for x, argument in zip(arguments, operator._schema.arguments, strict=True)
+        ]
+        torch.library.opcheck(operator, given)
+
+
+def test_every_operator_is_checked():
+    found: set[str] = set()
+    for case in OPCHECKS:
+        torch._dynamo.reset()
+        found |= recorded(lambda x, case=case: CASES[case](x, "torch"), inputs(4)).keys()
+    registered = {
+        op._name
+        for module in (compiled, compiled_head)
+        for op in vars(module).values()
+        if isinstance(op, CustomOpDef)
+    }
+    assert found == registered
+
+
+def test_gradients_are_computed_forward_only_for_those_who_ask():
+    x = inputs(6)
+    x = x._replace(weight=x.weight.detach())
+    calls = recorded(lambda x: loss(x, bias=x.bias, backend="torch"), x)
+    assert calls["linear_ppo_loss"][-1] == [True, False, True]
+
+
+COPIES = """
+import importlib.util, sys
+import torch, fastrl_kernels
+from pathlib import Path
+
+def load(name):
+    file = Path(fastrl_kernels.__file__)
+    spec = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+first = load("_fastrl_kernels_0a1b")
+again = load("_fastrl_kernels_0a1b")  # as the hub does where it is asked twice
+other = load("other.kernels-2")
+for name in [name for name in sys.modules if name.startswith("fastrl_kernels")]:
+    del sys.modules[name]
+import fastrl_kernels as fresh
+
+logits = torch.randn(2, 9, requires_grad=True)
+labels = torch.tensor([1, 8])
+found = []
+for module in (fastrl_kernels, first, again, other, fresh):
+    torch._dynamo.reset()
+    for op in (module.token_logprobs, torch.compile(
+        module.token_logprobs, backend="aot_eager", fullgraph=True
+    )):
+        logprobs = op(logits, labels, backend="torch")
+        found.append((logprobs.tolist(), torch.autograd.grad(logprobs.sum(), logits)[0].tolist()))
+assert len(found) == 10 and all(x == found[0] for x in found)
+names = {op.split("::")[0] for op in torch._C._dispatch_get_all_op_names() if "token_logp" in op}
+print(sorted(names))
+"""
+
+
+def test_copies_of_the_package_live_side_by_side():
+    """The Kernel Hub imports it under names of its own, perhaps twice, beside an installed one."""
+    said = python(COPIES).splitlines()[-1]
+    assert said == "['_fastrl_kernels_0a1b', 'fastrl_kernels', 'other_kernels_2']"
