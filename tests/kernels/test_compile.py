@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import fastrl_kernels as ops
 from tests.kernels.launches import interpreted, watched
+from tests.kernels.test_import import python
 
 HIDDEN, VOCABULARY = 8, 37
 # Whose whole work is one operator, so that Triton's kernels run in compiled code as well.
@@ -319,3 +320,44 @@ def test_the_triton_path_reads_no_tensor_on_the_host(case):
     with watched() as calls:
         outcome(lambda x: CASES[case](x, "triton"), x)
     assert any(call.endswith("_kernel") for call in calls)
+
+
+TRACE = """
+import sys
+import torch, torch._dynamo, torch.utils._triton
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from triton.runtime import driver
+from benchmarks.aot_worker import TARGETS, CompileOnlyDriver
+from tests.kernels.test_compile import CASES, inputs
+
+# As on a GPU, where the kernels are nodes of the graph.
+driver.set_active(CompileOnlyDriver(TARGETS["sm_90"]))
+torch.utils._triton.has_triton = lambda: True
+
+class Traced(Exception):
+    pass
+
+def stop(graph, _):  # both directions are traced by now
+    raise Traced(sum("triton" in str(node.target) for node in graph.graph.nodes))
+
+for case in sys.argv[1:]:
+    torch._dynamo.reset()
+    function = torch.compile(
+        lambda x: CASES[case](x, "triton"), fullgraph=True, dynamic=True,
+        backend=aot_autograd(fw_compiler=stop, bw_compiler=stop),
+    )
+    try:
+        function(inputs(6))
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        assert isinstance(error.inner_exception, Traced), error
+        print(case, "|", error.inner_exception)
+"""
+
+
+def test_triton_kernels_are_traced_without_a_graph_break():
+    """Launches of the ops that are no operators become nodes, forward and backward; no GPU."""
+    cases = [case for case in CASES if has_backend(case) and op_of(case) not in OPERATORS]
+    found = dict(line.split(" | ") for line in python(TRACE, *cases).splitlines())
+    assert list(found) == cases
+    assert all(int(kernels) > 0 for kernels in found.values())

@@ -292,7 +292,8 @@ class PPOLoss(torch.autograd.Function):
             None if x is None else torch.empty_like(x, dtype=dtype)
             for x, dtype in zip(sums, ctx.dtypes, strict=True)
         ]
-        n = max((x.numel() for x in sums if x is not None), default=0)
+        one = sums[1] if sums[0] is None else sums[0]
+        n = 0 if one is None else one.numel()
         if n:
             with device_of(inverse):
                 _ppo_loss_bwd_kernel[(triton.cdiv(n, TILE),)](
