@@ -102,7 +102,7 @@ class Session:
         sizes: gates.Sizes | None = None,
         telling: tuple[Case, ...] = TELLING,
     ) -> None:
-        self.device, self.roof, self.folder = device, roof, folder
+        self.device, self.folder = device, folder
         self.backend, self.sizes, self.telling = backend, sizes, telling
         self.result = start_of_result("gpu", device, roof, os.cpu_count() or 1)
         self.result |= {"gates": [], "bytes": []}
@@ -160,7 +160,7 @@ class Session:
     def time(self, case: Case, peers: bool) -> None:
         """A case; measured again, it takes the place of its first entry."""
         effort = Effort(ROUNDS, TIMING_SECONDS, memory=0, peers=peers)
-        entry = measure(case, self.device, effort, self.roof, self.backend)
+        entry = measure(case, self.device, effort, self.backend)
         same = (entry["op"], entry["label"])
         kept = [e for e in self.result["cases"] if (e["op"], e["label"]) != same]
         self.result["cases"] = [*kept, entry]

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
                 result["skipped"].append({"label": case.label, "reason": reason})
                 print(f"\n{op}: {case.label}\n  skipped: {reason}")
                 continue
-            entry = measure(case, device, effort, roof)
+            entry = measure(case, device, effort)
             result["cases"].append(entry)
             red = red or bool(entry["red"])
             print("\n" + render(entry, name), flush=True)

@@ -36,11 +36,11 @@ pytest benchmarks               # a small grid under pytest-benchmark
 
 How to read it. A ratio is the median over rounds in which the sides took turns, its range in
 brackets; above 1, fastrl is the faster. *Device time* is between two events on a GPU, with a cold
-cache, and wall time on a CPU; *whole call* is by the caller's clock. *Of the roofline*: the least
-time that the stated bytes and flops take at the speed of a copy and of a matrix product in that
-dtype, measured in the same run, over the device time. *Memory* is the peak above inputs and
-returned gradients. *Error* is against float64, in units of eager PyTorch's own in the same dtype
-(with a floor of 5e-8 of the result's norm); above 2 there are no figures at all.
+cache, and wall time on a CPU; *whole call* is by the caller's clock. *Of the roofline*: the time
+of the stated work alone, a copy of as many bytes or the library's matrix products of the same
+shapes, which takes its turns with the others, over the device time. *Memory* is the peak above
+inputs and returned gradients. *Error* is against float64, in units of eager PyTorch's own in the
+same dtype (with a floor of 5e-8 of the result's norm); above 2 there are no figures at all.
 """
 
 

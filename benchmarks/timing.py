@@ -106,10 +106,6 @@ class Roofline(NamedTuple):
     copy: float
     gemm: dict[str, float]
 
-    def least_seconds(self, nbytes: float, flops: float, dtype: str) -> float:
-        """The time that the slower of the two takes at its best."""
-        return max(nbytes / self.copy, flops / self.gemm[dtype] if flops else 0.0)
-
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -42,7 +42,7 @@ def peers(monkeypatch):
 
 
 def test_an_entry_holds_all_that_a_claim_needs():
-    entry = measure.measure(CASE, CPU, EFFORT, ROOF)
+    entry = measure.measure(CASE, CPU, EFFORT)
     taken = entry["implementations"]
     assert set(taken) == {"fastrl", "eager", "less"}
     for one in taken.values():
@@ -53,7 +53,8 @@ def test_an_entry_holds_all_that_a_claim_needs():
     assert entry["absent"]["gone"] == "not here"
     assert "off, relative error" in entry["absent"]["off"]
     assert entry["absent"]["fails"] == "RuntimeError: no such shape"
-    assert entry["least_seconds"] == pytest.approx(3 * 8 * 40 * 4 / 1e10)
+    assert entry["work"]["bytes"] == 3 * 8 * 40 * 4
+    assert len(entry["limit"]) == 3
     assert ops.as_case(json.loads(json.dumps(entry))) == CASE
     text = measure.render(entry, "cpu")
     assert all(word in text for word in ("fastrl", "eager", "less", "gone: not here"))
@@ -61,7 +62,7 @@ def test_an_entry_holds_all_that_a_claim_needs():
 
 def test_memory_that_an_op_keeps_for_its_next_call_is_counted():
     case = Case("linear_logprobs", 64, hidden=4, vocabulary=800)
-    entry = measure.measure(case, CPU, EFFORT, ROOF)
+    entry = measure.measure(case, CPU, EFFORT)
     counted = entry["implementations"]["fastrl"]["memory"]["peak"]
     problem = build.problem(case, CPU)
     again = memory.footprint(
@@ -81,18 +82,20 @@ def test_a_red_gate_shows_no_figures(factor, monkeypatch):
         measure.build, "problem", lambda *a, **k: dataclasses.replace(problem, ours=wrong)
     )
     monkeypatch.setattr(timing, "interleaved", lambda *a, **k: pytest.fail("timed"))
-    entry = measure.measure(CASE, CPU, EFFORT, ROOF)
+    entry = measure.measure(CASE, CPU, EFFORT)
     assert not entry["implementations"]
     assert "times eager PyTorch's" in entry["red"]
     assert "RED, no figures" in measure.render(entry, "cpu")
 
 
-def an_entry(ours=(1.0, 1.0), eager=(3.0, 1.0), peaks=(10, 100), goal=None) -> dict:
+def an_entry(
+    ours=(1.0, 1.0), eager=(3.0, 1.0), peaks=(10, 100), goal=None, limit=(0.25, 0.25)
+) -> dict:
     sides = zip(("fastrl", "eager"), (ours, eager), peaks, strict=True)
     return {
         "goal": vars(goal) if goal else None,
         "red": None,
-        "least_seconds": 0.25,
+        "limit": list(limit),
         "implementations": {
             name: {"seconds": list(taken), "memory": {"peak": peak}} for name, taken, peak in sides
         },
@@ -105,6 +108,10 @@ def test_goals_are_judged_by_medians_of_paired_rounds():
     assert measure.share_of_roofline(entry) == 0.25
     entry = an_entry(goal=Goal(speedup=2.1, memory_share=1 / 11))
     assert [reached for _, reached in measure.verdicts(entry, "cpu")] == [False, False]
+    [(words, _)] = measure.verdicts(
+        an_entry(eager=(3.0, 3.0), limit=(1.0, 1.5), goal=Goal(speedup=4.0)), "cpu"
+    )
+    assert words == "≥ 4× eager (at the limit: 2.50×)"
     elsewhere = an_entry(goal=Goal(seconds=1.0, device=cases.HOPPER))
     assert measure.verdicts(elsewhere, "cpu") == []
     assert measure.verdicts(elsewhere, "NVIDIA H100 80GB HBM3") == [("≤ 1 s", True)]

@@ -25,7 +25,7 @@ def entry(op: str = "gae", **changes: object) -> dict:
         "case": asdict(case),
         "goal": vars(Goal(speedup=2.0)),
         "work": {"bytes": 1, "flops": 0, "what": "17 bytes per step"},
-        "least_seconds": 0.125,
+        "limit": [0.125, 0.125],
         "implementations": {
             "fastrl": {**side, "seconds": [0.5, 0.5], "memory": {"peak": 2**20}},
             "eager": {**side, "seconds": [1.0, 2.0], "memory": {"peak": 2**23}, "note": "the loop"},

@@ -1,4 +1,4 @@
-"""Turns, rounds and roofs, on a clock that the test winds."""
+"""Turns and rounds, on a clock that the test winds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import timing
-from benchmarks.timing import Roofline, interleaved
+from benchmarks.timing import interleaved
 
 CPU = torch.device("cpu")
 
@@ -51,10 +51,3 @@ def test_short_calls_are_sampled_many_at_a_time():
     times = interleaved({"a": clock.call("a", 1e-3)}, CPU, rounds=2, seconds=1, clock=clock)
     assert len(clock.log) == 1 + 2 * 5
     assert times["a"].device == pytest.approx([1e-3, 1e-3])
-
-
-def test_the_slower_of_bytes_and_flops_is_the_least_time():
-    roof = Roofline(copy=10.0, gemm={"fp32": 100.0})
-    assert roof.least_seconds(50, 100, "fp32") == 5.0
-    assert roof.least_seconds(50, 1000, "fp32") == 10.0
-    assert roof.least_seconds(50, 0, "bf16") == 5.0  # no product, no roof of its dtype needed
