@@ -26,7 +26,7 @@ from benchmarks.problem import (
     results,
     worst_relative,
 )
-from fastrl_kernels.head import Workspace
+from fastrl_kernels import scratch
 
 OURS, EAGER, LIMIT = "fastrl", "eager", "limit"
 EAGER_NOTES = {"gae": "the classic per-step loop", "kl_rewards": "a sequence at a time"}
@@ -105,7 +105,7 @@ def measure(
         }
 
     for name, call in calls.items():
-        Workspace.clear()  # kept from the call before, it would not be counted
+        scratch.clear()  # kept from the call before, it would not be counted
         room = footprint(
             lambda call=call: forward(problem, call),
             lambda state: backward(state).values(),

@@ -12,7 +12,7 @@ import torch
 Call = Callable[[], object]
 
 LEAST_ROUNDS = 3
-SAMPLE_SECONDS = 5e-3  # a shorter call is repeated up to this, on CPUs
+SAMPLE_SECONDS = 20e-3  # a shorter call is repeated up to this, on CPUs
 MOST_CALLS = 1000
 # Cycles for which a GPU waits before a timed call, so that the host is ahead of it.
 HEAD_START = 2_000_000

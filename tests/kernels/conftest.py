@@ -10,8 +10,7 @@ import numpy
 import pytest
 import torch
 
-from fastrl_kernels import dispatch
-from fastrl_kernels.head import Workspace
+from fastrl_kernels import dispatch, scratch
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +40,7 @@ def _poison(x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def no_idle_workspace() -> None:
     """An earlier test's logits are no poison."""
-    Workspace.clear()
+    scratch.clear()
 
 
 @pytest.fixture(autouse=True)

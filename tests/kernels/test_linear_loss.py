@@ -17,8 +17,8 @@ from fastrl_kernels import (
     masked_mean,
     ppo_loss,
     reference,
+    scratch,
 )
-from fastrl_kernels.head import Workspace
 from fastrl_kernels.kl import KL_KINDS
 from fastrl_kernels.ppo_loss import AGGREGATES
 from tests.kernels import test_linear
@@ -270,7 +270,7 @@ def test_logits_never_exist(backend, device, dtype):
     inputs = batch(n, vocabulary, width=width, dtype=dtype, device=device, bias=True)
     limit = max(2 * workspace, 4 * vocabulary * width)
     assert limit < n * vocabulary
-    Workspace.clear()  # of what made the batch
+    scratch.clear()  # of what made the batch
     with allocations(*inputs.values()) as found:
         run(inputs, backend, workspace_bytes=workspace, upstream=2.0, entropy=True)
     size, what = max(found)

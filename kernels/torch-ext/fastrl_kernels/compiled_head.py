@@ -9,7 +9,8 @@ from torch import Tensor
 
 from . import linear, linear_loss
 from .compiled import new, operator, or_empty
-from .head import HeadInputs, Transform
+from .head import Transform
+from .head_inputs import HeadInputs
 from .head_rows import RowStatistics
 from .ppo_loss import Constants, LossStats, Settings
 

@@ -10,14 +10,15 @@ The gradient runs the same maps the other way, from the first step to the last.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import scratch
 from .checks import check_float, check_mask, check_same_shape
 from .dispatch import choose
 from .moments import masked_whiten
@@ -25,6 +26,7 @@ from .moments import masked_whiten
 # Elements of the rows that are worked on together: as many as what they need stays in cache.
 _TOGETHER = 1 << 16
 _BLOCK = 16
+_PLANES = 5  # of float64
 
 
 def _scan(a: Tensor, b: Tensor) -> Tensor:
@@ -52,20 +54,29 @@ def _scan(a: Tensor, b: Tensor) -> Tensor:
 def _smooth_scan(a: Tensor, b: Tensor) -> Tensor:
     """The same along the last dimension, for slopes whose product p stays above 0: then
     x_t = p_t·Σ_{s≤t} b_s / p_s, in which the latest terms are the largest, so that none is lost."""
-    product = a.cumprod(-1)
+    product = a.cumprod_(-1)
     return b.div_(product).cumsum_(-1).mul_(product)
 
 
 class _Steps:
-    """Which steps of some rows [rows, T] count, and which of those end an episode."""
+    """Which steps of some rows [rows, T] count, and which of those end an episode.
+
+    ``planes``: [5, rows, T] of memory for what is worked out, in float64: a long carry costs no
+    digits then.
+    """
 
     def __init__(
-        self, mask: Tensor | None, terminated: Tensor | None, truncated: Tensor | None
+        self,
+        mask: Tensor | None,
+        terminated: Tensor | None,
+        truncated: Tensor | None,
+        planes: Tensor,
     ) -> None:
+        self._planes = iter(planes)
         self.bits = None
-        if mask is not None:
-            wide = torch.int32 if mask.device.type == "mps" else torch.int64
-            self.bits = mask.view(torch.int8).neg().to(wide)  # all bits of those that count
+        if mask is not None:  # all bits of those that count
+            integers = torch.int32 if planes.dtype == torch.float32 else torch.int64
+            self.bits = self.plane().view(integers).copy_(mask.view(torch.int8).neg())
         self.ends, self.bootstrapped = terminated, truncated
         if truncated is not None and terminated is not None:
             self.ends, self.bootstrapped = truncated | terminated, truncated & ~terminated
@@ -83,29 +94,29 @@ class _Steps:
             x.view(self.bits.dtype).bitwise_and_(self.bits)
         return x
 
-    def wide(self, x: Tensor) -> Tensor:
-        """A copy of x in float64, 0 where it does not count. A long carry costs no digits then."""
-        narrow = x.device.type == "mps"  # which has no float64
-        return self.counted(x.to(torch.float32 if narrow else torch.float64, copy=True))
+    def plane(self) -> Tensor:
+        """One that nobody uses."""
+        return next(self._planes)
 
-    def scan(self, passed: Tensor, decay: float, *, from_end: bool) -> Tensor:
-        """x_t = a_t·x_prev + passed_t, with a_t = γλ, 0 where an episode ends, 1 where a step does
+    def copied(self, x: Tensor) -> Tensor:
+        return self.plane().copy_(x)
+
+    def scan(self, passed: Tensor, decay: float) -> Tensor:
+        """x_t = a_t·x_{t-1} + passed_t, with a_t = γλ, 0 where an episode ends, 1 where a step does
         not count. Overwrites ``passed``."""
+        slopes = self.plane()
         if self.bits is None:
-            slopes = torch.full_like(passed, decay)
+            slopes.fill_(decay)
         else:
             decimal, integer = "dq" if passed.dtype == torch.float64 else "fi"
             yes, no = (struct.unpack(integer, struct.pack(decimal, x))[0] for x in (decay, 1.0))
-            slopes = (self.bits & (yes ^ no)).bitwise_xor_(no).view(passed.dtype)
+            bits = slopes.view(self.bits.dtype)
+            torch.bitwise_and(self.bits, yes ^ no, out=bits).bitwise_xor_(no)
         if self.ends is not None:
-            slopes = torch.where(self.ends, 0.0, slopes)
-        if from_end:
-            slopes, passed = slopes.flip(-1), passed.flip(-1)
+            slopes.masked_fill_(self.ends, 0.0)
         if self.ends is None and decay ** passed.shape[-1] > torch.finfo(passed.dtype).tiny ** 0.8:
-            x = _smooth_scan(slopes, passed)
-        else:
-            x = _scan(slopes.t().contiguous(), passed.t().contiguous()).t()
-        return x.flip(-1) if from_end else x
+            return _smooth_scan(slopes, passed)
+        return _scan(slopes.t().contiguous(), passed.t().contiguous()).t()
 
 
 def _advantages(
@@ -116,19 +127,20 @@ def _advantages(
     gamma: float,
     lam: float,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns."""
+    """Advantages and returns, of rows that begin with the last step."""
     decay = gamma * lam
-    r, v = steps.wide(rewards), steps.wide(values)
-    advantages = r - v
+    r, v = (steps.counted(steps.copied(x)) for x in (rewards, values))
+    advantages = torch.sub(r, v, out=steps.plane())
     passed = r.mul_(decay).add_(v, alpha=gamma - decay)
     if steps.bootstrapped is not None and bootstrap is not None:
         follows = gamma * torch.where(steps.bootstrapped, bootstrap.to(v.dtype), 0.0)
-        advantages, passed = advantages + follows, passed + decay * follows
-    x = steps.scan(passed, decay, from_end=True)
+        advantages += follows
+        passed.add_(follows, alpha=decay)
+    x = steps.scan(passed, decay)
     if steps.ends is None:
-        advantages[:, :-1] += x[:, 1:]
+        advantages[:, 1:].add_(x[:, :-1])
     else:
-        advantages[:, :-1] += torch.where(steps.ends[:, :-1], 0.0, x[:, 1:])
+        advantages[:, 1:].add_(torch.where(steps.ends[:, 1:], 0.0, x[:, :-1]))
     steps.counted(advantages)
     return advantages, v.add_(advantages)
 
@@ -138,10 +150,12 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """By rewards, values and bootstrap values: λ_t = ∂A_t + ∂R_t + γλ·λ_prev, from the start on."""
     decay = gamma * lam
-    by_returns = steps.wide(grad_returns)
-    adjoint = steps.wide(grad_advantages).add_(by_returns)
-    passed = adjoint.clone() if steps.ends is None else torch.where(steps.ends, 0.0, adjoint)
-    x = steps.scan(passed, decay, from_end=False)
+    by_returns, adjoint = (steps.counted(steps.copied(x)) for x in (grad_returns, grad_advantages))
+    adjoint += by_returns
+    passed = steps.copied(adjoint)
+    if steps.ends is not None:
+        passed.masked_fill_(steps.ends, 0.0)
+    x = steps.scan(passed, decay)
     adjoint[:, 1:].add_(x[:, :-1], alpha=decay)
     steps.counted(adjoint)
     by_values = by_returns.sub_(adjoint)
@@ -152,26 +166,58 @@ def _gradients(
     return adjoint, by_values, torch.where(steps.bootstrapped, gamma * adjoint, 0.0)
 
 
-def _few_rows_at_a_time(
-    work: Callable[..., tuple[Tensor | None, ...]],
-    flags: Sequence[Tensor | None],
-    inputs: Sequence[Tensor | None],
-    outputs: Sequence[Tensor | None],
-    *coefficients: float,
-) -> None:
-    """Fills ``outputs`` [N, T] with what ``work`` makes of the inputs."""
-    rows, length = next(x.shape for x in inputs if x is not None)
-    on_cpu = all(x is None or x.device.type == "cpu" for x in inputs)
-    # A compiler makes loops of its own.
-    in_parts = on_cpu and not torch.compiler.is_compiling()
-    few = max(1, _TOGETHER // length if in_parts else rows)
-    for start in range(0, rows, few):
-        here = slice(start, start + few)
-        steps = _Steps(*(None if x is None else x[here] for x in flags))
-        results = work(steps, *(None if x is None else x[here] for x in inputs), *coefficients)
-        for output, result in zip(outputs, results, strict=False):
-            if output is not None and result is not None:
-                output[here] = result
+class _Job(NamedTuple):
+    """``work`` on rows [n, T], and the dtypes of its results; None where one is not wanted."""
+
+    work: Callable[..., tuple[Tensor | None, ...]]
+    flags: tuple[Tensor | None, ...]
+    inputs: tuple[Tensor | None, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    coefficients: tuple[float, float]
+    from_end: bool  # time runs the other way for it
+
+    def at(self, rows: slice) -> _Job:
+        flags, inputs = (
+            tuple(None if x is None else x[rows] for x in xs) for xs in (self.flags, self.inputs)
+        )
+        return self._replace(flags=flags, inputs=inputs)
+
+    def run(self, planes: Tensor) -> list[Tensor | None]:
+        def turned(x: Tensor | None) -> Tensor | None:
+            return x.flip(-1) if self.from_end and x is not None else x
+
+        mask, terminated, truncated = map(turned, self.flags)
+        steps = _Steps(mask, terminated, truncated, planes)
+        results = self.work(steps, *map(turned, self.inputs), *self.coefficients)
+        return [
+            None if x is None or dtype is None else turned(x.to(dtype, copy=True))
+            for x, dtype in zip(results, self.dtypes, strict=False)
+        ]
+
+
+def _few_rows_at_a_time(job: _Job) -> list[Tensor | None]:
+    like = job.inputs[0]
+    assert like is not None
+    rows, length = like.shape
+    if like.device.type != "cpu" or torch.compiler.is_compiling():
+        wide = torch.float32 if like.device.type == "mps" else torch.float64  # which mps has not
+        return job.run(like.new_empty(_PLANES, rows, length, dtype=wide))
+    few = max(1, min(rows, _TOGETHER // length))
+    nbytes = _PLANES * few * length * torch.float64.itemsize
+    memory = scratch.borrow(like, nbytes)
+    planes = memory[:nbytes].view(torch.float64).view(_PLANES, few, length)
+    if few >= rows:
+        results = job.run(planes[:, :rows])
+    else:
+        parts = [
+            job.at(slice(start, start + few)).run(planes[:, : rows - start])
+            for start in range(0, rows, few)
+        ]
+        results = [
+            None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)
+        ]
+    scratch.give_back(memory)
+    return results
 
 
 class _GAE(torch.autograd.Function):
@@ -189,24 +235,22 @@ class _GAE(torch.autograd.Function):
         gamma: float,
         lam: float,
     ) -> tuple[Tensor, Tensor]:
-        advantages = torch.empty_like(rewards, dtype=torch.float32)
-        returns = torch.empty_like(advantages)
-        inputs, outputs = (rewards, values, bootstrap), (advantages, returns)
-        flags = (mask, terminated, truncated)
-        _few_rows_at_a_time(_advantages, flags, inputs, outputs, gamma, lam)
+        inputs, flags = (rewards, values, bootstrap), (mask, terminated, truncated)
         ctx.save_for_backward(*flags)
         ctx.coefficients = gamma, lam
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        return advantages, returns
+        results = (torch.float32, torch.float32)
+        job = _Job(_advantages, flags, inputs, results, (gamma, lam), from_end=True)
+        return tuple(_few_rows_at_a_time(job))  # type: ignore[return-value]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        results = [
-            torch.empty_like(grads[0], dtype=dtype) if needed else None
+        dtypes = tuple(
+            dtype if needed else None
             for needed, dtype in zip(ctx.needs_input_grad, ctx.dtypes, strict=False)
-        ]
-        _few_rows_at_a_time(_gradients, ctx.saved_tensors, grads, results, *ctx.coefficients)
-        return *results, *(None,) * 5
+        )
+        job = _Job(_gradients, ctx.saved_tensors, grads, dtypes, ctx.coefficients, from_end=False)
+        return *_few_rows_at_a_time(job), *(None,) * 5
 
 
 def gae(

@@ -11,14 +11,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .head import (
-    HeadInputs,
     Workspace,
     add_product_,
-    checked_head,
     column_chunks,
     product,
     row_chunks,
 )
+from .head_inputs import HeadInputs, checked_head
 from .head_rows import RowStatistics, Slopes
 
 EXTRAS = ("log_sum_sq_probs", "mean_logit", "is_top1")

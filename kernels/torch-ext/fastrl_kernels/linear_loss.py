@@ -11,13 +11,12 @@ from torch.autograd.function import once_differentiable
 
 from .checks import check_device, check_float, check_same_shape, counts
 from .head import (
-    HeadInputs,
     Workspace,
     add_product_,
-    checked_head,
     product,
     row_chunks,
 )
+from .head_inputs import HeadInputs, checked_head
 from .head_rows import RowStatistics, Slopes
 from .ppo_loss import (
     Constants,
