@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from fastrl_kernels import sample_keys, sample_tokens
+from fastrl_kernels import reference, sample_keys, sample_tokens
 
 # A statistic as far out as this is seen once in a million correct draws.
 RARE = 4.9
@@ -42,6 +42,16 @@ def sample(logits, seed=0, **options):
 def kept_by(result, logits):
     """The kept set that the cutoffs tell."""
     return (logits.float() >= result.cutoffs.unsqueeze(-1)).cpu() & (logits > -INF).cpu()
+
+
+def formula(logits, tokens, kept, temperature=1.0):
+    """A draw's log-probs, those at T = 1, the truncated ones, and the entropies."""
+    t = torch.as_tensor(temperature, device=logits.device).to(logits)
+    t = torch.where(t == 0, 1.0, t).expand(len(logits)).unsqueeze(-1)
+    cut = torch.where(kept.to(logits.device), logits, -INF)
+    at = tokens.unsqueeze(-1)
+    logprobs = (torch.log_softmax(x, -1).gather(-1, at) for x in (logits / t, logits, cut / t))
+    return (*(x.squeeze(-1) for x in logprobs), reference.sample_support(logits, temperature)[-1])
 
 
 def z_score(counts, probabilities):

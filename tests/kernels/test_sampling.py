@@ -21,6 +21,7 @@ from tests.kernels.draws import (
     SETTINGS,
     assert_same_bits,
     batch,
+    formula,
     kept_by,
     keys_for,
     sample,
@@ -135,16 +136,10 @@ def test_a_peaked_row_keeps_its_peak_alone(backend, device):
 def judge_statistics(logits, backend, **options):
     """Every figure against float64, with the error that plain PyTorch makes in fp32."""
     result = sample(logits, backend=backend, **options)
-    tokens = result.tokens.unsqueeze(-1)
+    kept, temperature = kept_by(result, logits), options.get("temperature", 1.0)
 
     def figures(dtype):
-        x = logits.to(dtype)
-        kept, _, _, entropies = reference.sample_support(x, **options)
-        t = torch.as_tensor(options.get("temperature", 1.0), device=x.device).to(dtype)
-        t = torch.where(t == 0, 1.0, t).expand(len(x)).unsqueeze(-1)
-        cut = torch.where(kept_by(result, logits).to(kept.device), x, -INF)
-        logps = [torch.log_softmax(y, -1).gather(-1, tokens) for y in (x / t, x, cut / t)]
-        return [*(y.squeeze(-1) for y in logps), entropies]
+        return formula(logits.to(dtype), result.tokens, kept, temperature)
 
     actual = (result.logprobs, result.logprobs_t1, result.truncated_logprobs, result.entropies)
     what = ("logprobs", "logprobs_t1", "truncated_logprobs", "entropies")
