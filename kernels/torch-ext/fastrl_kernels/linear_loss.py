@@ -216,6 +216,10 @@ def linear_ppo_loss(
     once more for backward takes 8. Gradients exist as soon as the loss does; backward multiplies
     them with its own, once.
 
+    So gradients are rounded to the tensors' dtype before a factor from upstream, such as a
+    GradScaler's scale, reaches them, and in fp16 small ones underflow whatever the scale: train in
+    bf16 or fp32, or use ``linear_logprobs`` with ``ppo_loss``, whose gradients are scaled first.
+
     Args:
         hidden, weight, labels, bias, temperature, softcap, logit_scale: as for ``linear_logprobs``,
             and so is the rounding; labels [..., T]. With several chunks of rows the weight's
