@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from random import Random
 from typing import Any
@@ -24,18 +23,19 @@ from tests.kernels.test_properties import (
     row_maxima,
 )
 
-LARGE = 5003  # two parts of the kernel, and buckets of PyTorch's path
-VOCABULARIES = (1, 2, 17, 257, 507, 1, 2, 17, 257, 507, LARGE)
-# What a parameter may be, and that which turns it off.
+LARGE = 5003
+VOCABULARIES = (1, 2, 17, 257, 507, 17, 257, 507)
+# What a parameter may be, and that which turns it off, as it is half of the times: most often one
+# of them decides.
 NUMBERS: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "temperature": ((0.0, 0.3, 1.7), 1.0),
-    "top_k": ((1, 3, 40, 10**6), 0),
-    "top_p": ((0.05, 0.7, 0.93), 1.0),
-    "min_p": ((0.003, 0.2, 0.9), 0.0),
+    "temperature": ((0.3, 1.7, 0.0), 1.0),
+    "top_k": ((1, 3, 12, 10**6), 0),
+    "top_p": ((0.05, 0.5, 0.93), 1.0),
+    "min_p": ((0.003, 0.05, 0.6), 0.0),
 }
 PER_ROW = list(product((False, True), repeat=4))
 ROUNDED = ("logprobs", "logprobs_t1", "truncated_logprobs", "entropies")
-EXAMPLES = {"torch": 6, "triton": 1}  # of each combination of numbers and tensors
+EXAMPLES = {"torch": 12, "triton": 1}  # of each combination of numbers and tensors
 # Sums of weights in fp32 tell shares of a row apart that differ by more than this.
 CLOSE = 4e-6
 
@@ -43,12 +43,20 @@ CLOSE = 4e-6
 def parameter(draw: Draw, name: str, rows: int, per_row: bool) -> Any:
     """A number; or one per row, some of them off."""
     numbers, off = NUMBERS[name]
+    choices = (*numbers, *[off] * len(numbers))
     if not per_row:
-        return draw.one_of((*numbers, off), name)
-    values = torch.tensor([draw.one_of((*numbers, off), f"{name}[{i}]") for i in range(rows)])
+        return draw.one_of(choices, name)
+    values = torch.tensor([draw.one_of(choices, f"{name}[{i}]") for i in range(rows)])
     if name == "top_k":
         values = values.to(draw.one_of((torch.int64, torch.int32), "dtype of top_k"))
     return draw.placed(values)
+
+
+def logits_of(draw: Draw, rows: int, vocabulary: int) -> Tensor:
+    """Most often such that a cut is somewhere in the middle."""
+    if draw.one_of((True, True, False), "ordinary"):
+        return draw.placed(draw.normal((rows, vocabulary), 2.0))
+    return draw.placed(distribution(draw, (rows, vocabulary))[0])
 
 
 def keys_of(draw: Draw, rows: int) -> Tensor:
@@ -57,25 +65,21 @@ def keys_of(draw: Draw, rows: int) -> Tensor:
     return keys.view(torch.uint64) if draw.sometimes("unsigned keys") else keys
 
 
-def supports(logits: Tensor, options: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The float64 specification's kept sets and cutoffs, with the least and with the most kept
-    that rounding allows."""
-    for sign in (-1, 1):
-        given = {k: torch.as_tensor(x).cpu() for k, x in options.items()}
-        top_p, min_p = given["top_p"].double(), given["min_p"].double()
-        given["top_p"] = torch.where(top_p < 1, top_p * (1 + sign * CLOSE), top_p)
-        given["min_p"] = min_p * (1 - sign * CLOSE)
-        kept, _, cutoffs, _ = reference.sample_support(logits.double().cpu(), **given)
-        yield kept, cutoffs
+def cutoff_of(logits: Tensor, options: dict[str, Any], rounding: float) -> Tensor:
+    """The float64 specification's, at a ``top_p`` and a ``min_p`` that keep slightly more."""
+    given = {k: torch.as_tensor(x).cpu() for k, x in options.items()}
+    top_p, min_p = given["top_p"].double(), given["min_p"].double()
+    given["top_p"] = torch.where(top_p < 1, top_p * (1 + rounding), top_p)
+    given["min_p"] = min_p * (1 - rounding)
+    _, _, cutoffs, _ = reference.sample_support(logits.double().cpu(), **given)
+    return cutoffs
 
 
 def check_support(result: SampledTokens, logits: Tensor, options: dict[str, Any]) -> None:
     """What is kept, and that it is drawn from."""
-    kept, tokens = kept_by(result, logits), result.tokens.cpu()
-    (least, highest), (most, lowest) = supports(logits, options)
-    cutoffs = result.cutoffs.cpu().double()
-    assert ((lowest <= cutoffs) & (cutoffs <= highest)).all()
-    assert ((least <= kept) & (kept <= most)).all()
+    kept, tokens, cutoffs = kept_by(result, logits), result.tokens.cpu(), result.cutoffs.cpu()
+    assert (cutoffs >= cutoff_of(logits, options, CLOSE)).all()
+    assert (cutoffs <= cutoff_of(logits, options, -CLOSE)).all()
     assert ((tokens >= 0) & (tokens < logits.shape[1])).all()
     assert kept.gather(-1, tokens.unsqueeze(-1)).all()
     greedy = (torch.as_tensor(options["temperature"]).cpu() == 0).expand(len(tokens))
@@ -116,6 +120,25 @@ def again(
     return sample_tokens(moved, moved_keys, **options, backend=backend)
 
 
+def check_draws(draw: Draw, logits: Tensor, options: dict[str, Any], backend: str) -> None:
+    rows = len(logits)
+    keys, before = keys_of(draw, rows), logits.clone()
+    result = sample_tokens(logits, keys, **options, backend=backend)
+    assert torch.equal(logits, before)
+    check_support(result, logits, options)
+    check_figures(result, logits, options["temperature"])
+
+    # The same again, however it lies in memory; and a row by itself.
+    if backend == "torch":  # its sums' order may depend on the batch, its draws must not
+        assert_same_bits(again(draw, logits, keys, options, slice(None), backend), result)
+        result = result._replace(**dict.fromkeys(ROUNDED, result.cutoffs))
+    at = draw.one_of(range(rows), "row")
+    alone = again(draw, logits, keys, options, slice(at, at + 1), backend)
+    if backend == "torch":
+        alone = alone._replace(**dict.fromkeys(ROUNDED, alone.cutoffs))
+    assert_same_bits(alone, [x[at : at + 1] for x in result])
+
+
 @pytest.mark.parametrize("per_row", PER_ROW, ids=lambda x: "".join("nt"[i] for i in x))
 @examples(1)
 def test_sample_tokens(backend, device, per_row, random):
@@ -123,28 +146,24 @@ def test_sample_tokens(backend, device, per_row, random):
     seed = random.getrandbits(32)
     for example in range(EXAMPLES[backend]):
         draw = Draw(Random(f"{seed} {per_row} {example}"), device)
-        vocabulary = draw.one_of(VOCABULARIES, "vocabulary")
-        rows = draw.one_of((1, 2) if vocabulary == LARGE else (1, 2, 3), "rows")
-        logits, keys = draw.placed(distribution(draw, (rows, vocabulary))[0]), keys_of(draw, rows)
+        rows = draw.one_of((1, 2, 2), "rows")
+        logits = logits_of(draw, rows, draw.one_of(VOCABULARIES, "vocabulary"))
         options = {
             name: parameter(draw, name, rows, by_row)
             for name, by_row in zip(NUMBERS, per_row, strict=True)
         }
-        before = logits.clone()
-        result = sample_tokens(logits, keys, **options, backend=backend)
-        assert torch.equal(logits, before)
-        check_support(result, logits, options)
-        check_figures(result, logits, options["temperature"])
+        check_draws(draw, logits, options, backend)
 
-        # The same again, however it lies in memory; and a row by itself.
-        if backend == "torch":  # its sums' order may depend on the batch, its draws must not
-            assert_same_bits(again(draw, logits, keys, options, slice(None), backend), result)
-            result = result._replace(**dict.fromkeys(ROUNDED, result.cutoffs))
-        at = draw.one_of(range(rows), "row")
-        alone = again(draw, logits, keys, options, slice(at, at + 1), backend)
-        if backend == "torch":
-            alone = alone._replace(**dict.fromkeys(ROUNDED, alone.cutoffs))
-        assert_same_bits(alone, [x[at : at + 1] for x in result])
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
+@examples(1)
+def test_sample_tokens_of_a_large_vocabulary(backend, device, name, random):
+    """Two parts of the kernel's, and the buckets of PyTorch's path; one cut that is a number."""
+    draw = Draw(Random(f"{random.getrandbits(32)} {name}"), device)
+    options = {other: off for other, (_, off) in NUMBERS.items()}
+    options["temperature"] = draw.one_of((0.7, 1.0, 1.7), "temperature")
+    options[name] = draw.one_of(NUMBERS[name][0][:2], name)
+    check_draws(draw, draw.placed(draw.normal((1, LARGE), 2.0)), options, backend)
 
 
 # --- keys ----------------------------------------------------------------------------------------
