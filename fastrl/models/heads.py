@@ -55,7 +55,7 @@ class FusedHead:
                 seen.append((scores, picked))
                 return hidden[:, :0]
 
-            with _in_front_of_head(model, score):
+            with in_front_of_head(model, score):
                 model(**inputs)
         return _only(seen, model)
 
@@ -76,7 +76,7 @@ class RowHead:
             seen.append(hidden.flatten(0, -2)[request.rows].unsqueeze(0))
             return seen[-1]
 
-        with _in_front_of_head(model, pick):
+        with in_front_of_head(model, pick):
             logits = model(**inputs).logits
         hidden = _only(seen, model)
         # squeeze is a view both ways; indexing would copy the logits' gradient
@@ -185,7 +185,7 @@ def _why_other_transform(model: Any, transform: LogitTransform, inputs: Inputs) 
 
 
 @contextmanager
-def _in_front_of_head(model: Any, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
+def in_front_of_head(model: Any, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
     """While open, the LM head is given what ``change`` makes of its input [B, T, H]."""
 
     def hook(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

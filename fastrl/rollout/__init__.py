@@ -1,5 +1,7 @@
 """Generation of responses by the policy."""
 
-from fastrl.rollout.engine import GenerateEngine, RolloutOutput, SamplingParams
+from fastrl.rollout.engine import RolloutEngine
+from fastrl.rollout.fallback import GenerateEngine
+from fastrl.rollout.params import RolloutOutput, SamplingParams
 
-__all__ = ["GenerateEngine", "RolloutOutput", "SamplingParams"]
+__all__ = ["GenerateEngine", "RolloutEngine", "RolloutOutput", "SamplingParams"]

@@ -1,178 +1,331 @@
-"""Responses from the policy, through ``model.generate``."""
+"""Rollouts on the very model that is trained: slots, packed prefill, one decode step for all."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastrl.models.modes import evaluating
-from fastrl.rollout.prompts import check_prompts, need_pad_token
+import fastrl_kernels
+from fastrl.models.modes import context_length
+from fastrl.rollout.arena import Arena, LayerShape, PrefillAttention
+from fastrl.rollout.params import RolloutOutput, SamplingParams
+from fastrl.rollout.policy import Autocast, Policy
+from fastrl.rollout.prompts import check_prompts, end_tokens
+from fastrl.rollout.results import Results
+from fastrl.rollout.runner import EagerRunner, GraphRunner, Graphs
+from fastrl.rollout.schedule import Sample, Schedule
+from fastrl.rollout.slots import RUNNING, Slots
+from fastrl.rollout.step import DecodeStep, Rules
+
+POLL_STEPS = 8  # between looks at which samples have ended
+PREFILL_TOKENS = 8192  # in one pass
+_ROUND = 64  # slots hold a multiple of as many tokens
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to sample.
+class RolloutEngine:
+    """Generates with the model's own weights, and says how likely every token was.
+
+    A fixed number of slots, each with a length of its own: prompts are never padded, a prompt's
+    samples share its prefill, and the next waiting sample takes the slot of one that ends. Draws
+    are keyed by (seed, sample id, token index), so that a sample does not depend on slots, order
+    or company.
 
     Args:
-        max_new_tokens: at most this many tokens per response.
-        temperature: 0 is greedy.
-        top_k, top_p, min_p: truncations; 0, 1 and 0 switch them off.
-        n: samples per prompt.
-        seed: of torch's generators during this call, which are put back afterwards; None draws on.
+        model: a causal LM whose layers attend through transformers' attention interface, or a
+            value-head model around one.
+        tokenizer: gives the EOS token.
+        max_slots: samples that run at a time.
+        max_length: tokens that a slot holds, prompt and response; None makes room as it is needed,
+            up to the model's context.
+        kv_cache_bytes: for keys and values; fewer slots where they do not fit. None: no limit.
+        autocast: makes the context in which the model runs.
+        cuda_graphs: capture decode steps; only where the model lies on a CUDA device.
 
     Raises:
-        ValueError: a value out of range.
-    """
-
-    max_new_tokens: int = 32
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    n: int = 1
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, at_least in (("max_new_tokens", 1), ("n", 1), ("top_k", 0), ("temperature", 0)):
-            if not getattr(self, name) >= at_least:
-                raise ValueError(f"{name} must be at least {at_least}, got {getattr(self, name)}")
-        if not 0 < self.top_p <= 1 or not 0 <= self.min_p < 1:
-            raise ValueError(f"top_p must lie in (0, 1] and min_p in [0, 1), got {self}")
-
-    def generation_kwargs(self) -> dict[str, Any]:
-        """The same as arguments of ``model.generate``."""
-        if self.temperature == 0:
-            return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
-        truncation = {"min_p": self.min_p} if self.min_p else {}
-        return {
-            "max_new_tokens": self.max_new_tokens,
-            "do_sample": True,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            **truncation,
-        }
-
-
-@dataclass
-class RolloutOutput:
-    """Samples in the order prompt 0 sample 0 … prompt 0 sample n-1, prompt 1 …, a list per field.
-
-    ``model.generate`` reports tokens alone: log-probs, entropies and values are None here.
-    """
-
-    sequences: list[Tensor]  # generated tokens without the prompt, the EOS included
-    finish_reasons: list[str]  # "eos" or "length"
-    logprobs: list[Tensor] | None = None
-    logprobs_t1: list[Tensor] | None = None
-    truncated_logprobs: list[Tensor] | None = None
-    entropies: list[Tensor] | None = None
-    values: list[Tensor] | None = None
-    stats: dict[str, float] = field(default_factory=dict)
-
-
-class GenerateEngine:
-    """Samples responses with the trained model's own ``generate``: any model, any keyword.
-
-    Args:
-        model: a causal LM, or a value-head model around one.
-        tokenizer: gives the pad and EOS tokens.
-        batch_size: prompts per call of ``generate``.
-        autocast: makes the context in which ``generate`` runs.
+        ValueError: a number below 1; a model on several devices; a budget without room for a slot.
     """
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any,
-        batch_size: int = 64,
-        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        max_slots: int = 64,
+        max_length: int | None = None,
+        *,
+        kv_cache_bytes: int | None = None,
+        autocast: Autocast = contextlib.nullcontext,
+        cuda_graphs: bool = True,
     ):
-        self.model = model
-        self.autocast = autocast
-        self.tokenizer = tokenizer
-        self.batch_size = batch_size
+        for name, x in (
+            ("max_slots", max_slots),
+            ("max_length", max_length),
+            ("kv_cache_bytes", kv_cache_bytes),
+        ):
+            if x is not None and x < 1:
+                raise ValueError(f"{name} must be at least 1, got {x}")
+        devices = {p.device for p in model.parameters()}
+        if len(devices) > 1:
+            raise ValueError(
+                f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): "
+                "rollouts need it on one; load it without device_map"
+            )
+        self.model, self.tokenizer = model, tokenizer
+        self.policy = Policy(model, autocast)
+        self.max_slots, self.max_length, self.kv_cache_bytes = max_slots, max_length, kv_cache_bytes
+        self._layers: list[LayerShape] | None = None
+        self._arena: Arena | None = None
+        self._slots: Slots | None = None
+        graphs = cuda_graphs and self.policy.device.type == "cuda"
+        self._graphs = Graphs() if graphs else None
 
     def generate(
-        self, prompts: Sequence[Tensor | Sequence[int]], params: SamplingParams
+        self,
+        prompts: Sequence[Tensor | Sequence[int]],
+        params: SamplingParams | None = None,
+        sample_ids: Sequence[int] | None = None,
     ) -> RolloutOutput:
         """``params.n`` responses per prompt.
 
-        Raises:
-            ValueError: an empty prompt or one as long as the model's context, named by its index.
-        """
-        repeated = [torch.as_tensor(p) for p in prompts for _ in range(params.n)]
-        with _seeded(params.seed):
-            return self.generate_with(repeated, params.generation_kwargs())
+        Args:
+            prompts: 1-D token ids.
+            params: how to sample.
+            sample_ids: one per prompt: with the seed they key the draws. By default the prompts'
+                indices.
 
-    def generate_with(
-        self, prompts: Sequence[Tensor], generation_kwargs: dict[str, Any]
-    ) -> RolloutOutput:
-        """One response per prompt, with keyword arguments of ``model.generate`` as they are."""
-        kwargs = {"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs}
-        for name in ("num_return_sequences", "return_dict_in_generate"):
-            if kwargs.pop(name, None) not in (None, 1, False):
-                raise ValueError(f"{name} is not supported here: repeat the prompts instead")
-        check_prompts(prompts, self.model, kwargs.get("max_new_tokens"))
-        for start in range(0, len(prompts), self.batch_size):
-            lengths = [len(p) for p in prompts[start : start + self.batch_size]]
-            need_pad_token(lengths, kwargs["pad_token_id"], self.tokenizer)
+        Raises:
+            ValueError: an empty prompt, token ids outside the vocabulary, a prompt that with its
+                new tokens exceeds the model's context or ``max_length``; named by its index.
+        """
+        params = params or SamplingParams()
+        tokens = [torch.as_tensor(prompt).cpu() for prompt in prompts]
+        limits = params.limits(len(tokens))
+        check_prompts(tokens, self.model, limits)
+        self._check_room(tokens, limits)
+        ids = list(range(len(tokens))) if sample_ids is None else list(sample_ids)
+        if len(ids) != len(tokens):
+            raise ValueError(f"sample_ids has {len(ids)} entries for {len(tokens)} prompts")
+        job = _Job(tokens, limits, ids, params)
         begin = time.perf_counter()
-        output = RolloutOutput(sequences=[], finish_reasons=[])
-        with evaluating(self.model), self.autocast():
-            for start in range(0, len(prompts), self.batch_size):
-                self._extend(output, prompts[start : start + self.batch_size], kwargs)
+        arena, slots = self._room(job)
+        with self.policy.opened():
+            output = self._run(job, arena, slots)
         seconds = time.perf_counter() - begin
-        tokens = sum(len(s) for s in output.sequences)
-        output.stats = {
+        made = sum(len(sequence) for sequence in output.sequences)
+        output.stats |= {
             "time/rollout": seconds,
-            "perf/rollout_tokens_per_second": tokens / seconds,
+            "perf/rollout_tokens_per_second": made / seconds,
         }
         return output
 
-    @torch.no_grad()
-    def _extend(
-        self, output: RolloutOutput, prompts: Sequence[Tensor], kwargs: dict[str, Any]
-    ) -> None:
-        device = self.model.device
-        width = max(len(p) for p in prompts)
-        input_ids = torch.full((len(prompts), width), kwargs["pad_token_id"] or 0)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, prompt in enumerate(prompts):
-            input_ids[row, width - len(prompt) :] = prompt
-            attention_mask[row, width - len(prompt) :] = 1
-        generated = self.model.generate(
-            input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), **kwargs
+    def sleep(self) -> None:
+        """Frees keys, values and captured steps; the next call of ``generate`` makes them anew."""
+        self._arena = self._slots = None
+        if self._graphs is not None:
+            self._graphs = Graphs()
+
+    def wake(self) -> None:
+        """Nothing to do: memory comes back when it is needed."""
+
+    def _run(self, job: _Job, arena: Arena, slots: Slots) -> RolloutOutput:
+        step = DecodeStep(self.policy, arena, slots, self._rules(job, slots))
+        runner = EagerRunner(step) if self._graphs is None else GraphRunner(step, self._graphs)
+        schedule = Schedule(job.samples(), arena.slots)
+        results = Results(len(schedule.waiting), max(job.limits), self.policy.device)
+        slots.empty(range(arena.slots))
+        keys = job.keys()
+        clock = _Clock(self.policy.device)
+        since_look, useful = 0, 0
+        while schedule.waiting or schedule.running:
+            with clock("prefill"):
+                useful += self._admit(job, schedule, keys)
+            with clock("decode"):
+                for source, target, tokens in schedule.pack():
+                    arena.move(source, target, tokens)
+                    slots.move(source, target)
+                steps = schedule.steps(POLL_STEPS - since_look)
+                runner.run(schedule.bucket, schedule.span(steps), steps)
+                ended = set(schedule.advance(steps))
+                since_look += steps
+                if since_look == POLL_STEPS:
+                    reasons = runner.ended(arena.slots)
+                    ended |= {slot for slot in schedule.running if reasons[slot] != RUNNING}
+                    since_look = 0
+                if ended:
+                    results.take(slots, schedule.release(sorted(ended)))
+                    slots.empty(sorted(ended))
+        output = results.output(
+            truncated=job.params.truncates or step.rules.bends,
+            values=self.policy.v_head is not None,
         )
-        ends = self._end_tokens(kwargs)
-        for tokens in generated[:, width:].cpu():
-            stops = torch.isin(tokens, ends).nonzero()
-            ended = len(stops) > 0
-            output.sequences.append(tokens[: int(stops[0]) + 1] if ended else tokens)
-            output.finish_reasons.append("eos" if ended else "length")
+        made = sum(map(len, output.sequences))
+        seconds = clock.seconds()
+        output.sample_ids = [i for i in job.ids for _ in range(job.params.n)]
+        output.stats = {
+            "time/rollout/prefill": seconds["prefill"],
+            "time/rollout/decode": seconds["decode"],
+            "perf/prefill_tokens_per_second": useful / max(seconds["prefill"], 1e-9),
+            "perf/decode_tokens_per_second": made / max(seconds["decode"], 1e-9),
+            "perf/slot_utilisation": made / schedule.rows_run,
+            "perf/decode_steps": float(schedule.decode_steps),
+            **{f"perf/graph_{name}": value for name, value in runner.stats.items()},
+        }
+        return output
 
-    def _end_tokens(self, kwargs: dict[str, Any]) -> Tensor:
-        """The tokenizer's EOS and those that ``generate`` itself stops at."""
-        config = getattr(self.model, "pretrained_model", self.model).generation_config
-        asked = kwargs.get("eos_token_id", config.eos_token_id)
-        ids = [
-            *(asked if isinstance(asked, (list, tuple)) else [asked]),
-            self.tokenizer.eos_token_id,
+    def _admit(self, job: _Job, schedule: Schedule, keys: Tensor) -> int:
+        """Fills free slots, and runs each new prompt once but for its last token, which is left to
+        the decode step. Returns how many tokens were run."""
+        arena, slots = self._arena, self._slots
+        assert arena is not None and slots is not None
+        admitted = schedule.admit([len(prompt) for prompt in job.prompts])
+        if not admitted:
+            return 0
+        by_prompt: dict[int, list[int]] = {}
+        for slot, sample in admitted:
+            by_prompt.setdefault(sample.prompt, []).append(slot)
+        tokens = 0
+        for part in _parts(by_prompt, [len(prompt) - 1 for prompt in job.prompts]):
+            lengths = [len(job.prompts[i]) - 1 for i in part]
+            attention = PrefillAttention(arena, lengths, [by_prompt[i] for i in part])
+            packed = torch.cat([job.prompts[i][:-1] for i in part]).to(self.policy.device)
+            positions = torch.cat([torch.arange(length) for length in lengths])
+            self.policy.prefill(packed, positions.to(packed.device), attention)
+            tokens += len(packed)
+        prompts = [job.prompts[sample.prompt] for _, sample in admitted]
+        at = [slot for slot, _ in admitted]
+        slots.fill(
+            at,
+            token=[int(prompt[-1]) for prompt in prompts],
+            position=[len(prompt) - 1 for prompt in prompts],
+            count=[0] * len(at),
+            limit=[sample.limit for _, sample in admitted],
+            sample=[int(keys[sample.index]) for _, sample in admitted],
+            reason=[RUNNING] * len(at),
+        )
+        slots.remember(at, prompts)
+        return tokens
+
+    def _rules(self, job: _Job, slots: Slots) -> Rules:
+        params, device = job.params, self.policy.device
+
+        def ids(tokens: Sequence[int]) -> Tensor:
+            return torch.tensor(sorted(set(tokens)), dtype=torch.long).to(device)
+
+        stops = None
+        if params.stop:
+            width = max(map(len, params.stop))
+            padded = [[-1] * (width - len(s)) + [int(t) for t in s] for s in params.stop]
+            stops = torch.tensor(padded).to(device)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        slots.begin(
+            seed=job.seed,
+            vocabulary=vocabulary if params.repetition_penalty != 1 else None,
+            tail=None if stops is None else stops.shape[1],
+        )
+        return Rules(
+            temperature=float(params.temperature),
+            top_k=params.top_k,
+            top_p=float(params.top_p),
+            min_p=float(params.min_p),
+            min_new_tokens=params.min_new_tokens,
+            repetition_penalty=float(params.repetition_penalty),
+            suppressed=ids(params.suppress_tokens) if params.suppress_tokens else None,
+            ends=end_tokens(self.model, self.tokenizer, params.eos_token_ids).to(device),
+            stops=stops,
+        )
+
+    def _check_room(self, prompts: list[Tensor], limits: list[int]) -> None:
+        if self.max_length is None:
+            return
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            if len(prompt) + limit > self.max_length:
+                raise ValueError(
+                    f"prompts[{i}] has {len(prompt)} tokens; with {limit} new ones it exceeds the "
+                    f"engine's max_length of {self.max_length}: raise that, or shorten one of them"
+                )
+
+    def _room(self, job: _Job) -> tuple[Arena, Slots]:
+        """Memory that the job fits in: what there is, or more."""
+        needed = max(len(p) + n for p, n in zip(job.prompts, job.limits, strict=True))
+        count = min(self.max_slots, len(job.prompts) * job.params.n)
+        arena = self._arena
+        if arena is not None and arena.length >= needed and arena.slots >= count:
+            assert self._slots is not None
+            return arena, self._slots
+        if self._layers is None:
+            self._layers = self.policy.layer_shapes()
+        length = self.max_length
+        if length is None:
+            length = max(-(-needed // _ROUND) * _ROUND, arena.length if arena else 0)
+            length = max(needed, min(length, context_length(self.model) or length))
+        count = max(count, arena.slots if arena else 0)
+        if self.kv_cache_bytes is not None:
+            each = Arena.bytes_per_slot(self._layers, length, self.policy.dtype)
+            if each > self.kv_cache_bytes:
+                raise ValueError(
+                    f"kv_cache_bytes={self.kv_cache_bytes} leaves no room for a slot of {length} "
+                    f"tokens, which takes {each}: raise it, or lower max_length"
+                )
+            count = min(count, self.kv_cache_bytes // each)
+        self.sleep()
+        self._arena = Arena(self._layers, count, length, self.policy.dtype, self.policy.device)
+        self._slots = Slots(count, length, self.policy.device)
+        return self._arena, self._slots
+
+
+class _Job:
+    """One call of ``generate``."""
+
+    def __init__(
+        self, prompts: list[Tensor], limits: list[int], ids: list[int], params: SamplingParams
+    ):
+        self.prompts, self.limits, self.ids, self.params = prompts, limits, ids, params
+        seed = params.seed
+        self.seed = int(torch.randint(1 << 62, ())) if seed is None else seed
+
+    def samples(self) -> list[Sample]:
+        n = self.params.n
+        return [
+            Sample(i * n + j, i, limit) for i, limit in enumerate(self.limits) for j in range(n)
         ]
-        return torch.tensor(sorted({i for i in ids if i is not None and i >= 0}), dtype=torch.long)
+
+    def keys(self) -> Tensor:
+        """Of each sample, a hash of its prompt's id and its number among that prompt's samples."""
+        n = self.params.n
+        ids = torch.tensor(self.ids).repeat_interleave(n)
+        return fastrl_kernels.sample_keys(0, ids, torch.arange(n).repeat(len(self.ids)))
 
 
-@contextlib.contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
-    if seed is None:
+class _Clock:
+    """Seconds by phase. On a GPU the host's time: phases follow each other there unwaited for."""
+
+    def __init__(self, device: torch.device):
+        self._seconds: dict[str, float] = {"prefill": 0.0, "decode": 0.0}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str) -> Any:
+        begin = time.perf_counter()
         yield
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
+        self._seconds[phase] += time.perf_counter() - begin
+
+    def seconds(self) -> dict[str, float]:
+        return self._seconds
+
+
+def _parts(by_prompt: dict[int, list[int]], lengths: list[int]) -> list[list[int]]:
+    """Prompts in passes of a bounded number of tokens; those without a token need none."""
+    parts: list[list[int]] = []
+    room = 0
+    for prompt in by_prompt:
+        if lengths[prompt] == 0:
+            continue
+        if not parts or lengths[prompt] > room:
+            parts.append([])
+            room = PREFILL_TOKENS
+        parts[-1].append(prompt)
+        room -= lengths[prompt]
+    return parts

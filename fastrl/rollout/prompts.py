@@ -24,7 +24,18 @@ def need_pad_token(lengths: Iterable[int], pad_token_id: int | None, tokenizer: 
         )
 
 
-def check_prompts(prompts: Sequence[Tensor], model: Any, max_new_tokens: int | None) -> None:
+def end_tokens(model: Any, tokenizer: Any, asked: Any = None) -> Tensor:
+    """Ids that end a response: those asked for, by default those at which the model's ``generate``
+    stops; and the tokenizer's EOS."""
+    if asked is None:
+        asked = getattr(model, "pretrained_model", model).generation_config.eos_token_id
+    ids = [*(asked if isinstance(asked, (list, tuple)) else [asked]), tokenizer.eos_token_id]
+    return torch.tensor(sorted({int(i) for i in ids if i is not None and i >= 0}), dtype=torch.long)
+
+
+def check_prompts(
+    prompts: Sequence[Tensor], model: Any, max_new_tokens: int | Sequence[int] | None
+) -> None:
     """Refuse prompts that cannot be continued, by their index.
 
     Raises:
@@ -34,8 +45,9 @@ def check_prompts(prompts: Sequence[Tensor], model: Any, max_new_tokens: int | N
         raise ValueError("prompts is empty: pass at least one")
     context = context_length(model)
     vocabulary = model.config.get_text_config().vocab_size
-    new_tokens = max_new_tokens or 1
+    per_prompt = isinstance(max_new_tokens, Sequence)
     for i, prompt in enumerate(prompts):
+        new_tokens = max_new_tokens[i] if per_prompt else (max_new_tokens or 1)
         if not isinstance(prompt, Tensor):
             raise ValueError(f"prompts[{i}] must be a 1-D tensor, got {type(prompt).__name__}")
         if prompt.dim() != 1 or len(prompt) == 0:

@@ -1,0 +1,135 @@
+"""What a rollout is asked for, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample.
+
+    Args:
+        max_new_tokens: at most this many tokens per response; a list has one number per prompt.
+        temperature: 0 is greedy.
+        top_k, top_p, min_p: truncations, in this order; 0, 1 and 0 switch them off.
+        n: samples per prompt.
+        seed: of the draws; None takes one from torch's own generator.
+        min_new_tokens: no end-of-sequence token before it.
+        repetition_penalty: logits of tokens that occurred, in the prompt too, are divided by it
+            where positive and multiplied where negative.
+        suppress_tokens: ids that are never drawn.
+        eos_token_ids: that end a response; None takes the model's and the tokenizer's.
+        stop: token sequences that end a response, which keeps them.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    max_new_tokens: int | Sequence[int] = 32
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    n: int = 1
+    seed: int | None = None
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    suppress_tokens: Sequence[int] = ()
+    eos_token_ids: Sequence[int] | None = None
+    stop: Sequence[Sequence[int]] = ()
+
+    def __post_init__(self) -> None:
+        for i, most in enumerate(self._limits()):
+            if not most >= 1:
+                place = "max_new_tokens" + (f"[{i}]" if self._per_prompt else "")
+                raise ValueError(f"{place} must be at least 1, got {most}")
+        at_least = {"n": 1, "top_k": 0, "temperature": 0, "min_new_tokens": 0}
+        for name, least in at_least.items():
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p must lie in [0, 1), got {self.min_p}")
+        if not self.repetition_penalty > 0:
+            raise ValueError(
+                f"repetition_penalty must be positive, got {self.repetition_penalty}: 1 is none"
+            )
+        if any(len(sequence) == 0 for sequence in self.stop):
+            raise ValueError("stop holds an empty sequence: each needs at least one token")
+
+    @property
+    def _per_prompt(self) -> bool:
+        return not isinstance(self.max_new_tokens, int)
+
+    def _limits(self) -> Sequence[int]:
+        most = self.max_new_tokens
+        return [most] if isinstance(most, int) else most
+
+    def limits(self, prompts: int) -> list[int]:
+        """max_new_tokens of each prompt.
+
+        Raises:
+            ValueError: a list of another length.
+        """
+        if isinstance(self.max_new_tokens, int):
+            return [self.max_new_tokens] * prompts
+        if len(self.max_new_tokens) != prompts:
+            raise ValueError(
+                f"max_new_tokens has {len(self.max_new_tokens)} numbers for {prompts} prompts: "
+                "pass one each, or one for all"
+            )
+        return list(self.max_new_tokens)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether draws come from less than the whole softmax."""
+        cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return cut and self.temperature > 0
+
+    def generation_kwargs(self) -> dict[str, Any]:
+        """The same as arguments of ``model.generate``; the longest of several limits."""
+        kwargs: dict[str, Any] = {"max_new_tokens": max(self._limits()), "do_sample": False}
+        if self.temperature > 0:
+            kwargs |= {
+                "do_sample": True,
+                "temperature": self.temperature,
+                "top_k": self.top_k,
+                "top_p": self.top_p,
+            }
+            kwargs |= {"min_p": self.min_p} if self.min_p else {}
+        if self.min_new_tokens:
+            kwargs["min_new_tokens"] = self.min_new_tokens
+        if self.repetition_penalty != 1:
+            kwargs["repetition_penalty"] = self.repetition_penalty
+        if self.suppress_tokens:
+            kwargs["suppress_tokens"] = list(self.suppress_tokens)
+        if self.eos_token_ids is not None:
+            kwargs["eos_token_id"] = list(self.eos_token_ids)
+        return kwargs
+
+
+@dataclass
+class RolloutOutput:
+    """Samples in the order prompt 0 sample 0 … prompt 0 sample n-1, prompt 1 …, a list per field.
+
+    Per token, each as long as its sequence, fp32 in nats: log-probs under the whole softmax at the
+    sampling temperature and at 1 (greedy: both at 1), under what was drawn from (None where nothing
+    is cut), entropies at the sampling temperature; and values (None without a value head).
+    """
+
+    sequences: list[Tensor]  # generated tokens without the prompt, the EOS included
+    finish_reasons: list[str]  # "eos", "length", "stop" or "nan"
+    logprobs: list[Tensor] | None = None
+    logprobs_t1: list[Tensor] | None = None
+    truncated_logprobs: list[Tensor] | None = None
+    cutoffs: list[Tensor] | None = None  # the lowest logit that was kept
+    entropies: list[Tensor] | None = None
+    values: list[Tensor] | None = None
+    sample_ids: list[int] | None = None  # that keyed the draws
+    stats: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,98 @@
+"""A causal language model, with or without a value head, as rollouts run it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.models.heads import in_front_of_head
+from fastrl.models.modes import evaluating
+from fastrl.rollout.arena import LayerShape, SlotCache
+from fastrl.rollout.attention import Attention, attached, attending
+
+Autocast = Callable[[], contextlib.AbstractContextManager]
+
+
+class Policy:
+    """Runs a model's forward on prompts and on single tokens, with attention of the engine's.
+
+    Args:
+        model: a causal LM, or a value-head model around one.
+        autocast: makes the context in which the model runs.
+    """
+
+    def __init__(self, model: Any, autocast: Autocast = contextlib.nullcontext):
+        self.model = model
+        self.v_head = getattr(model, "v_head", None)
+        self.language_model: Any = model if self.v_head is None else model.pretrained_model
+        self.autocast = autocast
+        self._cache = SlotCache()
+        self._hidden: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.language_model.device
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """While open: no dropout, no gradients, the engine's attention. All of it is put back."""
+        with (
+            torch.no_grad(),
+            evaluating(self.model),
+            attached(self.language_model),
+            in_front_of_head(self.language_model, self._see),
+            self.autocast(),
+        ):
+            yield
+
+    def prefill(self, tokens: Tensor, positions: Tensor, attention: Attention) -> None:
+        """Keys and values of tokens [T] at positions [T]; the LM head sees none of them."""
+        self._hidden = None
+        self._run(tokens.unsqueeze(0), positions.unsqueeze(0), attention, head=False)
+
+    def decode(
+        self, tokens: Tensor, positions: Tensor, attention: Attention
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [b, V] after tokens [b] at positions [b], and their values [b]."""
+        logits = self._run(tokens.unsqueeze(1), positions.unsqueeze(1), attention, head=True)
+        values = None
+        if self.v_head is not None:
+            assert self._hidden is not None
+            values = self.v_head(self._hidden).flatten()
+        self._hidden = None
+        return logits.squeeze(1), values
+
+    def _run(self, tokens: Tensor, positions: Tensor, attention: Attention, head: bool) -> Any:
+        self._with_head = head
+        self._cache.attention = attention
+        with attending(attention):
+            return self.language_model(
+                input_ids=tokens,
+                position_ids=positions,
+                # Given, so that no model looks for padding in the tokens.
+                attention_mask=torch.ones_like(tokens),
+                past_key_values=self._cache,
+                use_cache=True,
+            ).logits
+
+    def _see(self, _head: nn.Module, hidden: Tensor) -> Tensor:
+        self._hidden = hidden
+        return hidden if self._with_head else hidden[:, :0]
+
+    @torch.no_grad()
+    def layer_shapes(self) -> list[LayerShape]:
+        """What one token's keys and values look like, read off a forward with the model's own
+        cache."""
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        with evaluating(self.model), self.autocast():
+            cache = self.language_model(input_ids=token, use_cache=True).past_key_values
+        layers = []
+        for layer in cache.layers:
+            keys, values = layer.keys, layer.values
+            layers.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
+            self.dtype = keys.dtype
+        return layers

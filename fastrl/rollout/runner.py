@@ -1,0 +1,99 @@
+"""How decode steps are run: called one by one, or captured in CUDA graphs and replayed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.rollout.step import DecodeStep
+
+
+class EagerRunner:
+    """Calls the step."""
+
+    def __init__(self, step: DecodeStep):
+        self.step = step
+        self.stats: dict[str, float] = {}
+
+    def run(self, bucket: int, span: int, steps: int) -> None:
+        for _ in range(steps):
+            self.step(bucket, span)
+
+    def ended(self, wanted: int) -> list[int]:
+        """The reasons of the first slots; the only time that the host waits for the device."""
+        return self.step.slots.rows.reason[:wanted].tolist()
+
+
+class GraphRunner:
+    """Captures the step once per bucket, lazily, in one memory pool, and replays it.
+
+    A graph holds addresses and numbers: it is captured anew where a parameter has moved or a number
+    of the rules is another.
+    """
+
+    def __init__(self, step: DecodeStep, graphs: Graphs):
+        self.step, self.graphs = step, graphs
+        self.key = graphs.key(step)
+        self.stats = {"captures": 0.0, "replays": 0.0, "capture_seconds": 0.0}
+
+    def run(self, bucket: int, span: int, steps: int) -> None:
+        # Live tokens alone are read whatever the span, so that one graph serves all lengths.
+        graph = self.graphs.get((self.key, bucket), lambda: self._capture(bucket))
+        for _ in range(steps):
+            graph.replay()
+        self.stats["replays"] += steps
+
+    def _capture(self, bucket: int) -> Any:
+        begin = time.perf_counter()
+        length = self.step.arena.length
+        state = [x.clone() for x in self.step.slots.tensors()]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.step(bucket, length)  # compiles kernels, makes libraries' workspaces
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.graphs.pool):
+            self.step(bucket, length)
+        for x, before in zip(self.step.slots.tensors(), state, strict=True):
+            x.copy_(before)
+        torch.cuda.synchronize()
+        self.stats["captures"] += 1
+        self.stats["capture_seconds"] += time.perf_counter() - begin
+        return graph
+
+    def ended(self, wanted: int) -> list[int]:
+        return self.step.slots.rows.reason[:wanted].tolist()
+
+
+class Graphs:
+    """Captured steps by their key, and the memory pool that they share."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[tuple, Any] = {}
+        self._key: tuple = ()
+
+    @staticmethod
+    def key(step: DecodeStep) -> tuple:
+        """Every number and every address that a captured step holds."""
+        rules = step.rules
+        tensors = [*step.slots.tensors(), *step.arena.keys, *step.arena.values]
+        tensors += [x for x in rules if isinstance(x, Tensor)]
+        return (rules.numbers(), addresses(step.policy.model), tuple(x.data_ptr() for x in tensors))
+
+    def get(self, key: tuple, capture: Any) -> Any:
+        if key[0] != self._key:  # of other weights or rules: never to be replayed again
+            self._captured.clear()
+            self._key = key[0]
+        if key not in self._captured:
+            self._captured[key] = capture()
+        return self._captured[key]
+
+
+def addresses(model: nn.Module) -> int:
+    """A hash of where parameters and buffers lie."""
+    return hash(tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers())))
