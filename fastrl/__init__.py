@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fastrl.core import LengthSampler, set_seed
     from fastrl.models import AutoModelForCausalLMWithValueHead, create_reference_model
     from fastrl.patch import TRLPatch, patch_trl, unpatch_trl
-    from fastrl.rollout import GenerateEngine, RolloutOutput, SamplingParams
+    from fastrl.rollout import GenerateEngine, RolloutEngine, RolloutOutput, SamplingParams
     from fastrl.trainers import (
         Evaluation,
         JsonlCallback,
@@ -38,6 +38,7 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "ProgressCallback",
+    "RolloutEngine",
     "RolloutOutput",
     "SamplingParams",
     "TRLPatch",
@@ -57,7 +58,7 @@ _HOMES = {
     "fastrl.core": ("LengthSampler", "set_seed"),
     "fastrl.models": ("AutoModelForCausalLMWithValueHead", "create_reference_model"),
     "fastrl.patch": ("TRLPatch", "patch_trl", "unpatch_trl"),
-    "fastrl.rollout": ("GenerateEngine", "RolloutOutput", "SamplingParams"),
+    "fastrl.rollout": ("GenerateEngine", "RolloutEngine", "RolloutOutput", "SamplingParams"),
     "fastrl.trainers": (
         "Evaluation",
         "JsonlCallback",

@@ -46,6 +46,12 @@ class Arena:
         widths = sum(layer.heads * (layer.key_width + layer.value_width) for layer in layers)
         return widths * length * dtype.itemsize
 
+    def clear(self, slots: Sequence[int]) -> None:
+        """What a sample left behind must not reach the next one: a weight of 0 hides no NaN."""
+        for x in (*self.keys, *self.values):
+            for slot in slots:
+                x[slot].zero_()
+
     def move(self, source: int, target: int, tokens: int) -> None:
         """Copies the first tokens of a slot to another."""
         for x in (*self.keys, *self.values):
@@ -117,10 +123,11 @@ class PrefillAttention:
                 sources.append(torch.arange(start, start + length))
                 places.append(torch.arange(length) + slot * arena.length)
         self.sources, self.places = (torch.cat(x).to(device) for x in (sources, places))
-        # [prompts, longest] in the row; past a prompt's end something that nobody looks at
-        columns = torch.arange(self.longest)
-        self.padded = (starts[:, None] + columns).clamp(max=sum(lengths) - 1).to(device)
-        here = columns < torch.tensor(lengths)[:, None]
+        # [prompts, longest] in the row; past a prompt's end its last token again: another prompt's
+        # might be NaN, which a weight of 0 does not hide
+        columns, ends = torch.arange(self.longest), torch.tensor(lengths)[:, None]
+        self.padded = (starts[:, None] + torch.minimum(columns, ends - 1)).to(device)
+        here = columns < ends
         self.real = here.flatten().nonzero().squeeze(1).to(device)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

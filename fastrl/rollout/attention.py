@@ -77,9 +77,9 @@ AttentionInterface.register(NAME, _attend)
 @contextlib.contextmanager
 def attached(model: nn.Module) -> Iterator[None]:
     """While open, the model attends through this module; its own setting is put back afterwards."""
-    configs = {}
+    configs: dict[int, Any] = {}
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation_internal"):
             configs[id(config)] = config
     before = [(config, config._attn_implementation_internal) for config in configs.values()]

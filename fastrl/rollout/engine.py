@@ -172,6 +172,7 @@ class RolloutEngine:
             "perf/decode_tokens_per_second": made / max(seconds["decode"], 1e-9),
             "perf/slot_utilisation": made / schedule.rows_run,
             "perf/decode_steps": float(schedule.decode_steps),
+            "perf/nan_samples": float(output.finish_reasons.count("nan")),
             **{f"perf/graph_{name}": value for name, value in runner.stats.items()},
         }
         return output
@@ -180,10 +181,12 @@ class RolloutEngine:
         """Fills free slots, and runs each new prompt once but for its last token, which is left to
         the decode step. Returns how many tokens were run."""
         arena, slots = self._arena, self._slots
-        assert arena is not None and slots is not None
+        assert arena is not None
+        assert slots is not None
         admitted = schedule.admit([len(prompt) for prompt in job.prompts])
         if not admitted:
             return 0
+        arena.clear([slot for slot, _ in admitted])
         by_prompt: dict[int, list[int]] = {}
         for slot, sample in admitted:
             by_prompt.setdefault(sample.prompt, []).append(slot)
@@ -201,7 +204,7 @@ class RolloutEngine:
             at,
             token=[int(prompt[-1]) for prompt in prompts],
             position=[len(prompt) - 1 for prompt in prompts],
-            count=[0] * len(at),
+            made=[0] * len(at),
             limit=[sample.limit for _, sample in admitted],
             sample=[int(keys[sample.index]) for _, sample in admitted],
             reason=[RUNNING] * len(at),

@@ -45,9 +45,9 @@ def check_prompts(
         raise ValueError("prompts is empty: pass at least one")
     context = context_length(model)
     vocabulary = model.config.get_text_config().vocab_size
-    per_prompt = isinstance(max_new_tokens, Sequence)
     for i, prompt in enumerate(prompts):
-        new_tokens = max_new_tokens[i] if per_prompt else (max_new_tokens or 1)
+        most = max_new_tokens[i] if isinstance(max_new_tokens, Sequence) else max_new_tokens
+        new_tokens = most or 1
         if not isinstance(prompt, Tensor):
             raise ValueError(f"prompts[{i}] must be a 1-D tensor, got {type(prompt).__name__}")
         if prompt.dim() != 1 or len(prompt) == 0:

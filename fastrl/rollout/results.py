@@ -26,7 +26,7 @@ class Results:
         target = torch.tensor([sample.index for _, sample in ended]).to(device)
         self.tokens[target] = slots.tokens[source, :length]
         self.figures[:, target] = slots.figures[:, source, :length]
-        self.counts[target] = slots.rows.count[source]
+        self.counts[target] = slots.rows.made[source]
         self.reasons[target] = slots.rows.reason[source]
 
     def output(self, *, truncated: bool, values: bool) -> RolloutOutput:
@@ -36,10 +36,9 @@ class Results:
         def split(rows: Tensor) -> list[Tensor]:
             return [row[:count].clone() for row, count in zip(rows, counts, strict=True)]
 
-        figures = dict(zip(FIELDS, self.figures.cpu(), strict=True))
+        output = RolloutOutput(sequences=split(self.tokens.cpu()), finish_reasons=reasons)
         wanted = {"truncated_logprobs": truncated, "cutoffs": truncated, "values": values}
-        return RolloutOutput(
-            sequences=split(self.tokens.cpu()),
-            finish_reasons=reasons,
-            **{k: split(rows) if wanted.get(k, True) else None for k, rows in figures.items()},
-        )
+        for field, rows in zip(FIELDS, self.figures.cpu(), strict=True):
+            if wanted.get(field, True):
+                setattr(output, field, split(rows))
+        return output

@@ -57,7 +57,7 @@ class Schedule:
 
     def pack(self) -> list[tuple[int, int, int]]:
         """Closes gaps from the end: (from, to, tokens) of samples that move."""
-        moves = []
+        moves: list[tuple[int, int, int]] = []
         while True:
             taken = self.running
             gap = next((slot for slot, running in enumerate(self.slots) if running is None), None)

@@ -19,7 +19,7 @@ class Rows(NamedTuple):
 
     token: Tensor  # the last one, whose keys and values are not stored yet
     position: Tensor  # of that token
-    count: Tensor  # of tokens generated
+    made: Tensor  # tokens generated so far
     limit: Tensor  # of tokens to generate
     sample: Tensor  # the sample's part of the keys of its draws
     reason: Tensor  # RUNNING, or why it ended
@@ -83,7 +83,7 @@ class Slots:
     def empty(self, slots: Sequence[int]) -> None:
         """Their next steps write nothing that anybody looks at."""
         zero = [0] * len(slots)
-        self.fill(slots, reason=[IDLE] * len(slots), position=zero, count=zero, token=zero)
+        self.fill(slots, reason=[IDLE] * len(slots), position=zero, made=zero, token=zero)
 
     def move(self, source: int, target: int) -> None:
         """A running sample to another slot."""

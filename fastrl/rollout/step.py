@@ -1,4 +1,4 @@
-"""The decode step: one function of static buffers, the same eager on a CPU and captured on a GPU."""
+"""The decode step: one function of static buffers, eager on a CPU, captured on a GPU."""
 
 from __future__ import annotations
 
@@ -44,17 +44,16 @@ class Rules(NamedTuple):
             penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits = torch.where(seen, penalised, logits)
         if self.min_new_tokens:
-            early = (rows.count < self.min_new_tokens).unsqueeze(1)
+            early = (rows.made < self.min_new_tokens).unsqueeze(1)
             barred = logits.index_fill(1, self.ends, -torch.inf)
             logits = torch.where(early, barred, logits)
         if self.suppressed is not None:
             logits = logits.index_fill(1, self.suppressed, -torch.inf)
         return logits
 
-    def stopped(self, tail: Tensor | None) -> Tensor | bool:
+    def stopped(self, tail: Tensor) -> Tensor:
         """Which rows [b] end with one of the stop sequences; tail [b, W]."""
-        if self.stops is None or tail is None:
-            return False
+        assert self.stops is not None
         same = (tail.unsqueeze(1) == self.stops) | (self.stops < 0)
         return same.all(-1).any(-1)
 
@@ -71,9 +70,7 @@ class DecodeStep:
 
     def __call__(self, bucket: int, span: int) -> None:
         rows = self.slots.rows.first(bucket)
-        seen, tail = (
-            None if x is None else x[:bucket] for x in (self.slots.seen, self.slots.tail)
-        )
+        seen, tail = (None if x is None else x[:bucket] for x in (self.slots.seen, self.slots.tail))
         attention = DecodeAttention(self.arena, rows.position, span)
         logits, values = self.policy.decode(rows.token, rows.position, attention)
         draw = self._draw(logits, rows, seen)
@@ -82,19 +79,21 @@ class DecodeStep:
         lost = draw.tokens < 0  # no distribution: a NaN among its logits, or nothing left to draw
         goes_on = running & ~lost
         token = torch.where(goes_on, draw.tokens, rows.token)
-        self._record(bucket, rows.count, token, draw, values)
+        self._record(bucket, rows.made, token, draw, values)
         if seen is not None:
             seen.scatter_(1, token.unsqueeze(1), True)
         if tail is not None:
-            tail.copy_(torch.where(goes_on[:, None], torch.cat([tail[:, 1:], token[:, None]], 1), tail))
+            longer = torch.cat([tail[:, 1:], token[:, None]], dim=1)
+            tail.copy_(torch.where(goes_on[:, None], longer, tail))
 
-        count = rows.count + goes_on
+        count = rows.made + goes_on
         reason = torch.where(count >= rows.limit, LENGTH, RUNNING)
-        reason = torch.where(self.rules.stopped(tail), STOP, reason) if tail is not None else reason
+        if tail is not None:
+            reason = torch.where(self.rules.stopped(tail), STOP, reason)
         reason = torch.where((token.unsqueeze(1) == self.rules.ends).any(1), EOS, reason)
         reason = torch.where(lost, NAN, reason)
         rows.reason.copy_(torch.where(running, reason, rows.reason))
-        rows.count.copy_(count)
+        rows.made.copy_(count)
         rows.position.add_(goes_on)
         rows.token.copy_(token)
 
@@ -102,7 +101,7 @@ class DecodeStep:
         self, logits: Tensor, rows: Rows, seen: Tensor | None
     ) -> fastrl_kernels.SampledTokens:
         rules = self.rules
-        keys = fastrl_kernels.sample_keys(self.slots.seed, rows.sample, rows.count)
+        keys = fastrl_kernels.sample_keys(self.slots.seed, rows.sample, rows.made)
         draw = fastrl_kernels.sample_tokens(
             rules.bend(logits, rows, seen), keys, temperature=rules.temperature,
             top_k=rules.top_k, top_p=rules.top_p, min_p=rules.min_p,

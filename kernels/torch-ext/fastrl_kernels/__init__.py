@@ -2,6 +2,7 @@
 
 from . import compiled, compiled_head, layers  # noqa: F401 (operators register themselves)
 from .dispatch import Choice, explain
+from .decode_attention import decode_attention
 from .full_kl import full_kl
 from .gae import gae
 from .keys import sample_keys
@@ -31,6 +32,7 @@ __all__ = [
     "Moments",
     "SampledTokens",
     "ValueTerm",
+    "decode_attention",
     "dpo_loss",
     "explain",
     "full_kl",
