@@ -48,9 +48,9 @@ class Arena:
 
     def clear(self, slots: Sequence[int]) -> None:
         """What a sample left behind must not reach the next one: a weight of 0 hides no NaN."""
+        where = torch.tensor(list(slots)).to(self.keys[0].device)
         for x in (*self.keys, *self.values):
-            for slot in slots:
-                x[slot].zero_()
+            x.index_fill_(0, where, 0)
 
     def move(self, source: int, target: int, tokens: int) -> None:
         """Copies the first tokens of a slot to another."""
@@ -119,9 +119,9 @@ class PrefillAttention:
         starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
         sources, places = [], []
         for start, length, targets in zip(starts.tolist(), lengths, slots, strict=True):
-            for slot in targets:
-                sources.append(torch.arange(start, start + length))
-                places.append(torch.arange(length) + slot * arena.length)
+            tokens = torch.arange(length)
+            sources.append((start + tokens).repeat(len(targets)))
+            places.append((torch.tensor(targets)[:, None] * arena.length + tokens).flatten())
         self.sources, self.places = (torch.cat(x).to(device) for x in (sources, places))
         # [prompts, longest] in the row; past a prompt's end its last token again: another prompt's
         # might be NaN, which a weight of 0 does not hide

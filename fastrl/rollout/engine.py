@@ -137,7 +137,7 @@ class RolloutEngine:
         schedule = Schedule(job.samples(), arena.slots)
         results = Results(len(schedule.waiting), max(job.limits), self.policy.device)
         slots.empty(range(arena.slots))
-        keys = job.keys()
+        keys = job.keys().tolist()
         clock = _Clock(self.policy.device)
         since_look, useful = 0, 0
         while schedule.waiting or schedule.running:
@@ -177,7 +177,7 @@ class RolloutEngine:
         }
         return output
 
-    def _admit(self, job: _Job, schedule: Schedule, keys: Tensor) -> int:
+    def _admit(self, job: _Job, schedule: Schedule, keys: list[int]) -> int:
         """Fills free slots, and runs each new prompt once but for its last token, which is left to
         the decode step. Returns how many tokens were run."""
         arena, slots = self._arena, self._slots
@@ -206,7 +206,7 @@ class RolloutEngine:
             position=[len(prompt) - 1 for prompt in prompts],
             made=[0] * len(at),
             limit=[sample.limit for _, sample in admitted],
-            sample=[int(keys[sample.index]) for _, sample in admitted],
+            sample=[keys[sample.index] for _, sample in admitted],
             reason=[RUNNING] * len(at),
         )
         slots.remember(at, prompts)

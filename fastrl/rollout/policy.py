@@ -89,7 +89,9 @@ class Policy:
         cache."""
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with evaluating(self.model), self.autocast():
-            cache = self.language_model(input_ids=token, use_cache=True).past_key_values
+            cache = self.language_model(
+                input_ids=token, attention_mask=torch.ones_like(token), use_cache=True
+            ).past_key_values
         layers = []
         for layer in cache.layers:
             keys, values = layer.keys, layer.values

@@ -32,9 +32,10 @@ class Results:
     def output(self, *, truncated: bool, values: bool) -> RolloutOutput:
         counts = self.counts.tolist()
         reasons = [REASONS[code] for code in self.reasons.tolist()]
+        real = torch.arange(self.tokens.shape[1]) < self.counts.cpu()[:, None]
 
         def split(rows: Tensor) -> list[Tensor]:
-            return [row[:count].clone() for row, count in zip(rows, counts, strict=True)]
+            return list(rows[real].split(counts))
 
         output = RolloutOutput(sequences=split(self.tokens.cpu()), finish_reasons=reasons)
         wanted = {"truncated_logprobs": truncated, "cutoffs": truncated, "values": values}

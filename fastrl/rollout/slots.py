@@ -66,6 +66,8 @@ class Slots:
 
     def remember(self, slots: Sequence[int], prompts: Sequence[Tensor]) -> None:
         """What occurred before the first token of new samples."""
+        if self.seen is None and self.tail is None:
+            return
         for slot, prompt in zip(slots, prompts, strict=True):
             if self.seen is not None:
                 self.seen[slot] = False

@@ -1,0 +1,258 @@
+"""The decode step as a function of static buffers; schedules; what the draws are distributed as."""
+
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastrl import RolloutEngine, SamplingParams
+from fastrl.rollout import runner
+from fastrl.rollout.runner import EagerRunner
+from fastrl.rollout.schedule import Sample, Schedule, bucket_sizes
+from fastrl.rollout.step import DecodeStep
+from tests import tiny_models
+from tests.golden import tiny
+
+READS = ("_local_scalar_dense", "item", "equal", "is_nonzero")
+DATA_DEPENDENT = ("nonzero", "masked_select", "unique", "_unique2", "unique_dim", "bincount")
+
+EVERYTHING = {
+    "temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "min_new_tokens": 2,
+    "repetition_penalty": 1.2, "suppress_tokens": [3], "stop": [[5, 6], [7]],
+}  # fmt: skip
+RULES = [{}, {"temperature": 0}, {"top_p": 0.9, "temperature": 0.7}, EVERYTHING]
+
+
+class Watch(TorchDispatchMode):
+    """Counts reads of the device by the host; refuses shapes that depend on data."""
+
+    def __init__(self, forbid_reads: bool):
+        super().__init__()
+        self.forbid_reads, self.reads, self.operators = forbid_reads, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.operators += 1
+        index = name in ("index", "index_put", "index_put_") and any(
+            isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in args[1] if x is not None
+        )
+        if name in READS:
+            self.reads += 1
+            assert not self.forbid_reads, f"the host reads: {name}"
+        if self.forbid_reads:
+            assert name not in DATA_DEPENDENT, name
+            assert not index, "indexed by a mask"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def each_step(monkeypatch):
+    """Wraps the decode step; what the wrapper does is up to the test."""
+
+    def use(wrapper):
+        original = DecodeStep.__call__
+        monkeypatch.setattr(
+            DecodeStep, "__call__", lambda self, *args: wrapper(original, self, *args)
+        )
+
+    return use
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "qwen3"])
+def test_a_step_reads_nothing_and_has_shapes_of_its_own(family, rules, each_step):
+    steps = []
+
+    def watched(step, self, *args):
+        with Watch(forbid_reads=True) as watch:
+            step(self, *args)
+        steps.append(watch.operators)
+
+    each_step(watched)
+    engine = RolloutEngine(tiny_models.policy(family), tiny.tokenizer(), max_slots=3)
+    engine.generate(tiny_models.prompts(3, 5, 1, 4), SamplingParams(max_new_tokens=6, **rules))
+    assert len(steps) >= 6
+    assert min(steps) > 50, "the watch saw nothing"
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_a_step_runs_on_tensors_without_data(rules, each_step):
+    ran = []
+
+    def faked(step, self, bucket, span):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            step(self, bucket, span)
+        ran.append(bucket)
+        step(self, bucket, span)
+
+    each_step(faked)
+    engine = RolloutEngine(tiny_models.policy("llama"), tiny.tokenizer(), max_slots=2)
+    engine.generate(tiny_models.prompts(3, 5), SamplingParams(max_new_tokens=3, **rules))
+    assert len(ran) >= 1
+
+
+def test_a_step_writes_to_the_same_addresses(each_step):
+    """Which is what a captured step does, whatever Python does."""
+    addresses = set()
+
+    def watched(step, self, *args):
+        step(self, *args)
+        held = [*self.slots.tensors(), self.slots.seed, *self.arena.keys, *self.arena.values]
+        addresses.add(tuple(x.data_ptr() for x in held))
+
+    each_step(watched)
+    engine = RolloutEngine(tiny_models.policy("gpt2"), tiny.tokenizer(), max_slots=4)
+    for seed in range(2):
+        engine.generate(
+            tiny_models.prompts(3, 5, 1, 4, 2, 6), SamplingParams(max_new_tokens=9, seed=seed)
+        )
+    assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("eos", [True, False])
+def test_the_host_reads_at_most_once_in_eight_steps(eos):
+    engine = RolloutEngine(tiny_models.policy("gpt2"), tiny.tokenizer(), max_slots=4)
+    prompts = tiny_models.prompts(*[3, 5, 1, 4, 2, 6] * 4)
+    suppressed = [] if eos else [tiny.EOS]
+    params = SamplingParams(max_new_tokens=40, seed=0, suppress_tokens=suppressed)
+    engine.generate(prompts, params)
+    looks = []
+    original = EagerRunner.ended
+
+    def ended(self, wanted):
+        looks.append(wanted)
+        return original(self, wanted)
+
+    runner.EagerRunner.ended = ended
+    try:
+        out = engine.generate(prompts, params)
+    finally:
+        runner.EagerRunner.ended = original
+    steps = out.stats["perf/decode_steps"]
+    assert steps > 60
+    assert 0 < len(looks) <= steps / 8
+
+
+# ---------------------------------------------------------------------- schedules
+
+
+def simulated(limits, slots):
+    """Useful tokens over rows run, if every sample runs to its limit."""
+    schedule = Schedule([Sample(i, i, n) for i, n in enumerate(limits)], slots)
+    lengths = [1] * len(limits)
+    order = []
+    while schedule.waiting or schedule.running:
+        order += [sample.index for _, sample in schedule.admit(lengths)]
+        schedule.pack()
+        schedule.release(schedule.advance(schedule.steps(8)))
+    assert order == sorted(order), "first in, first out"
+    return sum(limits) / schedule.rows_run
+
+
+def lognormal(count, median, seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = median * torch.randn(count, generator=generator).exp()
+    return lengths.round().long().clamp(min=1).tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_are_seldom_idle_with_lognormal_lengths(seed):
+    assert simulated(lognormal(256, 60, seed), slots=16) >= 0.95
+
+
+def test_the_engine_is_as_economical_as_its_schedule():
+    model = tiny_models.policy("gpt2", n_positions=600)
+    limits = [min(n, 500) for n in lognormal(256, 12, seed=0)]
+    engine = RolloutEngine(model, tiny.tokenizer(), max_slots=16)
+    params = SamplingParams(max_new_tokens=limits, suppress_tokens=[tiny.EOS], seed=0)
+    out = engine.generate(tiny_models.prompts(*[3, 5, 1, 4] * 64), params)
+    assert [len(s) for s in out.sequences] == limits
+    assert out.stats["perf/slot_utilisation"] == pytest.approx(simulated(limits, 16))
+    assert out.stats["perf/slot_utilisation"] >= 0.95
+
+
+def test_running_samples_close_up():
+    schedule = Schedule([Sample(i, 0, 9) for i in range(6)], 6)
+    schedule.admit([4])
+    schedule.advance(2)
+    freed = schedule.release([0, 3, 4])
+    assert [sample.index for _, sample in freed] == [0, 3, 4]
+    assert schedule.pack() == [(5, 0, 6)]
+    assert schedule.running == [0, 1, 2]
+    assert schedule.bucket == 3
+    assert schedule.span(1) == 6
+
+
+def test_buckets_grow_by_half():
+    assert bucket_sizes(16) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(21) == [1, 2, 3, 4, 6, 8, 12, 16, 21]
+
+
+# ---------------------------------------------------------------------- distributions
+
+CUTS = [
+    {},
+    {"temperature": 0.6},
+    {"top_k": 7},
+    {"top_p": 0.8},
+    {"min_p": 0.05},
+    {"temperature": 1.4, "top_k": 20, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 12, "top_p": 0.85, "min_p": 0.03},
+]
+DRAWS = 100_000
+
+
+def exact(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """The distribution in float64, as transformers' own warpers make it."""
+    from transformers import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    scores = TemperatureLogitsWarper(temperature)(None, logits)
+    scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+    scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
+    scores = MinPLogitsWarper(min_p)(None, scores) if min_p else scores
+    return scores.softmax(-1)[0]
+
+
+class NoEnd:
+    eos_token_id = pad_token_id = None
+
+
+@pytest.fixture(scope="module")
+def constant():
+    """A model whose distribution is the same after every text: all tokens are embedded alike."""
+    model = tiny_models.policy("llama", vocab_size=48, eos_token_id=None)
+    with torch.no_grad():
+        embedding = model.pretrained_model.get_input_embeddings().weight
+        embedding.copy_(embedding[:1].expand_as(embedding).clone())
+        model.get_output_embeddings().weight.mul_(3.0)
+    return model
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_draws_are_distributed_as_the_model_says(constant, cuts):
+    prompt = torch.tensor([11, 5, 40])
+    with torch.no_grad():
+        logits = constant.eval()(input_ids=prompt[None], attention_mask=torch.ones(1, 3).long())[0]
+    expected = exact(logits[:, -1].double(), **cuts)
+    engine = RolloutEngine(constant, NoEnd(), max_slots=4096)
+    params = SamplingParams(max_new_tokens=DRAWS // 4096 + 1, n=4096, seed=1, **cuts)
+    drawn = torch.cat(engine.generate([prompt], params).sequences)
+    assert len(drawn) >= DRAWS
+    counts = torch.bincount(drawn, minlength=48).double()
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    wanted = len(drawn) * expected[possible]
+    statistic = ((counts[possible] - wanted).square() / wanted).sum().item()
+    freedom = int(possible.sum()) - 1
+    assert freedom >= 2
+    # χ² is about normal in its cube root (Wilson and Hilferty, 1931).
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
+    assert abs(z) < 4.5
