@@ -94,6 +94,18 @@ class PPOConfig:
         "Give cached device memory back after every step: less memory, slower.", False
     )
 
+    # Rollouts
+    rollout_backend: str = _help(
+        "Generate in the engine, or by the model's own generate: engine, generate.", "engine"
+    )
+    old_logprobs: str = _help(
+        "Where log-probs and values before the update come from: rollout (where the responses were "
+        "generated), recompute (another forward), auto (the rollout, where a few samples scored "
+        "anew agree with it).",
+        "auto",
+    )
+    rollout_slots: int = _help("Samples that the engine generates at a time, at most.", 64)
+
     # KL to the reference
     adap_kl_ctrl: bool = _help("Adapt the KL coefficient to reach `target`; else keep it.", True)
     init_kl_coef: float = _help("Initial coefficient β of the KL penalty.", 0.2)
@@ -172,6 +184,7 @@ class PPOConfig:
             "ppo_epochs",
             "steps",
             "compare_steps",
+            "rollout_slots",
             "horizon",
             "target_kl",
             "ratio_threshold",

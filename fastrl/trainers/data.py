@@ -83,6 +83,16 @@ class TokenBatch:
         rows = flat[:, 0] * self.input_ids.shape[1] + flat[:, 1]
         return rows.to(self.input_ids.device, non_blocking=True)
 
+    def counted_of_responses(self) -> Tensor:
+        """Which of all responses' tokens, one after the other, count; on the CPU."""
+        columns = torch.arange(self.counted.shape[1])
+        width = self.input_ids.shape[1]
+        lengths = torch.tensor([self.query_lengths, self.response_lengths])
+        first = width - lengths.sum(0) if self.left_padded else torch.zeros_like(lengths[0])
+        begin = (first + lengths[0] - 1)[:, None]
+        inside = (columns >= begin) & (columns < begin + lengths[1][:, None])
+        return self.counted[inside]
+
     def spread(self, per_row: Tensor, rows: Tensor) -> Tensor:
         """[N] values of ``rows()`` as [B, T-1], zero elsewhere; differentiable."""
         flat = per_row.new_zeros(self.input_ids.numel()).index_copy(0, rows, per_row)

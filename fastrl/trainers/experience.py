@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,13 @@ def make_kl_penalty(kind: str) -> SampledKL:
     return FullKL() if kind == "full" else SampledKL(kind)
 
 
+class Known(NamedTuple):
+    """What a rollout said of the counted tokens, [N] each."""
+
+    logprobs: Tensor
+    values: Tensor
+
+
 class Scorer:
     """Runs policy and reference over a batch, without gradients, in slices of some samples."""
 
@@ -103,14 +110,28 @@ class Scorer:
         self.samples_per_pass = samples_per_pass
 
     @torch.no_grad()
-    def __call__(self, batch: TokenBatch) -> Scored:
+    def __call__(self, batch: TokenBatch, known: Known | None = None) -> Scored:
+        """With ``known``, the policy's own figures are taken from there."""
+        score = self._score if known is None else self._score_reference
         columns: dict[str, list[Tensor]] = {}
         for start in range(0, len(batch), self.samples_per_pass):
             part = batch.select(range(start, min(start + self.samples_per_pass, len(batch))))
-            for name, per_row in self._score(part).items():
+            for name, per_row in score(part).items():
                 columns.setdefault(name, []).append(per_row)
+        joined = {name: torch.cat(parts) for name, parts in columns.items()}
+        joined |= {} if known is None else known._asdict()
         rows = batch.rows()
-        return Scored(**{k: batch.spread(torch.cat(v), rows) for k, v in columns.items()})
+        return Scored(**{k: batch.spread(v, rows) for k, v in joined.items()})
+
+    @torch.no_grad()
+    def policy_scores(self, part: TokenBatch) -> Known:
+        """Of a few samples, by a forward of the policy."""
+        scored = self.policy(**part.model_inputs, scoring=scoring_request(part))
+        return Known(scored.logprobs, scored.values)
+
+    def _score_reference(self, part: TokenBatch) -> dict[str, Tensor]:
+        request = scoring_request(part, values=False)
+        return {"ref_logprobs": self.reference.score(part.model_inputs, request).logprobs}
 
     def _score(self, part: TokenBatch) -> dict[str, Tensor]:
         request = scoring_request(part, logits=self.penalty.needs_logits)

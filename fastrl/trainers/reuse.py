@@ -1,0 +1,157 @@
+"""Where a step's old log-probs and values come from: the rollout, or another forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.rollout import RolloutOutput
+from fastrl.trainers.data import TokenBatch
+from fastrl.trainers.experience import Known, Scored, Scorer
+
+OLD_LOGPROBS = ("auto", "rollout", "recompute")
+AUDITED = 4  # samples per step
+# Largest difference in fp32, mean difference in lower precision, of log-probs and of values.
+TOLERANCES = {torch.float32: ("max", 1e-4), torch.float64: ("max", 1e-4)}
+LOW_PRECISION = ("mean", 5e-3)
+
+
+def weights_version(model: nn.Module) -> tuple[int, int]:
+    """Differs whenever a parameter has been written to or replaced: an optimizer step, a load."""
+    parameters = list(model.parameters())
+    places = hash(tuple(p.data_ptr() for p in parameters))
+    return sum(p._version for p in parameters), places
+
+
+class RolloutMemory:
+    """What the policy said of the tokens that it generated, for as long as its weights stay."""
+
+    def __init__(self, policy: nn.Module):
+        self.policy = policy
+        self._version: tuple[int, int] | None = None
+        self._known: dict[tuple[bytes, bytes], tuple[Tensor, Tensor]] = {}
+
+    def keep(self, prompts: Sequence[Tensor], output: RolloutOutput) -> None:
+        """Remembers samples, one per prompt."""
+        if output.logprobs_t1 is None or output.values is None:
+            return
+        self._forget_other_weights()
+        figures = zip(prompts, output.sequences, output.logprobs_t1, output.values, strict=True)
+        for prompt, sequence, logprobs, values in figures:
+            self._known[_key(prompt, sequence)] = logprobs, values
+
+    def find(
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """Log-probs at T = 1 and values of each response; None unless all came from here, token
+        for token, under the current weights."""
+        self._forget_other_weights()
+        found = [self._known.get(_key(q, r)) for q, r in zip(queries, responses, strict=True)]
+        return None if None in found else found  # type: ignore[return-value]
+
+    def _forget_other_weights(self) -> None:
+        version = weights_version(self.policy)
+        if version != self._version:
+            self._known.clear()
+            self._version = version
+
+
+class Recompute:
+    """Always another forward of the policy."""
+
+    def __init__(self, scorer: Scorer):
+        self.scorer = scorer
+
+    def __call__(
+        self, batch: TokenBatch, known: list[tuple[Tensor, Tensor]] | None
+    ) -> tuple[Scored, dict[str, float]]:
+        return self.scorer(batch), {"rollout/reused": 0.0}
+
+
+class Reuse(Recompute):
+    """What the rollout said, without a look."""
+
+    def __call__(
+        self, batch: TokenBatch, known: list[tuple[Tensor, Tensor]] | None
+    ) -> tuple[Scored, dict[str, float]]:
+        if known is None:
+            raise ValueError(
+                "old_logprobs='rollout', but not all responses come from this trainer's generate() "
+                "under the current weights: pass what generated them as rollout=, or set "
+                "old_logprobs to 'auto'"
+            )
+        return self.scorer(batch, _joined(batch, known)), {"rollout/reused": 1.0}
+
+
+class Audited(Recompute):
+    """What the rollout said, where a few samples scored anew agree with it."""
+
+    def __call__(
+        self, batch: TokenBatch, known: list[tuple[Tensor, Tensor]] | None
+    ) -> tuple[Scored, dict[str, float]]:
+        if known is None:
+            return super().__call__(batch, known)
+        step = max(1, len(batch) // AUDITED)
+        chosen = range(0, len(batch), step)[:AUDITED]
+        part = batch.select(chosen)
+        again = self.scorer.policy_scores(part)
+        expected = torch.stack([again.logprobs, again.values])
+        told = _joined(part, [known[i] for i in chosen])
+        difference = (torch.stack([told.logprobs, told.values]) - expected).abs()
+        kind, tolerance = TOLERANCES.get(self.scorer.precision, LOW_PRECISION)
+        # Values have a scale of their own.
+        relative = difference / expected.abs().clamp(min=1)
+        figures = torch.stack([relative.max(), relative.mean(), difference[0].max()]).tolist()
+        worst, mean, logprobs = figures
+        agrees = (worst if kind == "max" else mean) <= tolerance  # NaN does not
+        statistics = {"rollout/audit_max": worst, "rollout/audit_mean": mean}
+        statistics["rollout/audit_logprobs_max"] = logprobs
+        if not agrees:
+            return self.scorer(batch), {**statistics, "rollout/reused": 0.0}
+        return self.scorer(batch, _joined(batch, known)), {**statistics, "rollout/reused": 1.0}
+
+
+def make_reuse(kind: str, scorer: Scorer) -> Recompute:
+    """By ``PPOConfig.old_logprobs``."""
+    return {"auto": Audited, "rollout": Reuse, "recompute": Recompute}[kind](scorer)
+
+
+def told_by(
+    rollout: RolloutOutput, responses: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]] | None:
+    """What a rollout says of its own sequences.
+
+    Raises:
+        ValueError: the responses are not its sequences.
+    """
+    if len(rollout.sequences) != len(responses):
+        raise ValueError(
+            f"rollout holds {len(rollout.sequences)} samples for {len(responses)} responses: pass "
+            "the one that generated them"
+        )
+    for i, (sequence, response) in enumerate(zip(rollout.sequences, responses, strict=True)):
+        if not torch.equal(sequence.cpu(), response.cpu()):
+            raise ValueError(f"rollout.sequences[{i}] is not responses[{i}]: pass both unchanged")
+    if rollout.logprobs_t1 is None or rollout.values is None:
+        return None
+    return list(zip(rollout.logprobs_t1, rollout.values, strict=True))
+
+
+def _joined(batch: TokenBatch, known: list[tuple[Tensor, Tensor]]) -> Known:
+    """[N], as ``batch.rows()`` has the counted tokens."""
+    counted = batch.counted_of_responses()
+    device = batch.input_ids.device
+
+    def join(which: int) -> Tensor:
+        whole = torch.cat([figures[which] for figures in known]).float()
+        return whole.to(counted.device)[counted].to(device)
+
+    return Known(join(0), join(1))
+
+
+def _key(*sequences: Any) -> tuple[bytes, bytes]:
+    prompt, response = (x.cpu().long().numpy().tobytes() for x in sequences)
+    return prompt, response
