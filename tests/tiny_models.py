@@ -62,6 +62,25 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", _ROTARY | {"logit_scale": 3.0}),
 }
 FAMILIES = tuple(_SETTINGS)
+# Their layers do not attend through transformers' attention interface.
+_SETTINGS |= {
+    "gptj": (
+        "gptj",
+        {
+            "n_embd": 16,
+            "n_layer": 2,
+            "n_head": 2,
+            "rotary_dim": 4,
+            "n_positions": CONTEXT,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "bloom": ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 2}),
+}
+WITHOUT_INTERFACE = ("gptj", "bloom")
 
 
 def config(family: str, **changes: Any) -> Any:

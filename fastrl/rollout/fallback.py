@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastrl.models.modes import evaluating
+from fastrl.models.modes import context_length, evaluating
+from fastrl.rollout.keywords import neutral_kwargs
 from fastrl.rollout.params import RolloutOutput, SamplingParams
 from fastrl.rollout.prompts import check_prompts, end_tokens, need_pad_token
+from fastrl.rollout.scores import Scorer, rules_of
+from fastrl.rollout.slots import FIELDS
 
 
 class GenerateEngine:
@@ -23,6 +26,8 @@ class GenerateEngine:
         tokenizer: gives the pad and EOS tokens.
         batch_size: prompts per call of ``generate``.
         autocast: makes the context in which ``generate`` runs.
+        scores: let :meth:`generate` return log-probs, entropies and values, as
+            :class:`RolloutEngine` does; one more forward, without padding.
     """
 
     def __init__(
@@ -31,53 +36,124 @@ class GenerateEngine:
         tokenizer: Any,
         batch_size: int = 64,
         autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        *,
+        scores: bool = False,
     ):
         self.model = model
         self.autocast = autocast
         self.tokenizer = tokenizer
         self.batch_size = batch_size
+        self._scorer = Scorer(model) if scores else None
 
     def generate(
-        self, prompts: Sequence[Tensor | Sequence[int]], params: SamplingParams
+        self,
+        prompts: Sequence[Tensor | Sequence[int]],
+        params: SamplingParams | None = None,
+        sample_ids: Sequence[int] | None = None,
     ) -> RolloutOutput:
-        """``params.n`` responses per prompt.
+        """``params.n`` responses per prompt. The model's generation_config says where they end, if
+        ``params`` does not, and nothing else.
+
+        Args:
+            prompts: 1-D token ids.
+            params: how to sample.
+            sample_ids: one per prompt. They are returned, but here they key no draws: these come
+                from torch's own generator, and depend on the batch.
 
         Raises:
-            ValueError: an empty prompt or one as long as the model's context, named by its index.
+            ValueError: an empty prompt, token ids outside the vocabulary, a prompt that with its
+                new tokens exceeds the model's context, named by its index.
         """
-        repeated = [torch.as_tensor(p) for p in prompts for _ in range(params.n)]
-        with _seeded(params.seed):
-            return self.generate_with(repeated, params.generation_kwargs())
+        params = params or SamplingParams()
+        tokens = [torch.as_tensor(prompt).cpu() for prompt in prompts]
+        limits = params.limits(len(tokens))
+        check_prompts(tokens, self.model, limits)
+        ids = list(range(len(tokens))) if sample_ids is None else list(sample_ids)
+        if len(ids) != len(tokens):
+            raise ValueError(f"sample_ids has {len(ids)} entries for {len(tokens)} prompts")
+        tokens, limits, ids = (
+            [x for x in xs for _ in range(params.n)] for xs in (tokens, limits, ids)
+        )
+        parts = self._parts(tokens, limits)
+        ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
+        kwargs = self._kwargs(params, ends)
+        for part in parts:
+            need_pad_token([len(tokens[i]) for i in part], kwargs["pad_token_id"], self.tokenizer)
+
+        output = RolloutOutput(sequences=[], finish_reasons=[], sample_ids=ids)
+        begin = time.perf_counter()
+        with evaluating(self.model), self.autocast():
+            with _seeded(params.seed):
+                for part in parts:
+                    longest = {"max_new_tokens": max(limits[i] for i in part)}
+                    rows = self._continued([tokens[i] for i in part], kwargs | longest)
+                    for i, row in zip(part, rows, strict=True):
+                        length, reason = _end(row[: limits[i]].tolist(), ends.tolist(), params.stop)
+                        output.sequences.append(row[:length])
+                        output.finish_reasons.append(reason)
+            if self._scorer is not None:
+                self._score(output, tokens, params, ends)
+        _time(output, begin)
+        return output
 
     def generate_with(
         self, prompts: Sequence[Tensor], generation_kwargs: dict[str, Any]
     ) -> RolloutOutput:
-        """One response per prompt, with keyword arguments of ``model.generate`` as they are."""
+        """One response per prompt, with keyword arguments of ``model.generate`` as they are, and
+        without scores: what these arguments do to the distribution is not known here."""
         kwargs = {"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs}
         for name in ("num_return_sequences", "return_dict_in_generate"):
             if kwargs.pop(name, None) not in (None, 1, False):
                 raise ValueError(f"{name} is not supported here: repeat the prompts instead")
         check_prompts(prompts, self.model, kwargs.get("max_new_tokens"))
-        for start in range(0, len(prompts), self.batch_size):
-            lengths = [len(p) for p in prompts[start : start + self.batch_size]]
-            need_pad_token(lengths, kwargs["pad_token_id"], self.tokenizer)
-        begin = time.perf_counter()
+        parts = [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
+        for part in parts:
+            need_pad_token([len(p) for p in part], kwargs["pad_token_id"], self.tokenizer)
         output = RolloutOutput(sequences=[], finish_reasons=[])
+        ends = end_tokens(self.model, self.tokenizer, kwargs.get("eos_token_id")).tolist()
+        begin = time.perf_counter()
         with evaluating(self.model), self.autocast():
-            for start in range(0, len(prompts), self.batch_size):
-                self._extend(output, prompts[start : start + self.batch_size], kwargs)
-        seconds = time.perf_counter() - begin
-        tokens = sum(len(s) for s in output.sequences)
-        output.stats = {
-            "time/rollout": seconds,
-            "perf/rollout_tokens_per_second": tokens / seconds,
-        }
+            for part in parts:
+                for row in self._continued(part, kwargs):
+                    length, reason = _end(row.tolist(), ends)
+                    output.sequences.append(row[:length])
+                    output.finish_reasons.append(reason)
+        _time(output, begin)
         return output
 
+    def sleep(self) -> None:
+        """Nothing to free: here to serve in the place of :class:`RolloutEngine`."""
+
+    def wake(self) -> None:
+        """Nothing to bring back."""
+
+    def _kwargs(self, params: SamplingParams, ends: Tensor) -> dict[str, Any]:
+        kwargs: dict[str, Any] = {"pad_token_id": self.tokenizer.pad_token_id}
+        kwargs |= neutral_kwargs(self.model) | params.generation_kwargs()
+        kwargs["eos_token_id"] = ends.tolist() or None
+        if self._scorer is not None:
+            # So that a NaN in one sample stops no other; the scores then say where it was.
+            kwargs["remove_invalid_values"] = True
+        return kwargs
+
+    def _parts(self, prompts: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
+        """Indices of samples that one call of ``generate`` continues: its longest prompt with its
+        highest limit stays within the context."""
+        context = context_length(self.model)
+        parts: list[list[int]] = []
+        longest = most = 0
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            longest, most = max(longest, len(prompt)), max(most, limit)
+            exceeds = context is not None and longest + most > context
+            if not parts or len(parts[-1]) == self.batch_size or exceeds:
+                parts.append([])
+                longest, most = len(prompt), limit
+            parts[-1].append(i)
+        return parts
+
     @torch.no_grad()
-    def _extend(
-        self, output: RolloutOutput, prompts: Sequence[Tensor], kwargs: dict[str, Any]
-    ) -> None:
+    def _continued(self, prompts: Sequence[Tensor], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+        """What ``generate`` appends to each prompt, padding at its end included."""
         device = self.model.device
         width = max(len(p) for p in prompts)
         input_ids = torch.full((len(prompts), width), kwargs["pad_token_id"] or 0)
@@ -88,12 +164,46 @@ class GenerateEngine:
         generated = self.model.generate(
             input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), **kwargs
         )
-        ends = end_tokens(self.model, self.tokenizer, kwargs.get("eos_token_id"))
-        for tokens in generated[:, width:].cpu():
-            stops = torch.isin(tokens, ends).nonzero()
-            ended = len(stops) > 0
-            output.sequences.append(tokens[: int(stops[0]) + 1] if ended else tokens)
-            output.finish_reasons.append("eos" if ended else "length")
+        return generated[:, width:].cpu()
+
+    def _score(
+        self,
+        output: RolloutOutput,
+        prompts: Sequence[Tensor],
+        params: SamplingParams,
+        ends: Tensor,
+    ) -> None:
+        """Fills in what the model says of every token; a sample ends in front of the first that was
+        drawn from no distribution."""
+        assert self._scorer is not None
+        rules = rules_of(params, ends.to(self.model.device))
+        figures, sound = self._scorer(prompts, output.sequences, rules)
+        for i, (sequence, length) in enumerate(zip(output.sequences, sound, strict=True)):
+            if length < len(sequence):
+                output.sequences[i] = sequence[:length]
+                output.finish_reasons[i] = "nan"
+        for name in FIELDS:
+            columns = [sample[name] for sample in figures]
+            present = [x[:n] for x, n in zip(columns, sound, strict=True) if x is not None]
+            setattr(output, name, present or None)
+
+
+def _end(
+    tokens: list[int], ends: list[int], stops: Sequence[Sequence[int]] = ()
+) -> tuple[int, str]:
+    """How many tokens of a response are its own, and why it ends there."""
+    for length, token in enumerate(tokens, start=1):
+        if token in ends:
+            return length, "eos"
+        if any(tokens[max(0, length - len(s)) : length] == [int(t) for t in s] for s in stops):
+            return length, "stop"
+    return len(tokens), "length"
+
+
+def _time(output: RolloutOutput, begin: float) -> None:
+    seconds = time.perf_counter() - begin
+    tokens = sum(len(s) for s in output.sequences)
+    output.stats = {"time/rollout": seconds, "perf/rollout_tokens_per_second": tokens / seconds}
 
 
 @contextlib.contextmanager

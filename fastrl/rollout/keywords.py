@@ -1,0 +1,252 @@
+"""Keyword arguments of ``model.generate`` and what they mean to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fastrl.rollout.params import SamplingParams
+
+# Used where neither the caller nor the model's generation_config says anything.
+_DEFAULTS = {"max_new_tokens": 20, "do_sample": False, "top_k": 50}
+
+_HONOURED = (
+    "max_new_tokens",
+    "max_length",
+    "min_new_tokens",
+    "min_length",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "suppress_tokens",
+    "bad_words_ids",
+    "eos_token_id",
+)
+
+# They change how tokens come about, or what is returned beside them, but not which they are.
+_WITHOUT_EFFECT = (
+    "pad_token_id",
+    "bos_token_id",
+    "decoder_start_token_id",
+    "use_cache",
+    "cache_config",
+    "max_cache_len",
+    "prefill_chunk_size",
+    "compile_config",
+    "disable_compile",
+    "continuous_batching_config",
+    "synced_gpus",
+    "low_memory",
+    "renormalize_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "output_logits",
+    "early_stopping",
+    "length_penalty",
+    "is_assistant",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "max_matching_ngram_size",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "assistant_ensemble_weight",
+)
+
+# What the engine has nothing for, and the value that asks for nothing; None always does.
+_FOREIGN: dict[str, Any] = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "diversity_penalty": 0,
+    "penalty_alpha": 0,
+    "dola_layers": None,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "constraints": None,
+    "force_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+    "remove_invalid_values": False,
+    "token_healing": False,
+    "guidance_scale": 1,
+    "watermarking_config": None,
+    "max_time": None,
+    "stop_strings": None,
+    "tokenizer": None,
+    "prompt_lookup_num_tokens": None,
+    "assistant_early_exit": None,
+    "speculation_type": None,
+    "use_mtp": False,
+    "generation_config": None,
+    "logits_processor": [],
+    "stopping_criteria": [],
+    "prefix_allowed_tokens_fn": None,
+    "assistant_model": None,
+    "streamer": None,
+    "negative_prompt_ids": None,
+    "negative_prompt_attention_mask": None,
+    "custom_generate": None,
+}
+
+# The same among what greedy decoding does not look at.
+_FOREIGN_TO_SAMPLING: dict[str, Any] = {
+    "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "top_h": None,
+}
+
+_NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+
+
+def sampling_params(
+    generation_kwargs: Mapping[str, Any], model: Any, tokenizer: Any
+) -> SamplingParams | str:
+    """What ``model.generate`` would do with these arguments, or the name of the first argument that
+    the engine has nothing for.
+
+    What is not among them is taken from the model's generation_config, then from transformers'
+    defaults: greedy, 20 new tokens, and when sampling top_k = 50.
+
+    Args:
+        model: a causal LM, or a value-head model around one.
+
+    Raises:
+        ValueError: max_new_tokens below 1.
+    """
+    asked = _Asked(generation_kwargs, model, tokenizer)
+    return asked.foreign() or asked.unlike_the_engine() or asked.params()
+
+
+def neutral_kwargs(model: Any) -> dict[str, Any]:
+    """Arguments that undo what the model's generation_config does to tokens, but for its ends."""
+    config = _settings(model)
+    off = _FOREIGN | _FOREIGN_TO_SAMPLING | dict.fromkeys(_HONOURED) | _NEUTRAL
+    kept = ("eos_token_id", "do_sample")
+    return {name: off[name] for name in config if name in off and name not in kept}
+
+
+class _Asked:
+    """Arguments of one call, by their effective values."""
+
+    def __init__(self, kwargs: Mapping[str, Any], model: Any, tokenizer: Any):
+        self.kwargs, self.tokenizer = kwargs, tokenizer
+        self.vocabulary = model.config.get_text_config().vocab_size
+        self.settings = _settings(model)
+        self.sampled = bool(self["do_sample"])
+
+    def __getitem__(self, name: str) -> Any:
+        """None, given as such, is no request."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        return self.settings.get(name, _DEFAULTS.get(name))
+
+    def foreign(self) -> str | None:
+        """The first argument that the engine does not know."""
+        foreign = _FOREIGN | (_FOREIGN_TO_SAMPLING if self.sampled else {})
+        known = {*_HONOURED, *_WITHOUT_EFFECT, *_FOREIGN, *_FOREIGN_TO_SAMPLING}
+        for name in self.kwargs:
+            if name not in known and name != "cache_implementation":
+                return name
+        for name in {**self.kwargs, **self.settings}:
+            value = self[name]
+            if name in foreign and value is not None and value != foreign[name]:
+                return name
+            if name == "cache_implementation" and value == "quantized":
+                return name
+        return None
+
+    def unlike_the_engine(self) -> str | None:
+        """The first argument that the engine knows, with a value that it would take otherwise."""
+        checks = {
+            # Both count the prompt, and give way to those that do not.
+            "max_length": self["max_length"] is None or self._most_new() is not None,
+            "min_length": self["min_new_tokens"] is not None or (self["min_length"] or 0) <= 0,
+            # The engine bars every token that ends a response, generate() its own.
+            "min_new_tokens": not self["min_new_tokens"] or self._tokenizers_end_is_one(),
+            "bad_words_ids": self._bad_words() is not None,
+            "repetition_penalty": self._number("repetition_penalty", 1) > 0,
+        }
+        if self.sampled:
+            top_k = self._number("top_k", 0)
+            checks |= {
+                "temperature": self._number("temperature", 1) > 0,
+                "top_k": top_k >= 0 and top_k == int(top_k),
+                "top_p": self._number("top_p", 1) > 0,
+                "min_p": 0 <= self._number("min_p", 0) < 1,
+            }
+        wrong = [name for name, holds in checks.items() if not holds]
+        return next((name for name in self.kwargs if name in wrong), wrong[0] if wrong else None)
+
+    def params(self) -> SamplingParams:
+        most = self._most_new()
+        ends = None
+        if self.kwargs.get("eos_token_id") is not None:
+            ends = self._in_vocabulary(self["eos_token_id"])
+        suppressed = self._in_vocabulary(self["suppress_tokens"])
+        truncation: dict[str, Any] = {"temperature": 0.0}
+        if self.sampled:
+            truncation = {
+                "temperature": float(self._number("temperature", 1)),
+                "top_k": int(self._number("top_k", 0)),
+                "top_p": min(float(self._number("top_p", 1)), 1.0),
+                "min_p": float(self._number("min_p", 0)),
+            }
+        return SamplingParams(
+            max_new_tokens=_DEFAULTS["max_new_tokens"] if most is None else most,
+            min_new_tokens=max(0, int(self._number("min_new_tokens", 0))),
+            repetition_penalty=float(self._number("repetition_penalty", 1)),
+            suppress_tokens=tuple(sorted({*suppressed, *(self._bad_words() or ())})),
+            eos_token_ids=ends,
+            **truncation,
+        )
+
+    def _most_new(self) -> Any:
+        """max_new_tokens where somebody set it."""
+        if "max_new_tokens" in self.kwargs:
+            return self.kwargs["max_new_tokens"]
+        return self.settings.get("max_new_tokens")
+
+    def _number(self, name: str, otherwise: float) -> float:
+        return otherwise if self[name] is None else self[name]
+
+    def _tokenizers_end_is_one(self) -> bool:
+        end = self.tokenizer.eos_token_id
+        return end is None or end in _ids(self["eos_token_id"])
+
+    def _bad_words(self) -> list[int] | None:
+        """Single tokens that are barred; None where longer words are. Ends never are."""
+        words = self["bad_words_ids"] or []
+        if not all(len(word) == 1 and 0 <= word[0] < self.vocabulary for word in words):
+            return None
+        return [int(word[0]) for word in words if word[0] not in _ids(self["eos_token_id"])]
+
+    def _in_vocabulary(self, ids: Any) -> tuple[int, ...]:
+        return tuple(i for i in _ids(ids) if 0 <= i < self.vocabulary)
+
+
+def _settings(model: Any) -> dict[str, Any]:
+    """What the model's generation_config sets."""
+    config = getattr(model, "pretrained_model", model).generation_config
+    return {name: value for name, value in config.to_dict().items() if value is not None}
+
+
+def _ids(ids: Any) -> list[int]:
+    """Of a number, a list or a tensor of them, or None."""
+    if ids is None:
+        return []
+    if isinstance(ids, torch.Tensor):
+        ids = ids.tolist()
+    return [int(i) for i in (ids if isinstance(ids, (list, tuple, set)) else [ids])]

@@ -1,0 +1,161 @@
+"""What a model says of responses that are there already: the figures that the engine returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastrl_kernels
+from fastrl.models.heads import Head, choose_head
+from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.rollout.params import SamplingParams
+from fastrl.rollout.slots import FIELDS, Rows
+from fastrl.rollout.step import Rules
+from fastrl.rollout.truncation import truncated_logprobs
+
+SCORED_TOKENS = 2048  # in one forward, prompts included; a longer sample has one to itself
+
+Figures = dict[str, Tensor | None]  # of one sample, [R] each, by the names in FIELDS
+
+
+class Scorer:
+    """Scores every token of responses by forwards without padding.
+
+    Samples of one length share a forward, and no other: some models compute otherwise where there
+    is padding.
+
+    Args:
+        model: a causal LM, or a value-head model around one.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self._head: Head | None = None
+
+    @torch.no_grad()
+    def __call__(
+        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], rules: Rules
+    ) -> tuple[list[Figures], list[int]]:
+        """Figures on the host, and how many tokens of each response came from a distribution: the
+        first that did not saw a NaN among its logits."""
+        figures: list[Figures] = [{} for _ in prompts]
+        sound = [0] * len(prompts)
+        lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
+        for part in _parts(lengths):
+            pairs = [(prompts[i], responses[i]) for i in part]
+            scored, holds = self._score(pairs, rules)
+            start = 0
+            for i in part:
+                stop = start + len(responses[i])
+                figures[i] = {
+                    name: None if x is None else x[start:stop].clone() for name, x in scored.items()
+                }
+                sound[i] = int(holds[start:stop].long().cumprod(0).sum())
+                start = stop
+        return figures, sound
+
+    def _score(
+        self, pairs: list[tuple[Tensor, Tensor]], rules: Rules
+    ) -> tuple[dict[str, Tensor | None], Tensor]:
+        """Figures of all responses, one after the other, and which tokens are sound."""
+        device = self.model.device
+        tokens = torch.stack([torch.cat(pair)[:-1] for pair in pairs]).to(device)
+        width = tokens.shape[1]
+        rows = torch.cat(
+            [
+                torch.arange(i * width + len(prompt) - 1, (i + 1) * width)
+                for i, (prompt, _) in enumerate(pairs)
+            ]
+        ).to(device)
+        labels = torch.cat([response for _, response in pairs]).to(device)
+        temperature = rules.temperature if rules.temperature > 0 else 1.0
+        request = ScoringRequest(rows, labels, temperature, entropy=True, logits=True)
+        scores = self._forward(request, tokens)
+        assert scores.logits is not None
+        logits = scores.logits.float()
+        at_one = scores.logprobs
+        if temperature != 1:
+            one: Any = fastrl_kernels.token_logprobs(logits, labels)
+            at_one = one
+        drawn_from = _bent(logits, pairs, rules) if rules.bends else logits
+        highest = drawn_from.amax(-1)
+        by_name: dict[str, Tensor | None] = dict.fromkeys(FIELDS)
+        by_name |= {
+            "logprobs": scores.logprobs,
+            "logprobs_t1": at_one,
+            "entropies": scores.entropies,
+            "values": scores.values,
+        }
+        if rules.bends or (rules.temperature > 0 and _cuts(rules)):
+            by_name["truncated_logprobs"], by_name["cutoffs"] = truncated_logprobs(
+                drawn_from,
+                labels,
+                temperature=rules.temperature,
+                top_k=rules.top_k,
+                top_p=rules.top_p,
+                min_p=rules.min_p,
+            )
+        host = {name: None if x is None else x.float().cpu() for name, x in by_name.items()}
+        return host, ((highest > -1e30) & (highest < torch.inf)).cpu()
+
+    def _forward(self, request: ScoringRequest, tokens: Tensor) -> TokenScores:
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if hasattr(self.model, "v_head"):
+            return self.model(scoring=request, **inputs)
+        if self._head is None:
+            self._head = choose_head(self.model, {"input_ids": tokens[:1, :8], "use_cache": False})
+        return self._head(self.model, request, {**inputs, "use_cache": False})[0]
+
+
+def rules_of(params: SamplingParams, ends: Tensor) -> Rules:
+    """As a step would have them; stop sequences, which change no figure, are left out."""
+    suppressed = None
+    if params.suppress_tokens:
+        suppressed = torch.tensor(sorted(set(params.suppress_tokens)), device=ends.device)
+    return Rules(
+        temperature=float(params.temperature),
+        top_k=params.top_k,
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        min_new_tokens=params.min_new_tokens,
+        repetition_penalty=float(params.repetition_penalty),
+        suppressed=suppressed,
+        ends=ends,
+        stops=None,
+    )
+
+
+def _cuts(rules: Rules) -> bool:
+    return rules.top_k > 0 or rules.top_p < 1 or rules.min_p > 0
+
+
+def _bent(logits: Tensor, pairs: list[tuple[Tensor, Tensor]], rules: Rules) -> Tensor:
+    """Logits [N, V] after penalties and suppression, each row with what came before it."""
+    parts = []
+    lengths = [len(response) for _, response in pairs]
+    for part, (prompt, response) in zip(logits.split(lengths), pairs, strict=True):
+        count = torch.arange(len(response), device=logits.device)
+        seen = None
+        if rules.repetition_penalty != 1:
+            new = torch.zeros(part.shape, dtype=torch.int32, device=logits.device)
+            new[0, prompt.to(logits.device)] = 1
+            new[count[1:], response[:-1].to(logits.device)] = 1
+            seen = new.cumsum(0, dtype=torch.int32) > 0
+        # Of a row's state, penalties look at the number of tokens alone.
+        rows = Rows(*(count for _ in Rows._fields))
+        parts.append(rules.bend(part, rows, seen))
+    return torch.cat(parts)
+
+
+def _parts(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of samples that share a forward."""
+    by_length: dict[int, list[int]] = {}
+    for i, length in enumerate(lengths):
+        by_length.setdefault(length, []).append(i)
+    for length, indices in by_length.items():
+        size = max(1, SCORED_TOKENS // length)
+        for start in range(0, len(indices), size):
+            yield indices[start : start + size]

@@ -1,0 +1,138 @@
+"""Which models roll out in the engine, and what the others are told."""
+
+import warnings
+
+import pytest
+import torch
+
+from fastrl import AutoModelForCausalLMWithValueHead, GenerateEngine, SamplingParams
+from fastrl.rollout import RolloutEngine, choose_engine
+from fastrl.rollout.arena import DecodeAttention, PrefillAttention
+from tests import tiny_models
+from tests.golden import tiny
+
+pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+
+
+def choose(model, **options):
+    return choose_engine(model, tiny.tokenizer(), **options)
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_families_with_the_interface_run_in_the_engine(family, bare):
+    model = tiny_models.language_model(family) if bare else tiny_models.policy(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = choose(model, max_slots=3, max_length=40)
+    assert isinstance(engine, RolloutEngine)
+    assert (engine.max_slots, engine.max_length) == (3, 40)
+
+
+def test_an_adapter_runs_in_the_engine():
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(
+        tiny_models.language_model(), peft_config=tiny_models.lora()
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="(?!.*is_gradient_checkpointing)")
+        assert isinstance(choose(model), RolloutEngine)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bf16_runs_in_the_engine(autocast):
+    model = tiny_models.policy("qwen2")
+    if not autocast:
+        model.pretrained_model.to(torch.bfloat16)
+    context = (lambda: torch.autocast("cpu", torch.bfloat16)) if autocast else None
+    assert isinstance(choose(model, **({"autocast": context} if context else {})), RolloutEngine)
+
+
+@pytest.mark.parametrize("family", tiny_models.WITHOUT_INTERFACE)
+def test_models_without_the_interface_fall_back_and_say_so(family):
+    model = tiny_models.policy(family)
+    name = type(model.pretrained_model).__name__
+    with pytest.warns(UserWarning, match=f"{name}: rollouts go through model.generate.*interface"):
+        engine = choose(model, max_slots=3)
+    assert isinstance(engine, GenerateEngine)
+    assert engine.batch_size == 3
+    out = engine.generate(tiny_models.prompts(2, 5), SamplingParams(max_new_tokens=3, seed=0))
+    assert out.logprobs is not None
+    assert out.values is not None
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_dynamic_rope_falls_back(kind):
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
+        rope |= {"original_max_position_embeddings": 24}
+    model = tiny_models.policy("llama", rope_parameters=rope)
+    with pytest.warns(UserWarning, match=rf"LlamaForCausalLM.*because its RoPE \({kind}\)"):
+        assert isinstance(choose(model), GenerateEngine)
+
+
+def test_dynamic_rope_of_one_kind_of_layer_falls_back():
+    model = tiny_models.policy("gemma3")
+    rope = model.config.rope_parameters
+    rope["full_attention"] = {**rope["full_attention"], "rope_type": "dynamic"}
+    with pytest.warns(UserWarning, match=r"because its RoPE \(dynamic\)"):
+        assert isinstance(choose(model), GenerateEngine)
+
+
+def test_an_encoder_decoder_falls_back():
+    model = tiny_models.language_model("gpt2")
+    model.config.is_encoder_decoder = True
+    with pytest.warns(UserWarning, match="because it is an encoder–decoder"):
+        assert isinstance(choose(model), GenerateEngine)
+
+
+@pytest.mark.parametrize("where", [PrefillAttention, DecodeAttention])
+def test_wrong_numbers_fall_back(where, monkeypatch):
+    attend = where.attend
+    monkeypatch.setattr(where, "attend", lambda *args: attend(*args) * 1.01)
+    with pytest.warns(UserWarning, match=r"GPT2LMHeadModel.*off by .* from a plain forward"):
+        assert isinstance(choose(tiny_models.policy()), GenerateEngine)
+
+
+def test_numbers_may_be_a_little_off_in_bf16(monkeypatch):
+    attend = DecodeAttention.attend
+    monkeypatch.setattr(DecodeAttention, "attend", lambda *args: attend(*args) * 1.01)
+    model = tiny_models.policy()
+    model.pretrained_model.to(torch.bfloat16)
+    assert isinstance(choose(model), RolloutEngine)
+    monkeypatch.setattr(DecodeAttention, "attend", lambda *args: -attend(*args))
+    with pytest.warns(UserWarning, match=r"off by .*more than 5e-02"):
+        assert isinstance(choose(model), GenerateEngine)
+
+
+def test_an_attention_that_the_engine_does_not_know_falls_back():
+    model = tiny_models.policy("llama")
+    model.pretrained_model.model.layers[1].self_attn.is_causal = False
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM.*Unsupported: LlamaAttention is not"):
+        assert isinstance(choose(model), GenerateEngine)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_check_leaves_nothing_behind(fails, monkeypatch):
+    model = tiny_models.policy("llama", attention_dropout=0.5).train()
+    model.pretrained_model.config._attn_implementation = "eager"
+    if fails:
+        monkeypatch.setattr(DecodeAttention, "attend", None)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    weights = {name: p.clone() for name, p in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = choose(model)
+    assert isinstance(engine, GenerateEngine) == fails
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    assert model.pretrained_model.config._attn_implementation == "eager"
+    assert not model.pretrained_model.lm_head._forward_pre_hooks
+    assert all(torch.equal(p, weights[name]) for name, p in model.state_dict().items())
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_what_the_engine_refuses_is_an_error():
+    with pytest.raises(ValueError, match="max_slots must be at least 1"):
+        choose(tiny_models.policy(), max_slots=0)
