@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from fastrl.rollout.params import RolloutOutput, SamplingParams
 from fastrl.rollout.prompts import check_prompts, end_tokens, need_pad_token
 from fastrl.rollout.scores import Scorer, rules_of
 from fastrl.rollout.slots import FIELDS
+
+T = TypeVar("T")
 
 
 class GenerateEngine:
@@ -71,9 +73,8 @@ class GenerateEngine:
         ids = list(range(len(tokens))) if sample_ids is None else list(sample_ids)
         if len(ids) != len(tokens):
             raise ValueError(f"sample_ids has {len(ids)} entries for {len(tokens)} prompts")
-        tokens, limits, ids = (
-            [x for x in xs for _ in range(params.n)] for xs in (tokens, limits, ids)
-        )
+        n = params.n
+        tokens, limits, ids = _repeated(tokens, n), _repeated(limits, n), _repeated(ids, n)
         parts = self._parts(tokens, limits)
         ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
         kwargs = self._kwargs(params, ends)
@@ -177,15 +178,19 @@ class GenerateEngine:
         drawn from no distribution."""
         assert self._scorer is not None
         rules = rules_of(params, ends.to(self.model.device))
-        figures, sound = self._scorer(prompts, output.sequences, rules)
-        for i, (sequence, length) in enumerate(zip(output.sequences, sound, strict=True)):
-            if length < len(sequence):
-                output.sequences[i] = sequence[:length]
-                output.finish_reasons[i] = "nan"
+        figures = self._scorer(prompts, output.sequences, rules)
         for name in FIELDS:
-            columns = [sample[name] for sample in figures]
-            present = [x[:n] for x, n in zip(columns, sound, strict=True) if x is not None]
-            setattr(output, name, present or None)
+            columns = [x for x in (sample[name] for sample in figures) if x is not None]
+            setattr(output, name, columns or None)
+        assert output.logprobs is not None
+        for i, (sequence, scored) in enumerate(zip(output.sequences, output.logprobs, strict=True)):
+            if len(scored) < len(sequence):
+                output.sequences[i] = sequence[: len(scored)]
+                output.finish_reasons[i] = "nan"
+
+
+def _repeated(items: list[T], times: int) -> list[T]:
+    return [item for item in items for _ in range(times)]
 
 
 def _end(

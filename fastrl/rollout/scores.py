@@ -38,24 +38,36 @@ class Scorer:
     @torch.no_grad()
     def __call__(
         self, prompts: Sequence[Tensor], responses: Sequence[Tensor], rules: Rules
-    ) -> tuple[list[Figures], list[int]]:
-        """Figures on the host, and how many tokens of each response came from a distribution: the
-        first that did not saw a NaN among its logits."""
+    ) -> list[Figures]:
+        """Figures on the host, of each response up to the first token that came from no
+        distribution: there was a NaN among its logits."""
         figures: list[Figures] = [{} for _ in prompts]
-        sound = [0] * len(prompts)
         lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
         for part in _parts(lengths):
             pairs = [(prompts[i], responses[i]) for i in part]
-            scored, holds = self._score(pairs, rules)
+            scored, sound = self._score(pairs, rules)
             start = 0
             for i in part:
                 stop = start + len(responses[i])
-                figures[i] = {
-                    name: None if x is None else x[start:stop].clone() for name, x in scored.items()
-                }
-                sound[i] = int(holds[start:stop].long().cumprod(0).sum())
+                figures[i] = {k: None if x is None else x[start:stop] for k, x in scored.items()}
+                if not sound[start:stop].all():
+                    figures[i] = self._sound_part(prompts[i], responses[i], rules)
                 start = stop
-        return figures, sound
+        return figures
+
+    def _sound_part(self, prompt: Tensor, response: Tensor, rules: Rules) -> Figures:
+        """By bisection: a NaN shows at earlier tokens too, as 0·NaN in attention."""
+        figures, _ = self._score([(prompt, response[:1])], rules)
+        figures = {k: None if x is None else x[:0] for k, x in figures.items()}
+        least, most = 0, len(response) - 1
+        while least < most:
+            middle = (least + most + 1) // 2
+            scored, sound = self._score([(prompt, response[:middle])], rules)
+            if sound.all():
+                least, figures = middle, scored
+            else:
+                most = middle - 1
+        return figures
 
     def _score(
         self, pairs: list[tuple[Tensor, Tensor]], rules: Rules

@@ -37,10 +37,10 @@ def unpadded(model, prompt, sequence):
     ids = torch.cat([prompt, sequence])[None]
     with torch.no_grad():
         out = model.pretrained_model(input_ids=ids, output_hidden_states=True)
-        values = model.v_head(out.hidden_states[-1].float())
+        values = model.v_head(out.hidden_states[-1])
     model.float()
     part = slice(len(prompt) - 1, -1)
-    return out.logits[0, part].double(), values[0, part, 0]
+    return out.logits[0, part], values[0, part, 0].float()
 
 
 def bend(logits, prompt, sequence, params):
@@ -114,19 +114,22 @@ def cut(logits, temperature, params):
     return kept, torch.where((possible & ~kept).any(-1), lowest, -torch.inf).float()
 
 
-@pytest.mark.parametrize("sampling", ["plain", "greedy", "bent_greedy"])
+@pytest.mark.parametrize("sampling", ["greedy", "bent", "bent_greedy"])
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
 def test_fields_are_those_of_the_engine(family, sampling):
     model = tiny_models.policy(family)
     prompts = tiny_models.prompts(*LENGTHS)
-    settings = SAMPLINGS[sampling] | {"temperature": 0.0}
-    params = SamplingParams(max_new_tokens=[3, 6, 1, 8, 2], stop=[[9, 9]], n=2, **settings)
+    settings = SAMPLINGS[sampling] | {"temperature": 0.0, "max_new_tokens": [3, 6, 1, 8, 2]}
+    whole = scored(model).generate(prompts, SamplingParams(**settings))
+    stop = [whole.sequences[3][2:4].tolist(), [9]]
+    params = SamplingParams(**settings, stop=stop, n=2)
     ids = [7, 3, 9, 1, 4]
     expected = RolloutEngine(model, tiny.tokenizer(), 4).generate(prompts, params, ids)
     got = scored(model).generate(prompts, params, ids)
     assert [s.tolist() for s in got.sequences] == [s.tolist() for s in expected.sequences]
     assert got.finish_reasons == expected.finish_reasons
-    assert got.sample_ids == expected.sample_ids
+    assert {"stop", "length"} <= set(got.finish_reasons)
+    assert got.sample_ids == expected.sample_ids == [i for i in ids for _ in range(2)]
     for name in FIELDS:
         a, b = getattr(got, name), getattr(expected, name)
         assert (a is None) == (b is None), name
@@ -245,24 +248,37 @@ def test_an_end_that_was_asked_for_is_barred_with_the_tokenizers_own(gpt2):
     assert not any({50, tiny.EOS} & set(s[:20].tolist()) for s in out.sequences)
 
 
-def test_a_nan_ends_its_sample_alone():
-    model = tiny_models.policy("gpt2")
+def poisoned(token):
+    """A model in which the token makes everything after it NaN, and the head is not tied to it."""
+    model = tiny_models.policy("gpt2", tie_word_embeddings=False)
+    model.pretrained_model.transformer.wte.weight.data[token] = torch.nan
+    return model
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_nan_ends_its_sample_alone(temperature, after):
     prompts = tiny_models.prompts(4, 3)
-    poison = int(prompts[0][-1])
-    assert poison not in prompts[1].tolist()
-    model.pretrained_model.transformer.wte.weight.data[poison] = torch.nan
-    model.pretrained_model.lm_head.weight = torch.nn.Parameter(
-        tiny.rule("lm_head", (tiny.VOCABULARY, 16))
-    )
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(
-            max_new_tokens=4, temperature=temperature, suppress_tokens=[poison], seed=0
-        )
-        out = scored(model).generate(prompts, params)
-        assert out.finish_reasons[0] == "nan"
-        assert out.finish_reasons[1] != "nan"
-        assert len(out.sequences[0]) == len(out.logprobs[0]) == len(out.values[0]) == 0
-        assert out.logprobs[1].isfinite().all()
+    clean = poisoned([])
+    params = SamplingParams(max_new_tokens=4, temperature=temperature, seed=0)
+    first = scored(clean).generate(prompts, SamplingParams(max_new_tokens=1, temperature=0))
+    token = int(first.sequences[0][0] if after else prompts[0][-1])
+    others = [*prompts[0][:-1], *prompts[1], *first.sequences[1]]
+    assert token not in others
+    model = poisoned(token)
+    if temperature:
+        params = SamplingParams(max_new_tokens=4, seed=0, top_k=1)
+    engine = scored(model)
+    engine.generate(prompts[1:], SamplingParams(max_new_tokens=1, temperature=0))
+    out = engine.generate(prompts, params)
+    assert out.finish_reasons[0] == "nan"
+    assert out.finish_reasons[1] != "nan"
+    assert out.sequences[0].tolist() == ([token] if after else [])
+    assert len(out.logprobs[0]) == len(out.values[0]) == after
+    assert out.logprobs[1].isfinite().all()
+    same = RolloutEngine(model, tiny.tokenizer()).generate(prompts, params)
+    assert out.finish_reasons == same.finish_reasons
+    assert [s.tolist() for s in out.sequences] == [s.tolist() for s in same.sequences]
 
 
 # ---------------------------------------------------------------------- what else holds

@@ -186,6 +186,7 @@ def test_a_bare_model_and_a_tokenizer_without_an_end():
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")
 @pytest.mark.parametrize("prompt", tiny_models.prompts(4, 1, 7), ids=len)
 def test_the_engine_then_does_what_generate_does(kwargs, prompt, model):
     params = translate(kwargs, model)
