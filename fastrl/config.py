@@ -14,6 +14,8 @@ from typing import Any
 from fastrl.core import flatten_dict
 
 KL_PENALTIES = ("kl", "abs", "mse", "full")
+ROLLOUT_BACKENDS = ("engine", "generate")
+OLD_LOGPROBS = ("auto", "rollout", "recompute")
 _JSON_FIELDS = (
     "tracker_kwargs",
     "accelerator_kwargs",
@@ -207,6 +209,14 @@ class PPOConfig:
             raise ValueError(
                 f"unknown kl_penalty {self.kl_penalty!r}: choose one of {', '.join(KL_PENALTIES)}"
             )
+        for name, choices in (
+            ("rollout_backend", ROLLOUT_BACKENDS),
+            ("old_logprobs", OLD_LOGPROBS),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(choices)}"
+                )
         if self.gradient_checkpointing:
             raise ValueError("gradient_checkpointing is not available yet: leave it off")
         if self.push_to_hub_if_best_kwargs and "repo_id" not in self.push_to_hub_if_best_kwargs:

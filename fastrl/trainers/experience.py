@@ -102,12 +102,18 @@ class Scorer:
     """Runs policy and reference over a batch, without gradients, in slices of some samples."""
 
     def __init__(
-        self, policy: nn.Module, reference: Reference, penalty: SampledKL, samples_per_pass: int
+        self,
+        policy: nn.Module,
+        reference: Reference,
+        penalty: SampledKL,
+        samples_per_pass: int,
+        precision: torch.dtype = torch.float32,
     ):
         self.policy = policy
         self.reference = reference
         self.penalty = penalty
         self.samples_per_pass = samples_per_pass
+        self.precision = precision
 
     @torch.no_grad()
     def __call__(self, batch: TokenBatch, known: Known | None = None) -> Scored:

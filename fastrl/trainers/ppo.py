@@ -18,7 +18,7 @@ from fastrl.core import PPODecorators, set_seed
 from fastrl.models import AutoModelForCausalLMWithValueHead, create_reference_model
 from fastrl.models.modes import context_length, evaluating
 from fastrl.models.reference import AdapterReference, CopyReference, Reference
-from fastrl.rollout import GenerateEngine, RolloutOutput
+from fastrl.rollout import RolloutOutput
 from fastrl.trainers import data, stats
 from fastrl.trainers.callbacks import ProgressCallback, TrainCallback, TrainResult
 from fastrl.trainers.classic import ClassicSurface
@@ -26,7 +26,15 @@ from fastrl.trainers.control import RunningMoments, ScoreTransform, make_kl_cont
 from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
 from fastrl.trainers.loop import Loop, Prompts, RewardFunction
-from fastrl.trainers.setup import check_types, choose_heads, make_accelerator, make_optimizer
+from fastrl.trainers.reuse import RolloutMemory, make_reuse, told_by
+from fastrl.trainers.rollouts import make_rollouts
+from fastrl.trainers.setup import (
+    check_types,
+    choose_heads,
+    make_accelerator,
+    make_optimizer,
+    precision_of,
+)
 from fastrl.trainers.update import PPOUpdate
 
 _DEFAULT_SAMPLING = {"max_new_tokens": 32, "do_sample": True, "top_k": 0, "top_p": 1.0}
@@ -114,7 +122,18 @@ class PPOTrainer(ClassicSurface):
             else CopyReference(self.ref_model)
         )
         choose_heads(self.model, self.ref_model)
-        self._score = Scorer(self.model, self.reference, self._kl_penalty, config.mini_batch_size)
+        self._score = Scorer(
+            self.model,
+            self.reference,
+            self._kl_penalty,
+            config.mini_batch_size,
+            precision_of(model, self.accelerator),
+        )
+        self._rollouts = make_rollouts(config, tokenizer, self.accelerator.autocast)
+        self._memory = RolloutMemory(model)
+        # The KL over the vocabulary needs the policy's logits, and hence its forward.
+        kind = "recompute" if self._kl_penalty.needs_logits else config.old_logprobs
+        self._score_or_reuse = make_reuse(kind, self._score)
         self._update = PPOUpdate(config, self.accelerator, self.model, self.optimizer)
         self.current_step = 0
         self._best_mean_score = -float("inf")
@@ -128,6 +147,7 @@ class PPOTrainer(ClassicSurface):
         responses: list[Tensor],
         scores: list[Tensor],
         response_masks: list[Tensor] | None = None,
+        rollout: RolloutOutput | None = None,
     ) -> dict[str, Any]:
         """One PPO iteration on a batch of scored responses.
 
@@ -136,6 +156,9 @@ class PPOTrainer(ClassicSurface):
             scores: ``batch_size`` tensors of one number each.
             response_masks: for each response, which of its tokens count; others get no reward, no
                 loss, and are skipped by the advantages.
+            rollout: what generated the responses: its log-probs and values may be taken for those
+                before the update (``PPOConfig.old_logprobs``). Responses that this trainer's own
+                generate() returned under the current weights are recognised without it.
 
         Returns:
             the statistics of the README's table: numbers, and arrays of distributions.
@@ -146,13 +169,15 @@ class PPOTrainer(ClassicSurface):
         checked_scores = data.check_scores(scores, self.config.batch_size)
         data.check_batch_size(queries, responses, self.config.batch_size)
         batch = self._make_batch(queries, responses, response_masks)
+        known = self._known(queries, responses, rollout)
+        self._score_or_reuse.check(known)
 
         final_scores = self._transform_scores(checked_scores).to(self.current_device)
         self._push_if_best(final_scores)
         clock = stats.start_clock(self.current_device)
         with evaluating(self.model), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
-                scored = self._score(batch)
+                scored, reuse_stats = self._score_or_reuse(batch, known)
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
                     final_scores, *self._kl_penalty.operands(scored), batch.mask
@@ -175,6 +200,7 @@ class PPOTrainer(ClassicSurface):
                 record=record,
             )
         result.update(stats.timing_stats(clock.seconds(), batch))
+        result.update(reuse_stats)
         self._warn_of_negative_kl(result["objective/kl"])
 
         self.kl_ctl.update(
@@ -252,19 +278,16 @@ class PPOTrainer(ClassicSurface):
         if generate_ref_response:
             contexts.append(self.reference.as_policy())
         results = []
-        for context in contexts:
+        for reference, context in enumerate(contexts):
+            limits = None
+            if length_sampler is not None:
+                drawn = [length_sampler() for _ in range(0, len(queries), batch_size)]
+                limits = [drawn[i // batch_size] for i in range(len(queries))]
             with context as model:
-                responses = []
-                for start in range(0, len(queries), batch_size):
-                    if length_sampler is not None:
-                        generation_kwargs["max_new_tokens"] = length_sampler()
-                    part = queries[start : start + batch_size]
-                    responses += (
-                        self._engine(model, batch_size)
-                        .generate_with(part, generation_kwargs)
-                        .sequences
-                    )
-            responses = [r.to(self.current_device) for r in responses]
+                output = self._generate(
+                    model, queries, generation_kwargs, batch_size, limits, reference=bool(reference)
+                )
+            responses = [r.to(self.current_device) for r in output.sequences]
             if return_prompt:
                 responses = [
                     torch.cat([q.to(r.device), r]) for q, r in zip(queries, responses, strict=True)
@@ -274,8 +297,7 @@ class PPOTrainer(ClassicSurface):
 
     def rollout(self, prompts: Sequence[Tensor], generation_kwargs: dict) -> RolloutOutput:
         """Responses of the policy, without their prompts, with reasons of ending and timings."""
-        engine = self._engine(self.model, self.config.batch_size)
-        return engine.generate_with(prompts, generation_kwargs)
+        return self._generate(self.model, prompts, generation_kwargs, self.config.batch_size)
 
     def train(
         self,
@@ -378,9 +400,34 @@ class PPOTrainer(ClassicSurface):
             response_masks,
         ).to(self.current_device)
 
-    def _engine(self, model: nn.Module, batch_size: int) -> GenerateEngine:
-        unwrapped = self.accelerator.unwrap_model(model)
-        return GenerateEngine(unwrapped, self.tokenizer, batch_size, self.accelerator.autocast)
+    def _generate(
+        self,
+        model: nn.Module,
+        queries: Sequence[Tensor],
+        generation_kwargs: dict[str, Any],
+        batch_size: int,
+        limits: Sequence[int] | None = None,
+        reference: bool = False,
+    ) -> RolloutOutput:
+        output = self._rollouts(
+            self.accelerator.unwrap_model(model),
+            queries,
+            generation_kwargs,
+            batch_size,
+            limits=limits,
+            reference=reference,
+        )
+        if not reference:
+            self._memory.keep(queries, output)
+        return output
+
+    def _known(
+        self, queries: Any, responses: Any, rollout: RolloutOutput | None
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """Log-probs and values of the responses that are known from where they were generated."""
+        if rollout is not None:
+            return told_by(rollout, responses)
+        return self._memory.find(queries, responses)
 
     def _fill_in_config(self) -> None:
         processes = self.accelerator.num_processes

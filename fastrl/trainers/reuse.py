@@ -12,7 +12,6 @@ from fastrl.rollout import RolloutOutput
 from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Known, Scored, Scorer
 
-OLD_LOGPROBS = ("auto", "rollout", "recompute")
 AUDITED = 4  # samples per step
 # Largest difference in fp32, mean difference in lower precision, of log-probs and of values.
 TOLERANCES = {torch.float32: ("max", 1e-4), torch.float64: ("max", 1e-4)}
@@ -65,6 +64,12 @@ class Recompute:
     def __init__(self, scorer: Scorer):
         self.scorer = scorer
 
+    def check(self, known: list[tuple[Tensor, Tensor]] | None) -> None:
+        """
+        Raises:
+            ValueError: what is known does not do.
+        """
+
     def __call__(
         self, batch: TokenBatch, known: list[tuple[Tensor, Tensor]] | None
     ) -> tuple[Scored, dict[str, float]]:
@@ -74,15 +79,18 @@ class Recompute:
 class Reuse(Recompute):
     """What the rollout said, without a look."""
 
-    def __call__(
-        self, batch: TokenBatch, known: list[tuple[Tensor, Tensor]] | None
-    ) -> tuple[Scored, dict[str, float]]:
+    def check(self, known: list[tuple[Tensor, Tensor]] | None) -> None:
         if known is None:
             raise ValueError(
                 "old_logprobs='rollout', but not all responses come from this trainer's generate() "
                 "under the current weights: pass what generated them as rollout=, or set "
                 "old_logprobs to 'auto'"
             )
+
+    def __call__(
+        self, batch: TokenBatch, known: list[tuple[Tensor, Tensor]] | None
+    ) -> tuple[Scored, dict[str, float]]:
+        assert known is not None
         return self.scorer(batch, _joined(batch, known)), {"rollout/reused": 1.0}
 
 

@@ -72,6 +72,14 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimi
     return torch.optim.Adam(parameters, lr=learning_rate, fused=fused)
 
 
+def precision_of(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
+    """The lowest that forwards compute in."""
+    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    dtypes |= {autocast[x] for x in [accelerator.mixed_precision] if x in autocast}
+    return min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
+
+
 @torch.no_grad()
 def choose_heads(*models: nn.Module | None) -> None:
     """Scores a few tokens with each model, which makes it choose how its LM head is run: what is

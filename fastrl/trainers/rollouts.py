@@ -1,0 +1,124 @@
+"""How a trainer generates: through the engine where that can, through ``model.generate`` else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fastrl.config import PPOConfig
+from fastrl.rollout import (
+    GenerateEngine,
+    RolloutEngine,
+    RolloutOutput,
+    SamplingParams,
+    choose_engine,
+    sampling_params,
+)
+
+Autocast = Callable[[], AbstractContextManager]
+
+
+class GenerateRollouts:
+    """``model.generate``, a batch of prompts at a time, with any of its keywords."""
+
+    def __init__(self, tokenizer: Any, autocast: Autocast):
+        self.tokenizer, self.autocast = tokenizer, autocast
+
+    def __call__(
+        self,
+        model: Any,
+        prompts: Sequence[Tensor],
+        generation_kwargs: dict[str, Any],
+        batch_size: int,
+        *,
+        limits: Sequence[int] | None = None,
+        reference: bool = False,
+    ) -> RolloutOutput:
+        """One response per prompt.
+
+        Args:
+            limits: max_new_tokens of each prompt; the same for those of one batch.
+            reference: the model stands for the reference policy.
+        """
+        engine = GenerateEngine(model, self.tokenizer, batch_size, self.autocast)
+        if limits is None:
+            return engine.generate_with(prompts, generation_kwargs)
+        whole = RolloutOutput(sequences=[], finish_reasons=[])
+        for start in range(0, len(prompts), batch_size):
+            kwargs = {**generation_kwargs, "max_new_tokens": limits[start]}
+            part = engine.generate_with(prompts[start : start + batch_size], kwargs)
+            whole.sequences += part.sequences
+            whole.finish_reasons += part.finish_reasons
+        return whole
+
+    def sleep(self) -> None:
+        """Nothing is kept between calls."""
+
+
+class EngineRollouts(GenerateRollouts):
+    """The engine, which also says how likely each token was; what it cannot honour goes to
+    ``model.generate``, with a warning that names the argument."""
+
+    def __init__(self, tokenizer: Any, autocast: Autocast, slots: int):
+        super().__init__(tokenizer, autocast)
+        self.slots = slots
+        self._engines: dict[tuple[int, bool], RolloutEngine | GenerateEngine] = {}
+        self._warned: set[str] = set()
+
+    def __call__(
+        self,
+        model: Any,
+        prompts: Sequence[Tensor],
+        generation_kwargs: dict[str, Any],
+        batch_size: int,
+        *,
+        limits: Sequence[int] | None = None,
+        reference: bool = False,
+    ) -> RolloutOutput:
+        engine = self._engine(model, reference)
+        params: SamplingParams | str = "the model"
+        if isinstance(engine, RolloutEngine):
+            params = sampling_params(generation_kwargs, model, self.tokenizer)
+            if isinstance(params, str):
+                self._warn(params)
+        if isinstance(params, str) or not isinstance(engine, RolloutEngine):
+            return super().__call__(model, prompts, generation_kwargs, batch_size, limits=limits)
+        if limits is not None:
+            params = replace(params, max_new_tokens=list(limits))
+        return engine.generate(prompts, params)
+
+    def sleep(self) -> None:
+        """Frees keys and values until the next rollout."""
+        for engine in self._engines.values():
+            if isinstance(engine, RolloutEngine):
+                engine.sleep()
+
+    def _engine(self, model: Any, reference: bool) -> RolloutEngine | GenerateEngine:
+        # A PEFT model is the policy or, with its adapter off, the reference.
+        key = (id(model), reference)
+        if key not in self._engines:
+            self._engines[key] = choose_engine(
+                model, self.tokenizer, autocast=self.autocast, max_slots=self.slots
+            )
+        return self._engines[key]
+
+    def _warn(self, argument: str) -> None:
+        if argument not in self._warned:
+            self._warned.add(argument)
+            warnings.warn(
+                f"the rollout engine does not know the argument {argument} of generate: rollouts "
+                "go through model.generate, which is slower",
+                stacklevel=5,
+            )
+
+
+def make_rollouts(config: PPOConfig, tokenizer: Any, autocast: Autocast) -> GenerateRollouts:
+    """By ``PPOConfig.rollout_backend``."""
+    if config.rollout_backend == "generate":
+        return GenerateRollouts(tokenizer, autocast)
+    return EngineRollouts(tokenizer, autocast, config.rollout_slots)
