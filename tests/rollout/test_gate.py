@@ -60,6 +60,22 @@ def test_models_without_the_interface_fall_back_and_say_so(family):
     assert out.values is not None
 
 
+def test_the_model_under_an_adapter_is_the_one_that_is_named():
+    lora = tiny_models.lora(target_modules=["q_proj", "v_proj"], fan_in_fan_out=False)
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(
+        tiny_models.language_model("gptj"), peft_config=lora
+    ).eval()
+    with pytest.warns(UserWarning, match="^GPTJForCausalLM: rollouts go through model.generate"):
+        engine = choose(model)
+    (prompt,) = tiny_models.prompts(4)
+    out = engine.generate([prompt], SamplingParams(max_new_tokens=5, temperature=0))
+    ids = torch.cat([prompt, out.sequences[0]])[None]
+    logits, _, values = model(ids)
+    expected = logits[0, 3:-1].log_softmax(-1).gather(1, ids[0, 4:, None])[:, 0]
+    torch.testing.assert_close(out.logprobs[0], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.values[0], values[0, 3:-1], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_dynamic_rope_falls_back(kind):
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
