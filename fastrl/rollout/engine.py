@@ -229,6 +229,7 @@ class RolloutEngine:
             vocabulary=vocabulary if params.repetition_penalty != 1 else None,
             tail=None if stops is None else stops.shape[1],
         )
+        ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
         return Rules(
             temperature=float(params.temperature),
             top_k=params.top_k,
@@ -237,7 +238,7 @@ class RolloutEngine:
             min_new_tokens=params.min_new_tokens,
             repetition_penalty=float(params.repetition_penalty),
             suppressed=ids(params.suppress_tokens) if params.suppress_tokens else None,
-            ends=end_tokens(self.model, self.tokenizer, params.eos_token_ids).to(device),
+            ends=ends[ends < vocabulary].to(device),  # others never match
             stops=stops,
         )
 

@@ -33,6 +33,16 @@ def end_tokens(model: Any, tokenizer: Any, asked: Any = None) -> Tensor:
     return torch.tensor(sorted({int(i) for i in ids if i is not None and i >= 0}), dtype=torch.long)
 
 
+def check_tensors(prompts: Sequence[Any]) -> None:
+    """
+    Raises:
+        ValueError: a prompt that is not a tensor, named by its index.
+    """
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, Tensor):
+            raise ValueError(f"prompts[{i}] must be a 1-D tensor, got {type(prompt).__name__}")
+
+
 def check_prompts(
     prompts: Sequence[Tensor], model: Any, max_new_tokens: int | Sequence[int] | None
 ) -> None:
@@ -44,12 +54,11 @@ def check_prompts(
     if not len(prompts):
         raise ValueError("prompts is empty: pass at least one")
     context = context_length(model)
+    check_tensors(prompts)
     vocabulary = model.config.get_text_config().vocab_size
     for i, prompt in enumerate(prompts):
         most = max_new_tokens[i] if isinstance(max_new_tokens, Sequence) else max_new_tokens
         new_tokens = most or 1
-        if not isinstance(prompt, Tensor):
-            raise ValueError(f"prompts[{i}] must be a 1-D tensor, got {type(prompt).__name__}")
         if prompt.dim() != 1 or len(prompt) == 0:
             raise ValueError(
                 f"prompts[{i}] must be a 1-D tensor of at least one token, got shape "

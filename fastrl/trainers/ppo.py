@@ -19,6 +19,7 @@ from fastrl.models import AutoModelForCausalLMWithValueHead, create_reference_mo
 from fastrl.models.modes import context_length, evaluating
 from fastrl.models.reference import AdapterReference, CopyReference, Reference
 from fastrl.rollout import RolloutOutput
+from fastrl.rollout.prompts import check_tensors
 from fastrl.trainers import data, stats
 from fastrl.trainers.callbacks import ProgressCallback, TrainCallback, TrainResult
 from fastrl.trainers.classic import ClassicSurface
@@ -274,6 +275,7 @@ class PPOTrainer(ClassicSurface):
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         single = isinstance(query_tensor, Tensor)
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
+        check_tensors(queries)
         contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext(self.model)]
         if generate_ref_response:
             contexts.append(self.reference.as_policy())

@@ -96,6 +96,9 @@ def test_padding_without_a_pad_token() -> None:
     trainer = PPOTrainer(PPOConfig(batch_size=4), make_policy(), None, tokenizer)
     with pytest.raises(ValueError, match=r"no pad token.*tokenizer\.pad_token"):
         trainer.step(**make_batch())
+    trainer = PPOTrainer(
+        PPOConfig(batch_size=4, rollout_backend="generate"), make_policy(), None, tokenizer
+    )
     queries = [torch.tensor([5, 6]), torch.tensor([7])]
     with pytest.raises(ValueError, match="no pad token"):
         trainer.generate(queries, max_new_tokens=2)
