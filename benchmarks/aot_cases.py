@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels as ops
+from benchmarks.aot_attention_cases import attention_cases
 from benchmarks.aot_judge import Case, Expect
 from benchmarks.aot_linear_cases import linear_cases
 
@@ -64,6 +65,7 @@ def cases() -> Iterator[Case]:
     yield from _moments_cases()
     yield from _ppo_loss_cases()
     yield from _sample_tokens_cases()
+    yield from attention_cases()
 
 
 def _backward(*outputs: Tensor) -> None:

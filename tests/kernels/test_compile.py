@@ -105,6 +105,13 @@ def _sampled(x: Inputs, **options: Any) -> Any:
     return ops.sample_tokens(x.logits.flatten(0, 1), keys, **options)
 
 
+def _attended(x: Inputs, **options: Any) -> Tensor:
+    """Three heads that share one, over tokens of 8 features."""
+    cache = x.hidden.detach().unsqueeze(2)
+    query = x.weight.detach()[:6].unflatten(0, (2, 3))
+    return ops.decode_attention(query, cache, cache, x.mask.sum(-1), **options)
+
+
 def _ppo(x: Inputs, **options: Any) -> tuple[Tensor, ...]:
     loss, stats = ops.ppo_loss(x.new, x.old, x.old.square(), x.mask, **options)
     return loss, stats.tensor, stats.clipfrac
@@ -112,6 +119,10 @@ def _ppo(x: Inputs, **options: Any) -> tuple[Tensor, ...]:
 
 # By op and what is special; ``b`` is the backend.
 CASES: dict[str, Callable[..., Any]] = {
+    "decode_attention": lambda x, b: _attended(x, backend=b),
+    "decode_attention numbers": lambda x, b: _attended(
+        x, scale=x.half, softcap=x.half * 9, window=x.index - 2, span=x.index - 1, backend=b
+    ),
     "dpo_loss": lambda x, b: ops.dpo_loss(x.chosen, x.rejected, x.old[0], x.old[1], beta=x.half),
     "full_kl": lambda x, b: ops.full_kl(x.logits * 2, x.logits.detach().exp(), backend=b),
     "full_kl masked": lambda x, b: ops.full_kl(

@@ -30,7 +30,7 @@ logits, ref_logits = leaf(2, 3, 9), torch.randn(2, 3, 9)
 labels = torch.tensor([[1, 2, -100], [0, 8, 4]])
 mask = torch.tensor([[True, True, False], [True, False, True]])
 new, old, ref, values, scores = leaf(2, 3), *torch.randn(2, 2, 3), leaf(2, 3), leaf(2)
-hidden, weight = leaf(2, 3, 8), leaf(9, 8)
+hidden, weight, cache = leaf(2, 3, 8), leaf(9, 8), torch.randn(2, 4, 1, 8)
 chosen, rejected = leaf(4), leaf(4)
 ref_chosen, ref_rejected = torch.randn(2, 4)
 """
@@ -44,6 +44,7 @@ CALLS = {
     "Moments": "Moments(*torch.ones(3))",
     "SampledTokens": "SampledTokens(*torch.zeros(6, 3))",
     "ValueTerm": "ValueTerm(values, old, old)",
+    "decode_attention": "decode_attention(cache[:, 0], cache, cache, torch.tensor([1, 4]))",
     "dpo_loss": "dpo_loss(chosen, rejected, ref_chosen, ref_rejected)",
     "explain": "explain('cpu')",
     "full_kl": "full_kl(logits, ref_logits, mask=mask)",

@@ -1,6 +1,7 @@
 """Fused ops for reinforcement learning on language models. Needs torch; triton where it is used."""
 
 from . import compiled, compiled_head, layers  # noqa: F401 (operators register themselves)
+from .decode_attention import decode_attention
 from .dispatch import Choice, explain
 from .decode_attention import decode_attention
 from .full_kl import full_kl

@@ -15,27 +15,15 @@ from ..head import Transform, multiply
 from ..head_rows import RowStatistics, Slopes
 from .logprob import FLOOR, LN2, LOG2E, LOWEST, dlogits_of, online_softmax, row_temperature
 from .rows import PART_VECTORS, load_end, parts_of, window
-from .tiles import device_of
+from .tiles import accurate_tanh, device_of
 
 _SCALE_PROGRAMS = 1024
 _SCALE_BLOCK = 4096
 
 
 @triton.jit
-def _tanh(x):
-    """To a few units in the last place, where 1 - e^(-2|x|) has cancelled as well."""
-    y = tl.abs(x)
-    e = tl.exp2(y * (LOG2E * -2.0))
-    far = tl.div_rn(1.0 - e, 1.0 + e)
-    z = y * y
-    near = y * (1.0 + z * (-1.0 / 3 + z * (2.0 / 15 + z * (-17.0 / 315 + z * (62.0 / 2835)))))
-    y = tl.where(y < 0.25, near, far)
-    return tl.where(x < 0, -y, y)
-
-
-@triton.jit
 def _signal(x, inner):
-    return x if inner is None else _tanh(x * tl.cast(inner, tl.float32))
+    return x if inner is None else accurate_tanh(x * tl.cast(inner, tl.float32))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What the elementwise and the row kernels share: tile shapes, and an exponential without drift.
+"""What the elementwise and the row kernels share: tile shapes, and functions without drift.
 
 Kernels specialise on whether the element count or the row length is a multiple of 16, which wide
 loads depend on, and on no other number: batches of any size then run what is already compiled.
@@ -42,6 +42,18 @@ def exact_exp(x):
     # ln 2 in two parts, the first so short that k times it is exact.
     r = (x - k * 0.693359375) + k * 2.12194440e-4
     return tl.where(tl.abs(x) < 80.0, tl.exp(r) * tl.exp2(k), tl.exp(x))
+
+
+@triton.jit
+def accurate_tanh(x):
+    """To a few units in the last place, where 1 - e^(-2|x|) has cancelled as well."""
+    y = tl.abs(x)
+    e = tl.exp2(y * (1.4426950408889634 * -2.0))
+    far = tl.div_rn(1.0 - e, 1.0 + e)
+    z = y * y
+    near = y * (1.0 + z * (-1.0 / 3 + z * (2.0 / 15 + z * (-17.0 / 315 + z * (62.0 / 2835)))))
+    y = tl.where(y < 0.25, near, far)
+    return tl.where(x < 0, -y, y)
 
 
 @triton.jit

@@ -1,0 +1,195 @@
+"""Attention of one new token per sequence over a cache of keys and values in slots."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .checks import check_device, check_float, check_positive
+from .dispatch import choose
+
+
+class Attention(NamedTuple):
+    """Checked: what a row's live tokens are, and what becomes of their scores."""
+
+    span: int
+    window: int  # at most the span, which is no window at all
+    scale: float
+    softcap: float | None
+
+    @property
+    def inner(self) -> float | None:
+        """With a cap, a score is c·tanh(inner·q·k), and scale·q·k without."""
+        return None if self.softcap is None else self.scale / self.softcap
+
+    @property
+    def outer(self) -> float:
+        return self.scale if self.softcap is None else self.softcap
+
+
+# --- the PyTorch path ----------------------------------------------------------------------------
+
+
+def _live(lengths: Tensor, a: Attention) -> Tensor:
+    """Which tokens count, [B, 1, 1, span]."""
+    position = torch.arange(a.span, device=lengths.device)
+    lengths = lengths.view(-1, 1, 1, 1)
+    live = position < lengths
+    return live if a.window == a.span else live & (position >= lengths - a.window)
+
+
+def _capped(query: Tensor, keys: Tensor, values: Tensor, live: Tensor, a: Attention) -> Tensor:
+    """softmax(cap(scale·q·kᵀ))·v in fp32."""
+    scores = query.float() @ keys.float().mT
+    scores = scores.mul_(a.scale if a.inner is None else a.inner)
+    if a.softcap is not None:
+        scores = scores.tanh_().mul_(a.softcap)
+    weights = scores.masked_fill_(~live, -math.inf).softmax(-1)
+    return (weights @ values.float()).to(query.dtype)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: Attention) -> Tensor:
+    batch, heads, width = query.shape
+    kv_heads = keys.shape[2]
+    # The heads that share keys stand where a sequence would have its tokens.
+    query = query.reshape(batch, kv_heads, heads // kv_heads, width)
+    keys, values = (x[:batch, : a.span].transpose(1, 2) for x in (keys, values))
+    live = _live(lengths, a)
+    if a.softcap is None and query.device.type == "cpu":
+        out = F.scaled_dot_product_attention(query, keys, values, live, scale=a.scale)
+    else:
+        out = _capped(query, keys, values, live, a)
+    lengths = lengths.view(-1, 1, 1, 1)
+    out = out.masked_fill(lengths == 0, 0.0)
+    out = out.masked_fill_((lengths < 0) | (lengths > a.span), math.nan)
+    return out.reshape(batch, heads, -1)
+
+
+# --- the public op -------------------------------------------------------------------------------
+
+
+def _check_tensors(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
+    check_float("query", query)
+    if query.dim() != 3 or 0 in query.shape[1:]:
+        raise ValueError(f"query has shape {tuple(query.shape)}: it must be [B, Hq, D]")
+    for name, x in (("keys", keys), ("values", values)):
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name} are {x.dtype}, query is {query.dtype}: convert one of them")
+        if x.dim() != 4 or 0 in x.shape[1:]:
+            raise ValueError(f"{name} have shape {tuple(x.shape)}: they must be [S, M, Hkv, D]")
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{name} have strides {x.stride()}: the last must be 1")
+        check_device(name, x, "query", query)
+    if keys.shape[:3] != values.shape[:3]:
+        raise ValueError(
+            f"keys have shape {tuple(keys.shape)}, values {tuple(values.shape)}: all but the last "
+            "dimension must be equal"
+        )
+    (batch, heads, width), (slots, _, kv_heads, key_width) = query.shape, keys.shape
+    if key_width != width:
+        raise ValueError(f"keys are {key_width} wide, query is {width}: they must be equal")
+    if heads % kv_heads:
+        raise ValueError(
+            f"query has {heads} heads, keys have {kv_heads}: the former must be a multiple"
+        )
+    if slots < batch:
+        raise ValueError(
+            f"keys have {slots} slots, query has {batch} rows: row i attends slot i, so that there "
+            "must be as many"
+        )
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"lengths must be int32 or int64, got {lengths.dtype}: convert them first")
+    if lengths.shape != query.shape[:1]:
+        raise ValueError(
+            f"lengths have shape {tuple(lengths.shape)}: they must be ({batch},), one per row"
+        )
+    check_device("lengths", lengths, "query", query)
+
+
+def _checked(
+    query: Tensor,
+    keys: Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    span: int | None,
+) -> Attention:
+    tokens = keys.shape[1]
+    span = tokens if span is None else span
+    if not 1 <= span <= tokens:
+        raise ValueError(f"span must be in [1, {tokens}], the tokens of a slot, got {span}")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be positive, or None for all tokens, got {window}")
+    return Attention(
+        span,
+        span if window is None else min(window, span),
+        query.shape[-1] ** -0.5 if scale is None else check_positive("scale", scale),
+        None if softcap is None else check_positive("softcap", softcap),
+    )
+
+
+@torch.no_grad()
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    span: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention of one new token per sequence over its slot of a cache of keys and values:
+
+        out[i, h] = Σ_t p_t · v[i, t, g],   p = softmax_t(cap(scale · q[i, h] · k[i, t, g]))
+
+    over the live tokens t of row i, with g = h // (Hq / Hkv) and cap(x) = c·tanh(x/c) where there
+    is a softcap c. Row i attends slot i. Scores, sums and the softmax are fp32; the weights are
+    rounded to the values' dtype before they meet them, as tensor cores want them.
+
+    Nothing waits for the device, no shape depends on data, and what is launched depends on shapes
+    and numbers alone: a CUDA graph may replay it while lengths grow, up to the span. In the Triton
+    path a row's bits depend neither on other rows nor on the span. Forward only.
+
+    Args:
+        query: [B, Hq, D] fp32, bf16 or fp16.
+        keys: [S, M, Hkv, D] of the query's dtype, with S ≥ B slots of M tokens and Hq a multiple of
+            Hkv. Any strides, but for a last one of 1: views of a larger arena.
+        values: [S, M, Hkv, Dv], likewise.
+        lengths: [B] int32 or int64, live tokens of each row, the new one included. The Triton path
+            reads no others; to PyTorch's path they must be finite (their weights are 0). 0 gives
+            zeros.
+        scale: of the scores, D^-½ unless given.
+        window: only the last so many of the live tokens count, as in layers with a sliding window.
+        softcap: c > 0, which no score exceeds.
+        span: what no length exceeds, M unless given. Work is sized by it, on the host, and rows
+            that are longer become NaN.
+        backend: "auto", "triton" or "torch"; see ``explain``.
+
+    Returns:
+        [B, Hq, Dv] of the query's dtype.
+
+    Raises:
+        TypeError: dtypes that are not as above.
+        ValueError: shapes, strides or devices that do not fit; numbers out of their range.
+
+    Source: the split over tokens is that of Dao et al., 2023, "Flash-Decoding for long-context
+    inference"; the softcap is Gemma 2's (arXiv:2408.00118).
+    """
+    _check_tensors(query, keys, values, lengths)
+    attention = _checked(query, keys, scale, window, softcap, span)
+    chosen = choose(backend, query)
+    if not torch.compiler.is_compiling() and isinstance(query, FakeTensor):
+        chosen = "torch"  # there is nothing to launch a kernel on, only a shape to find
+    if chosen == "triton":
+        from ._triton.decode_attention import attend
+
+        return attend(query, keys, values, lengths, attention)
+    return _attend(query, keys, values, lengths, attention)
