@@ -50,6 +50,7 @@ def _capped(query: Tensor, keys: Tensor, values: Tensor, live: Tensor, a: Attent
     if a.softcap is not None:
         scores = scores.tanh_().mul_(a.softcap)
     weights = scores.masked_fill_(~live, -math.inf).softmax(-1)
+    weights = weights.masked_fill_(~live, 0.0)  # NaN where nothing is live
     return (weights @ values.float()).to(query.dtype)
 
 
@@ -64,9 +65,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: Att
         out = F.scaled_dot_product_attention(query, keys, values, live, scale=a.scale)
     else:
         out = _capped(query, keys, values, live, a)
-    lengths = lengths.view(-1, 1, 1, 1)
-    out = out.masked_fill(lengths == 0, 0.0)
-    out = out.masked_fill_((lengths < 0) | (lengths > a.span), math.nan)
+    out = out.masked_fill_(lengths.view(-1, 1, 1, 1) > a.span, math.nan)
     return out.reshape(batch, heads, -1)
 
 
@@ -163,9 +162,9 @@ def decode_attention(
         keys: [S, M, Hkv, D] of the query's dtype, with S ≥ B slots of M tokens and Hq a multiple of
             Hkv. Any strides, but for a last one of 1: views of a larger arena.
         values: [S, M, Hkv, Dv], likewise.
-        lengths: [B] int32 or int64, live tokens of each row, the new one included. The Triton path
-            reads no others; to PyTorch's path they must be finite (their weights are 0). 0 gives
-            zeros.
+        lengths: [B] int32 or int64, live tokens of each row, the new one included; 0 gives zeros.
+            The Triton path reads no others. PyTorch's gives them weights of 0, so that they have to
+            be finite there: to leave them out would take longer than the attention.
         scale: of the scores, D^-½ unless given.
         window: only the last so many of the live tokens count, as in layers with a sliding window.
         softcap: c > 0, which no score exceeds.

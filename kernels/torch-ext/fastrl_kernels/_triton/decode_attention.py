@@ -15,13 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_attention import Attention
+from ..dispatch import interpreting
 from .logprob import LOG2E, LOWEST
 from .tiles import accurate_tanh, device_of
 
 SPLIT = 256  # tokens of a program
 _PARTS = 16  # splits that are merged at a time
 _TILE_ELEMENTS = {2: 8192, 4: 2048}  # of keys that a program holds, by bytes per element
-_HEADS = {2: 64, 4: 2}  # query heads that a program takes at most, likewise
+_HEADS = {2: 32, 4: 2}  # query heads that a program takes at most, likewise
 # Integers that change from call to call, or prove nothing: specialising on them only recompiles.
 # Of strides, it has to be known whether they are multiples of 16 bytes.
 _ARGUMENTS = ("heads", "kv_heads", "splits", "span", "window")
@@ -29,18 +30,17 @@ _ARGUMENTS = ("heads", "kv_heads", "splits", "span", "window")
 
 @triton.jit
 def _live_tokens(lengths_ptr, row, span, window):
-    """The row's length, and its live tokens [low, high): none where the length is impossible."""
+    """The row's length, and its live tokens [low, high): none of a row beyond the span."""
     length = tl.load(lengths_ptr + row)
-    possible = (length >= 0) & (length <= span)
-    high = tl.where(possible, length, 0).to(tl.int32)
+    high = tl.where((length > 0) & (length <= span), length, 0).to(tl.int32)
     return length, tl.maximum(high - window, 0), high
 
 
 @triton.jit
 def _store_row(ptr, acc, exp_sum, length, span, mask):
-    """acc/sum; 0 where nothing is live, NaN where the length is impossible."""
-    x = tl.where(length == 0, 0.0, acc / exp_sum)
-    x = tl.where((length < 0) | (length > span), float("nan"), x)
+    """acc/sum; 0 where nothing is live, NaN where the length is beyond the span."""
+    x = tl.where(length > 0, acc / exp_sum, 0.0)
+    x = tl.where(length > span, float("nan"), x)
     tl.store(ptr, x.to(ptr.dtype.element_ty), mask=mask)
 
 
@@ -51,6 +51,14 @@ def _load_tokens(ptr, tokens, low, high, stride, columns, D: tl.constexpr):
     if columns.shape[0] != D:
         mask = mask & (columns < D)[None, :]
     return tl.load(ptr + (tokens.to(tl.int64) * stride)[:, None] + columns[None, :], mask, 0.0)
+
+
+@triton.jit
+def _dot(a, b, acc, WIDE: tl.constexpr):
+    """acc + a·b; WIDE for Triton's interpreter, which would take bf16's bits for integers."""
+    if WIDE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    return tl.dot(a, b, acc)
 
 
 @triton.jit(do_not_specialize=_ARGUMENTS)
@@ -86,6 +94,7 @@ def _decode_attention_kernel(
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     DOT: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     # Heads lie side by side in a token: programs that run together read one stretch of memory.
@@ -123,7 +132,7 @@ def _decode_attention_kernel(
         tokens = first + tl.arange(0, TILE)
         keys = _load_tokens(keys_ptr, tokens, low, high, key_token_stride, columns, D)
         if DOT:
-            x = tl.dot(query, tl.trans(keys))
+            x = _dot(query, tl.trans(keys), tl.zeros([HEADS, TILE], tl.float32), WIDE)
         else:
             x = tl.sum(query[:, None, :] * keys[None, :, :], 2)
         if inner is not None:
@@ -137,7 +146,7 @@ def _decode_attention_kernel(
         acc = acc * rescale[:, None]
         values = _load_tokens(values_ptr, tokens, low, high, value_token_stride, value_columns, DV)
         if DOT:
-            acc = tl.dot(e.to(values.dtype), values, acc)
+            acc = _dot(e.to(values.dtype), values, acc, WIDE)
         else:
             acc += tl.sum(e[:, :, None] * values[None, :, :], 1)
 
@@ -201,9 +210,7 @@ def _shapes(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Any]:
     group = query.shape[1] // keys.shape[2]
     heads = min(_HEADS[size], triton.next_power_of_2(group))
     dot = size == 2  # fp32 would lose digits on tensor cores
-    width, value_width = (
-        max(16, triton.next_power_of_2(x.shape[-1])) for x in (keys, values)
-    )
+    width, value_width = (max(16, triton.next_power_of_2(x.shape[-1])) for x in (keys, values))
     return {
         "D": keys.shape[-1],
         "DV": values.shape[-1],
@@ -214,6 +221,7 @@ def _shapes(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Any]:
         "SPLIT": SPLIT,
         "TILE": min(64, max(16, _TILE_ELEMENTS[size] // max(width, value_width))),
         "DOT": dot,
+        "WIDE": interpreting(),
     }
 
 

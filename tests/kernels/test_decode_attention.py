@@ -1,0 +1,358 @@
+"""decode_attention: every row against float64, what it may read, and its manners."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastrl_kernels import decode_attention, reference_attention
+from tests.kernels.judge import DTYPES, assert_close_to_exact, names
+from tests.kernels.launches import constants, floats_arrive_as_double, interpreted, watched
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SPLIT = 256
+BORDERS = (0, 1, 255, 256, 257, 513)
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 100},
+    "window across a border": {"window": 258},
+    "window of one": {"window": 1},
+    "wide window": {"window": 5000},
+    "softcap": {"softcap": 2.0},
+    "scale": {"scale": 0.9},
+    "all": {"scale": 0.3, "softcap": 1.5, "window": 130},
+}
+
+
+def cache(
+    lengths,
+    dtype=FP32,
+    device="cpu",
+    *,
+    tokens=520,
+    heads=2,
+    group=2,
+    width=16,
+    value_width=None,
+    dead=7.5,
+    seed=0,
+):
+    """Query, keys, values and lengths, with more slots than rows; dead tokens hold ``dead``."""
+    generator = torch.Generator().manual_seed(seed)
+    slots = len(lengths) + 1
+    query = torch.randn(len(lengths), heads * group, width, generator=generator)
+    keys = torch.randn(slots, tokens, heads, width, generator=generator)
+    values = torch.randn(slots, tokens, heads, value_width or width, generator=generator)
+    for slot, length in enumerate([*lengths, 0]):
+        keys[slot, length:] = values[slot, length:] = dead
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    return [x.to(device) for x in (query.to(dtype), keys.to(dtype), values.to(dtype), lengths)]
+
+
+def judge(query, keys, values, lengths, backend, **options):
+    """Against float64; the peer is the formula in fp32, rounded once to the query's dtype."""
+    out = decode_attention(query, keys, values, lengths, backend=backend, **options)
+    options.pop("span", None)
+
+    def formula(dtype):
+        given = (x.to(dtype) for x in (query, keys, values))
+        return reference_attention.decode_attention(*given, lengths, **options)
+
+    assert (out.dtype, out.device) == (query.dtype, query.device)
+    assert out.is_contiguous()
+    assert_close_to_exact(out, formula(FP32).to(query.dtype), formula(torch.float64), "out")
+    assert (out[lengths == 0] == 0).all()
+    return out
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=names(DTYPES))
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_rows_match_the_formula(backend, device, dtype, options):
+    judge(*cache(BORDERS, dtype, device), backend, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=names(DTYPES))
+@pytest.mark.parametrize("group", [1, 4, 8, 35])
+def test_heads_that_share_keys(backend, device, dtype, group):
+    judge(*cache((3, 300), dtype, device, tokens=300, group=group), backend)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
+@pytest.mark.parametrize(
+    ("width", "value_width"), [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (72, 40)]
+)
+def test_widths_of_heads(backend, device, dtype, width, value_width):
+    inputs = cache((5, 0, 270), dtype, device, tokens=270, width=width, value_width=value_width)
+    judge(*inputs, backend)
+    judge(*inputs, backend, softcap=3.0)
+
+
+def test_lengths_of_many_splits(backend, device):
+    """More than are merged at a time; a window then begins in the middle."""
+    lengths = (SPLIT * 17 + 9, SPLIT * 16, SPLIT * 16 + 1)
+    inputs = cache(lengths, device=device, tokens=SPLIT * 18, heads=1)
+    judge(*inputs, backend)
+    judge(*inputs, backend, window=SPLIT * 9)
+
+
+def test_scores_far_apart(backend, device):
+    """The heaviest token in any split, and scores whose exponentials overflow."""
+    query, keys, values, lengths = cache((520,) * 4, device=device)
+    query[:] = 5.0
+    keys[0, 3], keys[1, 300], keys[2, 519] = 3.0, 3.0, 3.0
+    keys[3] *= 30
+    judge(query, keys, values, lengths, backend)
+    judge(query, keys - 20, values, lengths, backend)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_shape_matches_the_formula(data):
+    draw = data.draw
+    tokens = draw(st.integers(1, 400))
+    lengths = draw(st.lists(st.integers(0, tokens), min_size=1, max_size=3))
+    inputs = cache(
+        lengths,
+        draw(st.sampled_from(DTYPES)),
+        "cuda" if torch.cuda.is_available() else "cpu",
+        tokens=tokens,
+        heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 5)),
+        width=draw(st.integers(1, 40)),
+        value_width=draw(st.integers(1, 40)),
+        seed=draw(st.integers(0, 99)),
+    )
+    options = {
+        "window": draw(st.none() | st.integers(1, 450)),
+        "softcap": draw(st.none() | st.floats(0.5, 50)),
+        "span": draw(st.integers(max(1, *lengths), tokens)),
+    }
+    for backend in ("torch", "triton"):
+        judge(*inputs, backend, **options)
+
+
+# --- what is read --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
+def test_dead_tokens_are_not_read(device, dtype):
+    inputs = cache(BORDERS, dtype, device, dead=math.nan)
+    judge(*inputs, "triton")
+    # Nor what a window has left behind.
+    query, keys, values, lengths = inputs
+    for slot, length in enumerate(BORDERS):
+        keys[slot, : max(0, length - 70)] = values[slot, : max(0, length - 70)] = math.nan
+    judge(*inputs, "triton", window=70)
+    judge(*inputs, "triton", window=70, softcap=2.0, span=514)
+
+
+def test_what_dead_tokens_hold_does_not_matter(backend, device):
+    results = [
+        decode_attention(*cache(BORDERS, device=device, dead=dead), backend=backend)
+        for dead in (0.0, 1e4)
+    ]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("span", [None, 300, 100])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 9}], ids=str)
+def test_rows_beyond_the_span_are_nan(backend, device, span, options):
+    query, keys, values, lengths = cache((7, 50, 0, 90), device=device, tokens=300)
+    expected = decode_attention(query, keys, values, lengths, backend=backend, **options)
+    for dtype, beyond in ((torch.int32, 2**31 - 1), (torch.int64, 2**33 + 7)):
+        lengths = lengths.to(dtype)
+        lengths[1] = beyond if span is None else span + 1
+        given = (query, keys, values, lengths)
+        out = decode_attention(*given, span=span, backend=backend, **options)
+        assert out[1].isnan().all()
+        torch.testing.assert_close(out[[0, 2, 3]], expected[[0, 2, 3]], rtol=1e-6, atol=1e-6)
+
+
+def test_views_of_an_arena(backend, device):
+    """Layers and both halves in one block, tokens outermost, a query among keys and values."""
+    lengths = torch.tensor([300, 17, 299], device=device)
+    generator = torch.Generator().manual_seed(0)
+    arena = torch.randn(300, 4, 5, 2, 2, 16, generator=generator).to(device, BF16)
+    fused = torch.randn(3, 9, 16, generator=generator).to(device, BF16)
+    keys, values = arena[:, :, 3].permute(2, 1, 0, 3, 4)
+    query = fused[:, 2:6]
+    expected = judge(query, keys, values, lengths, backend)
+    packed = (x.contiguous() for x in (query, keys, values))
+    assert torch.equal(decode_attention(*packed, lengths, backend=backend), expected)
+    # A query may lie any way.
+    query = query.mT.contiguous().mT
+    assert torch.equal(decode_attention(query, keys, values, lengths, backend=backend), expected)
+    judge(query[..., 1:12], keys[..., 1:12], values[..., 3:], lengths, backend)
+
+
+@interpreted
+def test_offsets_have_64_bits(device):
+    """Slots, tokens and heads may lie farther apart than 2³¹ elements."""
+    from fastrl_kernels._triton import decode_attention as module
+
+    text = inspect.getsource(module._decode_attention_kernel.fn)
+    for stride in ("key_slot", "key_head", "value_slot", "value_head", "query_row", "query_head"):
+        lines = [line for line in text.splitlines() if f"* {stride}_stride" in line]
+        assert lines
+        assert all("tl.int64" in line for line in lines)
+    assert "tokens.to(tl.int64) * stride" in inspect.getsource(module._load_tokens.fn)
+
+
+# --- manners -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
+@pytest.mark.parametrize("window", [None, 70, 257])
+def test_a_row_has_the_same_bits_alone_and_among_64(device, dtype, window):
+    lengths = [1, 255, 256, 257, 513, 0, 30, 64] * 8
+    query, keys, values, lengths = cache(lengths, dtype, device, heads=1)
+    options = {"window": window, "backend": "triton"}
+    together = decode_attention(query, keys, values, lengths, **options)
+    for i in (0, 1, 2, 3, 4, 5, 62):
+        row, length = slice(i, i + 1), max(1, int(lengths[i]))
+        for span in {length, 514, 520}:
+            given = (query[row], keys[row], values[row], lengths[row])
+            alone = decode_attention(*given, span=span, **options)
+            assert torch.equal(alone[0], together[i]), (i, span)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 9}], ids=str)
+def test_nothing_waits_for_the_device(backend, device, options):
+    inputs = cache(BORDERS, device=device)
+    for span, launches in ((SPLIT, 1), (SPLIT + 1, 2), (520, 2)):
+        with watched() as calls:
+            decode_attention(*inputs, span=span, backend=backend, **options)
+        if backend == "triton":
+            assert len(calls) == launches, calls
+
+
+@interpreted
+def test_programs_do_not_outnumber_what_a_window_can_touch(device, monkeypatch):
+    from triton.runtime.interpreter import GridExecutor
+
+    grids, launch = [], GridExecutor.__call__
+
+    def launching(self, *args, **kwargs):
+        grids.append((self.fn.__name__, self.grid))
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launching)
+    inputs = cache((5, 9), BF16, device, heads=3, group=33, tokens=SPLIT * 8)
+    for window, splits in ((None, 8), (1, 1), (2, 2), (SPLIT + 1, 2), (SPLIT + 2, 3)):
+        grids.clear()
+        decode_attention(*inputs, window=window, backend="triton")
+        merge = [("_decode_merge_kernel", (2 * 99,))] if splits > 1 else []
+        assert grids == [("_decode_attention_kernel", (2 * splits * 3 * 2,)), *merge]
+
+
+@interpreted
+def test_numbers_from_compiled_code(device):
+    inputs = cache(BORDERS, device=device)
+    options = {"scale": 0.3, "softcap": 1.7, "backend": "triton"}
+    expected = decode_attention(*inputs, **options)
+    with floats_arrive_as_double():
+        assert torch.equal(decode_attention(*inputs, **options), expected)
+
+
+def test_only_the_model_is_compiled_in():
+    """What changes from call to call is an argument: a constexpr would recompile each time."""
+    from fastrl_kernels._triton import decode_attention as module
+
+    shapes = {"D", "DV", "GROUP", "HEADS", "WIDTH", "VALUE_WIDTH", "SPLIT", "TILE", "PARTS"}
+    assert constants(module) == shapes | {"DOT", "WIDE"}
+    for kernel in (module._decode_attention_kernel, module._decode_merge_kernel):
+        found = inspect.signature(kernel.fn).parameters
+        assert {"splits", "span", "window"} <= set(module._ARGUMENTS) & set(found)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 9}], ids=str)
+def test_fake_tensors_tell_the_shape(backend, options):
+    with FakeTensorMode():
+        inputs = cache_of_zeros()
+        out = decode_attention(**inputs, backend=backend, **options)
+    assert (out.shape, out.dtype) == ((3, 4, 8), BF16)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 9}], ids=str)
+def test_the_pytorch_path_on_another_device_waits_for_nothing(options):
+    """Meta tensors hold no data: reading any, or a shape that depends on it, would raise."""
+    inputs = {name: x.to("meta") for name, x in cache_of_zeros().items()}
+    assert decode_attention(**inputs, backend="torch", **options).shape == (3, 4, 8)
+
+
+def test_no_rows(backend, device):
+    query, keys, values, lengths = cache((3, 4), BF16, device)
+    out = decode_attention(query[:0], keys, values, lengths[:0], backend=backend)
+    assert (out.shape, out.dtype) == ((0, 4, 16), BF16)
+
+
+def test_no_gradient_is_recorded(backend, device):
+    query, keys, values, lengths = cache((3, 4), device=device)
+    tensors = (x.requires_grad_() for x in (query, keys, values))
+    assert not decode_attention(*tensors, lengths, backend=backend).requires_grad
+
+
+def cache_of_zeros():
+    return {
+        "query": torch.zeros(3, 4, 16, dtype=BF16),
+        "keys": torch.zeros(5, 300, 2, 16, dtype=BF16),
+        "values": torch.zeros(5, 300, 2, 8, dtype=BF16),
+        "lengths": torch.zeros(3, dtype=torch.int32),
+    }
+
+
+def zeros(*shape, dtype=BF16, device="cpu"):
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"query": zeros(3, 4, 16, dtype=torch.int64)}, TypeError, "query must be float32"),
+        ({"query": zeros(3, 64)}, ValueError, r"query .* must be \[B, Hq, D\]"),
+        ({"query": zeros(3, 0, 16)}, ValueError, r"query .* must be \[B, Hq, D\]"),
+        ({"query": zeros(3, 4, 16, dtype=FP32)}, TypeError, "keys are torch.bfloat16, query"),
+        ({"values": zeros(5, 300, 2, 8, dtype=FP32)}, TypeError, "values are torch.float32"),
+        ({"keys": zeros(300, 2, 16)}, ValueError, r"keys .* must be \[S, M, Hkv, D\]"),
+        ({"keys": zeros(5, 0, 2, 16)}, ValueError, r"keys .* must be \[S, M, Hkv, D\]"),
+        ({"keys": zeros(5, 300, 16, 2).mT}, ValueError, "keys have strides .* the last must be 1"),
+        ({"values": zeros(5, 300, 8, 2).mT}, ValueError, "values have strides"),
+        ({"keys": zeros(5, 300, 2, 16, device="meta")}, ValueError, "keys is on meta"),
+        ({"values": zeros(5, 300, 2, 8, device="meta")}, ValueError, "values is on meta"),
+        ({"values": zeros(5, 301, 2, 8)}, ValueError, "all but the last"),
+        ({"values": zeros(5, 300, 1, 8)}, ValueError, "all but the last"),
+        ({"query": zeros(3, 4, 17)}, ValueError, "keys are 16 wide, query is 17"),
+        ({"query": zeros(3, 5, 16)}, ValueError, "query has 5 heads, keys have 2"),
+        ({"query": zeros(3, 1, 16)}, ValueError, "query has 1 heads, keys have 2"),
+        ({"query": zeros(6, 4, 16)}, ValueError, "5 slots, query has 6 rows"),
+        ({"lengths": zeros(3)}, TypeError, "lengths must be int32 or int64"),
+        ({"lengths": zeros(4, dtype=torch.int32)}, ValueError, r"must be \(3,\), one per row"),
+        ({"lengths": zeros(3, 1, dtype=torch.int32)}, ValueError, r"must be \(3,\), one per row"),
+        (
+            {"lengths": zeros(3, dtype=torch.int32, device="meta")},
+            ValueError,
+            "lengths is on meta",
+        ),
+        ({"scale": 0.0}, ValueError, "scale must be positive"),
+        ({"scale": math.nan}, ValueError, "scale must be positive"),
+        ({"softcap": 0.0}, ValueError, "softcap must be positive"),
+        ({"softcap": -1.0}, ValueError, "softcap must be positive"),
+        ({"softcap": math.inf}, ValueError, "softcap must be positive"),
+        ({"window": 0}, ValueError, "window must be positive"),
+        ({"span": 0}, ValueError, r"span must be in \[1, 300\]"),
+        ({"span": 301}, ValueError, r"span must be in \[1, 300\]"),
+        ({"backend": "cuda"}, ValueError, "unknown backend"),
+    ],
+)
+def test_what_is_refused_and_why(change, error, message):
+    with pytest.raises(error, match=message):
+        decode_attention(**{**cache_of_zeros(), "backend": "torch", **change})
