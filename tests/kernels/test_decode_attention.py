@@ -25,7 +25,6 @@ OPTIONS = {
     "window of one": {"window": 1},
     "wide window": {"window": 5000},
     "softcap": {"softcap": 2.0},
-    "scale": {"scale": 0.9},
     "all": {"scale": 0.3, "softcap": 1.5, "window": 130},
 }
 
@@ -77,13 +76,13 @@ def judge(query, keys, values, lengths, backend, **options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=names(DTYPES))
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_rows_match_the_formula(backend, device, dtype, options):
-    judge(*cache(BORDERS, dtype, device), backend, **options)
+    judge(*cache(BORDERS, dtype, device, heads=1), backend, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=names(DTYPES))
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
 @pytest.mark.parametrize("group", [1, 4, 8, 35])
 def test_heads_that_share_keys(backend, device, dtype, group):
-    judge(*cache((3, 300), dtype, device, tokens=300, group=group), backend)
+    judge(*cache((3, 70), dtype, device, tokens=70, group=group), backend)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
@@ -91,9 +90,8 @@ def test_heads_that_share_keys(backend, device, dtype, group):
     ("width", "value_width"), [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (72, 40)]
 )
 def test_widths_of_heads(backend, device, dtype, width, value_width):
-    inputs = cache((5, 0, 270), dtype, device, tokens=270, width=width, value_width=value_width)
+    inputs = cache((5, 270), dtype, device, tokens=270, width=width, value_width=value_width)
     judge(*inputs, backend)
-    judge(*inputs, backend, softcap=3.0)
 
 
 def test_lengths_of_many_splits(backend, device):
@@ -148,7 +146,7 @@ def test_dead_tokens_are_not_read(device, dtype):
     inputs = cache(BORDERS, dtype, device, dead=math.nan)
     judge(*inputs, "triton")
     # Nor what a window has left behind.
-    query, keys, values, lengths = inputs
+    keys, values = inputs[1:3]
     for slot, length in enumerate(BORDERS):
         keys[slot, : max(0, length - 70)] = values[slot, : max(0, length - 70)] = math.nan
     judge(*inputs, "triton", window=70)
@@ -163,7 +161,7 @@ def test_what_dead_tokens_hold_does_not_matter(backend, device):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("span", [None, 300, 100])
+@pytest.mark.parametrize("span", [None, 100])
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 9}], ids=str)
 def test_rows_beyond_the_span_are_nan(backend, device, span, options):
     query, keys, values, lengths = cache((7, 50, 0, 90), device=device, tokens=300)
@@ -186,11 +184,12 @@ def test_views_of_an_arena(backend, device):
     keys, values = arena[:, :, 3].permute(2, 1, 0, 3, 4)
     query = fused[:, 2:6]
     expected = judge(query, keys, values, lengths, backend)
-    packed = (x.contiguous() for x in (query, keys, values))
-    assert torch.equal(decode_attention(*packed, lengths, backend=backend), expected)
-    # A query may lie any way.
-    query = query.mT.contiguous().mT
-    assert torch.equal(decode_attention(query, keys, values, lengths, backend=backend), expected)
+    across = query.mT.contiguous().mT  # a query may lie any way
+    packed = [x.contiguous() for x in (query, keys, values)]
+    for same in ((across, keys, values), packed):
+        out = decode_attention(*same, lengths, backend=backend)
+        if backend == "triton":
+            assert torch.equal(out, expected)
     judge(query[..., 1:12], keys[..., 1:12], values[..., 3:], lengths, backend)
 
 
@@ -210,16 +209,15 @@ def test_offsets_have_64_bits(device):
 # --- manners -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
-@pytest.mark.parametrize("window", [None, 70, 257])
+@pytest.mark.parametrize(("dtype", "window"), [(FP32, 257), (BF16, None)], ids=str)
 def test_a_row_has_the_same_bits_alone_and_among_64(device, dtype, window):
-    lengths = [1, 255, 256, 257, 513, 0, 30, 64] * 8
+    lengths = [1, 255, 256, 257, 513, 0] + [7] * 58
     query, keys, values, lengths = cache(lengths, dtype, device, heads=1)
     options = {"window": window, "backend": "triton"}
     together = decode_attention(query, keys, values, lengths, **options)
-    for i in (0, 1, 2, 3, 4, 5, 62):
+    for i in (*range(6), 63):
         row, length = slice(i, i + 1), max(1, int(lengths[i]))
-        for span in {length, 514, 520}:
+        for span in (length, 520):
             given = (query[row], keys[row], values[row], lengths[row])
             alone = decode_attention(*given, span=span, **options)
             assert torch.equal(alone[0], together[i]), (i, span)
@@ -227,7 +225,7 @@ def test_a_row_has_the_same_bits_alone_and_among_64(device, dtype, window):
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 9}], ids=str)
 def test_nothing_waits_for_the_device(backend, device, options):
-    inputs = cache(BORDERS, device=device)
+    inputs = cache((5, 513), device=device, heads=1)
     for span, launches in ((SPLIT, 1), (SPLIT + 1, 2), (520, 2)):
         with watched() as calls:
             decode_attention(*inputs, span=span, backend=backend, **options)
@@ -246,17 +244,17 @@ def test_programs_do_not_outnumber_what_a_window_can_touch(device, monkeypatch):
         return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(GridExecutor, "__call__", launching)
-    inputs = cache((5, 9), BF16, device, heads=3, group=33, tokens=SPLIT * 8)
-    for window, splits in ((None, 8), (1, 1), (2, 2), (SPLIT + 1, 2), (SPLIT + 2, 3)):
+    inputs = cache((5,), BF16, device, heads=2, group=33, tokens=SPLIT * 4)
+    for window, splits in ((None, 4), (1, 1), (2, 2), (SPLIT + 1, 2), (SPLIT + 2, 3)):
         grids.clear()
         decode_attention(*inputs, window=window, backend="triton")
-        merge = [("_decode_merge_kernel", (2 * 99,))] if splits > 1 else []
-        assert grids == [("_decode_attention_kernel", (2 * splits * 3 * 2,)), *merge]
+        merge = [("_decode_merge_kernel", (66,))] if splits > 1 else []
+        assert grids == [("_decode_attention_kernel", (splits * 2 * 2,)), *merge]
 
 
 @interpreted
 def test_numbers_from_compiled_code(device):
-    inputs = cache(BORDERS, device=device)
+    inputs = cache((300, 5), device=device, heads=1)
     options = {"scale": 0.3, "softcap": 1.7, "backend": "triton"}
     expected = decode_attention(*inputs, **options)
     with floats_arrive_as_double():

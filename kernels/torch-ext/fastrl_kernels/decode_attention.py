@@ -66,7 +66,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: Att
     else:
         out = _capped(query, keys, values, live, a)
     out = out.masked_fill_(lengths.view(-1, 1, 1, 1) > a.span, math.nan)
-    return out.reshape(batch, heads, -1)
+    return out.reshape(batch, heads, values.shape[-1])
 
 
 # --- the public op -------------------------------------------------------------------------------

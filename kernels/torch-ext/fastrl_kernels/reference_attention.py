@@ -20,20 +20,19 @@ def decode_attention(
 ) -> Tensor:
     """softmax(cap(scale·q·kᵀ))·v over each row's own live tokens, 0 where there is none."""
     batch, heads, width = query.shape
-    group = heads // keys.shape[2]
+    kv_heads = keys.shape[2]
+    # [B, 1, 1, M]
     position = torch.arange(keys.shape[1], device=query.device)
-    live = position < lengths.unsqueeze(-1)
+    lengths = lengths.view(-1, 1, 1, 1)
+    live = position < lengths
     if window is not None:
-        live = live & (position >= lengths.unsqueeze(-1) - window)
-    # What is dead may hold anything: it is replaced before any arithmetic, per query head.
-    keys, values = (
-        torch.where(live[..., None, None], x[:batch], 0.0).repeat_interleave(group, dim=2)
-        for x in (keys, values)
-    )
-    scores = torch.einsum("bhd,bmhd->bhm", query, keys)
-    scores = scores * (1 / math.sqrt(width) if scale is None else scale)
+        live = live & (position >= lengths - window)
+    # What is dead may hold anything: it is replaced before any arithmetic.
+    keys, values = (torch.where(live.mT, x[:batch].transpose(1, 2), 0.0) for x in (keys, values))
+    query = query.reshape(batch, kv_heads, heads // kv_heads, width)
+    scores = query @ keys.mT * (1 / math.sqrt(width) if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~live.unsqueeze(1), -math.inf).softmax(-1)
-    weights = torch.where(live.any(-1)[:, None, None], weights, 0.0)
-    return torch.einsum("bhm,bmhd->bhd", weights, values)
+    weights = scores.masked_fill(~live, -math.inf).softmax(-1)
+    weights = torch.where(live, weights, 0.0)  # NaN where nothing is live
+    return (weights @ values).reshape(batch, heads, values.shape[-1])
