@@ -54,18 +54,23 @@ def cache(
     return [x.to(device) for x in (query.to(dtype), keys.to(dtype), values.to(dtype), lengths)]
 
 
-def judge(query, keys, values, lengths, backend, **options):
-    """Against float64; the peer is the formula in fp32, rounded once to the query's dtype."""
+def judge(query, keys, values, lengths, backend, slack=0.0, **options):
+    """Against float64; the peer is the formula in fp32, rounded once to the query's dtype.
+
+    ``slack`` is per unit of the values' absolute means, for few numbers that may cancel: PyTorch's
+    own error may be 0 by luck there."""
     out = decode_attention(query, keys, values, lengths, backend=backend, **options)
     options.pop("span", None)
 
-    def formula(dtype):
-        given = (x.to(dtype) for x in (query, keys, values))
-        return reference_attention.decode_attention(*given, lengths, **options)
+    def formula(dtype, values=values):
+        inputs = (x.to(dtype) for x in (query, keys, values))
+        return reference_attention.decode_attention(*inputs, lengths, **options)
 
     assert (out.dtype, out.device) == (query.dtype, query.device)
     assert out.is_contiguous()
-    assert_close_to_exact(out, formula(FP32).to(query.dtype), formula(torch.float64), "out")
+    size = formula(torch.float64, values.abs()).norm().item()
+    exact = formula(torch.float64)
+    assert_close_to_exact(out, formula(FP32).to(query.dtype), exact, "out", slack * size)
     assert (out[lengths == 0] == 0).all()
     return out
 
@@ -112,7 +117,11 @@ def test_scores_far_apart(backend, device):
     judge(query, keys - 20, values, lengths, backend)
 
 
-@settings(max_examples=25, deadline=None)
+# A few roundings in fp32, and one of a weight in the dtypes of tensor cores.
+ROUNDINGS = {FP32: 2.0**-21, BF16: 2.0**-9, torch.float16: 2.0**-12}
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_shape_matches_the_formula(data):
     draw = data.draw
@@ -135,7 +144,7 @@ def test_any_shape_matches_the_formula(data):
         "span": draw(st.integers(max(1, *lengths), tokens)),
     }
     for backend in ("torch", "triton"):
-        judge(*inputs, backend, **options)
+        judge(*inputs, backend, slack=ROUNDINGS[inputs[0].dtype], **options)
 
 
 # --- what is read --------------------------------------------------------------------------------
