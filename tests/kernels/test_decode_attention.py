@@ -202,17 +202,20 @@ def test_views_of_an_arena(backend, device):
     judge(query[..., 1:12], keys[..., 1:12], values[..., 3:], lengths, backend)
 
 
-@interpreted
-def test_offsets_have_64_bits(device):
-    """Slots, tokens and heads may lie farther apart than 2³¹ elements."""
-    from fastrl_kernels._triton import decode_attention as module
-
-    text = inspect.getsource(module._decode_attention_kernel.fn)
-    for stride in ("key_slot", "key_head", "value_slot", "value_head", "query_row", "query_head"):
-        lines = [line for line in text.splitlines() if f"* {stride}_stride" in line]
-        assert lines
-        assert all("tl.int64" in line for line in lines)
-    assert "tokens.to(tl.int64) * stride" in inspect.getsource(module._load_tokens.fn)
+@pytest.mark.parametrize("far", ["slots", "tokens", "heads"])
+def test_offsets_have_64_bits(device, far):
+    """2³¹ elements from the first slot, token or head to the third. The pages are never touched."""
+    stride = 2**30 + 16
+    arena = torch.tensor([], dtype=BF16, device=device)
+    arena.set_(torch.UntypedStorage(2 * (2 * stride + 2**13), device=device), 0, (2 * stride,))
+    strides = [1024, 64, 16]
+    strides[("slots", "tokens", "heads").index(far)] = stride
+    spread = arena.as_strided((3, 3, 3, 16), (*strides, 1))
+    query, keys, _, lengths = cache((3, 2, 3), BF16, device, tokens=3, heads=3)
+    keys = spread.copy_(keys[:3]).contiguous()
+    for inputs in ((query, spread, keys), (query, keys, spread)):
+        expected = decode_attention(query, keys, keys, lengths, backend="triton")
+        assert torch.equal(decode_attention(*inputs, lengths, backend="triton"), expected)
 
 
 # --- manners -------------------------------------------------------------------------------------
