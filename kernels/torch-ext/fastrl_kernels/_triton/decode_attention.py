@@ -37,10 +37,9 @@ def _live_tokens(lengths_ptr, row, span, window):
 
 
 @triton.jit
-def _store_row(ptr, acc, exp_sum, length, span, mask):
-    """acc/sum; 0 where nothing is live, NaN where the length is beyond the span."""
+def _store_row(ptr, acc, exp_sum, length, mask):
+    """acc/sum; 0 of a row without tokens, and 0/0 = NaN of one beyond the span."""
     x = tl.where(length > 0, acc / exp_sum, 0.0)
-    x = tl.where(length > span, float("nan"), x)
     tl.store(ptr, x.to(ptr.dtype.element_ty), mask=mask)
 
 
@@ -154,7 +153,7 @@ def _decode_attention_kernel(
     mask = (member < GROUP)[:, None] & (value_columns < DV)[None, :]
     if out_ptr is not None:
         ptr = out_ptr + at[:, None] * DV + value_columns[None, :]
-        _store_row(ptr, acc, exp_sum[:, None], length, span, mask)
+        _store_row(ptr, acc, exp_sum[:, None], length, mask)
     else:
         at = at * splits + split
         tl.store(max_ptr + at, m, mask=member < GROUP)
@@ -201,7 +200,7 @@ def _decode_merge_kernel(
         m = higher
         exp_sum = exp_sum * rescale + tl.sum(weights * part_sum, 0)
         acc = acc * rescale + tl.sum(weights[:, None] * part_acc, 0)
-    _store_row(out_ptr + at * DV + columns, acc, exp_sum, length, span, columns < DV)
+    _store_row(out_ptr + at * DV + columns, acc, exp_sum, length, columns < DV)
 
 
 def _shapes(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Any]:
