@@ -3,7 +3,6 @@
 from . import compiled, compiled_head, layers  # noqa: F401 (operators register themselves)
 from .decode_attention import decode_attention
 from .dispatch import Choice, explain
-from .decode_attention import decode_attention
 from .full_kl import full_kl
 from .gae import gae
 from .keys import sample_keys
