@@ -131,7 +131,7 @@ class PPOTrainer(ClassicSurface):
             precision_of(model, self.accelerator),
         )
         self._rollouts = make_rollouts(config, tokenizer, self.accelerator.autocast)
-        self._memory = RolloutMemory(model)
+        self._memory = RolloutMemory(model, optimizer)
         # The KL over the vocabulary needs the policy's logits, and hence its forward.
         kind = "recompute" if self._kl_penalty.needs_logits else config.old_logprobs
         self._score_or_reuse = make_reuse(kind, self._score)

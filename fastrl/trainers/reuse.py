@@ -19,7 +19,7 @@ LOW_PRECISION = ("mean", 5e-3)
 
 
 def weights_version(model: nn.Module) -> tuple[int, int]:
-    """Differs whenever a parameter has been written to or replaced: an optimizer step, a load."""
+    """Differs where a parameter has been written to or replaced, but for fused optimizers."""
     parameters = list(model.parameters())
     places = hash(tuple(p.data_ptr() for p in parameters))
     return sum(p._version for p in parameters), places
@@ -28,8 +28,10 @@ def weights_version(model: nn.Module) -> tuple[int, int]:
 class RolloutMemory:
     """What the policy said of the tokens that it generated, for as long as its weights stay."""
 
-    def __init__(self, policy: nn.Module):
+    def __init__(self, policy: nn.Module, optimizer: torch.optim.Optimizer):
         self.policy = policy
+        # Fused steps raise no parameter's version.
+        optimizer.register_step_post_hook(lambda *_: self._known.clear())
         self._version: tuple[int, int] | None = None
         self._known: dict[tuple[bytes, bytes], tuple[Tensor, Tensor]] = {}
 
