@@ -221,6 +221,7 @@ def _shapes(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Any]:
         "TILE": min(64, max(16, _TILE_ELEMENTS[size] // max(width, value_width))),
         "DOT": dot,
         "WIDE": interpreting(),
+        "num_warps": 4 if max(width, value_width) <= 128 else 8,  # more would spill with 4
     }
 
 
