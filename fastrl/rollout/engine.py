@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class RolloutEngine:
         self._layers: list[LayerShape] | None = None
         self._arena: Arena | None = None
         self._slots: Slots | None = None
+        self._last_rules: tuple[str, Rules] | None = None
         graphs = cuda_graphs and self.policy.device.type == "cuda"
         self._graphs = Graphs() if graphs else None
 
@@ -214,10 +216,6 @@ class RolloutEngine:
 
     def _rules(self, job: _Job, slots: Slots) -> Rules:
         params, device = job.params, self.policy.device
-
-        def ids(tokens: Sequence[int]) -> Tensor:
-            return torch.tensor(sorted(set(tokens)), dtype=torch.long).to(device)
-
         stops = None
         if params.stop:
             width = max(map(len, params.stop))
@@ -230,6 +228,15 @@ class RolloutEngine:
             tail=None if stops is None else stops.shape[1],
         )
         ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
+        ends = ends[ends < vocabulary]  # others never match
+        tensors = (ends.tolist(), list(params.suppress_tokens), params.stop)
+        key = repr((replace(params, max_new_tokens=1, n=1, seed=0), tensors))
+        if self._last_rules is None or self._last_rules[0] != key:
+            self._last_rules = key, self._new_rules(params, ends.to(device), stops)
+        return self._last_rules[1]  # the same tensors, whose addresses captured steps hold
+
+    def _new_rules(self, params: SamplingParams, ends: Tensor, stops: Tensor | None) -> Rules:
+        suppressed = torch.tensor(sorted(set(params.suppress_tokens)), dtype=torch.long)
         return Rules(
             temperature=float(params.temperature),
             top_k=params.top_k,
@@ -237,8 +244,8 @@ class RolloutEngine:
             min_p=float(params.min_p),
             min_new_tokens=params.min_new_tokens,
             repetition_penalty=float(params.repetition_penalty),
-            suppressed=ids(params.suppress_tokens) if params.suppress_tokens else None,
-            ends=ends[ends < vocabulary].to(device),  # others never match
+            suppressed=suppressed.to(ends.device) if params.suppress_tokens else None,
+            ends=ends,
             stops=stops,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import torch
@@ -37,14 +38,31 @@ class GraphRunner:
     def __init__(self, step: DecodeStep, graphs: Graphs):
         self.step, self.graphs = step, graphs
         self.key = graphs.key(step)
+        self.failed = False
         self.stats = {"captures": 0.0, "replays": 0.0, "capture_seconds": 0.0}
 
     def run(self, bucket: int, span: int, steps: int) -> None:
         # Live tokens alone are read whatever the span, so that one graph serves all lengths.
-        graph = self.graphs.get((self.key, bucket), lambda: self._capture(bucket))
+        graph = None if self.failed else self._graph(bucket)
+        if graph is None:
+            for _ in range(steps):
+                self.step(bucket, self.step.arena.length)
+            return
         for _ in range(steps):
             graph.replay()
         self.stats["replays"] += steps
+
+    def _graph(self, bucket: int) -> Any:
+        try:
+            return self.graphs.get((self.key, bucket), lambda: self._capture(bucket))
+        except RuntimeError as error:
+            self.failed = True
+            warnings.warn(
+                f"the decode step cannot be captured ({error}): it runs kernel by kernel, which is "
+                "slower; cuda_graphs=False says so beforehand",
+                stacklevel=6,
+            )
+            return None
 
     def _capture(self, bucket: int) -> Any:
         begin = time.perf_counter()

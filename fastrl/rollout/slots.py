@@ -56,13 +56,15 @@ class Slots:
 
     def begin(self, seed: int, vocabulary: int | None, tail: int | None) -> None:
         """For a new call: what its rules need remembered."""
-        slots, device = len(self.tokens), self.tokens.device
         self.seed.fill_(seed - (1 << 64) if seed >= 1 << 63 else seed)
-        self.seen = self.tail = None
-        if vocabulary is not None:
-            self.seen = torch.zeros(slots, vocabulary, dtype=torch.bool, device=device)
-        if tail is not None:
-            self.tail = torch.full((slots, tail), -1, dtype=torch.long, device=device)
+        self.seen = self._kept(self.seen, vocabulary, torch.bool)
+        self.tail = self._kept(self.tail, tail, torch.long)
+
+    def _kept(self, x: Tensor | None, columns: int | None, dtype: torch.dtype) -> Tensor | None:
+        """The buffer that is there where it fits: captured steps hold its address."""
+        if columns is None or (x is not None and x.shape[1] == columns):
+            return None if columns is None else x
+        return torch.zeros(len(self.tokens), columns, dtype=dtype, device=self.tokens.device)
 
     def remember(self, slots: Sequence[int], prompts: Sequence[Tensor]) -> None:
         """What occurred before the first token of new samples."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import fastrl_kernels
@@ -19,15 +17,15 @@ from fastrl.models import AutoModelForCausalLMWithValueHead, create_reference_mo
 from fastrl.models.modes import context_length, evaluating
 from fastrl.models.reference import AdapterReference, CopyReference, Reference
 from fastrl.rollout import RolloutOutput
-from fastrl.rollout.prompts import check_tensors
 from fastrl.trainers import data, stats
 from fastrl.trainers.callbacks import ProgressCallback, TrainCallback, TrainResult
 from fastrl.trainers.classic import ClassicSurface
 from fastrl.trainers.control import RunningMoments, ScoreTransform, make_kl_controller
 from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
+from fastrl.trainers.generation import Generation
 from fastrl.trainers.loop import Loop, Prompts, RewardFunction
-from fastrl.trainers.reuse import RolloutMemory, make_reuse, told_by
+from fastrl.trainers.reuse import RolloutMemory, make_reuse
 from fastrl.trainers.rollouts import make_rollouts
 from fastrl.trainers.setup import (
     check_types,
@@ -41,7 +39,7 @@ from fastrl.trainers.update import PPOUpdate
 _DEFAULT_SAMPLING = {"max_new_tokens": 32, "do_sample": True, "top_k": 0, "top_p": 1.0}
 
 
-class PPOTrainer(ClassicSurface):
+class PPOTrainer(Generation, ClassicSurface):
     """Proximal policy optimisation of a causal language model from scored responses.
 
     The classic loop: ``generate`` responses to queries, score them, ``step``; or :meth:`train` for
@@ -247,59 +245,7 @@ class PPOTrainer(ClassicSurface):
         )
         return values, advantages, returns
 
-    # ------------------------------------------------------------------ rollouts
-
-    def generate(
-        self,
-        query_tensor: Tensor | list[Tensor],
-        length_sampler: Callable[[], int] | None = None,
-        batch_size: int = 4,
-        return_prompt: bool = True,
-        generate_ref_response: bool = False,
-        **generation_kwargs: Any,
-    ) -> Any:
-        """Responses to one query or several; keyword arguments as in ``model.generate``.
-
-        Args:
-            query_tensor: 1-D token ids, or a list of such.
-            length_sampler: draws max_new_tokens, once per call of the model.
-            batch_size: queries per call of the model.
-            return_prompt: whether the responses begin with their query.
-            generate_ref_response: return the reference's responses as well, as a second result.
-
-        Returns:
-            for a list, a list of 1-D tensors, each cut after the first EOS of its response; for one
-            query a tensor [1, L].
-        """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        single = isinstance(query_tensor, Tensor)
-        queries = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
-        check_tensors(queries)
-        contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext(self.model)]
-        if generate_ref_response:
-            contexts.append(self.reference.as_policy())
-        results = []
-        for reference, context in enumerate(contexts):
-            limits = None
-            if length_sampler is not None:
-                drawn = [length_sampler() for _ in range(0, len(queries), batch_size)]
-                limits = [drawn[i // batch_size] for i in range(len(queries))]
-            with context as model:
-                output = self._generate(
-                    model, queries, generation_kwargs, batch_size, limits, reference=bool(reference)
-                )
-            responses = [r.to(self.current_device) for r in output.sequences]
-            if return_prompt:
-                responses = [
-                    torch.cat([q.to(r.device), r]) for q, r in zip(queries, responses, strict=True)
-                ]
-            results.append(responses[0].unsqueeze(0) if single else responses)
-        return tuple(results) if generate_ref_response else results[0]
-
-    def rollout(self, prompts: Sequence[Tensor], generation_kwargs: dict) -> RolloutOutput:
-        """Responses of the policy, without their prompts, with reasons of ending and timings."""
-        return self._generate(self.model, prompts, generation_kwargs, self.config.batch_size)
+    # ------------------------------------------------------------------ the whole loop
 
     def train(
         self,
@@ -401,35 +347,6 @@ class PPOTrainer(ClassicSurface):
             [len(r) for r in responses],
             response_masks,
         ).to(self.current_device)
-
-    def _generate(
-        self,
-        model: nn.Module,
-        queries: Sequence[Tensor],
-        generation_kwargs: dict[str, Any],
-        batch_size: int,
-        limits: Sequence[int] | None = None,
-        reference: bool = False,
-    ) -> RolloutOutput:
-        output = self._rollouts(
-            self.accelerator.unwrap_model(model),
-            queries,
-            generation_kwargs,
-            batch_size,
-            limits=limits,
-            reference=reference,
-        )
-        if not reference:
-            self._memory.keep(queries, output)
-        return output
-
-    def _known(
-        self, queries: Any, responses: Any, rollout: RolloutOutput | None
-    ) -> list[tuple[Tensor, Tensor]] | None:
-        """Log-probs and values of the responses that are known from where they were generated."""
-        if rollout is not None:
-            return told_by(rollout, responses)
-        return self._memory.find(queries, responses)
 
     def _fill_in_config(self) -> None:
         processes = self.accelerator.num_processes

@@ -1,0 +1,115 @@
+"""How PPOTrainer generates, and what it remembers of that until the next update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.models.reference import Reference
+from fastrl.rollout import RolloutOutput
+from fastrl.rollout.prompts import check_tensors
+from fastrl.trainers.reuse import RolloutMemory, told_by
+from fastrl.trainers.rollouts import GenerateRollouts
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from fastrl.config import PPOConfig
+
+
+class Generation:
+    """Responses of the policy and of the reference."""
+
+    config: PPOConfig
+    accelerator: Accelerator
+    model: Any
+    reference: Reference
+    current_device: torch.device
+    _rollouts: GenerateRollouts
+    _memory: RolloutMemory
+
+    def generate(
+        self,
+        query_tensor: Tensor | list[Tensor],
+        length_sampler: Callable[[], int] | None = None,
+        batch_size: int = 4,
+        return_prompt: bool = True,
+        generate_ref_response: bool = False,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """Responses to one query or several; keyword arguments as in ``model.generate``.
+
+        Args:
+            query_tensor: 1-D token ids, or a list of such.
+            length_sampler: draws max_new_tokens, once per call of the model.
+            batch_size: queries per call of the model.
+            return_prompt: whether the responses begin with their query.
+            generate_ref_response: return the reference's responses as well, as a second result.
+
+        Returns:
+            for a list, a list of 1-D tensors, each cut after the first EOS of its response; for one
+            query a tensor [1, L].
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        single = isinstance(query_tensor, Tensor)
+        queries = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
+        check_tensors(queries)
+        contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext(self.model)]
+        if generate_ref_response:
+            contexts.append(self.reference.as_policy())
+        results = []
+        for reference, context in enumerate(contexts):
+            limits = None
+            if length_sampler is not None:
+                drawn = [length_sampler() for _ in range(0, len(queries), batch_size)]
+                limits = [drawn[i // batch_size] for i in range(len(queries))]
+            with context as model:
+                output = self._generate(
+                    model, queries, generation_kwargs, batch_size, limits, reference=bool(reference)
+                )
+            responses = [r.to(self.current_device) for r in output.sequences]
+            if return_prompt:
+                responses = [
+                    torch.cat([q.to(r.device), r]) for q, r in zip(queries, responses, strict=True)
+                ]
+            results.append(responses[0].unsqueeze(0) if single else responses)
+        return tuple(results) if generate_ref_response else results[0]
+
+    def rollout(self, prompts: Sequence[Tensor], generation_kwargs: dict) -> RolloutOutput:
+        """Responses of the policy, without their prompts, with reasons of ending and timings."""
+        return self._generate(self.model, prompts, generation_kwargs, self.config.batch_size)
+
+    def _generate(
+        self,
+        model: nn.Module,
+        queries: Sequence[Tensor],
+        generation_kwargs: dict[str, Any],
+        batch_size: int,
+        limits: Sequence[int] | None = None,
+        reference: bool = False,
+    ) -> RolloutOutput:
+        output = self._rollouts(
+            self.accelerator.unwrap_model(model),
+            queries,
+            generation_kwargs,
+            batch_size,
+            limits=limits,
+            reference=reference,
+        )
+        if not reference:
+            self._memory.keep(queries, output)
+        return output
+
+    def _known(
+        self, queries: Any, responses: Any, rollout: RolloutOutput | None
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """Log-probs and values of the responses that are known from where they were generated."""
+        if rollout is not None:
+            return told_by(rollout, responses)
+        return self._memory.find(queries, responses)
