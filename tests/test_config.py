@@ -57,7 +57,8 @@ def test_defaults_are_those_of_trl():
     config = PPOConfig()
     assert {name: getattr(config, name) for name in DEFAULTS} == DEFAULTS
     settable = {f.name for f in dataclasses.fields(PPOConfig) if f.init}
-    assert settable == {*DEFAULTS, "exp_name", "tracker_project_name"}
+    ours = {"rollout_backend", "rollout_slots", "old_logprobs"}
+    assert settable == {*DEFAULTS, "exp_name", "tracker_project_name", *ours}
 
 
 def test_every_setting_is_documented():

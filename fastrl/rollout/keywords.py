@@ -174,8 +174,6 @@ class _Asked:
             # Both count the prompt, and give way to those that do not.
             "max_length": self["max_length"] is None or self._most_new() is not None,
             "min_length": self["min_new_tokens"] is not None or (self["min_length"] or 0) <= 0,
-            # The engine bars every token that ends a response, generate() its own.
-            "min_new_tokens": not self["min_new_tokens"] or self._tokenizers_end_is_one(),
             "bad_words_ids": self._bad_words() is not None,
             "repetition_penalty": self._number("repetition_penalty", 1) > 0,
         }
@@ -221,10 +219,6 @@ class _Asked:
 
     def _number(self, name: str, otherwise: float) -> float:
         return otherwise if self[name] is None else self[name]
-
-    def _tokenizers_end_is_one(self) -> bool:
-        end = self.tokenizer.eos_token_id
-        return end is None or end in _ids(self["eos_token_id"])
 
     def _bad_words(self) -> list[int] | None:
         """Single tokens that are barred; None where longer words are. Ends never are."""

@@ -19,7 +19,7 @@ class SamplingParams:
         top_k, top_p, min_p: truncations, in this order; 0, 1 and 0 switch them off.
         n: samples per prompt.
         seed: of the draws; None takes one from torch's own generator.
-        min_new_tokens: no end-of-sequence token before it.
+        min_new_tokens: none of the tokens that end a response before it.
         repetition_penalty: logits of tokens that occurred, in the prompt too, are divided by it
             where positive and multiplied where negative.
         suppress_tokens: ids that are never drawn.

@@ -123,7 +123,6 @@ REFUSALS = [
     ({"exponential_decay_length_penalty": (3, 1.1)}, "exponential_decay_length_penalty"),
     ({"remove_invalid_values": True}, "remove_invalid_values"),
     ({"cache_implementation": "quantized"}, "cache_implementation"),
-    ({"eos_token_id": 7, "min_new_tokens": 3}, "min_new_tokens"),
     ({"attention_mask": None}, "attention_mask"),
     ({"top_q": 0.5}, "top_q"),
     ({"max_new_tokens": 4, "num_beams": 2, "no_repeat_ngram_size": 3}, "num_beams"),
