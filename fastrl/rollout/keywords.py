@@ -111,9 +111,7 @@ _FOREIGN_TO_SAMPLING: dict[str, Any] = {
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
-def sampling_params(
-    generation_kwargs: Mapping[str, Any], model: Any, tokenizer: Any
-) -> SamplingParams | str:
+def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> SamplingParams | str:
     """What ``model.generate`` would do with these arguments, or the name of the first argument that
     the engine has nothing for.
 
@@ -126,7 +124,7 @@ def sampling_params(
     Raises:
         ValueError: max_new_tokens below 1.
     """
-    asked = _Asked(generation_kwargs, model, tokenizer)
+    asked = _Asked(generation_kwargs, model)
     return asked.foreign() or asked.unlike_the_engine() or asked.params()
 
 
@@ -141,8 +139,8 @@ def neutral_kwargs(model: Any) -> dict[str, Any]:
 class _Asked:
     """Arguments of one call, by their effective values."""
 
-    def __init__(self, kwargs: Mapping[str, Any], model: Any, tokenizer: Any):
-        self.kwargs, self.tokenizer = kwargs, tokenizer
+    def __init__(self, kwargs: Mapping[str, Any], model: Any):
+        self.kwargs = kwargs
         self.vocabulary = model.config.get_text_config().vocab_size
         self.settings = _settings(model)
         self.sampled = bool(self["do_sample"])

@@ -83,7 +83,7 @@ class EngineRollouts(GenerateRollouts):
         engine = self._engine(model, reference)
         params: SamplingParams | str = "the model"
         if isinstance(engine, RolloutEngine):
-            params = sampling_params(generation_kwargs, model, self.tokenizer)
+            params = sampling_params(generation_kwargs, model)
             if isinstance(params, str):
                 self._warn(params)
         if isinstance(params, str) or not isinstance(engine, RolloutEngine):
