@@ -1,0 +1,239 @@
+"""`python -m benchmarks rollout`: useful tokens per second of the engine and of transformers' ways.
+
+A gate comes first: greedy tokens equal to `model.generate`'s, log-probs equal to a plain forward's,
+or there are no figures. Then the sides take turns, one whole rollout at a time. Useful are the
+tokens within each sample's limit, whatever a side makes beyond them.
+
+The result file: the header of `record.py`, and {"versions", "threads", "rollouts": [entries of
+`measure`]}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from benchmarks import record, rollout_gate, rollout_sides, timing
+from benchmarks.ops import device_name, file_of, free, pick_device
+from benchmarks.peers import described
+from benchmarks.rollout_cases import (
+    Case,
+    Workload,
+    build,
+    cases,
+    kv_bytes,
+    weight_bytes,
+    workload,
+)
+from benchmarks.rollout_sides import CONTINUOUS, Engine, Side
+from benchmarks.rollout_tables import render
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m benchmarks rollout`."""
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--case", metavar="TEXT", help="cases whose label contains TEXT")
+    parser.add_argument("--rounds", type=int, default=7, help="counted rollouts of each side")
+    parser.add_argument("--slots", type=int, metavar="N", help="instead of the cases' own")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    parser.add_argument("--no-peers", action="store_true", help="the engine alone")
+    parser.add_argument("--no-save", action="store_true", help="write no result file")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where result files go")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and save; 1 where a gate is red, 2 where the request is wrong."""
+    device = pick_device(args.device)
+    if device is None:
+        print("no GPU here: torch.cuda.is_available() is False", file=sys.stderr)
+        return 2
+    for name in ("rounds", "slots", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            print(f"--{name} must be at least 1, got {getattr(args, name)}", file=sys.stderr)
+            return 2
+    chosen = [c for c in cases(device.type, args.slots) if not args.case or args.case in c.label]
+    if not chosen:
+        labels = "\n".join(case.label for case in cases(device.type, args.slots))
+        print(f"no case has {args.case!r} in its label:\n{labels}", file=sys.stderr)
+        return 2
+    logging.set_verbosity_error()  # peers' advice, in between the figures
+    threads = args.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    result = start_of_result(device, threads)
+    record.warn_if_busy(result["machine"])
+    print(f"{device_name(device)}, {threads} threads")
+    for case in chosen:
+        entry = measure(case, device, args.rounds, peers=not args.no_peers)
+        result["rollouts"].append(entry)
+        print("\n" + render(entry, device_name(device)), flush=True)
+        free(device)
+    if not args.no_save:
+        print(f"\nsaved as {record.save(result, file_of(result, args.results))}")
+    return 1 if any(entry["red"] for entry in result["rollouts"]) else 0
+
+
+def start_of_result(device: torch.device, threads: int) -> dict[str, Any]:
+    """A result without entries."""
+    header = record.header("rollout")
+    if device.type == "cpu":
+        header["machine"].pop("accelerator", None)
+    return {**header, "versions": versions(), "threads": threads, "rollouts": []}
+
+
+def versions() -> dict[str, str]:
+    """Of what decides the sides' speed; packages that are missing are left out."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "triton", "transformers", "flash-attn"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def measure(case: Case, device: torch.device, rounds: int, *, peers: bool = True) -> dict[str, Any]:
+    """The case's entry in a result file; without times where the gate is red.
+
+    {"label", "lengths", "case", "goal", "red", "absent": {side: why}, "useful": tokens per round,
+     "weight_bytes": read in a step, "kv_bytes": read in a round, "copy": [bytes per second],
+     "sides": {name: {"note", "seconds": [of a round]}}}; a side that is the engine's also has
+    {"prefill", "decode": [seconds], "steps": of a round, "utilisation", "audit", "graphs": {"first",
+     "later": {"captures", "capture_seconds", "replays"}} or None}.
+    """
+    work = workload(case)
+    model = build(case.shape, device)
+    entry: dict[str, Any] = {
+        "label": case.label,
+        "lengths": case.lengths,
+        "case": {k: v for k, v in dataclasses.asdict(case).items() if k != "goal"},
+        "goal": dataclasses.asdict(case.goal) if case.goal else None,
+        "useful": work.useful,
+        "weight_bytes": weight_bytes(model),
+        "kv_bytes": kv_bytes(case, work),
+        "copy": [],
+        "sides": {},
+        "absent": {},
+        "red": None,
+    }
+    sides: dict[str, Side] = {}
+    try:
+        absent = entry["absent"] = _gate_tokens(model, entry, peers)
+        if entry["red"]:
+            return entry
+        sides |= rollout_sides.engines(model, case.slots)
+        if peers:
+            found, missing = rollout_sides.peers(model, case.slots, work)
+            absent |= missing
+            sides |= {name: side for name, side in found.items() if name not in absent}
+            for name in found.keys() & absent.keys():
+                found[name].close()
+        _warm_up(model, work, sides, entry)
+        if not entry["red"]:
+            _take_turns(sides, work, device, rounds, entry)
+    finally:
+        for side in sides.values():
+            side.close()
+    return entry
+
+
+def _gate_tokens(model: Any, entry: dict[str, Any], peers: bool) -> dict[str, str]:
+    """Greedy tokens: the engine's, whose difference is red, and those of a peer that schedules by
+    itself, which is then absent."""
+    exact = rollout_gate.in_fp32(model)
+    short = rollout_gate.short_work(model.config.vocab_size)
+    expected = rollout_gate.greedy_tokens(exact, short)
+    entry["red"] = rollout_gate.wrong_tokens(exact, expected, short)
+    if entry["red"] or not peers:
+        return {}
+    try:
+        side = rollout_sides.continuous(exact, 2, short, greedy=True)
+    except Exception:  # it will be said where the side is made for the case
+        return {}
+    try:
+        wrong = rollout_gate.differing(side.call(short), expected)
+    except Exception as error:  # whatever it is, it is the peer's affair
+        wrong = described(error)
+    finally:
+        side.close()
+    return {CONTINUOUS: wrong} if wrong else {}
+
+
+def _warm_up(model: Any, work: Workload, sides: dict[str, Side], entry: dict[str, Any]) -> None:
+    """A first rollout of each side, uncounted, and what it shows: log-probs that are off are red,
+    a peer that fails is absent."""
+    for name, side in list(sides.items()):
+        if isinstance(side.call, Engine):
+            wrong = rollout_gate.wrong_lengths(side.call(work), work)
+            audit = rollout_gate.audit(model, work, side.call.output)
+            if wrong or audit.wrong:
+                entry["red"] = f"{name}: {wrong or audit.wrong}"
+                return
+            entry["sides"][name] = {"note": side.note, "audit": audit._asdict()} | _first(side.call)
+            continue
+        try:
+            wrong = rollout_gate.wrong_lengths(side.call(work), work)
+        except Exception as error:
+            wrong = described(error)
+        if wrong:
+            entry["absent"][name] = wrong
+            sides.pop(name).close()
+        else:
+            entry["sides"][name] = {"note": side.note, "seconds": []}
+
+
+def _first(engine: Engine) -> dict[str, Any]:
+    """What an engine's first rollout says of all that follow."""
+    stats = engine.output.stats
+    graphs = _graphs(stats)
+    return {
+        "seconds": [],
+        "prefill": [],
+        "decode": [],
+        "steps": int(stats["perf/decode_steps"]),
+        "utilisation": stats["perf/slot_utilisation"],
+        "graphs": {"first": graphs, "later": dict.fromkeys(graphs, 0.0)} if graphs else None,
+    }
+
+
+def _graphs(stats: dict[str, float]) -> dict[str, float]:
+    prefix = "perf/graph_"
+    return {k.removeprefix(prefix): v for k, v in stats.items() if k.startswith(prefix)}
+
+
+def _take_turns(
+    sides: dict[str, Side],
+    work: Workload,
+    device: torch.device,
+    rounds: int,
+    entry: dict[str, Any],
+) -> None:
+    for _ in range(rounds):
+        entry["copy"].append(timing.roofline(device, ()).copy)
+        for name, side in sides.items():
+            begin = _now(device)
+            side.call(work)
+            taken = entry["sides"][name]
+            taken["seconds"].append(_now(device) - begin)
+            if isinstance(side.call, Engine):
+                stats = side.call.output.stats
+                for phase in ("prefill", "decode"):
+                    taken[phase].append(stats[f"time/rollout/{phase}"])
+                for key, value in _graphs(stats).items():
+                    taken["graphs"]["later"][key] += value
+
+
+def _now(device: torch.device) -> float:
+    """The time at which everything asked of the device so far is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
