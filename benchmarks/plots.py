@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ppo
+from benchmarks import ppo, rollout_tables
 from benchmarks.measure import OURS, speedups
 from benchmarks.tables import timed
 
@@ -18,6 +18,13 @@ def write(folder: Path, results: list[dict[str, Any]]) -> list[Path]:
     import matplotlib
 
     entries = [e for result in results for e in timed(result) if e["case"]["main"]]
+    rollouts = [
+        entry
+        for result in results
+        if result["benchmark"] == "rollout"
+        for entry in rollout_tables.timed(result)
+        if rollout_tables.peers_of(entry)
+    ]
     iterations = [result for result in results if result["benchmark"] == "ppo"]
     made = []
     with matplotlib.rc_context(
@@ -29,6 +36,8 @@ def write(folder: Path, results: list[dict[str, Any]]) -> list[Path]:
             made.append(_save(folder / "memory.svg", _memory(entries)))
         if iterations:
             made.append(_save(folder / "ppo.svg", _ppo(iterations[-1])))
+        if rollouts:
+            made.append(_save(folder / "rollout.svg", _rollout(rollouts)))
     for path in folder.glob("*.svg"):
         if path not in made:
             path.unlink()
@@ -132,4 +141,19 @@ def _ppo(result: dict[str, Any]) -> Any:
     figure, axes = _figure(3 * len(phases))
     _bars(axes, groups, {"fastrl": OURS_COLOUR, result["peer"]: PEER_COLOURS[0]})
     axes.set_xlabel("seconds of one PPO iteration, median")
+    return figure
+
+
+def _rollout(entries: list[dict[str, Any]]) -> Any:
+    groups = []
+    for entry in entries:
+        name, rest = entry["label"].split(": ", 1)
+        peers = rollout_tables.peers_of(entry)
+        bars = {n: statistics.median(rollout_tables.speedups(entry, n)) for n in peers}
+        groups.append((f"{name}\n{rest}", bars))
+    figure, axes = _figure(sum(len(bars) + 1 for _, bars in groups))
+    axes.axvline(1.0, color=OURS_COLOUR, label=OURS)
+    names = list(dict.fromkeys(name for _, bars in groups for name in bars))
+    _bars(axes, groups, _colours(names))
+    axes.set_xlabel("seconds of the peer / seconds of fastrl, whole rollouts")
     return figure

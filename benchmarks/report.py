@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, ppo, record, tables
+from benchmarks import plots, ppo, record, rollout_tables, tables
 from benchmarks.__main__ import OPS
 from benchmarks.timing import spread
 
 Result = dict[str, Any]
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
-BENCHMARKS = ("ppo", "gpu", *OPS)  # in the order of the report
+BENCHMARKS = ("ppo", "rollout", "gpu", *OPS)  # in the order of the report
 INTRODUCTION = """# Benchmarks
 
 Written by `python -m benchmarks report` from the newest files in `results/`; do not edit.
@@ -29,6 +29,7 @@ Written by `python -m benchmarks report` from the newest files in `results/`; do
 make bench                      # what this machine allows, and this report
 python -m benchmarks            # every op; name some to measure those alone
 python -m benchmarks ppo        # a whole PPO iteration beside TRL's
+python -m benchmarks rollout    # generation beside transformers' own ways
 python -m benchmarks gpu        # on an NVIDIA GPU: gates, then the most telling timings
 python -m benchmarks aot        # registers, spills and load widths, without a GPU
 pytest benchmarks               # a small grid under pytest-benchmark
@@ -38,7 +39,9 @@ How to read it. A ratio is the median over rounds in which the sides took turns,
 brackets; above 1, fastrl is the faster. *Device time* is between two events on a GPU, with a cold
 cache, and wall time on a CPU; *whole call* is by the caller's clock. *Of the roofline*: the time
 of the stated work alone, a copy of as many bytes or the library's matrix products of the same
-shapes, which takes its turns with the others, over the device time. *Memory* is the peak above
+shapes, which takes its turns with the others, over the device time. *Of the floor*, in rollouts:
+the time in which a copy moves the bytes that decode steps cannot but read, weights and live keys
+and values, over the time of decoding. *Memory* is the peak above
 inputs and returned gradients. *Error* is against float64, in units of eager PyTorch's own in the
 same dtype (with a floor of 5e-8 of the result's norm); above 2 there are no figures at all.
 """
@@ -106,7 +109,7 @@ def missing(devices: dict[str, list[Result]]) -> str:
         lines.append("No machine without a GPU has been measured yet.")
     for device, results in devices.items():
         there = {result["benchmark"] for result in results}
-        wanted = {"gpu", "ppo"} if device in on_gpu else {"ppo", *_ops_here()}
+        wanted = {"ppo", "rollout"} | ({"gpu"} if device in on_gpu else {*_ops_here()})
         lacking = [name for name in BENCHMARKS if name in wanted - there]
         if lacking:
             lines.append(f"Not measured yet on {device}: {', '.join(lacking)}.")
@@ -120,13 +123,17 @@ def _ops_here() -> list[str]:
 
 
 def brief(devices: dict[str, list[Result]]) -> str:
-    """The README's tables: a PPO iteration, the kernels that have a goal, and what is missing."""
+    """The README's tables: a PPO iteration, rollouts, kernels with a goal, and what is missing."""
     parts = []
     for results in devices.values():
         for result in results:
             if result["benchmark"] == "ppo":
                 phases = ("generate", "step", "iteration")
                 parts.append(f"{caption(result)}\n\n{table(result, phases)}")
+            if result["benchmark"] == "rollout" and (rows := rollout_tables.short_table(result)):
+                parts.append(
+                    f"Rollouts on {processor(result)} (`python -m benchmarks rollout`):\n\n{rows}"
+                )
         rows = tables.short_table(results)
         if rows:
             parts.append(
@@ -144,6 +151,9 @@ def section(device: str, results: list[Result], pictures: list[Path]) -> str:
         if result["benchmark"] == "ppo":
             parts += ["### A PPO iteration", caption(result)]
             parts += [table(result, tuple(result["phases"])), _versions(result)]
+        elif result["benchmark"] == "rollout":
+            parts += ["### Rollouts", rollout_tables.versions_line(result)]
+            parts.append(rollout_tables.full_table(result))
         elif result["benchmark"] == "gpu":
             parts += ["### Gates and goals", tables.roofline_line(result)]
             parts += [tables.gates_section(result), tables.full_table(result)]

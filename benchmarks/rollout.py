@@ -107,8 +107,8 @@ def measure(case: Case, device: torch.device, rounds: int, *, peers: bool = True
     {"label", "lengths", "case", "goal", "red", "absent": {side: why}, "useful": tokens per round,
      "weight_bytes": read in a step, "kv_bytes": read in a round, "copy": [bytes per second],
      "sides": {name: {"note", "seconds": [of a round]}}}; a side that is the engine's also has
-    {"prefill", "decode": [seconds], "steps": of a round, "utilisation", "audit", "graphs": {"first",
-     "later": {"captures", "capture_seconds", "replays"}} or None}.
+    {"prefill", "decode": [seconds], "steps": of a round, "utilisation", "audit", "graphs": None or
+     {"first", "later": {"captures", "capture_seconds", "replays"}}}.
     """
     work = workload(case)
     model = build(case.shape, device)
