@@ -24,7 +24,7 @@ from fastrl.rollout import RolloutOutput
 OURS, EAGER = "fastrl", "fastrl, no graphs"
 GENERATE, STATIC, CONTINUOUS = "generate", "generate, compiled", "continuous batching"
 PAD = 0
-PAGE = 32  # tokens, on CPUs, where a step reads whole pages
+PAGE = 256  # tokens, transformers' default
 
 
 @dataclasses.dataclass
@@ -80,7 +80,7 @@ def peers(model: Any, slots: int, work: Workload) -> tuple[dict[str, Side], dict
 def dynamic(model: Any, slots: int, work: Workload, *, greedy: bool) -> Side:
     """`model.generate`, as many prompts at a time as there are slots."""
     return Side(
-        lambda work: _in_batches(model, slots, work, {"do_sample": not greedy}),
+        lambda work: _in_batches(model, slots, work, _how(greedy)),
         f"batches of {slots}, left-padded, each run to its longest limit",
     )
 
@@ -89,7 +89,11 @@ def compiled(model: Any, slots: int, work: Workload, *, greedy: bool) -> Side:
     """The same with a static cache, for which `generate` compiles the model."""
     if model.device.type != "cuda":
         raise Unsuitable("generate compiles for static caches on accelerators alone")
-    options = {"do_sample": not greedy, "cache_implementation": "static"}
+    options = {**_how(greedy), "cache_implementation": "static"}
+    # The largest batch first: its cache's length is kept, and a longer one would compile anew.
+    parts = [Workload(*(x[i : i + slots] for x in work)) for i in range(0, len(work.limits), slots)]
+    largest = max(parts, key=lambda part: max(map(len, part.prompts)) + max(part.limits))
+    _in_batches(model, slots, largest, options)
     return Side(
         lambda work: _in_batches(model, slots, work, options),
         "static cache and torch.compile; batches as above",
@@ -104,15 +108,12 @@ def continuous(model: Any, slots: int, work: Workload, *, greedy: bool) -> Side:
     # Of its own, for a manager may change a model's attention; and weights are never updated here.
     model = copy.deepcopy(model)
     generation = GenerationConfig(
-        do_sample=not greedy, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1,
-        pad_token_id=PAD, max_new_tokens=max(work.limits),
-    )  # fmt: skip
-    on_cpu = model.device.type == "cpu"
-    page = PAGE if on_cpu else 256
+        **_how(greedy), eos_token_id=-1, pad_token_id=PAD, max_new_tokens=max(work.limits)
+    )
     longest = max(len(p) + n for p, n in zip(work.prompts, work.limits, strict=True))
     config = ContinuousBatchingConfig(
-        page_size=page,
-        num_blocks=(slots + 1) * (-(-longest // page) + 1),
+        page_size=PAGE,
+        num_blocks=(slots + 1) * (-(-longest // PAGE) + 1),
         max_batch_tokens=min(8192, max(256, slots * max(map(len, work.prompts)))),
         max_requests_per_batch=slots,
         allow_block_sharing=False,  # or no round but the first would run the prompts
@@ -139,15 +140,20 @@ def continuous(model: Any, slots: int, work: Workload, *, greedy: bool) -> Side:
                 done[answer.request_id] = torch.tensor(answer.generated_tokens)
         return [done[name] for name in asked]
 
-    note = f"{slots} requests at a time, pages of {page}, {model.config._attn_implementation}"
+    note = f"{slots} requests at a time, {model.config._attn_implementation}"
     return Side(call, note, lambda: manager.stop(timeout=10, hard_stop=True))
 
 
 _PEERS = {GENERATE: dynamic, STATIC: compiled, CONTINUOUS: continuous}
 
 
+def _how(greedy: bool) -> dict[str, Any]:
+    if greedy:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+
 def _in_batches(model: Any, slots: int, work: Workload, options: dict[str, Any]) -> list[Tensor]:
-    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if options["do_sample"] else {}
     sequences = []
     for first in range(0, len(work.prompts), slots):
         prompts, limits = (x[first : first + slots] for x in work)
@@ -163,7 +169,6 @@ def _in_batches(model: Any, slots: int, work: Workload, options: dict[str, Any])
             max_new_tokens=max(limits),
             pad_token_id=PAD,
             **options,
-            **sampling,
         ).cpu()
         sequences += [row[width : width + n] for row, n in zip(made, limits, strict=True)]
     return sequences
