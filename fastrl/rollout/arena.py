@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache
 
 import fastrl_kernels
-from fastrl.rollout.attention import Attention
+from fastrl.rollout.attention import Attention, Variant
 
 
 class LayerShape(NamedTuple):
@@ -89,19 +89,10 @@ class DecodeAttention:
             whole.flatten(0, 1).index_copy_(0, self.places, new.squeeze(2).to(whole.dtype))
         return stored
 
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         out = fastrl_kernels.decode_attention(
-            query.squeeze(2), keys, values, self.lengths,
-            scale=scale, window=window, softcap=softcap, span=self.span,
-        )  # fmt: skip
+            query.squeeze(2), keys, values, self.lengths, span=self.span, **variant._asdict()
+        )
         return out.unsqueeze(1)
 
 
@@ -137,28 +128,18 @@ class PrefillAttention:
             whole.flatten(0, 1).index_copy_(0, self.places, tokens.to(whole.dtype))
         return keys, values
 
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         # Right-padded, so that causality alone keeps real tokens from padding.
         q, k, v = (x[0].transpose(0, 1)[self.padded].transpose(1, 2) for x in (query, keys, values))
-        if softcap is not None:
-            out = _capped_attention(q, k, v, scale, window, softcap)
-        elif window is not None and window < self.longest:
-            mask = _band(self.longest, window, q.device)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=scale, enable_gqa=True
-            )
+        window = variant.window
+        if variant.softcap is not None:
+            out = _capped_attention(q, k, v, variant)
         else:
+            masked = window is not None and window < self.longest
             out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=True
-            )
+                q, k, v, scale=variant.scale, enable_gqa=True, is_causal=not masked,
+                attn_mask=_band(self.longest, window, q.device) if masked else None,
+            )  # fmt: skip
         return out.transpose(1, 2).flatten(0, 1)[self.real].unsqueeze(0)
 
 
@@ -168,9 +149,9 @@ def _band(length: int, window: int | None, device: torch.device) -> Tensor:
     return seen if window is None else seen.triu(1 - window)
 
 
-def _capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None, softcap: float
-) -> Tensor:
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
+    scale, window, softcap = variant
+    assert softcap is not None
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)

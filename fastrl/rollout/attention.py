@@ -5,12 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "fastrl_rollout"
+
+
+class Variant(NamedTuple):
+    """What a layer does to its scores q·k: ``scale`` None is D**-0.5; only the last ``window``
+    tokens count; c·tanh(x/c) with c = ``softcap``."""
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
 
 
 class Attention(Protocol):
@@ -20,15 +29,7 @@ class Attention(Protocol):
         """Stores keys and values [B, Hkv, T, D] of a layer; returns what `attend` will be given."""
         ...
 
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         """[B, T, Hq, D] of queries [B, Hq, T, D]."""
         ...
 
@@ -67,8 +68,8 @@ def _attend(
             raise Unsupported(f"{type(module).__name__} attends with {name}")
     if not getattr(module, "is_causal", True):
         raise Unsupported(f"{type(module).__name__} is not causal")
-    out = _active.get().attend(query, key, value, scaling, sliding_window, softcap)
-    return out, None
+    variant = Variant(scaling, sliding_window, softcap)
+    return _active.get().attend(query, key, value, variant), None
 
 
 AttentionInterface.register(NAME, _attend)

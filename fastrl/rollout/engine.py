@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +15,13 @@ from fastrl.models.modes import context_length
 from fastrl.rollout.arena import Arena, LayerShape, PrefillAttention
 from fastrl.rollout.params import RolloutOutput, SamplingParams
 from fastrl.rollout.policy import Autocast, Policy
-from fastrl.rollout.prompts import check_prompts, end_tokens
+from fastrl.rollout.prompts import checked_call, end_tokens
 from fastrl.rollout.results import Results
+from fastrl.rollout.rules import Rules
 from fastrl.rollout.runner import EagerRunner, GraphRunner, Graphs
 from fastrl.rollout.schedule import Sample, Schedule
 from fastrl.rollout.slots import RUNNING, Slots
-from fastrl.rollout.step import DecodeStep, Rules
+from fastrl.rollout.step import DecodeStep
 
 POLL_STEPS = 8  # between looks at which samples have ended
 PREFILL_TOKENS = 8192  # in one pass
@@ -81,7 +81,7 @@ class RolloutEngine:
         self._layers: list[LayerShape] | None = None
         self._arena: Arena | None = None
         self._slots: Slots | None = None
-        self._last_rules: tuple[str, Rules] | None = None
+        self._last_rules: Rules | None = None
         graphs = cuda_graphs and self.policy.device.type == "cuda"
         self._graphs = Graphs() if graphs else None
 
@@ -104,13 +104,8 @@ class RolloutEngine:
                 new tokens exceeds the model's context or ``max_length``; named by its index.
         """
         params = params or SamplingParams()
-        tokens = [torch.as_tensor(prompt).cpu() for prompt in prompts]
-        limits = params.limits(len(tokens))
-        check_prompts(tokens, self.model, limits)
+        tokens, limits, ids = checked_call(prompts, params, sample_ids, self.model)
         self._check_room(tokens, limits)
-        ids = list(range(len(tokens))) if sample_ids is None else list(sample_ids)
-        if len(ids) != len(tokens):
-            raise ValueError(f"sample_ids has {len(ids)} entries for {len(tokens)} prompts")
         job = _Job(tokens, limits, ids, params)
         begin = time.perf_counter()
         arena, slots = self._room(job)
@@ -140,11 +135,11 @@ class RolloutEngine:
         results = Results(len(schedule.waiting), max(job.limits), self.policy.device)
         slots.empty(range(arena.slots))
         keys = job.keys().tolist()
-        clock = _Clock(self.policy.device)
-        since_look, useful = 0, 0
+        clock = _Clock()
+        since_look, prefilled = 0, 0
         while schedule.waiting or schedule.running:
             with clock("prefill"):
-                useful += self._admit(job, schedule, keys)
+                prefilled += self._admit(job, step, schedule, keys)
             with clock("decode"):
                 for source, target, tokens in schedule.pack():
                     arena.move(source, target, tokens)
@@ -161,16 +156,16 @@ class RolloutEngine:
                     results.take(slots, schedule.release(sorted(ended)))
                     slots.empty(sorted(ended))
         output = results.output(
-            truncated=job.params.truncates or step.rules.bends,
+            truncated=step.rules.cuts or step.rules.bends,
             values=self.policy.v_head is not None,
         )
         made = sum(map(len, output.sequences))
-        seconds = clock.seconds()
+        seconds = clock.seconds
         output.sample_ids = [i for i in job.ids for _ in range(job.params.n)]
         output.stats = {
             "time/rollout/prefill": seconds["prefill"],
             "time/rollout/decode": seconds["decode"],
-            "perf/prefill_tokens_per_second": useful / max(seconds["prefill"], 1e-9),
+            "perf/prefill_tokens_per_second": prefilled / max(seconds["prefill"], 1e-9),
             "perf/decode_tokens_per_second": made / max(seconds["decode"], 1e-9),
             "perf/slot_utilisation": made / schedule.rows_run,
             "perf/decode_steps": float(schedule.decode_steps),
@@ -179,12 +174,10 @@ class RolloutEngine:
         }
         return output
 
-    def _admit(self, job: _Job, schedule: Schedule, keys: list[int]) -> int:
+    def _admit(self, job: _Job, step: DecodeStep, schedule: Schedule, keys: list[int]) -> int:
         """Fills free slots, and runs each new prompt once but for its last token, which is left to
         the decode step. Returns how many tokens were run."""
-        arena, slots = self._arena, self._slots
-        assert arena is not None
-        assert slots is not None
+        arena, slots = step.arena, step.slots
         admitted = schedule.admit([len(prompt) for prompt in job.prompts])
         if not admitted:
             return 0
@@ -215,39 +208,17 @@ class RolloutEngine:
         return tokens
 
     def _rules(self, job: _Job, slots: Slots) -> Rules:
-        params, device = job.params, self.policy.device
-        stops = None
-        if params.stop:
-            width = max(map(len, params.stop))
-            padded = [[-1] * (width - len(s)) + [int(t) for t in s] for s in params.stop]
-            stops = torch.tensor(padded).to(device)
         vocabulary = self.model.config.get_text_config().vocab_size
+        ends = end_tokens(self.model, self.tokenizer, job.params.eos_token_ids)
+        rules = Rules.of(job.params, ends, vocabulary, self.policy.device)
+        if self._last_rules is None or not rules.same(self._last_rules):
+            self._last_rules = rules
         slots.begin(
             seed=job.seed,
-            vocabulary=vocabulary if params.repetition_penalty != 1 else None,
-            tail=None if stops is None else stops.shape[1],
+            vocabulary=vocabulary if rules.repetition_penalty != 1 else None,
+            tail=None if rules.stops is None else rules.stops.shape[1],
         )
-        ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
-        ends = ends[ends < vocabulary]  # others never match
-        tensors = (ends.tolist(), list(params.suppress_tokens), params.stop)
-        key = repr((replace(params, max_new_tokens=1, n=1, seed=0), tensors))
-        if self._last_rules is None or self._last_rules[0] != key:
-            self._last_rules = key, self._new_rules(params, ends.to(device), stops)
-        return self._last_rules[1]  # the same tensors, whose addresses captured steps hold
-
-    def _new_rules(self, params: SamplingParams, ends: Tensor, stops: Tensor | None) -> Rules:
-        suppressed = torch.tensor(sorted(set(params.suppress_tokens)), dtype=torch.long)
-        return Rules(
-            temperature=float(params.temperature),
-            top_k=params.top_k,
-            top_p=float(params.top_p),
-            min_p=float(params.min_p),
-            min_new_tokens=params.min_new_tokens,
-            repetition_penalty=float(params.repetition_penalty),
-            suppressed=suppressed.to(ends.device) if params.suppress_tokens else None,
-            ends=ends,
-            stops=stops,
-        )
+        return self._last_rules  # the same tensors, whose addresses captured steps hold
 
     def _check_room(self, prompts: list[Tensor], limits: list[int]) -> None:
         if self.max_length is None:
@@ -262,30 +233,39 @@ class RolloutEngine:
     def _room(self, job: _Job) -> tuple[Arena, Slots]:
         """Memory that the job fits in: what there is, or more."""
         needed = max(len(p) + n for p, n in zip(job.prompts, job.limits, strict=True))
-        count = min(self.max_slots, len(job.prompts) * job.params.n)
         arena = self._arena
-        if arena is not None and arena.length >= needed and arena.slots >= count:
+        length = arena.length if arena is not None else 0
+        if length < needed:
+            whole = -(-needed // _ROUND) * _ROUND
+            context = context_length(self.model) or whole
+            length = self.max_length or max(needed, min(whole, context))
+        count = min(self.max_slots, len(job.prompts) * job.params.n, self._affordable(length))
+        if arena is not None and arena.length >= length and arena.slots >= count:
             assert self._slots is not None
             return arena, self._slots
-        if self._layers is None:
-            self._layers = self.policy.layer_shapes()
-        length = self.max_length
-        if length is None:
-            length = max(-(-needed // _ROUND) * _ROUND, arena.length if arena else 0)
-            length = max(needed, min(length, context_length(self.model) or length))
-        count = max(count, arena.slots if arena else 0)
-        if self.kv_cache_bytes is not None:
-            each = Arena.bytes_per_slot(self._layers, length, self.policy.dtype)
-            if each > self.kv_cache_bytes:
-                raise ValueError(
-                    f"kv_cache_bytes={self.kv_cache_bytes} leaves no room for a slot of {length} "
-                    f"tokens, which takes {each}: raise it, or lower max_length"
-                )
-            count = min(count, self.kv_cache_bytes // each)
+        if arena is not None:  # what is made anew is not made smaller
+            count = max(count, min(arena.slots, self._affordable(length)))
         self.sleep()
-        self._arena = Arena(self._layers, count, length, self.policy.dtype, self.policy.device)
+        self._arena = Arena(self._shapes(), count, length, self.policy.dtype, self.policy.device)
         self._slots = Slots(count, length, self.policy.device)
         return self._arena, self._slots
+
+    def _shapes(self) -> list[LayerShape]:
+        if self._layers is None:
+            self._layers = self.policy.layer_shapes()
+        return self._layers
+
+    def _affordable(self, length: int) -> int:
+        """Slots of so many tokens that the budget allows."""
+        if self.kv_cache_bytes is None:
+            return self.max_slots
+        each = Arena.bytes_per_slot(self._shapes(), length, self.policy.dtype)
+        if each > self.kv_cache_bytes:
+            raise ValueError(
+                f"kv_cache_bytes={self.kv_cache_bytes} leaves no room for a slot of {length} "
+                f"tokens, which takes {each}: raise it, or lower max_length"
+            )
+        return self.kv_cache_bytes // each
 
 
 class _Job:
@@ -314,17 +294,14 @@ class _Job:
 class _Clock:
     """Seconds by phase. On a GPU the host's time: phases follow each other there unwaited for."""
 
-    def __init__(self, device: torch.device):
-        self._seconds: dict[str, float] = {"prefill": 0.0, "decode": 0.0}
+    def __init__(self) -> None:
+        self.seconds = {"prefill": 0.0, "decode": 0.0}
 
     @contextlib.contextmanager
-    def __call__(self, phase: str) -> Any:
+    def __call__(self, phase: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
-        self._seconds[phase] += time.perf_counter() - begin
-
-    def seconds(self) -> dict[str, float]:
-        return self._seconds
+        self.seconds[phase] += time.perf_counter() - begin
 
 
 def _parts(by_prompt: dict[int, list[int]], lengths: list[int]) -> list[list[int]]:

@@ -13,8 +13,9 @@ from torch import Tensor
 from fastrl.models.modes import context_length, evaluating
 from fastrl.rollout.keywords import neutral_kwargs
 from fastrl.rollout.params import RolloutOutput, SamplingParams
-from fastrl.rollout.prompts import check_prompts, end_tokens, need_pad_token
-from fastrl.rollout.scores import Scorer, rules_of
+from fastrl.rollout.prompts import check_prompts, checked_call, end_tokens, need_pad_token
+from fastrl.rollout.rules import Rules
+from fastrl.rollout.scores import Scorer
 from fastrl.rollout.slots import FIELDS
 
 T = TypeVar("T")
@@ -67,12 +68,7 @@ class GenerateEngine:
                 new tokens exceeds the model's context, named by its index.
         """
         params = params or SamplingParams()
-        tokens = [torch.as_tensor(prompt).cpu() for prompt in prompts]
-        limits = params.limits(len(tokens))
-        check_prompts(tokens, self.model, limits)
-        ids = list(range(len(tokens))) if sample_ids is None else list(sample_ids)
-        if len(ids) != len(tokens):
-            raise ValueError(f"sample_ids has {len(ids)} entries for {len(tokens)} prompts")
+        tokens, limits, ids = checked_call(prompts, params, sample_ids, self.model)
         n = params.n
         tokens, limits, ids = _repeated(tokens, n), _repeated(limits, n), _repeated(ids, n)
         parts = self._parts(tokens, limits)
@@ -177,7 +173,8 @@ class GenerateEngine:
         """Fills in what the model says of every token; a sample ends in front of the first that was
         drawn from no distribution."""
         assert self._scorer is not None
-        rules = rules_of(params, ends.to(self.model.device))
+        vocabulary = self.model.config.get_text_config().vocab_size
+        rules = Rules.of(params, ends, vocabulary, self.model.device)
         figures = self._scorer(prompts, output.sequences, rules)
         for name in FIELDS:
             columns = [x for x in (sample[name] for sample in figures) if x is not None]

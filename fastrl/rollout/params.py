@@ -86,12 +86,6 @@ class SamplingParams:
             )
         return list(self.max_new_tokens)
 
-    @property
-    def truncates(self) -> bool:
-        """Whether draws come from less than the whole softmax."""
-        cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return cut and self.temperature > 0
-
     def generation_kwargs(self) -> dict[str, Any]:
         """The same as arguments of ``model.generate``; the longest of several limits."""
         kwargs: dict[str, Any] = {"max_new_tokens": max(self._limits()), "do_sample": False}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.models.modes import context_length
+from fastrl.rollout.params import SamplingParams
 
 
 def need_pad_token(lengths: Iterable[int], pad_token_id: int | None, tokenizer: Any) -> None:
@@ -77,3 +78,21 @@ def check_prompts(
                 f"prompts[{i}] has {len(prompt)} tokens; with {new_tokens} new ones it exceeds the "
                 f"model's context of {context}: shorten the prompt or max_new_tokens"
             )
+
+
+def checked_call(
+    prompts: Sequence[Any], params: SamplingParams, sample_ids: Sequence[int] | None, model: Any
+) -> tuple[list[Tensor], list[int], list[int]]:
+    """What both engines' ``generate`` begins with: prompts as tensors on the host, the most new
+    tokens and the sample id of each.
+
+    Raises:
+        ValueError: as :func:`check_prompts`; lists that have not one number per prompt.
+    """
+    tokens = [torch.as_tensor(prompt).cpu() for prompt in prompts]
+    limits = params.limits(len(tokens))
+    check_prompts(tokens, model, limits)
+    ids = list(range(len(tokens))) if sample_ids is None else list(sample_ids)
+    if len(ids) != len(tokens):
+        raise ValueError(f"sample_ids has {len(ids)} entries for {len(tokens)} prompts")
+    return tokens, limits, ids

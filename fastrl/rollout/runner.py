@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ class EagerRunner:
         return self.step.slots.rows.reason[:wanted].tolist()
 
 
-class GraphRunner:
+class GraphRunner(EagerRunner):
     """Captures the step once per bucket, lazily, in one memory pool, and replays it.
 
     A graph holds addresses and numbers: it is captured anew where a parameter has moved or a number
@@ -36,17 +38,15 @@ class GraphRunner:
     """
 
     def __init__(self, step: DecodeStep, graphs: Graphs):
-        self.step, self.graphs = step, graphs
-        self.key = graphs.key(step)
-        self.failed = False
+        super().__init__(step)
+        self.graphs, self.key = graphs, graphs.key(step)
         self.stats = {"captures": 0.0, "replays": 0.0, "capture_seconds": 0.0}
 
     def run(self, bucket: int, span: int, steps: int) -> None:
         # Live tokens alone are read whatever the span, so that one graph serves all lengths.
-        graph = None if self.failed else self._graph(bucket)
+        graph = None if self.graphs.failed else self._graph(bucket)
         if graph is None:
-            for _ in range(steps):
-                self.step(bucket, self.step.arena.length)
+            super().run(bucket, span, steps)
             return
         for _ in range(steps):
             graph.replay()
@@ -56,7 +56,7 @@ class GraphRunner:
         try:
             return self.graphs.get((self.key, bucket), lambda: self._capture(bucket))
         except RuntimeError as error:
-            self.failed = True
+            self.graphs.failed = True
             warnings.warn(
                 f"the decode step cannot be captured ({error}): it runs kernel by kernel, which is "
                 "slower; cuda_graphs=False says so beforehand",
@@ -67,24 +67,19 @@ class GraphRunner:
     def _capture(self, bucket: int) -> Any:
         begin = time.perf_counter()
         length = self.step.arena.length
-        state = [x.clone() for x in self.step.slots.tensors()]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.step(bucket, length)  # compiles kernels, makes libraries' workspaces
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.graphs.pool):
-            self.step(bucket, length)
-        for x, before in zip(self.step.slots.tensors(), state, strict=True):
-            x.copy_(before)
+        with _unmoved(self.step.slots.tensors()):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self.step(bucket, length)  # compiles kernels, makes libraries' workspaces
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self.graphs.pool):
+                self.step(bucket, length)
         torch.cuda.synchronize()
         self.stats["captures"] += 1
         self.stats["capture_seconds"] += time.perf_counter() - begin
         return graph
-
-    def ended(self, wanted: int) -> list[int]:
-        return self.step.slots.rows.reason[:wanted].tolist()
 
 
 class Graphs:
@@ -92,6 +87,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.failed = False  # once is enough: another try would fail alike
         self._captured: dict[tuple, Any] = {}
         self._key: tuple = ()
 
@@ -110,6 +106,17 @@ class Graphs:
         if key not in self._captured:
             self._captured[key] = capture()
         return self._captured[key]
+
+
+@contextlib.contextmanager
+def _unmoved(tensors: list[Tensor]) -> Iterator[None]:
+    """What is written to them while open is undone, after an error too."""
+    before = [x.clone() for x in tensors]
+    try:
+        yield
+    finally:
+        for x, old in zip(tensors, before, strict=True):
+            x.copy_(old)
 
 
 def addresses(model: nn.Module) -> int:

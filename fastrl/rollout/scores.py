@@ -11,9 +11,8 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.models.heads import Head, choose_head
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.rollout.params import SamplingParams
-from fastrl.rollout.slots import FIELDS, Rows
-from fastrl.rollout.step import Rules
+from fastrl.rollout.rules import Rules
+from fastrl.rollout.slots import FIELDS
 from fastrl.rollout.truncation import truncated_logprobs
 
 SCORED_TOKENS = 2048  # in one forward, prompts included; a longer sample has one to itself
@@ -101,7 +100,7 @@ class Scorer:
             "entropies": scores.entropies,
             "values": scores.values,
         }
-        if rules.bends or (rules.temperature > 0 and _cuts(rules)):
+        if rules.bends or rules.cuts:
             by_name["truncated_logprobs"], by_name["cutoffs"] = truncated_logprobs(
                 drawn_from,
                 labels,
@@ -122,28 +121,6 @@ class Scorer:
         return self._head(self.model, request, {**inputs, "use_cache": False})[0]
 
 
-def rules_of(params: SamplingParams, ends: Tensor) -> Rules:
-    """As a step would have them; stop sequences, which change no figure, are left out."""
-    suppressed = None
-    if params.suppress_tokens:
-        suppressed = torch.tensor(sorted(set(params.suppress_tokens)), device=ends.device)
-    return Rules(
-        temperature=float(params.temperature),
-        top_k=params.top_k,
-        top_p=float(params.top_p),
-        min_p=float(params.min_p),
-        min_new_tokens=params.min_new_tokens,
-        repetition_penalty=float(params.repetition_penalty),
-        suppressed=suppressed,
-        ends=ends,
-        stops=None,
-    )
-
-
-def _cuts(rules: Rules) -> bool:
-    return rules.top_k > 0 or rules.top_p < 1 or rules.min_p > 0
-
-
 def _bent(logits: Tensor, pairs: list[tuple[Tensor, Tensor]], rules: Rules) -> Tensor:
     """Logits [N, V] after penalties and suppression, each row with what came before it."""
     parts = []
@@ -156,9 +133,7 @@ def _bent(logits: Tensor, pairs: list[tuple[Tensor, Tensor]], rules: Rules) -> T
             new[0, prompt.to(logits.device)] = 1
             new[count[1:], response[:-1].to(logits.device)] = 1
             seen = new.cumsum(0, dtype=torch.int32) > 0
-        # Of a row's state, penalties look at the number of tokens alone.
-        rows = Rows(*(count for _ in Rows._fields))
-        parts.append(rules.bend(part, rows, seen))
+        parts.append(rules.bend(part, count, seen))
     return torch.cat(parts)
 
 

@@ -2,60 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 import fastrl_kernels
 from fastrl.rollout.arena import Arena, DecodeAttention
 from fastrl.rollout.policy import Policy
+from fastrl.rollout.rules import Rules
 from fastrl.rollout.slots import EOS, FIELDS, LENGTH, NAN, RUNNING, STOP, Rows, Slots
-
-
-class Rules(NamedTuple):
-    """How tokens are drawn and when a sample ends; numbers are part of a captured step."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    min_new_tokens: int
-    repetition_penalty: float
-    suppressed: Tensor | None  # [n] ids
-    ends: Tensor  # [n] ids of end-of-sequence tokens
-    stops: Tensor | None  # [n, W] ids, -1 in front of shorter sequences
-
-    def numbers(self) -> tuple[float, ...]:
-        """What differs where another graph is needed; tensors are static buffers by themselves."""
-        return self[:6]
-
-    @property
-    def bends(self) -> bool:
-        """Whether logits are changed before they are cut."""
-        return bool(
-            self.min_new_tokens or self.repetition_penalty != 1 or self.suppressed is not None
-        )
-
-    def bend(self, logits: Tensor, rows: Rows, seen: Tensor | None) -> Tensor:
-        """Logits after penalties and suppression, in the order of ``model.generate``."""
-        if seen is not None:
-            penalty = self.repetition_penalty
-            penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits = torch.where(seen, penalised, logits)
-        if self.min_new_tokens:
-            early = (rows.made < self.min_new_tokens).unsqueeze(1)
-            barred = logits.index_fill(1, self.ends, -torch.inf)
-            logits = torch.where(early, barred, logits)
-        if self.suppressed is not None:
-            logits = logits.index_fill(1, self.suppressed, -torch.inf)
-        return logits
-
-    def stopped(self, tail: Tensor) -> Tensor:
-        """Which rows [b] end with one of the stop sequences; tail [b, W]."""
-        assert self.stops is not None
-        same = (tail.unsqueeze(1) == self.stops) | (self.stops < 0)
-        return same.all(-1).any(-1)
 
 
 class DecodeStep:
@@ -103,7 +57,7 @@ class DecodeStep:
         rules = self.rules
         keys = fastrl_kernels.sample_keys(self.slots.seed, rows.sample, rows.made)
         draw = fastrl_kernels.sample_tokens(
-            rules.bend(logits, rows, seen), keys, temperature=rules.temperature,
+            rules.bend(logits, rows.made, seen), keys, temperature=rules.temperature,
             top_k=rules.top_k, top_p=rules.top_p, min_p=rules.min_p,
         )  # fmt: skip
         if not rules.bends:

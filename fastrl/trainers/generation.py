@@ -14,7 +14,7 @@ from fastrl.models.reference import Reference
 from fastrl.rollout import RolloutOutput
 from fastrl.rollout.prompts import check_tensors
 from fastrl.trainers.reuse import RolloutMemory, told_by
-from fastrl.trainers.rollouts import GenerateRollouts
+from fastrl.trainers.rollouts import GenerateRollouts, Request
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -64,15 +64,14 @@ class Generation:
         if generate_ref_response:
             contexts.append(self.reference.as_policy())
         results = []
-        for reference, context in enumerate(contexts):
+        for reference, context in zip((False, True), contexts, strict=False):
             limits = None
             if length_sampler is not None:
                 drawn = [length_sampler() for _ in range(0, len(queries), batch_size)]
                 limits = [drawn[i // batch_size] for i in range(len(queries))]
             with context as model:
-                output = self._generate(
-                    model, queries, generation_kwargs, batch_size, limits, reference=bool(reference)
-                )
+                request = Request(queries, generation_kwargs, batch_size, limits, reference)
+                output = self._generate(model, request)
             responses = [r.to(self.current_device) for r in output.sequences]
             if return_prompt:
                 responses = [
@@ -83,27 +82,13 @@ class Generation:
 
     def rollout(self, prompts: Sequence[Tensor], generation_kwargs: dict) -> RolloutOutput:
         """Responses of the policy, without their prompts, with reasons of ending and timings."""
-        return self._generate(self.model, prompts, generation_kwargs, self.config.batch_size)
+        request = Request(prompts, generation_kwargs, self.config.batch_size)
+        return self._generate(self.model, request)
 
-    def _generate(
-        self,
-        model: nn.Module,
-        queries: Sequence[Tensor],
-        generation_kwargs: dict[str, Any],
-        batch_size: int,
-        limits: Sequence[int] | None = None,
-        reference: bool = False,
-    ) -> RolloutOutput:
-        output = self._rollouts(
-            self.accelerator.unwrap_model(model),
-            queries,
-            generation_kwargs,
-            batch_size,
-            limits=limits,
-            reference=reference,
-        )
-        if not reference:
-            self._memory.keep(queries, output)
+    def _generate(self, model: nn.Module, request: Request) -> RolloutOutput:
+        output = self._rollouts(self.accelerator.unwrap_model(model), request)
+        if not request.reference:
+            self._memory.keep(request.prompts, output)
         return output
 
     def _known(

@@ -13,6 +13,7 @@ from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Known, Scored, Scorer
 
 AUDITED = 4  # samples per step
+REMEMBERED = 1 << 14  # samples, the latest
 # Largest difference in fp32, mean difference in lower precision, of log-probs and of values.
 TOLERANCES = {torch.float32: ("max", 1e-4), torch.float64: ("max", 1e-4)}
 LOW_PRECISION = ("mean", 5e-3)
@@ -43,6 +44,8 @@ class RolloutMemory:
         figures = zip(prompts, output.sequences, output.logprobs_t1, output.values, strict=True)
         for prompt, sequence, logprobs, values in figures:
             self._known[_key(prompt, sequence)] = logprobs, values
+        for oldest in list(self._known)[: max(0, len(self._known) - REMEMBERED)]:
+            del self._known[oldest]
 
     def find(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor]

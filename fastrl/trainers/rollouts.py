@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,12 +15,21 @@ from fastrl.rollout import (
     GenerateEngine,
     RolloutEngine,
     RolloutOutput,
-    SamplingParams,
     choose_engine,
     sampling_params,
 )
 
 Autocast = Callable[[], AbstractContextManager]
+
+
+class Request(NamedTuple):
+    """One response to each of some prompts."""
+
+    prompts: Sequence[Tensor]
+    generation_kwargs: dict[str, Any]  # of ``model.generate``
+    batch_size: int  # prompts per call of that
+    limits: Sequence[int] | None = None  # max_new_tokens of each; the same within a batch
+    reference: bool = False  # the model stands for the reference policy
 
 
 class GenerateRollouts:
@@ -29,35 +38,18 @@ class GenerateRollouts:
     def __init__(self, tokenizer: Any, autocast: Autocast):
         self.tokenizer, self.autocast = tokenizer, autocast
 
-    def __call__(
-        self,
-        model: Any,
-        prompts: Sequence[Tensor],
-        generation_kwargs: dict[str, Any],
-        batch_size: int,
-        *,
-        limits: Sequence[int] | None = None,
-        reference: bool = False,
-    ) -> RolloutOutput:
-        """One response per prompt.
-
-        Args:
-            limits: max_new_tokens of each prompt; the same for those of one batch.
-            reference: the model stands for the reference policy.
-        """
-        engine = GenerateEngine(model, self.tokenizer, batch_size, self.autocast)
+    def __call__(self, model: Any, request: Request) -> RolloutOutput:
+        prompts, kwargs, size, limits, _ = request
+        engine = GenerateEngine(model, self.tokenizer, size, self.autocast)
         if limits is None:
-            return engine.generate_with(prompts, generation_kwargs)
+            return engine.generate_with(prompts, kwargs)
         whole = RolloutOutput(sequences=[], finish_reasons=[])
-        for start in range(0, len(prompts), batch_size):
-            kwargs = {**generation_kwargs, "max_new_tokens": limits[start]}
-            part = engine.generate_with(prompts[start : start + batch_size], kwargs)
+        for start in range(0, len(prompts), size):
+            limited = {**kwargs, "max_new_tokens": limits[start]}
+            part = engine.generate_with(prompts[start : start + size], limited)
             whole.sequences += part.sequences
             whole.finish_reasons += part.finish_reasons
         return whole
-
-    def sleep(self) -> None:
-        """Nothing is kept between calls."""
 
 
 class EngineRollouts(GenerateRollouts):
@@ -70,33 +62,17 @@ class EngineRollouts(GenerateRollouts):
         self._engines: dict[tuple[int, bool], RolloutEngine | GenerateEngine] = {}
         self._warned: set[str] = set()
 
-    def __call__(
-        self,
-        model: Any,
-        prompts: Sequence[Tensor],
-        generation_kwargs: dict[str, Any],
-        batch_size: int,
-        *,
-        limits: Sequence[int] | None = None,
-        reference: bool = False,
-    ) -> RolloutOutput:
-        engine = self._engine(model, reference)
-        params: SamplingParams | str = "the model"
-        if isinstance(engine, RolloutEngine):
-            params = sampling_params(generation_kwargs, model)
-            if isinstance(params, str):
-                self._warn(params)
-        if isinstance(params, str) or not isinstance(engine, RolloutEngine):
-            return super().__call__(model, prompts, generation_kwargs, batch_size, limits=limits)
-        if limits is not None:
-            params = replace(params, max_new_tokens=list(limits))
-        return engine.generate(prompts, params)
-
-    def sleep(self) -> None:
-        """Frees keys and values until the next rollout."""
-        for engine in self._engines.values():
-            if isinstance(engine, RolloutEngine):
-                engine.sleep()
+    def __call__(self, model: Any, request: Request) -> RolloutOutput:
+        engine = self._engine(model, request.reference)
+        if not isinstance(engine, RolloutEngine):
+            return super().__call__(model, request)
+        params = sampling_params(request.generation_kwargs, model)
+        if isinstance(params, str):
+            self._warn(params)
+            return super().__call__(model, request)
+        if request.limits is not None:
+            params = replace(params, max_new_tokens=list(request.limits))
+        return engine.generate(request.prompts, params)
 
     def _engine(self, model: Any, reference: bool) -> RolloutEngine | GenerateEngine:
         # A PEFT model is the policy or, with its adapter off, the reference.

@@ -81,7 +81,7 @@ def test_figures_are_those_of_an_unpadded_forward(family, sampling):
         }
         for name, x in expected.items():
             torch.testing.assert_close(getattr(out, name)[i], x, atol=1e-5, rtol=0)
-        if bends or params.truncates:
+        if bends or truncates(params):
             drawn_from = bend(logits, prompt, sequence, params) if bends else logits
             kept, cutoff = cut(drawn_from, temperature, params)
             truncated = of_tokens(
@@ -93,11 +93,15 @@ def test_figures_are_those_of_an_unpadded_forward(family, sampling):
             assert out.truncated_logprobs is out.cutoffs is None
 
 
+def truncates(params):
+    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+
 def cut(logits, temperature, params):
     """Which logits are kept, token by token, and the lowest of them."""
     kept = logits > -torch.inf
     possible = kept.clone()
-    if params.truncates:
+    if truncates(params):
         p = (logits / temperature).softmax(-1)
         for row, probabilities in enumerate(p):
             order = probabilities.argsort(descending=True)
@@ -313,3 +317,16 @@ def test_sample_ids_are_one_per_prompt(gpt2):
 def test_without_scores_there_is_no_forward_for_them(gpt2):
     out = GenerateEngine(gpt2, tiny.tokenizer()).generate(tiny_models.prompts(3))
     assert all(getattr(out, name) is None for name in FIELDS)
+
+
+def test_an_end_outside_the_vocabulary_never_matches_here_either():
+    model = tiny_models.policy("gpt2")
+    params = SamplingParams(
+        max_new_tokens=4, min_new_tokens=3, temperature=0, eos_token_ids=[tiny.VOCABULARY + 5]
+    )
+    prompts = tiny_models.prompts(3, 5)
+    for engine in (
+        GenerateEngine(model, tiny.tokenizer(), scores=True),
+        RolloutEngine(model, tiny.tokenizer()),
+    ):
+        assert all(len(s) >= 3 for s in engine.generate(prompts, params).sequences)

@@ -360,6 +360,9 @@ def test_a_budget_bounds_the_slots(gpt2):
     prompts = tiny_models.prompts(*LENGTHS)
     same(engine.generate(prompts, SAMPLED), engine_of(gpt2).generate(prompts, SAMPLED))
     assert engine._arena.slots == 3
+    first = engine._arena
+    engine.generate(prompts, SAMPLED)
+    assert engine._arena is first
 
 
 # ---------------------------------------------------------------------- bad input

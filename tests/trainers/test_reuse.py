@@ -109,6 +109,17 @@ def test_anything_else_is_recomputed(kind, policy_scores):
     assert "rollout/audit_max" not in result
 
 
+def test_the_latest_samples_alone_are_remembered(monkeypatch):
+    monkeypatch.setattr("fastrl.trainers.reuse.REMEMBERED", 6)
+    trainer = make_trainer()
+    old, _, _ = first = rolled_out(trainer)
+    queries = [query + 1 for query in old]
+    responses = trainer.generate(queries, return_prompt=False, **SAMPLING)
+    assert len(trainer._memory._known) == 6
+    assert trainer._memory.find(queries, responses) is not None
+    assert trainer._memory.find(*first[:2]) is None
+
+
 def test_a_rollout_may_be_handed_over(policy_scores):
     trainer = make_trainer()
     queries = tiny_models.prompts(5, 3, 7, 2)
