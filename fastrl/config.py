@@ -107,6 +107,13 @@ class PPOConfig:
         "auto",
     )
     rollout_slots: int = _help("Samples that the engine generates at a time, at most.", 64)
+    rollout_kv_cache_gib: float | None = _help(
+        "Memory for the engine's keys and values: fewer samples at a time where they do not fit.",
+        None,
+    )
+    rollout_sleep: bool = _help(
+        "Free the engine's memory before every update: less memory, slower.", False
+    )
 
     # KL to the reference
     adap_kl_ctrl: bool = _help("Adapt the KL coefficient to reach `target`; else keep it.", True)
@@ -199,7 +206,7 @@ class PPOConfig:
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        for name in ("max_grad_norm", "score_clip"):
+        for name in ("max_grad_norm", "score_clip", "rollout_kv_cache_gib"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive or None, got {value}")

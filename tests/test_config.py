@@ -57,7 +57,7 @@ def test_defaults_are_those_of_trl():
     config = PPOConfig()
     assert {name: getattr(config, name) for name in DEFAULTS} == DEFAULTS
     settable = {f.name for f in dataclasses.fields(PPOConfig) if f.init}
-    ours = {"rollout_backend", "rollout_slots", "old_logprobs"}
+    ours = {"old_logprobs"} | {name for name in settable if name.startswith("rollout_")}
     assert settable == {*DEFAULTS, "exp_name", "tracker_project_name", *ours}
 
 

@@ -40,6 +40,7 @@ class Arena:
 
         self.keys = [zeros(layer.heads, layer.key_width) for layer in layers]
         self.values = [zeros(layer.heads, layer.value_width) for layer in layers]
+        self.windows: list[int | None] = [None] * len(layers)  # filled in as layers attend
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[LayerShape], length: int, dtype: torch.dtype) -> int:
@@ -84,12 +85,14 @@ class DecodeAttention:
         self.lengths = positions + 1
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.layer = layer
         stored = self.arena.keys[layer], self.arena.values[layer]
         for whole, new in zip(stored, (keys, values), strict=True):
             whole.flatten(0, 1).index_copy_(0, self.places, new.squeeze(2).to(whole.dtype))
         return stored
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
+        self.arena.windows[self.layer] = variant.window
         out = fastrl_kernels.decode_attention(
             query.squeeze(2), keys, values, self.lengths, span=self.span, **variant._asdict()
         )

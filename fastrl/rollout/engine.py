@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import fastrl_kernels
+from fastrl.clock import start_clock
 from fastrl.models.modes import context_length
+from fastrl.rollout import floor
 from fastrl.rollout.arena import Arena, LayerShape, PrefillAttention
 from fastrl.rollout.params import RolloutOutput, SamplingParams
 from fastrl.rollout.policy import Autocast, Policy
+from fastrl.rollout.polls import make_poll
 from fastrl.rollout.prompts import checked_call, end_tokens
 from fastrl.rollout.results import Results
 from fastrl.rollout.rules import Rules
@@ -23,7 +25,6 @@ from fastrl.rollout.schedule import Sample, Schedule
 from fastrl.rollout.slots import RUNNING, Slots
 from fastrl.rollout.step import DecodeStep
 
-POLL_STEPS = 8  # between looks at which samples have ended
 PREFILL_TOKENS = 8192  # in one pass
 _ROUND = 64  # slots hold a multiple of as many tokens
 
@@ -107,21 +108,14 @@ class RolloutEngine:
         tokens, limits, ids = checked_call(prompts, params, sample_ids, self.model)
         self._check_room(tokens, limits)
         job = _Job(tokens, limits, ids, params)
-        begin = time.perf_counter()
         arena, slots = self._room(job)
         with self.policy.opened():
-            output = self._run(job, arena, slots)
-        seconds = time.perf_counter() - begin
-        made = sum(len(sequence) for sequence in output.sequences)
-        output.stats |= {
-            "time/rollout": seconds,
-            "perf/rollout_tokens_per_second": made / seconds,
-        }
-        return output
+            return self._run(job, arena, slots)
 
     def sleep(self) -> None:
         """Frees keys, values and captured steps; the next call of ``generate`` makes them anew."""
         self._arena = self._slots = None
+        self.policy.shadow.free()
         if self._graphs is not None:
             self._graphs = Graphs()
 
@@ -132,11 +126,12 @@ class RolloutEngine:
         step = DecodeStep(self.policy, arena, slots, self._rules(job, slots))
         runner = EagerRunner(step) if self._graphs is None else GraphRunner(step, self._graphs)
         schedule = Schedule(job.samples(), arena.slots)
+        poll = make_poll(slots, schedule)
         results = Results(len(schedule.waiting), max(job.limits), self.policy.device)
         slots.empty(range(arena.slots))
         keys = job.keys().tolist()
-        clock = _Clock()
-        since_look, prefilled = 0, 0
+        clock = start_clock(self.policy.device)
+        prefilled = 0
         while schedule.waiting or schedule.running:
             with clock("prefill"):
                 prefilled += self._admit(job, step, schedule, keys)
@@ -144,35 +139,47 @@ class RolloutEngine:
                 for source, target, tokens in schedule.pack():
                     arena.move(source, target, tokens)
                     slots.move(source, target)
-                steps = schedule.steps(POLL_STEPS - since_look)
+                steps = schedule.steps(poll.due)
                 runner.run(schedule.bucket, schedule.span(steps), steps)
-                ended = set(schedule.advance(steps))
-                since_look += steps
-                if since_look == POLL_STEPS:
-                    reasons = runner.ended(arena.slots)
-                    ended |= {slot for slot in schedule.running if reasons[slot] != RUNNING}
-                    since_look = 0
+                ended = sorted({*schedule.advance(steps), *poll.after(steps)})
                 if ended:
-                    results.take(slots, schedule.release(sorted(ended)))
-                    slots.empty(sorted(ended))
+                    results.take(slots, schedule.release(ended))
+                    slots.empty(ended)
         output = results.output(
             truncated=step.rules.cuts or step.rules.bends,
             values=self.policy.v_head is not None,
         )
-        made = sum(map(len, output.sequences))
-        seconds = clock.seconds
         output.sample_ids = [i for i in job.ids for _ in range(job.params.n)]
-        output.stats = {
-            "time/rollout/prefill": seconds["prefill"],
-            "time/rollout/decode": seconds["decode"],
-            "perf/prefill_tokens_per_second": prefilled / max(seconds["prefill"], 1e-9),
-            "perf/decode_tokens_per_second": made / max(seconds["decode"], 1e-9),
-            "perf/slot_utilisation": made / schedule.rows_run,
+        output.stats = self._stats(output, job, arena, schedule, clock.seconds(), prefilled)
+        output.stats |= {f"perf/graph_{name}": value for name, value in runner.stats.items()}
+        return output
+
+    def _stats(
+        self,
+        output: RolloutOutput,
+        job: _Job,
+        arena: Arena,
+        schedule: Schedule,
+        seconds: dict[str, float],
+        prefilled: int,
+    ) -> dict[str, float]:
+        lengths = [len(sequence) for sequence in output.sequences]
+        prompts = [len(prompt) for prompt in job.prompts for _ in range(job.params.n)]
+        read = schedule.decode_steps * floor.weight_bytes(self.policy.language_model)
+        read += floor.kv_bytes(arena, zip(prompts, lengths, strict=True))
+        prefill, decode = (max(seconds.get(x, 0.0), 1e-9) for x in ("prefill", "decode"))
+        return {
+            "time/rollout": seconds["total"],
+            "time/rollout/prefill": prefill,
+            "time/rollout/decode": decode,
+            "perf/rollout_tokens_per_second": sum(lengths) / seconds["total"],
+            "perf/prefill_tokens_per_second": prefilled / prefill,
+            "perf/decode_tokens_per_second": sum(lengths) / decode,
+            "perf/bandwidth_share": read / decode / floor.bandwidth(self.policy.device),
+            "perf/slot_utilisation": sum(lengths) / schedule.rows_run,
             "perf/decode_steps": float(schedule.decode_steps),
             "perf/nan_samples": float(output.finish_reasons.count("nan")),
-            **{f"perf/graph_{name}": value for name, value in runner.stats.items()},
         }
-        return output
 
     def _admit(self, job: _Job, step: DecodeStep, schedule: Schedule, keys: list[int]) -> int:
         """Fills free slots, and runs each new prompt once but for its last token, which is left to
@@ -289,19 +296,6 @@ class _Job:
         n = self.params.n
         ids = torch.tensor(self.ids).repeat_interleave(n)
         return fastrl_kernels.sample_keys(0, ids, torch.arange(n).repeat(len(self.ids)))
-
-
-class _Clock:
-    """Seconds by phase. On a GPU the host's time: phases follow each other there unwaited for."""
-
-    def __init__(self) -> None:
-        self.seconds = {"prefill": 0.0, "decode": 0.0}
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.seconds[phase] += time.perf_counter() - begin
 
 
 def _parts(by_prompt: dict[int, list[int]], lengths: list[int]) -> list[list[int]]:

@@ -13,6 +13,7 @@ from fastrl.models.heads import in_front_of_head
 from fastrl.models.modes import evaluating
 from fastrl.rollout.arena import LayerShape, SlotCache
 from fastrl.rollout.attention import Attention, attached, attending
+from fastrl.rollout.shadow import Shadow
 
 Autocast = Callable[[], contextlib.AbstractContextManager]
 
@@ -34,6 +35,7 @@ class Policy:
         self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
         self._product = _head_product(self.language_model)
+        self.shadow = Shadow()
 
     @property
     def device(self) -> torch.device:
@@ -50,6 +52,7 @@ class Policy:
                 attached(self.language_model),
                 in_front_of_head(self.language_model, self._see),
                 self.autocast(),
+                self.shadow.in_place(self.language_model),
             ):
                 yield
         finally:

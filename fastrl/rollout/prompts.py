@@ -30,7 +30,7 @@ def end_tokens(model: Any, tokenizer: Any, asked: Any = None) -> Tensor:
     stops; and the tokenizer's EOS."""
     if asked is None:
         asked = getattr(model, "pretrained_model", model).generation_config.eos_token_id
-    ids = [*(asked if isinstance(asked, (list, tuple)) else [asked]), tokenizer.eos_token_id]
+    ids = [*(asked if isinstance(asked, Sequence) else [asked]), tokenizer.eos_token_id]
     return torch.tensor(sorted({int(i) for i in ids if i is not None and i >= 0}), dtype=torch.long)
 
 

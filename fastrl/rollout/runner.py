@@ -25,10 +25,6 @@ class EagerRunner:
         for _ in range(steps):
             self.step(bucket, span)
 
-    def ended(self, wanted: int) -> list[int]:
-        """The reasons of the first slots; the only time that the host waits for the device."""
-        return self.step.slots.rows.reason[:wanted].tolist()
-
 
 class GraphRunner(EagerRunner):
     """Captures the step once per bucket, lazily, in one memory pool, and replays it.

@@ -45,6 +45,11 @@ class Schedule:
         """Slots that are taken."""
         return [slot for slot, running in enumerate(self.slots) if running is not None]
 
+    @property
+    def samples(self) -> list[Sample | None]:
+        """By slot."""
+        return [None if running is None else running.sample for running in self.slots]
+
     def admit(self, prompt_lengths: list[int]) -> list[tuple[int, Sample]]:
         """Fills free slots; returns which sample came where."""
         admitted = []

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import fastrl_kernels
+from fastrl.clock import start_clock
 from fastrl.config import PPOConfig, json_object
 from fastrl.core import PPODecorators, set_seed
 from fastrl.models import AutoModelForCausalLMWithValueHead, create_reference_model
@@ -173,7 +174,8 @@ class PPOTrainer(Generation, ClassicSurface):
 
         final_scores = self._transform_scores(checked_scores).to(self.current_device)
         self._push_if_best(final_scores)
-        clock = stats.start_clock(self.current_device)
+        self._rollouts.before_update()
+        clock = start_clock(self.current_device)
         with evaluating(self.model), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
                 scored, reuse_stats = self._score_or_reuse(batch, known)

@@ -38,6 +38,9 @@ class GenerateRollouts:
     def __init__(self, tokenizer: Any, autocast: Autocast):
         self.tokenizer, self.autocast = tokenizer, autocast
 
+    def before_update(self) -> None:
+        """Nothing is held that an update could use."""
+
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
         prompts, kwargs, size, limits, _ = request
         engine = GenerateEngine(model, self.tokenizer, size, self.autocast)
@@ -54,11 +57,23 @@ class GenerateRollouts:
 
 class EngineRollouts(GenerateRollouts):
     """The engine, which also says how likely each token was; what it cannot honour goes to
-    ``model.generate``, with a warning that names the argument."""
+    ``model.generate``, with a warning that names the argument.
 
-    def __init__(self, tokenizer: Any, autocast: Autocast, slots: int):
+    Args:
+        slots, kv_cache_bytes: of the engine.
+        sleep: free its memory before updates.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        autocast: Autocast,
+        slots: int,
+        kv_cache_bytes: int | None = None,
+        sleep: bool = False,
+    ):
         super().__init__(tokenizer, autocast)
-        self.slots = slots
+        self.slots, self.kv_cache_bytes, self.sleep = slots, kv_cache_bytes, sleep
         self._engines: dict[tuple[int, bool], RolloutEngine | GenerateEngine] = {}
         self._warned: set[str] = set()
 
@@ -79,9 +94,18 @@ class EngineRollouts(GenerateRollouts):
         key = (id(model), reference)
         if key not in self._engines:
             self._engines[key] = choose_engine(
-                model, self.tokenizer, autocast=self.autocast, max_slots=self.slots
+                model,
+                self.tokenizer,
+                autocast=self.autocast,
+                max_slots=self.slots,
+                kv_cache_bytes=self.kv_cache_bytes,
             )
         return self._engines[key]
+
+    def before_update(self) -> None:
+        if self.sleep:
+            for engine in self._engines.values():
+                engine.sleep()
 
     def _warn(self, argument: str) -> None:
         if argument not in self._warned:
@@ -97,4 +121,11 @@ def make_rollouts(config: PPOConfig, tokenizer: Any, autocast: Autocast) -> Gene
     """By ``PPOConfig.rollout_backend``."""
     if config.rollout_backend == "generate":
         return GenerateRollouts(tokenizer, autocast)
-    return EngineRollouts(tokenizer, autocast, config.rollout_slots)
+    budget = config.rollout_kv_cache_gib
+    return EngineRollouts(
+        tokenizer,
+        autocast,
+        config.rollout_slots,
+        None if budget is None else int(budget * 2**30),
+        config.rollout_sleep,
+    )

@@ -1,10 +1,8 @@
-"""Statistics of a step: timed without stalling the device, and fetched from it in one transfer."""
+"""Statistics of a step, fetched from the device in one transfer."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -35,49 +33,6 @@ _UPDATE_STATS = {
     "ppo/val/var": "values_var",
     "ppo/policy/clamped_ratios": "clamped_ratios",
 }
-
-
-class HostClock:
-    """Wall time of phases, for devices that work synchronously."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._start = time.perf_counter()
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self._seconds[phase] = time.perf_counter() - begin
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds by phase, and ``total`` since construction. Call it once the device is done."""
-        return {**self._seconds, "total": time.perf_counter() - self._start}
-
-
-class DeviceClock(HostClock):
-    """Phases bounded by CUDA events: nothing waits until the times are read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        yield
-        end.record()
-        self._events[phase] = (begin, end)
-
-    def seconds(self) -> dict[str, float]:
-        torch.cuda.synchronize()
-        phases = {k: begin.elapsed_time(end) / 1e3 for k, (begin, end) in self._events.items()}
-        return {**phases, "total": time.perf_counter() - self._start}
-
-
-def start_clock(device: torch.device) -> HostClock:
-    return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 def fetch(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:

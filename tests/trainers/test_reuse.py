@@ -253,3 +253,25 @@ def test_the_reference_generates_with_weights_of_its_own():
     expected = other.generate(queries, return_prompt=False, max_new_tokens=8)
     assert all(torch.equal(a, b) for a, b in zip(reference, expected, strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(own, reference, strict=True))
+
+
+def test_the_engine_stays_within_the_memory_that_the_configuration_gives():
+    free, tight = (make_trainer(rollout_kv_cache_gib=gib) for gib in (None, 2**-16))
+    responses = [rolled_out(trainer)[1] for trainer in (free, tight)]
+    for a, b in zip(*responses, strict=True):
+        assert torch.equal(a, b)
+    slots = [next(iter(t._rollouts._engines.values()))._arena.slots for t in (free, tight)]
+    assert slots[0] == 4 > slots[1]
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_the_engine_sleeps_through_updates_where_asked(sleep):
+    trainer = make_trainer(rollout_sleep=sleep)
+    batch = rolled_out(trainer)
+    engine = next(iter(trainer._rollouts._engines.values()))
+    assert engine._arena is not None
+    held, update = [], trainer._update
+    trainer._update = lambda *x: held.append(engine._arena) or update(*x)
+    trainer.step(*batch)
+    assert (held[0] is None) is sleep
+    rolled_out(trainer)

@@ -1,0 +1,54 @@
+"""Time by phase, without stalling the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class HostClock:
+    """Wall time of phases, for devices that work synchronously. A phase's times add up."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase, and ``total`` since construction. Call it once the device is done."""
+        return {**self._seconds, "total": time.perf_counter() - self._start}
+
+
+class DeviceClock(HostClock):
+    """Phases bounded by CUDA events: nothing waits until the times are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        yield
+        end.record()
+        self._events.append((phase, begin, end))
+
+    def seconds(self) -> dict[str, float]:
+        torch.cuda.synchronize()
+        phases: dict[str, float] = {}
+        for phase, begin, end in self._events:
+            phases[phase] = phases.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
+        return {**phases, "total": time.perf_counter() - self._start}
+
+
+def start_clock(device: torch.device) -> HostClock:
+    return DeviceClock() if device.type == "cuda" else HostClock()
