@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
-import fastrl_kernels
 from fastrl.rollout.attention import Attention, Variant
+from fastrl.rollout.decode import choose_decode
 
 
 class LayerShape(NamedTuple):
@@ -41,6 +41,8 @@ class Arena:
         self.keys = [zeros(layer.heads, layer.key_width) for layer in layers]
         self.values = [zeros(layer.heads, layer.value_width) for layer in layers]
         self.windows: list[int | None] = [None] * len(layers)  # filled in as layers attend
+        widths = [(layer.key_width, layer.value_width) for layer in layers]
+        self.decode = choose_decode(widths, dtype, device)
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[LayerShape], length: int, dtype: torch.dtype) -> int:
@@ -82,7 +84,7 @@ class DecodeAttention:
         self.arena, self.positions, self.span = arena, positions, span
         rows = torch.arange(len(positions), device=positions.device)
         self.places = rows * arena.length + positions
-        self.lengths = positions + 1
+        self.lengths = (positions + 1).int()  # the integers of all kernels, once for all layers
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.layer = layer
@@ -93,10 +95,7 @@ class DecodeAttention:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         self.arena.windows[self.layer] = variant.window
-        out = fastrl_kernels.decode_attention(
-            query.squeeze(2), keys, values, self.lengths, span=self.span, **variant._asdict()
-        )
-        return out.unsqueeze(1)
+        return self.arena.decode(query, keys, values, self.lengths, self.span, variant)
 
 
 class PrefillAttention:
