@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fastrl.models.modes import context_length, evaluating
 from fastrl.rollout.keywords import neutral_kwargs
@@ -82,8 +83,8 @@ class GenerateEngine:
         with evaluating(self.model), self.autocast():
             with _seeded(params.seed):
                 for part in parts:
-                    longest = {"max_new_tokens": max(limits[i] for i in part)}
-                    rows = self._continued([tokens[i] for i in part], kwargs | longest)
+                    batch, most = [tokens[i] for i in part], [limits[i] for i in part]
+                    rows = self._continued(batch, kwargs | self._stopping(batch, most, params))
                     for i, row in zip(part, rows, strict=True):
                         length, reason = _end(row[: limits[i]].tolist(), ends.tolist(), params.stop)
                         output.sequences.append(row[:length])
@@ -131,6 +132,17 @@ class GenerateEngine:
         if self._scorer is not None:
             # So that a NaN in one sample stops no other; the scores then say where it was.
             kwargs["remove_invalid_values"] = True
+        return kwargs
+
+    def _stopping(
+        self, prompts: Sequence[Tensor], limits: Sequence[int], params: SamplingParams
+    ) -> dict[str, Any]:
+        """Arguments by which ``generate`` ends as soon as all rows of a batch have."""
+        kwargs: dict[str, Any] = {"max_new_tokens": max(limits)}
+        if params.stop or min(limits) < max(limits):
+            width = max(len(prompt) for prompt in prompts)
+            ended = _Ended(width, limits, params.stop, self.model.device)
+            kwargs["stopping_criteria"] = StoppingCriteriaList([ended])
         return kwargs
 
     def _parts(self, prompts: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
@@ -184,6 +196,35 @@ class GenerateEngine:
             if len(scored) < len(sequence):
                 output.sequences[i] = sequence[: len(scored)]
                 output.finish_reasons[i] = "nan"
+
+
+class _Ended(StoppingCriteria):
+    """Which rows are at a stop sequence or at a limit of their own, so that ``generate``, which
+    knows EOS and remembers who has ended, goes on no longer than a row of the batch does.
+
+    Args:
+        width: tokens in front of the new ones.
+        limits: new tokens, at most, of each row.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        limits: Sequence[int],
+        stops: Sequence[Sequence[int]],
+        device: torch.device,
+    ):
+        self.width = width
+        self.limits = torch.tensor(limits).to(device)
+        self.stops = [torch.tensor([int(t) for t in stop]).to(device) for stop in stops]
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        new = input_ids[:, self.width :]
+        done = self.limits <= new.shape[1]
+        for stop in self.stops:
+            if len(stop) <= new.shape[1]:
+                done = done | (new[:, -len(stop) :] == stop).all(1)
+        return done
 
 
 def _repeated(items: list[T], times: int) -> list[T]:

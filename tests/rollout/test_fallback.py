@@ -1,5 +1,7 @@
 """Rollouts through ``model.generate`` return what the engine returns."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -232,6 +234,78 @@ def test_a_stop_sequence_ends_a_response_that_keeps_it(gpt2):
     assert len(out.sequences[0]) <= 4
     assert out.sequences[0].tolist()[-2:] == stop
     assert len(out.logprobs[0]) == len(out.sequences[0])
+
+
+@contextlib.contextmanager
+def counted(model):
+    """The model's forwards while open."""
+    calls = []
+    handle = model.pretrained_model.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+STOPPED = {"max_new_tokens": 12, "min_new_tokens": 12, "temperature": 0}
+
+
+@pytest.mark.parametrize("at", [(1, 2, 3, 4, 5), (9, 1, 1, 4, 2), (2, 2, 2, 2, 2)])
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_batch_ends_when_its_rows_are_at_their_stop_sequences(gpt2, width, at):
+    """A forward per token of the longest response; the same responses."""
+    prompts = tiny_models.prompts(*LENGTHS)
+    engine = GenerateEngine(gpt2, tiny.tokenizer())
+    whole = [s.tolist() for s in engine.generate(prompts, SamplingParams(**STOPPED)).sequences]
+    stops = [s[max(0, end - width) : end] for s, end in zip(whole, at, strict=True)]
+    expected = [first_stop(tokens, stops) for tokens in whole]
+    assert max(map(len, expected)) < 12
+    with counted(gpt2) as calls:
+        out = engine.generate(prompts, SamplingParams(**STOPPED, stop=stops))
+    assert [s.tolist() for s in out.sequences] == expected
+    assert len(calls) == max(map(len, expected))
+
+
+def first_stop(tokens, stops):
+    for end in range(1, len(tokens) + 1):
+        if any(tokens[:end][-len(stop) :] == stop for stop in stops):
+            return tokens[:end]
+    return tokens
+
+
+@pytest.mark.parametrize("how", ["stop", "eos"])
+def test_a_batch_does_not_wait_for_rows_beyond_their_own_limits(gpt2, how):
+    """The one of the longest limit ends before another's limit, which the batch then ends at."""
+    prompts = tiny_models.prompts(*LENGTHS)
+    engine = GenerateEngine(gpt2, tiny.tokenizer())
+    greedy = {"temperature": 0, "eos_token_ids": []}
+    whole = engine.generate(prompts, SamplingParams(max_new_tokens=12, **greedy)).sequences
+    last = whole[1][4:6].tolist() if how == "stop" else whole[1][4:5].tolist()
+    end = {"stop": [last]} if how == "stop" else {"eos_token_ids": last}
+    params = SamplingParams(**{"max_new_tokens": [3, 12, 2, 7, 1], **greedy, **end})
+    with counted(gpt2) as calls:
+        out = engine.generate(prompts, params)
+    lengths = [3, 6 if how == "stop" else 5, 2, 7, 1]
+    assert [s.tolist() for s in out.sequences] == [
+        tokens[:n].tolist() for tokens, n in zip(whole, lengths, strict=True)
+    ]
+    assert out.finish_reasons == ["length", how, "length", "length", "length"]
+    assert len(calls) == 7
+
+
+def test_rows_at_stop_sequences_and_at_ends_end_a_batch_together(gpt2):
+    prompts = tiny_models.prompts(*LENGTHS[:2])
+    engine = GenerateEngine(gpt2, tiny.tokenizer())
+    greedy = {"max_new_tokens": 12, "temperature": 0, "eos_token_ids": []}
+    whole = [s.tolist() for s in engine.generate(prompts, SamplingParams(**greedy)).sequences]
+    end, stop = whole[0][1], whole[1][4:6]
+    assert end not in whole[0][:1] + whole[1][:6]
+    params = SamplingParams(**greedy | {"eos_token_ids": [end]}, stop=[stop])
+    with counted(gpt2) as calls:
+        out = engine.generate(prompts, params)
+    assert out.finish_reasons == ["eos", "stop"]
+    assert [len(s) for s in out.sequences] == [2, 6]
+    assert len(calls) == 6
 
 
 def test_the_prompt_is_no_part_of_a_stop_sequence(gpt2):
