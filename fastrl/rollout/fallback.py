@@ -32,6 +32,9 @@ class GenerateEngine:
         autocast: makes the context in which ``generate`` runs.
         scores: let :meth:`generate` return log-probs, entropies and values, as
             :class:`RolloutEngine` does; one more forward, without padding.
+
+    Raises:
+        ValueError: a batch_size below 1.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class GenerateEngine:
         *,
         scores: bool = False,
     ):
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.model = model
         self.autocast = autocast
         self.tokenizer = tokenizer

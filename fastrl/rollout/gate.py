@@ -20,6 +20,8 @@ _LENGTHS, _NEW_TOKENS = (1, 5, 3), 3
 # a single logit may be off by more.
 _EXACT, _ROUNDED = 1e-4, 5e-2
 
+_FSDP = ("FSDPModule", "FullyShardedDataParallel")  # classes of torch, which need not have them
+
 
 def choose_engine(
     model: Any,
@@ -51,9 +53,11 @@ def choose_engine(
         "kv_cache_bytes": kv_cache_bytes,
         "cuda_graphs": cuda_graphs,
     }
-    engine = RolloutEngine(model, tokenizer, max_slots, autocast=autocast, **options)
     language_model = _unwrapped(model)
-    cause = _why_not_by_kind(language_model)
+    cause = _why_not_by_weights(model)
+    if cause is None:  # an engine looks at the weights
+        engine = RolloutEngine(model, tokenizer, max_slots, autocast=autocast, **options)
+        cause = _why_not_by_kind(language_model)
     if cause is None:
         trial = RolloutEngine(model, tokenizer, 2, autocast=autocast, cuda_graphs=cuda_graphs)
         cause = _why_not_by_numbers(trial)
@@ -70,6 +74,20 @@ def _unwrapped(model: Any) -> Any:
     """The transformers model under a value head and adapters."""
     model = getattr(model, "pretrained_model", model)
     return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _why_not_by_weights(model: Any) -> str | None:
+    """Those of which a process holds a part, if not always: torch's FSDP and tensor parallelism,
+    DeepSpeed's ZeRO-3. Only the model's own forward knows how to put them together."""
+    for name, weight in model.named_parameters():
+        if type(weight).__name__ == "DTensor":
+            return f"its weights are sharded ({name} is a DTensor)"
+        if hasattr(weight, "ds_id") or hasattr(weight, "ds_status"):
+            return f"its weights are sharded ({name} is one of DeepSpeed's ZeRO-3)"
+    for module in model.modules():  # FSDP leaves the last forward's weights whole
+        if any(kind.__name__ in _FSDP for kind in type(module).__mro__):
+            return f"its weights are sharded (by FSDP: {type(module).__name__})"
+    return None
 
 
 def _why_not_by_kind(model: Any) -> str | None:

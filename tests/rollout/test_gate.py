@@ -4,6 +4,10 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fastrl import AutoModelForCausalLMWithValueHead, GenerateEngine, SamplingParams
 from fastrl.rollout import RolloutEngine, choose_engine
@@ -102,6 +106,97 @@ def test_an_encoder_decoder_falls_back():
         assert isinstance(choose(model), GenerateEngine)
 
 
+@pytest.fixture
+def mesh():
+    """Of this process alone."""
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@pytest.fixture
+def untouched(monkeypatch):
+    """No rollout engine is made."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("an engine was made of sharded weights")
+
+    monkeypatch.setattr(RolloutEngine, "__init__", refuse)
+
+
+def sharded(model, mesh, layers=True):
+    language_model = getattr(model, "pretrained_model", model)
+    base = language_model.base_model
+    for layer in (base.h if hasattr(base, "h") else base.layers) if layers else ():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(language_model, mesh=mesh)
+    return model
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_weights_that_fsdp_shards_fall_back_and_generate(family, bare, mesh, untouched):
+    """The same responses and figures as of the whole weights."""
+    make = tiny_models.language_model if bare else tiny_models.policy
+    prompts, params = tiny_models.prompts(2, 5), SamplingParams(max_new_tokens=4, temperature=0)
+    whole = GenerateEngine(make(family), tiny.tokenizer(), scores=True)
+    expected = whole.generate(prompts, params)
+    model = sharded(make(family), mesh)
+    with pytest.warns(UserWarning, match=r"because its weights are sharded \(.* is a DTensor\)"):
+        engine = choose(model, max_slots=3)
+    assert isinstance(engine, GenerateEngine)
+    assert engine.batch_size == 3
+    for _ in range(2):
+        out = engine.generate(prompts, params)
+        assert [s.tolist() for s in out.sequences] == [s.tolist() for s in expected.sequences]
+        for name in ("logprobs", "entropies", *([] if bare else ["values"])):
+            for a, b in zip(getattr(out, name), getattr(expected, name), strict=True):
+                torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_weights_that_fsdp_has_not_put_away_again_fall_back(mesh, untouched):
+    model = sharded(tiny_models.policy("llama"), mesh, layers=False)
+    model.generate(torch.tensor([[5, 6]]), max_new_tokens=1, do_sample=False)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    expected = r"because its weights are sharded \(by FSDP: FSDPLlamaForCausalLM\)"
+    with pytest.warns(UserWarning, match=expected):
+        assert isinstance(choose(model), GenerateEngine)
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD")
+def test_weights_of_the_first_fsdp_fall_back(mesh, untouched):
+    model = tiny_models.language_model("llama")
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.warns(UserWarning, match=r"weights are sharded \(by FSDP: FullyShardedDataPar"):
+        assert isinstance(choose(model), GenerateEngine)
+
+
+@pytest.mark.parametrize("where", ["pretrained_model.lm_head.weight", "v_head.summary.weight"])
+def test_one_sharded_weight_is_enough(where, mesh, untouched):
+    model = tiny_models.policy("llama")
+    module = model.get_submodule(where.removesuffix(".weight"))
+    module.weight = torch.nn.Parameter(distribute_tensor(module.weight.data, mesh, [Shard(0)]))
+    expected = f"LlamaForCausalLM.*because its weights are sharded \\({where} is a DTensor\\)"
+    with pytest.warns(UserWarning, match=expected):
+        assert isinstance(choose(model), GenerateEngine)
+
+
+@pytest.mark.parametrize("attribute", ["ds_id", "ds_status"])
+def test_weights_that_deepspeed_shards_fall_back(attribute, untouched):
+    """As ZeRO-3 leaves them: without elements, and marked."""
+    model = tiny_models.policy("llama")
+    for i, parameter in enumerate(model.parameters()):
+        parameter.data = torch.empty(0)
+        setattr(parameter, attribute, i)
+    with pytest.warns(
+        UserWarning, match=r"because its weights are sharded \(.*DeepSpeed's ZeRO-3\)"
+    ):
+        assert isinstance(choose(model), GenerateEngine)
+
+
 @pytest.mark.parametrize("where", [PrefillAttention, DecodeAttention])
 def test_wrong_numbers_fall_back(where, monkeypatch):
     attend = where.attend
@@ -152,3 +247,5 @@ def test_the_check_leaves_nothing_behind(fails, monkeypatch):
 def test_what_the_engine_refuses_is_an_error():
     with pytest.raises(ValueError, match="max_slots must be at least 1"):
         choose(tiny_models.policy(), max_slots=0)
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        GenerateEngine(tiny_models.policy(), tiny.tokenizer(), 0)
