@@ -85,6 +85,7 @@ class DecodeAttention:
         rows = torch.arange(len(positions), device=positions.device)
         self.places = rows * arena.length + positions
         self.lengths = (positions + 1).int()  # the integers of all kernels, once for all layers
+        self.layer = 0  # that is being run
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.layer = layer

@@ -11,7 +11,9 @@ from tests.golden import tiny
 
 
 def test_keys_and_values_of_live_tokens_are_counted_and_no_others():
-    arena = Arena([LayerShape(2, 4, 6), LayerShape(1, 8, 8)], 3, 64, torch.float32, "cpu")
+    arena = Arena(
+        [LayerShape(2, 4, 6), LayerShape(1, 8, 8)], 3, 64, torch.float32, torch.device("cpu")
+    )
     arena.windows = [None, 5]
     samples = [(3, 7), (1, 1), (6, 2)]
     expected = 0
