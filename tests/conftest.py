@@ -14,8 +14,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 
-@pytest.fixture(autouse=True)
-def _pytorch_path_on_cpu(request, monkeypatch):
-    """The interpreter is for the kernels' own tests; elsewhere a CPU takes its users' path."""
-    if not torch.cuda.is_available() and "kernels" not in request.path.parts:
-        monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "torch")
+@pytest.fixture(autouse=True, scope="module")
+def _pytorch_path_on_cpu(request):
+    """The interpreter is for the kernels' own tests; elsewhere a CPU takes its users' path.
+
+    Of a module's scope, so that its fixtures do so too."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available() and "kernels" not in request.path.parts:
+            patch.setenv("FASTRL_KERNELS_BACKEND", "torch")
+        yield

@@ -53,8 +53,13 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", _ROTARY | {"head_dim": 4}),
     "qwen2": ("qwen2", _ROTARY),
     "qwen3": ("qwen3", _ROTARY | {"head_dim": 4}),
-    # A soft cap low enough to matter: logits are changed after the head.
-    "gemma2": ("gemma2", _ROTARY | {"head_dim": 4, "final_logit_softcapping": 2.0}),
+    # A soft cap low enough to matter: logits are changed after the head. Attention is capped too,
+    # which SDPA, the default in transformers 5.17, leaves out.
+    "gemma2": (
+        "gemma2",
+        _ROTARY
+        | {"head_dim": 4, "final_logit_softcapping": 2.0, "attn_implementation": "eager"},
+    ),
     "gemma3": ("gemma3_text", _ROTARY | {"head_dim": 4, "final_logit_softcapping": 1.5}),
     "phi3": ("phi3", _ROTARY),
     # Its logits are divided where Cohere's are multiplied.
