@@ -37,6 +37,7 @@ OPS = (
     "ppo_loss",
     "whiten",
     "sample_tokens",
+    "decode_attention",
 )
 EPILOG = (
     "commands:\n"

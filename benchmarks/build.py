@@ -11,10 +11,11 @@ from torch import Tensor
 
 import fastrl_kernels as ops
 from benchmarks import eager
+from benchmarks.attention import ragged_lengths
 from benchmarks.cases import Case
 from benchmarks.problem import Problem
 from benchmarks.timing import DTYPES
-from fastrl_kernels import reference
+from fastrl_kernels import reference, reference_attention
 
 GAMMA, LAM = 1.0, 0.95
 KL_COEF = 0.1
@@ -330,6 +331,36 @@ def _sample_tokens(case: Case, generator: torch.Generator, backend: str) -> Prob
     )
 
 
+def _decode_attention(case: Case, generator: torch.Generator, backend: str) -> Problem:
+    layer = case.attention
+    assert layer is not None
+    dtype, width = DTYPES[case.dtype], layer.width
+    keys, values = torch.empty(2, case.rows, case.steps, layer.kv_heads, width, dtype=dtype)
+    for slot in (*keys, *values):
+        slot.copy_(_normal(generator, *slot.shape))
+    lengths = torch.tensor(ragged_lengths(case.rows, case.steps, case.active), dtype=torch.int32)
+    position, ends = torch.arange(case.steps), lengths.unsqueeze(1)
+    inputs = {
+        "query": _normal(generator, case.rows, layer.heads, width).to(dtype),
+        "keys": keys,
+        "values": values,
+        "lengths": lengths,
+        "mask": (position < ends) & (position >= ends - (layer.window or case.steps)),
+    }
+
+    def call(op: Callable[..., Tensor], mask: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
+        return {"out": op(**inputs, **layer.options)}  # who knows lengths needs no mask
+
+    return Problem(
+        inputs,
+        ours=partial(call, partial(ops.decode_attention, backend=backend)),
+        eager=partial(eager.decode_attention, **layer.options),
+        exact=partial(call, reference_attention.decode_attention),
+        by_row=frozenset({*inputs, "out"}),
+        row_bytes=8 * case.steps * layer.token_elements,
+    )
+
+
 _BUILDERS: dict[str, Callable[..., Problem]] = {
     "token_logprobs": _token_logprobs,
     "linear_logprobs": _linear_logprobs,
@@ -340,4 +371,5 @@ _BUILDERS: dict[str, Callable[..., Problem]] = {
     "ppo_loss": _ppo_loss,
     "whiten": _whiten,
     "sample_tokens": _sample_tokens,
+    "decode_attention": _decode_attention,
 }

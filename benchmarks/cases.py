@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import fastrl_kernels
+from benchmarks.attention import (
+    GEMMA2_2B,
+    GPT2,
+    LLAMA3_8B,
+    MISTRAL_7B,
+    QWEN25_05B,
+    Attention,
+    live_tokens,
+)
 from benchmarks.timing import DTYPES
 
 # (hidden size, vocabulary) of GPT-2, Qwen2.5-0.5B, Gemma-2-2B, Llama-3-8B and Qwen3-8B.
@@ -16,6 +25,15 @@ ROWS = (1024, 4096, 8192, 16384, 32768)
 ACTIVE = (1.0, 0.5, 0.1)
 ENTROPY = ("off", "metric", "gradient")
 SEQUENCES = ((64, 256), (64, 1024), (512, 1024), (128, 8192), (512, 4096))  # up to 2M elements
+# (layer, slots, tokens) of decode steps: many samples at a time, and one alone.
+DECODES = (
+    (LLAMA3_8B, 64, 2048),
+    (QWEN25_05B, 256, 512),
+    (QWEN25_05B, 16, 512),
+    (GPT2, 1, 512),
+    (GEMMA2_2B, 16, 2048),
+    (MISTRAL_7B, 16, 8192),
+)
 
 
 HOPPER = "nvidia h"  # H100 and H200
@@ -38,9 +56,9 @@ class Case:
     """One op at one shape; what an op does not have is left at its default."""
 
     op: str
-    rows: int  # tokens N, or sequences
+    rows: int  # tokens N, sequences, or slots of a cache
     dtype: str = "fp32"
-    steps: int = 0  # of a sequence
+    steps: int = 0  # of a sequence, or tokens of a slot
     hidden: int = 0
     vocabulary: int = 0
     active: float = 1.0  # share of the tokens that count
@@ -48,15 +66,23 @@ class Case:
     head: str = "trained"
     backward: bool = True
     whiten: bool = False
+    attention: Attention | None = None
     goal: Goal | None = None
     # Every peer takes part; elsewhere eager PyTorch alone.
     main: bool = False
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Case:
+        """Of its fields but for the goal, as result files hold them."""
+        heads = fields.get("attention")
+        return cls(**{**fields, "attention": Attention(**heads) if heads else None})
 
     @property
     def label(self) -> str:
         """`N=1024 H=768 V=50257 fp32 entropy=metric`: what differs from the defaults."""
         shape = f"[{self.rows}, {self.steps}]" if self.steps else f"N={self.rows}"
         parts = [shape]
+        parts += [self.attention.label] if self.attention else []
         parts += [f"H={self.hidden}"] if self.hidden else []
         parts += [f"V={self.vocabulary}"] if self.vocabulary else []
         parts.append(self.dtype)
@@ -74,6 +100,12 @@ class Case:
     @property
     def tokens(self) -> int:
         return self.rows * max(self.steps, 1)
+
+    @property
+    def elements(self) -> int:
+        """Of all rows, without a head's weight."""
+        each = self.attention.token_elements if self.attention else 1
+        return self.rows * max(self.vocabulary, self.steps) * each
 
 
 DIFFERENTIABLE = ("token_logprobs", "linear_logprobs", "linear_ppo_loss", "full_kl", "ppo_loss")
@@ -133,6 +165,13 @@ def _gae_work(case: Case) -> Work:
     return Work(each * case.tokens, 0, what)
 
 
+def _attention_work(case: Case) -> Work:
+    layer = case.attention
+    assert layer is not None
+    live = live_tokens(case.rows, case.steps, case.active, layer.window)
+    return Work(live * layer.token_elements * case.itemsize, 0, "live keys and values read")
+
+
 _WORK: dict[str, Callable[[Case], Work]] = {
     "token_logprobs": _vocabulary_work,
     "linear_logprobs": _linear_work(4, ", the logits' one twice"),
@@ -143,6 +182,7 @@ _WORK: dict[str, Callable[[Case], Work]] = {
     "ppo_loss": _per_token(33, "six inputs and a mask, two gradients"),
     "whiten": _per_token(9, "values, mask, results"),
     "sample_tokens": lambda case: _vocabulary_work(dataclasses.replace(case, backward=False)),
+    "decode_attention": _attention_work,
 }
 EXPORTS = {name: name for name in _WORK} | {"whiten": "masked_whiten"}
 
@@ -177,6 +217,8 @@ def _around(base: Case, full: bool, **axes: tuple[Any, ...]) -> Iterator[Case]:
 def _with(case: Case, axis: str, value: Any) -> Case:
     if axis == "hidden_vocabulary":
         return dataclasses.replace(case, hidden=value[0], vocabulary=value[1])
+    if axis == "attention_rows_steps":
+        return dataclasses.replace(case, attention=value[0], rows=value[1], steps=value[2])
     if axis == "rows_steps":
         return dataclasses.replace(case, rows=value[0], steps=value[1])
     return dataclasses.replace(case, **{axis: value})
@@ -277,6 +319,28 @@ def _sequence_grid(op: str) -> Callable[[str, bool], list[Case]]:
     return cases
 
 
+def _attention_grid(device: str, full: bool) -> list[Case]:
+    dtype, (layer, slots, tokens) = (
+        ("fp32", DECODES[2]) if device == "cpu" else ("bf16", DECODES[0])
+    )
+    base = Case(
+        "decode_attention",
+        slots,
+        dtype,
+        steps=tokens,
+        active=0.5,  # lengths from 1 to all
+        backward=False,
+        attention=layer,
+        main=True,
+    )
+    axes: dict[str, tuple[Any, ...]] = {
+        "attention_rows_steps": DECODES,
+        "dtype": tuple(DTYPES),
+        "active": (1.0, 0.5),
+    }
+    return _drop_repeated(_around(base, full, **axes))
+
+
 _GRIDS: dict[str, Callable[[str, bool], list[Case]]] = {
     "token_logprobs": _vocabulary_grid("token_logprobs"),
     "linear_logprobs": _linear_grid("linear_logprobs", speedup=1.6, seconds=26e-3),
@@ -287,4 +351,5 @@ _GRIDS: dict[str, Callable[[str, bool], list[Case]]] = {
     "gae": _sequence_grid("gae"),
     "ppo_loss": _sequence_grid("ppo_loss"),
     "whiten": _sequence_grid("whiten"),
+    "decode_attention": _attention_grid,
 }

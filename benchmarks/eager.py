@@ -146,6 +146,31 @@ def masked_whiten(values: Tensor, mask: Tensor) -> dict[str, Tensor]:
     return {"whitened": (values - mean) * torch.rsqrt(variance + reference.WHITEN_EPS) * mask}
 
 
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> dict[str, Tensor]:
+    """All scores, the dead ones too, softmax in fp32, and its weights back in the values' dtype, as
+    transformers has it; only that heads which share keys do so without copies of them.
+
+    The mask [B, M] holds lengths and window: a model makes it once for all of its layers.
+    """
+    rows, heads, width = query.shape
+    query = query.reshape(rows, keys.shape[2], -1, width)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    scores = query @ keys.mT * width**-0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.float().masked_fill(~mask[:, None, None], -torch.inf)
+    weights = scores.softmax(-1).to(values.dtype)
+    return {"out": (weights @ values).reshape(rows, heads, values.shape[-1])}
+
+
 def sample_tokens(logits: Tensor, keys: Tensor) -> dict[str, Tensor]:
     """Softmax and torch.multinomial, then the log-probability and the entropy.
 

@@ -1,8 +1,9 @@
 """What must hold before any time on a device counts: small checks of every op's kernels.
 
 Forward and backward at odd and even lengths in every dtype, strided inputs, masks, a row alone
-against the same row in a batch, and two runs against each other, the last two bit for bit. They
-need nothing but torch and triton, so that a bare checkout on a GPU can run them.
+against the same row in a batch, and two runs against each other, the last two bit for bit; of
+attention over a cache, ragged lengths, and NaN where its tokens are dead. They need nothing but
+torch and triton, so that a bare checkout on a GPU can run them.
 """
 
 from __future__ import annotations
@@ -15,11 +16,19 @@ import torch
 from torch import Tensor
 
 from benchmarks import build
+from benchmarks.attention import Attention
 from benchmarks.cases import DIFFERENTIABLE, Case
 from benchmarks.problem import FACTOR, Problem, Results, errors_of, ratio, results
 
 # Ops whose rows promise the same bits in every batch; the others promise it for every run.
-ROW_OPS = ("token_logprobs", "full_kl", "kl_rewards", "gae", "sample_tokens")
+ROW_OPS = (
+    "token_logprobs",
+    "full_kl",
+    "kl_rewards",
+    "gae",
+    "sample_tokens",
+    "decode_attention",
+)
 ON_VOCABULARY = ("token_logprobs", "full_kl", "sample_tokens")
 ON_HEAD = ("linear_logprobs", "linear_ppo_loss")
 
@@ -32,9 +41,12 @@ class Sizes:
     vocabulary: tuple[int, int] = (50257, 151936)
     steps: tuple[int, int] = (507, 512)
     hidden: int = 256
+    tokens: tuple[int, int] = (1023, 1024)  # of a cache's slot: cut into several parts
+    width: int = 64  # of its heads
 
 
-TINY = Sizes(rows=5, vocabulary=(61, 64), steps=(37, 48), hidden=16)  # for the interpreter
+# For the interpreter.
+TINY = Sizes(rows=5, vocabulary=(61, 64), steps=(37, 48), hidden=16, tokens=(37, 260), width=16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +66,14 @@ def checks(
     for case in _cases(op, sizes):
         make = partial(build.problem, case, device, backend=backend, pick_rows=False)
         yield Check(op, f"exact: {case.label}", lambda make=make: exact(make()))
+        if op == "decode_attention":  # it leaves out what is dead in a way for each dtype
+            yield Check(
+                op, f"dead is unread: {case.label}", lambda make=make: dead_is_unread(make())
+            )
     # The last case has masks, where the op has any.
     yield Check(op, f"strided: {case.label}", lambda: exact(strided(make())))
-    yield Check(op, f"zero where masked: {case.label}", lambda: zero_where_masked(make()))
+    if op != "decode_attention":
+        yield Check(op, f"zero where masked: {case.label}", lambda: zero_where_masked(make()))
     yield Check(op, f"same bits twice: {case.label}", lambda: same_twice(make()))
     if op in ROW_OPS:
         plain = dataclasses.replace(case, whiten=False)
@@ -82,12 +99,38 @@ def _cases(op: str, sizes: Sizes) -> Iterator[Case]:
             base, dtype="bf16", vocabulary=odd, entropy=entropy, active=active
         )
         return
+    if op == "decode_attention":
+        yield from _attention_cases(sizes)
+        return
     odd, even = sizes.steps
     base = Case(op, sizes.rows, steps=even, active=0.7, backward=backward)
     yield base
     if op == "gae":
         yield dataclasses.replace(base, whiten=True)
     yield dataclasses.replace(base, steps=odd, whiten=op == "gae")
+
+
+def _attention_cases(sizes: Sizes) -> Iterator[Case]:
+    """Lengths from 1 to all of a slot's tokens; the cap is one that these scores reach."""
+    odd, even = sizes.tokens
+    window = odd // 3
+    for dtype, tokens, heads, options in (
+        ("bf16", even, (4, 2), {}),
+        ("fp32", odd, (8, 2), {}),
+        ("fp16", odd, (3, 3), {"window": window}),
+        ("fp32", even, (4, 2), {"softcap": 2.0}),
+        ("bf16", odd, (14, 2), {"window": window, "softcap": 2.0}),
+    ):
+        layer = Attention(*heads, sizes.width, **options)
+        yield Case(
+            "decode_attention",
+            sizes.rows,
+            dtype,
+            steps=tokens,
+            active=0.5,
+            backward=False,
+            attention=layer,
+        )
 
 
 def exact(problem: Problem) -> str | None:
@@ -122,17 +165,28 @@ def zero_where_masked(problem: Problem) -> str | None:
     mask = problem.inputs.get("mask")
     if mask is None:
         return None
-    inputs = {
-        name: _nan_where(~mask, x) if name in problem.by_row - {"hidden"} else x
-        for name, x in problem.inputs.items()
-    }
-    found = results(dataclasses.replace(problem, inputs=inputs), problem.ours)
+    found = results(_with_nan(problem, ~mask), problem.ours)
     for name, result in found.items():
         if result.shape[: mask.dim()] == mask.shape and not (result[~mask] == 0).all():
             return f"{name} is not 0 where masked"
         if not result.isfinite().all():
             return f"{name} is not finite: what is masked got in"
     return None
+
+
+def dead_is_unread(problem: Problem) -> str | None:
+    """NaN among the tokens of a cache that do not count changes no bit of any result."""
+    plain = results(problem, problem.ours)
+    dead = _with_nan(problem, ~problem.inputs["mask"])
+    return _difference(results(dead, problem.ours), plain)
+
+
+def _with_nan(problem: Problem, where: Tensor) -> Problem:
+    inputs = {
+        name: _nan_where(where, x) if name in problem.by_row - {"hidden"} else x
+        for name, x in problem.inputs.items()
+    }
+    return dataclasses.replace(problem, inputs=inputs)
 
 
 def _nan_where(where: Tensor, x: Tensor) -> Tensor:

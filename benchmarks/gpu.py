@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import cases, gates, ncu, record, timing
+from benchmarks.attention import GPT2, LLAMA3_8B, QWEN25_05B, Attention
 from benchmarks.cases import HOPPER, Case, Goal
 from benchmarks.measure import Effort, measure, render
 from benchmarks.ops import device_name, file_of, free, start_of_result
@@ -46,6 +47,13 @@ def _hopper(seconds: float | None, memory: int | None = None) -> Goal | None:
     return Goal(seconds=seconds, memory_bytes=memory, device=HOPPER)
 
 
+def _decode(layer: Attention, slots: int, tokens: int) -> Case:
+    return Case(
+        "decode_attention", slots, "bf16", steps=tokens, active=0.5, backward=False,
+        attention=layer, main=True,
+    )  # fmt: skip
+
+
 _HEAD: dict[str, Any] = {"hidden": 4096, "vocabulary": 131072, "main": True}
 TELLING = (
     _on_vocabulary("token_logprobs", 151936, 0.9e-3, backward=False),
@@ -56,9 +64,12 @@ TELLING = (
     Case("gae", 512, steps=4096, active=0.7, whiten=True, goal=_hopper(25e-6), main=True),
     Case("ppo_loss", 1024, steps=1024, active=0.7, main=True),
     _on_vocabulary("sample_tokens", 151936, None, backward=False),
+    _decode(QWEN25_05B, 256, 512),
+    _decode(LLAMA3_8B, 64, 2048),
     _on_vocabulary("token_logprobs", 50257, None, entropy="gradient"),  # rows start unaligned
     Case("kl_rewards", 512, steps=4096, active=0.7, backward=False, main=True),
     Case("whiten", 512, steps=4096, active=0.7, backward=False, main=True),
+    _decode(GPT2, 1, 512),
 )
 
 

@@ -29,7 +29,11 @@ from benchmarks.problem import (
 from fastrl_kernels import scratch
 
 OURS, EAGER, LIMIT = "fastrl", "eager", "limit"
-EAGER_NOTES = {"gae": "the classic per-step loop", "kl_rewards": "a sequence at a time"}
+EAGER_NOTES = {
+    "gae": "the classic per-step loop",
+    "kl_rewards": "a sequence at a time",
+    "decode_attention": "a masked softmax over the whole slots",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +51,7 @@ def too_much(case: Case, effort: Effort, roof: timing.Roofline, device: torch.de
 
     A main case may take any time: its rounds end when the seconds are over.
     """
-    rows, columns = case.rows, max(case.vocabulary, case.steps)
-    elements = rows * columns
+    rows, elements = case.rows, case.elements
     weights = case.vocabulary * case.hidden
     # fp32 logits, log-softmax, softmax, product, and two gradients in eager PyTorch; results.
     need = elements * (4 * 6 + 4 * case.itemsize) + weights * (4 * case.itemsize + 8)

@@ -81,7 +81,7 @@ def parse(lines: Iterable[str]) -> dict[str, int]:
 
 def main(described: str) -> None:
     """The profiled side."""
-    problem = build.problem(Case(**json.loads(described)), "cuda")
+    problem = build.problem(Case.read(json.loads(described)), "cuda")
     results(problem, problem.ours)
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStart()

@@ -152,4 +152,4 @@ def free(device: torch.device) -> None:
 def as_case(entry: dict[str, Any]) -> cases.Case:
     """The case of an entry in a result file."""
     goal = cases.Goal(**entry["goal"]) if entry["goal"] else None
-    return dataclasses.replace(cases.Case(**entry["case"]), goal=goal)
+    return dataclasses.replace(cases.Case.read(entry["case"]), goal=goal)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import build, eager
@@ -86,6 +87,11 @@ def _with_entropy(formula: Callable[..., dict[str, Tensor]]) -> Callable[[Case],
 
 def _compiled_linear_loss(case: Case) -> Implementation:
     return functools.partial(eager.linear_ppo_loss, entropy=case.entropy != "off")
+
+
+def _compiled_attention(case: Case) -> Implementation:
+    assert case.attention is not None
+    return functools.partial(eager.decode_attention, **case.attention.options)
 
 
 def _trl_selective(case: Case, device: torch.device) -> Peer:
@@ -250,6 +256,47 @@ def _torchrl(case: Case, device: torch.device) -> Peer:
     return Peer(call, note + ("; whitened by eager PyTorch" if case.whiten else ""))
 
 
+def _sdpa(case: Case, device: torch.device) -> Peer:
+    layer = case.attention
+    assert layer is not None
+    if layer.softcap is not None:
+        raise Unsuitable("it has no softcap")
+
+    def call(
+        query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, mask: Tensor
+    ) -> dict[str, Tensor]:
+        grouped = query.view(len(query), layer.kv_heads, -1, layer.width)
+        out = F.scaled_dot_product_attention(
+            grouped, keys.transpose(1, 2), values.transpose(1, 2), mask[:, None, None]
+        )
+        return {"out": out.reshape(query.shape)}
+
+    return Peer(call, "masked, over the whole slots; heads that share keys in place of tokens")
+
+
+def _flash_attn_cache(case: Case, device: torch.device) -> Peer:
+    from flash_attn import flash_attn_with_kvcache
+
+    layer = case.attention
+    assert layer is not None
+    _needs_gpu(device)
+    if case.dtype == "fp32":
+        raise Unsuitable("its kernels take half precision only")
+    # Keys that a query sees to its left and its right, -1 for all.
+    window = (-1, -1) if layer.window is None else (layer.window - 1, 0)
+
+    def call(
+        query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, mask: Tensor
+    ) -> dict[str, Tensor]:
+        out = flash_attn_with_kvcache(
+            query.unsqueeze(1), keys, values, cache_seqlens=lengths, window_size=window,
+            softcap=layer.softcap or 0.0,
+        )  # fmt: skip
+        return {"out": out.squeeze(1)}
+
+    return Peer(call, "flash_attn_with_kvcache")
+
+
 _Make = Callable[[Case, torch.device], Peer]
 _PEERS: dict[str, dict[str, _Make]] = {
     "token_logprobs": {
@@ -274,4 +321,9 @@ _PEERS: dict[str, dict[str, _Make]] = {
     "ppo_loss": {"torch.compile": _compiled(lambda case: eager.ppo_loss)},
     "whiten": {"torch.compile": _compiled(lambda case: eager.masked_whiten)},
     "sample_tokens": {"torch.compile": _compiled(lambda case: eager.sample_tokens)},
+    "decode_attention": {
+        "torch.compile": _compiled(_compiled_attention),
+        "sdpa": _sdpa,
+        "flash-attn": _flash_attn_cache,
+    },
 }

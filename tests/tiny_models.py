@@ -57,8 +57,7 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     # which SDPA, the default in transformers 5.17, leaves out.
     "gemma2": (
         "gemma2",
-        _ROTARY
-        | {"head_dim": 4, "final_logit_softcapping": 2.0, "attn_implementation": "eager"},
+        _ROTARY | {"head_dim": 4, "final_logit_softcapping": 2.0, "attn_implementation": "eager"},
     ),
     "gemma3": ("gemma3_text", _ROTARY | {"head_dim": 4, "final_logit_softcapping": 1.5}),
     "phi3": ("phi3", _ROTARY),

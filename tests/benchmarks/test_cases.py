@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import build, cases, timing
+from benchmarks.attention import Attention, ragged_lengths
 from benchmarks.cases import Case, grid, work
 from benchmarks.measure import Effort, too_much
 from benchmarks.problem import FACTOR, errors, ratio, results
@@ -36,6 +37,9 @@ def test_the_grid_holds_the_shapes_of_real_models():
     for axis, values in (("rows", cases.ROWS), ("active", cases.ACTIVE), ("head", ("frozen",))):
         assert set(values) <= {getattr(c, axis) for c in grid("linear_logprobs", "cuda")}
     assert (512, 4096) in {(c.rows, c.steps) for c in grid("gae", "cpu")}
+    for device in ("cpu", "cuda"):
+        decodes = {(c.attention, c.rows, c.steps) for c in grid("decode_attention", device)}
+        assert set(cases.DECODES) == decodes
 
 
 def test_least_work_by_hand():
@@ -49,6 +53,36 @@ def test_least_work_by_hand():
     assert work(dataclasses.replace(head, backward=False)).flops == 2 * 7000
     assert work(dataclasses.replace(head, op="linear_ppo_loss")).flops == 6 * 7000
     assert work(Case("gae", 4, steps=5, whiten=True)).bytes == 21 * 20
+    layer = Attention(6, 2, 8)
+    decode = Case("decode_attention", 4, "bf16", steps=10, active=0.5, attention=layer)
+    assert work(decode).bytes == (1 + 4 + 7 + 10) * 32 * 2  # of live tokens alone
+    narrow = dataclasses.replace(decode, attention=dataclasses.replace(layer, window=5))
+    assert work(narrow).bytes == (1 + 4 + 5 + 5) * 32 * 2
+
+
+@pytest.mark.parametrize("slots", [1, 2, 7, 256])
+@pytest.mark.parametrize("active", [0.5, 0.75, 1.0])
+def test_lengths_are_ragged_and_reach_both_ends(slots, active):
+    lengths = ragged_lengths(slots, 512, active)
+    assert len(lengths) == slots
+    assert max(lengths) == 512
+    if slots > 1:
+        assert min(lengths) == max(1, (2 * active - 1) * 512)
+        assert sum(lengths) / slots == pytest.approx(active * 512, abs=1)
+    if slots > 2 and active < 1:
+        assert len(set(lengths)) == slots
+        assert lengths != sorted(lengths)
+
+
+def test_what_is_live_is_what_counts_as_work():
+    case = dataclasses.replace(grid("decode_attention", "cpu")[0], rows=9, steps=40)
+    case = dataclasses.replace(case, attention=Attention(4, 2, 8, window=11))
+    inputs = build.problem(case, "cpu").inputs
+    ends = inputs["lengths"].tolist()
+    assert {1, 40} <= set(ends)
+    for end, live in zip(ends, inputs["mask"], strict=True):
+        assert live.nonzero().flatten().tolist() == list(range(max(0, end - 11), end))
+    assert work(case).bytes == int(inputs["mask"].sum()) * 2 * 2 * 8 * 4
 
 
 @pytest.mark.parametrize(
@@ -75,6 +109,11 @@ TINY = {
     "ppo_loss": {"steps": 9, "active": 0.7},
     "whiten": {"steps": 9, "active": 0.7},
     "sample_tokens": {"vocabulary": 50},
+    "decode_attention": {
+        "steps": 9,
+        "active": 0.5,
+        "attention": Attention(6, 2, 8, window=5, softcap=2.0),
+    },
 }
 
 

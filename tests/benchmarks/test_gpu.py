@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import cases, gates, gpu, ncu, timing
+from benchmarks.attention import Attention
 from benchmarks.cases import Case
 from benchmarks.planner import Step, carry_out
 from tests.kernels.conftest import (  # noqa: F401 - fixtures
@@ -85,7 +86,8 @@ def test_the_gates_are_green(op, monkeypatch):
     for check in gates.checks(op, CPU, "triton", gates.TINY):
         assert check.run() is None, check.name
         names.append(check.name.split(":")[0])
-    wanted = {"exact", "strided", "zero where masked", "same bits twice"}
+    masked = "dead is unread" if op == "decode_attention" else "zero where masked"
+    wanted = {"exact", "strided", masked, "same bits twice"}
     assert set(names) == wanted | ({"same bits alone"} if op in gates.ROW_OPS else set())
 
 
@@ -115,6 +117,19 @@ GAE = Case("gae", 5, steps=16, active=0.7)
 def test_each_gate_can_be_red(check, change):
     assert check(wrong_problem(GAE, lambda found, x: found)) is None
     assert check(wrong_problem(GAE, change))
+
+
+def test_reading_dead_tokens_is_red():
+    layer = Attention(4, 2, 8, window=5)
+    case = Case("decode_attention", 5, steps=16, active=0.5, backward=False, attention=layer)
+
+    def live_alone(found, x):
+        return {"out": x["values"].where(x["mask"][:, :, None, None], 0.0).sum(1)}
+
+    assert gates.dead_is_unread(wrong_problem(case, live_alone)) is None
+    for end in (0, -1):  # what a window has left behind, and what is not written yet
+        wrong = wrong_problem(case, lambda found, x, end=end: {"out": x["keys"][:, end]})
+        assert "out differs" in gates.dead_is_unread(wrong)
 
 
 def session(tmp_path, **options) -> gpu.Session:
@@ -225,5 +240,5 @@ def test_ncu_profiles_this_very_module(monkeypatch):
     assert ncu.count(GAE, timeout=1)["kernels"] == 2
     ((command, options),) = asked
     assert command[-3:-1] == ["-m", "benchmarks.ncu"]
-    assert Case(**json.loads(command[-1])) == GAE
+    assert Case.read(json.loads(command[-1])) == GAE
     assert "torch-ext" in options["env"]["PYTHONPATH"]
