@@ -57,6 +57,7 @@ class Policy:
                 yield
         finally:
             behind.remove()
+            self._cache = SlotCache()  # the last pass's attention would keep the arena alive
 
     def prefill(self, tokens: Tensor, positions: Tensor, attention: Attention) -> None:
         """Keys and values of tokens [T] at positions [T]; the LM head sees none of them."""

@@ -1,6 +1,8 @@
 """The rollout engine: its samples and figures against plain, unpadded forwards."""
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -353,6 +355,15 @@ def test_memory_is_kept_grows_and_is_released(gpt2):
     assert engine._arena is None
     engine.wake()
     same(engine.generate(prompts, SAMPLED), engine_of(gpt2).generate(prompts, SAMPLED))
+
+
+def test_nobody_holds_keys_and_values_that_were_released(gpt2):
+    engine = engine_of(gpt2)
+    engine.generate(tiny_models.prompts(*LENGTHS), SAMPLED)
+    layers = [weakref.ref(x) for x in (*engine._arena.keys, *engine._arena.values)]
+    engine.sleep()
+    gc.collect()
+    assert not any(layer() is not None for layer in layers)
 
 
 def test_a_budget_bounds_the_slots(gpt2):
