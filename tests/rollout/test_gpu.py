@@ -128,6 +128,17 @@ def test_figures_are_those_of_plain_forwards(device, kind):
             torch.testing.assert_close(got, right, rtol=0, atol=1e-4, msg=name)
 
 
+def test_a_bucket_is_captured_when_it_is_first_needed(gpt2):
+    engine, plain = engine_of(gpt2), plain_engine_of(gpt2)
+    rollout(engine, GREEDY)  # makes all slots
+    one = SamplingParams(max_new_tokens=4, temperature=0.7, seed=0)
+    many = SamplingParams(**{**vars(SAMPLED), "temperature": 0.7, "suppress_tokens": ()})
+    for params, lengths, new in ((one, (5,), 1), (many, LENGTHS, BUCKETS - 1), (one, (5,), 0)):
+        out = rollout(engine, params, lengths)
+        assert captures(out) == new
+        assert_same(out, rollout(plain, params, lengths))
+
+
 def test_samples_that_end_when_they_like(gpt2):
     """Nobody's end is known beforehand, and there are more samples than slots."""
     params = SamplingParams(max_new_tokens=30, n=5, seed=0, eos_token_ids=range(8))
