@@ -84,6 +84,13 @@ def arena_of(widths, dtype=BF16, heads=2):
     return Arena([LayerShape(heads, *widths)], 6, 16, dtype, CPU)
 
 
+def step_of(arena, positions):
+    """As it is when keys and values of the first layer have been written."""
+    step = DecodeAttention(arena, positions, SPAN)
+    step.layer = 0
+    return step
+
+
 VARIANTS = list(itertools.product([None, 0.3], [None, 1, 3, 11, 12, 100], [None, 1.5]))
 
 
@@ -101,7 +108,7 @@ def test_it_attends_to_what_ours_does(flash, dtype, group, variant):
     query = torch.randn(len(LENGTHS), 2 * group, 1, 16, generator=generator).to(dtype)
     lengths = torch.tensor(LENGTHS)
     stored = arena.keys[0], arena.values[0]
-    step = DecodeAttention(arena, lengths - 1, SPAN)
+    step = step_of(arena, lengths - 1)
     out = step.attend(query, *stored, Variant(*variant))
     assert len(flash.calls) == 1
 
@@ -117,7 +124,7 @@ def test_it_attends_to_what_ours_does(flash, dtype, group, variant):
 @pytest.mark.parametrize("window", [None, 12, 100])
 def test_a_window_that_hides_nothing_is_none(flash, window):
     arena = arena_of((8, 8))
-    step = DecodeAttention(arena, torch.tensor([3, 11]), SPAN)
+    step = step_of(arena, torch.tensor([3, 11]))
     query = torch.zeros(2, 2, 1, 8, dtype=BF16)
     step.attend(query, arena.keys[0], arena.values[0], Variant(None, window, None))
     assert flash.calls[0][2] == (-1, -1)
@@ -145,7 +152,7 @@ def test_the_host_reads_nothing_for_it(flash):
     arena = arena_of((8, 8))
     positions, query = torch.tensor([3, 11]), torch.zeros(2, 2, 1, 8, dtype=BF16)
     with Watch(forbid_reads=True) as watch:
-        step = DecodeAttention(arena, positions, SPAN)
+        step = step_of(arena, positions)
         step.attend(query, arena.keys[0], arena.values[0], Variant(None, 4, 2.0))
     assert watch.operators > 5, "the watch saw nothing"
     assert len(flash.calls) == 1
