@@ -80,6 +80,7 @@ class RolloutEngine:
         self.policy = Policy(model, autocast)
         self.max_slots, self.max_length, self.kv_cache_bytes = max_slots, max_length, kv_cache_bytes
         self._layers: list[LayerShape] | None = None
+        self._autocast_dtype: torch.dtype | None = None  # in which they were looked at
         self._arena: Arena | None = None
         self._slots: Slots | None = None
         self._last_rules: Rules | None = None
@@ -239,6 +240,9 @@ class RolloutEngine:
 
     def _room(self, job: _Job) -> tuple[Arena, Slots]:
         """Memory that the job fits in: what there is, or more."""
+        if self.policy.autocast_dtype() != self._autocast_dtype:
+            self.sleep()  # keys and values have another type now
+            self._layers, self._autocast_dtype = None, self.policy.autocast_dtype()
         needed = max(len(p) + n for p, n in zip(job.prompts, job.limits, strict=True))
         arena = self._arena
         length = arena.length if arena is not None else 0

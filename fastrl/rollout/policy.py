@@ -59,6 +59,12 @@ class Policy:
             behind.remove()
             self._cache = SlotCache()  # the last pass's attention would keep the arena alive
 
+    def autocast_dtype(self) -> torch.dtype | None:
+        """That of products under autocast, the caller's own too; None where it is off."""
+        with self.autocast():
+            kind = self.device.type
+            return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
     def prefill(self, tokens: Tensor, positions: Tensor, attention: Attention) -> None:
         """Keys and values of tokens [T] at positions [T]; the LM head sees none of them."""
         self._hidden = None

@@ -65,12 +65,12 @@ class GraphRunner(EagerRunner):
         length = self.step.arena.length
         graph = torch.cuda.CUDAGraph()
         with _unmoved(self.step.slots.tensors()):
-            stream = torch.cuda.Stream()
+            stream = self.graphs.stream
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self.step(bucket, length)  # compiles kernels, makes libraries' workspaces
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, pool=self.graphs.pool):
+            with torch.cuda.graph(graph, pool=self.graphs.pool, stream=stream):
                 self.step(bucket, length)
         torch.cuda.synchronize()
         self.stats["captures"] += 1
@@ -83,6 +83,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()  # one for all: libraries keep a workspace for each
         self.failed = False  # once is enough: another try would fail alike
         self._captured: dict[tuple, Any] = {}
         self._key: tuple = ()

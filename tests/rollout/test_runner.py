@@ -28,8 +28,8 @@ class Graph:
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch):
     @contextlib.contextmanager
-    def graph(captured, pool):
-        assert pool == "pool"
+    def graph(captured, pool, stream):
+        assert (pool, type(stream)) == ("pool", Stream)
         Graph.recording = captured
         yield
         Graph.recording = None

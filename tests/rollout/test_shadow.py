@@ -119,6 +119,15 @@ def test_a_step_casts_no_weight(shadow, monkeypatch):
     assert (max(counts) == 0) is shadow
 
 
+def test_autocast_may_come_and_go_between_calls():
+    model = tiny_models.policy("gpt2")
+    engine = RolloutEngine(model, tiny.tokenizer(), max_slots=3)
+    plain = engine.generate(PROMPTS, PARAMS)
+    with autocast():
+        assert_same(engine.generate(PROMPTS, PARAMS), engine_of(model).generate(PROMPTS, PARAMS))
+    assert_same(engine.generate(PROMPTS, PARAMS), plain)
+
+
 def test_without_autocast_nothing_is_copied():
     engine = RolloutEngine(tiny_models.policy("gpt2"), tiny.tokenizer())
     engine.generate(PROMPTS, PARAMS)
