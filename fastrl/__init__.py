@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from fastrl import core, patch
     from fastrl.config import PPOConfig
     from fastrl.core import LengthSampler, set_seed
-    from fastrl.models import AutoModelForCausalLMWithValueHead, create_reference_model
+    from fastrl.models import AutoModelForCausalLMWithValueHead
     from fastrl.patch import TRLPatch, patch_trl, unpatch_trl
+    from fastrl.references import create_reference_model
     from fastrl.rollout import GenerateEngine, RolloutEngine, RolloutOutput, SamplingParams
     from fastrl.trainers import (
         Evaluation,
@@ -56,7 +57,8 @@ __all__ = [
 _HOMES = {
     "fastrl.config": ("PPOConfig",),
     "fastrl.core": ("LengthSampler", "set_seed"),
-    "fastrl.models": ("AutoModelForCausalLMWithValueHead", "create_reference_model"),
+    "fastrl.models": ("AutoModelForCausalLMWithValueHead",),
+    "fastrl.references": ("create_reference_model",),
     "fastrl.patch": ("TRLPatch", "patch_trl", "unpatch_trl"),
     "fastrl.rollout": ("GenerateEngine", "RolloutEngine", "RolloutOutput", "SamplingParams"),
     "fastrl.trainers": (

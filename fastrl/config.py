@@ -13,6 +13,8 @@ from typing import Any
 
 from fastrl.core import flatten_dict
 
+REFERENCES = ("auto", "copy", "adapter", "trunk", "offload", "none")
+REFERENCE_ADAPTERS = ("off", "start")
 KL_PENALTIES = ("kl", "abs", "mse", "full")
 ROLLOUT_BACKENDS = ("engine", "generate")
 OLD_LOGPROBS = ("auto", "rollout", "recompute")
@@ -114,6 +116,33 @@ class PPOConfig:
     rollout_sleep: bool = _help(
         "Free the engine's memory before every update: less memory, slower.", False
     )
+
+    # The reference
+    reference: str = _help(
+        "What the KL is measured against: copy (a frozen copy), adapter (a PEFT model's base), "
+        "trunk (a copy that shares the bottom layers), offload (a copy in host memory), none (with "
+        "init_kl_coef 0), auto (adapter for PEFT models, trunk with num_shared_layers, none "
+        "without a KL coefficient, else copy).",
+        "auto",
+    )
+    num_shared_layers: int | None = _help(
+        "With trunk: the bottom layers, and the embeddings below them, are frozen, and policy and "
+        "reference share them.",
+        None,
+    )
+    reference_adapter: str = _help(
+        "With adapter: off (the base model) or start (a frozen copy of the adapter as training "
+        "begins).",
+        "off",
+    )
+    trunk_cache_gib: float = _help(
+        "With trunk: device memory for what the shared layers made of a batch, kept across PPO "
+        "epochs.",
+        2.0,
+    )
+    trunk_cache_host_gib: float = _help("The same in host memory, for what does not fit.", 8.0)
+    sync_ref_every: int = _help("Steps between two moves of the reference to the policy.", 0)
+    ref_ema: float = _help("Weight of the policy in such a move; 1 is a copy of it.", 1.0)
 
     # KL to the reference
     adap_kl_ctrl: bool = _help("Adapt the KL coefficient to reach `target`; else keep it.", True)
@@ -219,13 +248,18 @@ class PPOConfig:
         for name, choices in (
             ("rollout_backend", ROLLOUT_BACKENDS),
             ("old_logprobs", OLD_LOGPROBS),
+            ("reference", REFERENCES),
+            ("reference_adapter", REFERENCE_ADAPTERS),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(choices)}"
                 )
-        if self.gradient_checkpointing:
-            raise ValueError("gradient_checkpointing is not available yet: leave it off")
+        for name in ("trunk_cache_gib", "trunk_cache_host_gib", "sync_ref_every"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be 0 or more and finite, got {getattr(self, name)}")
+        if not 0 < self.ref_ema <= 1:
+            raise ValueError(f"ref_ema must lie in (0, 1], got {self.ref_ema}")
         if self.push_to_hub_if_best_kwargs and "repo_id" not in self.push_to_hub_if_best_kwargs:
             raise ValueError("push_to_hub_if_best_kwargs needs a repo_id")
 

@@ -1,6 +1,5 @@
 """Policies with value heads, references, and the path that scores tokens with them."""
 
-from fastrl.models.reference import create_reference_model
 from fastrl.models.value_head import AutoModelForCausalLMWithValueHead, ValueHead
 
-__all__ = ["AutoModelForCausalLMWithValueHead", "ValueHead", "create_reference_model"]
+__all__ = ["AutoModelForCausalLMWithValueHead", "ValueHead"]

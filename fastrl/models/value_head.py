@@ -17,10 +17,12 @@ from transformers.utils import cached_file
 
 from fastrl.models.heads import Head, choose_head
 from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.trunk import Trunk
 
 WEIGHTS_NAME = "model.safetensors"
 _HEAD_PREFIX = "v_head."
 _ADAPTER_CONFIG = "adapter_config.json"
+REFERENCE_ADAPTER = "fastrl_reference"  # a frozen copy of the adapter that training began with
 
 
 class ValueHead(nn.Module):
@@ -87,6 +89,7 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             )
         self.v_head.to(pretrained_model.device)
         self._head: Head | None = None
+        self.trunk: Trunk | None = None  # bottom layers that are shared with a reference
 
     @classmethod
     def from_pretrained(
@@ -144,20 +147,29 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         attention_mask: Tensor | None = None,
         return_past_key_values: bool = False,
         scoring: ScoringRequest | None = None,
+        boundary: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple | TokenScores:
-        """Logits, loss and values of all tokens; with ``scoring``, TokenScores of those."""
+        """Logits, loss and values of all tokens; with ``scoring``, TokenScores of those.
+
+        ``boundary`` [B, T, H] is what leaves the trunk's layers for these tokens: with it they do
+        not run.
+        """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if scoring is not None:
             head = self._scoring_head(inputs)
-            scores, hidden = head(self.pretrained_model, scoring, {**inputs, "use_cache": False})
+            with self._starting_at(boundary):
+                scores, hidden = head(
+                    self.pretrained_model, scoring, {**inputs, "use_cache": False}
+                )
             values = self.v_head(hidden).squeeze(-1) if scoring.values else None
             return scores._replace(values=values)
 
         inputs["output_hidden_states"] = True
         if past_key_values is not None:
             inputs["past_key_values"] = past_key_values
-        out = self.pretrained_model(**inputs)
+        with self._starting_at(boundary):
+            out = self.pretrained_model(**inputs)
         values = self.v_head(out.hidden_states[-1]).squeeze(-1)
         classic = (out.logits.float(), out.loss, values)
         return (*classic, out.past_key_values) if return_past_key_values else classic
@@ -172,6 +184,13 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             }
             self._head = choose_head(self.pretrained_model, {**corner, "use_cache": False})
         return self._head
+
+    def _starting_at(self, boundary: Tensor | None) -> contextlib.AbstractContextManager:
+        if boundary is None:
+            return contextlib.nullcontext()
+        if self.trunk is None:
+            raise ValueError("boundary was given, but the model shares no layers: leave it out")
+        return self.trunk.skipped(boundary)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``generate`` of the language model."""
@@ -207,12 +226,17 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         base = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
         if self.is_peft_model:
             # PEFT names its own entries; given a whole state it sorts them out.
+            kwargs.setdefault("selected_adapters", self._own_adapters())
             self.pretrained_model.save_pretrained(save_directory, state_dict=base, **kwargs)
             save_file(head, Path(save_directory) / WEIGHTS_NAME, metadata={"format": "pt"})
         else:
             self.pretrained_model.save_pretrained(
                 save_directory, state_dict={**base, **head}, **kwargs
             )
+
+    def _own_adapters(self) -> list[str]:
+        """Those of the policy: not the copy that a reference keeps."""
+        return [name for name in self.pretrained_model.peft_config if name != REFERENCE_ADAPTER]
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Upload what :meth:`save_pretrained` saves. Keyword arguments go to ``HfApi``."""

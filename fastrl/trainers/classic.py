@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from fastrl.config import PPOConfig
     from fastrl.models import AutoModelForCausalLMWithValueHead
+    from fastrl.references import Reference
 
 
 _LOOP_COLUMNS = ("label", "query", "response")
@@ -39,6 +40,7 @@ class ClassicSurface:
     training_data_collator: Any
     current_device: torch.device
     current_step: int
+    reference: Reference
     _unwrapped: AutoModelForCausalLMWithValueHead
 
     # ------------------------------------------------------------------ single phases
@@ -217,7 +219,12 @@ class ClassicSurface:
     # ------------------------------------------------------------------ saving
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Save model with value head, tokenizer, and a model card where there is none."""
+        """Save model with value head, tokenizer, and a model card where there is none.
+
+        Raises:
+            ValueError: layers that are shared with the reference have changed.
+        """
+        self.reference.verify()
         state_dict = self.accelerator.get_state_dict(self.model)
         if not self.accelerator.is_main_process:
             return

@@ -37,7 +37,7 @@ class FixedKLController:
 
 
 def make_kl_controller(config: PPOConfig) -> AdaptiveKLController | FixedKLController:
-    if config.adap_kl_ctrl:
+    if config.adap_kl_ctrl and config.init_kl_coef > 0:  # 0 stays 0, whatever the KL
         return AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
     return FixedKLController(config.init_kl_coef)
 

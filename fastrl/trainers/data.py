@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.models.boundaries import Boundaries
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -26,6 +28,9 @@ class TokenBatch:
     query_lengths: list[int]
     response_lengths: list[int]
     left_padded: bool
+    # What a reference's trunk makes of these samples, and which of them these are.
+    boundaries: Boundaries | None = None
+    samples: Sequence[int] = ()
 
     @classmethod
     def from_padded(
@@ -59,10 +64,23 @@ class TokenBatch:
 
     @property
     def model_inputs(self) -> dict[str, Tensor]:
+        """Made anew at every look."""
         inputs = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         if self.position_ids is not None:
             inputs["position_ids"] = self.position_ids
+        if self.boundaries is not None:
+            inputs["boundary"] = self.boundaries.of(self.samples, self.left_padded)
         return inputs
+
+    def sequences(self) -> list[Tensor]:
+        """Queries with their responses, without padding."""
+        lengths = map(sum, zip(self.query_lengths, self.response_lengths, strict=True))
+        rows = zip(self.input_ids, lengths, strict=True)
+        return [row[-length:] if self.left_padded else row[:length] for row, length in rows]
+
+    def on(self, boundaries: Boundaries | None) -> TokenBatch:
+        """The same, whose model inputs hold boundaries where there are any."""
+        return replace(self, boundaries=boundaries, samples=range(len(self)))
 
     def __len__(self) -> int:
         return len(self.query_lengths)
@@ -120,6 +138,7 @@ class TokenBatch:
             counted=self.counted[index, shifted],
             query_lengths=[self.query_lengths[i] for i in indices],
             response_lengths=[self.response_lengths[i] for i in indices],
+            samples=[self.samples[i] for i in indices] if self.boundaries is not None else (),
         )
 
 

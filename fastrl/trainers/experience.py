@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fastrl_kernels
-from fastrl.models.reference import Reference
 from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.references import Reference
 from fastrl.trainers.data import TokenBatch
 
 
@@ -52,12 +52,12 @@ class SampledKL:
 
     def rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coef: float
-    ) -> tuple[Tensor, Tensor]:
-        """Rewards and KL penalties [B, T-1]."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rewards, their part without the score, and KL penalties, [B, T-1]."""
         rewards, kls, _ = fastrl_kernels.kl_rewards(
             logprobs, ref_logprobs, scores, mask, coef=coef, kind=self.kind
         )
-        return rewards, kls
+        return rewards, -coef * kls, kls
 
 
 class FullKL(SampledKL):
@@ -79,7 +79,7 @@ class FullKL(SampledKL):
 
     def rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coef: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """As in the base class; log-probs of the vocabulary, [B, T-1, V], are summed up first."""
         if logprobs.dim() == 3:
             logprobs = (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
@@ -87,7 +87,22 @@ class FullKL(SampledKL):
         return super().rewards(scores, logprobs, ref_logprobs, mask, coef)
 
 
-def make_kl_penalty(kind: str) -> SampledKL:
+class NoPenalty(SampledKL):
+    """There is no reference: the score is the reward, and the KL is not known (NaN)."""
+
+    def __init__(self) -> None:
+        super().__init__("kl")
+
+    def rewards(
+        self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coef: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rewards, nothing, _ = super().rewards(scores, logprobs, logprobs, mask, 0.0)
+        return rewards, nothing, torch.where(mask, torch.nan, nothing)
+
+
+def make_kl_penalty(kind: str, reference: Reference) -> SampledKL:
+    if reference.mode == "none":
+        return NoPenalty()
     return FullKL() if kind == "full" else SampledKL(kind)
 
 
@@ -141,8 +156,9 @@ class Scorer:
 
     def _score(self, part: TokenBatch) -> dict[str, Tensor]:
         request = scoring_request(part, logits=self.penalty.needs_logits)
-        policy = self.policy(**part.model_inputs, scoring=request)
-        reference = self.reference.score(part.model_inputs, request._replace(values=False))
+        inputs = part.model_inputs
+        policy = self.policy(**inputs, scoring=request)
+        reference = self.reference.score(inputs, request._replace(values=False))
         scored = {
             "logprobs": policy.logprobs,
             "values": policy.values,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.models.reference import Reference
+from fastrl.references import Reference
 from fastrl.rollout import RolloutOutput
 from fastrl.rollout.prompts import check_tensors
 from fastrl.trainers.reuse import RolloutMemory, told_by

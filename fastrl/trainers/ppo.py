@@ -14,9 +14,9 @@ import fastrl_kernels
 from fastrl.clock import start_clock
 from fastrl.config import PPOConfig, json_object
 from fastrl.core import PPODecorators, set_seed
-from fastrl.models import AutoModelForCausalLMWithValueHead, create_reference_model
+from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.models.modes import context_length, evaluating
-from fastrl.models.reference import AdapterReference, CopyReference, Reference
+from fastrl.references import choose_reference
 from fastrl.rollout import RolloutOutput
 from fastrl.trainers import data, stats
 from fastrl.trainers.callbacks import ProgressCallback, TrainCallback, TrainResult
@@ -50,20 +50,20 @@ class PPOTrainer(Generation, ClassicSurface):
     Args:
         config: see :class:`fastrl.PPOConfig`.
         model: the policy with its value head.
-        ref_model: the reference policy; None makes a frozen copy, or for a PEFT model uses the base
-            model with the adapter off.
+        ref_model: the reference policy; None makes the one that ``PPOConfig.reference`` says.
         tokenizer: gives pad and EOS tokens, the padding side, and text.
         dataset: samples for ``dataloader``, shuffled, in whole batches.
         optimizer: default Adam without weight decay, fused where torch can.
         data_collator: makes the dataloader's batches; by default dicts of lists.
-        num_shared_layers: not available yet.
+        num_shared_layers: bottom layers that policy and reference share, frozen; in place of the
+            configuration's.
         lr_scheduler: stepped once per step().
         training_data_collator: pads model inputs in place of the trainer; gets dicts of
             ``input_ids`` and ``attention_mask``.
 
     Raises:
         TypeError: config, model, ref_model, tokenizer or lr_scheduler of another type.
-        ValueError: a dataset smaller than a batch, num_shared_layers.
+        ValueError: a dataset smaller than a batch; a reference that the model cannot have.
     """
 
     def __init__(
@@ -82,8 +82,6 @@ class PPOTrainer(Generation, ClassicSurface):
         config = config or PPOConfig()
         check_types(config, model, ref_model, tokenizer, lr_scheduler)
         assert model is not None
-        if num_shared_layers is not None:
-            raise ValueError("num_shared_layers is not available yet: leave it None")
         set_seed(config.seed)
         self.config = config
         self.tokenizer: Any = tokenizer
@@ -98,16 +96,15 @@ class PPOTrainer(Generation, ClassicSurface):
             self.dataloader = self.prepare_dataloader(dataset, data_collator)
         self.training_data_collator = training_data_collator
 
-        if ref_model is None and not self.is_peft_model:
-            ref_model = create_reference_model(model)
+        # Before there is an optimizer: what is shared with the reference is not trained.
+        self.reference = choose_reference(config, model, ref_model, num_shared_layers)
         if optimizer is None:
             optimizer = make_optimizer(model, config.learning_rate)
         self.model, self.optimizer, self.dataloader = self.accelerator.prepare(
             model, optimizer, self.dataloader
         )
-        self.ref_model = ref_model and self.accelerator.prepare_model(
-            ref_model, evaluation_mode=True
-        )
+        self.reference.place(self.model, self.accelerator)
+        self.ref_model = self.reference.model
         self.current_device = self.accelerator.device
         self._fill_in_config()
         PPODecorators.optimize_device_cache = config.optimize_device_cache
@@ -115,12 +112,7 @@ class PPOTrainer(Generation, ClassicSurface):
         self.kl_ctl = make_kl_controller(config)
         self.running = RunningMoments()
         self._transform_scores = ScoreTransform(config, self.running, self.accelerator)
-        self._kl_penalty = make_kl_penalty(config.kl_penalty)
-        self.reference: Reference = (
-            AdapterReference(self.model, self._unwrapped)
-            if self.ref_model is None
-            else CopyReference(self.ref_model)
-        )
+        self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
         choose_heads(self.model, self.ref_model)
         self._score = Scorer(
             self.model,
@@ -210,6 +202,7 @@ class PPOTrainer(Generation, ClassicSurface):
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.current_step += 1
+        self._move_reference()
         return result
 
     def compute_rewards(
@@ -227,8 +220,7 @@ class PPOTrainer(Generation, ClassicSurface):
             rewards, their part without the score, and the KL penalties, each [B, T-1].
         """
         coef = self.kl_ctl.value
-        rewards, kls = self._kl_penalty.rewards(scores, logprobs, ref_logprobs, masks.bool(), coef)
-        return rewards, -coef * kls, kls
+        return self._kl_penalty.rewards(scores, logprobs, ref_logprobs, masks.bool(), coef)
 
     def compute_advantages(
         self, values: Tensor, rewards: Tensor, mask: Tensor
@@ -342,13 +334,19 @@ class PPOTrainer(Generation, ClassicSurface):
         )
         padded = self._pad([torch.cat(pair) for pair in zip(queries, responses, strict=True)])
         self._warn_of_prompts(queries, responses)
-        return TokenBatch.from_padded(
+        batch = TokenBatch.from_padded(
             padded["input_ids"],
             padded["attention_mask"],
             [len(q) for q in queries],
             [len(r) for r in responses],
             response_masks,
         ).to(self.current_device)
+        return batch.on(self.reference.boundaries(batch.sequences()))
+
+    def _move_reference(self) -> None:
+        every = self.config.sync_ref_every
+        if every and self.current_step % every == 0:
+            self.reference.follow(self.config.ref_ema)
 
     def _fill_in_config(self) -> None:
         processes = self.accelerator.num_processes

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.config import PPOConfig
+from fastrl.models.checkpointing import checkpointed
 from fastrl.models.scoring import PolicyObjective
+from fastrl.models.trunk import layer_stack
 from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Experience, scoring_request
 
@@ -102,6 +106,17 @@ class PPOUpdate:
         self.shuffle = np.random.RandomState(config.seed)
 
     def __call__(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
+        with self._memory_saved():
+            return self._epochs(batch, experience)
+
+    def _memory_saved(self) -> AbstractContextManager[None]:
+        """Activations of layers are not kept, where ``gradient_checkpointing`` asks for it."""
+        if not self.config.gradient_checkpointing:
+            return nullcontext()
+        unwrapped: Any = self.accelerator.unwrap_model(self.model)
+        return checkpointed(layer_stack(unwrapped.pretrained_model))
+
+    def _epochs(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
         record = UpdateRecord()
         for _ in range(self.config.ppo_epochs):
             for indices in self._backward_batches():

@@ -1,0 +1,169 @@
+"""A causal language model in two parts: the bottom layers, frozen, and what stands on them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.models.heads import in_front_of_head
+from fastrl.models.modes import evaluating
+
+_PROBE = 8  # tokens
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
+_CHUNK = 1 << 22  # weights at a time
+
+
+def layer_stack(model: Any) -> nn.ModuleList:
+    """The decoder's layers, in order.
+
+    Raises:
+        LookupError: no list of modules, or several, is as long as the model is deep.
+    """
+    depth = model.config.get_text_config().num_hidden_layers
+    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    if len(found) != 1:
+        raise LookupError(
+            f"{type(model).__name__} has {len(found)} lists of {depth} modules: which are its "
+            "layers is not clear"
+        )
+    return found[0]
+
+
+class Trunk:
+    """The bottom layers of a model with everything below them: embeddings, projections.
+
+    What leaves the last of these layers is the boundary, [B, T, H].
+
+    Args:
+        model: a transformers causal LM.
+        layers: how many, at least 1; one is left above them.
+
+    Raises:
+        ValueError: layers out of range.
+        LookupError: a model whose layers cannot be told.
+    """
+
+    def __init__(self, model: Any, layers: int):
+        self.model = model
+        self.stack = layer_stack(model)
+        self.layers = layers
+        if not 1 <= layers < len(self.stack):
+            raise ValueError(
+                f"num_shared_layers must lie between 1 and {len(self.stack) - 1}, got {layers}: "
+                f"{type(model).__name__} has {len(self.stack)} layers, and one must be left to "
+                "train"
+            )
+        self.parameters, self.head_is_tied, self._tuples = _probe(model, self.stack[layers])
+
+    def freeze(self) -> None:
+        """Parameters of the trunk are not trained any more."""
+        for parameter in self.parameters.values():
+            parameter.requires_grad_(False)
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """The boundary of sequences [B, T] without padding, or with padding at their ends."""
+        seen: list[Tensor] = []
+        with ExitStack() as stack:
+            layers = range(self.layers, len(self.stack))
+            stack.enter_context(self._replaced(dict.fromkeys(layers)))
+            last = self.stack[self.layers - 1]
+            handle = last.register_forward_hook(lambda _m, _args, out: seen.append(_hidden(out)))
+            stack.callback(handle.remove)
+            stack.enter_context(in_front_of_head(self.model, lambda _head, hidden: hidden[:, :0]))
+            mask = torch.ones_like(input_ids)
+            self.model(input_ids=input_ids, attention_mask=mask, use_cache=False)
+        return seen[0]
+
+    def skipped(self, boundary: Tensor) -> AbstractContextManager[None]:
+        """While open, the model starts at this boundary: its bottom layers do not run."""
+        last = self.layers - 1
+        return self._replaced({**dict.fromkeys(range(last)), last: boundary})
+
+    @contextmanager
+    def _replaced(self, instead: dict[int, Tensor | None]) -> Iterator[None]:
+        """While open, these layers do not run: they hand on what they get, or the tensor given."""
+        layers = list(self.stack)
+        try:
+            for i, hidden in instead.items():
+                self.stack[i] = _Skipped(layers[i], hidden, self._tuples)
+            yield
+        finally:
+            for i in instead:
+                self.stack[i] = layers[i]
+
+    @torch.no_grad()
+    def checksum(self) -> str:
+        """Of the frozen weights, to the last bit."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.parameters.items()):
+            digest.update(f"{name} {tuple(parameter.shape)} {_bits(parameter)}".encode())
+        return digest.hexdigest()
+
+
+class _Skipped(nn.Module):
+    """Stands in a layer's place: returns the hidden states that it is given, or others."""
+
+    def __init__(self, layer: nn.Module, instead: Tensor | None, as_tuple: bool):
+        super().__init__()
+        # Not a submodule: its parameters stay where they are.
+        self.__dict__["layer"] = layer
+        self.instead, self.as_tuple = instead, as_tuple
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        out = hidden_states if self.instead is None else self.instead
+        return (out,) if self.as_tuple else out
+
+    def __getattr__(self, name: str) -> Any:
+        # What a model reads off its layers, such as their kind of attention.
+        return getattr(self.__dict__["layer"], name)
+
+
+def _hidden(out: Any) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+@torch.no_grad()
+def _probe(model: Any, layer: nn.Module) -> tuple[dict[str, nn.Parameter], bool, bool]:
+    """Runs a few tokens: parameters of modules that are called before the layer is; whether others
+    use one of them too; whether layers return tuples."""
+    before: list[nn.Module] = []
+    after: list[nn.Module] = []
+    tuples: list[bool] = []
+
+    def see(module: nn.Module, _args: Any) -> None:
+        (after if after or module is layer else before).append(module)
+
+    handles = [module.register_forward_pre_hook(see) for module in model.modules()]
+    handles.append(
+        layer.register_forward_hook(lambda _m, _args, out: tuples.append(isinstance(out, tuple)))
+    )
+    try:
+        ids = torch.arange(_PROBE, device=model.device).unsqueeze(0)
+        with evaluating(model):
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    below = {id(p) for module in before for p in module.parameters(recurse=False)}
+    above = {id(p) for module in after for p in module.parameters(recurse=False)}
+    # named_parameters gives each once, under its first name
+    named = {name: p for name, p in model.named_parameters() if id(p) in below}
+    return named, bool(below & above), tuples[0]
+
+
+def _bits(x: Tensor) -> int:
+    """A sum over the elements' bits that tells their places apart; exact on every device."""
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    start = 0
+    for part in x.detach().contiguous().view(kind).flatten().split(_CHUNK):
+        places = torch.arange(start, start + len(part), device=x.device)
+        total += (part.long() * (2 * places + 1) * _ODD).sum()
+        start += len(part)
+    return int(total)

@@ -1,0 +1,88 @@
+"""A PEFT policy's base model, or the adapter that its training began with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.value_head import REFERENCE_ADAPTER, AutoModelForCausalLMWithValueHead
+from fastrl.references.base import Reference
+from fastrl.references.copies import mix
+
+
+class AdapterReference(Reference):
+    """The policy with its adapter switched off: no further weights."""
+
+    mode = "adapter"
+
+    def __init__(
+        self, policy: nn.Module, unwrapped: AutoModelForCausalLMWithValueHead, why: str = ""
+    ):
+        self.policy: Any = policy
+        self.why = why
+        self._unwrapped = unwrapped
+
+    def place(self, policy: nn.Module, accelerator: Any) -> None:
+        self.policy = policy
+
+    @torch.no_grad()
+    def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
+        with self._instead():
+            return self.policy(**inputs, scoring=request)
+
+    @contextlib.contextmanager
+    def as_policy(self) -> Iterator[nn.Module]:
+        with self._instead():
+            yield self.policy
+
+    def _instead(self) -> contextlib.AbstractContextManager:
+        """While open, the policy is the reference."""
+        return self._unwrapped.disable_adapter()
+
+
+class StartAdapterReference(AdapterReference):
+    """The policy with a frozen copy of the adapter that it had when training began."""
+
+    def __init__(
+        self, policy: nn.Module, unwrapped: AutoModelForCausalLMWithValueHead, why: str = ""
+    ):
+        super().__init__(policy, unwrapped, why)
+        self._peft: Any = unwrapped.pretrained_model
+        self._active = self._peft.active_adapter
+        trained = {name: p.requires_grad for name, p in self._peft.named_parameters()}
+        self._peft.add_adapter(REFERENCE_ADAPTER, self._peft.peft_config[self._active])
+        for name, parameter in self._peft.named_parameters():
+            parameter.requires_grad_(trained.get(name, False))
+        self._own, self._theirs = self._pairs()
+        mix(self._own, self._theirs, 1.0)
+
+    def follow(self, weight: float) -> None:
+        mix(self._own, self._theirs, weight)
+
+    @contextlib.contextmanager
+    def _instead(self) -> Iterator[None]:
+        # set_adapter also makes adapters trainable or not: that is put back as it was.
+        trained = [(p, p.requires_grad) for p in self._peft.parameters()]
+        try:
+            self._peft.set_adapter(REFERENCE_ADAPTER)
+            yield
+        finally:
+            self._peft.set_adapter(self._active)
+            for parameter, was in trained:
+                parameter.requires_grad_(was)
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The copy's weights, and those of the adapter that is trained."""
+        weights = dict(self._peft.named_parameters())
+        own, theirs = [], []
+        for name, parameter in weights.items():
+            if f".{REFERENCE_ADAPTER}." in name:
+                trained = name.replace(f".{REFERENCE_ADAPTER}.", f".{self._active}.")
+                own.append(parameter.data)
+                theirs.append(weights[trained].data)
+        return own, theirs

@@ -1,0 +1,160 @@
+"""Which reference a trainer gets."""
+
+from __future__ import annotations
+
+import warnings
+
+from fastrl.config import PPOConfig
+from fastrl.models.boundaries import Budget
+from fastrl.models.value_head import AutoModelForCausalLMWithValueHead
+from fastrl.references.adapter import AdapterReference, StartAdapterReference
+from fastrl.references.base import Reference, cannot_follow
+from fastrl.references.copies import CopyReference, frozen_copy
+from fastrl.references.none import NoReference
+from fastrl.references.offload import OffloadReference
+from fastrl.references.trunk import TrunkReference, Unshareable, shared_copy, split_off
+
+Policy = AutoModelForCausalLMWithValueHead
+_GIB = 2**30
+
+
+def create_reference_model(
+    model: Policy, num_shared_layers: int | None = None, pattern: str | None = None
+) -> Policy:
+    """A frozen copy of ``model``, in evaluation mode.
+
+    Args:
+        num_shared_layers: the bottom layers and the embeddings are not copied but shared, and
+            frozen in ``model`` too. A model that cannot be run in two parts is copied whole, with a
+            warning.
+        pattern: in TRL the layers' name; here they are found without it.
+
+    Raises:
+        ValueError: num_shared_layers out of range; a PEFT model (its base model is its reference
+            already).
+    """
+    if model.is_peft_model:
+        raise ValueError(
+            "a PEFT model is its own reference with the adapter off: pass ref_model=None"
+        )
+    if num_shared_layers is None:
+        return frozen_copy(model)
+    try:
+        model.trunk = split_off(model, num_shared_layers)
+    except Unshareable as cause:
+        warnings.warn(
+            f"{type(model.pretrained_model).__name__} is copied whole, and none of its layers is "
+            f"frozen, because {cause}",
+            stacklevel=2,
+        )
+        return frozen_copy(model)
+    return shared_copy(model)
+
+
+def choose_reference(
+    config: PPOConfig,
+    policy: Policy,
+    ref_model: Policy | None = None,
+    num_shared_layers: int | None = None,
+) -> Reference:
+    """By ``PPOConfig.reference``, before anything is prepared or an optimizer made.
+
+    Raises:
+        ValueError: a mode that the model cannot serve, arguments that contradict it, a reference
+            with another vocabulary.
+    """
+    layers = config.num_shared_layers if num_shared_layers is None else num_shared_layers
+    mode, why = _mode(config, policy, ref_model, layers)
+    _check(mode, config, policy, ref_model, layers)
+    if mode == "none":
+        return NoReference(why)
+    if mode == "adapter":
+        if config.reference_adapter == "start":
+            return StartAdapterReference(policy, policy, why)
+        return AdapterReference(policy, policy, why)
+    if mode == "offload":
+        return OffloadReference(ref_model or frozen_copy(policy), policy, why)
+    if mode == "trunk":
+        ref_model = ref_model or create_reference_model(policy, layers)
+        if ref_model.trunk is None:
+            return CopyReference(ref_model, policy, "its layers cannot be shared")
+        gib = (config.trunk_cache_gib, config.trunk_cache_host_gib)
+        budget = Budget(*(int(each * _GIB) for each in gib))
+        return TrunkReference(ref_model, policy, budget, config.mini_batch_size, why)
+    return CopyReference(ref_model or create_reference_model(policy), policy, why)
+
+
+def _mode(
+    config: PPOConfig, policy: Policy, ref_model: Policy | None, layers: int | None
+) -> tuple[str, str]:
+    """The mode, and why."""
+    if config.reference != "auto":
+        return config.reference, "as configured"
+    if ref_model is not None:
+        if _shared(policy, ref_model):
+            return "trunk", "ref_model shares layers with the policy"
+        return "copy", "ref_model was given"
+    if policy.is_peft_model:
+        return "adapter", "the policy has an adapter"
+    if layers is not None:
+        return "trunk", f"num_shared_layers is {layers}"
+    if config.init_kl_coef == 0:
+        return "none", "the KL coefficient is 0"
+    return "copy", "a frozen copy of the policy"
+
+
+def _check(
+    mode: str, config: PPOConfig, policy: Policy, ref_model: Policy | None, layers: int | None
+) -> None:
+    asked = f"reference={mode!r}"
+    if layers is not None and mode != "trunk":
+        why = (
+            "a PEFT model shares its base already" if policy.is_peft_model else f"{asked} has none"
+        )
+        raise ValueError(
+            f"num_shared_layers={layers}: {why}; leave it None, or choose reference='trunk'"
+        )
+    if mode == "adapter" and not policy.is_peft_model:
+        raise ValueError(f"{asked} needs a PEFT model: choose 'copy', or pass peft_config")
+    if mode in ("copy", "trunk", "offload") and policy.is_peft_model and ref_model is None:
+        raise ValueError(
+            f"{asked} is not for a PEFT model: choose 'adapter', which costs no memory"
+        )
+    if mode == "none" and config.init_kl_coef != 0:
+        raise ValueError(
+            f"{asked}, but init_kl_coef is {config.init_kl_coef}: set it to 0, or choose another "
+            "reference"
+        )
+    if mode in ("adapter", "none") and ref_model is not None:
+        raise ValueError(f"{asked}, but ref_model was given: leave one of them out")
+    if mode == "trunk" and ref_model is None and layers is None:
+        raise ValueError(f"{asked} needs num_shared_layers: how many of the bottom layers to share")
+    if mode == "trunk" and ref_model is not None and not _shared(policy, ref_model):
+        raise ValueError(
+            f"{asked}, but ref_model shares no layers with model: make it with "
+            "create_reference_model(model, num_shared_layers=…), or leave it out"
+        )
+    follows = mode not in ("adapter", "none") or config.reference_adapter == "start"
+    if config.sync_ref_every and (mode == "none" or not follows):
+        raise ValueError(cannot_follow(mode))
+    if ref_model is not None:
+        _check_vocabulary(policy, ref_model)
+
+
+def _check_vocabulary(policy: Policy, ref_model: Policy) -> None:
+    ours, theirs = (m.config.get_text_config() for m in (policy, ref_model))
+    for name in ("vocab_size", "bos_token_id", "eos_token_id"):
+        mine, other = (getattr(config, name, None) for config in (ours, theirs))
+        if mine != other and None not in (mine, other):
+            raise ValueError(
+                f"ref_model has {name}={other}, model {mine}: the reference must be a model with "
+                "the same tokenizer"
+            )
+
+
+def _shared(policy: Policy, ref_model: Policy) -> bool:
+    """Whether the reference stands on the policy's trunk."""
+    if policy.trunk is None or ref_model.trunk is None:
+        return False
+    theirs = ref_model.trunk.parameters
+    return all(theirs.get(name) is p for name, p in policy.trunk.parameters.items())

@@ -1,0 +1,172 @@
+"""A model in two parts computes what it computes in one."""
+
+import copy
+
+import pytest
+import torch
+
+from fastrl.models.boundaries import Boundaries, Budget
+from fastrl.models.scoring import ScoringRequest
+from fastrl.models.trunk import Trunk, layer_stack
+from tests import tiny_models
+
+DEPTH = {"gpt2": "n_layer"}  # elsewhere num_hidden_layers
+FAMILIES = (
+    "gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3",
+)  # fmt: skip
+
+
+def deep(family, layers=4, **changes):
+    """A policy of more layers."""
+    return tiny_models.policy(family, **{DEPTH.get(family, "num_hidden_layers"): layers, **changes})
+
+
+def counted(model, counts=None):
+    """How many samples each layer has run on."""
+    counts = {} if counts is None else counts
+    for i, layer in enumerate(layer_stack(model.pretrained_model)):
+        layer.register_forward_pre_hook(
+            lambda _m, args, i=i: counts.__setitem__(i, counts.get(i, 0) + len(args[0]))
+        )
+    return counts
+
+
+def inputs(*lengths):
+    ids = torch.nn.utils.rnn.pad_sequence(tiny_models.prompts(*lengths), batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(n).long() for n in lengths], True)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_starts_at_the_boundary_gives_the_same(family, layers):
+    model = deep(family)
+    trunk = model.trunk = Trunk(model.pretrained_model, layers)
+    batch = inputs(9, 9)
+    request = ScoringRequest(torch.arange(3, 15), batch["input_ids"].flatten()[4:16])
+    expected = model(**batch), model(**batch, scoring=request)
+    counts = counted(model)
+    boundary = trunk(batch["input_ids"])
+    assert counts == {i: 2 for i in range(layers)}
+    counts.clear()
+    found = model(**batch, boundary=boundary), model(**batch, boundary=boundary, scoring=request)
+    assert counts == {i: 4 for i in range(layers, 4)}
+    for a, b in zip(expected, found, strict=True):
+        for x, y in zip(a, b, strict=True):
+            if x is not None:
+                torch.testing.assert_close(x, y, atol=1e-6, rtol=0)
+    assert model(**batch)[0].equal(expected[0][0]), "the layers are back"
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "opt_projected", "gptj", "bloom"])
+def test_what_is_frozen_is_what_lies_below(family):
+    model = deep(family, **({"n_layer": 4} if family in ("gptj", "bloom") else {}))
+    trunk = Trunk(model.pretrained_model, 3)
+    trunk.freeze()
+    stack = layer_stack(model.pretrained_model)
+    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
+    assert {id(p) for layer in stack[:3] for p in layer.parameters()} < frozen
+    assert id(model.get_output_embeddings().weight) in frozen or not trunk.head_is_tied
+    above = [*stack[3].parameters(), *model.v_head.parameters()]
+    last_norm = ("transformer.ln_f", "_neox.final_layer_norm", "decoder.final_layer_norm", "l.norm")
+    norm = [m for name, m in model.named_modules() if name.endswith(last_norm)]
+    above += [p for m in norm for p in m.parameters()]
+    assert len(norm) == (0 if family == "opt_projected" else 1)
+    assert not {id(p) for p in above} & frozen
+    assert trunk.head_is_tied == model.config.tie_word_embeddings
+    assert sum(p.requires_grad for p in model.parameters()) >= len(above)
+
+
+def test_the_layers_are_back_after_an_error():
+    model = deep("gpt2")
+    trunk = Trunk(model.pretrained_model, 2)
+    before = list(trunk.stack)
+    with pytest.raises(RuntimeError), trunk.skipped(torch.zeros(1, 2, 16)):
+        raise RuntimeError
+    assert all(a is b for a, b in zip(trunk.stack, before, strict=True))
+    with pytest.raises(RuntimeError):
+        trunk(torch.zeros(1, 2))  # no token ids
+    assert all(a is b for a, b in zip(trunk.stack, before, strict=True))
+
+
+def test_checksums_see_single_bits_and_places():
+    model = deep("gpt2")
+    trunk = Trunk(model.pretrained_model, 2)
+    before = trunk.checksum()
+    assert trunk.checksum() == before
+    weight = model.pretrained_model.transformer.h[1].mlp.c_fc.weight.data
+    kept = weight.clone()
+    weight.view(torch.int32)[3, 4] ^= 1
+    assert trunk.checksum() != before
+    weight.copy_(kept.flip(0))
+    assert trunk.checksum() != before
+    weight.copy_(kept)
+    assert trunk.checksum() == before
+    model.pretrained_model.transformer.h[2].mlp.c_fc.weight.data.zero_()
+    assert trunk.checksum() == before, "that one is trained"
+
+
+@pytest.mark.parametrize("layers", [-1, 0, 4, 5])
+def test_a_layer_is_shared_and_a_layer_is_left(layers):
+    with pytest.raises(ValueError, match=rf"num_shared_layers must lie .* 1 and 3, got {layers}"):
+        Trunk(deep("llama").pretrained_model, layers)
+
+
+# ---------------------------------------------------------------------- boundaries of a batch
+
+
+def boundaries(model, lengths, budget, samples_per_pass=2):
+    trunk = Trunk(model.pretrained_model, 2)
+    return Boundaries(trunk, tiny_models.prompts(*lengths), budget, samples_per_pass)
+
+
+LENGTHS = (3, 40, 7, 12, 1, 33)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gemma2"])
+@pytest.mark.parametrize("left", [True, False])
+def test_boundaries_are_those_of_the_sequences_alone(family, left):
+    model = deep(family)
+    found = boundaries(model, LENGTHS, Budget(1 << 20)).of([4, 1, 3], left)
+    assert found.shape[:2] == (3, 40)
+    trunk = Trunk(model.pretrained_model, 2)
+    sequences = tiny_models.prompts(*LENGTHS)
+    for row, i in zip(found, [4, 1, 3], strict=True):
+        n = LENGTHS[i]
+        real, rest = (row[-n:], row[:-n]) if left else (row[:n], row[n:])
+        torch.testing.assert_close(real, trunk(sequences[i][None])[0], atol=1e-5, rtol=1e-6)
+        assert not rest.any()
+
+
+@pytest.mark.parametrize(
+    ("budget", "again"),
+    [(Budget(1 << 20), 0), (Budget(0, 1 << 20), 0), (Budget(0), 6), (Budget(40 * 16 * 4), 5)],
+    ids=["device", "host", "none", "some"],
+)
+def test_what_the_budget_holds_is_not_run_again_and_the_rest_gives_the_same_bits(budget, again):
+    model = deep("gpt2")
+    kept = boundaries(model, LENGTHS, budget)
+    counts = counted(model)
+    first = kept.of([1, 0, 2], False), kept.of([5, 3, 4], True)
+    assert counts[0] == 6
+    counts.clear()
+    assert kept.of([1, 0, 2], False).equal(first[0])
+    assert kept.of([5, 3, 4], True).equal(first[1])
+    assert counts.get(0, 0) == again
+
+
+def test_bits_do_not_depend_on_company():
+    model = deep("gpt2")
+    together = boundaries(model, LENGTHS, Budget(1 << 20), samples_per_pass=6)
+    alone = boundaries(model, LENGTHS, Budget(0), samples_per_pass=1)
+    for i, n in enumerate(LENGTHS):
+        assert together.of(range(6), False)[i, :n].equal(alone.of([i], False)[0])
+
+
+def test_a_copy_of_a_model_has_a_trunk_of_its_own():
+    model = deep("gpt2")
+    model.trunk = Trunk(model.pretrained_model, 2)
+    other = copy.deepcopy(model)
+    assert other.trunk.stack is layer_stack(other.pretrained_model)
+    assert other.trunk.stack is not model.trunk.stack
