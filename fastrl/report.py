@@ -25,7 +25,7 @@ class Comparison:
     before_sem: float
     after: float
     after_sem: float
-    kl: float
+    kl: float  # NaN without a reference
 
     @classmethod
     def of(cls, before: Evaluation, after: Evaluation) -> Comparison:
@@ -54,14 +54,15 @@ class Comparison:
             "reward_after_sem": self.after_sem,
             "reward_gain": self.gain,
             "reward_gain_in_sems": self.gain_in_sems,
-            "kl_after": self.kl,
+            **({} if math.isnan(self.kl) else {"kl_after": self.kl}),
         }
 
     def __str__(self) -> str:
+        kl = "" if math.isnan(self.kl) else f", at {self.kl:.2f} nats of KL per sequence"
         return (
             f"mean reward {self.before:.3f} ± {self.before_sem:.3f} → "
             f"{self.after:.3f} ± {self.after_sem:.3f} (s.e.), a gain of {self.gain:.3f} = "
-            f"{self.gain_in_sems:.1f} standard errors, at {self.kl:.2f} nats of KL per sequence"
+            f"{self.gain_in_sems:.1f} standard errors{kl}"
         )
 
 
@@ -172,7 +173,8 @@ def finish_run(
         output / "metrics.jsonl", output / "report.png", title=title, kl_ceiling=kl_ceiling
     )
     gain = comparison.to_dict() if comparison else {}
-    text = json.dumps({**gain, **summary}, indent=2, default=str)
+    reference = {"mode": trainer.reference.mode, "why": trainer.reference.why}
+    text = json.dumps({**gain, "reference": reference, **summary}, indent=2, default=str)
     (output / "summary.json").write_text(text + "\n", encoding="utf-8")
     console = run_console()
     if comparison:

@@ -57,7 +57,8 @@ def test_defaults_are_those_of_trl():
     config = PPOConfig()
     assert {name: getattr(config, name) for name in DEFAULTS} == DEFAULTS
     settable = {f.name for f in dataclasses.fields(PPOConfig) if f.init}
-    ours = {"old_logprobs"} | {name for name in settable if name.startswith("rollout_")}
+    ours = {"old_logprobs", "num_shared_layers", "sync_ref_every", "ref_ema"}
+    ours |= {n for n in settable if n.startswith(("rollout_", "reference", "trunk_cache_"))}
     assert settable == {*DEFAULTS, "exp_name", "tracker_project_name", *ours}
 
 
@@ -187,7 +188,14 @@ MISTAKES = {
     **{name: [0.0, -1.0, NAN] for name in ("max_grad_norm", "score_clip")},
     "target": [0.0, -6.0],
     "kl_penalty": ["kll", ""],
-    "gradient_checkpointing": [True],
+    "reference": ["clone", ""],
+    "reference_adapter": ["sft"],
+    **{
+        name: [-1, NAN, float("inf")]
+        for name in ("trunk_cache_gib", "trunk_cache_host_gib", "sync_ref_every")
+    },
+    "ref_ema": [0.0, -0.5, 1.1, NAN],
+    "rollout_kv_cache_gib": [0.0, -1.0, NAN],
     "push_to_hub_if_best_kwargs": [{"private": True}],
 }
 

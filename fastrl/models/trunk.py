@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 
 from fastrl.models.heads import in_front_of_head
 from fastrl.models.modes import evaluating
+
+TRUNK_NAME = "fastrl_trunk.json"  # beside a model whose trunk was frozen
 
 _PROBE = 8  # tokens
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
@@ -104,6 +108,32 @@ class Trunk:
         for name, parameter in sorted(self.parameters.items()):
             digest.update(f"{name} {tuple(parameter.shape)} {_bits(parameter)}".encode())
         return digest.hexdigest()
+
+    def record(self) -> str:
+        """What a checkpoint says of its trunk, as JSON."""
+        kinds = sorted({str(p.dtype) for p in self.parameters.values()})
+        what = {"num_shared_layers": self.layers, "dtypes": kinds, "checksum": self.checksum()}
+        return json.dumps(what, indent=2) + "\n"
+
+
+def verify_record(model: Any, file: str | None) -> None:
+    """Compares a model that was loaded with its checkpoint's record, where there is one.
+
+    Raises:
+        ValueError: the bottom layers are not those that were saved.
+    """
+    if file is None:
+        return
+    record = json.loads(Path(file).read_text())
+    trunk = Trunk(model, record["num_shared_layers"])
+    if sorted({str(p.dtype) for p in trunk.parameters.values()}) != record["dtypes"]:
+        return  # loaded in another precision
+    if trunk.checksum() != record["checksum"]:
+        raise ValueError(
+            f"{file} is not of these weights: the {trunk.layers} layers that were shared with a "
+            "reference have changed since. Take the checkpoint from where it was saved again, or "
+            f"delete {TRUNK_NAME} if the change is meant"
+        )
 
 
 class _Skipped(nn.Module):

@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from fastrl.models.heads import Head, choose_head
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.trunk import Trunk
+from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
 
 WEIGHTS_NAME = "model.safetensors"
 _HEAD_PREFIX = "v_head."
@@ -112,6 +112,9 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             kwargs: those of the value head (see the class); the rest goes to
                 ``AutoModelForCausalLM.from_pretrained``. Weights load in fp32 unless ``dtype`` says
                 otherwise, and from safetensors only: no pickle is read.
+
+        Raises:
+            ValueError: layers that were shared with a reference differ from what was saved.
         """
         if reward_adapter is not None:
             raise ValueError("reward_adapter is not available yet: score with a separate model")
@@ -135,6 +138,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             from peft import get_peft_model
 
             base = get_peft_model(base, peft_config)
+        if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
+            verify_record(base, _find(path, TRUNK_NAME, kwargs))
         model = cls(base, **head_kwargs)
         if saved_head:
             model.v_head.load_state_dict(saved_head)
@@ -233,6 +238,8 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             self.pretrained_model.save_pretrained(
                 save_directory, state_dict={**base, **head}, **kwargs
             )
+        if self.trunk is not None:
+            (Path(save_directory) / TRUNK_NAME).write_text(self.trunk.record())
 
     def _own_adapters(self) -> list[str]:
         """Those of the policy: not the copy that a reference keeps."""

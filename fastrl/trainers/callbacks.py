@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ class Evaluation:
     step: int
     mean: float
     sem: float  # standard error of the mean
-    kl: float  # mean KL to the reference per sequence, in nats
+    kl: float  # mean KL to the reference per sequence, in nats; NaN where there is none
     rewards: list[float]
     prompts: list[str]
     completions: list[str]
@@ -54,11 +55,13 @@ class ProgressCallback(TrainCallback):
         self.bar: Any = None
 
     def on_train_begin(self, trainer: PPOTrainer, total_steps: int) -> None:
+        reference = trainer.reference
+        tqdm.write(f"{self.description} reference: {reference.mode}, {reference.why}")
         self.bar = tqdm(total=total_steps, desc=self.description, unit="step")
 
     def on_step(self, trainer: PPOTrainer, step: int, metrics: dict[str, float]) -> None:
         self.bar.set_postfix_str(
-            f"reward {metrics['reward/mean']:+.3f}, KL {metrics['objective/kl']:.2f}, "
+            f"reward {metrics['reward/mean']:+.3f}{_kl(metrics['objective/kl'])}, "
             f"{metrics['perf/rollout_tokens_per_second']:.0f} tok/s"
         )
         self.bar.update()
@@ -66,7 +69,7 @@ class ProgressCallback(TrainCallback):
     def on_eval(self, trainer: PPOTrainer, step: int, evaluation: Evaluation) -> None:
         tqdm.write(
             f"{self.description} step {step}: held-out reward {evaluation.mean:+.3f} "
-            f"± {evaluation.sem:.3f}, KL {evaluation.kl:.2f}"
+            f"± {evaluation.sem:.3f}{_kl(evaluation.kl)}"
         )
 
     def on_train_end(self, trainer: PPOTrainer, result: TrainResult) -> None:
@@ -74,7 +77,10 @@ class ProgressCallback(TrainCallback):
 
 
 class JsonlCallback(TrainCallback):
-    """One JSON object per step, and one per evaluation (``eval/*``), appended as they come."""
+    """One JSON object per step, and one per evaluation (``eval/*``), appended as they come.
+
+    What is not known (NaN), such as a KL without a reference, is left out.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -97,5 +103,10 @@ class JsonlCallback(TrainCallback):
         )
 
     def _append(self, record: dict[str, float]) -> None:
+        known = {name: value for name, value in record.items() if not math.isnan(value)}
         with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(known) + "\n")
+
+
+def _kl(nats: float) -> str:
+    return "" if math.isnan(nats) else f", KL {nats:.2f}"
