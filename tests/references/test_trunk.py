@@ -21,11 +21,12 @@ def deep(family, layers=4, **changes):
     return tiny_models.policy(family, **{DEPTH.get(family, "num_hidden_layers"): layers, **changes})
 
 
-def counted(model, counts=None):
-    """How many samples each layer has run on."""
-    counts = {} if counts is None else counts
+def counted(model, inside=None):
+    """How many samples each layer, or a module inside of it, has run on."""
+    counts = {}
     for i, layer in enumerate(layer_stack(model.pretrained_model)):
-        layer.register_forward_pre_hook(
+        module = layer if inside is None else getattr(layer, inside)
+        module.register_forward_pre_hook(
             lambda _m, args, i=i: counts.__setitem__(i, counts.get(i, 0) + len(args[0]))
         )
     return counts

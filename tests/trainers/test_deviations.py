@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import warnings
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from fastrl import PPOTrainer
+from fastrl import PPOTrainer, create_reference_model
 from tests.golden import tiny
 from tests.trainers.conftest import (
     BATCH,
@@ -372,3 +373,45 @@ def test_loss_and_train_minibatch_agree_with_step() -> None:
     for name, value in parameters(by_step).items():
         if "c_attn.bias" not in name:  # a key bias has no gradient but rounding
             torch.testing.assert_close(parameters(trainer)[name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:the LM head shares its weight with the embeddings")
+def test_shared_layers_share_memory_and_compute() -> None:
+    policy = make_policy()
+    trainer = make_trainer(policy, create_reference_model(policy, num_shared_layers=1))
+    blocks = [m.pretrained_model.transformer.h for m in (trainer.model, trainer.ref_model)]
+    places = [{p.data_ptr() for p in block[0].parameters()} for block in blocks]
+    assert places[0] == places[1]
+    ran = []
+    for name, block in zip(("policy", "reference"), blocks, strict=True):
+        for i, layer in enumerate(block):
+            layer.register_forward_pre_hook(
+                lambda _m, args, who=(name, i): ran.extend([who] * len(args[0]))
+            )
+    trainer.step(**make_batch())
+    epochs = trainer.config.ppo_epochs
+    assert collections.Counter(ran) == {
+        ("policy", 0): BATCH,
+        ("policy", 1): BATCH * (1 + epochs),
+        ("reference", 1): BATCH,
+    }
+
+
+def test_gradient_checkpointing_saves_activations_and_leaves_dropout_off() -> None:
+    saved, learned = [], []
+    for on in (False, True):
+        policy = make_policy()
+        for module in policy.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.5
+        trainer = make_trainer(policy, gradient_checkpointing=on)
+        count = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, count=count: (count.append(x.numel()), x)[1], lambda x: x
+        ):
+            trainer.step(**make_batch())
+        saved.append(sum(count))
+        learned.append(parameters(trainer))
+    assert saved[1] < 0.8 * saved[0]
+    for name, weight in learned[0].items():
+        torch.testing.assert_close(learned[1][name], weight, atol=1e-6, rtol=1e-6)
