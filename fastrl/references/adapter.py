@@ -32,12 +32,12 @@ class AdapterReference(Reference):
 
     @torch.no_grad()
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
-        with self._instead():
+        with _trainability_kept(self._unwrapped), self._instead():
             return self.policy(**inputs, scoring=request)
 
     @contextlib.contextmanager
     def as_policy(self) -> Iterator[nn.Module]:
-        with self._instead():
+        with _trainability_kept(self._unwrapped), self._instead():
             yield self.policy
 
     def _instead(self) -> contextlib.AbstractContextManager:
@@ -66,15 +66,11 @@ class StartAdapterReference(AdapterReference):
 
     @contextlib.contextmanager
     def _instead(self) -> Iterator[None]:
-        # set_adapter also makes adapters trainable or not: that is put back as it was.
-        trained = [(p, p.requires_grad) for p in self._peft.parameters()]
         try:
             self._peft.set_adapter(REFERENCE_ADAPTER)
             yield
         finally:
             self._peft.set_adapter(self._active)
-            for parameter, was in trained:
-                parameter.requires_grad_(was)
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """The copy's weights, and those of the adapter that is trained."""
@@ -86,3 +82,14 @@ class StartAdapterReference(AdapterReference):
                 own.append(parameter.data)
                 theirs.append(weights[trained].data)
         return own, theirs
+
+
+@contextlib.contextmanager
+def _trainability_kept(model: nn.Module) -> Iterator[None]:
+    """PEFT makes adapters trainable, or not, as it switches them: that is put back as it was."""
+    trained = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, was in trained:
+            parameter.requires_grad_(was)

@@ -142,8 +142,14 @@ def test_boundaries_are_those_of_the_sequences_alone(family, left):
 
 @pytest.mark.parametrize(
     ("budget", "again"),
-    [(Budget(1 << 20), 0), (Budget(0, 1 << 20), 0), (Budget(0), 6), (Budget(40 * 16 * 4), 5)],
-    ids=["device", "host", "none", "some"],
+    [
+        (Budget(1 << 20), 0),
+        (Budget(0, 1 << 20), 0),
+        (Budget(0), 6),
+        (Budget(40 * 16 * 4), 5),
+        (Budget(0, 40 * 16 * 4 + 3 * 16 * 4), 4),
+    ],
+    ids=["device", "host", "none", "some", "some on the host"],
 )
 def test_what_the_budget_holds_is_not_run_again_and_the_rest_gives_the_same_bits(budget, again):
     model = deep("gpt2")
