@@ -53,6 +53,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks ops $(BENCH)
 	$(BIN)/python -m benchmarks ppo --peer trl==0.11.4
 	$(BIN)/python -m benchmarks rollout
+	$(BIN)/python -m benchmarks reference
 	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 		then $(BIN)/python -m benchmarks gpu --minutes 8; fi
 	$(BIN)/python -m benchmarks report

@@ -24,6 +24,7 @@ COMMANDS = {
     "gpu": Command("benchmarks.gpu", "on an NVIDIA GPU: gates, then the most telling timings"),
     "ppo": Command("benchmarks.ppo", "a whole PPO iteration, side by side with TRL's"),
     "rollout": Command("benchmarks.rollout", "generation, in turns with transformers' own ways"),
+    "reference": Command("benchmarks.reference", "PPO's reference, by the way it is kept"),
     "aot": Command("benchmarks.aot", "compile every kernel for every target, without a GPU"),
     "report": Command("benchmarks.report", "write the result files' figures into the READMEs"),
 }
@@ -41,7 +42,7 @@ OPS = (
 )
 EPILOG = (
     "commands:\n"
-    + "\n".join(f"  {name:<8} {command.summary}" for name, command in COMMANDS.items())
+    + "\n".join(f"  {name:<10} {command.summary}" for name, command in COMMANDS.items())
     + "\n\nA command's own options: python -m benchmarks COMMAND --help\n"
     + "The name of an op stands for 'ops' and that op:\n  "
     + ", ".join(OPS[:5])

@@ -6,11 +6,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ppo, rollout_tables
+from benchmarks import ppo, reference_tables, rollout_tables
 from benchmarks.measure import OURS, speedups
+from benchmarks.reference_cases import COPY, MODES
 from benchmarks.tables import timed
 
 OURS_COLOUR, PEER_COLOURS = "#2266aa", ("#999999", "#cc7722", "#669944", "#aa4466", "#8866bb")
+MORE_COLOURS = (*PEER_COLOURS, "#33aaaa", "#555555")
 
 
 def write(folder: Path, results: list[dict[str, Any]]) -> list[Path]:
@@ -25,6 +27,12 @@ def write(folder: Path, results: list[dict[str, Any]]) -> list[Path]:
         for entry in rollout_tables.timed(result)
         if rollout_tables.peers_of(entry)
     ]
+    references = [
+        entry
+        for result in results
+        if result["benchmark"] == "reference"
+        for entry in reference_tables.timed(result)
+    ]
     iterations = [result for result in results if result["benchmark"] == "ppo"]
     made = []
     with matplotlib.rc_context(
@@ -38,6 +46,8 @@ def write(folder: Path, results: list[dict[str, Any]]) -> list[Path]:
             made.append(_save(folder / "ppo.svg", _ppo(iterations[-1])))
         if rollouts:
             made.append(_save(folder / "rollout.svg", _rollout(rollouts)))
+        if references:
+            made.append(_save(folder / "reference.svg", _reference(references)))
     for path in folder.glob("*.svg"):
         if path not in made:
             path.unlink()
@@ -156,4 +166,25 @@ def _rollout(entries: list[dict[str, Any]]) -> Any:
     names = list(dict.fromkeys(name for _, bars in groups for name in bars))
     _bars(axes, groups, _colours(names))
     axes.set_xlabel("seconds of the peer / seconds of fastrl, whole rollouts")
+    return figure
+
+
+def _reference(entries: list[dict[str, Any]]) -> Any:
+    names = [n for n in MODES if n != COPY and any(n in entry["sides"] for entry in entries)]
+    groups = [
+        (
+            f"{entry['case']['shape']['name']}\n{phase}",
+            {
+                name: statistics.median(reference_tables.speedups(entry, name, phase))
+                for name in names
+                if name in entry["sides"]
+            },
+        )
+        for entry in entries
+        for phase in reference_tables.PHASES
+    ]
+    figure, axes = _figure(sum(len(bars) + 1 for _, bars in groups))
+    axes.axvline(1.0, color=OURS_COLOUR, label=COPY)
+    _bars(axes, groups, dict(zip(names, MORE_COLOURS, strict=False)))
+    axes.set_xlabel("seconds with a copy / seconds with the reference kept otherwise")
     return figure

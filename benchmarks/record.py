@@ -5,6 +5,7 @@ has {"benchmark", "date", "time", "commit", "machine"} beside its own entries.
 """
 
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -60,6 +61,17 @@ def commit() -> str:
         return _git("rev-parse", "--short", "HEAD")
     except (OSError, subprocess.CalledProcessError):  # not a checkout
         return UNCOMMITTED
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Python's and those of the packages; what is missing is left out."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def header(benchmark: str) -> dict[str, Any]:

@@ -13,14 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, ppo, record, rollout_tables, tables
+from benchmarks import plots, ppo, record, reference_tables, rollout_tables, tables
 from benchmarks.__main__ import OPS
 from benchmarks.timing import spread
 
 Result = dict[str, Any]
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
-BENCHMARKS = ("ppo", "rollout", "gpu", *OPS)  # in the order of the report
+BENCHMARKS = ("ppo", "rollout", "reference", "gpu", *OPS)  # in the order of the report
 INTRODUCTION = """# Benchmarks
 
 Written by `python -m benchmarks report` from the newest files in `results/`; do not edit.
@@ -30,6 +30,7 @@ make bench                      # what this machine allows, and this report
 python -m benchmarks            # every op; name some to measure those alone
 python -m benchmarks ppo        # a whole PPO iteration beside TRL's
 python -m benchmarks rollout    # generation beside transformers' own ways
+python -m benchmarks reference  # PPO's reference, by the way it is kept
 python -m benchmarks gpu        # on an NVIDIA GPU: gates, then the most telling timings
 python -m benchmarks aot        # registers, spills and load widths, without a GPU
 pytest benchmarks               # a small grid under pytest-benchmark
@@ -109,7 +110,7 @@ def missing(devices: dict[str, list[Result]]) -> str:
         lines.append("No machine without a GPU has been measured yet.")
     for device, results in devices.items():
         there = {result["benchmark"] for result in results}
-        wanted = {"ppo", "rollout"} | ({"gpu"} if device in on_gpu else {*_ops_here()})
+        wanted = {"ppo", "rollout", "reference"} | ({"gpu"} if device in on_gpu else {*_ops_here()})
         lacking = [name for name in BENCHMARKS if name in wanted - there]
         if lacking:
             lines.append(f"Not measured yet on {device}: {', '.join(lacking)}.")
@@ -123,7 +124,7 @@ def _ops_here() -> list[str]:
 
 
 def brief(devices: dict[str, list[Result]]) -> str:
-    """The README's tables: a PPO iteration, rollouts, kernels with a goal, and what is missing."""
+    """The README's tables: iterations, rollouts, references, kernels with a goal, what is missing."""
     parts = []
     for results in devices.values():
         for result in results:
@@ -133,6 +134,13 @@ def brief(devices: dict[str, list[Result]]) -> str:
             if result["benchmark"] == "rollout" and (rows := rollout_tables.short_table(result)):
                 parts.append(
                     f"Rollouts on {processor(result)} (`python -m benchmarks rollout`):\n\n{rows}"
+                )
+            if result["benchmark"] == "reference" and (
+                rows := reference_tables.short_table(result)
+            ):
+                parts.append(
+                    f"References on {processor(result)} (`python -m benchmarks reference`):\n\n"
+                    f"{rows}"
                 )
         rows = tables.short_table(results)
         if rows:
@@ -154,6 +162,9 @@ def section(device: str, results: list[Result], pictures: list[Path]) -> str:
         elif result["benchmark"] == "rollout":
             parts += ["### Rollouts", rollout_tables.versions_line(result)]
             parts.append(rollout_tables.full_table(result))
+        elif result["benchmark"] == "reference":
+            parts += ["### References", reference_tables.versions_line(result)]
+            parts.append(reference_tables.full_table(result))
         elif result["benchmark"] == "gpu":
             parts += ["### Gates and goals", tables.roofline_line(result)]
             parts += [tables.gates_section(result), tables.full_table(result)]

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import os
-import platform
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +84,8 @@ def start_of_result(device: torch.device, threads: int) -> dict[str, Any]:
     header = record.header("rollout")
     if device.type == "cpu":
         header["machine"].pop("accelerator", None)
-    return {**header, "versions": versions(), "threads": threads, "rollouts": []}
-
-
-def versions() -> dict[str, str]:
-    """Of what decides the sides' speed; packages that are missing are left out."""
-    found = {"python": platform.python_version()}
-    for package in ("torch", "triton", "transformers", "flash-attn"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    versions = record.versions("torch", "triton", "transformers", "flash-attn")
+    return {**header, "versions": versions, "threads": threads, "rollouts": []}
 
 
 def measure(case: Case, device: torch.device, rounds: int, *, peers: bool = True) -> dict[str, Any]:
@@ -220,20 +207,13 @@ def _take_turns(
     for _ in range(rounds):
         entry["copy"].append(timing.roofline(device, ()).copy)
         for name, side in sides.items():
-            begin = _now(device)
+            begin = timing.now(device)
             side.call(work)
             taken = entry["sides"][name]
-            taken["seconds"].append(_now(device) - begin)
+            taken["seconds"].append(timing.now(device) - begin)
             if isinstance(side.call, Engine):
                 stats = side.call.output.stats
                 for phase in ("prefill", "decode"):
                     taken[phase].append(stats[f"time/rollout/{phase}"])
                 for key, value in _graphs(stats).items():
                     taken["graphs"]["later"][key] += value
-
-
-def _now(device: torch.device) -> float:
-    """The time at which everything asked of the device so far is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -32,6 +32,7 @@ class Shape:
     vocabulary: int
     context: int
     dtype: str = "bf16"
+    tied: bool = True  # the head is the embeddings' table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +164,7 @@ def _config(shape: Shape) -> PretrainedConfig:
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
+            tie_word_embeddings=shape.tied,
             **no_ends,
         )
     return Qwen2Config(
@@ -173,7 +175,7 @@ def _config(shape: Shape) -> PretrainedConfig:
         num_key_value_heads=shape.kv_heads,
         intermediate_size=shape.intermediate,
         max_position_embeddings=shape.context,
-        tie_word_embeddings=True,
+        tie_word_embeddings=shape.tied,
         **no_ends,
     )
 

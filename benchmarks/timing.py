@@ -128,6 +128,13 @@ def roofline(device: torch.device, dtypes: tuple[str, ...] = tuple(DTYPES)) -> R
     return Roofline(copy, gemm)
 
 
+def now(device: torch.device) -> float:
+    """The time at which everything asked of the device so far is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def ratios(peer: list[float], ours: list[float]) -> list[float]:
     """Peer's seconds over ours, round by round."""
     return [theirs / mine for theirs, mine in zip(peer, ours, strict=True)]

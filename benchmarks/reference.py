@@ -1,0 +1,136 @@
+"""`python -m benchmarks reference`: what a step of PPO costs by the way its reference is kept.
+
+A gate comes first: reference log-probs equal to a separate full copy's, after a step, or there are
+no figures. Then trainers take turns, one whole step at a time, and say themselves what they spent
+on scoring the batch (old and reference log-probs) and on an epoch of the update.
+
+The result file: the header of `record.py`, and {"versions", "threads", "references": [entries of
+`measure`]}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from benchmarks import record, reference_gate, reference_sides
+from benchmarks.ops import device_name, file_of, free, pick_device
+from benchmarks.reference_cases import MODES, Case, cases
+from benchmarks.reference_sides import TIMERS, Side
+from benchmarks.reference_tables import render
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m benchmarks reference`."""
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--case", metavar="TEXT", help="cases whose label contains TEXT")
+    parser.add_argument("--rounds", type=int, default=9, help="counted steps of each side")
+    parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    parser.add_argument("--no-save", action="store_true", help="write no result file")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where result files go")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and save; 1 where a gate is red, 2 where the request is wrong."""
+    device = pick_device(args.device)
+    if device is None:
+        print("no GPU here: torch.cuda.is_available() is False", file=sys.stderr)
+        return 2
+    for name in ("rounds", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            print(f"--{name} must be at least 1, got {getattr(args, name)}", file=sys.stderr)
+            return 2
+    chosen = [c for c in cases(device.type) if not args.case or args.case in c.label]
+    if not chosen:
+        labels = "\n".join(case.label for case in cases(device.type))
+        print(f"no case has {args.case!r} in its label:\n{labels}", file=sys.stderr)
+        return 2
+    logging.set_verbosity_error()  # advice of transformers, in between the figures
+    threads = args.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    result = start_of_result(device, threads)
+    record.warn_if_busy(result["machine"])
+    print(f"{device_name(device)}, {threads} threads")
+    for case in chosen:
+        entry = measure(case, device, args.rounds)
+        result["references"].append(entry)
+        print("\n" + render(entry, device_name(device)), flush=True)
+        free(device)
+    if not args.no_save:
+        print(f"\nsaved as {record.save(result, file_of(result, args.results))}")
+    return 1 if any(entry["red"] for entry in result["references"]) else 0
+
+
+def start_of_result(device: torch.device, threads: int) -> dict[str, Any]:
+    """A result without entries."""
+    header = record.header("reference")
+    if device.type == "cpu":
+        header["machine"].pop("accelerator", None)
+    versions = record.versions("torch", "triton", "transformers", "accelerate", "peft")
+    return {**header, "versions": versions, "threads": threads, "references": []}
+
+
+def measure(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
+    """The case's entry in a result file; without times where the gate is red.
+
+    {"label", "work", "case", "goal", "red", "absent": {side: why}, "sides": {name: {"note",
+     "difference": largest |Δ| of reference log-probs in fp32, or None, "scores", "update":
+     [seconds], and the bytes of `Observation`}}}.
+    """
+    verdict = reference_gate.judge(case, device)
+    entry: dict[str, Any] = {
+        "label": case.label,
+        "work": case.work,
+        "case": {k: v for k, v in dataclasses.asdict(case).items() if k != "goal"},
+        "goal": dataclasses.asdict(case.goal) if case.goal else None,
+        "sides": {},
+        "absent": {},
+        "red": verdict.red,
+    }
+    if entry["red"]:
+        return entry
+    with reference_sides.own_accelerate():
+        sides, entry["absent"] = reference_sides.sides(case, device)
+        for name, side in sides.items():
+            side.step()  # uncounted
+            seen = side.observe()
+            if seen.samples_run_again:
+                entry["red"] = f"{name}: {seen.samples_run_again} boundaries were not kept"
+                return entry
+            mode = name.split(",")[0]
+            entry["sides"][name] = {
+                "note": note(case, mode),
+                "difference": verdict.differences[mode],
+                **dict.fromkeys(TIMERS),
+                **dataclasses.asdict(seen),
+            }
+        _take_turns(sides, rounds, entry)
+    return entry
+
+
+def note(case: Case, mode: str) -> str:
+    """What a mode means for the case's model, in words."""
+    layers = case.shape.layers
+    shared = MODES[mode].shared_layers(layers)
+    if shared is not None:
+        head = ", and the head, which is tied to the embeddings" if case.shape.tied else ""
+        return f"{shared} of {layers} layers are shared and frozen{head}"
+    if MODES[mode].reference == "adapter":
+        return f"LoRA of rank {reference_sides.LORA_RANK} on the attention, all else frozen"
+    return ""
+
+
+def _take_turns(sides: dict[str, Side], rounds: int, entry: dict[str, Any]) -> None:
+    for taken in entry["sides"].values():
+        taken |= {phase: [] for phase in TIMERS}
+    for _ in range(rounds):
+        for name, side in sides.items():
+            for phase, seconds in side.step().items():
+                entry["sides"][name][phase].append(seconds)
