@@ -124,7 +124,7 @@ def _ops_here() -> list[str]:
 
 
 def brief(devices: dict[str, list[Result]]) -> str:
-    """The README's tables: iterations, rollouts, references, kernels with a goal, what is missing."""
+    """The README's tables: PPO, rollouts, references, kernels with a goal, and what is missing."""
     parts = []
     for results in devices.values():
         for result in results:
