@@ -1,8 +1,8 @@
 """`python -m benchmarks reference`: what a step of PPO costs by the way its reference is kept.
 
-A gate comes first: reference log-probs equal to a separate full copy's, after a step, or there are
-no figures. Then trainers take turns, one whole step at a time, and say themselves what they spent
-on scoring the batch (old and reference log-probs) and on an epoch of the update.
+A gate comes first: reference log-probs equal to a separate full copy's, after the policy has moved,
+or there are no figures. Then trainers take turns, one whole step at a time, and say themselves what
+they spent on scoring the batch (old and reference log-probs) and on an epoch of the update.
 
 The result file: the header of `record.py`, and {"versions", "threads", "references": [entries of
 `measure`]}.

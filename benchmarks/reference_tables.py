@@ -133,8 +133,8 @@ def versions_line(result: Result) -> str:
         "Faster than a copy. *Scores*: old and reference log-probs of a batch, and a trunk's pass "
         "over it. *Weights* of policy and reference, each storage counted once. *Boundaries*: what "
         "a trunk made of a batch. *Peak of an update*: activations and gradients, beyond weights, "
-        "Adam's state and boundaries. *|Δ|* of reference log-probs in fp32, after a step, against "
-        "a separate full copy's."
+        "Adam's state and boundaries. *|Δ|* of reference log-probs in fp32, once the policy has "
+        "moved, against a separate full copy's."
     )
 
 
