@@ -66,7 +66,10 @@ class Side:
         """Seconds by phase: those of `TIMERS`."""
         # The trainer's own setting: it is read at every update.
         self.trainer.config.gradient_checkpointing = self.checkpointing
-        stats = self.trainer.step(*self.data)
+        with warnings.catch_warnings():
+            # The responses were drawn at random, not by the policy.
+            warnings.filterwarnings("ignore", message="the KL estimate is negative")
+            stats = self.trainer.step(*self.data)
         return {phase: stats[timer] for phase, timer in TIMERS.items()}
 
     def reference_logprobs(self) -> Tensor:

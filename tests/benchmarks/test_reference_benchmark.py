@@ -294,6 +294,17 @@ def test_lower_precision_is_judged_in_fp32_too_and_by_the_mean() -> None:
     assert "mean" in str(reference_gate.compare(found + 0.01, expected, MODES[COPY], "bf16")[1])
 
 
+def test_the_gate_moves_all_that_is_trained_and_nothing_else() -> None:
+    with own_accelerate():
+        side = Side(trainer(CASE, MODES[HALF], CPU), samples(CASE))
+        before = [p.detach().clone() for p in side.trainer.model.parameters()]
+        reference_gate.move(side)
+        for parameter, was in zip(side.trainer.model.parameters(), before, strict=True):
+            moved = (parameter - was).abs().max().item()
+            assert (moved > 1e-3) == parameter.requires_grad
+            assert moved == 0 or parameter.requires_grad
+
+
 def test_plain_log_probs_are_the_trainer_s_own_before_it_moves() -> None:
     data = samples(CASE)
     model = rollout_cases.build(CASE.shape, CPU)
