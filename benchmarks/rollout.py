@@ -29,11 +29,11 @@ from benchmarks.rollout_cases import (
     build,
     cases,
     kv_bytes,
-    weight_bytes,
     workload,
 )
 from benchmarks.rollout_sides import CONTINUOUS, Engine, Side
 from benchmarks.rollout_tables import render
+from fastrl.rollout.floor import weight_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

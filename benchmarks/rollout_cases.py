@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig, Qwen2Config
 
 from benchmarks.timing import DTYPES
@@ -178,13 +178,6 @@ def _config(shape: Shape) -> PretrainedConfig:
         tie_word_embeddings=shape.tied,
         **no_ends,
     )
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Of all weights that a step reads whole: of a table that is looked up it reads some rows."""
-    head = model.get_output_embeddings().weight
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} - {id(head)}
-    return sum(p.nbytes for p in model.parameters() if id(p) not in tables)
 
 
 def kv_bytes(case: Case, work: Workload) -> int:

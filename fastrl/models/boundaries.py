@@ -15,6 +15,7 @@ from fastrl.models.trunk import Trunk
 # Sequences run in widths that are a multiple of it: their own length alone decides which, so that
 # a boundary's bits depend on nothing but its sequence.
 _WIDTH = 32
+_TOKENS = 8192  # that run at a time
 
 Autocast = Callable[[], contextlib.AbstractContextManager]
 
@@ -27,15 +28,15 @@ class Budget(NamedTuple):
 
 
 class Boundaries:
-    """Boundaries [L, H] of the sequences of a batch, run when they are first asked for.
+    """Boundaries [L, H] of the sequences of a batch.
 
-    What the budget has no room for is run again whenever it is asked for.
+    Where the budget holds them all, they run together when the first is asked for; else each when
+    it is, and what there is no room for runs again.
 
     Args:
         trunk: runs the bottom layers.
         sequences: 1-D token ids, without padding, on the model's device.
         budget: of what is kept.
-        samples_per_pass: that run at a time, at most.
         autocast: makes the context in which they run.
     """
 
@@ -44,17 +45,16 @@ class Boundaries:
         trunk: Trunk,
         sequences: Sequence[Tensor],
         budget: Budget,
-        samples_per_pass: int,
         autocast: Autocast = contextlib.nullcontext,
     ):
         self.trunk, self.sequences, self.autocast = trunk, list(sequences), autocast
-        self.samples_per_pass = samples_per_pass
         self._left = budget
         self._kept: dict[int, Tensor] = {}
 
     def of(self, samples: Sequence[int], left_padded: bool) -> Tensor:
         """Boundaries [b, T, H] of some samples, padded with zeros to the longest of them."""
-        made = self._run([i for i in dict.fromkeys(samples) if i not in self._kept])
+        asked = range(len(self.sequences)) if self._all_fit() else samples
+        made = self._run([i for i in dict.fromkeys(asked) if i not in self._kept])
         device = self.sequences[0].device
         rows = [(self._kept[i] if i in self._kept else made[i]) for i in samples]
         return torch.nn.utils.rnn.pad_sequence(
@@ -69,8 +69,9 @@ class Boundaries:
             by_width.setdefault(self._width(len(self.sequences[i])), []).append(i)
         made: dict[int, Tensor] = {}
         for width, members in by_width.items():
-            for start in range(0, len(members), self.samples_per_pass):
-                part = members[start : start + self.samples_per_pass]
+            size = max(1, _TOKENS // width)
+            for start in range(0, len(members), size):
+                part = members[start : start + size]
                 ids = self.sequences[0].new_zeros(len(part), width)
                 for row, i in enumerate(part):
                     ids[row, : len(self.sequences[i])] = self.sequences[i]
@@ -80,6 +81,12 @@ class Boundaries:
                     made[i] = hidden[row, : len(self.sequences[i])]
                     self._keep(i, made[i])
         return made
+
+    def _all_fit(self) -> bool:
+        """Whether what is not kept yet has room, in fp32, which it has at most."""
+        width = self.trunk.model.config.get_text_config().hidden_size
+        left = [len(x) for i, x in enumerate(self.sequences) if i not in self._kept]
+        return 4 * width * sum(left) <= max(self._left)
 
     def _width(self, length: int) -> int:
         whole = -(-length // _WIDTH) * _WIDTH

@@ -80,7 +80,7 @@ def choose_reference(
             return CopyReference(ref_model, policy, "its layers cannot be shared")
         gib = (config.trunk_cache_gib, config.trunk_cache_host_gib)
         budget = Budget(*(int(each * _GIB) for each in gib))
-        return TrunkReference(ref_model, policy, budget, config.mini_batch_size, why)
+        return TrunkReference(ref_model, policy, budget, why)
     return CopyReference(ref_model or create_reference_model(policy), policy, why)
 
 

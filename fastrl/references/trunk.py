@@ -67,13 +67,11 @@ class TrunkReference(CopyReference):
         model: AutoModelForCausalLMWithValueHead,
         policy: AutoModelForCausalLMWithValueHead,
         budget: Budget,
-        samples_per_pass: int,
         why: str = "",
     ):
         super().__init__(model, policy, why)
         assert policy.trunk is not None
         self._trunk, self._budget = policy.trunk, budget
-        self._samples_per_pass = samples_per_pass
         self._autocast: Any = None
         self._checksum = self._trunk.checksum()
 
@@ -82,9 +80,7 @@ class TrunkReference(CopyReference):
         self._autocast = accelerator.autocast
 
     def boundaries(self, sequences: Sequence[Tensor]) -> Boundaries:
-        return Boundaries(
-            self._trunk, sequences, self._budget, self._samples_per_pass, self._autocast
-        )
+        return Boundaries(self._trunk, sequences, self._budget, self._autocast)
 
     def verify(self) -> None:
         if self._trunk.checksum() != self._checksum:

@@ -22,11 +22,11 @@ from benchmarks.rollout_cases import (
     build,
     cases,
     kv_bytes,
-    weight_bytes,
     workload,
 )
 from benchmarks.rollout_sides import CONTINUOUS, GENERATE, OURS, STATIC, Side
 from fastrl import RolloutEngine
+from fastrl.rollout.floor import weight_bytes
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", "gpt2", 1, 16, 2, 2, 32, 101, 32, "fp32")

@@ -117,9 +117,9 @@ def test_a_layer_is_shared_and_a_layer_is_left(layers):
 # ---------------------------------------------------------------------- boundaries of a batch
 
 
-def boundaries(model, lengths, budget, samples_per_pass=2):
+def boundaries(model, lengths, budget):
     trunk = Trunk(model.pretrained_model, 2)
-    return Boundaries(trunk, tiny_models.prompts(*lengths), budget, samples_per_pass)
+    return Boundaries(trunk, tiny_models.prompts(*lengths), budget)
 
 
 LENGTHS = (3, 40, 7, 12, 1, 33)
@@ -165,10 +165,31 @@ def test_what_the_budget_holds_is_not_run_again_and_the_rest_gives_the_same_bits
 
 def test_bits_do_not_depend_on_company():
     model = deep("gpt2")
-    together = boundaries(model, LENGTHS, Budget(1 << 20), samples_per_pass=6)
-    alone = boundaries(model, LENGTHS, Budget(0), samples_per_pass=1)
+    together = boundaries(model, LENGTHS, Budget(1 << 20))
+    alone = boundaries(model, LENGTHS, Budget(0))
     for i, n in enumerate(LENGTHS):
         assert together.of(range(6), False)[i, :n].equal(alone.of([i], False)[0])
+
+
+def test_sequences_run_together_as_far_as_the_budget_and_a_pass_hold_them(monkeypatch):
+    model = deep("gpt2")
+    passes = []
+    layer_stack(model.pretrained_model)[0].register_forward_pre_hook(
+        lambda _m, args: passes.append(args[0].shape[:2])
+    )
+    kept = boundaries(model, LENGTHS, Budget(1 << 20))
+    passes.clear()
+    kept.of([3], False)
+    assert passes == [(4, 32), (2, 48)]
+    monkeypatch.setattr("fastrl.models.boundaries._TOKENS", 100)
+    kept = boundaries(model, LENGTHS, Budget(1 << 20))
+    passes.clear()
+    kept.of([3], False)
+    assert passes == [(3, 32), (1, 32), (2, 48)]
+    kept = boundaries(model, LENGTHS, Budget(sum(LENGTHS) * 16 * 4 - 1))
+    passes.clear()
+    kept.of([3], False)
+    assert passes == [(1, 32)]
 
 
 def test_a_copy_of_a_model_has_a_trunk_of_its_own():
