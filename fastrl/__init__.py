@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from fastrl.patch import TRLPatch, patch_trl, unpatch_trl
     from fastrl.references import create_reference_model
     from fastrl.rollout import GenerateEngine, RolloutEngine, RolloutOutput, SamplingParams
+    from fastrl.supervised import (
+        DataCollatorForCompletionOnlyLM,
+        RewardConfig,
+        RewardDataCollatorWithPadding,
+        RewardTrainer,
+        SFTConfig,
+        SFTTrainer,
+        compute_accuracy,
+    )
     from fastrl.trainers import (
         Evaluation,
         JsonlCallback,
@@ -32,6 +41,7 @@ except metadata.PackageNotFoundError:  # a bare checkout on PYTHONPATH
 
 __all__ = [
     "AutoModelForCausalLMWithValueHead",
+    "DataCollatorForCompletionOnlyLM",
     "Evaluation",
     "GenerateEngine",
     "JsonlCallback",
@@ -39,13 +49,19 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "ProgressCallback",
+    "RewardConfig",
+    "RewardDataCollatorWithPadding",
+    "RewardTrainer",
     "RolloutEngine",
     "RolloutOutput",
+    "SFTConfig",
+    "SFTTrainer",
     "SamplingParams",
     "TRLPatch",
     "TrainCallback",
     "TrainResult",
     "__version__",
+    "compute_accuracy",
     "core",
     "create_reference_model",
     "patch",
@@ -61,6 +77,15 @@ _HOMES = {
     "fastrl.references": ("create_reference_model",),
     "fastrl.patch": ("TRLPatch", "patch_trl", "unpatch_trl"),
     "fastrl.rollout": ("GenerateEngine", "RolloutEngine", "RolloutOutput", "SamplingParams"),
+    "fastrl.supervised": (
+        "DataCollatorForCompletionOnlyLM",
+        "RewardConfig",
+        "RewardDataCollatorWithPadding",
+        "RewardTrainer",
+        "SFTConfig",
+        "SFTTrainer",
+        "compute_accuracy",
+    ),
     "fastrl.trainers": (
         "Evaluation",
         "JsonlCallback",

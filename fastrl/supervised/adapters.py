@@ -20,9 +20,15 @@ def with_adapter(model: Any, peft_config: Any, args: Any) -> Any:
     except ImportError as error:
         raise ImportError("peft_config needs peft: pip install 'fastrl-lm[peft]'") from error
     if hasattr(model, "peft_config"):
-        raise ValueError("peft_config is given, but the model already has an adapter")
-    if any(getattr(model, flag, False) for flag in ("is_loaded_in_8bit", "is_quantized")):
-        model = prepare_model_for_kbit_training(
-            model, use_gradient_checkpointing=args.gradient_checkpointing
+        raise ValueError(
+            "the model has an adapter already: leave out peft_config to train that one"
         )
+    if any(getattr(model, f"is_{kind}", False) for kind in _QUANTISED):
+        options: dict[str, Any] = {"use_gradient_checkpointing": bool(args.gradient_checkpointing)}
+        if args.gradient_checkpointing_kwargs is not None:
+            options["gradient_checkpointing_kwargs"] = args.gradient_checkpointing_kwargs
+        model = prepare_model_for_kbit_training(model, **options)
     return get_peft_model(model, peft_config)
+
+
+_QUANTISED = ("quantized", "loaded_in_8bit", "loaded_in_4bit")

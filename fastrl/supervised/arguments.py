@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import AutoTokenizer, TrainingArguments
 
 
 def setting(text: str, default: Any) -> Any:
@@ -20,10 +20,18 @@ class SupervisedArguments(TrainingArguments):
     ``eval_strategy``, and ``report_to=None`` reports to no tracker."""
 
     evaluation_strategy: str | None = setting("Deprecated: use eval_strategy.", None)
-    max_length: int | None = setting("Longest sequence, in tokens; None sets no limit.", 512)
+    max_length: int | None = setting("Longest sequence, in tokens; None: the model's limit.", 512)
     dataset_num_proc: int | None = setting("Processes for preparing the data set.", None)
+    model_init_kwargs: dict | str | None = setting(
+        "Keyword arguments of from_pretrained (JSON), where the model is a path.", None
+    )
     # The data sets' columns are these trainers' own, not arguments of the model.
     remove_unused_columns: bool = setting("Drop columns that the model does not take.", False)
+
+    _VALID_DICT_FIELDS = [  # noqa: RUF012 - not a field, there and here
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+    ]
 
     def __post_init__(self) -> None:
         if self.evaluation_strategy is not None:
@@ -39,21 +47,31 @@ class SupervisedArguments(TrainingArguments):
             raise ValueError(f"max_length must be at least 1 or None, got {self.max_length}")
 
 
-def tokenizer_of(tokenizer: Any, processing_class: Any) -> Any:
-    """Whichever of the two names was used.
+def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None) -> Any:
+    """Whichever of the two names was used, or else the tokenizer beside the model's weights, whose
+    EOS then pads where it has no pad token.
 
     Raises:
-        ValueError: neither or both, or a tokenizer without a pad token.
+        ValueError: none or two, or one without a pad token.
     """
-    if (tokenizer is None) == (processing_class is None):
-        raise ValueError(
-            "pass the tokenizer as processing_class"
-            + ("" if tokenizer is None else ", or as tokenizer, not both")
-        )
+    if tokenizer is not None and processing_class is not None:
+        raise ValueError("pass the tokenizer as processing_class, or as tokenizer, not both")
     found = tokenizer if processing_class is None else processing_class
+    if found is None:
+        path = model if is_path(model) else getattr(model, "name_or_path", "")
+        if not path:
+            raise ValueError("pass the tokenizer as processing_class")
+        found = AutoTokenizer.from_pretrained(path)
+        if found.pad_token is None:
+            found.pad_token = found.eos_token
     if found.pad_token_id is None:
         raise ValueError(
             f"{type(found).__name__} has no pad token: set tokenizer.pad_token = "
             "tokenizer.eos_token, say, before making the trainer"
         )
     return found
+
+
+def is_path(model: Any) -> bool:
+    """Whether a model is given by its name or folder."""
+    return isinstance(model, str) or hasattr(model, "__fspath__")

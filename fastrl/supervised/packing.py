@@ -2,56 +2,70 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from fastrl.models.modes import evaluating
 from fastrl.supervised.texts import IGNORED, targets_of
 
-_TEXTS = (5, 3, 6)  # lengths, of the check
+_ROWS = ((5, 3, 6), (4, 7))  # lengths of texts, of the check
 _TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and less
 
 
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which texts share a row: the longest first, each into the fullest row that holds it."""
+    """Which texts share a row of ``room`` tokens: the longest first, each into the fullest row that
+    holds it."""
     rows: list[list[int]] = []
-    left: list[int] = []
-    by_room: dict[int, list[int]] = {}  # rows by what is left in them
+    by_space: dict[int, list[list[int]]] = {}  # rows by what is left in them
+    spaces: list[int] = []  # its keys, in order
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fits = [space for space in range(lengths[i], room + 1) if by_room.get(space)]
-        if fits:
-            row = by_room[fits[0]].pop()
+        at = bisect.bisect_left(spaces, lengths[i])
+        if at < len(spaces):
+            space = spaces[at]
+            row = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[at]
         else:
-            row = len(rows)
-            rows.append([])
-            left.append(room)
-        rows[row].append(i)
-        left[row] -= lengths[i]
-        by_room.setdefault(left[row], []).append(row)
+            row, space = [], room
+            rows.append(row)
+        row.append(i)
+        left = space - lengths[i]
+        if left not in by_space:
+            bisect.insort(spaces, left)
+        by_space.setdefault(left, []).append(row)
     return [sorted(row) for row in rows]
 
 
-def pack_dataset(dataset: Any, room: int) -> Any:
-    """Rows of texts: ``input_ids`` and ``labels`` one after the other, ``lengths`` of each text."""
-    from datasets import Dataset
+class PackedTexts(Dataset):
+    """Rows of texts, joined when they are asked for: ``input_ids`` and ``labels`` one after the
+    other, and the ``lengths`` of the texts.
 
-    ids, labels = dataset["input_ids"], dataset["labels"]
-    ids, labels = list(ids), list(labels)
+    Args:
+        texts: a data set with ``input_ids`` and ``labels``.
+        room: tokens in a row.
+    """
 
-    def rows() -> Any:
-        for row in pack([len(x) for x in ids], room):
-            yield {
-                "input_ids": [t for i in row for t in ids[i]],
-                # The first token of a text is not what follows the one before.
-                "labels": [t for i in row for t in (IGNORED, *labels[i][1:])],
-                "lengths": [len(ids[i]) for i in row],
-            }
+    def __init__(self, texts: Any, room: int):
+        self.texts = texts
+        self.rows = pack([len(ids) for ids in texts["input_ids"]], room)
 
-    return Dataset.from_list(list(rows()))
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        texts = self.texts[self.rows[index]]
+        return {
+            "input_ids": [token for ids in texts["input_ids"] for token in ids],
+            "labels": [label for labels in texts["labels"] for label in (IGNORED, *labels[1:])],
+            "lengths": [len(ids) for ids in texts["input_ids"]],
+        }
 
 
 @dataclass
@@ -76,9 +90,10 @@ class PackedCollator:
             ids[row, :end] = torch.as_tensor(feature["input_ids"])
             labels[row, :end] = torch.as_tensor(feature["labels"])
             # Padding is a text of its own.
-            parts = [*feature["lengths"], width - end]
+            parts = [*feature.get("lengths", [end]), width - end]
             positions[row] = torch.cat([torch.arange(n) for n in parts])
             texts[row] = torch.cat([torch.full((n,), i) for i, n in enumerate(parts)])
+        labels[:, 0] = IGNORED  # nothing predicts it
         batch = {"input_ids": ids, "position_ids": positions, "labels": labels}
         if self.mask:
             same = texts[:, :, None] == texts[:, None, :]
@@ -86,38 +101,50 @@ class PackedCollator:
         return batch | targets_of(labels)
 
 
-def choose_packing(model: Any, tokenizer: Any) -> PackedCollator:
+def choose_packing(
+    model: Any, tokenizer: Any, autocast: contextlib.AbstractContextManager | None = None
+) -> PackedCollator:
     """How this model is told where texts begin: by positions alone, or by a mask.
 
     Raises:
         ValueError: neither keeps a text from its neighbours.
     """
-    for mask in (False, True):
-        collator = PackedCollator(tokenizer, mask)
-        if _isolates(model, collator):
-            return collator
-    raise ValueError(
-        f"{type(model).__name__} lets packed texts see each other: pass packing=False"
-    )
+    with evaluating(model), torch.no_grad(), autocast or contextlib.nullcontext():
+        for mask in (False, True):
+            collator = PackedCollator(tokenizer, mask)
+            if _isolates(model, collator):
+                return collator
+    raise ValueError(f"{type(model).__name__} lets packed texts see each other: pass packing=False")
 
 
-@torch.no_grad()
 def _isolates(model: Any, collator: PackedCollator) -> bool:
     """Whether texts in one row have the logits that they have alone."""
-    start = 1 if model.config.get_text_config().vocab_size > sum(_TEXTS) + 1 else 0
-    texts = torch.arange(start, start + sum(_TEXTS)) % model.config.get_text_config().vocab_size
-    feature = {"input_ids": texts.tolist(), "labels": texts.tolist(), "lengths": list(_TEXTS)}
-    batch = {k: v.to(model.device) for k, v in collator([feature]).items()}
-    inputs = {k: batch[k] for k in ("input_ids", "position_ids", "attention_mask") if k in batch}
-    exact = all(p.dtype == torch.float32 for p in model.parameters())
+    vocabulary = model.config.get_text_config().vocab_size
+    rows = [list(lengths) for lengths in _ROWS]
+    features = []
+    for row, lengths in enumerate(rows):
+        ids = [(row + 3 * i) % vocabulary for i in range(1, sum(lengths) + 1)]
+        features.append({"input_ids": ids, "labels": ids, "lengths": lengths})
+    batch = collator(features)
+    inputs = {
+        k: batch[k].to(model.device)
+        for k in ("input_ids", "position_ids", "attention_mask")
+        if k in batch
+    }
+    exact = not torch.is_autocast_enabled(model.device.type) and all(
+        p.dtype == torch.float32 for p in model.parameters() if p.is_floating_point()
+    )
     tolerance = _TOLERANCE[0 if exact else 1]
-    with evaluating(model):
-        try:
-            packed = model(**inputs, use_cache=False).logits[0].split(list(_TEXTS))
-        except (RuntimeError, ValueError, TypeError):
-            return False
-        for text, together in zip(texts.split(list(_TEXTS)), packed, strict=True):
-            alone = model(input_ids=text[None].to(model.device), use_cache=False).logits[0]
+    try:
+        packed = model(**inputs, use_cache=False).logits
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    for ids, logits, lengths in zip(inputs["input_ids"], packed, rows, strict=True):
+        used = sum(lengths)
+        for text, together in zip(
+            ids[:used].split(lengths), logits[:used].split(lengths), strict=True
+        ):
+            alone = model(input_ids=text[None], use_cache=False).logits[0]
             if not torch.allclose(alone.float(), together.float(), tolerance, tolerance):
                 return False
     return True

@@ -9,15 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.data.data_collator import pad_without_fast_tokenizer_warning
+
+from fastrl.supervised.base import as_dataset
 
 SIDES = ("chosen", "rejected")
-TOKEN_COLUMNS = tuple(f"{kind}_{side}" for side in SIDES for kind in ("input_ids", "attention_mask"))
+TOKEN_COLUMNS = tuple(
+    f"{kind}_{side}" for side in SIDES for kind in ("input_ids", "attention_mask")
+)
 
 
 @dataclass
 class RewardDataCollatorWithPadding:
-    """Pads both sides of pairs to one width: one forward serves both.
+    """Pads both sides of pairs to one width: one forward serves both. Padding that the rows bring
+    along is cut off where no row needs it.
 
     Args:
         tokenizer: gives the pad token.
@@ -49,41 +55,57 @@ class RewardDataCollatorWithPadding:
             for side in SIDES
             for f in features
         ]
-        padded = self.tokenizer.pad(
+        padded = pad_without_fast_tokenizer_warning(
+            self.tokenizer,
             rows,
             padding=self.padding,
             max_length=self.max_length,
             pad_to_multiple_of=self.pad_to_multiple_of,
             return_tensors=self.return_tensors,
         )
+        width = padded["attention_mask"].shape[1]
+        if self.padding is True or self.padding == "longest":
+            width = _needed(padded["attention_mask"], self.pad_to_multiple_of or 1)
         batch: dict[str, Any] = {"return_loss": True}
         for name in ("input_ids", "attention_mask"):
-            for side, half in zip(SIDES, padded[name].chunk(2), strict=True):
+            for side, half in zip(SIDES, padded[name][:, :width].chunk(2), strict=True):
                 batch[f"{name}_{side}"] = half
         if "margin" in features[0]:
             batch["margin"] = torch.tensor([float(f["margin"]) for f in features])
         return batch
 
 
+def _needed(mask: Tensor, multiple: int) -> int:
+    """Columns up to the last that counts in any row; what is left of it stays, as positions may
+    count from there."""
+    counted = mask.any(0).nonzero()
+    last = int(counted[-1]) + 1 if len(counted) else mask.shape[1]
+    return min(-(-last // multiple) * multiple, mask.shape[1])
+
+
 def prepare_pairs(
     dataset: Any, tokenizer: Any, max_length: int | None, num_proc: int | None = None
 ) -> Any:
     """A data set with token columns, and ``margin`` where there is one; pairs that teach nothing,
-    or are too long, are dropped, and counted in a warning.
+    and texts of more than ``max_length`` tokens, are dropped, and counted in a warning.
 
     Args:
-        dataset: a ``datasets.Dataset`` with the columns of :class:`RewardDataCollatorWithPadding`,
-            or with ``chosen`` and ``rejected``, texts or lists of chat messages, which may share a
-            ``prompt``.
+        dataset: with the columns of :class:`RewardDataCollatorWithPadding`, whose length is the
+            caller's affair; or with ``chosen`` and ``rejected``, texts or lists of chat messages,
+            which may share a ``prompt``.
 
     Raises:
+        TypeError: no data set, see :func:`fastrl.supervised.base.as_dataset`.
         ValueError: columns that are missing, a margin that is not finite, no pair left.
     """
+    dataset = as_dataset(dataset)
     columns = set(dataset.column_names)
     margin = ["margin"] if "margin" in columns else []
     if margin:
         _check_margins(dataset)
-    if not columns >= set(TOKEN_COLUMNS):
+    if columns >= set(TOKEN_COLUMNS):
+        dataset, max_length = dataset.select_columns([*TOKEN_COLUMNS, *margin]), None
+    else:
         if not columns >= set(SIDES):
             raise ValueError(
                 f"the data set has columns {', '.join(dataset.column_names)}: it needs chosen and "
@@ -95,23 +117,28 @@ def prepare_pairs(
             remove_columns=[c for c in dataset.column_names if c not in margin],
             desc="tokenising pairs",
         )
-    else:
-        dataset = dataset.select_columns([*TOKEN_COLUMNS, *margin])
     return _drop_useless(dataset, max_length, num_proc)
 
 
 def tokenize_pair(row: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:
     """The token columns of one pair of texts or chats."""
-    tokens = {}
+    tokens: dict[str, list[int]] = {}
     for side in SIDES:
-        whole = join(row.get("prompt"), row[side], tokenizer)
-        # A chat template brings its special tokens along.
-        chat = not isinstance(row[side], str)
-        encoded = tokenizer(whole, add_special_tokens=not chat)
         # An empty side stays empty, whatever its prompt: it is dropped.
-        for name in ("input_ids", "attention_mask"):
-            tokens[f"{name}_{side}"] = encoded[name] if len(row[side]) else []
+        ids: list[int] = []
+        if row[side]:
+            whole = join(row.get("prompt"), row[side], tokenizer)
+            ids = encode(whole, tokenizer, chat=not isinstance(row[side], str))
+        tokens |= {f"input_ids_{side}": ids, f"attention_mask_{side}": [1] * len(ids)}
     return tokens
+
+
+def encode(text: str, tokenizer: Any, chat: bool = False) -> list[int]:
+    """Token ids with special tokens, which chat templates and texts that begin with one bring
+    along."""
+    start = tokenizer.bos_token or tokenizer.cls_token
+    complete = chat or (start and text.startswith(start))
+    return tokenizer(text, add_special_tokens=not complete)["input_ids"]
 
 
 def join(prompt: Any, answer: Any, tokenizer: Any) -> str:
@@ -133,44 +160,60 @@ def _check_margins(dataset: Any) -> None:
 
 
 def _drop_useless(dataset: Any, max_length: int | None, num_proc: int | None) -> Any:
-    def why(row: dict[str, Any]) -> dict[str, str]:
-        chosen, rejected = (
-            [t for t, m in zip(row[f"input_ids_{s}"], row[f"attention_mask_{s}"], strict=True) if m]
-            for s in SIDES
-        )
-        if not chosen or not rejected:
-            return {"_why": "empty"}
-        if chosen == rejected:
-            return {"_why": "equal"}
-        longest = max(len(row[f"input_ids_{s}"]) for s in SIDES)
-        return {"_why": "long" if max_length is not None and longest > max_length else ""}
-
-    causes = list(dataset.map(why, num_proc=num_proc, desc="checking pairs")["_why"])
-    kept = [i for i, cause in enumerate(causes) if not cause]
-    if len(kept) == len(causes):
-        return dataset
     reasons = {
         "empty": "have an empty side",
         "equal": "have equal sides",
         "long": f"have a side of more than max_length={max_length} tokens",
     }
+    causes = list(
+        dataset.map(
+            lambda row: {"_why": _why_useless(row, max_length)},
+            num_proc=num_proc,
+            remove_columns=dataset.column_names,
+            desc="checking pairs",
+        )["_why"]
+    )
+    kept = [i for i, cause in enumerate(causes) if not cause]
+    if len(kept) == len(causes):
+        return dataset
     counted = ", ".join(
         f"{causes.count(cause)} {text}" for cause, text in reasons.items() if cause in causes
     )
     if not kept:
         raise ValueError(f"no pair is left of {len(causes)}: {counted}")
-    warnings.warn(f"{len(causes) - len(kept)} of {len(causes)} pairs dropped: {counted}", stacklevel=4)
+    warnings.warn(
+        f"{len(causes) - len(kept)} of {len(causes)} pairs dropped: {counted}", stacklevel=2
+    )
     return dataset.select(kept)
 
 
-def both_sides(inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """``input_ids`` and ``attention_mask`` [2B, T]: the chosen, then the rejected."""
+def _why_useless(row: dict[str, Any], max_length: int | None) -> str:
+    counted = []
+    for side in SIDES:
+        ids, mask = row[f"input_ids_{side}"], row[f"attention_mask_{side}"]
+        if len(ids) != len(mask):
+            raise ValueError(
+                f"input_ids_{side} has {len(ids)} tokens, attention_mask_{side} {len(mask)}: "
+                "make them of one length"
+            )
+        counted.append([token for token, counts in zip(ids, mask, strict=True) if counts])
+    chosen, rejected = counted
+    if not chosen or not rejected:
+        return "empty"
+    if chosen == rejected:
+        return "equal"
+    too_long = max_length is not None and max(len(chosen), len(rejected)) > max_length
+    return "long" if too_long else ""
+
+
+def both_sides(inputs: dict[str, Any], pad: int | None) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask`` [2B, T]: the chosen, then the rejected. A collator of
+    the user's may pad each side by itself; the narrower is widened with ``pad``."""
     joined = {}
-    for name in ("input_ids", "attention_mask"):
+    for name, filler in (("input_ids", pad or 0), ("attention_mask", 0)):
         sides = [inputs[f"{name}_{side}"] for side in SIDES]
         width = max(side.shape[1] for side in sides)
-        # A collator of the user's may pad each side by itself; a mask of 0 hides what is added.
         joined[name] = torch.cat(
-            [torch.nn.functional.pad(side, (0, width - side.shape[1])) for side in sides]
+            [nn.functional.pad(side, (0, width - side.shape[1]), value=filler) for side in sides]
         )
     return joined

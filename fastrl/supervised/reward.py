@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import Trainer
-from transformers.trainer_pt_utils import nested_detach
+from transformers import AutoModelForSequenceClassification
 
 import fastrl_kernels
+from fastrl.models.modes import evaluating
 from fastrl.supervised.adapters import with_adapter
 from fastrl.supervised.arguments import SupervisedArguments, setting, tokenizer_of
+from fastrl.supervised.base import SupervisedTrainer, loaded, longest, settings_of
 from fastrl.supervised.pairs import (
+    SIDES,
     RewardDataCollatorWithPadding,
     both_sides,
     prepare_pairs,
@@ -27,6 +30,11 @@ from fastrl.supervised.pairs import (
 class RewardConfig(SupervisedArguments):
     """Settings of :class:`RewardTrainer`, beside those of ``transformers.TrainingArguments``."""
 
+    max_length: int | None = setting(
+        "Longest side, in tokens; pairs of texts with a longer one are dropped. None: the model's "
+        "limit.",
+        512,
+    )
     center_rewards_coefficient: float | None = setting(
         "Weight of mean((r_chosen + r_rejected)²), which keeps rewards around 0.", None
     )
@@ -44,21 +52,23 @@ def compute_accuracy(eval_pred: Any) -> dict[str, float]:
     return {"accuracy": float(np.mean(predictions[:, 0] > predictions[:, 1]))}
 
 
-class RewardTrainer(Trainer):
+class RewardTrainer(SupervisedTrainer):
     """Trains a model with one label to score the chosen side of each pair above the rejected one.
 
-    loss = -log σ(r_c - r_r - margin) + c·(r_c + r_r)², mean over pairs (Bradley–Terry; the margin as
-    in Llama 2, arXiv:2307.09288; c is ``center_rewards_coefficient``). Both sides go through the
+    loss = -log σ(r_c - r_r - margin) + c·(r_c + r_r)², mean over pairs (Bradley–Terry; the margin
+    as in Llama 2, arXiv:2307.09288; c is ``center_rewards_coefficient``). Both sides go through the
     model in one forward.
 
     Args:
         model: an ``AutoModelForSequenceClassification`` with ``num_labels=1``, or its path.
         args: a :class:`RewardConfig`, or transformers' TrainingArguments.
-        data_collator: by default :class:`RewardDataCollatorWithPadding`.
+        data_collator: by default :class:`RewardDataCollatorWithPadding`; another gets the rows of
+            the data sets as they are, and makes such batches.
         train_dataset, eval_dataset: see :func:`fastrl.supervised.pairs.prepare_pairs`.
-        tokenizer, processing_class: the same under its old and its new name.
+        tokenizer, processing_class: the same under its old and its new name; by default the one
+            beside the model's weights.
         compute_metrics: by default :func:`compute_accuracy`.
-        max_length: deprecated, in place of the configuration's.
+        max_length: in place of the configuration's.
         peft_config: puts an adapter on the model; one that is quantised is prepared for it.
 
     Raises:
@@ -83,30 +93,26 @@ class RewardTrainer(Trainer):
         *,
         processing_class: Any = None,
     ):
-        args = args or RewardConfig()
-        self.center_coef = getattr(args, "center_rewards_coefficient", None) or 0.0
-        tokenizer = tokenizer_of(tokenizer, processing_class)
-        if isinstance(model, str):
-            model = _load(model)
+        args = settings_of(args, RewardConfig, max_length=max_length)
+        self._own_collator = not isinstance(
+            data_collator, RewardDataCollatorWithPadding | type(None)
+        )
+        self._tokenizer = None
+        if not (self._own_collator and tokenizer is processing_class is None):
+            self._tokenizer = tokenizer_of(tokenizer, processing_class, model)
+        self._settings, self._peft_config = args, peft_config
         if model is not None:
-            model = with_adapter(self._checked(model, tokenizer), peft_config, args)
-        if max_length is None:
-            max_length = getattr(args, "max_length", 512)
-        if data_collator is None:
-            data_collator = RewardDataCollatorWithPadding(tokenizer)
-            train_dataset, eval_dataset = (
-                self._prepared(x, tokenizer, max_length, args)
-                for x in (train_dataset, eval_dataset)
-            )
-        args.remove_unused_columns = False
+            model = loaded(model, AutoModelForSequenceClassification, args, num_labels=1)
+            model = self.ready_model(model)
+        self._longest = longest(args, model, self._tokenizer)
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator,
+            data_collator=data_collator or RewardDataCollatorWithPadding(self._tokenizer),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=tokenizer,
-            model_init=model_init and (lambda *x: self._checked(model_init(*x), tokenizer)),
+            processing_class=self._tokenizer,
+            model_init=model_init,
             compute_metrics=compute_metrics or compute_accuracy,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -114,6 +120,33 @@ class RewardTrainer(Trainer):
         )
         self.can_return_loss = True  # of pairs, for evaluation
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
+
+    def ready_model(self, model: Any) -> Any:
+        """Checked, and with an adapter where one is asked for."""
+        config = getattr(model, "config", None)
+        labels = getattr(config, "num_labels", 1)
+        if labels != 1:
+            raise ValueError(
+                f"the model has {labels} labels, a reward model has one: load it with "
+                "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
+            )
+        if config is not None and config.pad_token_id is None and self._tokenizer is not None:
+            # By it a decoder's classifier finds each sequence's last token.
+            config.pad_token_id = self._tokenizer.pad_token_id
+        if getattr(self._peft_config, "task_type", "SEQ_CLS") != "SEQ_CLS":
+            warnings.warn(
+                "peft_config.task_type is not SEQ_CLS: the layer that makes the reward is frozen "
+                "unless modules_to_save names it",
+                stacklevel=3,
+            )
+        return with_adapter(model, self._peft_config, self._settings)
+
+    def ready_data(self, dataset: Any, training: bool) -> Any:
+        """Token columns, see :func:`fastrl.supervised.pairs.prepare_pairs`."""
+        if self._own_collator:
+            return dataset
+        num_proc = self._settings.dataset_num_proc
+        return prepare_pairs(dataset, self._tokenizer, self._longest, num_proc)
 
     def compute_loss(
         self,
@@ -123,13 +156,14 @@ class RewardTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """The mean loss of a batch; with ``return_outputs`` also both sides' rewards [B, 1]."""
-        rewards = model(**both_sides(inputs), return_dict=True)["logits"]
-        chosen, rejected = rewards.chunk(2)
+        pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
+        rewards = model(**both_sides(inputs, pad), return_dict=True)["logits"]
+        chosen, rejected = rewards.reshape(len(rewards), -1).chunk(2)
         loss = fastrl_kernels.reward_loss(
             chosen.squeeze(-1),
             rejected.squeeze(-1),
             inputs.get("margin"),
-            center_coef=self.center_coef,
+            center_coef=self.args.center_rewards_coefficient or 0.0,
         ).mean()
         if return_outputs:
             return loss, {"rewards_chosen": chosen, "rewards_rejected": rejected}
@@ -148,70 +182,64 @@ class RewardTrainer(Trainer):
             loss, rewards = self.compute_loss(model, inputs, return_outputs=True)
         if prediction_loss_only:
             return loss.detach(), None, None
-        probabilities = torch.cat(list(nested_detach(rewards).values()), dim=-1).float().softmax(-1)
+        probabilities = torch.cat(list(rewards.values()), dim=-1).float().softmax(-1)
         return loss.detach(), probabilities, probabilities.new_zeros(len(probabilities))
 
-    def evaluate(self, *args: Any, num_print_samples: int = 4, **kwargs: Any) -> dict[str, float]:
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        *,
+        num_print_samples: int = 4,
+    ) -> dict[str, float]:
         """As in ``Trainer``; prints some pairs first (``num_print_samples``; -1 is all)."""
-        self.visualize_samples(num_print_samples)
-        return super().evaluate(*args, **kwargs)
-
-    def visualize_samples(self, num_print_samples: int) -> None:
-        """A table of evaluation pairs and the model's probabilities; -1 shows all of them."""
-        from rich.table import Table
-
-        from fastrl.report import run_console
-
-        if num_print_samples == 0 or self.eval_dataset is None:
-            return
-        table = Table("chosen", "rejected", "P(chosen)", "P(rejected)", show_lines=True)
-        self.model.eval()
-        for inputs in self.get_eval_dataloader():
-            _, probabilities, _ = self.prediction_step(self.model, inputs, False)
-            assert probabilities is not None
-            texts = [
-                self.processing_class.batch_decode(
-                    inputs[f"input_ids_{side}"], skip_special_tokens=True
+        which = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(which, dict):
+            metrics: dict[str, float] = {}
+            for name, part in which.items():
+                metrics |= self.evaluate(
+                    name if eval_dataset is None else part,
+                    ignore_keys,
+                    f"{metric_key_prefix}_{name}",
+                    num_print_samples=num_print_samples,
                 )
-                for side in ("chosen", "rejected")
-            ]
-            for chosen, rejected, pair in zip(*texts, probabilities.tolist(), strict=True):
-                if table.row_count == num_print_samples:
+            return metrics
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self.once_ready(eval_dataset)
+        self.visualize_samples(num_print_samples, eval_dataset)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def visualize_samples(self, num_print_samples: int, eval_dataset: Any = None) -> None:
+        """A table of evaluation pairs and the model's probabilities; -1 shows all of them."""
+        if num_print_samples == 0 or self.processing_class is None:
+            return
+        rows: list[tuple[str, str, list[float]]] = []
+        with evaluating(self.model):
+            for inputs in self.get_eval_dataloader(eval_dataset):
+                _, probabilities, _ = self.prediction_step(self.model, inputs, False)
+                assert probabilities is not None
+                texts = (
+                    self.processing_class.batch_decode(
+                        inputs[f"input_ids_{side}"], skip_special_tokens=True
+                    )
+                    for side in SIDES
+                )
+                rows += gather_object(list(zip(*texts, probabilities.tolist(), strict=True)))
+                if 0 <= num_print_samples <= len(rows):
                     break
-                table.add_row(chosen, rejected, *(f"{p:.4f}" for p in pair))
-            if table.row_count == num_print_samples:
-                break
         if self.accelerator.is_main_process:
-            run_console().print(table)
-
-    def _prepared(self, dataset: Any, tokenizer: Any, max_length: int | None, args: Any) -> Any:
-        if dataset is None:
-            return None
-        num_proc = getattr(args, "dataset_num_proc", None)
-        if isinstance(dataset, dict):
-            return {
-                name: prepare_pairs(x, tokenizer, max_length, num_proc)
-                for name, x in dataset.items()
-            }
-        return prepare_pairs(dataset, tokenizer, max_length, num_proc)
-
-    @staticmethod
-    def _checked(model: Any, tokenizer: Any) -> Any:
-        labels = getattr(model.config, "num_labels", 1)
-        if labels != 1:
-            raise ValueError(
-                f"the model has {labels} labels, a reward model has one: load it with "
-                "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
-            )
-        if model.config.pad_token_id is None:
-            # By it a decoder's classifier finds each sequence's last token.
-            model.config.pad_token_id = tokenizer.pad_token_id
-        return model
+            _print_pairs(rows if num_print_samples < 0 else rows[:num_print_samples])
 
 
-def _load(path: str) -> Any:
-    from transformers import AutoModelForSequenceClassification
+def _print_pairs(rows: list[tuple[str, str, list[float]]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
 
-    return AutoModelForSequenceClassification.from_pretrained(
-        path, num_labels=1, use_safetensors=True
-    )
+    from fastrl.report import run_console
+
+    table = Table("chosen", "rejected", "P(chosen)", "P(rejected)", show_lines=True)
+    for chosen, rejected, probabilities in rows:
+        # As text: brackets in it are no markup.
+        table.add_row(Text(chosen), Text(rejected), *(f"{p:.4f}" for p in probabilities))
+    run_console().print(table)

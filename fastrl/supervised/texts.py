@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fastrl.supervised.pairs import join
+from fastrl.supervised.base import as_dataset
+from fastrl.supervised.pairs import encode, join
 
 IGNORED = -100
-_WAYS = (
-    "a text column (dataset_text_field), prompt and completion, messages, input_ids, or pass "
-    "formatting_func"
-)
 
 
 class DataCollatorForCompletionOnlyLM:
-    """Says which tokens of a text are learned: those behind each response template, up to the next
-    instruction template.
+    """Says which tokens of a text are learned: those behind its last response template; or, with an
+    instruction template, those behind every response template up to the next instruction.
+
+    Templates are found as tokens. Where a tokenizer joins a template's ends with what is around it,
+    pass the template's token ids as they are inside a text.
 
     Args:
         response_template: text or token ids in front of what is learned.
         instruction_template: text or token ids in front of what is not; for dialogues.
         tokenizer: of the texts.
         mlm: only False.
-        ignore_index: label of tokens that are not learned.
+        ignore_index: label of tokens that are not learned, where this is called as a collator.
+
+    Raises:
+        ValueError: an empty template, ``mlm=True``.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class DataCollatorForCompletionOnlyLM:
             raise ValueError("mlm=True is not for causal language models: leave it False")
         self.tokenizer, self.ignore_index = tokenizer, ignore_index
         self.response_template = response_template
+        self.instruction_template = instruction_template
         self._response = self._ids("response_template", response_template)
         self._instruction = (
             None
@@ -58,25 +61,30 @@ class DataCollatorForCompletionOnlyLM:
             raise ValueError(f"{name} is empty: pass the text in front of the responses")
         return [int(token) for token in template]
 
-    def labels(self, input_ids: Sequence[int]) -> list[int]:
-        """The tokens that are learned, ``ignore_index`` elsewhere."""
+    def learned(self, input_ids: Sequence[int]) -> list[bool]:
+        """Which tokens of a text are learned."""
         ids = list(input_ids)
         starts = [at + len(self._response) for at in _places(ids, self._response)]
-        labels = [self.ignore_index] * len(ids)
         if self._instruction is None:
-            starts = starts[-1:]  # as an answer may quote the template in front of it
-            stops = [len(ids)] * len(starts)
+            spans = [(start, len(ids)) for start in starts[-1:]]  # the prompt may quote it
         else:
             turns = [*_places(ids, self._instruction), len(ids)]
-            stops = [next((turn for turn in turns if turn >= start), len(ids)) for start in starts]
-        for start, stop in zip(starts, stops, strict=True):
-            labels[start:stop] = ids[start:stop]
-        return labels
+            spans = [(start, min(t for t in turns if t >= start)) for start in starts]
+        return [any(start <= i < stop for start, stop in spans) for i in range(len(ids))]
 
-    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """A padded batch with labels, for loops of one's own."""
-        rows = [{"input_ids": f["input_ids"], "labels": self.labels(f["input_ids"])} for f in features]
-        return TextCollator(self.tokenizer, self.ignore_index)(rows)
+    def __call__(self, features: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """A padded batch with labels, for loops of one's own; features are dicts with ``input_ids``
+        or token ids."""
+        rows = [f["input_ids"] if isinstance(f, Mapping) else f for f in features]
+        rows = [[int(token) for token in row] for row in rows]
+        learned = [
+            [
+                t if counts else self.ignore_index
+                for t, counts in zip(row, self.learned(row), strict=True)
+            ]
+            for row in rows
+        ]
+        return _batch(rows, learned, self.tokenizer.pad_token_id, self.ignore_index)
 
 
 @dataclass
@@ -87,137 +95,183 @@ class TextCollator:
     """
 
     tokenizer: Any
-    ignore_index: int = IGNORED
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        pad = self.tokenizer.pad_token_id
-        batch = {
-            "input_ids": _padded([f["input_ids"] for f in features], pad),
-            "attention_mask": _padded([[1] * len(f["input_ids"]) for f in features], 0),
-            "labels": _padded([f["labels"] for f in features], self.ignore_index),
-        }
-        return batch | targets_of(batch["labels"], self.ignore_index)
+        ids, labels = ([f[name] for f in features] for name in ("input_ids", "labels"))
+        batch = _batch(ids, labels, self.tokenizer.pad_token_id)
+        batch["labels"][:, 0] = IGNORED  # nothing predicts it
+        return batch | targets_of(batch["labels"])
 
 
-def targets_of(labels: torch.Tensor, ignored: int = IGNORED) -> dict[str, torch.Tensor]:
+def _batch(
+    ids: Sequence[Any], labels: Sequence[Any], pad: int, ignored: int = IGNORED
+) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": _padded(ids, pad),
+        "attention_mask": _padded([[1] * len(row) for row in ids], 0),
+        "labels": _padded(labels, ignored),
+    }
+
+
+def targets_of(labels: torch.Tensor) -> dict[str, torch.Tensor]:
     """``rows`` and ``targets`` of labels [B, T]."""
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=ignored).flatten()
-    rows = (shifted != ignored).nonzero().squeeze(1)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+    rows = (shifted != IGNORED).nonzero().squeeze(1)
     return {"rows": rows, "targets": shifted[rows]}
+
+
+class Ways(NamedTuple):
+    """How texts are read from a data set's columns."""
+
+    text_field: str = "text"
+    formatting_func: Callable | None = None
+    completions: DataCollatorForCompletionOnlyLM | None = None
+    append_eos: bool = True
+    completion_only: bool = True
+    assistant_only: bool = False
 
 
 def prepare_texts(
     dataset: Any,
     tokenizer: Any,
-    *,
-    text_field: str,
-    max_length: int | None,
-    formatting_func: Callable | None = None,
-    completions: DataCollatorForCompletionOnlyLM | None = None,
-    append_eos: bool = True,
+    ways: Ways,
+    max_length: int | None = None,
     num_proc: int | None = None,
 ) -> Any:
-    """A data set with ``input_ids`` and ``labels``; of a prompt nothing is learned. Texts in which
-    nothing is left to learn are dropped, and counted in a warning.
+    """A data set with ``input_ids`` and ``labels``. Longer texts are cut; those in which nothing is
+    left to learn are dropped, and counted in a warning.
 
     Raises:
+        TypeError: no data set, see :func:`fastrl.supervised.base.as_dataset`.
         ValueError: columns that are missing, no text left.
     """
-    encode = _encoder(dataset, tokenizer, text_field, formatting_func, append_eos)
+    dataset = as_dataset(dataset)
+    if ways.formatting_func is not None:
+        dataset = _formatted(dataset, ways.formatting_func)
+    encode = _encoder(dataset.column_names, tokenizer, ways)
 
     def prepare(row: dict[str, Any]) -> dict[str, Any]:
         ids, labels = encode(row)
         ids, labels = ids[:max_length], labels[:max_length]
-        if completions is not None:
-            labels = completions.labels(ids)
-        return {"input_ids": ids, "labels": labels}
+        if ways.completions is not None:
+            learned = ways.completions.learned(ids)
+            labels = [t if counts else IGNORED for t, counts in zip(ids, learned, strict=True)]
+        # The first token is predicted by nothing.
+        useful = any(label != IGNORED for label in labels[1:])
+        return {"input_ids": ids, "labels": labels, _USEFUL: useful}
 
-    if formatting_func is not None:
-        dataset = _formatted(dataset, formatting_func)
     prepared = dataset.map(
         prepare, num_proc=num_proc, remove_columns=dataset.column_names, desc="tokenising"
     )
-    # The first token is predicted by nothing.
-    kept = [i for i, labels in enumerate(prepared["labels"]) if any(x != IGNORED for x in labels[1:])]
-    if len(kept) == len(prepared):
+    kept = [i for i, useful in enumerate(prepared[_USEFUL]) if useful]
+    whole, prepared = len(prepared), prepared.remove_columns(_USEFUL)
+    if len(kept) == whole:
         return prepared
-    why = "nothing is learned from them"
+    why = "nothing is learned from them: they are empty"
     if max_length is not None:
-        why += f": they are empty, or what would be learned lies behind max_length={max_length}"
-    if completions is not None:
-        why += f", or response_template {completions.response_template!r} does not occur in them"
+        why += f", or what would be learned lies behind max_length={max_length}"
+    if ways.completions is not None:
+        why += (
+            f", or response_template {ways.completions.response_template!r} does not occur in "
+            "them as these tokens (pass token ids as they are inside a text)"
+        )
     if not kept:
-        raise ValueError(f"no text is left of {len(prepared)}; {why}")
-    warnings.warn(
-        f"{len(prepared) - len(kept)} of {len(prepared)} texts dropped; {why}", stacklevel=4
-    )
+        raise ValueError(f"no text is left of {whole}; {why}")
+    warnings.warn(f"{whole - len(kept)} of {whole} texts dropped; {why}", stacklevel=2)
     return prepared.select(kept)
 
 
 Encoder = Callable[[dict[str, Any]], tuple[list[int], list[int]]]
-_FORMATTED = "__text"
+_FORMATTED, _USEFUL = "_text", "_useful"
+_DEFAULT_FIELD = Ways().text_field
 
 
 def _formatted(dataset: Any, formatting_func: Callable) -> Any:
     """One column of texts: of a function of a row, or of a batch of rows, that returns texts."""
-    first = formatting_func(dataset[0])
-    if isinstance(first, str):
-        return dataset.map(
-            lambda row: {_FORMATTED: formatting_func(row)}, remove_columns=dataset.column_names
-        )
-    if not isinstance(formatting_func(dataset[:1]), list):
-        raise ValueError(
-            "formatting_func must return a text for a row, or a list of texts for a batch of rows; "
-            f"it returned {type(first).__name__}"
-        )
-    return dataset.map(
-        lambda rows: {_FORMATTED: formatting_func(rows)},
-        batched=True,
-        remove_columns=dataset.column_names,
-    )
+    errors = []
+    for batched, rows in ((False, dataset[0]), (True, dataset[:1])):
+        try:
+            made = formatting_func(rows)
+        except Exception as error:  # the other convention's arguments
+            errors.append(error)
+            continue
+        fits = _are_texts(made) if batched else isinstance(made, str)
+        if fits:
+            return dataset.map(
+                lambda rows: {_FORMATTED: formatting_func(rows)},
+                batched=batched,
+                remove_columns=dataset.column_names,
+                desc="formatting",
+            )
+    raise ValueError(
+        "formatting_func must return a text for a row, or a list of texts for a batch of rows (a "
+        f"dict of lists); the data set has columns {', '.join(dataset.column_names)}"
+    ) from (errors[0] if errors else None)
 
 
-def _encoder(
-    dataset: Any,
-    tokenizer: Any,
-    text_field: str,
-    formatting_func: Callable | None,
-    append_eos: bool,
-) -> Encoder:
-    """By the columns that there are."""
-    columns = dataset.column_names
+def _are_texts(made: Any) -> bool:
+    return isinstance(made, list) and all(isinstance(text, str) for text in made)
+
+
+def _encoder(columns: Sequence[str], tokenizer: Any, ways: Ways) -> Encoder:
+    """By the columns that there are: from a row, token ids and labels."""
 
     def ended(ids: list[int]) -> list[int]:
         eos = tokenizer.eos_token_id
-        ends = append_eos and eos is not None and ids[-1:] != [eos]
+        ends = ways.append_eos and eos is not None and ids[-1:] != [eos]
         return [*ids, eos] if ends and ids else ids
 
-    def whole(text: str, **options: Any) -> tuple[list[int], list[int]]:
-        ids = ended(tokenizer(text, **options)["input_ids"]) if text else []
+    def whole(text: str | None) -> tuple[list[int], list[int]]:
+        ids = ended(encode(text, tokenizer)) if text else []
         return ids, ids
 
-    def completion(row: dict[str, Any]) -> tuple[list[int], list[int]]:
-        text = join(row["prompt"], row["completion"], tokenizer)
-        before = join(row["prompt"], "", tokenizer)
-        special = isinstance(row["completion"], str) and isinstance(row["prompt"], str)
-        ids = ended(tokenizer(text, add_special_tokens=special)["input_ids"])
-        prompt = tokenizer(before, add_special_tokens=special)["input_ids"]
-        # A token that spans the border belongs to the completion.
-        same = next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), None)
-        length = min(len(prompt), len(ids)) if same is None else same
-        return ids, [IGNORED] * length + ids[length:]
+    def messages(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+        options = {"return_dict": True, "return_assistant_tokens_mask": ways.assistant_only}
+        made = tokenizer.apply_chat_template(row["messages"], tokenize=True, **options)
+        ids = list(made["input_ids"])
+        if not ways.assistant_only:
+            return ids, ids
+        learned = made["assistant_masks"]
+        return ids, [t if counts else IGNORED for t, counts in zip(ids, learned, strict=True)]
 
-    if formatting_func is not None:
+    def completion(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+        if not row["completion"]:
+            return [], []
+        chat = not (isinstance(row["prompt"], str) and isinstance(row["completion"], str))
+        ids = encode(join(row["prompt"], row["completion"], tokenizer), tokenizer, chat)
+        if isinstance(row["completion"], str):  # chat templates end their texts themselves
+            ids = ended(ids)
+        if not ways.completion_only:
+            return ids, ids
+        # With a text for an answer, a chat's prompt ends where the answer begins.
+        prompt = encode(join(row["prompt"], "", tokenizer), tokenizer, chat)
+        same = zip(prompt, ids, strict=False)
+        # A token that spans the border belongs to the completion.
+        border = next((i for i, (a, b) in enumerate(same) if a != b), len(prompt))
+        return ids, [IGNORED] * border + ids[border:]
+
+    if ways.assistant_only and "messages" not in columns:
+        raise ValueError(
+            f"assistant_only_loss needs messages, the data set has columns {', '.join(columns)}"
+        )
+    if ways.formatting_func is not None:
         return lambda row: whole(row[_FORMATTED])
-    if "input_ids" in columns:
-        return lambda row: (row["input_ids"], row.get("labels") or row["input_ids"])
-    if "messages" in columns:
-        return lambda row: whole(join(None, row["messages"], tokenizer), add_special_tokens=False)
-    if {"prompt", "completion"} <= set(columns):
-        return completion
-    if text_field in columns:
-        return lambda row: whole(row[text_field])
-    raise ValueError(f"the data set has columns {', '.join(columns)}: it needs {_WAYS}")
+    field = ways.text_field
+    if field in columns and field != _DEFAULT_FIELD:
+        return lambda row: whole(row[field])
+    if field == _DEFAULT_FIELD:
+        if "input_ids" in columns:
+            return lambda row: (row["input_ids"], row.get("labels") or row["input_ids"])
+        if "messages" in columns:
+            return messages
+        if {"prompt", "completion"} <= set(columns):
+            return completion
+        if field in columns:
+            return lambda row: whole(row[field])
+    raise ValueError(
+        f"the data set has columns {', '.join(columns)}: it needs {field} (dataset_text_field), "
+        "prompt and completion, messages, or input_ids; or pass formatting_func"
+    )
 
 
 def _places(ids: list[int], template: list[int]) -> list[int]:
@@ -231,8 +285,3 @@ def _padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
         batch_first=True,
         padding_value=value,
     )
-
-
-def takes(function: Callable, name: str) -> bool:
-    """Whether a function has an argument of this name."""
-    return name in inspect.signature(function).parameters
