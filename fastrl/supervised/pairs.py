@@ -59,7 +59,7 @@ class RewardDataCollatorWithPadding:
             self.tokenizer,
             rows,
             padding=self.padding,
-            max_length=self.max_length,
+            max_length=self.max_length if self.padding == "max_length" else None,
             pad_to_multiple_of=self.pad_to_multiple_of,
             return_tensors=self.return_tensors,
         )
