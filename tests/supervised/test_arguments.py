@@ -70,7 +70,7 @@ def test_a_tokenizer_without_a_pad_token_says_how_to_set_one(
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = None
     for make in (make_sft, make_reward):
-        with pytest.raises(ValueError, match="set tokenizer.pad_token = tokenizer.eos_token"):
+        with pytest.raises(ValueError, match=r"set tokenizer\.pad_token = tokenizer\.eos_token"):
             make(processing_class=tokenizer)
 
 
@@ -107,7 +107,7 @@ def test_an_adapter_of_another_task_leaves_the_reward_layer_frozen_and_says_so(
     make_reward: Make,
 ) -> None:
     with pytest.warns(UserWarning, match="task_type is not SEQ_CLS"):
-        make_reward(reward_model("gpt2"), peft_config=tiny_models.lora())
+        make_reward(reward_model("gpt2"), peft_config=tiny_models.lora(task_type=None))
 
 
 def test_two_adapters_and_shifted_positions_are_refused(make_sft: Make) -> None:

@@ -15,7 +15,9 @@ from tests.golden import tiny
 from tests.supervised.conftest import Make, pairs, reward_model
 
 TEMPLATE = (
-    "{% for m in messages %}{{ 'w10 ' if m.role == 'user' else 'w11 ' }}{{ m.content }} {% endfor %}"
+    "{% for m in messages %}"
+    "{{ 'w10 ' if m.role == 'user' else 'w11 ' }}{{ m.content }} "
+    "{% endfor %}"
     "{% if add_generation_prompt %}w11 {% endif %}"
 )
 
@@ -81,7 +83,7 @@ def test_missing_columns_are_named_beside_those_that_are_there(make_reward: Make
     data = Dataset.from_list([{"question": "w5", "answer": "w6"}])
     with pytest.raises(ValueError, match="columns question, answer: it needs chosen and rejected"):
         make_reward(data=data)
-    with pytest.raises(ValueError, match="lack input_ids_rejected.*they have input_ids_chosen"):
+    with pytest.raises(ValueError, match=r"lack input_ids_rejected.*they have input_ids_chosen"):
         RewardDataCollatorWithPadding(tiny.tokenizer())(
             [{"input_ids_chosen": [5], "attention_mask_chosen": [1]}]
         )
