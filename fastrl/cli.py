@@ -18,6 +18,8 @@ Reinforcement learning from rewards for language models.
 
 commands:
   demo   train a small model on film reviews, then improve it with PPO; minutes on two CPU cores
+  sft    fit your language model to texts
+  reward train a reward model on preference pairs
   ppo    PPO on your model, prompts and reward
   env    versions, devices, and the kernels that would be used
 
@@ -154,10 +156,26 @@ def _demo(arguments: Sequence[str]) -> int:
 
 
 def _ppo(arguments: Sequence[str]) -> int:
-    from fastrl.ppo_job import PPOFlags, PPOJob, run_ppo
+    from fastrl.jobs.ppo import PPOFlags, PPOJob, run_ppo
 
     job, flags = parse("ppo", [PPOJob, PPOFlags], arguments)
     run_ppo(job, flags)
+    return 0
+
+
+def _sft(arguments: Sequence[str]) -> int:
+    from fastrl.jobs.sft import SFTFlags, SFTJob, run_sft
+
+    job, flags = parse("sft", [SFTJob, SFTFlags], arguments)
+    run_sft(job, flags)
+    return 0
+
+
+def _reward(arguments: Sequence[str]) -> int:
+    from fastrl.jobs.reward import RewardFlags, RewardJob, run_reward
+
+    job, flags = parse("reward", [RewardJob, RewardFlags], arguments)
+    run_reward(job, flags)
     return 0
 
 
@@ -169,7 +187,13 @@ def _env(arguments: Sequence[str]) -> int:
     return 0
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"demo": _demo, "ppo": _ppo, "env": _env}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "demo": _demo,
+    "sft": _sft,
+    "reward": _reward,
+    "ppo": _ppo,
+    "env": _env,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -61,16 +61,7 @@ def draw_run(
         rows: one dict of metrics per step; rows of evaluations may stand between them.
         kl_ceiling: drawn into the KL panel, in nats per sequence.
     """
-    # pyplot is not used: it would choose a GUI backend and keep the figure alive in its registry.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15)
-    figure = Figure(figsize=(13, 7), dpi=120, layout=layout)
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
-    panels = figure.subplots(2, 3).ravel()
+    figure, panels = _sheet(title, 2, 3)
     _draw_reward(panels[0], rows)
     _draw_kl(panels[1], rows, kl_ceiling)
     _draw_line(panels[2], rows, "ppo/policy/entropy", "Policy entropy", "nats per token", GREEN)
@@ -78,6 +69,48 @@ def draw_run(
     _draw_clip_fraction(panels[4], rows)
     _draw_phases(panels[5], rows)
     return figure
+
+
+def draw_fit(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
+    """Draw the curves of a supervised run, from what transformers' Trainer logs."""
+    figure, panels = _sheet(title, 2, 2)
+    _draw_pair(panels[0], rows, ("loss", "eval_loss"), "Loss", "nats")
+    if series(rows, "eval_accuracy"):
+        _draw_pair(panels[1], rows, ("accuracy", "eval_accuracy"), "Accuracy", "share of pairs")
+    else:
+        _draw_line(panels[1], rows, "epoch", "Epoch", "", SKY)
+    _draw_line(panels[2], rows, "learning_rate", "Learning rate", "", GREEN)
+    _draw_line(panels[3], rows, "grad_norm", "Gradient norm", "", PURPLE)
+    return figure
+
+
+def _sheet(title: str, rows: int, columns: int) -> tuple[Figure, Any]:
+    """A figure and its panels."""
+    # pyplot is not used: it would choose a GUI backend and keep the figure alive in its registry.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15)
+    figure = Figure(figsize=(13 / 3 * columns, 3.5 * rows), dpi=120, layout=layout)
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
+    return figure, figure.subplots(rows, columns).ravel()
+
+
+def _draw_pair(
+    panel: Axes, rows: Sequence[dict[str, Any]], keys: tuple[str, str], title: str, unit: str
+) -> None:
+    """A metric of the training batches, and the same of held-out data."""
+    names = []
+    training, evaluated = (series(rows, key) for key in keys)
+    if training:
+        panel.plot(training.steps, training.values, color=BLUE)
+        names.append(("training batches", BLUE))
+    if evaluated:
+        panel.plot(evaluated.steps, evaluated.values, "o-", color=VERMILION, markersize=5)
+        names.append(("held out", VERMILION))
+    _head(panel, title, unit, names)
 
 
 def _draw_reward(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:

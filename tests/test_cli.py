@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from fastrl import cli
-from fastrl.ppo_job import PPOFlags, PPOJob
+from fastrl.jobs.ppo import PPOFlags, PPOJob
 
 REQUIRED = ["--model", "m", "--dataset", "d.jsonl", "--reward", "r"]
 

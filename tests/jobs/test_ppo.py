@@ -16,8 +16,8 @@ from transformers import (
 from fastrl import cli
 from fastrl.demo_models import build_tokenizer
 from fastrl.demo_text import reviews
+from fastrl.jobs.ppo import with_columns
 from fastrl.models import AutoModelForCausalLMWithValueHead
-from fastrl.ppo_job import with_columns
 
 SHAPE = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 48}
 REWARD = "def by_label(prompts, completions, completion_ids, label, **columns):\n"

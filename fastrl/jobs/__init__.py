@@ -1,0 +1,1 @@
+"""What the commands do: from flags to a run folder."""

@@ -1,0 +1,166 @@
+"""What ``fastrl sft`` and ``fastrl reward`` have in common: data in, a fitted model and a report out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from transformers import TrainerCallback
+
+from fastrl.prompt_data import load_table
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def flag(text: str, default: Any = dataclasses.MISSING) -> Any:
+    """A field whose sentence shows up in ``--help``."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclass
+class FitJob:
+    """What to fit, to which data, and where the results go."""
+
+    _argument_group_name: ClassVar[str] = "the job"
+
+    model: str = flag("The model to start from: a directory or a Hub id.")
+    dataset: str = flag(
+        "The data: a .jsonl, .json, .parquet, .csv, .tsv or .txt file, a folder, or a Hub id."
+    )
+    output: str = flag("Folder for the model, the metrics and the report.", "runs/fit")
+    dataset_split: str = flag("Split of a Hub data set.", "train")
+    eval_dataset: str | None = flag(
+        "Data set to evaluate on; by default examples are held out from --dataset.", None
+    )
+    eval_examples: int = flag("Number of held-out examples; 0 turns evaluation off.", 256)
+    lora_r: int = flag("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
+    lora_alpha: int = flag("LoRA's scaling numerator.", 32)
+    lora_dropout: float = flag("LoRA's dropout.", 0.0)
+    dtype: str = flag("Type of the model's weights, such as float32 or bfloat16.", "float32")
+
+    def __post_init__(self) -> None:
+        for name in ("eval_examples", "lora_r"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+
+    def load(self, seed: int) -> tuple[Dataset, Dataset | None]:
+        """Examples to train on and to evaluate on, disjoint where they come from one data set.
+
+        Raises:
+            ValueError: no example is left to train on.
+        """
+        table = load_table(self.dataset, self.dataset_split)
+        if self.eval_examples == 0:
+            return table, None
+        if self.eval_dataset is not None:
+            held_out = load_table(self.eval_dataset, self.dataset_split)
+            count = min(self.eval_examples, len(held_out))
+            return table, held_out.shuffle(seed=seed).select(range(count))
+        if len(table) <= self.eval_examples:
+            raise ValueError(
+                f"{self.eval_examples} held-out examples leave none of {len(table)} to train on: "
+                "lower eval_examples, or name an eval_dataset"
+            )
+        shuffled = table.shuffle(seed=seed)
+        return (
+            shuffled.select(range(self.eval_examples, len(table))),
+            shuffled.select(range(self.eval_examples)),
+        )
+
+    def adapter(self, task_type: str) -> Any:
+        """The configuration of the LoRA adapter, None without one."""
+        if self.lora_r == 0:
+            return None
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            task_type=task_type,
+        )
+
+
+# What a command's flags take for granted where transformers' own defaults would not serve it.
+COMMAND_DEFAULTS: dict[str, Any] = {
+    "logging_steps": 10,
+    "eval_strategy": "epoch",
+    "save_strategy": "no",
+}
+
+
+class MetricsCallback(TrainerCallback):
+    """One JSON object per log of transformers' Trainer, appended as they come."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": state.global_step, **numbers}) + "\n")
+
+
+def fit(
+    trainer: Any,
+    job: FitJob,
+    flags: Any,
+    *,
+    title: str,
+    judge: Callable[[dict[str, float]], dict[str, float]],
+) -> dict[str, Any]:
+    """Trains, evaluates before and after, saves and reports; returns what ``summary.json`` says.
+
+    Args:
+        judge: what to say of an evaluation's metrics.
+    """
+    from fastrl.figure import draw_fit
+    from fastrl.report import read_metrics, run_console
+
+    started = time.perf_counter()
+    output = Path(job.output)
+    held_out = trainer.eval_dataset is not None
+    trainer.add_callback(MetricsCallback(output / "metrics.jsonl"))
+    before = judge(trainer.evaluate()) if held_out else {}
+    trainer.train()
+    after = judge(trainer.evaluate()) if held_out else {}
+    trainer.save_model(str(output / "model"))
+    trainer.processing_class.save_pretrained(output / "model")
+    summary = {
+        **{f"{name}_before": value for name, value in before.items()},
+        **{f"{name}_after": value for name, value in after.items()},
+        "train_examples": len(trainer.train_dataset),
+        "eval_examples": len(trainer.eval_dataset) if held_out else 0,
+        "steps": trainer.state.global_step,
+        "job": dataclasses.asdict(job),
+        "settings": flags.to_dict(),
+        "seconds": time.perf_counter() - started,
+    }
+    if not trainer.accelerator.is_main_process:
+        return summary
+    draw_fit(read_metrics(output / "metrics.jsonl"), title=title).savefig(output / "report.png")
+    text = json.dumps(summary, indent=2, default=str)
+    (output / "summary.json").write_text(text + "\n", encoding="utf-8")
+    console = run_console()
+    for name, value in after.items():
+        console.print(f"{name.replace('_', ' ')}: {before[name]:.4f} → {value:.4f}")
+    console.print(f"saved: {output}/model, metrics.jsonl, report.png, summary.json")
+    return summary
+
+
+def standard_error(share: float, count: int) -> float:
+    """Of a share of ``count`` examples."""
+    return math.sqrt(share * (1 - share) / max(count, 1))
