@@ -1,8 +1,9 @@
-"""``fastrl demo``: teach a small model to write film reviews, then to write favourable ones.
+"""``fastrl demo``: the whole road, from nothing to a model that writes favourable film reviews.
 
-Everything is made on the spot from a seed: the text, the tokenizer, the language model and the
-reward classifier. PPO must then raise the mean reward on held-out prompts by `GAIN_IN_SEMS`
-standard errors while its KL to the original model stays below `KL_CEILING`.
+Everything is made on the spot from a seed: text and tokenizer, a language model (SFT), a reward
+model from preference pairs, and the policy (PPO). PPO must raise the mean reward on held-out
+prompts by `GAIN_IN_SEMS` standard errors while its KL to the language model stays below
+`KL_CEILING`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from rich.console import Console
 
 from fastrl.config import PPOConfig
 from fastrl.core import set_seed
-from fastrl.demo_models import build_tokenizer, train_classifier, train_language_model
-from fastrl.demo_text import Review, polarity, reviews, split_openings
+from fastrl.demo_models import build_tokenizer, train_language_model, train_reward_model
+from fastrl.demo_text import polarity, preference_pairs, reviews, split_openings
+from fastrl.figure import draw_road
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.report import Comparison, finish_run, run_console
 from fastrl.rewards import ClassifierReward
@@ -59,7 +61,8 @@ class Size:
 
     reviews: int
     language_model_steps: int
-    classifier_steps: int
+    pairs: int
+    reward_steps: int
     ppo_steps: int
     batch_size: int
     train_prompts: int
@@ -70,7 +73,8 @@ class Size:
 FULL = Size(
     reviews=8192,
     language_model_steps=400,
-    classifier_steps=300,
+    pairs=6144,
+    reward_steps=300,
     ppo_steps=50,
     batch_size=128,
     train_prompts=1024,
@@ -80,7 +84,8 @@ FULL = Size(
 QUICK = Size(
     reviews=2048,
     language_model_steps=80,
-    classifier_steps=120,
+    pairs=2048,
+    reward_steps=120,
     ppo_steps=14,
     batch_size=64,
     train_prompts=512,
@@ -96,7 +101,8 @@ class Models:
     tokenizer: Any
     language_model: Any
     reward: ClassifierReward
-    classifier_accuracy: float
+    reward_accuracy: float
+    seconds: dict[str, float]  # by stage
 
 
 def run_demo(demo: Demo) -> int:
@@ -107,9 +113,11 @@ def run_demo(demo: Demo) -> int:
     Path(demo.output).mkdir(parents=True, exist_ok=True)  # before minutes of work, not after
     set_seed(demo.seed)
     with _one_thread():
-        models = train_models(demo.seed, size, console)
+        models = train_models(demo, size, console)
         console.rule(f"3/3  PPO, {steps} steps")
+        begin = time.perf_counter()
         trainer, result = improve(models, demo, size, steps)
+    seconds = {**models.seconds, "ppo": time.perf_counter() - begin}
     before, after = result.evaluations[0], result.evaluations[-1]
     text_facts = {
         "rule_polarity_before": _mean_polarity(before),
@@ -121,16 +129,18 @@ def run_demo(demo: Demo) -> int:
         trainer,
         result,
         demo.output,
-        title="fastrl demo: PPO on generated film reviews",
+        title="fastrl demo: SFT, reward model and PPO on generated film reviews",
         summary={
             "seed": demo.seed,
             "ppo_steps": steps,
             "kl_ceiling": KL_CEILING,
-            "classifier_accuracy": models.classifier_accuracy,
+            "reward_accuracy": models.reward_accuracy,
             **text_facts,
+            "seconds_by_stage": seconds,
             "seconds": time.perf_counter() - started,
         },
         kl_ceiling=KL_CEILING,
+        draw=draw_road,
     )
     assert comparison is not None  # train() was given evaluation prompts
     console.print(
@@ -138,28 +148,40 @@ def run_demo(demo: Demo) -> int:
         "{rule_polarity_after:.2f}; distinct completions: {distinct_before} → {distinct_after}"
         "".format(**text_facts)
     )
+    console.print("time by stage: " + ", ".join(f"{k} {v:.0f} s" for k, v in seconds.items()))
     return _verdict(comparison, console, time.perf_counter() - started)
 
 
-def train_models(seed: int, size: Size, console: Console) -> Models:
-    """Write the text, then fit tokenizer, language model and reward classifier to it."""
-    console.rule("1/3  text, tokenizer and language model")
+def train_models(demo: Demo, size: Size, console: Console) -> Models:
+    """Write the text, then fit tokenizer, language model and reward model to it."""
+    seed, output = demo.seed, Path(demo.output)
+    begin = time.perf_counter()
+    console.rule("1/3  text, tokenizer, and a language model by SFT")
     corpus = reviews(size.reviews, seed)
     for review in corpus[:3]:
-        console.print(f"  {'+' if review.label else '-'} {review.text}")
+        console.print(f"  {review.text}")
     tokenizer = build_tokenizer([review.text for review in corpus])
-    language_model = train_language_model(tokenizer, corpus, size.language_model_steps)
+    language_model = train_language_model(
+        tokenizer, corpus, size.language_model_steps, output / "sft"
+    )
+    fitted = time.perf_counter()
 
-    console.rule("2/3  reward classifier")
-    classifier = train_classifier(tokenizer, corpus, size.classifier_steps)
-    reward = ClassifierReward(classifier, tokenizer, batch_size=256)
-    accuracy = _accuracy(reward, reviews(1024, seed + _HELD_OUT_SEED_OFFSET))
-    console.print(f"  agrees with the critic on {accuracy:.0%} of 1024 reviews it never saw")
-    return Models(tokenizer, language_model, reward, accuracy)
+    console.rule("2/3  a reward model from preference pairs")
+    pairs = preference_pairs(size.pairs, seed)
+    for chosen, rejected in pairs[:2]:
+        console.print(f"  preferred: {chosen}\n  to:        {rejected}")
+    held_out = preference_pairs(1024, seed + _HELD_OUT_SEED_OFFSET)
+    model, accuracy = train_reward_model(
+        tokenizer, pairs, held_out, size.reward_steps, output / "reward"
+    )
+    console.print(f"  agrees with the critic on {accuracy:.0%} of 1024 pairs it never saw")
+    seconds = {"sft": fitted - begin, "reward": time.perf_counter() - fitted}
+    reward = ClassifierReward(model, tokenizer, batch_size=256)
+    return Models(tokenizer, language_model, reward, accuracy, seconds)
 
 
 def improve(models: Models, demo: Demo, size: Size, steps: int) -> tuple[PPOTrainer, TrainResult]:
-    """PPO for the classifier's logit; prompts to train on and to judge by are disjoint."""
+    """PPO for the reward model; prompts to train on and to judge by are disjoint."""
     prompts, held_out = split_openings(size.train_prompts, size.eval_prompts, demo.seed)
     trainer = PPOTrainer(
         _ppo_config(demo.seed, size.batch_size),
@@ -209,12 +231,6 @@ def _verdict(comparison: Comparison, console: Console, seconds: float) -> int:
         style="bold green",
     )
     return 0
-
-
-def _accuracy(reward: ClassifierReward, held_out: list[Review]) -> float:
-    scores = reward.score([review.text for review in held_out])
-    hits = sum((s > 0) == bool(r.label) for s, r in zip(scores, held_out, strict=True))
-    return hits / len(held_out)
 
 
 def _mean_polarity(evaluation: Evaluation) -> float:

@@ -1,22 +1,23 @@
-"""The demo's models: a tokenizer, a small language model and a reward classifier."""
+"""The demo's models: a tokenizer, a small language model and a reward model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from tqdm.auto import tqdm
+from datasets import Dataset
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from fastrl.demo_text import Review
+from fastrl.jobs.progress import show
+from fastrl.supervised.reward import RewardConfig, RewardTrainer
+from fastrl.supervised.sft import SFTConfig, SFTTrainer
 
 _CONTEXT = 64  # tokens; the longest reviews have about 30
 _BATCH_SIZE = 32
@@ -47,29 +48,69 @@ def build_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def train_language_model(
-    tokenizer: PreTrainedTokenizerFast, reviews: Sequence[Review], steps: int
+    tokenizer: PreTrainedTokenizerFast, reviews: Sequence[Review], steps: int, output: Path
 ) -> GPT2LMHeadModel:
     """A GPT-2-shaped model fitted to the reviews, each ended by EOS."""
     model = GPT2LMHeadModel(_gpt2_config(tokenizer))
-    model.loss_type = "ForCausalLM"  # not to be guessed from the class's name, with a warning
-    batch = tokenizer(
-        [review.text + tokenizer.eos_token for review in reviews],
-        padding=True,
-        return_tensors="pt",
+    held_out = len(reviews) // 16
+    texts = Dataset.from_dict({"text": [review.text for review in reviews]})
+    trainer = SFTTrainer(
+        model,
+        SFTConfig(**_arguments(steps, 4e-3, output)),
+        train_dataset=texts.select(range(held_out, len(texts))),
+        eval_dataset=texts.select(range(held_out)),
+        processing_class=tokenizer,
     )
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    return _fit(model, {**batch, "labels": labels}, steps, 4e-3, "language model")
+    show(trainer, "SFT", output / "metrics.jsonl")
+    trainer.train()
+    return model.eval()
 
 
-def train_classifier(
-    tokenizer: PreTrainedTokenizerFast, reviews: Sequence[Review], steps: int
-) -> GPT2ForSequenceClassification:
-    """A model fitted to the critic's labels; its one logit is that of a favourable review."""
-    config = _gpt2_config(tokenizer, num_labels=1, problem_type="multi_label_classification")
-    model = GPT2ForSequenceClassification(config)
-    batch = tokenizer([review.text for review in reviews], padding=True, return_tensors="pt")
-    labels = torch.tensor([[float(review.label)] for review in reviews])
-    return _fit(model, {**batch, "labels": labels}, steps, 1e-3, "reward classifier")
+def train_reward_model(
+    tokenizer: PreTrainedTokenizerFast,
+    pairs: Sequence[tuple[str, str]],
+    held_out: Sequence[tuple[str, str]],
+    steps: int,
+    output: Path,
+) -> tuple[GPT2ForSequenceClassification, float]:
+    """A model that scores the first of each pair above the second; its share of held-out pairs."""
+    model = GPT2ForSequenceClassification(_gpt2_config(tokenizer, num_labels=1))
+    trainer = RewardTrainer(
+        model,
+        RewardConfig(**_arguments(steps, 1e-3, output), center_rewards_coefficient=0.01),
+        train_dataset=_pairs(pairs),
+        eval_dataset=_pairs(held_out),
+        processing_class=tokenizer,
+    )
+    show(trainer, "reward model", output / "metrics.jsonl")
+    trainer.train()
+    accuracy = trainer.evaluate(num_print_samples=0)["eval_accuracy"]
+    return model.eval(), accuracy
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> Dataset:
+    chosen, rejected = zip(*pairs, strict=True)
+    return Dataset.from_dict({"chosen": list(chosen), "rejected": list(rejected)})
+
+
+def _arguments(steps: int, learning_rate: float, output: Path) -> dict[str, Any]:
+    """A one-cycle schedule without checkpoints."""
+    return {
+        "output_dir": str(output),
+        "max_steps": steps,
+        "per_device_train_batch_size": _BATCH_SIZE,
+        "per_device_eval_batch_size": 256,
+        "learning_rate": learning_rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": steps // 4,
+        "weight_decay": 0.01,
+        "max_length": _CONTEXT,
+        "logging_steps": max(1, steps // 40),
+        "eval_strategy": "steps",
+        "eval_steps": max(1, steps // 4),
+        "save_strategy": "no",
+        "dataloader_pin_memory": False,
+    }
 
 
 def _gpt2_config(tokenizer: PreTrainedTokenizerFast, **kwargs: Any) -> GPT2Config:
@@ -88,26 +129,3 @@ def _gpt2_config(tokenizer: PreTrainedTokenizerFast, **kwargs: Any) -> GPT2Confi
         activation_function="gelu",  # one fused op; "gelu_new" would cost a third of each step
         **kwargs,
     )
-
-
-def _fit(
-    model: PreTrainedModel, data: dict[str, Tensor], steps: int, learning_rate: float, name: str
-) -> Any:
-    """Minimise the model's own loss on random batches of ``data``, under a one-cycle schedule."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=learning_rate, total_steps=steps
-    )
-    rows = len(data["input_ids"])
-    model.train()
-    with tqdm(range(steps), desc=name, unit="batch") as bar:
-        for _ in bar:
-            chosen = torch.randint(rows, (_BATCH_SIZE,))
-            loss = model(**{key: value[chosen] for key, value in data.items()}).loss
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
-    return model.eval()

@@ -154,6 +154,23 @@ def reviews(count: int, seed: int) -> list[Review]:
     return [Review(text, critic(text, rng)) for text in texts]
 
 
+def preference_pairs(count: int, seed: int) -> list[tuple[str, str]]:
+    """``count`` pairs of reviews, the one that the critic prefers first.
+
+    A critic prefers the first of two with probability σ(polarity - the other's), so that some
+    pairs are the wrong way round.
+    """
+    rng = random.Random(seed)
+    pairs: list[tuple[str, str]] = []
+    while len(pairs) < count:
+        one, other = sentence(rng), sentence(rng)
+        if one == other:
+            continue
+        preferred = rng.random() < 1.0 / (1.0 + math.exp(polarity(other) - polarity(one)))
+        pairs.append((one, other) if preferred else (other, one))
+    return pairs
+
+
 def split_openings(train: int, held_out: int, seed: int) -> tuple[list[str], list[str]]:
     """Two disjoint lists of distinct openings: prompts to train on and prompts to judge by."""
     rng = random.Random(seed)

@@ -71,6 +71,32 @@ def draw_run(
     return figure
 
 
+def draw_road(
+    rows: Sequence[dict[str, Any]],
+    stages: dict[str, Sequence[dict[str, Any]]],
+    *,
+    title: str,
+    kl_ceiling: float | None = None,
+) -> Figure:
+    """Draw SFT, reward model and PPO in one figure.
+
+    Args:
+        rows: of PPO.
+        stages: rows of "sft" and "reward", as transformers' Trainer logs them.
+    """
+    figure, panels = _sheet(title, 2, 3)
+    _draw_pair(panels[0], stages["sft"], ("loss", "eval_loss"), "1. SFT loss", "nats per token")
+    _draw_pair(
+        panels[1], stages["reward"], ("", "eval_accuracy"), "2. Reward model", "share of pairs"
+    )
+    _draw_reward(panels[2], rows)
+    panels[2].set_title("3. PPO reward", loc="left", fontweight="bold", fontsize=11, pad=22)
+    _draw_kl(panels[3], rows, kl_ceiling)
+    _draw_line(panels[4], rows, "ppo/policy/entropy", "Policy entropy", "nats per token", GREEN)
+    _draw_phases(panels[5], rows)
+    return figure
+
+
 def draw_fit(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
     """Draw the curves of a supervised run, from what transformers' Trainer logs."""
     figure, panels = _sheet(title, 2, 2)

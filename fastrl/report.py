@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.table import Table
 
@@ -92,15 +94,26 @@ def write_report(
     *,
     title: str = "PPO",
     kl_ceiling: float | None = None,
+    draw: Callable[..., Figure] | None = None,
 ) -> Path:
     """Draw a run's curves from its metrics.jsonl into a PNG; metrics that are missing are left out.
 
     Args:
         kl_ceiling: drawn into the KL panel, in nats per sequence.
+        draw: the figure, by default :func:`fastrl.figure.draw_run`; it gets the run's rows, and
+            those of stages before it, which lie in folders beside the metrics.
     """
     from fastrl.figure import draw_run
 
-    figure = draw_run(read_metrics(metrics_path), title=title, kl_ceiling=kl_ceiling)
+    rows = read_metrics(metrics_path)
+    if draw is None:
+        figure = draw_run(rows, title=title, kl_ceiling=kl_ceiling)
+    else:
+        stages = {
+            path.parent.name: read_metrics(path)
+            for path in sorted(Path(metrics_path).parent.glob("*/metrics.jsonl"))
+        }
+        figure = draw(rows, stages, title=title, kl_ceiling=kl_ceiling)
     png_path = Path(png_path)
     png_path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png_path)
@@ -153,6 +166,7 @@ def finish_run(
     summary: dict[str, Any],
     samples: int = 8,
     kl_ceiling: float | None = None,
+    draw: Callable[..., Figure] | None = None,
 ) -> Comparison | None:
     """Save the model, draw the report, print samples and the gain, and write summary.json.
 
@@ -170,7 +184,11 @@ def finish_run(
     if not trainer.accelerator.is_main_process:
         return comparison
     write_report(
-        output / "metrics.jsonl", output / "report.png", title=title, kl_ceiling=kl_ceiling
+        output / "metrics.jsonl",
+        output / "report.png",
+        title=title,
+        kl_ceiling=kl_ceiling,
+        draw=draw,
     )
     gain = comparison.to_dict() if comparison else {}
     reference = {"mode": trainer.reference.mode, "why": trainer.reference.why}

@@ -1,4 +1,4 @@
-"""What ``fastrl sft`` and ``fastrl reward`` have in common: data in, a fitted model and a report out."""
+"""What ``fastrl sft`` and ``fastrl reward`` share: data in, a fitted model and a report out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import TrainerCallback
-
+from fastrl.jobs.progress import show
 from fastrl.prompt_data import load_table
 
 if TYPE_CHECKING:
@@ -96,35 +95,19 @@ COMMAND_DEFAULTS: dict[str, Any] = {
 }
 
 
-class MetricsCallback(TrainerCallback):
-    """One JSON object per log of transformers' Trainer, appended as they come."""
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("")
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        numbers = {k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))}
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": state.global_step, **numbers}) + "\n")
-
-
 def fit(
     trainer: Any,
     job: FitJob,
     flags: Any,
     *,
+    description: str,
     title: str,
     judge: Callable[[dict[str, float]], dict[str, float]],
 ) -> dict[str, Any]:
     """Trains, evaluates before and after, saves and reports; returns what ``summary.json`` says.
 
     Args:
+        description: of the progress bar.
         judge: what to say of an evaluation's metrics.
     """
     from fastrl.figure import draw_fit
@@ -133,7 +116,7 @@ def fit(
     started = time.perf_counter()
     output = Path(job.output)
     held_out = trainer.eval_dataset is not None
-    trainer.add_callback(MetricsCallback(output / "metrics.jsonl"))
+    show(trainer, description, output / "metrics.jsonl")
     before = judge(trainer.evaluate()) if held_out else {}
     trainer.train()
     after = judge(trainer.evaluate()) if held_out else {}

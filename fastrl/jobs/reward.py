@@ -71,4 +71,5 @@ def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
             "held_out_accuracy_sem": standard_error(accuracy, len(trainer.eval_dataset)),
         }
 
-    return fit(trainer, job, flags, title=f"{job.model}: rewards from {job.dataset}", judge=judge)
+    title = f"{job.model}: rewards from {job.dataset}"
+    return fit(trainer, job, flags, description="reward", title=title, judge=judge)

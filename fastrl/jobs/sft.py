@@ -68,4 +68,5 @@ def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
         loss = metrics["eval_loss"]
         return {"held_out_loss": loss, "held_out_perplexity": math.exp(min(loss, 700.0))}
 
-    return fit(trainer, job, flags, title=f"{job.model}: SFT on {job.dataset}", judge=judge)
+    title = f"{job.model}: SFT on {job.dataset}"
+    return fit(trainer, job, flags, description="SFT", title=title, judge=judge)
