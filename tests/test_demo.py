@@ -7,7 +7,14 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastrl import cli, demo
-from fastrl.demo_text import opening, polarity, reviews, sentence, split_openings
+from fastrl.demo_text import (
+    opening,
+    polarity,
+    preference_pairs,
+    reviews,
+    sentence,
+    split_openings,
+)
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.report import Comparison
 
@@ -48,6 +55,16 @@ def test_critic_mostly_agrees_with_the_rule():
     assert 0.8 < sum(verdicts) / len(verdicts) < 1.0
 
 
+def test_pairs_mostly_have_the_more_favourable_review_first():
+    pairs = preference_pairs(1000, seed=0)
+    assert pairs == preference_pairs(1000, seed=0)
+    differences = [polarity(chosen) - polarity(rejected) for chosen, rejected in pairs]
+    decided = [d for d in differences if d]
+    assert len(decided) > 800
+    assert 0.75 < sum(d > 0 for d in decided) / len(decided) < 0.98
+    assert all(chosen != rejected for chosen, rejected in pairs)
+
+
 def test_openings_say_nothing_favourable_and_are_split_without_overlap():
     rng = random.Random(0)
     assert all(polarity(opening(rng)) == 0 for _ in range(500))
@@ -68,7 +85,11 @@ def test_quick_demo_runs_every_stage_and_reaches_its_goal(tmp_path, capsys):
     assert summary["reward_gain_in_sems"] >= demo.GAIN_IN_SEMS
     assert summary["kl_after"] <= summary["kl_ceiling"] == demo.KL_CEILING
     assert summary["distinct_after"] > 128
-    assert 0.55 < summary["classifier_accuracy"] < 0.95  # fallible, but not blind
+    assert 0.55 < summary["reward_accuracy"] < 0.95  # fallible, but not blind
+    assert set(summary["seconds_by_stage"]) == {"sft", "reward", "ppo"}
+    for stage, metric in (("sft", "eval_loss"), ("reward", "eval_accuracy")):
+        rows = (output / stage / "metrics.jsonl").read_text().splitlines()
+        assert any(metric in json.loads(row) for row in rows), stage
 
     assert (output / "report.png").stat().st_size > 10_000
     steps = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -122,6 +123,8 @@ def fit(
     after = judge(trainer.evaluate()) if held_out else {}
     trainer.save_model(str(output / "model"))
     trainer.processing_class.save_pretrained(output / "model")
+    with contextlib.suppress(OSError):  # it holds checkpoints
+        Path(trainer.args.output_dir).rmdir()
     summary = {
         **{f"{name}_before": value for name, value in before.items()},
         **{f"{name}_after": value for name, value in after.items()},

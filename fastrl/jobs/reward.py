@@ -31,13 +31,11 @@ class RewardFlags(RewardConfig):
         "When to save checkpoints beside the final model: no, steps or epoch.",
         COMMAND_DEFAULTS["save_strategy"],
     )
-    samples: int = flag("Pairs to show at each evaluation; -1 is all of them.", 0)
+    num_print_samples: int = flag("Pairs to show at each evaluation; -1 is all of them.", 0)
 
 
 def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
     """Train, save and report."""
-    import functools
-
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
     from fastrl.supervised.reward import RewardTrainer
@@ -61,14 +59,14 @@ def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
         processing_class=tokenizer,
         peft_config=job.adapter("SEQ_CLS"),
     )
-    trainer.evaluate = functools.partial(trainer.evaluate, num_print_samples=flags.samples)
+    pairs: Any = trainer.eval_dataset
 
     def judge(metrics: dict[str, float]) -> dict[str, float]:
         accuracy = metrics["eval_accuracy"]
         return {
             "held_out_loss": metrics["eval_loss"],
             "held_out_accuracy": accuracy,
-            "held_out_accuracy_sem": standard_error(accuracy, len(trainer.eval_dataset)),
+            "held_out_accuracy_sem": standard_error(accuracy, len(pairs)),
         }
 
     title = f"{job.model}: rewards from {job.dataset}"

@@ -38,6 +38,7 @@ class RewardConfig(SupervisedArguments):
     center_rewards_coefficient: float | None = setting(
         "Weight of mean((r_chosen + r_rejected)²), which keeps rewards around 0.", None
     )
+    num_print_samples: int = setting("Pairs to show at each evaluation; -1 is all of them.", 4)
 
 
 def compute_accuracy(eval_pred: Any) -> dict[str, float]:
@@ -191,9 +192,11 @@ class RewardTrainer(SupervisedTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
         *,
-        num_print_samples: int = 4,
+        num_print_samples: int | None = None,
     ) -> dict[str, float]:
-        """As in ``Trainer``; prints some pairs first (``num_print_samples``; -1 is all)."""
+        """As in ``Trainer``; prints some pairs first, as many as the configuration says."""
+        if num_print_samples is None:
+            num_print_samples = getattr(self.args, "num_print_samples", 4)
         which = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(which, dict):
             metrics: dict[str, float] = {}
