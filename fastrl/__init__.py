@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from fastrl import core, patch
     from fastrl.config import PPOConfig
     from fastrl.core import LengthSampler, set_seed
-    from fastrl.models import AutoModelForCausalLMWithValueHead
+    from fastrl.models import (
+        AutoModelForCausalLMWithValueHead,
+        AutoModelForSeq2SeqLMWithValueHead,
+    )
     from fastrl.patch import TRLPatch, patch_trl, unpatch_trl
     from fastrl.references import create_reference_model
     from fastrl.rollout import GenerateEngine, RolloutEngine, RolloutOutput, SamplingParams
@@ -41,6 +44,7 @@ except metadata.PackageNotFoundError:  # a bare checkout on PYTHONPATH
 
 __all__ = [
     "AutoModelForCausalLMWithValueHead",
+    "AutoModelForSeq2SeqLMWithValueHead",
     "DataCollatorForCompletionOnlyLM",
     "Evaluation",
     "GenerateEngine",
@@ -73,7 +77,10 @@ __all__ = [
 _HOMES = {
     "fastrl.config": ("PPOConfig",),
     "fastrl.core": ("LengthSampler", "set_seed"),
-    "fastrl.models": ("AutoModelForCausalLMWithValueHead",),
+    "fastrl.models": (
+        "AutoModelForCausalLMWithValueHead",
+        "AutoModelForSeq2SeqLMWithValueHead",
+    ),
     "fastrl.references": ("create_reference_model",),
     "fastrl.patch": ("TRLPatch", "patch_trl", "unpatch_trl"),
     "fastrl.rollout": ("GenerateEngine", "RolloutEngine", "RolloutOutput", "SamplingParams"),

@@ -1,5 +1,14 @@
 """Policies with value heads, references, and the path that scores tokens with them."""
 
-from fastrl.models.value_head import AutoModelForCausalLMWithValueHead, ValueHead
+from fastrl.models.value_head import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+)
+from fastrl.models.wrapper import PreTrainedModelWrapper, ValueHead
 
-__all__ = ["AutoModelForCausalLMWithValueHead", "ValueHead"]
+__all__ = [
+    "AutoModelForCausalLMWithValueHead",
+    "AutoModelForSeq2SeqLMWithValueHead",
+    "PreTrainedModelWrapper",
+    "ValueHead",
+]

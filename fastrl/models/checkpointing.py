@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from fastrl.models.trunk import layer_stack
 
 
 class _Checkpointed:
@@ -26,15 +28,35 @@ class _Checkpointed:
         )
 
 
+def all_layers(model: Any) -> list[nn.Module]:
+    """A model's layers; of an encoder–decoder those of both stacks.
+
+    Raises:
+        LookupError: they cannot be told.
+    """
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return list(layer_stack(model))
+    layers: list[nn.Module] = []
+    for part in (model.get_encoder(), model.get_decoder()):
+        stacks = [m for m in part.children() if isinstance(m, nn.ModuleList)]
+        if len(stacks) != 1:
+            raise LookupError(
+                f"{type(part).__name__} has {len(stacks)} lists of modules: which are its layers "
+                "is not clear"
+            )
+        layers += stacks[0]
+    return layers
+
+
 @contextmanager
-def checkpointed(layers: nn.ModuleList) -> Iterator[None]:
+def checkpointed(layers: Iterable[nn.Module]) -> Iterator[None]:
     """While open, each of the layers is a checkpoint.
 
     transformers' own switch acts in training mode alone, where dropout is on too.
     """
     own = [(layer, vars(layer).get("forward")) for layer in layers]
     try:
-        for layer in layers:
+        for layer, _ in own:
             vars(layer)["forward"] = _Checkpointed(layer.forward)
         yield
     finally:

@@ -32,15 +32,15 @@ class FusedHead:
     It happens inside the head's call, where a sharded weight is in place.
     """
 
-    def __init__(self, transform: LogitTransform):
-        self.transform = transform
+    def __init__(self, transform: LogitTransform, scale: float = 1.0):
+        self.transform, self.scale = transform, scale
 
     def __call__(
         self, model: Any, request: ScoringRequest, inputs: Inputs
     ) -> tuple[TokenScores, Tensor]:
         """Scores, values apart, and the hidden states [N, H] that values are read from."""
         if request.logits:
-            return RowHead()(model, request, inputs)
+            return RowHead(self.scale)(model, request, inputs)
         seen: list[tuple[TokenScores, Tensor]] = []
 
         # A loss gives the head's weight its gradient; then that of lookups may be sparse.
@@ -52,7 +52,7 @@ class FusedHead:
                 weight = head.weight if tied is None else tied
                 picked = hidden.flatten(0, -2)[request.rows]
                 scores = score_hidden(picked, weight, head.bias, self.transform, request)
-                seen.append((scores, picked))
+                seen.append((scores, _unscaled(picked, self.scale)))
                 return hidden[:, :0]
 
             with in_front_of_head(model, score):
@@ -65,6 +65,9 @@ class RowHead:
 
     Whatever the model does to its logits afterwards then acts on those rows as it would on all.
     """
+
+    def __init__(self, scale: float = 1.0):
+        self.scale = scale
 
     def __call__(
         self, model: Any, request: ScoringRequest, inputs: Inputs
@@ -80,7 +83,8 @@ class RowHead:
             logits = model(**inputs).logits
         hidden = _only(seen, model)
         # squeeze is a view both ways; indexing would copy the logits' gradient
-        return score_logits(logits.squeeze(0), request), hidden.squeeze(0)
+        hidden = _unscaled(hidden.squeeze(0), self.scale)
+        return score_logits(logits.squeeze(0), request), hidden
 
 
 class FullHead:
@@ -92,7 +96,7 @@ class FullHead:
         """As FusedHead's."""
         out = model(**inputs, output_hidden_states=True)
         logits = out.logits.flatten(0, 1)[request.rows]
-        return score_logits(logits, request), out.hidden_states[-1].flatten(0, 1)[request.rows]
+        return score_logits(logits, request), last_hidden(out).flatten(0, 1)[request.rows]
 
 
 Head = FusedHead | RowHead | FullHead
@@ -104,7 +108,7 @@ def choose_head(model: nn.Module, inputs: Inputs, tolerance: float = 1e-3) -> He
 
     ``inputs`` is a small batch for the comparison. Falling back is said in a warning.
     """
-    ids = inputs["input_ids"]
+    ids = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"]
     rows = torch.arange(ids.numel(), device=ids.device)[ids.numel() // 2 :]
     request = ScoringRequest(rows, ids.flatten()[rows], entropy=True)
     expected = FullHead()(model, request, inputs)
@@ -123,18 +127,55 @@ def choose_head(model: nn.Module, inputs: Inputs, tolerance: float = 1e-3) -> He
             return None
         return "its logits differ when the head sees single rows"
 
-    transform = _transform_of(model)
+    transform, scale = _transform_of(model), _scale_of(model, inputs)
     not_fused = _why_not_linear(model) or _why_other_transform(model, transform, inputs)
-    fused = FusedHead(transform)
+    fused = FusedHead(transform, scale)
     not_fused = not_fused or differs(fused)
     if not_fused is None:
         return fused
-    not_by_rows = differs(RowHead())
+    by_rows = RowHead(scale)
+    not_by_rows = differs(by_rows)
     if not_by_rows is None:
         _warn(model, f"logits of the response tokens are kept in memory, because {not_fused}")
-        return RowHead()
+        return by_rows
     _warn(model, f"the LM head runs on whole sequences, prompts included, because {not_by_rows}")
     return FullHead()
+
+
+def corner_of(inputs: Inputs) -> Inputs:
+    """A few tokens of a batch, for :func:`choose_head`."""
+    names = ("input_ids", "position_ids", "decoder_input_ids")
+    return {name: inputs[name][:1, :8] for name in names if inputs.get(name) is not None}
+
+
+def last_hidden(out: Any) -> Tensor:
+    """What values are read from, [B, T, H]: of two stacks the decoder's."""
+    hidden = getattr(out, "decoder_hidden_states", None)
+    return (out.hidden_states if hidden is None else hidden)[-1]
+
+
+def _scale_of(model: Any, inputs: Inputs) -> float:
+    """s in x = s·h, where the head is given x and h is the last hidden state: T5 has such a factor.
+
+    1 where x is not h times a number; the heads' comparison then says what that means.
+    """
+    given: list[Tensor] = []
+
+    def see(_head: nn.Module, hidden: Tensor) -> Tensor:
+        given.append(hidden)
+        return hidden
+
+    with in_front_of_head(model, see):
+        hidden = last_hidden(model(**inputs, output_hidden_states=True)).double()
+    if not given or given[0].shape != hidden.shape:
+        return 1.0
+    scale = float((given[0].double() * hidden).sum() / hidden.square().sum())
+    # Rounding of the two is no factor.
+    return scale if abs(scale - 1) > 1e-3 and 0 < scale < torch.inf else 1.0
+
+
+def _unscaled(hidden: Tensor, scale: float) -> Tensor:
+    return hidden if scale == 1 else hidden / scale
 
 
 def _transform_of(model: Any) -> LogitTransform:

@@ -1,149 +1,34 @@
-"""A causal language model with a scalar value for every token."""
+"""Language models with a scalar value for every token: causal ones, and encoder–decoders."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import cached_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from fastrl.models.heads import Head, choose_head
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
+from fastrl.models.wrapper import REFERENCE_ADAPTER, PreTrainedModelWrapper, ValueHead
 
-WEIGHTS_NAME = "model.safetensors"
-_HEAD_PREFIX = "v_head."
-_ADAPTER_CONFIG = "adapter_config.json"
-REFERENCE_ADAPTER = "fastrl_reference"  # a frozen copy of the adapter that training began with
-
-
-class ValueHead(nn.Module):
-    """V(h) = w·dropout(h) + b in fp32, also under autocast: [..., H] -> [..., 1].
-
-    Args:
-        config: the language model's; gives the width and, where it has one, summary_dropout_prob.
-        summary_dropout_prob: dropout in front of the projection, 0.1 unless the config says.
-    """
-
-    def __init__(self, config: Any, summary_dropout_prob: float = 0.1):
-        super().__init__()
-        p = getattr(config, "summary_dropout_prob", summary_dropout_prob)
-        self.dropout = nn.Dropout(p) if p else nn.Identity()
-        self.summary = nn.Linear(_head_width(config), 1, dtype=torch.float32)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            return self.summary(self.dropout(hidden_states).to(self.summary.weight.dtype))
+__all__ = [
+    "REFERENCE_ADAPTER",
+    "AutoModelForCausalLMWithValueHead",
+    "AutoModelForSeq2SeqLMWithValueHead",
+    "ValueHead",
+]
 
 
-class AutoModelForCausalLMWithValueHead(nn.Module):
-    """Any Hugging Face causal LM (``.pretrained_model``) with a :class:`ValueHead` (``.v_head``).
+class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
+    """Any Hugging Face causal LM (``.pretrained_model``) with a value head (``.v_head``).
 
     ``forward(input_ids, …)`` returns (logits in fp32 [B, T, V], the LM loss or None, values
-    [B, T][, past_key_values]). Checkpoints are those of TRL 0.11: the value head lies beside the
-    language model's weights as ``v_head.summary.*``.
-
-    Args:
-        pretrained_model: a causal LM, or a PEFT model around one.
-        summary_dropout_prob: dropout of the value head.
-        v_head_init_strategy: None keeps torch's initialisation; "normal" draws weights from
-            N(0, v_head_initializer_range²) and sets the bias to 0.
-        v_head_initializer_range: standard deviation of "normal".
-
-    Raises:
-        ValueError: a model without a language-model head, an encoder–decoder, prompt learning, an
-            unknown strategy.
+    [B, T][, past_key_values]). Arguments, checkpoints and errors are those of
+    :class:`PreTrainedModelWrapper`.
     """
 
     transformers_parent_class = AutoModelForCausalLM
-    supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
-
-    def __init__(
-        self,
-        pretrained_model: Any,
-        *,
-        summary_dropout_prob: float = 0.1,
-        v_head_init_strategy: str | None = None,
-        v_head_initializer_range: float = 0.2,
-    ):
-        super().__init__()
-        _check_language_model(pretrained_model)
-        self.pretrained_model: Any = pretrained_model
-        self.config = pretrained_model.config
-        self.is_peft_model = hasattr(pretrained_model, "peft_config")
-        self.v_head = ValueHead(self.config, summary_dropout_prob)
-        if v_head_init_strategy == "normal":
-            nn.init.normal_(self.v_head.summary.weight, std=v_head_initializer_range)
-            nn.init.zeros_(self.v_head.summary.bias)
-        elif v_head_init_strategy is not None:
-            raise ValueError(
-                f"unknown v_head_init_strategy {v_head_init_strategy!r}: choose None or 'normal'"
-            )
-        self.v_head.to(pretrained_model.device)
-        self._head: Head | None = None
-        self.trunk: Trunk | None = None  # bottom layers that are shared with a reference
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | PreTrainedModel,
-        *model_args: Any,
-        peft_config: Any = None,
-        reward_adapter: str | None = None,
-        is_trainable: bool = False,
-        **kwargs: Any,
-    ) -> AutoModelForCausalLMWithValueHead:
-        """Load a language model, or wrap one; a saved value head is loaded with it.
-
-        Args:
-            pretrained_model_name_or_path: a directory, a Hub id, or a model. A directory or id that
-                holds a PEFT adapter loads its base model and the adapter.
-            peft_config: puts a new adapter on the model.
-            reward_adapter: not available yet.
-            is_trainable: whether a loaded adapter can be trained.
-            kwargs: those of the value head (see the class); the rest goes to
-                ``AutoModelForCausalLM.from_pretrained``. Weights load in fp32 unless ``dtype`` says
-                otherwise, and from safetensors only: no pickle is read.
-
-        Raises:
-            ValueError: layers that were shared with a reference differ from what was saved.
-        """
-        if reward_adapter is not None:
-            raise ValueError("reward_adapter is not available yet: score with a separate model")
-        head_kwargs = {k: kwargs.pop(k) for k in cls.supported_args if k in kwargs}
-        if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
-            path = os.fspath(pretrained_model_name_or_path)
-            base = _load_language_model(
-                cls.transformers_parent_class, path, model_args, is_trainable, kwargs
-            )
-            saved_head = _read_value_head(path, kwargs)
-        elif isinstance(pretrained_model_name_or_path, nn.Module):
-            base, saved_head = pretrained_model_name_or_path, {}
-        else:
-            raise TypeError(
-                "pretrained_model_name_or_path must be a path, a Hub id or a model, got "
-                f"{type(pretrained_model_name_or_path).__name__}"
-            )
-        if peft_config is not None:
-            if hasattr(base, "peft_config"):
-                raise ValueError("peft_config is given, but the model already has an adapter")
-            from peft import get_peft_model
-
-            base = get_peft_model(base, peft_config)
-        if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
-            verify_record(base, _find(path, TRUNK_NAME, kwargs))
-        model = cls(base, **head_kwargs)
-        if saved_head:
-            model.v_head.load_state_dict(saved_head)
-        return model
+    is_encoder_decoder = False
 
     def forward(
         self,
@@ -160,35 +45,17 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
         ``boundary`` [B, T, H] is what leaves the trunk's layers for these tokens: with it they do
         not run.
         """
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if scoring is not None:
-            head = self._scoring_head(inputs)
-            with self._starting_at(boundary):
-                scores, hidden = head(
-                    self.pretrained_model, scoring, {**inputs, "use_cache": False}
-                )
-            values = self.v_head(hidden).squeeze(-1) if scoring.values else None
-            return scores._replace(values=values)
-
-        inputs["output_hidden_states"] = True
-        if past_key_values is not None:
-            inputs["past_key_values"] = past_key_values
+            self._scoring_head({"input_ids": input_ids, **kwargs})  # it looks at whole forwards
         with self._starting_at(boundary):
-            out = self.pretrained_model(**inputs)
-        values = self.v_head(out.hidden_states[-1]).squeeze(-1)
-        classic = (out.logits.float(), out.loss, values)
-        return (*classic, out.past_key_values) if return_past_key_values else classic
-
-    def _scoring_head(self, inputs: dict[str, Any]) -> Head:
-        """Chosen at the first use, on a corner of that batch: only then is the model in place."""
-        if self._head is None:
-            corner = {
-                k: v[:1, :8]
-                for k, v in inputs.items()
-                if k in ("input_ids", "position_ids") and v is not None
-            }
-            self._head = choose_head(self.pretrained_model, {**corner, "use_cache": False})
-        return self._head
+            return super().forward(
+                input_ids,
+                past_key_values,
+                attention_mask,
+                return_past_key_values,
+                scoring,
+                **kwargs,
+            )
 
     def _starting_at(self, boundary: Tensor | None) -> contextlib.AbstractContextManager:
         if boundary is None:
@@ -197,159 +64,36 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
             raise ValueError("boundary was given, but the model shares no layers: leave it out")
         return self.trunk.skipped(boundary)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """``generate`` of the language model."""
-        return self.pretrained_model.generate(*args, **kwargs)
-
-    @property
-    def device(self) -> torch.device:
-        return self.v_head.summary.weight.device
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.pretrained_model.get_output_embeddings()
-
-    def disable_adapter(self) -> contextlib.AbstractContextManager:
-        """While open, a PEFT model is its base model; another model is itself."""
-        if self.is_peft_model:
-            return self.pretrained_model.disable_adapter()
-        return contextlib.nullcontext()
-
-    def save_pretrained(
-        self, save_directory: str | os.PathLike, state_dict: dict | None = None, **kwargs: Any
-    ) -> None:
-        """Save a checkpoint that this class, TRL 0.11 and ``AutoModelForCausalLM`` load.
-
-        The value head lies in ``model.safetensors`` among the weights; for a PEFT model that file
-        holds the value head alone, beside the adapter.
-
-        Args:
-            state_dict: this model's own, where it had to be gathered from several devices.
-        """
-        state = self.state_dict() if state_dict is None else state_dict
-        head = {k: v.contiguous() for k, v in state.items() if k.startswith(_HEAD_PREFIX)}
-        prefix = "pretrained_model."
-        base = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-        if self.is_peft_model:
-            # PEFT names its own entries; given a whole state it sorts them out.
-            kwargs.setdefault("selected_adapters", self._own_adapters())
-            self.pretrained_model.save_pretrained(save_directory, state_dict=base, **kwargs)
-            save_file(head, Path(save_directory) / WEIGHTS_NAME, metadata={"format": "pt"})
-        else:
-            self.pretrained_model.save_pretrained(
-                save_directory, state_dict={**base, **head}, **kwargs
-            )
-        if self.trunk is not None:
-            (Path(save_directory) / TRUNK_NAME).write_text(self.trunk.record())
-
-    def _own_adapters(self) -> list[str]:
-        """Those of the policy: not the copy that a reference keeps."""
-        return [name for name in self.pretrained_model.peft_config if name != REFERENCE_ADAPTER]
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Upload what :meth:`save_pretrained` saves. Keyword arguments go to ``HfApi``."""
-        import tempfile
-
-        from huggingface_hub import HfApi
-
-        with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
-            api = HfApi(token=kwargs.pop("token", None))
-            api.create_repo(repo_id, private=kwargs.pop("private", None), exist_ok=True)
-            return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
-
-
-def _head_width(config: Any) -> int:
-    # OPT projects its last hidden state down to the width of its word embeddings.
-    for name in ("word_embed_proj_dim", "hidden_size"):
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
-    text = config.get_text_config()
-    if text is not config:
-        return _head_width(text)
-    raise ValueError(f"{type(config).__name__} states no hidden_size: the value head needs one")
-
-
-def _check_language_model(model: Any) -> None:
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
-        raise TypeError(f"pretrained_model must be a Hugging Face model, got {name}")
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{name} is an encoder–decoder, which is not available yet: use a causal language model"
-        )
-    if model.get_output_embeddings() is None:
-        raise ValueError(
-            f"{name} has no language-model head: load it with AutoModelForCausalLM, or choose a "
-            "model that has one"
-        )
-    for adapter in getattr(model, "peft_config", {}).values():
-        if getattr(adapter, "is_prompt_learning", False):
+    @classmethod
+    def _check_kind(cls, model: Any) -> None:
+        if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError(
-                f"{adapter.peft_type} is prompt learning, which PPO does not support: use LoRA or "
-                "another adapter on the weights"
+                f"{type(model).__name__} is an encoder–decoder: wrap it with "
+                "AutoModelForSeq2SeqLMWithValueHead"
             )
 
 
-def _load_language_model(
-    parent: Any, path: str, model_args: tuple, is_trainable: bool, kwargs: dict[str, Any]
-) -> nn.Module:
-    if "torch_dtype" in kwargs:
-        kwargs["dtype"] = kwargs.pop("torch_dtype")
-    kwargs.setdefault("dtype", torch.float32)
-    kwargs.setdefault("use_safetensors", True)
-    if _find(path, _ADAPTER_CONFIG, kwargs) is None:
-        return parent.from_pretrained(path, *model_args, **kwargs)
-    from peft import PeftConfig, PeftModel
+class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
+    """Any Hugging Face encoder–decoder, such as T5 or BART, with a value head on its decoder.
 
-    base_path = PeftConfig.from_pretrained(path).base_model_name_or_path
-    if not base_path:
-        raise ValueError(
-            f"the adapter in {path} names no base model: load that yourself, put the adapter on it "
-            "with peft.PeftModel.from_pretrained, and wrap the result"
-        )
-    base = parent.from_pretrained(base_path, *model_args, **kwargs)
-    return PeftModel.from_pretrained(base, path, is_trainable=is_trainable)
+    ``forward(input_ids, attention_mask=…, decoder_input_ids=…, …)`` returns (logits in fp32
+    [B, T, V], the LM loss or None, values [B, T][, past_key_values]) of the decoder's tokens.
+    Arguments, checkpoints and errors are those of :class:`PreTrainedModelWrapper`.
+    """
 
+    transformers_parent_class = AutoModelForSeq2SeqLM
+    is_encoder_decoder = True
 
-def _read_value_head(path: str, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """The value head's weights of a checkpoint, {} where it has none."""
-    weights: dict[str, Tensor] = {}
-    for file in _weight_files(path, kwargs):
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - not a dict
-                if key.startswith(_HEAD_PREFIX):
-                    weights[key.removeprefix(_HEAD_PREFIX)] = tensors.get_tensor(key)
-    return weights
-
-
-def _weight_files(path: str, kwargs: dict[str, Any]) -> Iterator[str]:
-    import json
-
-    whole = _find(path, WEIGHTS_NAME, kwargs)
-    if whole is not None:
-        yield whole
-        return
-    index = _find(path, f"{WEIGHTS_NAME}.index.json", kwargs)
-    if index is None:
-        return
-    weight_map = json.loads(Path(index).read_text())["weight_map"]
-    for shard in sorted({f for k, f in weight_map.items() if k.startswith(_HEAD_PREFIX)}):
-        found = _find(path, shard, kwargs)
-        if found is not None:
-            yield found
-
-
-def _find(path: str, name: str, kwargs: dict[str, Any]) -> str | None:
-    """A file of a local directory or of the Hub; None where there is none."""
-    if os.path.isdir(path):
-        file = Path(path) / name
-        return str(file) if file.is_file() else None
-    hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "subfolder") if k in kwargs}
-    return cached_file(
-        path,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_connection_errors=False,
-        **hub,
-    )
+    @classmethod
+    def _check_kind(cls, model: Any) -> None:
+        name = type(model).__name__
+        if not getattr(model.config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"{name} is not an encoder–decoder: wrap it with AutoModelForCausalLMWithValueHead"
+            )
+        given = getattr(model, "main_input_name", "input_ids")
+        if given != "input_ids":
+            raise ValueError(
+                f"{name} reads {given}, not token ids, which PPO does not support: use an "
+                "encoder–decoder of texts"
+            )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.value_head import REFERENCE_ADAPTER, AutoModelForCausalLMWithValueHead
+from fastrl.models.wrapper import REFERENCE_ADAPTER, PreTrainedModelWrapper
 from fastrl.references.base import Reference
 from fastrl.references.copies import mix
 
@@ -20,9 +20,7 @@ class AdapterReference(Reference):
 
     mode = "adapter"
 
-    def __init__(
-        self, policy: nn.Module, unwrapped: AutoModelForCausalLMWithValueHead, why: str = ""
-    ):
+    def __init__(self, policy: nn.Module, unwrapped: PreTrainedModelWrapper, why: str = ""):
         self.policy: Any = policy
         self.why = why
         self._unwrapped = unwrapped
@@ -48,9 +46,7 @@ class AdapterReference(Reference):
 class StartAdapterReference(AdapterReference):
     """The policy with a frozen copy of the adapter that it had when training began."""
 
-    def __init__(
-        self, policy: nn.Module, unwrapped: AutoModelForCausalLMWithValueHead, why: str = ""
-    ):
+    def __init__(self, policy: nn.Module, unwrapped: PreTrainedModelWrapper, why: str = ""):
         super().__init__(policy, unwrapped, why)
         self._peft: Any = unwrapped.pretrained_model
         self._active = self._peft.active_adapter

@@ -6,7 +6,7 @@ import warnings
 
 from fastrl.config import PPOConfig
 from fastrl.models.boundaries import Budget
-from fastrl.models.value_head import AutoModelForCausalLMWithValueHead
+from fastrl.models.wrapper import PreTrainedModelWrapper
 from fastrl.references.adapter import AdapterReference, StartAdapterReference
 from fastrl.references.base import Reference, cannot_follow
 from fastrl.references.copies import CopyReference, frozen_copy
@@ -14,8 +14,9 @@ from fastrl.references.none import NoReference
 from fastrl.references.offload import OffloadReference
 from fastrl.references.trunk import TrunkReference, Unshareable, shared_copy, split_off
 
-Policy = AutoModelForCausalLMWithValueHead
+Policy = PreTrainedModelWrapper
 _GIB = 2**30
+_RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by layer"
 
 
 def create_reference_model(
@@ -39,6 +40,8 @@ def create_reference_model(
         )
     if num_shared_layers is None:
         return frozen_copy(model)
+    if model.is_encoder_decoder:
+        raise ValueError(f"num_shared_layers={num_shared_layers}: {_RUN_WHOLE}; leave it None")
     try:
         model.trunk = split_off(model, num_shared_layers)
     except Unshareable as cause:
@@ -107,6 +110,12 @@ def _check(
     mode: str, config: PPOConfig, policy: Policy, ref_model: Policy | None, layers: int | None
 ) -> None:
     asked = f"reference={mode!r}"
+    if policy.is_encoder_decoder and (layers is not None or mode in ("trunk", "offload")):
+        asked += "" if layers is None else f", num_shared_layers={layers}"
+        raise ValueError(
+            f"{asked}: {_RUN_WHOLE}; leave num_shared_layers None and choose reference='copy', "
+            "'adapter' or 'none'"
+        )
     if layers is not None and mode != "trunk":
         why = (
             "a PEFT model shares its base already" if policy.is_peft_model else f"{asked} has none"

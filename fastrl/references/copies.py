@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.value_head import AutoModelForCausalLMWithValueHead
+from fastrl.models.wrapper import PreTrainedModelWrapper
 from fastrl.references.base import Reference
 
 
 def frozen_copy(
-    model: AutoModelForCausalLMWithValueHead, shared: dict[int, Any] | None = None
-) -> AutoModelForCausalLMWithValueHead:
+    model: PreTrainedModelWrapper, shared: dict[int, Any] | None = None
+) -> PreTrainedModelWrapper:
     """A copy in evaluation mode that is not trained; objects in ``shared``, by id, are the same."""
     return copy.deepcopy(model, dict(shared or {})).requires_grad_(False).eval()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.trunk import layer_stack
-from fastrl.models.value_head import AutoModelForCausalLMWithValueHead
+from fastrl.models.wrapper import PreTrainedModelWrapper
 from fastrl.references.copies import CopyReference
 
 
@@ -40,7 +40,7 @@ class OffloadReference(CopyReference):
 
     def __init__(
         self,
-        model: AutoModelForCausalLMWithValueHead,
+        model: PreTrainedModelWrapper,
         policy: nn.Module | None = None,
         why: str = "",
     ):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fastrl.models.boundaries import Boundaries, Budget
 from fastrl.models.modes import evaluating
 from fastrl.models.trunk import Trunk
-from fastrl.models.value_head import AutoModelForCausalLMWithValueHead
+from fastrl.models.wrapper import PreTrainedModelWrapper
 from fastrl.references.copies import CopyReference, frozen_copy
 
 _TOKENS = 8  # of the self-check
@@ -23,7 +23,7 @@ class Unshareable(Exception):
     """A model that does not run in two parts as it does in one; the reason is the message."""
 
 
-def split_off(model: AutoModelForCausalLMWithValueHead, layers: int) -> Trunk:
+def split_off(model: PreTrainedModelWrapper, layers: int) -> Trunk:
     """Freezes a policy's bottom layers and the embeddings below them.
 
     Raises:
@@ -51,7 +51,7 @@ def split_off(model: AutoModelForCausalLMWithValueHead, layers: int) -> Trunk:
     return trunk
 
 
-def shared_copy(model: AutoModelForCausalLMWithValueHead) -> AutoModelForCausalLMWithValueHead:
+def shared_copy(model: PreTrainedModelWrapper) -> PreTrainedModelWrapper:
     """A frozen copy of a policy with a trunk: the trunk's weights are the same objects."""
     assert model.trunk is not None
     return frozen_copy(model, {id(p): p for p in model.trunk.parameters.values()})
@@ -64,8 +64,8 @@ class TrunkReference(CopyReference):
 
     def __init__(
         self,
-        model: AutoModelForCausalLMWithValueHead,
-        policy: AutoModelForCausalLMWithValueHead,
+        model: PreTrainedModelWrapper,
+        policy: PreTrainedModelWrapper,
         budget: Budget,
         why: str = "",
     ):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from fastrl.models.modes import context_length, evaluating
+from fastrl.models.layout import layout_of
+from fastrl.models.modes import evaluating
 from fastrl.rollout.keywords import neutral_kwargs
 from fastrl.rollout.params import RolloutOutput, SamplingParams
 from fastrl.rollout.prompts import check_prompts, checked_call, end_tokens, need_pad_token
@@ -26,7 +27,7 @@ class GenerateEngine:
     """Samples responses with the trained model's own ``generate``: any model, any keyword.
 
     Args:
-        model: a causal LM, or a value-head model around one.
+        model: a language model, causal or encoder–decoder, or a value-head model around one.
         tokenizer: gives the pad and EOS tokens.
         batch_size: prompts per call of ``generate``.
         autocast: makes the context in which ``generate`` runs.
@@ -34,7 +35,7 @@ class GenerateEngine:
             :class:`RolloutEngine` does; one more forward, without padding.
 
     Raises:
-        ValueError: a batch_size below 1.
+        ValueError: a batch_size below 1; an encoder–decoder that names no start token.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class GenerateEngine:
         self.autocast = autocast
         self.tokenizer = tokenizer
         self.batch_size = batch_size
+        self._layout = layout_of(model)
         self._scorer = Scorer(model) if scores else None
 
     def generate(
@@ -108,6 +110,7 @@ class GenerateEngine:
         for name in ("num_return_sequences", "return_dict_in_generate"):
             if kwargs.pop(name, None) not in (None, 1, False):
                 raise ValueError(f"{name} is not supported here: repeat the prompts instead")
+        self._layout.check_generation(kwargs)
         check_prompts(prompts, self.model, kwargs.get("max_new_tokens"))
         parts = [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
         for part in parts:
@@ -146,19 +149,18 @@ class GenerateEngine:
         kwargs: dict[str, Any] = {"max_new_tokens": max(limits)}
         if params.stop or min(limits) < max(limits):
             width = max(len(prompt) for prompt in prompts)
-            ended = _Ended(width, limits, params.stop, self.model.device)
+            ended = _Ended(self._layout.in_front(width), limits, params.stop, self.model.device)
             kwargs["stopping_criteria"] = StoppingCriteriaList([ended])
         return kwargs
 
     def _parts(self, prompts: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
         """Indices of samples that one call of ``generate`` continues: its longest prompt with its
         highest limit stays within the context."""
-        context = context_length(self.model)
         parts: list[list[int]] = []
         longest = most = 0
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             longest, most = max(longest, len(prompt)), max(most, limit)
-            exceeds = context is not None and longest + most > context
+            exceeds = self._layout.exceeded(longest, most) is not None
             if not parts or len(parts[-1]) == self.batch_size or exceeds:
                 parts.append([])
                 longest, most = len(prompt), limit
@@ -173,12 +175,13 @@ class GenerateEngine:
         input_ids = torch.full((len(prompts), width), kwargs["pad_token_id"] or 0)
         attention_mask = torch.zeros_like(input_ids)
         for row, prompt in enumerate(prompts):
-            input_ids[row, width - len(prompt) :] = prompt
-            attention_mask[row, width - len(prompt) :] = 1
+            first = width - len(prompt) if self._layout.prompts_padded == "left" else 0
+            input_ids[row, first : first + len(prompt)] = prompt
+            attention_mask[row, first : first + len(prompt)] = 1
         generated = self.model.generate(
             input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), **kwargs
         )
-        return generated[:, width:].cpu()
+        return generated[:, self._layout.in_front(width) :].cpu()
 
     def _score(
         self,

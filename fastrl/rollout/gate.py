@@ -36,11 +36,13 @@ def choose_engine(
     """An engine for the model: :class:`RolloutEngine` where it gives what plain forwards give, else
     :class:`GenerateEngine` with the same outputs, and a warning that says why.
 
+    An encoder–decoder always has :class:`GenerateEngine`, without a warning.
+
     A few tokens are generated from random prompts to see it. Neither the model nor torch's
     generators are changed by that.
 
     Args:
-        model: a causal LM, or a value-head model around one.
+        model: a language model, or a value-head model around one.
         autocast: makes the context in which the model runs.
         max_slots: samples that run at a time, in either engine.
         max_length, kv_cache_bytes, cuda_graphs: as :class:`RolloutEngine` has them.
@@ -53,6 +55,8 @@ def choose_engine(
         "kv_cache_bytes": kv_cache_bytes,
         "cuda_graphs": cuda_graphs,
     }
+    if getattr(model.config, "is_encoder_decoder", False):
+        return GenerateEngine(model, tokenizer, max_slots, autocast, scores=True)
     language_model = _unwrapped(model)
     cause = _why_not_by_weights(model)
     if cause is None:  # an engine looks at the weights
@@ -97,8 +101,6 @@ def _why_not_by_kind(model: Any) -> str | None:
     rope = _dynamic_rope(model.config.get_text_config())
     if rope is not None:
         return f"its RoPE ({rope}) depends on the length of the longest sequence"
-    if getattr(model.config, "is_encoder_decoder", False):
-        return "it is an encoder–decoder"
     return None
 
 

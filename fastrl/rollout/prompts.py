@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.models.modes import context_length
+from fastrl.models.layout import layout_of
 from fastrl.rollout.params import SamplingParams
 
 
@@ -54,7 +54,7 @@ def check_prompts(
     """
     if not len(prompts):
         raise ValueError("prompts is empty: pass at least one")
-    context = context_length(model)
+    layout = layout_of(model)
     check_tensors(prompts)
     vocabulary = model.config.get_text_config().vocab_size
     for i, prompt in enumerate(prompts):
@@ -73,10 +73,11 @@ def check_prompts(
                 f"prompts[{i}] holds token id {int(wrong[0])}, outside the vocabulary of "
                 f"{vocabulary}: was it made by another tokenizer?"
             )
-        if context is not None and len(prompt) + new_tokens > context:
+        limit = layout.exceeded(len(prompt), new_tokens)
+        if limit is not None:
             raise ValueError(
                 f"prompts[{i}] has {len(prompt)} tokens; with {new_tokens} new ones it exceeds the "
-                f"model's context of {context}: shorten the prompt or max_new_tokens"
+                f"{limit}: shorten the prompt or max_new_tokens"
             )
 
 

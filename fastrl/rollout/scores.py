@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import fastrl_kernels
-from fastrl.models.heads import Head, choose_head
+from fastrl.models.heads import Head, choose_head, corner_of
+from fastrl.models.layout import Inputs, layout_of
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.rollout.rules import Rules
 from fastrl.rollout.slots import FIELDS
@@ -23,15 +24,16 @@ Figures = dict[str, Tensor | None]  # of one sample, [R] each, by the names in F
 class Scorer:
     """Scores every token of responses by forwards without padding.
 
-    Samples of one length share a forward, and no other: some models compute otherwise where there
+    Samples of one shape share a forward, and no other: some models compute otherwise where there
     is padding.
 
     Args:
-        model: a causal LM, or a value-head model around one.
+        model: a language model, or a value-head model around one.
     """
 
     def __init__(self, model: Any):
         self.model = model
+        self._layout = layout_of(model)
         self._head: Head | None = None
 
     @torch.no_grad()
@@ -41,8 +43,7 @@ class Scorer:
         """Figures on the host, of each response up to the first token that came from no
         distribution: there was a NaN among its logits."""
         figures: list[Figures] = [{} for _ in prompts]
-        lengths = [len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]
-        for part in _parts(lengths):
+        for part in self._parts(prompts, responses):
             pairs = [(prompts[i], responses[i]) for i in part]
             scored, sound = self._score(pairs, rules)
             start = 0
@@ -73,25 +74,19 @@ class Scorer:
     ) -> tuple[dict[str, Tensor | None], Tensor]:
         """Figures of all responses, one after the other, and which tokens are sound."""
         device = self.model.device
-        tokens = torch.stack([torch.cat(pair)[:-1] for pair in pairs]).to(device)
-        width = tokens.shape[1]
-        rows = torch.cat(
-            [
-                torch.arange(i * width + len(prompt) - 1, (i + 1) * width)
-                for i, (prompt, _) in enumerate(pairs)
-            ]
-        ).to(device)
+        on_host, rows = self._layout.inputs(pairs)
+        inputs = {name: x.to(device) for name, x in on_host.items()}
         labels = torch.cat([response for _, response in pairs]).to(device)
         temperature = rules.temperature if rules.temperature > 0 else 1.0
-        request = ScoringRequest(rows, labels, temperature, entropy=True, logits=True)
-        scores = self._forward(request, tokens)
+        request = ScoringRequest(rows.to(device), labels, temperature, entropy=True, logits=True)
+        scores = self._forward(request, inputs)
         assert scores.logits is not None
         logits = scores.logits.float()
         at_one = scores.logprobs
         if temperature != 1:
             one: Any = fastrl_kernels.token_logprobs(logits, labels)
             at_one = one
-        drawn_from = _bent(logits, pairs, rules) if rules.bends else logits
+        drawn_from = self._bent(logits, pairs, rules) if rules.bends else logits
         highest = drawn_from.amax(-1)
         by_name: dict[str, Tensor | None] = dict.fromkeys(FIELDS)
         by_name |= {
@@ -112,37 +107,35 @@ class Scorer:
         host = {name: None if x is None else x.float().cpu() for name, x in by_name.items()}
         return host, ((highest > -1e30) & (highest < torch.inf)).cpu()
 
-    def _forward(self, request: ScoringRequest, tokens: Tensor) -> TokenScores:
-        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    def _forward(self, request: ScoringRequest, inputs: Inputs) -> TokenScores:
         if hasattr(self.model, "v_head"):
             return self.model(scoring=request, **inputs)
         if self._head is None:
-            self._head = choose_head(self.model, {"input_ids": tokens[:1, :8], "use_cache": False})
+            self._head = choose_head(self.model, {**corner_of(inputs), "use_cache": False})
         return self._head(self.model, request, {**inputs, "use_cache": False})[0]
 
+    def _bent(self, logits: Tensor, pairs: list[tuple[Tensor, Tensor]], rules: Rules) -> Tensor:
+        """Logits [N, V] after penalties and suppression, each row with what came before it."""
+        parts = []
+        lengths = [len(response) for _, response in pairs]
+        for part, (prompt, response) in zip(logits.split(lengths), pairs, strict=True):
+            count = torch.arange(len(response), device=logits.device)
+            seen = None
+            if rules.repetition_penalty != 1:
+                new = torch.zeros(part.shape, dtype=torch.int32, device=logits.device)
+                new[0, self._layout.seen(prompt).to(logits.device)] = 1
+                new[count[1:], response[:-1].to(logits.device)] = 1
+                seen = new.cumsum(0, dtype=torch.int32) > 0
+            parts.append(rules.bend(part, count, seen))
+        return torch.cat(parts)
 
-def _bent(logits: Tensor, pairs: list[tuple[Tensor, Tensor]], rules: Rules) -> Tensor:
-    """Logits [N, V] after penalties and suppression, each row with what came before it."""
-    parts = []
-    lengths = [len(response) for _, response in pairs]
-    for part, (prompt, response) in zip(logits.split(lengths), pairs, strict=True):
-        count = torch.arange(len(response), device=logits.device)
-        seen = None
-        if rules.repetition_penalty != 1:
-            new = torch.zeros(part.shape, dtype=torch.int32, device=logits.device)
-            new[0, prompt.to(logits.device)] = 1
-            new[count[1:], response[:-1].to(logits.device)] = 1
-            seen = new.cumsum(0, dtype=torch.int32) > 0
-        parts.append(rules.bend(part, count, seen))
-    return torch.cat(parts)
-
-
-def _parts(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of samples that share a forward."""
-    by_length: dict[int, list[int]] = {}
-    for i, length in enumerate(lengths):
-        by_length.setdefault(length, []).append(i)
-    for length, indices in by_length.items():
-        size = max(1, SCORED_TOKENS // length)
-        for start in range(0, len(indices), size):
-            yield indices[start : start + size]
+    def _parts(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Iterator[list[int]]:
+        """Indices of samples that share a forward."""
+        by_shape: dict[Hashable, list[int]] = {}
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            by_shape.setdefault(self._layout.shape(len(prompt), len(response)), []).append(i)
+        for indices in by_shape.values():
+            first = indices[0]
+            size = max(1, SCORED_TOKENS // (len(prompts[first]) + len(responses[first])))
+            for start in range(0, len(indices), size):
+                yield indices[start : start + size]

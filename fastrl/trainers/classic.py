@@ -12,9 +12,8 @@ from torch import Tensor
 
 from fastrl.core import entropy_from_logits
 from fastrl.models.modes import evaluating
-from fastrl.rollout.prompts import need_pad_token
 from fastrl.trainers import data, stats, tracking
-from fastrl.trainers.data import TokenBatch
+from fastrl.trainers.batches import JoinedBatches
 from fastrl.trainers.experience import Experience, scoring_request
 from fastrl.trainers.update import MINIBATCH_FIELDS, minibatch_loss
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from fastrl.config import PPOConfig
-    from fastrl.models import AutoModelForCausalLMWithValueHead
+    from fastrl.models import PreTrainedModelWrapper
     from fastrl.references import Reference
 
 
@@ -37,11 +36,11 @@ class ClassicSurface:
     tokenizer: Any
     model: Any
     optimizer: Any
-    training_data_collator: Any
     current_device: torch.device
     current_step: int
     reference: Reference
-    _unwrapped: AutoModelForCausalLMWithValueHead
+    _unwrapped: PreTrainedModelWrapper
+    _batches: JoinedBatches
 
     # ------------------------------------------------------------------ single phases
 
@@ -63,10 +62,12 @@ class ClassicSurface:
     ) -> dict[str, Tensor]:
         """Queries and responses joined and padded: input_ids and attention_mask, [B, T] int64.
 
-        The tokenizer's padding_side decides where the padding goes.
+        The tokenizer's padding_side decides where the padding goes. For an encoder–decoder these
+        are the queries', and decoder_input_ids and decoder_attention_mask those of the responses,
+        behind the decoder's start token; padding goes to the end.
         """
-        joined = [torch.cat(pair).cpu() for pair in zip(queries, responses, strict=True)]
-        return {name: t.to(self.current_device) for name, t in self._pad(joined).items()}
+        inputs = self._batches.model_inputs(queries, self._batches.own(responses)[0])
+        return {name: tensor.to(self.current_device) for name, tensor in inputs.items()}
 
     @torch.no_grad()
     def batched_forward_pass(
@@ -86,13 +87,9 @@ class ClassicSurface:
         Returns:
             [B, T-1], [B, T-1, V] or None, [B, T-1], [B, T-1] bool; zero where the mask is False.
         """
-        batch = TokenBatch.from_padded(
-            model_inputs["input_ids"].cpu(),
-            model_inputs["attention_mask"].cpu(),
-            [len(q) for q in queries],
-            [len(r) for r in responses],
-            None if response_masks is None else [m.cpu() for m in response_masks],
-        ).to(self.current_device)
+        responses, response_masks = self._batches.own(responses, response_masks)
+        batch = self._batches.from_inputs(model_inputs, queries, responses, response_masks)
+        batch = batch.to(self.current_device)
         shape = batch.mask.shape
         logprobs, values = (torch.zeros(shape, device=self.current_device) for _ in range(2))
         logits = None
@@ -236,20 +233,9 @@ class ClassicSurface:
     def create_model_card(self, path: str | Path, model_name: str | None = None) -> None:
         """Write ``README.md``: what the model is and how to load it."""
         name = model_name or Path(path).name
-        tracking.write_model_card(path, name, self.config.model_name)
+        tracking.write_model_card(path, name, self.config.model_name, self._unwrapped)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Upload model and tokenizer; keyword arguments go to both uploads' ``HfApi`` calls."""
         self.tokenizer.push_to_hub(repo_id, token=kwargs.get("token"))
         return self._unwrapped.push_to_hub(repo_id, **kwargs)
-
-    # ------------------------------------------------------------------ internals
-
-    def _pad(self, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
-        """CPU sequences as padded model inputs on the CPU."""
-        need_pad_token(map(len, sequences), self.tokenizer.pad_token_id, self.tokenizer)
-        if self.training_data_collator is not None:
-            examples = [{"input_ids": s, "attention_mask": torch.ones_like(s)} for s in sequences]
-            collated = self.training_data_collator(examples)
-            return {name: collated[name] for name in ("input_ids", "attention_mask")}
-        return data.pad(sequences, self.tokenizer.pad_token_id, self.tokenizer.padding_side)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fastrl.models.boundaries import Boundaries
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 @dataclass(frozen=True)
@@ -72,20 +75,25 @@ class TokenBatch:
             inputs["boundary"] = self.boundaries.of(self.samples, self.left_padded)
         return inputs
 
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of each query, wherever the model reads it."""
+        return self.query_lengths
+
     def sequences(self) -> list[Tensor]:
         """Queries with their responses, without padding."""
         lengths = map(sum, zip(self.query_lengths, self.response_lengths, strict=True))
         rows = zip(self.input_ids, lengths, strict=True)
         return [row[-length:] if self.left_padded else row[:length] for row, length in rows]
 
-    def on(self, boundaries: Boundaries | None) -> TokenBatch:
+    def on(self, boundaries: Boundaries | None) -> Self:
         """The same, whose model inputs hold boundaries where there are any."""
         return replace(self, boundaries=boundaries, samples=range(len(self)))
 
     def __len__(self) -> int:
         return len(self.query_lengths)
 
-    def to(self, device: torch.device) -> TokenBatch:
+    def to(self, device: torch.device) -> Self:
         moved = {
             name: getattr(self, name).to(device, non_blocking=True)
             for name in ("input_ids", "attention_mask", "mask")
@@ -122,7 +130,7 @@ class TokenBatch:
         longest = max(self.query_lengths[i] + self.response_lengths[i] for i in indices)
         return slice(width - longest, width) if self.left_padded else slice(0, longest)
 
-    def select(self, indices: Sequence[int]) -> TokenBatch:
+    def select(self, indices: Sequence[int]) -> Self:
         """Some samples, without the padding that none of them needs."""
         columns = self.columns(indices)
         shifted = slice(columns.start, columns.stop - 1)
@@ -155,7 +163,7 @@ def pad(sequences: Sequence[Tensor], pad_token_id: int | None, side: str) -> dic
 
 
 def check_token_lists(
-    queries: Any, responses: Any, response_masks: Any, *, vocab_size: int, context: int | None
+    queries: Any, responses: Any, response_masks: Any, *, vocab_size: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:
     """Queries, responses and masks as CPU tensors.
 
@@ -182,12 +190,6 @@ def check_token_lists(
             raise ValueError(
                 f"response_masks[{i}] has shape {tuple(mask.shape)}, responses[{i}] "
                 f"{tuple(responses[i].shape)}: they must be equal"
-            )
-    for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
-        if context is not None and len(query) + len(response) > context:
-            raise ValueError(
-                f"queries[{i}] and responses[{i}] have {len(query)} + {len(response)} tokens, the "
-                f"model's context holds {context}: shorten the prompt or generate fewer tokens"
             )
     host_queries, host_responses = _to_host(queries), _to_host(responses)
     for name, tensors in (("queries", host_queries), ("responses", host_responses)):

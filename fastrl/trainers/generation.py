@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastrl.references import Reference
 from fastrl.rollout import RolloutOutput
 from fastrl.rollout.prompts import check_tensors
+from fastrl.trainers.batches import JoinedBatches
 from fastrl.trainers.reuse import RolloutMemory, told_by
 from fastrl.trainers.rollouts import GenerateRollouts, Request
 
@@ -28,8 +29,10 @@ class Generation:
     config: PPOConfig
     accelerator: Accelerator
     model: Any
+    tokenizer: Any
     reference: Reference
     current_device: torch.device
+    _batches: JoinedBatches
     _rollouts: GenerateRollouts
     _memory: RolloutMemory
 
@@ -48,7 +51,8 @@ class Generation:
             query_tensor: 1-D token ids, or a list of such.
             length_sampler: draws max_new_tokens, once per call of the model.
             batch_size: queries per call of the model.
-            return_prompt: whether the responses begin with their query.
+            return_prompt: whether the responses begin with their query; those of an
+                encoder–decoder never do, nor with its start token.
             generate_ref_response: return the reference's responses as well, as a second result.
 
         Returns:
@@ -75,7 +79,8 @@ class Generation:
             responses = [r.to(self.current_device) for r in output.sequences]
             if return_prompt:
                 responses = [
-                    torch.cat([q.to(r.device), r]) for q, r in zip(queries, responses, strict=True)
+                    self._batches.layout.with_prompt(q.to(r.device), r)
+                    for q, r in zip(queries, responses, strict=True)
                 ]
             results.append(responses[0].unsqueeze(0) if single else responses)
         return tuple(results) if generate_ref_response else results[0]
@@ -84,6 +89,10 @@ class Generation:
         """Responses of the policy, without their prompts, with reasons of ending and timings."""
         request = Request(prompts, generation_kwargs, self.config.batch_size)
         return self._generate(self.model, request)
+
+    def decode_response(self, prompt: Tensor, response: Tensor) -> str:
+        """A response as text, without special tokens."""
+        return self._batches.layout.decode(self.tokenizer, prompt, response)
 
     def _generate(self, model: nn.Module, request: Request) -> RolloutOutput:
         output = self._rollouts(self.accelerator.unwrap_model(model), request)

@@ -183,24 +183,15 @@ class Loop:
         return _check_rewards(rewards, len(batch))
 
     def _decode(self, batch: Prompts, rollout: RolloutOutput) -> list[str]:
-        """Completions such that prompt + completion is the text, spaces included."""
+        """Completions; behind a prompt such that the two are the text, spaces included."""
         return [
-            _continuation(self.trainer.tokenizer, prompt, response)
+            self.trainer.decode_response(prompt, response)
             for prompt, response in zip(batch.ids, rollout.sequences, strict=True)
         ]
 
     def _tell(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self.trainer, *args)
-
-
-def _continuation(tokenizer: Any, prompt: Tensor, response: Tensor) -> str:
-    """A response decoded behind its prompt: SentencePiece drops a first token's leading space."""
-    before = tokenizer.decode(prompt, skip_special_tokens=True)
-    whole = tokenizer.decode(torch.cat([prompt, response]), skip_special_tokens=True)
-    if whole.startswith(before):
-        return whole[len(before) :]
-    return tokenizer.decode(response, skip_special_tokens=True)
 
 
 def _check_rewards(rewards: Any, count: int) -> Tensor:

@@ -14,11 +14,12 @@ import fastrl_kernels
 from fastrl.clock import start_clock
 from fastrl.config import PPOConfig, json_object
 from fastrl.core import PPODecorators, set_seed
-from fastrl.models import AutoModelForCausalLMWithValueHead
-from fastrl.models.modes import context_length, evaluating
+from fastrl.models import PreTrainedModelWrapper
+from fastrl.models.modes import evaluating
 from fastrl.references import choose_reference
 from fastrl.rollout import RolloutOutput
 from fastrl.trainers import data, stats
+from fastrl.trainers.batches import make_batches
 from fastrl.trainers.callbacks import ProgressCallback, TrainCallback, TrainResult
 from fastrl.trainers.classic import ClassicSurface
 from fastrl.trainers.control import RunningMoments, ScoreTransform, make_kl_controller
@@ -41,7 +42,7 @@ _DEFAULT_SAMPLING = {"max_new_tokens": 32, "do_sample": True, "top_k": 0, "top_p
 
 
 class PPOTrainer(Generation, ClassicSurface):
-    """Proximal policy optimisation of a causal language model from scored responses.
+    """Proximal policy optimisation of a language model from scored responses.
 
     The classic loop: ``generate`` responses to queries, score them, ``step``; or :meth:`train` for
     all of it. Surface and semantics are those of TRL 0.11's PPOTrainer, mended where that was wrong
@@ -49,7 +50,8 @@ class PPOTrainer(Generation, ClassicSurface):
 
     Args:
         config: see :class:`fastrl.PPOConfig`.
-        model: the policy with its value head.
+        model: the policy with its value head: a causal language model, or an encoder–decoder,
+            whose encoder reads the queries and whose decoder writes the responses.
         ref_model: the reference policy; None makes the one that ``PPOConfig.reference`` says.
         tokenizer: gives pad and EOS tokens, the padding side, and text.
         dataset: samples for ``dataloader``, shuffled, in whole batches.
@@ -69,8 +71,8 @@ class PPOTrainer(Generation, ClassicSurface):
     def __init__(
         self,
         config: PPOConfig | None = None,
-        model: AutoModelForCausalLMWithValueHead | None = None,
-        ref_model: AutoModelForCausalLMWithValueHead | None = None,
+        model: PreTrainedModelWrapper | None = None,
+        ref_model: PreTrainedModelWrapper | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         dataset: Any = None,
         optimizer: torch.optim.Optimizer | None = None,
@@ -85,7 +87,7 @@ class PPOTrainer(Generation, ClassicSurface):
         set_seed(config.seed)
         self.config = config
         self.tokenizer: Any = tokenizer
-        self.is_encoder_decoder = False
+        self.is_encoder_decoder = model.is_encoder_decoder
         self.is_peft_model = model.is_peft_model
         self.accelerator = make_accelerator(config)
         self.lr_scheduler = lr_scheduler
@@ -95,6 +97,7 @@ class PPOTrainer(Generation, ClassicSurface):
         if dataset is not None:
             self.dataloader = self.prepare_dataloader(dataset, data_collator)
         self.training_data_collator = training_data_collator
+        self._batches = make_batches(model, tokenizer, training_data_collator)
 
         # Before there is an optimizer: what is shared with the reference is not trained.
         self.reference = choose_reference(config, model, ref_model, num_shared_layers)
@@ -129,7 +132,6 @@ class PPOTrainer(Generation, ClassicSurface):
         self._update = PPOUpdate(config, self.accelerator, self.model, self.optimizer)
         self.current_step = 0
         self._best_mean_score = -float("inf")
-        self._warned_of_prompts = False
 
     # ------------------------------------------------------------------ the algorithm
 
@@ -325,22 +327,7 @@ class PPOTrainer(Generation, ClassicSurface):
 
     def _make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
         """One checked, padded batch on the device."""
-        queries, responses, response_masks = data.check_token_lists(
-            queries,
-            responses,
-            response_masks,
-            vocab_size=self._unwrapped.config.get_text_config().vocab_size,
-            context=context_length(self._unwrapped),
-        )
-        padded = self._pad([torch.cat(pair) for pair in zip(queries, responses, strict=True)])
-        self._warn_of_prompts(queries, responses)
-        batch = TokenBatch.from_padded(
-            padded["input_ids"],
-            padded["attention_mask"],
-            [len(q) for q in queries],
-            [len(r) for r in responses],
-            response_masks,
-        ).to(self.current_device)
+        batch = self._batches(queries, responses, response_masks).to(self.current_device)
         return batch.on(self.reference.boundaries(batch.sequences()))
 
     def _move_reference(self) -> None:
@@ -364,19 +351,6 @@ class PPOTrainer(Generation, ClassicSurface):
         if mean > self._best_mean_score:
             self._best_mean_score = mean
             self.push_to_hub(**where)
-
-    def _warn_of_prompts(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
-        if self._warned_of_prompts:
-            return
-        for i, (q, r) in enumerate(zip(queries, responses, strict=True)):
-            if len(r) > len(q) > 1 and torch.equal(r[: len(q)], q):
-                self._warned_of_prompts = True
-                warnings.warn(
-                    f"responses[{i}] begins with its query: the prompt is trained on as part of "
-                    "the response. generate(..., return_prompt=False) leaves it out",
-                    stacklevel=4,
-                )
-                return
 
     def _warn_of_negative_kl(self, kl: float) -> None:
         if kl < -1.0:

@@ -11,7 +11,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from fastrl.config import PPOConfig, json_object
-from fastrl.models import AutoModelForCausalLMWithValueHead
+from fastrl.models import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+    PreTrainedModelWrapper,
+)
+from fastrl.models.layout import layout_of
 from fastrl.models.modes import evaluating
 from fastrl.models.scoring import ScoringRequest
 from fastrl.trainers.stats import scalars
@@ -22,17 +27,20 @@ def check_types(config: Any, model: Any, ref_model: Any, tokenizer: Any, schedul
     Raises:
         TypeError: names the argument of PPOTrainer that has another type than it must.
     """
-    wanted = AutoModelForCausalLMWithValueHead
     if not isinstance(config, PPOConfig):
         raise TypeError(f"config must be a PPOConfig, got {type(config).__name__}")
-    if not isinstance(model, wanted):
+    if not isinstance(model, PreTrainedModelWrapper):
+        config = getattr(model, "config", None)
+        two = getattr(config, "is_encoder_decoder", False)
+        wanted = AutoModelForSeq2SeqLMWithValueHead if two else AutoModelForCausalLMWithValueHead
         raise TypeError(
             f"model must be an {wanted.__name__}, got {type(model).__name__}: wrap it with "
             f"{wanted.__name__}.from_pretrained(model)"
         )
-    if ref_model is not None and not isinstance(ref_model, wanted):
+    kind = getattr(ref_model, "is_encoder_decoder", None)
+    if ref_model is not None and kind is not model.is_encoder_decoder:
         raise TypeError(
-            f"ref_model must be an {wanted.__name__} or None, got {type(ref_model).__name__}"
+            f"ref_model must be an {type(model).__name__} or None, got {type(ref_model).__name__}"
         )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise TypeError(
@@ -88,7 +96,8 @@ def choose_heads(*models: nn.Module | None) -> None:
         if model is None:
             continue
         device = next(model.parameters()).device
-        tokens = torch.arange(8, device=device).unsqueeze(0)
-        request = ScoringRequest(rows=tokens[0, 4:], labels=tokens[0, 4:])
+        tokens = torch.arange(8)
+        inputs, rows = layout_of(model).inputs([(tokens[:4], tokens[4:])])
+        request = ScoringRequest(rows=rows.to(device), labels=tokens[4:].to(device))
         with evaluating(model):
-            model(input_ids=tokens, attention_mask=torch.ones_like(tokens), scoring=request)
+            model(**{name: x.to(device) for name, x in inputs.items()}, scoring=request)

@@ -87,7 +87,7 @@ def minibatch_stats(vector: Tensor) -> dict[str, Tensor]:
 def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:
     """The statistics that the host knows anyway."""
     stats: dict[str, Any] = {}
-    for name, lengths in (("queries", batch.query_lengths), ("responses", batch.response_lengths)):
+    for name, lengths in (("queries", batch.prompt_lengths), ("responses", batch.response_lengths)):
         values = np.asarray(lengths, dtype=np.float32)
         stats[f"tokens/{name}_len_mean"] = float(values.mean())
         stats[f"tokens/{name}_len_std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0

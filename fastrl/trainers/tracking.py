@@ -29,12 +29,12 @@ tags:
 A language model fine-tuned with PPO by fastrl, starting from `{base}`. It carries a value head:
 
 ```python
-from fastrl import AutoModelForCausalLMWithValueHead
+from fastrl import {wrapper}
 
-model = AutoModelForCausalLMWithValueHead.from_pretrained("{name}")
+model = {wrapper}.from_pretrained("{name}")
 ```
 
-`transformers.AutoModelForCausalLM.from_pretrained` loads the language model alone.
+`transformers.{parent}.from_pretrained` loads the language model alone.
 """
 
 
@@ -90,8 +90,12 @@ def _print_samples(columns: Sequence[str], rows: Sequence[tuple], logs: Mapping[
     Console().print(table)
 
 
-def write_model_card(path: str | Path, name: str, base: str) -> None:
+def write_model_card(path: str | Path, name: str, base: str, model: Any) -> None:
     """A README.md that says what the model is and how to load it."""
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "README.md").write_text(_MODEL_CARD.format(name=name, base=base))
+    classes = {
+        "wrapper": type(model).__name__,
+        "parent": model.transformers_parent_class.__name__,
+    }
+    (folder / "README.md").write_text(_MODEL_CARD.format(name=name, base=base, **classes))

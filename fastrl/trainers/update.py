@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.config import PPOConfig
-from fastrl.models.checkpointing import checkpointed
+from fastrl.models.checkpointing import all_layers, checkpointed
 from fastrl.models.scoring import PolicyObjective
-from fastrl.models.trunk import layer_stack
 from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Experience, scoring_request
 
@@ -114,7 +113,7 @@ class PPOUpdate:
         if not self.config.gradient_checkpointing:
             return nullcontext()
         unwrapped: Any = self.accelerator.unwrap_model(self.model)
-        return checkpointed(layer_stack(unwrapped.pretrained_model))
+        return checkpointed(all_layers(unwrapped.pretrained_model))
 
     def _epochs(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
         record = UpdateRecord()

@@ -65,7 +65,7 @@ CASES = {
     ),
     "too long": (
         put("queries", 1, torch.full((48,), 5)),
-        r"queries\[1\] and responses\[1\] have 48 \+ \d tokens, the model's context holds 48",
+        r"queries\[1\] and responses\[1\] have 48 \+ \d tokens, beyond the model's context of 48",
     ),
 }
 

@@ -1,0 +1,83 @@
+"""Reading checkpoints: a language model, its adapter, the value head among its weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.utils import cached_file
+
+WEIGHTS_NAME = "model.safetensors"
+HEAD_PREFIX = "v_head."
+_ADAPTER_CONFIG = "adapter_config.json"
+
+
+def load_language_model(
+    parent: Any, path: str, model_args: tuple, is_trainable: bool, kwargs: dict[str, Any]
+) -> nn.Module:
+    """From a directory or the Hub; with its adapter, where it is one."""
+    if "torch_dtype" in kwargs:
+        kwargs["dtype"] = kwargs.pop("torch_dtype")
+    kwargs.setdefault("dtype", torch.float32)
+    kwargs.setdefault("use_safetensors", True)
+    if find_file(path, _ADAPTER_CONFIG, kwargs) is None:
+        return parent.from_pretrained(path, *model_args, **kwargs)
+    from peft import PeftConfig, PeftModel
+
+    base_path = PeftConfig.from_pretrained(path).base_model_name_or_path
+    if not base_path:
+        raise ValueError(
+            f"the adapter in {path} names no base model: load that yourself, put the adapter on it "
+            "with peft.PeftModel.from_pretrained, and wrap the result"
+        )
+    base = parent.from_pretrained(base_path, *model_args, **kwargs)
+    return PeftModel.from_pretrained(base, path, is_trainable=is_trainable)
+
+
+def read_value_head(path: str, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """The value head's weights of a checkpoint, {} where it has none."""
+    weights: dict[str, Tensor] = {}
+    for file in _weight_files(path, kwargs):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a dict
+                if key.startswith(HEAD_PREFIX):
+                    weights[key.removeprefix(HEAD_PREFIX)] = tensors.get_tensor(key)
+    return weights
+
+
+def _weight_files(path: str, kwargs: dict[str, Any]) -> Iterator[str]:
+    import json
+
+    whole = find_file(path, WEIGHTS_NAME, kwargs)
+    if whole is not None:
+        yield whole
+        return
+    index = find_file(path, f"{WEIGHTS_NAME}.index.json", kwargs)
+    if index is None:
+        return
+    weight_map = json.loads(Path(index).read_text())["weight_map"]
+    for shard in sorted({f for k, f in weight_map.items() if k.startswith(HEAD_PREFIX)}):
+        found = find_file(path, shard, kwargs)
+        if found is not None:
+            yield found
+
+
+def find_file(path: str, name: str, kwargs: dict[str, Any]) -> str | None:
+    """A file of a local directory or of the Hub; None where there is none."""
+    if os.path.isdir(path):
+        file = Path(path) / name
+        return str(file) if file.is_file() else None
+    hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "subfolder") if k in kwargs}
+    return cached_file(
+        path,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_connection_errors=False,
+        **hub,
+    )

@@ -1,0 +1,167 @@
+"""How a prompt and a response are given to a model: one behind the other, or to two stacks.
+
+:func:`layout_of` chooses, once per model, what everything that builds inputs asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.models.modes import context_length
+
+Pair = tuple[Tensor, Tensor]  # a prompt and its response, token ids on the host
+Inputs = dict[str, Tensor]
+
+
+class Joined:
+    """A causal model reads one sequence: the prompt, and the response behind it."""
+
+    prompts_padded = "left"  # where ``generate`` wants the padding of a batch of prompts
+
+    def __init__(self, model: Any):
+        self.context = context_length(model)
+
+    def exceeded(self, prompt: int, response: int) -> str | None:
+        """The limit that so many tokens exceed, in words; None where they fit."""
+        if self.context is None or prompt + response <= self.context:
+            return None
+        return f"model's context of {self.context}"
+
+    def check_generation(self, kwargs: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: arguments of ``generate`` after which responses would begin elsewhere.
+        """
+
+    def in_front(self, width: int) -> int:
+        """Columns in front of the response in what ``generate`` returns for prompts [B, width]."""
+        return width
+
+    def with_prompt(self, prompt: Tensor, response: Tensor) -> Tensor:
+        """A response as ``return_prompt`` asks for it."""
+        return torch.cat([prompt, response])
+
+    def seen(self, prompt: Tensor) -> Tensor:
+        """Tokens that a repetition penalty holds against the first one of the response."""
+        return prompt
+
+    def shape(self, prompt: int, response: int) -> Hashable:
+        """Pairs for which it is the same share a forward without padding."""
+        return prompt + response
+
+    def inputs(self, pairs: Sequence[Pair]) -> tuple[Inputs, Tensor]:
+        """Model inputs of pairs of one shape, and the flat positions that predict responses."""
+        tokens = torch.stack([torch.cat(pair)[:-1] for pair in pairs])
+        width = tokens.shape[1]
+        starts = [i * width + len(prompt) - 1 for i, (prompt, _) in enumerate(pairs)]
+        rows = [torch.arange(s, (i + 1) * width) for i, s in enumerate(starts)]
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, torch.cat(rows)
+
+    def decode(self, tokenizer: Any, prompt: Tensor, response: Tensor) -> str:
+        """A response as text, decoded behind its prompt: SentencePiece drops a first token's
+        leading space."""
+        before = tokenizer.decode(prompt, skip_special_tokens=True)
+        whole = tokenizer.decode(torch.cat([prompt, response]), skip_special_tokens=True)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return tokenizer.decode(response, skip_special_tokens=True)
+
+
+class EncoderDecoder(Joined):
+    """The encoder reads the prompt; the decoder its start token, and the response behind that.
+
+    Padding goes to the end on both sides: many encoders count positions from the first column, and
+    take no others.
+
+    Raises:
+        ValueError: no start token in the model's configuration.
+    """
+
+    prompts_padded = "right"
+
+    def __init__(self, model: Any):
+        config = model.config
+        self.start = _start_token(model)
+        both = context_length(model)
+        self.encoder_context = getattr(config, "max_encoder_position_embeddings", both)
+        self.decoder_context = getattr(config, "max_decoder_position_embeddings", both)
+
+    def exceeded(self, prompt: int, response: int) -> str | None:
+        if self.encoder_context is not None and prompt > self.encoder_context:
+            return f"encoder's context of {self.encoder_context}"
+        if self.decoder_context is not None and 1 + response > self.decoder_context:
+            return f"decoder's context of {self.decoder_context}, its start token included"
+        return None
+
+    def check_generation(self, kwargs: Mapping[str, Any]) -> None:
+        for name in ("decoder_input_ids", "decoder_attention_mask", "encoder_outputs"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{name} is not supported here: every response begins behind the decoder's "
+                    "start token alone"
+                )
+        start = kwargs.get("decoder_start_token_id")
+        if start is not None and start != self.start:
+            raise ValueError(
+                f"decoder_start_token_id is {start}, the model's own is {self.start}: set it in "
+                "model.generation_config, before making the trainer, so that responses are scored "
+                "behind the same token"
+            )
+
+    def in_front(self, width: int) -> int:
+        return 1
+
+    def with_prompt(self, prompt: Tensor, response: Tensor) -> Tensor:
+        return response
+
+    def seen(self, prompt: Tensor) -> Tensor:
+        return torch.tensor([self.start])
+
+    def shape(self, prompt: int, response: int) -> Hashable:
+        return prompt, response
+
+    def inputs(self, pairs: Sequence[Pair]) -> tuple[Inputs, Tensor]:
+        prompts = torch.stack([prompt for prompt, _ in pairs])
+        read = torch.stack([self.started(response)[:-1] for _, response in pairs])
+        inputs = {
+            "input_ids": prompts,
+            "attention_mask": torch.ones_like(prompts),
+            "decoder_input_ids": read,
+            "decoder_attention_mask": torch.ones_like(read),
+        }
+        return inputs, torch.arange(read.numel())
+
+    def decode(self, tokenizer: Any, prompt: Tensor, response: Tensor) -> str:
+        return tokenizer.decode(response, skip_special_tokens=True)
+
+    def started(self, response: Tensor) -> Tensor:
+        """The response behind the decoder's start token."""
+        return torch.cat([response.new_tensor([self.start]), response])
+
+
+def layout_of(model: Any) -> Joined:
+    """Of a language model, with or without a value head."""
+    two = getattr(model.config, "is_encoder_decoder", False)
+    return EncoderDecoder(model) if two else Joined(model)
+
+
+def _start_token(model: Any) -> int:
+    """What ``model.generate`` begins a response with."""
+    model = getattr(model, "pretrained_model", model)
+    settings = getattr(model, "generation_config", None)
+    for config, name in (
+        (settings, "decoder_start_token_id"),
+        (model.config, "decoder_start_token_id"),
+        (settings, "bos_token_id"),
+    ):
+        token = getattr(config, name, None)
+        if isinstance(token, int):
+            return token
+    raise ValueError(
+        f"{type(model).__name__} names no decoder_start_token_id: set it in "
+        "model.generation_config, T5's is its pad token"
+    )
