@@ -49,7 +49,8 @@ class RolloutEngine:
         cuda_graphs: capture decode steps; only where the model lies on a CUDA device.
 
     Raises:
-        ValueError: a number below 1; a model on several devices; a budget without room for a slot.
+        ValueError: a number below 1; a model on several devices; a budget without room for a slot; an
+            encoder–decoder.
     """
 
     def __init__(
@@ -75,6 +76,11 @@ class RolloutEngine:
             raise ValueError(
                 f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): "
                 "rollouts need it on one; load it without device_map"
+            )
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"{type(model).__name__} holds an encoder–decoder, which this engine cannot run: "
+                "use GenerateEngine"
             )
         self.model, self.tokenizer = model, tokenizer
         self.policy = Policy(model, autocast)

@@ -100,7 +100,7 @@ class JoinedBatches:
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(what, stacklevel=5)
+            warnings.warn(what, stacklevel=6)
 
     def _pad(self, sequences: Sequence[Tensor], side: str | None = None) -> dict[str, Tensor]:
         need_pad_token(map(len, sequences), self.tokenizer.pad_token_id, self.tokenizer)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fastrl import AutoModelForCausalLMWithValueHead, GenerateEngine, SamplingParams
 from fastrl.rollout import RolloutEngine, choose_engine
 from fastrl.rollout.arena import DecodeAttention, PrefillAttention
-from tests import tiny_models
+from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
@@ -99,11 +99,11 @@ def test_dynamic_rope_of_one_kind_of_layer_falls_back():
         assert isinstance(choose(model), GenerateEngine)
 
 
-def test_an_encoder_decoder_falls_back():
-    model = tiny_models.language_model("gpt2")
-    model.config.is_encoder_decoder = True
-    with pytest.warns(UserWarning, match="because it is an encoder–decoder"):
-        assert isinstance(choose(model), GenerateEngine)
+@pytest.mark.parametrize("family", seq2seq_models.FAMILIES)
+def test_an_encoder_decoder_falls_back_without_a_warning(family):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert isinstance(choose(seq2seq_models.policy(family)), GenerateEngine)
 
 
 @pytest.fixture
