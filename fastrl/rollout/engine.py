@@ -49,8 +49,8 @@ class RolloutEngine:
         cuda_graphs: capture decode steps; only where the model lies on a CUDA device.
 
     Raises:
-        ValueError: a number below 1; a model on several devices; a budget without room for a slot; an
-            encoder–decoder.
+        ValueError: a number below 1; a model on several devices; an encoder–decoder; a budget
+            without room for a slot.
     """
 
     def __init__(

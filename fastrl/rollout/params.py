@@ -20,8 +20,8 @@ class SamplingParams:
         n: samples per prompt.
         seed: of the draws; None takes one from torch's own generator.
         min_new_tokens: none of the tokens that end a response before it.
-        repetition_penalty: logits of tokens that occurred, in the prompt too, are divided by it
-            where positive and multiplied where negative.
+        repetition_penalty: logits of tokens that occurred, in the prompt too (but not in what an
+            encoder reads), are divided by it where positive and multiplied where negative.
         suppress_tokens: ids that are never drawn.
         eos_token_ids: that end a response; None takes the model's and the tokenizer's.
         stop: token sequences that end a response, which keeps them.

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
 
-from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+from fastrl import PPOConfig, PPOTrainer
 from tests.golden import tiny
 from tests.trainers.conftest import make_batch, make_policy, make_trainer, perturbed
 
@@ -123,14 +122,6 @@ def test_one_length_needs_no_pad_token() -> None:
 def test_config_refuses(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PPOConfig(**settings)
-
-
-def test_construction_refuses_what_does_not_work_yet() -> None:
-    t5 = T5ForConditionalGeneration(
-        T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    )
-    with pytest.raises(ValueError, match="encoder–decoder"):
-        AutoModelForCausalLMWithValueHead(t5)
 
 
 @pytest.mark.parametrize(
