@@ -56,9 +56,9 @@ def language_model(family: str = "t5_tied", perturbation: float = 0.0, **changes
         model = T5ForConditionalGeneration(config)
     for name, parameter in model.named_parameters():
         weights = tiny.rule(name, tuple(parameter.shape), perturbation)
-        # T5 scales neither attention nor, untied, what its head is given: that has to be large.
-        parameter.copy_(weights * 2 if "relative_attention_bias" in name else weights)
-    if family == "t5_tied":  # and this one divides that by 4
+        # What a model knows of positions is to change what it says.
+        parameter.copy_(weights * (5 if "position" in name or "relative" in name else 1))
+    if family == "t5_tied":  # which divides by 4 what its head is given
         model.shared.weight.mul_(4)
     return model.eval()
 

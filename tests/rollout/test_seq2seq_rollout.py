@@ -86,6 +86,12 @@ def test_limits_and_stop_sequences_are_each_samples_own(family):
     assert output.finish_reasons == ["length"] * 3
     stop = tuple(free.sequences[1][:3].tolist())
     stopped = SamplingParams(max_new_tokens=8, temperature=0, stop=[stop])
+    steps = []
+    decoder = model.pretrained_model.get_decoder()
+    handle = decoder.register_forward_hook(lambda *_: steps.append(1))
+    GenerateEngine(model, tiny.tokenizer()).generate(prompts[1:2], stopped)
+    handle.remove()
+    assert len(steps) == 3, "it goes on no longer than a sample does"
     output = engine(model).generate(prompts[1:2], stopped)
     assert output.sequences[0].tolist() == free.sequences[1][:3].tolist()
     assert output.finish_reasons == ["stop"]

@@ -399,8 +399,8 @@ def test_rewards_rise(family: str) -> None:
     before, after = result.evaluations
     assert after.mean - before.mean > 4 * math.hypot(before.sem, after.sem)
     assert after.mean > 0.7, (before.mean, after.mean)
-    assert after.completions[0].split()[0].startswith("w"), "no space of the prompt's"
-    assert after.completions[0][0] != " "
+    assert any(after.completions)
+    assert not any(text.startswith(" ") for text in after.completions), "a space of the prompt's"
 
 
 # ---------------------------------------------------------------------- surface and bad input
