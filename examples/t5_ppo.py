@@ -13,7 +13,7 @@ from fastrl import AutoModelForSeq2SeqLMWithValueHead, PPOConfig, PPOTrainer
 
 def variety(prompts, completions, completion_ids, **columns) -> list[float]:
     """Likes completions whose tokens do not repeat."""
-    return [len(set(ids.tolist())) / max(len(ids), 1) for ids in completion_ids]
+    return [len(set(ids)) / max(len(ids), 1) for ids in completion_ids]
 
 
 def train(model: str, prompts: list[str], output: str, steps: int = 50, **settings):

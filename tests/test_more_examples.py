@@ -1,0 +1,122 @@
+"""Every file in ``examples`` beside the classic loops runs on tiny local models."""
+
+import math
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from fastrl import AutoModelForSeq2SeqLMWithValueHead
+from tests import tiny_models
+from tests.golden import tiny
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TEXTS = [f"w{i} w{i + 1} w{i + 2} w{i + 3}" for i in range(3, 19)]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the KL estimate is negative"),
+    pytest.mark.filterwarnings(tiny_models.PEFT_WARNING),
+]
+
+
+def run(name):
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def language_model(tmp_path):
+    return saved(tiny_models.language_model("gpt2"), tmp_path / "lm")
+
+
+QUIET = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+
+
+def test_every_example_has_a_test_and_a_command_line(monkeypatch, capsys):
+    names = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    here = Path(__file__).read_text() + Path(__file__).with_name("test_examples.py").read_text()
+    for name in names:
+        assert f'"{name}"' in here or f'"{name}.py"' in here, name
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= (
+            130 if name == "classic_loop" else 80  # that one holds two documents' loops
+        )
+        monkeypatch.setattr(sys, "argv", [name, "--help"])
+        with pytest.raises(SystemExit, match="0"):
+            run(name)["main"]()
+        assert "--output" in capsys.readouterr().out
+
+
+def test_the_sentiment_loop(language_model, tmp_path):
+    torch.manual_seed(0)
+    config = tiny_models.config("gpt2", num_labels=2)
+    classifier = saved(GPT2ForSequenceClassification(config), tmp_path / "classifier")
+    stats = run("sentiment")["train"](
+        language_model, classifier, TEXTS, str(tmp_path / "out"), batch_size=8, ppo_epochs=1
+    )
+    assert math.isfinite(stats["ppo/loss/total"])
+    assert stats["rollout/reused"] == 1
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_reward_model(tmp_path, capsys):
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = RobertaForSequenceClassification(
+        RobertaConfig(
+            vocab_size=tiny.VOCABULARY, intermediate_size=16, max_position_embeddings=40,
+            pad_token_id=tiny.PAD, num_labels=1, **shape,
+        )
+    )  # fmt: skip
+    rows = [
+        {"instruction": t, "chosen_response": "w60 w61", "rejected_response": "w3"} for t in TEXTS
+    ]
+    metrics = run("reward_model")["train"](
+        saved(model, tmp_path / "encoder"), Dataset.from_list(rows), str(tmp_path / "out"),
+        max_length=32, num_train_epochs=8, learning_rate=1e-2, **QUIET,
+    )  # fmt: skip
+    assert metrics["eval_accuracy"] == 1
+    assert "P(chosen)" in capsys.readouterr().out
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+
+
+def test_sft_with_packing(language_model, tmp_path):
+    rows = Dataset.from_list([{"prompt": t, "completion": " w60 w61"} for t in TEXTS])
+    metrics = run("sft_packing")["train"](
+        language_model, rows, str(tmp_path / "out"), row=32,
+        num_train_epochs=20, learning_rate=1e-2, **QUIET,
+    )  # fmt: skip
+    assert metrics["eval_loss"] < 0.5 * math.log(tiny.VOCABULARY)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_an_encoder_decoder(tmp_path):
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=tiny.VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2,
+            pad_token_id=tiny.PAD, eos_token_id=tiny.EOS, decoder_start_token_id=tiny.PAD,
+        )
+    )  # fmt: skip
+    result = run("t5_ppo")["train"](
+        saved(model, tmp_path / "t5"), TEXTS, str(tmp_path / "out"), steps=2, batch_size=8
+    )
+    assert len(result.history) == 2
+    assert all(0 <= row["reward/mean"] <= 1 for row in result.history)
+    AutoModelForSeq2SeqLMWithValueHead.from_pretrained(tmp_path / "out")
