@@ -14,6 +14,22 @@ def context_length(model: Any) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
+def hidden_width(config: Any) -> int:
+    """Of the last hidden state.
+
+    Raises:
+        ValueError: the configuration does not say.
+    """
+    # OPT projects its last hidden state down to the width of its word embeddings.
+    for name in ("word_embed_proj_dim", "hidden_size"):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    text = config.get_text_config()
+    if text is not config:
+        return hidden_width(text)
+    raise ValueError(f"{type(config).__name__} states no hidden_size: the value head needs one")
+
+
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Dropout off while open; the model's mode is put back afterwards, after an error too."""

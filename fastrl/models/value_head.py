@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from fastrl.models.adapters import REFERENCE_ADAPTER
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.wrapper import REFERENCE_ADAPTER, PreTrainedModelWrapper, ValueHead
+from fastrl.models.wrapper import PreTrainedModelWrapper, ValueHead
 
 __all__ = [
     "REFERENCE_ADAPTER",

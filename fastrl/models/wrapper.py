@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fastrl.models.adapters import NOT_THE_POLICYS, RewardAdapter
 from fastrl.models.checkpoints import (
     HEAD_PREFIX,
     WEIGHTS_NAME,
@@ -20,10 +21,9 @@ from fastrl.models.checkpoints import (
     read_value_head,
 )
 from fastrl.models.heads import Head, choose_head, corner_of, last_hidden
+from fastrl.models.modes import hidden_width
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
-
-REFERENCE_ADAPTER = "fastrl_reference"  # a frozen copy of the adapter that training began with
 
 Wrapper = TypeVar("Wrapper", bound="PreTrainedModelWrapper")
 
@@ -40,7 +40,7 @@ class ValueHead(nn.Module):
         super().__init__()
         p = getattr(config, "summary_dropout_prob", summary_dropout_prob)
         self.dropout = nn.Dropout(p) if p else nn.Identity()
-        self.summary = nn.Linear(_head_width(config), 1, dtype=torch.float32)
+        self.summary = nn.Linear(hidden_width(config), 1, dtype=torch.float32)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         with torch.autocast(hidden_states.device.type, enabled=False):
@@ -91,6 +91,7 @@ class PreTrainedModelWrapper(nn.Module):
                 f"unknown v_head_init_strategy {v_head_init_strategy!r}: choose None or 'normal'"
             )
         self.v_head.to(pretrained_model.device)
+        self.reward: RewardAdapter | None = None
         self._head: Head | None = None
         self.trunk: Trunk | None = None  # bottom layers that are shared with a reference
 
@@ -110,17 +111,17 @@ class PreTrainedModelWrapper(nn.Module):
             pretrained_model_name_or_path: a directory, a Hub id, or a model. A directory or id that
                 holds a PEFT adapter loads its base model and the adapter.
             peft_config: puts a new adapter on the model.
-            reward_adapter: not available yet.
+            reward_adapter: a directory or Hub id of a sequence-classification adapter on the same
+                base, for :meth:`compute_reward_score`. It is neither trained nor saved.
             is_trainable: whether a loaded adapter can be trained.
             kwargs: those of the value head (see the class); the rest goes to
                 transformers' ``from_pretrained``. Weights load in fp32 unless ``dtype`` says
                 otherwise, and from safetensors only: no pickle is read.
 
         Raises:
-            ValueError: layers that were shared with a reference differ from what was saved.
+            ValueError: layers that were shared with a reference differ from what was saved; a
+                reward adapter without a score head, or on a model that cannot have one.
         """
-        if reward_adapter is not None:
-            raise ValueError("reward_adapter is not available yet: score with a separate model")
         head_kwargs = {k: kwargs.pop(k) for k in cls.supported_args if k in kwargs}
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             path = os.fspath(pretrained_model_name_or_path)
@@ -146,6 +147,9 @@ class PreTrainedModelWrapper(nn.Module):
         model = cls(base, **head_kwargs)
         if saved_head:
             model.v_head.load_state_dict(saved_head)
+        if reward_adapter is not None:
+            hub = {k: v for k, v in kwargs.items() if k in ("token", "cache_dir")}
+            model.reward = RewardAdapter(base, os.fspath(reward_adapter), hub)
         return model
 
     def forward(
@@ -210,6 +214,20 @@ class PreTrainedModelWrapper(nn.Module):
         """``generate`` of the language model."""
         return self.pretrained_model.generate(*args, **kwargs)
 
+    def compute_reward_score(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """What the reward adapter makes of every token, [B, T, labels], without gradients; a
+        sample's score is that of its last token.
+
+        Raises:
+            ValueError: there is no reward adapter.
+        """
+        if self.reward is None:
+            raise ValueError("there is no reward adapter: pass reward_adapter to from_pretrained")
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
+        return self.reward(self.pretrained_model, inputs)
+
     @property
     def device(self) -> torch.device:
         return self.v_head.summary.weight.device
@@ -251,8 +269,8 @@ class PreTrainedModelWrapper(nn.Module):
             (Path(save_directory) / TRUNK_NAME).write_text(self.trunk.record())
 
     def _own_adapters(self) -> list[str]:
-        """Those of the policy: not the copy that a reference keeps."""
-        return [name for name in self.pretrained_model.peft_config if name != REFERENCE_ADAPTER]
+        """Those of the policy: not the copy that a reference keeps, nor the reward's."""
+        return [n for n in self.pretrained_model.peft_config if n not in NOT_THE_POLICYS]
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Upload what :meth:`save_pretrained` saves. Keyword arguments go to ``HfApi``."""
@@ -265,14 +283,3 @@ class PreTrainedModelWrapper(nn.Module):
             api = HfApi(token=kwargs.pop("token", None))
             api.create_repo(repo_id, private=kwargs.pop("private", None), exist_ok=True)
             return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
-
-
-def _head_width(config: Any) -> int:
-    # OPT projects its last hidden state down to the width of its word embeddings.
-    for name in ("word_embed_proj_dim", "hidden_size"):
-        if getattr(config, name, None) is not None:
-            return getattr(config, name)
-    text = config.get_text_config()
-    if text is not config:
-        return _head_width(text)
-    raise ValueError(f"{type(config).__name__} states no hidden_size: the value head needs one")

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastrl.models.adapters import REFERENCE_ADAPTER, acting, add_adapter, trainability_kept
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.wrapper import REFERENCE_ADAPTER, PreTrainedModelWrapper
+from fastrl.models.wrapper import PreTrainedModelWrapper
 from fastrl.references.base import Reference
 from fastrl.references.copies import mix
 
@@ -30,17 +31,19 @@ class AdapterReference(Reference):
 
     @torch.no_grad()
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
-        with _trainability_kept(self._unwrapped), self._instead():
+        with self._instead():
             return self.policy(**inputs, scoring=request)
 
     @contextlib.contextmanager
     def as_policy(self) -> Iterator[nn.Module]:
-        with _trainability_kept(self._unwrapped), self._instead():
+        with self._instead():
             yield self.policy
 
-    def _instead(self) -> contextlib.AbstractContextManager:
+    @contextlib.contextmanager
+    def _instead(self) -> Iterator[None]:
         """While open, the policy is the reference."""
-        return self._unwrapped.disable_adapter()
+        with trainability_kept(self._unwrapped), self._unwrapped.disable_adapter():
+            yield
 
 
 class StartAdapterReference(AdapterReference):
@@ -50,23 +53,15 @@ class StartAdapterReference(AdapterReference):
         super().__init__(policy, unwrapped, why)
         self._peft: Any = unwrapped.pretrained_model
         self._active = self._peft.active_adapter
-        trained = {name: p.requires_grad for name, p in self._peft.named_parameters()}
-        self._peft.add_adapter(REFERENCE_ADAPTER, self._peft.peft_config[self._active])
-        for name, parameter in self._peft.named_parameters():
-            parameter.requires_grad_(trained.get(name, False))
+        add_adapter(self._peft, REFERENCE_ADAPTER, self._peft.peft_config[self._active])
         self._own, self._theirs = self._pairs()
         mix(self._own, self._theirs, 1.0)
 
     def follow(self, weight: float) -> None:
         mix(self._own, self._theirs, weight)
 
-    @contextlib.contextmanager
-    def _instead(self) -> Iterator[None]:
-        try:
-            self._peft.set_adapter(REFERENCE_ADAPTER)
-            yield
-        finally:
-            self._peft.set_adapter(self._active)
+    def _instead(self) -> contextlib.AbstractContextManager:
+        return acting(self._peft, REFERENCE_ADAPTER)
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """The copy's weights, and those of the adapter that is trained."""
@@ -78,14 +73,3 @@ class StartAdapterReference(AdapterReference):
                 own.append(parameter.data)
                 theirs.append(weights[trained].data)
         return own, theirs
-
-
-@contextlib.contextmanager
-def _trainability_kept(model: nn.Module) -> Iterator[None]:
-    """PEFT makes adapters trainable, or not, as it switches them: that is put back as it was."""
-    trained = [(p, p.requires_grad) for p in model.parameters()]
-    try:
-        yield
-    finally:
-        for parameter, was in trained:
-            parameter.requires_grad_(was)

@@ -178,13 +178,6 @@ def test_prompt_learning_is_refused():
         )
 
 
-def test_reward_adapter_is_refused():
-    with pytest.raises(ValueError, match="reward_adapter is not available yet"):
-        AutoModelForCausalLMWithValueHead.from_pretrained(
-            tiny_models.language_model(), reward_adapter="somewhere"
-        )
-
-
 def test_a_second_adapter_is_refused():
     with pytest.raises(ValueError, match="already has an adapter"):
         AutoModelForCausalLMWithValueHead.from_pretrained(

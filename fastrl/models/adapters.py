@@ -1,0 +1,142 @@
+"""A PEFT policy's further adapters: which one acts, and one that makes it a reward model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fastrl.models.checkpoints import find_file
+from fastrl.models.modes import evaluating, hidden_width
+
+REFERENCE_ADAPTER = "fastrl_reference"  # a frozen copy of the adapter that training began with
+REWARD_ADAPTER = "reward_model_adapter"  # TRL's name
+NOT_THE_POLICYS = (REFERENCE_ADAPTER, REWARD_ADAPTER)
+
+_WEIGHTS = "adapter_model.safetensors"
+
+
+@contextlib.contextmanager
+def trainability_kept(model: nn.Module) -> Iterator[None]:
+    """PEFT makes adapters trainable, or not, as it switches them: that is put back as it was."""
+    trained = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, was in trained:
+            parameter.requires_grad_(was)
+
+
+@contextlib.contextmanager
+def acting(peft_model: Any, adapter: str) -> Iterator[None]:
+    """While open, another adapter acts in the policy's place; an error puts that back too."""
+    own = peft_model.active_adapter
+    with trainability_kept(peft_model):
+        try:
+            peft_model.set_adapter(adapter)
+            yield
+        finally:
+            peft_model.set_adapter(own)
+
+
+def add_adapter(peft_model: Any, name: str, config: Any) -> None:
+    """A further adapter, which is not trained; what was trained stays so."""
+    trained = {name: p.requires_grad for name, p in peft_model.named_parameters()}
+    peft_model.add_adapter(name, config)
+    for each, parameter in peft_model.named_parameters():
+        parameter.requires_grad_(trained.get(each, False))
+
+
+class RewardAdapter(nn.Module):
+    """A sequence-classification adapter beside the policy's, on the same base: its score head, and
+    a forward through both.
+
+    Args:
+        peft_model: the policy's.
+        path: a directory or Hub id of the adapter, with the head among its weights.
+        hub: token and cache_dir, for the Hub.
+
+    Raises:
+        ValueError: a model without an adapter, an encoder–decoder, prompt learning, an adapter
+            without weights as safetensors, without a score head, or for another model.
+    """
+
+    def __init__(self, peft_model: Any, path: str, hub: dict[str, Any] | None = None):
+        super().__init__()
+        if not hasattr(peft_model, "peft_config"):
+            raise ValueError(
+                "reward_adapter needs a policy that is a PEFT model: pass peft_config too, or the "
+                "path of an adapter in the model's place"
+            )
+        if getattr(peft_model.config, "is_encoder_decoder", False):
+            raise ValueError(
+                "reward_adapter is for causal models: score an encoder–decoder's responses with a "
+                "model of its own"
+            )
+        from peft import PeftConfig
+
+        hub = hub or {}
+        config = PeftConfig.from_pretrained(path, **hub)
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"reward_adapter {path} is prompt learning ({config.peft_type}): use LoRA or "
+                "another adapter on the weights"
+            )
+        file = find_file(path, _WEIGHTS, hub)
+        if file is None:
+            raise ValueError(
+                f"reward_adapter {path} holds no {_WEIGHTS}: save it with safetensors, no other "
+                "format is read"
+            )
+        weights = load_file(file)
+        head = {k.rpartition(".")[2]: v for k, v in weights.items() if _of_head(k)}
+        if "weight" not in head:
+            raise ValueError(
+                f"reward_adapter {path} has no score head: train it with task_type='SEQ_CLS', or "
+                "with modules_to_save=['score']"
+            )
+        labels, width = head["weight"].shape
+        if width != hidden_width(peft_model.config):
+            raise ValueError(
+                f"reward_adapter {path} has a score head of width {width}, the model has "
+                f"{hidden_width(peft_model.config)}: it was trained on another base"
+            )
+        _load(peft_model, config, {k: v for k, v in weights.items() if not _of_head(k)}, path)
+        self.score = nn.Linear(width, labels, bias="bias" in head)
+        self.score.load_state_dict(head)
+        self.score.to(peft_model.device, peft_model.dtype).requires_grad_(False)
+
+    @torch.no_grad()
+    def forward(self, peft_model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Scores [B, T, labels] of a batch; the LM head does not run."""
+        with evaluating(peft_model), acting(peft_model, REWARD_ADAPTER):
+            hidden = _body(peft_model)(**inputs, use_cache=False).last_hidden_state
+            return self.score(hidden.to(self.score.weight.dtype))
+
+
+def _of_head(key: str) -> bool:
+    return key.rpartition(".")[0].rpartition(".")[2] == "score"
+
+
+def _body(peft_model: Any) -> Any:
+    """The model under the LM head, adapters included."""
+    return peft_model.get_base_model().base_model
+
+
+def _load(peft_model: Any, config: Any, weights: dict[str, Tensor], path: str) -> None:
+    from peft import set_peft_model_state_dict
+
+    config.modules_to_save = None  # the head, which lies apart
+    add_adapter(peft_model, REWARD_ADAPTER, config)
+    result: Any = set_peft_model_state_dict(peft_model, weights, REWARD_ADAPTER)
+    missing = [k for k in result.missing_keys if f".{REWARD_ADAPTER}." in k]
+    for what, keys in (("lacks", missing), ("holds", result.unexpected_keys)):
+        if keys:
+            peft_model.delete_adapter(REWARD_ADAPTER)
+            raise ValueError(
+                f"reward_adapter {path} {what} {keys[0]}: it was trained on another base"
+            )
