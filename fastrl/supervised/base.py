@@ -98,7 +98,8 @@ def loaded(model: Any, loader: Any, args: Any, **options: Any) -> Any:
 def longest(args: Any, model: Any, tokenizer: Any) -> int | None:
     """``max_length``, as far as model and tokenizer go; None where nothing limits it."""
     limits = (args.max_length, getattr(tokenizer, "model_max_length", None), positions_of(model))
-    return min((limit for limit in limits if limit is not None), default=None)
+    # A tokenizer that knows no limit says 10^30.
+    return min((limit for limit in limits if limit is not None and limit < 10**9), default=None)
 
 
 def positions_of(model: Any) -> int | None:

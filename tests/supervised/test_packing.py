@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from datasets import Dataset
 from torch import Tensor
 
 import fastrl_kernels
+from fastrl.supervised import base
 from fastrl.supervised.packing import PackedCollator, PackedTexts, choose_packing, pack
 from fastrl.supervised.texts import IGNORED
 from tests import tiny_models
@@ -82,8 +82,8 @@ class Scored:
 
 
 @pytest.fixture
-def scored(monkeypatch: Any) -> Iterator[Any]:
-    yield lambda trainer: Scored(monkeypatch, trainer)
+def scored(monkeypatch: Any) -> Any:
+    return lambda trainer: Scored(monkeypatch, trainer)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -176,11 +176,10 @@ def test_evaluation_packs_as_training_does_unless_it_is_told(make_sft: Make) -> 
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
 
 
-def test_packing_needs_a_length_and_its_own_batches(make_sft: Make) -> None:
+def test_packing_needs_a_length_and_its_own_batches(make_sft: Make, monkeypatch: Any) -> None:
     with pytest.raises(ValueError, match="leave out data_collator"):
         make_sft(packing=True, data_collator=lambda rows: rows)
+    endless = tiny_models.language_model("llama")
+    monkeypatch.setattr(base, "context_length", lambda _model: None)
     with pytest.raises(ValueError, match="packing needs max_length"):
-        config = tiny_models.config("llama", max_position_embeddings=None)
-        model = tiny_models.language_model("llama")
-        model.config = config
-        make_sft(model, packing=True, max_length=None)
+        make_sft(endless, packing=True, max_length=None)

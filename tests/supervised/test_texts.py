@@ -77,7 +77,7 @@ def test_messages_are_learned_whole_or_the_assistants_turns() -> None:
     assert only([row], tokenizer=tokenizer) == (ids, ids)
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}w10 {{ m.content }} {% else %}w11 "
-        "{% generation %}{{ m.content }} {% endgeneration %}{% endif %}{% endfor %}"
+        "{% generation %}{{ m.content }}{% endgeneration %} {% endif %}{% endfor %}"
     )
     labels = [X, X, X, 6, X, X, X, 8]
     assert only([row], tokenizer=tokenizer, assistant_only=True) == (ids, labels)
