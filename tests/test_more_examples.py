@@ -120,3 +120,21 @@ def test_an_encoder_decoder(tmp_path):
     assert len(result.history) == 2
     assert all(0 <= row["reward/mean"] <= 1 for row in result.history)
     AutoModelForSeq2SeqLMWithValueHead.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+def test_adapters_alone(language_model, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base = AutoModelForSequenceClassification.from_pretrained(language_model, num_labels=1)
+    rewarding = get_peft_model(base, LoraConfig(r=2, task_type="SEQ_CLS"))
+    rewarding.save_pretrained(tmp_path / "reward")
+    result = run("adapters_only")["train"](
+        language_model, str(tmp_path / "reward"), TEXTS, str(tmp_path / "out"), 2, batch_size=8
+    )
+    assert all(math.isfinite(row["reward/mean"]) for row in result.history)
+    assert len({row["reward/mean"] for row in result.history}) == 2
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= names
+    assert not any("reward" in name for name in names)

@@ -60,8 +60,10 @@ class StartAdapterReference(AdapterReference):
     def follow(self, weight: float) -> None:
         mix(self._own, self._theirs, weight)
 
-    def _instead(self) -> contextlib.AbstractContextManager:
-        return acting(self._peft, REFERENCE_ADAPTER)
+    @contextlib.contextmanager
+    def _instead(self) -> Iterator[None]:
+        with acting(self._peft, REFERENCE_ADAPTER):
+            yield
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """The copy's weights, and those of the adapter that is trained."""
