@@ -33,7 +33,7 @@ def write(folder: Path, results: list[dict[str, Any]]) -> list[Path]:
         if result["benchmark"] == "reference"
         for entry in reference_tables.timed(result)
     ]
-    iterations = [result for result in results if result["benchmark"] == "ppo"]
+    iterations = [r for r in results if r["benchmark"] == "ppo" and ppo.timed(r)]
     made = []
     with matplotlib.rc_context(
         # Ids from the content and text as text: nothing depends on the run.
@@ -136,19 +136,22 @@ def _memory(entries: list[dict[str, Any]]) -> Any:
 
 
 def _ppo(result: dict[str, Any]) -> Any:
+    """The phases with the first reference that has figures, and the iteration with others."""
     sides = {"fastrl": "fastrl", "peer": result["peer"]}
-    phases = [name for name in ppo.PHASES if name in result["phases"]]
-    groups = [
+    first, *others = ppo.timed(result)
+    shown = [(ppo.PHASES[name], first["phases"][name]) for name in ppo.PHASES]
+    shown += [
         (
-            ppo.PHASES[phase],
-            {
-                name: statistics.median(result["phases"][phase][side])
-                for side, name in sides.items()
-            },
+            f"{ppo.PHASES['iteration']},\nreference {entry['reference']}",
+            entry["phases"]["iteration"],
         )
-        for phase in phases
+        for entry in others
     ]
-    figure, axes = _figure(3 * len(phases))
+    groups = [
+        (title, {name: statistics.median(phase[side]) for side, name in sides.items()})
+        for title, phase in shown
+    ]
+    figure, axes = _figure(3 * len(shown))
     _bars(axes, groups, {"fastrl": OURS_COLOUR, result["peer"]: PEER_COLOURS[0]})
     axes.set_xlabel("seconds of one PPO iteration, median")
     return figure

@@ -4,8 +4,10 @@
 its own because the peer's environment has neither fastrl nor this package. Both libraries have the
 same surface, so they run the same lines here.
 
-It speaks JSON, one object a line: {"ready": versions}, and then for each command read
-- {"command": "check"}: two steps on given batches -> {"statistics": [{key: value}, ...]}
+It speaks JSON, one object a line: {"ready": versions} or {"absent": why}, and then for each command
+read
+- {"command": "check"}: two steps on given batches -> {"statistics": [{key: value}, ...],
+  "trained": {parameter that the optimizer has: its size}}
 - {"command": "iterate"}: one generate and one step -> {"seconds": {phase: seconds}}
 """
 
@@ -36,13 +38,19 @@ TIMERS = {
 
 
 class Side:
-    """A trainer of one library on weights and queries that depend on nothing but the shape."""
+    """A trainer of one library on weights and queries that depend on nothing but the shape.
 
-    def __init__(self, library: Any, shape: dict[str, Any]) -> None:
+    Without a `ref_model` both libraries make the reference themselves: of a PEFT model its base,
+    with `num_shared_layers` a copy above frozen layers, else a copy.
+    """
+
+    def __init__(self, library: Any, shape: dict[str, Any], reference: str = "copy") -> None:
         self.shape = shape
         self.rng = np.random.RandomState(0)
         model = library.AutoModelForCausalLMWithValueHead.from_pretrained(
-            GPT2LMHeadModel(model_config(shape)), summary_dropout_prob=0.0
+            GPT2LMHeadModel(model_config(shape)),
+            summary_dropout_prob=0.0,
+            peft_config=lora() if reference == "adapter" else None,
         )
         fill_by_rule(model)
         self.trainer = library.PPOTrainer(
@@ -51,10 +59,11 @@ class Side:
                 mini_batch_size=shape["mini_batch"],
                 ppo_epochs=shape["epochs"],
                 seed=0,
+                **settings(library, reference),
             ),
             model=model,
-            ref_model=library.create_reference_model(model),
             tokenizer=padding_tokenizer(),
+            num_shared_layers=shape["layers"] // 2 if reference == "trunk" else None,
         )
         self.device = next(model.parameters()).device
         self.queries = self.random_tokens(shape["query"])
@@ -75,7 +84,14 @@ class Side:
             responses = self.random_tokens(self.shape["response"])
             stats = self.trainer.step(self.queries, responses, self.random_scores())
             statistics.append({k: float(v) for k, v in stats.items() if is_compared(k, v)})
-        return {"statistics": statistics}
+        return {"statistics": statistics, "trained": self.trained()}
+
+    def trained(self) -> dict[str, int]:
+        """The parameters that the optimizer has, by name, and how many numbers each holds."""
+        groups = self.trainer.optimizer.param_groups
+        chosen = {id(parameter) for group in groups for parameter in group["params"]}
+        named = self.trainer.model.named_parameters()
+        return {name: p.numel() for name, p in named if id(p) in chosen}
 
     def iterate(self) -> dict[str, Any]:
         """Seconds of each phase of one iteration: sample the responses, and step on them."""
@@ -114,6 +130,36 @@ def is_compared(key: str, value: Any) -> bool:
     return np.ndim(value) == 0 and key.startswith(("objective/", "ppo/", "tokens/"))
 
 
+def settings(library: Any, reference: str) -> dict[str, Any]:
+    """What the configuration says of the reference. TRL's cannot: it keeps a copy instead."""
+    found: dict[str, Any] = {"init_kl_coef": 0.0} if reference == "none" else {}
+    if library.__name__ == "fastrl" and reference in ("offload", "none"):
+        found["reference"] = reference
+    return found
+
+
+def lora() -> Any:
+    """Rank 8 on the attention's input projections."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=8,
+        target_modules=["c_attn"],
+        fan_in_fan_out=True,  # GPT-2's weights lie transposed
+        task_type="CAUSAL_LM",
+    )
+
+
+def why_absent(reference: str) -> str | None:
+    """What this environment lacks for a reference."""
+    if reference == "adapter":
+        try:
+            importlib.import_module("peft")
+        except Exception as error:  # of its dependencies too, whatever they raise
+            return f"peft cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
 def model_config(shape: dict[str, Any]) -> GPT2Config:
     """GPT-2 at the given size, without dropout: TRL leaves it on while it samples."""
     return GPT2Config(
@@ -132,7 +178,10 @@ def model_config(shape: dict[str, Any]) -> GPT2Config:
 
 @torch.no_grad()
 def fill_by_rule(model: torch.nn.Module) -> None:
-    """Weights drawn by parameter name, GPT-2's way: the same under every version of a library."""
+    """Weights drawn by parameter name, GPT-2's way: the same under every version of a library.
+
+    Those of an adapter too, whose model therefore differs from its base at once.
+    """
     named = [*model.pretrained_model.named_parameters(), *model.v_head.named_parameters()]
     for name, parameter in named:
         rng = np.random.RandomState(zlib.crc32(name.encode()))
@@ -147,11 +196,12 @@ def padding_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 
-def versions(implementation: str) -> dict[str, str]:
+def versions(implementation: str, reference: str) -> dict[str, str]:
     """The versions of what decides this side's speed."""
     distribution = {"fastrl": "fastrl-lm"}.get(implementation, implementation)
     found = {"python": sys.version.split()[0]}
-    for name in (distribution, "torch", "transformers", "accelerate"):
+    names = [distribution, "torch", "transformers", "accelerate"]
+    for name in [*names, "peft"] if reference == "adapter" else names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
@@ -163,6 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--impl", choices=("fastrl", "trl"), required=True)
     parser.add_argument("--shape", type=json.loads, required=True)
+    parser.add_argument("--reference", default="copy")
     args = parser.parse_args()
     # The answers have stdout to themselves: what libraries print goes where their errors go.
     answers = os.fdopen(os.dup(1), "w")
@@ -176,8 +227,11 @@ def main() -> None:
     torch.manual_seed(0)
     # Both draw the same mini-batches: this is fastrl's shuffle, and TRL's is numpy's global one.
     np.random.permutation = np.random.RandomState(0).permutation
-    side = Side(importlib.import_module(args.impl), args.shape)
-    answer({"ready": versions(args.impl)})
+    if why := why_absent(args.reference):
+        answer({"absent": why})
+        return
+    side = Side(importlib.import_module(args.impl), args.shape, args.reference)
+    answer({"ready": versions(args.impl, args.reference)})
     commands = {"check": side.check, "iterate": side.iterate}
     for line in sys.stdin:
         answer(commands[json.loads(line)["command"]]())

@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, ppo, record, reference_tables, rollout_tables, tables
+from benchmarks import plots, ppo_tables, record, reference_tables, rollout_tables, tables
 from benchmarks.__main__ import OPS
-from benchmarks.timing import spread
 
 Result = dict[str, Any]
 
@@ -129,8 +128,7 @@ def brief(devices: dict[str, list[Result]]) -> str:
     for results in devices.values():
         for result in results:
             if result["benchmark"] == "ppo":
-                phases = ("generate", "step", "iteration")
-                parts.append(f"{caption(result)}\n\n{table(result, phases)}")
+                parts.append(ppo_tables.short_table(result, processor(result)))
             if result["benchmark"] == "rollout" and (rows := rollout_tables.short_table(result)):
                 parts.append(
                     f"Rollouts on {processor(result)} (`python -m benchmarks rollout`):\n\n{rows}"
@@ -157,8 +155,8 @@ def section(device: str, results: list[Result], pictures: list[Path]) -> str:
     parts += [f"![{path.stem}]({path})" for path in pictures]
     for result in results:
         if result["benchmark"] == "ppo":
-            parts += ["### A PPO iteration", caption(result)]
-            parts += [table(result, tuple(result["phases"])), _versions(result)]
+            parts += ["### A PPO iteration", ppo_tables.full_tables(result, processor(result))]
+            parts.append(_versions(result))
         elif result["benchmark"] == "rollout":
             parts += ["### Rollouts", rollout_tables.versions_line(result)]
             parts.append(rollout_tables.full_table(result))
@@ -187,26 +185,3 @@ def processor(result: Result) -> str:
     machine = result["machine"]
     threads = result["shape"]["threads"] if "shape" in result else result["threads"]
     return machine.get("accelerator", f"{machine['cpu']}, threads: {threads}")
-
-
-def caption(result: Result) -> str:
-    """What was measured, where, when, and by which command."""
-    return (
-        f"One PPO iteration against {result['peer']} on {processor(result)}, "
-        f"{ppo.describe(result['shape'])} "
-        f"({len(result['phases']['iteration']['fastrl'])} paired runs, {result['date']}, commit "
-        f"{result['commit']}; `python -m benchmarks ppo --peer {result['peer']}`):"
-    )
-
-
-def table(result: Result, phases: tuple[str, ...]) -> str:
-    """Median seconds of both sides and the ratio, a row for each phase."""
-    peer = result["peer"]
-    rows = [f"| phase | fastrl [s] | {peer} [s] | {peer} / fastrl |", "| --- | --: | --: | --: |"]
-    for name in phases:
-        phase = result["phases"][name]
-        rows.append(
-            f"| {ppo.PHASES[name]} | {spread(phase['fastrl'], '.3g')} "
-            f"| {spread(phase['peer'], '.3g')} | {spread(ppo.ratios(phase), '.2f')} |"
-        )
-    return "\n".join(rows)
