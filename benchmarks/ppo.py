@@ -48,7 +48,8 @@ REFERENCES = {
     "copy": "a frozen copy of the policy, on both sides",
     "adapter": "a LoRA of rank 8 on c_attn is trained, the reference is its base, on both sides",
     "trunk": "embeddings, the head that is tied to them and the bottom half of the layers are "
-    "frozen, on both sides; fastrl stores and runs them once, the peer twice",
+    "frozen, on both sides; fastrl stores them once and step() runs them once per sample, the peer "
+    "stores them twice and runs them in every forward",
     "offload": "fastrl's copy is in host memory; the peer keeps one as ever",
     "none": "the KL coefficient is 0; fastrl has no reference, the peer keeps a copy",
 }

@@ -89,7 +89,7 @@ def _what(entry: Entry) -> str:
     if not entry["phases"]:
         return f"{what}; {ppo.why_none(entry)}."
     trained = entry["trained"]
-    return f"{what}; the optimizer has {trained:,} numbers."
+    return f"{what}; {trained:,} parameters are trained."
 
 
 def _several(result: Result) -> bool:

@@ -305,7 +305,7 @@ def test_the_report_has_every_reference(checkout: argparse.Namespace) -> None:
     assert details.count("| old and reference scores | 2 (1–4) |") == 2
     assert "| red: step 0: objective/kl is missing |" in brief
     assert "red: step 0: objective/kl is missing" in details
-    assert "the optimizer has 1,234 numbers" in details
+    assert "1,234 parameters are trained" in details
     plot = (checkout.root / "benchmarks/plots/cpu-2core/ppo.svg").read_text()
     assert "reference trunk" in plot
     assert "reference adapter" not in plot
