@@ -51,6 +51,13 @@ def saved(base, family="gpt2", labels=1, **changes):
     return folder
 
 
+def as_if_trained(adapter):
+    """PEFT would train what its configuration says so of."""
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "inference_mode": False}))
+    return adapter
+
+
 def policy_with(base, adapter, family="gpt2", **kwargs):
     torch.manual_seed(1)
     return AutoModelForCausalLMWithValueHead.from_pretrained(
@@ -102,7 +109,7 @@ def test_the_last_tokens_scores_are_those_of_a_model_of_its_own(family, labels, 
 
 
 def test_the_policy_is_put_back_after_an_error_too(base):
-    policy = policy_with(base, saved(base)).train()
+    policy = policy_with(base, as_if_trained(saved(base))).train()
     before = state_of(policy)
     assert REWARD_ADAPTER not in str(before["trained"])
     assert "score" not in str(before["trained"])
@@ -111,10 +118,20 @@ def test_the_policy_is_put_back_after_an_error_too(base):
     assert_same(before, state_of(policy))
 
 
+def test_dropout_is_off_while_scoring(base):
+    policy = policy_with(base, saved(base, lora_dropout=0.5)).train()
+    ids = torch.stack(tiny_models.prompts(8, 8))
+    first = policy.compute_reward_score(ids)
+    assert torch.equal(policy.compute_reward_score(ids), first)
+    assert not first.requires_grad
+    assert all(module.training for module in policy.pretrained_model.modules())
+
+
 def test_checkpoints_are_the_policys_alone(base, tmp_path):
     policy = policy_with(base, saved(base))
     policy.save_pretrained(tmp_path / "tuned")
-    names = {p.name for p in (tmp_path / "tuned").rglob("*") if p.is_file()}
+    folder = tmp_path / "tuned"
+    names = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
     assert names - {"README.md"} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -127,10 +144,12 @@ def test_checkpoints_are_the_policys_alone(base, tmp_path):
     with torch.no_grad():
         assert torch.equal(again(ids)[0], policy(ids)[0])
     loaded = AutoModelForCausalLMWithValueHead.from_pretrained(
-        tmp_path / "tuned", reward_adapter=base.parent / "reward"
+        tmp_path / "tuned", reward_adapter=as_if_trained(base.parent / "reward")
     )
     ours, theirs = loaded.compute_reward_score(ids), policy.compute_reward_score(ids)
     torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+    trained = {name for name, p in loaded.named_parameters() if p.requires_grad}
+    assert trained == {"v_head.summary.weight", "v_head.summary.bias"}, "is_trainable is False"
 
 
 @pytest.mark.parametrize("adapter", ["off", "start"])
