@@ -67,6 +67,7 @@ def sparse_lookups(model: Any) -> Iterator[Tensor | None]:
         and embedding.max_norm is None
         and not embedding.scale_grad_by_freq
         and not embedding.sparse
+        and not embedding._forward_hooks  # NEFTune's noise, say, which a lookup would undo
     )
     if not plain or not torch.is_grad_enabled() or not embedding.weight.requires_grad:
         yield None

@@ -22,6 +22,12 @@ class PolicyObjective(NamedTuple):
     cliprange: float
 
 
+class NLLObjective(NamedTuple):
+    """-Σ log π / denominator of the requested rows."""
+
+    denominator: Tensor  # []
+
+
 class ScoringRequest(NamedTuple):
     """Which tokens to score, and what to return for them.
 
@@ -35,7 +41,7 @@ class ScoringRequest(NamedTuple):
     entropy: bool = False
     values: bool = True
     logits: bool = False
-    objective: PolicyObjective | None = None
+    objective: PolicyObjective | NLLObjective | None = None
 
 
 class TokenScores(NamedTuple):
@@ -65,7 +71,10 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
     )
     logprobs, entropies = scored if request.entropy else (scored, None)
     loss = None
-    if request.objective is not None:
+    if isinstance(request.objective, NLLObjective):
+        loss = -logprobs.sum() / request.objective.denominator
+        logprobs = logprobs.detach()
+    elif request.objective is not None:
         old, advantages, cliprange = request.objective
         every = torch.ones_like(request.labels, dtype=torch.bool)
         loss, _ = fastrl_kernels.ppo_loss(logprobs, old, advantages, every, cliprange=cliprange)
@@ -94,6 +103,16 @@ def score_hidden(
         scored: Any = fastrl_kernels.linear_logprobs(hidden, weight, request.labels, **options)
         logprobs, entropies = scored if request.entropy else (scored, None)
         return TokenScores(logprobs, entropies, None, None)
+    if isinstance(request.objective, NLLObjective):
+        loss, logprobs = fastrl_kernels.linear_nll_loss(
+            hidden,
+            weight,
+            request.labels,
+            bias=bias,
+            denominator=request.objective.denominator,
+            **transform._asdict(),
+        )
+        return TokenScores(logprobs, None, None, None, loss)
     old, advantages, cliprange = request.objective
     every = torch.ones_like(request.labels, dtype=torch.bool)
     loss, stats = fastrl_kernels.linear_ppo_loss(

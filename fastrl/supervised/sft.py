@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling
 
 from fastrl.models.heads import Head, choose_head
 from fastrl.models.modes import evaluating
-from fastrl.models.scoring import ScoringRequest, score_logits
+from fastrl.models.scoring import NLLObjective, ScoringRequest, score_logits
 from fastrl.supervised.adapters import with_adapter
 from fastrl.supervised.arguments import SupervisedArguments, setting, tokenizer_of
 from fastrl.supervised.base import SupervisedTrainer, loaded, longest, settings_of
@@ -67,7 +67,7 @@ class SFTTrainer(SupervisedTrainer):
 
     loss = -Σ log p(token) / tokens, over the tokens that count: all of a text but its first, or its
     completion; ``tokens`` are those of a whole step, however it is split up. The LM head is fused
-    with the loss (``fastrl_kernels.linear_logprobs``), and runs on counted tokens alone.
+    with the loss (``fastrl_kernels.linear_nll_loss``), and runs on counted tokens alone.
 
     Args:
         model: a causal LM, or its path.
@@ -208,7 +208,13 @@ class SFTTrainer(SupervisedTrainer):
             raise ValueError(f"batches need labels, the data collator makes {', '.join(inputs)}")
         if "rows" not in inputs:  # a collator of the user's
             inputs = {**inputs, **targets_of(inputs["labels"])}
-        request = ScoringRequest(inputs["rows"], inputs["targets"], values=False)
+        whole_step = num_items_in_batch is not None
+        tokens = torch.as_tensor(num_items_in_batch if whole_step else len(inputs["rows"]))
+        # A scaler's factor has to reach gradients in fp16 before they are rounded.
+        objective = None if self.args.fp16 else NLLObjective(tokens.clamp(min=1))
+        request = ScoringRequest(
+            inputs["rows"], inputs["targets"], values=False, objective=objective
+        )
         given = {k: v for k, v in inputs.items() if k not in _TARGETS} | {"use_cache": False}
         outputs = None
         if return_outputs:
@@ -218,9 +224,9 @@ class SFTTrainer(SupervisedTrainer):
             scores, _ = self._scoring_head(given)(
                 _Called(model, self._plain(model)), request, given
             )
-        whole_step = num_items_in_batch is not None
-        tokens = torch.as_tensor(num_items_in_batch if whole_step else len(request.rows))
-        loss = -scores.logprobs.sum() / tokens.clamp(min=1)
+        loss = scores.loss
+        if loss is None:
+            loss = -scores.logprobs.sum() / tokens.clamp(min=1)
         if whole_step and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over them
         return (loss, outputs) if return_outputs else loss

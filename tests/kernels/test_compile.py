@@ -25,6 +25,7 @@ HIDDEN, VOCABULARY = 8, 37
 OPERATORS = {
     "full_kl",
     "linear_logprobs",
+    "linear_nll_loss",
     "linear_ppo_loss",
     "sample_keys",
     "sample_tokens",
@@ -138,6 +139,13 @@ CASES: dict[str, Callable[..., Any]] = {
     "linear_logprobs numbers": lambda x, b: _head(
         ops.linear_logprobs, x, temperature=x.half, softcap=x.half * 9, logit_scale=x.half,
         backend=b,
+    ),
+    "linear_nll_loss": lambda x, b: ops.linear_nll_loss(
+        x.hidden * 2, x.weight, x.labels, mask=x.mask, workspace_bytes=1000, backend=b
+    ),
+    "linear_nll_loss with everything": lambda x, b: ops.linear_nll_loss(
+        x.hidden, x.weight, x.labels, bias=x.bias, softcap=3.0, logit_scale=0.5,
+        weights=x.old.exp(), denominator=x.temperature.sum().detach(), backend=b,
     ),
     "linear_ppo_loss": lambda x, b: loss(x, backend=b),
     "linear_ppo_loss one chunk": lambda x, b: loss(x, workspace_bytes=None, backend=b),

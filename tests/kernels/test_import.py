@@ -55,6 +55,7 @@ CALLS = {
     "kto_loss": "kto_loss(chosen, ref_chosen, ref_rejected > 0, 0.1)",
     "layers": "layers.TokenLogProbs()(logits, labels)",
     "linear_logprobs": "linear_logprobs(hidden, weight, labels, mask=mask, entropy=True)",
+    "linear_nll_loss": "linear_nll_loss(hidden, weight, labels, mask=mask)[0]",
     "linear_ppo_loss": "linear_ppo_loss(hidden, weight, labels, old, old, mask)[0]",
     "masked_mean": "masked_mean(values, mask)",
     "masked_moments": "masked_moments(values, mask)",

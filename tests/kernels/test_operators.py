@@ -47,7 +47,8 @@ def recorded(function: Callable[..., Any], x: Inputs) -> dict[str, tuple[Any, ..
 
 
 OPCHECKS = [
-    "full_kl masked", "linear_logprobs entropy", "linear_logprobs extras", "linear_ppo_loss",
+    "full_kl masked", "linear_logprobs entropy", "linear_logprobs extras",
+    "linear_nll_loss", "linear_nll_loss with everything", "linear_ppo_loss",
     "linear_ppo_loss with everything", "sample_keys tensors", "sample_tokens tensors",
     "token_logprobs", "token_logprobs entropy",
 ]  # fmt: skip

@@ -66,14 +66,14 @@ class Scored:
 
     def __init__(self, monkeypatch: Any, trainer: Any):
         self.trainer, self._kept = trainer, []
-        op = fastrl_kernels.linear_logprobs
+        op = fastrl_kernels.linear_nll_loss
 
         def kept(*args: Any, **kwargs: Any) -> Any:
             found = op(*args, **kwargs)
-            self._kept.append(found if isinstance(found, Tensor) else found[0])
+            self._kept.append(found[1])
             return found
 
-        monkeypatch.setattr(fastrl_kernels, "linear_logprobs", kept)
+        monkeypatch.setattr(fastrl_kernels, "linear_nll_loss", kept)
 
     def __call__(self, rows: list[dict[str, Any]]) -> Tensor:
         with torch.no_grad():

@@ -101,14 +101,14 @@ def test_the_head_sees_learned_tokens_alone_and_no_logits_are_made(
     model, data = tiny_models.language_model(), completions(4)
     trainer = make_sft(model, data, eval_dataset=data)
     rows, logits = [], []
-    op = fastrl_kernels.linear_logprobs
+    op = fastrl_kernels.linear_nll_loss
 
     def counting(hidden: Any, *args: Any, **kwargs: Any) -> Any:
         rows.append(len(hidden))
         return op(hidden, *args, **kwargs)
 
     trainer.evaluate()  # chooses the head
-    monkeypatch.setattr(fastrl_kernels, "linear_logprobs", counting)
+    monkeypatch.setattr(fastrl_kernels, "linear_nll_loss", counting)
     model.get_output_embeddings().register_forward_hook(
         lambda _module, _args, out: logits.append(out.numel())
     )
@@ -244,6 +244,22 @@ def test_checkpointed_activations_give_the_same_step(make_sft: Make) -> None:
     make_sft(saved, gradient_checkpointing=True, **GRADIENT_STEP).train()
     for one, other in zip(plain.parameters(), saved.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_a_scaled_loss_is_made_of_scaled_gradients(make_sft: Make) -> None:
+    """Under fp16's scaler the loss is not fused: the op's backward would come after rounding."""
+    plain, scaled = tiny_models.language_model(), tiny_models.language_model()
+    one, other = make_sft(plain), make_sft(scaled)
+    other.args.fp16 = True
+    for trainer in (one, other):
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+        trainer.compute_loss(trainer.model, batch).backward()
+    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-6)
+    loss = one.compute_loss(one.model, batch)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="hands its gradients out once"):
+        loss.backward()
 
 
 def test_bf16_runs_through_the_fused_head(make_sft: Make) -> None:

@@ -9,6 +9,7 @@ from .keys import sample_keys
 from .kl import kl_penalty, kl_rewards
 from .linear import Extras, linear_logprobs
 from .linear_loss import LinearLossStats, linear_ppo_loss
+from .linear_nll import linear_nll_loss
 from .logprob import token_logprobs
 from .moments import Moments, masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
 from .ppo_loss import KLTerm, LossStats, ValueTerm, ppo_loss
@@ -43,6 +44,7 @@ __all__ = [
     "kto_loss",
     "layers",
     "linear_logprobs",
+    "linear_nll_loss",
     "linear_ppo_loss",
     "masked_mean",
     "masked_moments",

@@ -12,6 +12,7 @@ from .compiled import new, operator, or_empty
 from .head import Transform
 from .head_inputs import HeadInputs
 from .head_rows import RowStatistics
+from .linear_nll import NLL
 from .ppo_loss import Constants, LossStats, Settings
 
 
@@ -224,13 +225,13 @@ def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tupl
     )
 
 
-def _save_linear_ppo_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.wanted, ctx.arguments = inputs[-1], len(inputs)
-    ctx.save_for_backward(*output[4:])
+    ctx.save_for_backward(*output[-3:])
     ctx.set_materialize_grads(False)
 
 
-def _linear_ppo_loss_gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _scaled_gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * ctx.arguments
     gradients = zip(ctx.saved_tensors, ctx.wanted, strict=True)
@@ -238,7 +239,7 @@ def _linear_ppo_loss_gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[
     return *scaled, *(None,) * (ctx.arguments - 3)
 
 
-_linear_ppo_loss.register_autograd(_linear_ppo_loss_gradients, setup_context=_save_linear_ppo_loss)
+_linear_ppo_loss.register_autograd(_scaled_gradients, setup_context=_save_gradients)
 
 
 def linear_ppo_loss(
@@ -257,3 +258,55 @@ def linear_ppo_loss(
         list(_wanted((hidden, weight, bias))),
     )  # fmt: skip
     return loss, numbers.detach(), logprobs.detach(), entropies.detach() if entropy else None
+
+
+@operator
+def _linear_nll_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    counted: Tensor,
+    temperatures: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+    workspace: int,
+    backend: str,
+    weights: Tensor,
+    denominator: Tensor,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Loss and log-probs, and the gradients that are wanted of the loss by the first three."""
+    inputs = _head(
+        hidden, weight, bias, labels, counted, temperatures, temperature, softcap, logit_scale,
+        workspace, backend,
+    )  # fmt: skip
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss, _, logprobs, _, gradients = linear_loss.forward(
+            inputs, NLL(weights, denominator), False, tuple(wanted)
+        )
+    return loss, logprobs, *(or_empty(x, hidden) for x in gradients)  # type: ignore[return-value]
+
+
+@_linear_nll_loss.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    gradients = _fake_gradients((hidden, weight, bias), others[-1])
+    return new(hidden), new(hidden, hidden.shape[0]), *gradients
+
+
+_linear_nll_loss.register_autograd(_scaled_gradients, setup_context=_save_gradients)
+
+
+def linear_nll_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inputs: HeadInputs,
+    objective: NLL,
+    _entropy: bool,
+) -> tuple[Tensor, None, Tensor, None]:
+    loss, logprobs, *_ = _linear_nll_loss(
+        *_flat(inputs), *objective, list(_wanted((hidden, weight, bias)))
+    )
+    return loss, None, logprobs.detach().view(inputs.shape), None

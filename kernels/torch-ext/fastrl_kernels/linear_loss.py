@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +54,10 @@ class Objective(NamedTuple):
     settings: Settings
     backend: str
 
+    @property
+    def op(self) -> str:
+        return "linear_ppo_loss"
+
     def token_weights(self) -> Tensor:
         """What each token's objective is multiplied with in the loss, [N]."""
         denominator = denominator_of(self.constants, self.settings)
@@ -72,11 +76,30 @@ class Objective(NamedTuple):
         at = Constants(*(x if x is None or x.dim() == 0 else x[rows] for x in self.constants))  # type: ignore[arg-type]
         return policy_slopes(logprobs, at, self.settings, self.backend).mul_(weights[rows])
 
+    def loss(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and LossStats' tensor, from log-probs [..., T]."""
+        return apply(logprobs, None, *self)
+
+
+class TokenObjective(Protocol):
+    """What the head is fused with: a loss whose slopes by a token's log-prob need no other's."""
+
+    @property
+    def op(self) -> str: ...
+
+    def token_weights(self) -> Tensor: ...
+
+    def flat(self) -> TokenObjective: ...
+
+    def slopes(self, logprobs: Tensor, rows: slice, weights: Tensor) -> Tensor: ...
+
+    def loss(self, logprobs: Tensor) -> tuple[Tensor, Tensor]: ...
+
 
 def forward(
-    inputs: HeadInputs, objective: Objective, entropy: bool, wanted: tuple[bool, ...]
+    inputs: HeadInputs, objective: TokenObjective, entropy: bool, wanted: tuple[bool, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-    """The loss, LossStats' tensor, log-probs and entropies, and the wanted gradients of the loss by
+    """The loss, its statistics, log-probs and entropies, and the wanted gradients of the loss by
     hidden states, weight and bias."""
     hidden, weight, bias, work = inputs.hidden, inputs.weight, inputs.bias, inputs.rows
     n, vocabulary = len(hidden), len(weight)
@@ -104,11 +127,11 @@ def forward(
 
     logprobs = per_token(statistics.logprobs)
     entropies = None if statistics.entropies is None else per_token(statistics.entropies)
-    loss, numbers = apply(logprobs, None, *objective)
+    loss, numbers = objective.loss(logprobs)
     return loss, numbers, logprobs, entropies, gradients.results()
 
 
-class _LinearPPOLoss(torch.autograd.Function):
+class LinearLoss(torch.autograd.Function):
     """Gradients are computed forward, while the logits are there; backward hands them out."""
 
     @staticmethod
@@ -118,11 +141,11 @@ class _LinearPPOLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         inputs: HeadInputs,
-        objective: Objective,
+        objective: TokenObjective,
         entropy: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         *results, ctx.gradients = forward(inputs, objective, entropy, ctx.needs_input_grad[:3])
-        ctx.rows = inputs.rows
+        ctx.rows, ctx.op = inputs.rows, objective.op
         ctx.mark_non_differentiable(*(x for x in results[1:] if x is not None))
         ctx.set_materialize_grads(False)
         return tuple(results)  # type: ignore[return-value]
@@ -135,8 +158,8 @@ class _LinearPPOLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(
-                "linear_ppo_loss hands its gradients out once: call it again, or use "
-                "linear_logprobs with ppo_loss where a graph is retained"
+                f"{ctx.op} hands its gradients out once: call it again, or make the loss of "
+                "linear_logprobs where a graph is retained"
             )
         for x in gradients:
             if x is not None:
@@ -253,7 +276,7 @@ def linear_ppo_loss(
         if tensor is not None:
             check_device(name, tensor, "hidden", hidden)
     objective = Objective(constants, settings, inputs.backend)
-    run: Any = _LinearPPOLoss.apply
+    run: Any = LinearLoss.apply
     if torch.compiler.is_compiling():
         from .compiled_head import linear_ppo_loss as run
     with torch.autocast(inputs.hidden.device.type, enabled=False):

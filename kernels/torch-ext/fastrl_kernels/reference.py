@@ -390,3 +390,22 @@ def linear_ppo_loss(
     stats |= {k: x.detach() for k, x in per_token.items() if entropy or k == "logprobs"}
     stats["entropy"] = mean.detach() if entropy else torch.full_like(loss, torch.nan)
     return loss, stats
+
+
+def linear_nll_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """-Σ w·log π / denominator of ``linear_logprobs``, which gets the other options; and those."""
+    logprobs = linear_logprobs(hidden, weight, labels, mask=mask, **options)
+    counted = labels != IGNORE_LABEL if mask is None else mask & (labels != IGNORE_LABEL)
+    total = counted.sum() if denominator is None else torch.as_tensor(denominator)
+    weighted = logprobs if weights is None else logprobs * weights.to(logprobs)
+    loss = -weighted.sum() / total if total != 0 else 0.0 * weighted.sum()
+    return loss, logprobs.detach()
