@@ -1,6 +1,8 @@
 """A virtual environment of its own for the library that fastrl is measured against."""
 
+import importlib.metadata
 import subprocess
+import sys
 import venv
 from pathlib import Path
 
@@ -13,11 +15,19 @@ VENVS = ROOT / ".benchmarks" / "venvs"
 # What each peer is installed with: the newest versions that it works with.
 PEERS = {
     "trl==0.11.4": ("transformers==4.45.2", "peft==0.13.2", "numpy<2.3", "rich"),
+    "trl==1.16.0": (),
 }
 
 
 def peer_python(peer: str) -> Path:
-    """The interpreter of the peer's environment, which is made at the first call."""
+    """The interpreter of the peer's environment, which is made at the first call; this one's where
+    the peer is installed beside us."""
+    name, version = peer.split("==")
+    try:
+        if importlib.metadata.version(name) == version:
+            return Path(sys.executable)
+    except importlib.metadata.PackageNotFoundError:
+        pass
     folder = VENVS / peer.replace("==", "-")
     python = folder / "bin" / "python"
     # Both sides run the same torch: what is measured is the library, not its torch.

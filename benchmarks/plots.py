@@ -34,6 +34,7 @@ def write(folder: Path, results: list[dict[str, Any]]) -> list[Path]:
         for entry in reference_tables.timed(result)
     ]
     iterations = [r for r in results if r["benchmark"] == "ppo" and ppo.timed(r)]
+    epochs = [result for result in results if result["benchmark"] == "sft"]
     made = []
     with matplotlib.rc_context(
         # Ids from the content and text as text: nothing depends on the run.
@@ -44,6 +45,8 @@ def write(folder: Path, results: list[dict[str, Any]]) -> list[Path]:
             made.append(_save(folder / "memory.svg", _memory(entries)))
         if iterations:
             made.append(_save(folder / "ppo.svg", _ppo(iterations[-1])))
+        if epochs:
+            made.append(_save(folder / "sft.svg", _sft(epochs[-1])))
         if rollouts:
             made.append(_save(folder / "rollout.svg", _rollout(rollouts)))
         if references:
@@ -154,6 +157,26 @@ def _ppo(result: dict[str, Any]) -> Any:
     figure, axes = _figure(3 * len(shown))
     _bars(axes, groups, {"fastrl": OURS_COLOUR, result["peer"]: PEER_COLOURS[0]})
     axes.set_xlabel("seconds of one PPO iteration, median")
+    return figure
+
+
+def _sft(result: dict[str, Any]) -> Any:
+    from matplotlib.figure import Figure
+
+    peer = result["peer"]
+    sides = {"fastrl": result["sides"]["fastrl"], peer: result["sides"]["peer"]}
+    speed = {n: result["tokens"] / statistics.median(s["seconds"]) for n, s in sides.items()}
+    memory = {name: side["peak"] / 2**20 for name, side in sides.items()}
+    figure = Figure(figsize=(8, 1.8))
+    # Side by side: tokens and bytes have no axis in common.
+    for axes, bars, label in zip(
+        figure.subplots(1, 2),
+        (speed, memory),
+        ("tokens per second, median", "peak memory above the model [MiB]"),
+        strict=True,
+    ):
+        _bars(axes, [("", bars)], {"fastrl": OURS_COLOUR, peer: PEER_COLOURS[0]})
+        axes.set_xlabel(label)
     return figure
 
 

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks import record, timing
-from benchmarks.peer import PEERS, peer_python
+from benchmarks.peer import peer_python
 from benchmarks.timing import spread
 
 WORKER = Path(__file__).with_name("ppo_worker.py")
@@ -87,12 +87,14 @@ class Absent(RuntimeError):
 class Worker:
     """A trainer in a process of its own; idle, it waits on its input and costs nothing."""
 
-    def __init__(self, python: Path, implementation: str, shape: Shape, reference: str) -> None:
+    def __init__(
+        self, python: Path, implementation: str, shape: Any, *arguments: str, script: Path = WORKER
+    ) -> None:
         self.implementation = implementation
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
         self.process = subprocess.Popen(
-            [python, WORKER, "--impl", implementation, "--shape", json.dumps(vars(shape))]
-            + ["--reference", reference],
+            [python, script, "--impl", implementation, "--shape", json.dumps(vars(shape))]
+            + list(arguments),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -144,7 +146,7 @@ class Worker:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m benchmarks ppo`."""
-    parser.add_argument("--peer", choices=PEERS, default="trl==0.11.4")
+    parser.add_argument("--peer", choices=("trl==0.11.4",), default="trl==0.11.4")
     parser.add_argument(
         "--peer-python",
         type=Path,
@@ -214,8 +216,12 @@ def measure_one(
         WorkerError: a side ended.
     """
     with contextlib.ExitStack() as stack:
-        fastrl = stack.enter_context(Worker(Path(sys.executable), "fastrl", shape, reference))
-        peer = stack.enter_context(Worker(python, args.peer.split("==")[0], shape, reference))
+        fastrl = stack.enter_context(
+            Worker(Path(sys.executable), "fastrl", shape, "--reference", reference)
+        )
+        peer = stack.enter_context(
+            Worker(python, args.peer.split("==")[0], shape, "--reference", reference)
+        )
         versions["fastrl"] |= fastrl.ready()
         versions["peer"] |= peer.ready()
         ours, theirs = (side.ask("check") for side in (fastrl, peer))

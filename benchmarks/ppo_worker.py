@@ -52,7 +52,7 @@ class Side:
             summary_dropout_prob=0.0,
             peft_config=lora() if reference == "adapter" else None,
         )
-        fill_by_rule(model)
+        fill_by_rule(model.pretrained_model, model.v_head)
         self.trainer = library.PPOTrainer(
             config=library.PPOConfig(
                 batch_size=shape["batch"],
@@ -177,13 +177,12 @@ def model_config(shape: dict[str, Any]) -> GPT2Config:
 
 
 @torch.no_grad()
-def fill_by_rule(model: torch.nn.Module) -> None:
+def fill_by_rule(*modules: torch.nn.Module) -> None:
     """Weights drawn by parameter name, GPT-2's way: the same under every version of a library.
 
     Those of an adapter too, whose model therefore differs from its base at once.
     """
-    named = [*model.pretrained_model.named_parameters(), *model.v_head.named_parameters()]
-    for name, parameter in named:
+    for name, parameter in (named for module in modules for named in module.named_parameters()):
         rng = np.random.RandomState(zlib.crc32(name.encode()))
         noise = torch.from_numpy(rng.standard_normal(tuple(parameter.shape)).astype(np.float32))
         is_gain = parameter.dim() == 1 and name.endswith("weight")

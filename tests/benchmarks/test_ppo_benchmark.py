@@ -236,7 +236,7 @@ def test_a_worker_that_ends_tells_why(tmp_path: Path) -> None:
     broken.write_text("#!/bin/sh\necho no such library >&2\nexit 1\n")
     broken.chmod(0o755)
     with (
-        ppo.Worker(broken, "trl", ppo.QUICK, "copy") as worker,
+        ppo.Worker(broken, "trl", ppo.QUICK, "--reference", "copy") as worker,
         pytest.raises(ppo.WorkerError, match="no such library"),
     ):
         worker.ready()
@@ -247,7 +247,7 @@ def test_a_worker_that_lacks_something_tells_what(tmp_path: Path) -> None:
     lacking.write_text("""#!/bin/sh\necho '{"absent": "no peft"}'\n""")
     lacking.chmod(0o755)
     with (
-        ppo.Worker(lacking, "trl", ppo.QUICK, "adapter") as worker,
+        ppo.Worker(lacking, "trl", ppo.QUICK, "--reference", "adapter") as worker,
         pytest.raises(ppo.Absent, match="trl: no peft"),
     ):
         worker.ready()
