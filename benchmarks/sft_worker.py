@@ -79,16 +79,16 @@ class Stopwatch(TrainerCallback):
 
 
 class Side:
-    """A trainer of one library on weights and texts that depend on nothing but the shape."""
+    """A trainer of one library on weights and texts that depend on nothing but the shape; it wants
+    a folder, and saves nothing there."""
 
-    def __init__(self, library: Any, shape: dict[str, Any]) -> None:
+    def __init__(self, library: Any, shape: dict[str, Any], folder: str) -> None:
         model = GPT2LMHeadModel(model_config(shape))
         ppo_worker.fill_by_rule(model)
-        self.folder = tempfile.TemporaryDirectory()  # the trainers want one; nothing is saved
         self.trainer = library.SFTTrainer(
             model,
             library.SFTConfig(
-                output_dir=self.folder.name,
+                output_dir=folder,
                 per_device_train_batch_size=shape["batch"],
                 max_length=shape["longest"],
                 **SETTINGS,
@@ -188,11 +188,12 @@ def main() -> None:
     logging.set_verbosity_error()
     datasets.disable_progress_bars()
     torch.set_num_threads(args.shape["threads"])
-    side = Side(importlib.import_module(args.impl), args.shape)
-    answer({"ready": ppo_worker.versions(args.impl)})
-    commands = {"check": side.check, "memory": side.memory, "epoch": side.epoch}
-    for line in sys.stdin:
-        answer(commands[json.loads(line)["command"]]())
+    with tempfile.TemporaryDirectory() as folder:
+        side = Side(importlib.import_module(args.impl), args.shape, folder)
+        answer({"ready": ppo_worker.versions(args.impl)})
+        commands = {"check": side.check, "memory": side.memory, "epoch": side.epoch}
+        for line in sys.stdin:
+            answer(commands[json.loads(line)["command"]]())
 
 
 if __name__ == "__main__":
