@@ -158,7 +158,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., t
 class StandIn:
     """A worker that agrees with the other and takes one second, the peer three."""
 
-    def __init__(self, python: Path, implementation: str, shape: ppo.Shape, reference: str) -> None:
+    def __init__(
+        self, python: Path, implementation: str, shape: ppo.Shape, flag: str, reference: str
+    ) -> None:
+        assert flag == "--reference"
         self.ours, self.reference = implementation == "fastrl", reference
 
     def __enter__(self) -> "StandIn":
