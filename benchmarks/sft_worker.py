@@ -190,7 +190,7 @@ def main() -> None:
     torch.set_num_threads(args.shape["threads"])
     with tempfile.TemporaryDirectory() as folder:
         side = Side(importlib.import_module(args.impl), args.shape, folder)
-        answer({"ready": ppo_worker.versions(args.impl)})
+        answer({"ready": ppo_worker.versions(args.impl, "copy")})
         commands = {"check": side.check, "memory": side.memory, "epoch": side.epoch}
         for line in sys.stdin:
             answer(commands[json.loads(line)["command"]]())
