@@ -229,9 +229,10 @@ def test_a_batch_with_nothing_to_learn_gives_zero(make_sft: Make) -> None:
 def test_an_unusual_head_gives_the_same_step(make_sft: Make) -> None:
     usual, unusual = tiny_models.language_model(), tiny_models.language_model()
     unusual.get_output_embeddings().register_forward_hook(lambda _module, _args, out: out.clone())
-    make_sft(usual, **GRADIENT_STEP).train()
+    settings = {"gradient_accumulation_steps": 2, **GRADIENT_STEP}
+    make_sft(usual, **settings).train()
     with pytest.warns(UserWarning, match="GPT2LMHeadModel: logits of"):
-        make_sft(unusual, **GRADIENT_STEP).train()
+        make_sft(unusual, **settings).train()
     for one, other in zip(usual.parameters(), unusual.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
@@ -256,6 +257,9 @@ def test_a_scaled_loss_is_made_of_scaled_gradients(make_sft: Make) -> None:
         trainer.compute_loss(trainer.model, batch).backward()
     for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-6)
+    loss = other.compute_loss(other.model, batch)
+    loss.backward(retain_graph=True)
+    loss.backward()
     loss = one.compute_loss(one.model, batch)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="hands its gradients out once"):
