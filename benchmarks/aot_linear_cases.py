@@ -50,6 +50,7 @@ _FEW = ("", "all")
 def linear_cases() -> Iterator[Case]:
     yield from _linear_logprobs_cases()
     yield from _linear_ppo_loss_cases()
+    yield from _linear_nll_loss_cases()
 
 
 def _head(dtype: torch.dtype, vocabulary: int) -> dict[str, Any]:
@@ -109,6 +110,21 @@ def _linear_ppo_loss_cases() -> Iterator[Case]:
                 {"_ppo_loss_*": POLICY},
             )
     yield Case("linear_ppo_loss", "a gradient >2GiB", _scale_a_large_gradient, HEAD)
+
+
+def _linear_nll_loss_cases() -> Iterator[Case]:
+    def call(dtype: torch.dtype, vocabulary: int, options: dict[str, Any]) -> None:
+        loss, _ = ops.linear_nll_loss(**_head(dtype, vocabulary), **options)
+        loss.backward()
+
+    for (name, dtype), vocabulary in product(DTYPES.items(), VOCABULARIES):
+        for label, options in (("", {}), ("softcap", {"softcap": 30.0})):
+            yield Case(
+                "linear_nll_loss",
+                f"{name} V={vocabulary} {label}".strip(),
+                partial(call, dtype, vocabulary, options),
+                HEAD,
+            )
 
 
 def _scale_a_large_gradient() -> None:

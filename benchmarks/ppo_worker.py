@@ -20,6 +20,7 @@ import sys
 import time
 import warnings
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -208,19 +209,28 @@ def versions(implementation: str, reference: str) -> dict[str, str]:
     return found
 
 
+def answering() -> Callable[[dict[str, Any]], None]:
+    """Answers have stdout to themselves: what libraries print goes where their errors go."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return lambda message: print(json.dumps(message), file=answers, flush=True)
+
+
+def serve(
+    answer: Callable[[dict[str, Any]], None], commands: dict[str, Callable[[], dict[str, Any]]]
+) -> None:
+    """Answers commands for as long as there are any."""
+    for line in sys.stdin:
+        answer(commands[json.loads(line)["command"]]())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--impl", choices=("fastrl", "trl"), required=True)
     parser.add_argument("--shape", type=json.loads, required=True)
     parser.add_argument("--reference", default="copy")
     args = parser.parse_args()
-    # The answers have stdout to themselves: what libraries print goes where their errors go.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def answer(message: dict[str, Any]) -> None:
-        print(json.dumps(message), file=answers, flush=True)
-
+    answer = answering()
     warnings.simplefilter("ignore")
     torch.set_num_threads(args.shape["threads"])
     torch.manual_seed(0)
@@ -231,9 +241,7 @@ def main() -> None:
         return
     side = Side(importlib.import_module(args.impl), args.shape, args.reference)
     answer({"ready": versions(args.impl, args.reference)})
-    commands = {"check": side.check, "iterate": side.iterate}
-    for line in sys.stdin:
-        answer(commands[json.loads(line)["command"]]())
+    serve(answer, {"check": side.check, "iterate": side.iterate})
 
 
 if __name__ == "__main__":

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
-from benchmarks import record, reference_gate, reference_sides
-from benchmarks.ops import device_name, file_of, free, pick_device
+from benchmarks import reference_gate, reference_sides, suite
+from benchmarks.ops import pick_device
 from benchmarks.reference_cases import MODES, Case, cases
 from benchmarks.reference_sides import TIMERS, Side
 from benchmarks.reference_tables import render
@@ -43,38 +41,24 @@ def run(args: argparse.Namespace) -> int:
     if device is None:
         print("no GPU here: torch.cuda.is_available() is False", file=sys.stderr)
         return 2
-    for name in ("rounds", "threads"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            print(f"--{name} must be at least 1, got {getattr(args, name)}", file=sys.stderr)
-            return 2
-    chosen = [c for c in cases(device.type) if not args.case or args.case in c.label]
-    if not chosen:
-        labels = "\n".join(case.label for case in cases(device.type))
-        print(f"no case has {args.case!r} in its label:\n{labels}", file=sys.stderr)
+    if mistake := suite.wrong(args, "rounds", "threads"):
+        print(mistake, file=sys.stderr)
         return 2
-    logging.set_verbosity_error()  # advice of transformers, in between the figures
-    threads = args.threads or os.cpu_count() or 1
-    torch.set_num_threads(threads)
-    result = start_of_result(device, threads)
-    record.warn_if_busy(result["machine"])
-    print(f"{device_name(device)}, {threads} threads")
-    for case in chosen:
-        entry = measure(case, device, args.rounds)
-        result["references"].append(entry)
-        print("\n" + render(entry, device_name(device)), flush=True)
-        free(device)
-    if not args.no_save:
-        print(f"\nsaved as {record.save(result, file_of(result, args.results))}")
-    return 1 if any(entry["red"] for entry in result["references"]) else 0
+    return suite.run(
+        args,
+        device,
+        cases(device.type),
+        start_of_result,
+        "references",
+        lambda case: measure(case, device, args.rounds),
+        render,
+    )
 
 
 def start_of_result(device: torch.device, threads: int) -> dict[str, Any]:
     """A result without entries."""
-    header = record.header("reference")
-    if device.type == "cpu":
-        header["machine"].pop("accelerator", None)
-    versions = record.versions("torch", "triton", "transformers", "accelerate", "peft")
-    return {**header, "versions": versions, "threads": threads, "references": []}
+    packages = ("torch", "triton", "transformers", "accelerate", "peft")
+    return suite.start_of_result("reference", device, threads, "references", *packages)
 
 
 def measure(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:

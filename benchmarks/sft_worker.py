@@ -14,8 +14,6 @@ import argparse
 import importlib
 import importlib.util
 import json
-import os
-import sys
 import tempfile
 import time
 import warnings
@@ -177,13 +175,7 @@ def main() -> None:
     parser.add_argument("--impl", choices=("fastrl", "trl"), required=True)
     parser.add_argument("--shape", type=json.loads, required=True)
     args = parser.parse_args()
-    # The answers have stdout to themselves: what libraries print goes where their errors go.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def answer(message: dict[str, Any]) -> None:
-        print(json.dumps(message), file=answers, flush=True)
-
+    answer = ppo_worker.answering()
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     datasets.disable_progress_bars()
@@ -192,8 +184,7 @@ def main() -> None:
         side = Side(importlib.import_module(args.impl), args.shape, folder)
         answer({"ready": ppo_worker.versions(args.impl, "copy")})
         commands = {"check": side.check, "memory": side.memory, "epoch": side.epoch}
-        for line in sys.stdin:
-            answer(commands[json.loads(line)["command"]]())
+        ppo_worker.serve(answer, commands)
 
 
 if __name__ == "__main__":

@@ -74,26 +74,32 @@ class FitJob:
             shuffled.select(range(self.eval_examples)),
         )
 
-    def adapter(self, task_type: str) -> Any:
-        """The configuration of the LoRA adapter, None without one."""
-        if self.lora_r == 0:
-            return None
-        from peft import LoraConfig
+    def begin(self, flags: Any) -> tuple[Dataset, Dataset | None, Any]:
+        """Data to train on and to evaluate on, and the tokenizer; the flags know what is known
+        now."""
+        from transformers import AutoTokenizer, set_seed
 
-        return LoraConfig(
-            r=self.lora_r,
-            lora_alpha=self.lora_alpha,
-            lora_dropout=self.lora_dropout,
-            task_type=task_type,
-        )
+        set_seed(flags.seed)
+        flags.output_dir = f"{self.output}/checkpoints"
+        train, held_out = self.load(flags.seed)
+        if held_out is None:
+            flags.eval_strategy = type(flags.eval_strategy)("no")
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return train, held_out, tokenizer
 
 
-# What a command's flags take for granted where transformers' own defaults would not serve it.
-COMMAND_DEFAULTS: dict[str, Any] = {
-    "logging_steps": 10,
-    "eval_strategy": "epoch",
-    "save_strategy": "no",
-}
+@dataclass
+class CommandFlags:
+    """Defaults that serve a command, where transformers' own are made for programs."""
+
+    output_dir: str | None = dataclasses.field(default=None, init=False)
+    logging_steps: float = flag("Steps between two logs.", 10)
+    eval_strategy: str = flag("When to evaluate: no, steps or epoch.", "epoch")
+    save_strategy: str = flag(
+        "When to save checkpoints beside the final model: no, steps or epoch.", "no"
+    )
 
 
 def fit(

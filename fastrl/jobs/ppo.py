@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.config import PPOConfig
+from fastrl.jobs.lora import lora_config
 from fastrl.prompt_data import PROMPT, drop_prompts, load_table, sample_rows, take_prompts
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         tokenizer.pad_token = tokenizer.eos_token
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
     model = AutoModelForCausalLMWithValueHead.from_pretrained(
-        job.model, dtype=job.dtype, peft_config=_lora_config(job)
+        job.model, dtype=job.dtype, peft_config=lora_config(job, "CAUSAL_LM")
     )
 
     trainer = PPOTrainer(flags.config_for(job), model, tokenizer=tokenizer)
@@ -212,16 +213,3 @@ def with_columns(reward: RewardFunction, eval_rows: Dataset) -> RewardFunction:
         return reward(prompts=prompts, **given)
 
     return reward_fn
-
-
-def _lora_config(job: PPOJob) -> Any:
-    if job.lora_r == 0:
-        return None
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=job.lora_r,
-        lora_alpha=job.lora_alpha,
-        lora_dropout=job.lora_dropout,
-        task_type="CAUSAL_LM",
-    )

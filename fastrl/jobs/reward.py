@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fastrl.jobs.fit import COMMAND_DEFAULTS, FitJob, fit, flag, standard_error
+from fastrl.jobs.fit import CommandFlags, FitJob, fit, flag, standard_error
+from fastrl.jobs.lora import lora_config
 from fastrl.supervised.reward import RewardConfig
 
 
@@ -17,37 +18,21 @@ class RewardJob(FitJob):
 
 
 @dataclass
-class RewardFlags(RewardConfig):
+class RewardFlags(CommandFlags, RewardConfig):
     """RewardConfig with defaults for a command."""
 
     _argument_group_name: ClassVar[str] = "reward modelling, and transformers' training arguments"
 
-    output_dir: str | None = field(default=None, init=False)
-    logging_steps: float = flag("Steps between two logs.", COMMAND_DEFAULTS["logging_steps"])
-    eval_strategy: str = flag(
-        "When to evaluate: no, steps or epoch.", COMMAND_DEFAULTS["eval_strategy"]
-    )
-    save_strategy: str = flag(
-        "When to save checkpoints beside the final model: no, steps or epoch.",
-        COMMAND_DEFAULTS["save_strategy"],
-    )
     num_print_samples: int = flag("Pairs to show at each evaluation; -1 is all of them.", 0)
 
 
 def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
     """Train, save and report."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
+    from transformers import AutoModelForSequenceClassification
 
     from fastrl.supervised.reward import RewardTrainer
 
-    set_seed(flags.seed)
-    flags.output_dir = f"{job.output}/checkpoints"
-    train, held_out = job.load(flags.seed)
-    tokenizer = AutoTokenizer.from_pretrained(job.model)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if held_out is None:
-        flags.eval_strategy = type(flags.eval_strategy)("no")
+    train, held_out, tokenizer = job.begin(flags)
     trainer = RewardTrainer(
         AutoModelForSequenceClassification.from_pretrained(
             job.model, num_labels=1, dtype=job.dtype, use_safetensors=True
@@ -57,7 +42,7 @@ def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
         train,
         held_out,
         processing_class=tokenizer,
-        peft_config=job.adapter("SEQ_CLS"),
+        peft_config=lora_config(job, "SEQ_CLS"),
     )
     pairs: Any = trainer.eval_dataset
 

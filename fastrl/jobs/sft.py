@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fastrl.jobs.fit import COMMAND_DEFAULTS, FitJob, fit, flag
+from fastrl.jobs.fit import CommandFlags, FitJob, fit, flag
+from fastrl.jobs.lora import lora_config
 from fastrl.supervised.sft import SFTConfig
 
 
@@ -21,37 +22,20 @@ class SFTJob(FitJob):
 
 
 @dataclass
-class SFTFlags(SFTConfig):
+class SFTFlags(CommandFlags, SFTConfig):
     """SFTConfig with defaults for a command."""
 
     _argument_group_name: ClassVar[str] = "SFT, and transformers' training arguments"
 
-    output_dir: str | None = field(default=None, init=False)
-    logging_steps: float = flag("Steps between two logs.", COMMAND_DEFAULTS["logging_steps"])
-    eval_strategy: str = flag(
-        "When to evaluate: no, steps or epoch.", COMMAND_DEFAULTS["eval_strategy"]
-    )
-    save_strategy: str = flag(
-        "When to save checkpoints beside the final model: no, steps or epoch.",
-        COMMAND_DEFAULTS["save_strategy"],
-    )
-
 
 def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
     """Train, save and report."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+    from transformers import AutoModelForCausalLM
 
     from fastrl.supervised.sft import SFTTrainer
     from fastrl.supervised.texts import DataCollatorForCompletionOnlyLM
 
-    set_seed(flags.seed)
-    flags.output_dir = f"{job.output}/checkpoints"
-    train, held_out = job.load(flags.seed)
-    tokenizer = AutoTokenizer.from_pretrained(job.model)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if held_out is None:
-        flags.eval_strategy = type(flags.eval_strategy)("no")
+    train, held_out, tokenizer = job.begin(flags)
     trainer = SFTTrainer(
         AutoModelForCausalLM.from_pretrained(job.model, dtype=job.dtype, use_safetensors=True),
         flags,
@@ -61,7 +45,7 @@ def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
         train,
         held_out,
         processing_class=tokenizer,
-        peft_config=job.adapter("CAUSAL_LM"),
+        peft_config=lora_config(job, "CAUSAL_LM"),
     )
 
     def judge(metrics: dict[str, float]) -> dict[str, float]:

@@ -10,14 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fastrl.models.checkpoints import find_file
+from fastrl.models.checkpoints import ADAPTER_WEIGHTS, find_file
 from fastrl.models.modes import evaluating, hidden_width
 
 REFERENCE_ADAPTER = "fastrl_reference"  # a frozen copy of the adapter that training began with
 REWARD_ADAPTER = "reward_model_adapter"  # TRL's name
 NOT_THE_POLICYS = (REFERENCE_ADAPTER, REWARD_ADAPTER)
-
-_WEIGHTS = "adapter_model.safetensors"
 
 
 @contextlib.contextmanager
@@ -86,11 +84,11 @@ class RewardAdapter(nn.Module):
                 f"reward_adapter {path} is prompt learning ({config.peft_type}): use LoRA or "
                 "another adapter on the weights"
             )
-        file = find_file(path, _WEIGHTS, hub)
+        file = find_file(path, ADAPTER_WEIGHTS, hub)
         if file is None:
             raise ValueError(
-                f"reward_adapter {path} holds no {_WEIGHTS}: save it with safetensors, no other "
-                "format is read"
+                f"reward_adapter {path} holds no {ADAPTER_WEIGHTS}: save it with safetensors, no "
+                "other format is read"
             )
         weights = load_file(file)
         head = {k.rpartition(".")[2]: v for k, v in weights.items() if _of_head(k)}

@@ -14,6 +14,7 @@ from transformers.utils import cached_file
 
 WEIGHTS_NAME = "model.safetensors"
 HEAD_PREFIX = "v_head."
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
 
 
@@ -34,6 +35,11 @@ def load_language_model(
         raise ValueError(
             f"the adapter in {path} names no base model: load that yourself, put the adapter on it "
             "with peft.PeftModel.from_pretrained, and wrap the result"
+        )
+    if find_file(path, ADAPTER_WEIGHTS, kwargs) is None:
+        raise ValueError(
+            f"the adapter in {path} holds no {ADAPTER_WEIGHTS}: save it with safetensors, no other "
+            "format is read"
         )
     base = parent.from_pretrained(base_path, *model_args, **kwargs)
     return PeftModel.from_pretrained(base, path, is_trainable=is_trainable)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from fastrl.models.adapters import REFERENCE_ADAPTER
-from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.wrapper import PreTrainedModelWrapper, ValueHead
 
 __all__ = [
-    "REFERENCE_ADAPTER",
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
     "ValueHead",
@@ -30,40 +25,6 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
 
     transformers_parent_class = AutoModelForCausalLM
     is_encoder_decoder = False
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        attention_mask: Tensor | None = None,
-        return_past_key_values: bool = False,
-        scoring: ScoringRequest | None = None,
-        boundary: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple | TokenScores:
-        """Logits, loss and values of all tokens; with ``scoring``, TokenScores of those.
-
-        ``boundary`` [B, T, H] is what leaves the trunk's layers for these tokens: with it they do
-        not run.
-        """
-        if scoring is not None:
-            self._scoring_head({"input_ids": input_ids, **kwargs})  # it looks at whole forwards
-        with self._starting_at(boundary):
-            return super().forward(
-                input_ids,
-                past_key_values,
-                attention_mask,
-                return_past_key_values,
-                scoring,
-                **kwargs,
-            )
-
-    def _starting_at(self, boundary: Tensor | None) -> contextlib.AbstractContextManager:
-        if boundary is None:
-            return contextlib.nullcontext()
-        if self.trunk is None:
-            raise ValueError("boundary was given, but the model shares no layers: leave it out")
-        return self.trunk.skipped(boundary)
 
     @classmethod
     def _check_kind(cls, model: Any) -> None:

@@ -42,13 +42,18 @@ class ValueHead(nn.Module):
         self.dropout = nn.Dropout(p) if p else nn.Identity()
         self.summary = nn.Linear(hidden_width(config), 1, dtype=torch.float32)
 
+    @property
+    def device(self) -> torch.device:
+        return self.summary.weight.device
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         with torch.autocast(hidden_states.device.type, enabled=False):
             return self.summary(self.dropout(hidden_states).to(self.summary.weight.dtype))
 
 
 class PreTrainedModelWrapper(nn.Module):
-    """A Hugging Face language model (``.pretrained_model``) with a value head (``.v_head``).
+    """A Hugging Face language model (``.pretrained_model``) with a value head (``.v_head``, None in
+    classes without one).
 
     Checkpoints are those of TRL 0.11: the value head lies beside the language model's weights as
     ``v_head.summary.*``.
@@ -67,6 +72,7 @@ class PreTrainedModelWrapper(nn.Module):
 
     transformers_parent_class: Any
     is_encoder_decoder: bool
+    has_values = True  # whether the class puts a value head on its models
     supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
 
     def __init__(
@@ -82,15 +88,10 @@ class PreTrainedModelWrapper(nn.Module):
         self.pretrained_model: Any = pretrained_model
         self.config = pretrained_model.config
         self.is_peft_model = hasattr(pretrained_model, "peft_config")
-        self.v_head = ValueHead(self.config, summary_dropout_prob)
-        if v_head_init_strategy == "normal":
-            nn.init.normal_(self.v_head.summary.weight, std=v_head_initializer_range)
-            nn.init.zeros_(self.v_head.summary.bias)
-        elif v_head_init_strategy is not None:
-            raise ValueError(
-                f"unknown v_head_init_strategy {v_head_init_strategy!r}: choose None or 'normal'"
-            )
-        self.v_head.to(pretrained_model.device)
+        self.v_head: ValueHead | None = None
+        if self.has_values:
+            self.v_head = ValueHead(self.config, summary_dropout_prob).to(pretrained_model.device)
+            _initialise(self.v_head, v_head_init_strategy, v_head_initializer_range)
         self.reward: RewardAdapter | None = None
         self._head: Head | None = None
         self.trunk: Trunk | None = None  # bottom layers that are shared with a reference
@@ -128,6 +129,7 @@ class PreTrainedModelWrapper(nn.Module):
             base = load_language_model(
                 cls.transformers_parent_class, path, model_args, is_trainable, kwargs
             )
+            verify_record(base, find_file(path, TRUNK_NAME, kwargs))
             saved_head = read_value_head(path, kwargs)
         elif isinstance(pretrained_model_name_or_path, nn.Module):
             base, saved_head = pretrained_model_name_or_path, {}
@@ -142,10 +144,8 @@ class PreTrainedModelWrapper(nn.Module):
             from peft import get_peft_model
 
             base = get_peft_model(base, peft_config)
-        if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
-            verify_record(base, find_file(path, TRUNK_NAME, kwargs))
         model = cls(base, **head_kwargs)
-        if saved_head:
+        if saved_head and model.v_head is not None:
             model.v_head.load_state_dict(saved_head)
         if reward_adapter is not None:
             hub = {k: v for k, v in kwargs.items() if k in ("token", "cache_dir")}
@@ -159,23 +159,42 @@ class PreTrainedModelWrapper(nn.Module):
         attention_mask: Tensor | None = None,
         return_past_key_values: bool = False,
         scoring: ScoringRequest | None = None,
+        boundary: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple | TokenScores:
-        """Logits, loss and values of all tokens; with ``scoring``, TokenScores of those."""
+        """Logits, loss and values of all tokens; with ``scoring``, TokenScores of those.
+
+        ``boundary`` [B, T, H] is what leaves the trunk's layers for these tokens: with it they do
+        not run.
+        """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if scoring is not None:
             head = self._scoring_head(inputs)
-            scores, hidden = head(self.pretrained_model, scoring, {**inputs, "use_cache": False})
-            values = self.v_head(hidden).squeeze(-1) if scoring.values else None
-            return scores._replace(values=values)
+            inputs["use_cache"] = False
+            with self._starting_at(boundary):
+                scores, hidden = head(self.pretrained_model, scoring, inputs)
+            return scores._replace(values=self._values(hidden) if scoring.values else None)
 
         inputs["output_hidden_states"] = True
         if past_key_values is not None:
             inputs["past_key_values"] = past_key_values
-        out = self.pretrained_model(**inputs)
-        values = self.v_head(last_hidden(out)).squeeze(-1)
-        classic = (out.logits.float(), out.loss, values)
+        with self._starting_at(boundary):
+            out = self.pretrained_model(**inputs)
+        classic = (out.logits.float(), out.loss, self._values(last_hidden(out)))
         return (*classic, out.past_key_values) if return_past_key_values else classic
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [...]; 0 without a value head."""
+        if self.v_head is None:
+            return hidden.new_zeros(hidden.shape[:-1], dtype=torch.float32)
+        return self.v_head(hidden).squeeze(-1)
+
+    def _starting_at(self, boundary: Tensor | None) -> contextlib.AbstractContextManager:
+        if boundary is None:
+            return contextlib.nullcontext()
+        if self.trunk is None:
+            raise ValueError("boundary was given, but the model shares no layers: leave it out")
+        return self.trunk.skipped(boundary)
 
     def _scoring_head(self, inputs: dict[str, Any]) -> Head:
         """Chosen at the first use, on a corner of that batch: only then is the model in place."""
@@ -230,7 +249,7 @@ class PreTrainedModelWrapper(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.v_head.summary.weight.device
+        return self.pretrained_model.device if self.v_head is None else self.v_head.device
 
     def get_output_embeddings(self) -> nn.Module:
         return self.pretrained_model.get_output_embeddings()
@@ -260,7 +279,8 @@ class PreTrainedModelWrapper(nn.Module):
             # PEFT names its own entries; given a whole state it sorts them out.
             kwargs.setdefault("selected_adapters", self._own_adapters())
             self.pretrained_model.save_pretrained(save_directory, state_dict=base, **kwargs)
-            save_file(head, Path(save_directory) / WEIGHTS_NAME, metadata={"format": "pt"})
+            if head:
+                save_file(head, Path(save_directory) / WEIGHTS_NAME, metadata={"format": "pt"})
         else:
             self.pretrained_model.save_pretrained(
                 save_directory, state_dict={**base, **head}, **kwargs
@@ -283,3 +303,11 @@ class PreTrainedModelWrapper(nn.Module):
             api = HfApi(token=kwargs.pop("token", None))
             api.create_repo(repo_id, private=kwargs.pop("private", None), exist_ok=True)
             return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
+
+
+def _initialise(head: ValueHead, strategy: str | None, spread: float) -> None:
+    if strategy == "normal":
+        nn.init.normal_(head.summary.weight, std=spread)
+        nn.init.zeros_(head.summary.bias)
+    elif strategy is not None:
+        raise ValueError(f"unknown v_head_init_strategy {strategy!r}: choose None or 'normal'")

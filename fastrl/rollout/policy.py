@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastrl.models.heads import in_front_of_head
 from fastrl.models.modes import evaluating
+from fastrl.models.wrapper import PreTrainedModelWrapper
 from fastrl.rollout.arena import LayerShape, SlotCache
 from fastrl.rollout.attention import Attention, attached, attending
 from fastrl.rollout.shadow import Shadow
@@ -22,14 +23,15 @@ class Policy:
     """Runs a model's forward on prompts and on single tokens, with attention of the engine's.
 
     Args:
-        model: a causal LM, or a value-head model around one.
+        model: a causal LM, or a fastrl model around one.
         autocast: makes the context in which the model runs.
     """
 
     def __init__(self, model: Any, autocast: Autocast = contextlib.nullcontext):
         self.model = model
         self.v_head = getattr(model, "v_head", None)
-        self.language_model: Any = model if self.v_head is None else model.pretrained_model
+        wrapped = isinstance(model, PreTrainedModelWrapper)
+        self.language_model: Any = model.pretrained_model if wrapped else model
         self.autocast = autocast
         self._cache = SlotCache()
         self._hidden: Tensor | None = None

@@ -12,6 +12,7 @@ import fastrl_kernels
 from fastrl.models.heads import Head, choose_head, corner_of
 from fastrl.models.layout import Inputs, layout_of
 from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.wrapper import PreTrainedModelWrapper
 from fastrl.rollout.rules import Rules
 from fastrl.rollout.slots import FIELDS
 from fastrl.rollout.truncation import truncated_logprobs
@@ -78,7 +79,14 @@ class Scorer:
         inputs = {name: x.to(device) for name, x in on_host.items()}
         labels = torch.cat([response for _, response in pairs]).to(device)
         temperature = rules.temperature if rules.temperature > 0 else 1.0
-        request = ScoringRequest(rows.to(device), labels, temperature, entropy=True, logits=True)
+        request = ScoringRequest(
+            rows.to(device),
+            labels,
+            temperature,
+            entropy=True,
+            values=getattr(self.model, "has_values", False),
+            logits=True,
+        )
         scores = self._forward(request, inputs)
         assert scores.logits is not None
         logits = scores.logits.float()
@@ -108,7 +116,7 @@ class Scorer:
         return host, ((highest > -1e30) & (highest < torch.inf)).cpu()
 
     def _forward(self, request: ScoringRequest, inputs: Inputs) -> TokenScores:
-        if hasattr(self.model, "v_head"):
+        if isinstance(self.model, PreTrainedModelWrapper):
             return self.model(scoring=request, **inputs)
         if self._head is None:
             self._head = choose_head(self.model, {**corner_of(inputs), "use_cache": False})

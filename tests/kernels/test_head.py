@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl_kernels import Extras, KLTerm, linear_logprobs, linear_ppo_loss, reference
+from fastrl_kernels import Extras, KLTerm, linear_logprobs, linear_ppo_loss, reference_linear
 from fastrl_kernels.head import Transform, Workspace, column_chunks, row_chunks
 from fastrl_kernels.head_rows import RowStatistics, Slopes
 from tests.kernels.judge import assert_close_to_exact, names
@@ -41,7 +41,9 @@ def test_extras_match_the_formula(backend, device, rows, vocabulary, workspace):
         **inputs, **options, workspace_bytes=workspace, backend=backend
     )
     double = {k: x.double() if x.is_floating_point() else x for k, x in inputs.items()}
-    (_, peers), (_, exact) = (reference.linear_logprobs(**x, **options) for x in (inputs, double))
+    (_, peers), (_, exact) = (
+        reference_linear.linear_logprobs(**x, **options) for x in (inputs, double)
+    )
     assert isinstance(extras, Extras)
     counted = inputs["mask"] & (inputs["labels"] != -100)
     for name, x, peer, right in zip(EXTRAS, extras, peers, exact, strict=True):

@@ -16,7 +16,7 @@ from fastrl_kernels import (
     linear_ppo_loss,
     masked_mean,
     ppo_loss,
-    reference,
+    reference_linear,
     scratch,
 )
 from fastrl_kernels.kl import KL_KINDS
@@ -72,7 +72,7 @@ def run(
     leaves = {k: inputs[k].detach().requires_grad_() for k in wrt if k in inputs}
     given = with_terms({**inputs, **leaves}, kl, plain=backend is None)
     if backend is None:
-        loss, stats = reference.linear_ppo_loss(**given, **options)
+        loss, stats = reference_linear.linear_ppo_loss(**given, **options)
     else:
         loss, stats = linear_ppo_loss(**given, **options, backend=backend)
         assert loss.dtype == stats.tensor.dtype == FP32

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl_kernels import linear_logprobs, linear_nll_loss, reference, scratch
+from fastrl_kernels import linear_logprobs, linear_nll_loss, reference_linear, scratch
 from tests.kernels import test_linear
 from tests.kernels.judge import DTYPES, assert_close_to_exact, names
 from tests.kernels.launches import allocations, watched
@@ -39,7 +39,7 @@ def run(
     leaves = {k: inputs[k].detach().requires_grad_() for k in wrt if k in inputs}
     given = {**inputs, **leaves, **options}
     if backend is None:
-        loss, logprobs = reference.linear_nll_loss(**given)
+        loss, logprobs = reference_linear.linear_nll_loss(**given)
     else:
         loss, logprobs = linear_nll_loss(**given, backend=backend)
         assert loss.dtype == logprobs.dtype == FP32

@@ -1,6 +1,7 @@
 """The value head, what it refuses, and checkpoints with it."""
 
 import json
+import shutil
 import warnings
 
 import pytest
@@ -322,6 +323,16 @@ def test_a_reloaded_adapter_gives_the_same_outputs(saved_adapter, trainable, ids
 
 
 @torch.no_grad()
+def test_an_adapter_is_read_from_safetensors_alone(saved_adapter, tmp_path):
+    folder, _ = saved_adapter
+    shutil.copytree(folder, tmp_path / "adapter")
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    torch.save(weights, tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(ValueError, match=r"holds no adapter_model\.safetensors"):
+        AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "adapter")
+
+
 def test_with_the_adapter_off_a_peft_model_is_its_base(ids):
     model = adapted()
     base = tiny_models.language_model()(ids).logits
