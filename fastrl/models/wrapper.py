@@ -229,6 +229,10 @@ class PreTrainedModelWrapper(nn.Module):
         """
         raise NotImplementedError
 
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """As of the language model; trainers of transformers call it."""
+        self.pretrained_model.gradient_checkpointing_enable(*args, **kwargs)
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``generate`` of the language model."""
         return self.pretrained_model.generate(*args, **kwargs)

@@ -1,0 +1,128 @@
+"""How a trainer's model does on held-out examples: by its loss, or by what an annotator says of the
+responses that it writes now.
+
+:func:`make_evaluation` chooses by the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.alignment.batch_factory import BatchFactory
+from fastrl.alignment.examples import Example
+from fastrl.alignment.losses import Loss
+
+
+class Means:
+    """Means of metrics over samples, or over batches where they are given by batches; fetched from
+    the device when they are asked for."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[Tensor]] = {}
+
+    def add(self, metrics: dict[str, Tensor]) -> None:
+        for name, values in metrics.items():
+            self._seen.setdefault(name, []).append(values.detach().float().flatten())
+
+    def take(self, accelerator: Any) -> dict[str, float]:
+        """Over all processes, which all have seen the same metrics; begins anew."""
+        names = sorted(self._seen)
+        if not names:
+            return {}
+        joined = [torch.cat(self._seen[name]) for name in names]
+        self._seen = {}
+        sums = torch.stack([torch.stack([x.sum(), x.new_tensor(len(x))]) for x in joined])
+        totals = accelerator.reduce(sums, reduction="sum").tolist()
+        return {n: total / count for n, (total, count) in zip(names, totals, strict=True) if count}
+
+
+class OfflineEvaluation:
+    """Loss and metrics of the examples' own responses."""
+
+    def __init__(self, factory: BatchFactory, loss: Loss):
+        self.factory, self.loss = factory, loss
+
+    @torch.no_grad()
+    def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
+        means = Means()
+        for examples in self.factory.in_order():
+            if examples:
+                batch = self.factory.batch(examples)
+                loss, metrics = self.loss(batch, policy, reference)
+                means.add({"loss": loss.expand(batch.size), **metrics})
+        return means.take(accelerator)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Responses to the held-out prompts, and what they are worth."""
+
+    prompts: list[str]
+    responses: list[str]
+    rewards: list[float]
+
+
+@dataclass
+class OnlineEvaluation:
+    """Responses written with one seed, and their rewards; or, where the annotator compares alone,
+    how often they are preferred to those of the first evaluation."""
+
+    factory: BatchFactory
+    judged: list[Judged] = field(default_factory=list)  # one per evaluation, on this process
+
+    def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
+        now = self._judge(list(self.factory.in_order()))
+        self.judged.append(now)
+        rewards = torch.tensor(now.rewards, device=accelerator.device)
+        sums = torch.stack([rewards.new_tensor(len(rewards)), rewards.sum(), (rewards**2).sum()])
+        count, total, squares = accelerator.reduce(sums.double(), reduction="sum").tolist()
+        mean = total / count
+        spread = max(squares / count - mean**2, 0.0) * count / max(count - 1, 1)
+        return {self.name: mean, f"{self.name}_sem": (spread / count) ** 0.5}
+
+    @property
+    def name(self) -> str:
+        return "reward" if self._scores else "win_rate"
+
+    @property
+    def _scores(self) -> bool:
+        """Whether the annotator's verdicts in training are scores, or come from them."""
+        one = self.factory.task.generations == 1
+        return one or getattr(self.factory.annotator, "compares_by_score", False)
+
+    def _judge(self, chunks: Iterable[list[Example]]) -> Judged:
+        from fastrl.alignment.sources import columns_of
+
+        prompts: list[str] = []
+        responses: list[str] = []
+        rewards: list[float] = []
+        writer, annotator = self.factory.writer, self.factory.annotator
+        assert writer is not None
+        for examples in chunks:
+            if not examples:
+                continue
+            ids = range(len(prompts), len(prompts) + len(examples))
+            written, _ = writer(examples, 1, self.factory.seed, list(ids))
+            texts = [each[0].text for each in written]
+            asked, columns = [example.prompt for example in examples], columns_of(examples)
+            if self._scores:
+                rewards += annotator.score(asked, texts, **columns)
+            elif not self.judged:
+                rewards += [0.5] * len(texts)
+            else:
+                first = [self.judged[0].responses[i] for i in ids]
+                verdicts = annotator.compare(asked, texts, first, **columns)
+                rewards += [0.5 if verdict is None else verdict for verdict in verdicts]
+            prompts += asked
+            responses += texts
+        return Judged(prompts, responses, rewards)
+
+
+def make_evaluation(factory: BatchFactory, loss: Loss) -> OfflineEvaluation | OnlineEvaluation:
+    """By the task."""
+    return OnlineEvaluation(factory) if factory.task.online else OfflineEvaluation(factory, loss)

@@ -1,0 +1,46 @@
+"""What is learned from a batch: a class per loss, in a file per kind of batch."""
+
+from fastrl.alignment.losses.base import (
+    LOSSES,
+    Loss,
+    LossOutput,
+    describe_losses,
+    make_loss,
+    register,
+    weighted_mean,
+)
+from fastrl.alignment.losses.pairwise import (
+    DPO,
+    IPO,
+    ORPO,
+    ConservativeDPO,
+    Hinge,
+    PairwiseLoss,
+    RobustDPO,
+    SimPO,
+    SLiC,
+)
+from fastrl.alignment.losses.pointwise import KTO, SFT
+from fastrl.alignment.losses.reward import BradleyTerry
+
+__all__ = [
+    "DPO",
+    "IPO",
+    "KTO",
+    "LOSSES",
+    "ORPO",
+    "SFT",
+    "BradleyTerry",
+    "ConservativeDPO",
+    "Hinge",
+    "Loss",
+    "LossOutput",
+    "PairwiseLoss",
+    "RobustDPO",
+    "SLiC",
+    "SimPO",
+    "describe_losses",
+    "make_loss",
+    "register",
+    "weighted_mean",
+]

@@ -1,0 +1,122 @@
+"""What every loss of the framework is."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastrl.alignment.batch import Batch
+from fastrl.alignment.policy import ResponseLogprobs
+from fastrl.alignment.tasks import Task
+
+LOSSES: dict[str, type[Loss]] = {}
+SomeLoss = TypeVar("SomeLoss", bound="type[Loss]")
+
+
+class LossOutput(NamedTuple):
+    """What is differentiated, and what is logged."""
+
+    loss: Tensor  # 0-d fp32, with the samples' weights in it
+    metrics: dict[str, Tensor]  # detached; [B] where they are per sample, else 0-d
+
+
+class HasLogprobs(Protocol):
+    """A policy or a reference, as losses see it."""
+
+    def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]: ...
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss with its coefficients: called with a batch, it says how the policy should change.
+
+    Subclass it, give it a ``name``, the ``tasks`` that it fits and a ``__call__``, and put
+    ``@register`` on it where a command should know it by its name.
+
+    Attributes:
+        name: in commands.
+        tasks: names of tasks that it fits.
+        compares: whether it reads the reference.
+        learns: what is trained: "policy", "policy with values" or "reward model".
+    """
+
+    name: ClassVar[str]
+    tasks: ClassVar[tuple[str, ...]]
+    compares: ClassVar[bool] = False
+    learns: ClassVar[str] = "policy"
+
+    def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
+        """
+        Args:
+            batch: as the task makes it.
+            policy: has ``logprobs(batch)``, with gradients (of a reward model ``rewards(batch)``).
+            reference: has ``logprobs(batch)``, without; None where the loss does not compare.
+        """
+        raise NotImplementedError
+
+    def parts(self, batch: Batch, policy: Any, reference: Any) -> Iterator[Batch]:
+        """What one batch is learned as: itself, once."""
+        yield batch
+
+    def parts_of(self, size: int) -> int:
+        """How many parts a batch of ``size`` samples has."""
+        return 1
+
+    def compared(self, batch: Batch) -> tuple[Batch, ...]:
+        """Whose log-probs the loss asks the reference for."""
+        return (batch,) if self.compares else ()
+
+    def check(self, task: Task, batch_size: int) -> None:
+        """
+        Raises:
+            ValueError: a task, or a number of samples, that the loss does not fit.
+        """
+        if task.name not in self.tasks:
+            fitting = [name for name, loss in LOSSES.items() if task.name in loss.tasks]
+            raise ValueError(
+                f"the loss {self.name} does not fit the task {task.name}: it is for "
+                f"{', '.join(self.tasks)}; for {task.name} choose {', '.join(fitting)}"
+            )
+
+
+def register(loss: SomeLoss) -> SomeLoss:
+    """Makes a loss known by its name."""
+    LOSSES[loss.name] = loss
+    return loss
+
+
+def make_loss(name: str, **coefficients: Any) -> Loss:
+    """A loss by its name.
+
+    Raises:
+        ValueError: no such loss; a coefficient that it does not have, or one out of range.
+    """
+    if name not in LOSSES:
+        raise ValueError(f"unknown loss {name!r}: choose one of {', '.join(LOSSES)}")
+    known = [field.name for field in dataclasses.fields(LOSSES[name]) if field.init]
+    for given in coefficients:
+        if given not in known:
+            raise ValueError(
+                f"the loss {name} has no coefficient {given!r}: it has {', '.join(known) or 'none'}"
+            )
+    return LOSSES[name](**coefficients)
+
+
+def describe_losses() -> str:
+    """One line per loss, for ``--help`` and documents."""
+    return "; ".join(
+        f"{name} ({(inspect.getdoc(loss) or '').splitlines()[0].rstrip('.')})"
+        for name, loss in LOSSES.items()
+    )
+
+
+def weighted_mean(losses: Tensor, batch: Batch) -> Tensor:
+    """Σ w·ℓ / B; a weight of 0 takes a sample's gradient away, whatever its loss is."""
+    weights = batch.weights().to(losses.device)
+    return torch.where(weights > 0, weights * losses, 0.0).sum() / len(losses)

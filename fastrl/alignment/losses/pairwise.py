@@ -1,0 +1,233 @@
+"""Losses on pairs of responses, of which one is preferred."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fastrl_kernels
+from fastrl.alignment.batch import Batch
+from fastrl.alignment.losses.base import Loss, LossOutput, register, weighted_mean
+from fastrl.alignment.policy import ResponseLogprobs
+
+
+class Side(NamedTuple):
+    """One response of every pair."""
+
+    policy: ResponseLogprobs
+    reference: ResponseLogprobs | None
+
+    def where(self, condition: Tensor, other: Side) -> Side:
+        mine, theirs = self.reference, other.reference
+        return Side(
+            self.policy.where(condition, other.policy),
+            None if mine is None or theirs is None else mine.where(condition, theirs),
+        )
+
+    @property
+    def ratio(self) -> Tensor:
+        """r = Σ log π - Σ log ref, [B]."""
+        assert self.reference is not None
+        return self.policy.sums - self.reference.sums
+
+
+@dataclass(frozen=True)
+class PairwiseLoss(Loss):
+    """ℓ(preferred, other) per pair.
+
+    A pair's rewards say which is preferred: with p that of the first, the loss is
+    p·ℓ(first, second) + (1-p)·ℓ(second, first), and p is 1, 0, or ½ for a tie.
+    """
+
+    tasks: ClassVar[tuple[str, ...]] = ("offline-pairwise", "online-pairwise")
+
+    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+        """[B]."""
+        raise NotImplementedError
+
+    def implicit_reward(self, side: Side) -> Tensor:
+        """What the policy's log-probs say a response is worth, [B]."""
+        raise NotImplementedError
+
+    def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
+        first, second = self._sides(batch, policy, reference)
+        preferred = batch.rewards(1)  # on the host, where to look costs nothing
+        undecided = bool(((preferred > 0) & (preferred < 1)).any())
+        preferred = preferred.to(first.policy.sums.device)
+        ahead = preferred >= 0.5
+        chosen, rejected = first.where(ahead, second), second.where(ahead, first)
+        losses = self.losses(chosen, rejected)
+        if undecided:
+            share = torch.where(ahead, preferred, 1.0 - preferred)
+            both = share * losses + (1.0 - share) * self.losses(rejected, chosen)
+            losses = torch.where(share < 1, both, losses)
+        return LossOutput(weighted_mean(losses, batch), self._metrics(chosen, rejected))
+
+    def _sides(self, batch: Batch, policy: Any, reference: Any) -> tuple[Side, Side]:
+        one, two = policy.logprobs(batch)
+        if not self.compares:
+            return Side(one, None), Side(two, None)
+        of_one, of_two = reference.logprobs(batch)
+        return Side(one, of_one), Side(two, of_two)
+
+    @torch.no_grad()
+    def _metrics(self, chosen: Side, rejected: Side) -> dict[str, Tensor]:
+        good, bad = self.implicit_reward(chosen), self.implicit_reward(rejected)
+        return {
+            "rewards/chosen": good,
+            "rewards/rejected": bad,
+            "rewards/margins": good - bad,
+            "rewards/accuracies": (good > bad).float(),
+            "logps/chosen": chosen.policy.sums.detach(),
+            "logps/rejected": rejected.policy.sums.detach(),
+        }
+
+
+@dataclass(frozen=True)
+class ComparedLoss(PairwiseLoss):
+    """A function of r = log π - log ref of both sides."""
+
+    compares: ClassVar[bool] = True
+    beta: float = 0.1
+
+    def implicit_reward(self, side: Side) -> Tensor:
+        return self.beta * side.ratio
+
+
+@register
+@dataclass(frozen=True)
+class DPO(ComparedLoss):
+    """-log σ(β(r_w - r_l)): direct preference optimisation.
+
+    See :func:`fastrl_kernels.dpo_loss`.
+    """
+
+    name: ClassVar[str] = "dpo"
+    kind: ClassVar[str] = "sigmoid"
+    label_smoothing: float = 0.0
+
+    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+        assert chosen.reference is not None
+        assert rejected.reference is not None
+        return fastrl_kernels.dpo_loss(
+            chosen.policy.sums,
+            rejected.policy.sums,
+            chosen.reference.sums,
+            rejected.reference.sums,
+            beta=self.beta,
+            label_smoothing=self.label_smoothing,
+            kind=self.kind,
+        )
+
+
+@register
+@dataclass(frozen=True)
+class ConservativeDPO(DPO):
+    """DPO where a share ε of the labels is swapped: (1-ε)·ℓ(h) + ε·ℓ(-h)."""
+
+    name: ClassVar[str] = "cdpo"
+    label_smoothing: float = 0.1
+
+
+@register
+@dataclass(frozen=True)
+class RobustDPO(DPO):
+    """DPO without the bias of swapped labels: [(1-ε)·ℓ(h) - ε·ℓ(-h)]/(1-2ε)."""
+
+    name: ClassVar[str] = "robust"
+    kind: ClassVar[str] = "robust"
+    label_smoothing: float = 0.1
+
+
+@register
+@dataclass(frozen=True)
+class Hinge(DPO):
+    """max(0, 1 - β(r_w - r_l))."""
+
+    name: ClassVar[str] = "hinge"
+    kind: ClassVar[str] = "hinge"
+
+
+@register
+@dataclass(frozen=True)
+class IPO(ComparedLoss):
+    """(h - 1/(2β))², h = r_w - r_l: identity preference optimisation.
+
+    See :func:`fastrl_kernels.ipo_loss`.
+
+    Args:
+        beta: β.
+        length_means: r are means over a response's tokens, in place of sums as in the paper.
+    """
+
+    name: ClassVar[str] = "ipo"
+    length_means: bool = False
+
+    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+        assert chosen.reference is not None
+        assert rejected.reference is not None
+        figure = "means" if self.length_means else "sums"
+        sides = (chosen.policy, rejected.policy, chosen.reference, rejected.reference)
+        return fastrl_kernels.ipo_loss(*(getattr(side, figure) for side in sides), beta=self.beta)
+
+
+@register
+@dataclass(frozen=True)
+class SimPO(PairwiseLoss):
+    """-log σ(β·(p̄_w - p̄_l) - γ), p̄ the mean log-prob of a response's tokens; no reference.
+
+    See :func:`fastrl_kernels.simpo_loss`.
+    """
+
+    name: ClassVar[str] = "simpo"
+    beta: float = 2.0
+    gamma: float = 1.0
+
+    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+        means = chosen.policy.means, rejected.policy.means
+        return fastrl_kernels.simpo_loss(*means, beta=self.beta, gamma=self.gamma)
+
+    def implicit_reward(self, side: Side) -> Tensor:
+        return self.beta * side.policy.means
+
+
+@register
+@dataclass(frozen=True)
+class ORPO(PairwiseLoss):
+    """NLL - β·log σ(log-odds), both on means over tokens: odds-ratio preference optimisation.
+
+    See :func:`fastrl_kernels.orpo_loss`; NLL = -p̄_w.
+    """
+
+    name: ClassVar[str] = "orpo"
+    beta: float = 0.1
+
+    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+        means = chosen.policy.means, rejected.policy.means
+        return fastrl_kernels.orpo_loss(*means, beta=self.beta) - chosen.policy.means
+
+    def implicit_reward(self, side: Side) -> Tensor:
+        return self.beta * side.policy.means
+
+
+@register
+@dataclass(frozen=True)
+class SLiC(PairwiseLoss):
+    """max(0, β - log p_w + log p_l) - λ·log p_w: sequence likelihood calibration.
+
+    See :func:`fastrl_kernels.slic_loss`.
+    """
+
+    name: ClassVar[str] = "slic"
+    beta: float = 1.0
+    lam: float = 0.1
+
+    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+        sums = chosen.policy.sums, rejected.policy.sums
+        return fastrl_kernels.slic_loss(*sums, beta=self.beta, lam=self.lam)
+
+    def implicit_reward(self, side: Side) -> Tensor:
+        return side.policy.sums

@@ -1,0 +1,106 @@
+"""Losses on single responses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import fastrl_kernels
+from fastrl.alignment.batch import Batch
+from fastrl.alignment.losses.base import Loss, LossOutput, register, weighted_mean
+from fastrl.alignment.tasks import Task
+
+
+@register
+@dataclass(frozen=True)
+class SFT(Loss):
+    """-Σ log π over the tokens of all responses / their number: supervised fine-tuning.
+
+    With weights w per response: -Σ w·log π / Σ w.
+    """
+
+    name: ClassVar[str] = "sft"
+    tasks: ClassVar[tuple[str, ...]] = ("sft",)
+
+    def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
+        (scores,) = policy.logprobs(batch)
+        weights = batch.weights().to(scores.sums.device)
+        tokens = (weights * scores.tokens).sum()
+        total = torch.where(weights > 0, weights * scores.sums, 0.0).sum()
+        metrics = {"logps/response": scores.sums.detach()}
+        return LossOutput(-total / torch.where(tokens > 0, tokens, 1.0), metrics)
+
+
+@register
+@dataclass(frozen=True)
+class KTO(Loss):
+    """λ·(1 - σ(±β(r - KL))), + where a response is desired: Kahneman–Tversky optimisation.
+
+    r = log π - log ref; KL = max(0, mean r of mismatched pairs, prompt i with response i+1), over
+    all processes. See :func:`fastrl_kernels.kto_loss`.
+
+    Args:
+        beta: β.
+        desirable_weight, undesirable_weight: λ of the two kinds.
+        threshold: responses with a reward above it are the desired ones; None takes the mean reward
+            of the batch, for scores that have no natural zero.
+    """
+
+    name: ClassVar[str] = "kto"
+    tasks: ClassVar[tuple[str, ...]] = ("offline-pointwise", "online-pointwise")
+    compares: ClassVar[bool] = True
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    threshold: float | None = 0.5
+
+    def check(self, task: Task, batch_size: int) -> None:
+        super().check(task, batch_size)
+        if batch_size < 2:
+            raise ValueError(
+                "the loss kto pairs every prompt with the response to another one: batch_size must "
+                f"be at least 2, got {batch_size}"
+            )
+
+    def compared(self, batch: Batch) -> tuple[Batch, ...]:
+        return batch, batch.mismatched()
+
+    def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
+        (scores,), (ref,) = policy.logprobs(batch), reference.logprobs(batch)
+        rewards = batch.rewards(1)
+        threshold = rewards.mean() if self.threshold is None else self.threshold
+        desirable = (rewards > threshold).to(scores.sums.device)
+        kl = self._kl(batch, policy, reference)
+        losses = fastrl_kernels.kto_loss(
+            scores.sums,
+            ref.sums,
+            desirable,
+            kl,
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+        with torch.no_grad():
+            implied = self.beta * (scores.sums - ref.sums)
+            metrics = {
+                "kl": kl.clamp(min=0.0),
+                "rewards/chosen": implied[desirable],
+                "rewards/rejected": implied[~desirable],
+                # Whether a response is worth more than the usual one, as it should be or not.
+                "rewards/accuracies": (
+                    (implied > self.beta * kl.clamp(min=0.0)) == desirable
+                ).float(),
+                "logps/response": scores.sums.detach(),
+            }
+        return LossOutput(weighted_mean(losses, batch), metrics)
+
+    @torch.no_grad()
+    def _kl(self, batch: Batch, policy: Any, reference: Any) -> Tensor:
+        if batch.size == 1:  # what is left of the data: there is no other prompt
+            return policy.mean(torch.zeros((), device=policy.tokens.device))
+        other = batch.mismatched()
+        (scores,), (ref,) = policy.logprobs(other), reference.logprobs(other)
+        return policy.mean((scores.sums - ref.sums).mean())

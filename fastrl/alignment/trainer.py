@@ -1,0 +1,295 @@
+"""The trainer of the alignment framework: one loop for every task."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers.trainer_utils import get_last_checkpoint
+
+from fastrl.alignment.arguments import AlignmentConfig
+from fastrl.alignment.batch import Batch
+from fastrl.alignment.batch_factory import BatchFactory
+from fastrl.alignment.evaluation import Means, OfflineEvaluation, OnlineEvaluation, make_evaluation
+from fastrl.alignment.learners import make_learner
+from fastrl.alignment.losses import Loss, make_loss
+from fastrl.models.modes import evaluating
+from fastrl.rollout import choose_engine
+from fastrl.supervised.base import settings_of
+
+
+class Trainer(transformers.Trainer):
+    """Aligns a model by a loss, on the batches of a factory.
+
+    transformers' Trainer does what it does elsewhere: optimizer and schedule, accumulation,
+    precision, processes, callbacks, trackers, checkpoints. One batch after the other is taken from
+    the factory, weighed by the reweighter, and learned by the loss; online, the policy of that
+    moment has written it.
+
+    Evaluation: offline, the mean loss and metrics of held-out examples; online, what the annotator
+    says of the responses to held-out prompts, always written with the same random numbers.
+
+    Args:
+        model: a causal language model; for the loss of reward models a sequence classifier with one
+            label; or its path.
+        args: an :class:`AlignmentConfig`. The factory says how long the run is, unless
+            ``max_steps`` does.
+        factory: makes the batches.
+        loss: a :class:`Loss`, or its name.
+        eval_factory: makes those of the evaluation, of the same task.
+        reweighter: sets the samples' weights, see :mod:`fastrl.alignment.reweighter`; None leaves
+            them at what the factory says, 1.
+        ref_model: what the policy is compared with, in place of itself as training begins.
+        peft_config: puts an adapter on the model.
+        callbacks, optimizers: as in transformers.
+
+    Raises:
+        ValueError: a loss that does not fit the task; a reference that the model or the task cannot
+            have; evaluation of another task; a tokenizer without a pad token.
+    """
+
+    args: AlignmentConfig
+    model: Any
+    processing_class: Any
+
+    def __init__(
+        self,
+        model: Any,
+        args: AlignmentConfig | None,
+        factory: BatchFactory,
+        loss: Loss | str,
+        *,
+        eval_factory: BatchFactory | None = None,
+        reweighter: Any = None,
+        ref_model: Any = None,
+        peft_config: Any = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+    ):
+        args = settings_of(args, AlignmentConfig)
+        self.factory, self.reweighter = factory, reweighter
+        self.loss = make_loss(loss) if isinstance(loss, str) else loss
+        self.loss.check(factory.task, factory.batch_size)
+        _check(factory, eval_factory)
+        self.learner = make_learner(args, self.loss, factory.task, factory.tokenizer)
+        model = self.learner.ready(model, ref_model, peft_config)
+        args.remove_unused_columns = False
+        # The factory knows where a run that goes on has to begin; nothing is drawn to be dropped.
+        args.ignore_data_skip = True
+        args.per_device_train_batch_size = factory.batch_size
+        # Without a GPU torch would warn of it.
+        args.dataloader_pin_memory = False
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=factory.data,
+            eval_dataset=None if eval_factory is None else eval_factory.data,
+            processing_class=factory.tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
+        self.learner.place(self.model, self.accelerator)
+        self._factories = [f for f in (factory, eval_factory) if f is not None]
+        for each in self._factories:
+            each.share(self.accelerator.process_index, self.accelerator.num_processes)
+        if len(factory) == 0:
+            raise ValueError(
+                f"{len(factory.data)} examples make no batch of {factory.batch_size} for each of "
+                f"{factory.world} processes: lower batch_size or bring more"
+            )
+        self.evaluation: OfflineEvaluation | OnlineEvaluation | None = None
+        if eval_factory is not None:
+            self.evaluation = make_evaluation(eval_factory, self.loss)
+        self._means = Means()
+        self._engine: Any = None
+
+    # ------------------------------------------------------------------ the algorithm
+
+    def batches(self, count: int) -> Iterator[Batch]:
+        """What the next ``count`` batches of the factory are learned as."""
+        policy, reference = self.learner.views(self.model_wrapped)
+        self._write()
+        for batch in self.factory.take(count):
+            if self.reweighter is not None:
+                with torch.no_grad(), evaluating(self.model):
+                    self.reweighter(batch, policy)
+            yield from self.loss.parts(batch, policy, reference)
+            self._means.add(self._numbers(batch))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The loss of one batch; its metrics are kept for the next log."""
+        loss, metrics = self.loss(inputs, *self.learner.views(model))
+        self._means.add(metrics)
+        return (loss, metrics) if return_outputs else loss
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers."""
+        steps = self._steps_done(resume_from_checkpoint)
+        accumulated = steps * self.args.gradient_accumulation_steps
+        self.factory.skip(math.ceil(accumulated / self._parts))
+        if self.args.max_steps <= 0:
+            updates = math.ceil(self._epoch_length() / self.args.gradient_accumulation_steps)
+            self.args.max_steps = updates * self._epochs
+        self._look_ahead()
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Metrics of the evaluation factory's examples, under ``eval_``.
+
+        Raises:
+            ValueError: there is none; another data set.
+        """
+        if self.evaluation is None or eval_dataset is not None:
+            raise ValueError("evaluation is of the eval_factory that the trainer was made with")
+        self._write()
+        if self.state.global_step == 0 and not self.is_in_train:
+            self.learner.before_training(self._held_out(), last=False)
+        with evaluating(self.model):
+            found = self.evaluation(*self.learner.views(self.model_wrapped), self.accelerator)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """With the means of what the loss said since the last log."""
+        if "loss" in logs:
+            logs |= self._means.take(self.accelerator)
+        super().log(logs, start_time)
+
+    # ------------------------------------------------------------------ how long, and from where
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The factory's batches of one epoch, made when they are asked for."""
+        length = self._epoch_length()
+        epoch = _Epoch(lambda: self.batches(length // self._parts), length)
+        return DataLoader(epoch, batch_size=None, collate_fn=_as_it_is)
+
+    @property
+    def _parts(self) -> int:
+        return self.loss.parts_of(self.factory.batch_size)
+
+    @property
+    def _epochs(self) -> int:
+        whole_passes = not self.factory.task.online and self.factory.examples is None
+        return self.factory.epochs if whole_passes else 1
+
+    def _epoch_length(self) -> int:
+        return len(self.factory) // self._epochs * self._parts
+
+    def _steps_done(self, checkpoint: Any) -> int:
+        """Of the run that goes on from a checkpoint; 0 where none does."""
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(str(self.args.output_dir))
+        if not checkpoint:
+            return 0
+        return json.loads((Path(checkpoint) / "trainer_state.json").read_text())["global_step"]
+
+    def _look_ahead(self) -> None:
+        """While the model is still what training begins with."""
+        updates = self.args.max_steps * self.args.gradient_accumulation_steps
+        planned = itertools.islice(self.factory.preview(), math.ceil(updates / self._parts))
+        self.learner.before_training(itertools.chain(planned, self._held_out()), last=True)
+
+    def _held_out(self) -> Iterator[Batch]:
+        if isinstance(self.evaluation, OfflineEvaluation):
+            factory = self.evaluation.factory
+            yield from (factory.batch(examples) for examples in factory.in_order() if examples)
+
+    def _write(self) -> None:
+        """Sees to it that the policy writes for online tasks."""
+        for factory in self._factories:
+            if factory.task.online and factory.writer is None:
+                if self._engine is None:
+                    self._engine = choose_engine(
+                        self.accelerator.unwrap_model(self.model),
+                        factory.tokenizer,
+                        autocast=self.accelerator.autocast,
+                        max_slots=self.args.rollout_slots,
+                    )
+                factory.write_with(self._engine)
+
+    def _numbers(self, batch: Batch) -> dict[str, Tensor]:
+        """What is logged of a batch, whatever its loss."""
+        found = {"weights": batch.weights()} if self.reweighter is not None else {}
+        writer = self.factory.writer
+        if writer is None:
+            return found
+        which = range(1, batch.generations + 1)
+        lengths = [float(len(response)) for i in which for response in batch.responses(i)]
+        statistics = {**writer.stats, **self.factory.annotator.statistics()}
+        found |= {"rewards/mean": batch.rewards(1), "tokens/responses": torch.tensor(lengths)}
+        found |= {name: torch.tensor(float(value)) for name, value in statistics.items()}
+        return {name: x.to(self.accelerator.device) for name, x in found.items()}
+
+    # ------------------------------------------------------------------ transformers' own
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs  # batches lie on the host, what a model reads of them is made when it reads
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = output_dir or str(self.args.output_dir)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.learner.save(self.accelerator.unwrap_model(self.model), folder, state_dict)
+        self.processing_class.save_pretrained(folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self.learner.load(self.accelerator.unwrap_model(self.model), resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
+
+class _Epoch(IterableDataset):
+    """What a function yields, and how much of it there is."""
+
+    def __init__(self, make: Callable[[], Iterator[Batch]], length: int):
+        self._make, self._length = make, length
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._make()
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _check(factory: BatchFactory, eval_factory: BatchFactory | None) -> None:
+    if factory.tokenizer.pad_token_id is None:
+        raise ValueError(
+            f"{type(factory.tokenizer).__name__} has no pad token: set tokenizer.pad_token = "
+            "tokenizer.eos_token, say, before making the loader"
+        )
+    if eval_factory is not None and eval_factory.task != factory.task:
+        raise ValueError(
+            f"eval_factory is for {eval_factory.task.name}, factory for {factory.task.name}: make "
+            "both for one task"
+        )
