@@ -1,6 +1,61 @@
 """Aligning a language model from data or from live feedback, with a weight for every sample.
 
-A :class:`DatasLoader` reads examples, a :class:`BatchFactory` makes batches of them for a task (and
-of the policy's own responses, which an :class:`Annotator` judges), a :class:`SampleReweighter` sets
-the weight of each sample, a :class:`Loss` says what is learned, and a :class:`Trainer` learns it.
+A :class:`DatasLoader` reads examples; a :class:`BatchFactory` makes batches of them for a task, or
+of the policy's own responses, which an annotator judges; a reweighter sets the weight of each
+sample; a :class:`Loss` says what is learned, and a :class:`Trainer` learns it.
 """
+
+from fastrl.alignment.arguments import AlignmentConfig
+from fastrl.alignment.batch import Batch, Sample
+from fastrl.alignment.batch_factory import BatchFactory
+from fastrl.alignment.examples import Example, Response
+from fastrl.alignment.losses import (
+    DPO,
+    IPO,
+    KTO,
+    LOSSES,
+    ORPO,
+    SFT,
+    BradleyTerry,
+    ConservativeDPO,
+    Hinge,
+    Loss,
+    LossOutput,
+    PairwiseLoss,
+    RobustDPO,
+    SimPO,
+    SLiC,
+    make_loss,
+    register,
+)
+from fastrl.alignment.tasks import TASKS, Task
+from fastrl.alignment.trainer import Trainer
+
+__all__ = [
+    "DPO",
+    "IPO",
+    "KTO",
+    "LOSSES",
+    "ORPO",
+    "SFT",
+    "TASKS",
+    "AlignmentConfig",
+    "Batch",
+    "BatchFactory",
+    "BradleyTerry",
+    "ConservativeDPO",
+    "Example",
+    "Hinge",
+    "Loss",
+    "LossOutput",
+    "PairwiseLoss",
+    "Response",
+    "RobustDPO",
+    "SLiC",
+    "Sample",
+    "SimPO",
+    "Task",
+    "Trainer",
+    "make_loss",
+    "register",
+]
