@@ -63,8 +63,13 @@ class Examples:
         return self.rows[i]
 
 
-class LikesLong:
-    """An annotator: a response is worth its number of words, and the longer of two is preferred."""
+def worth(response: str) -> float:
+    """Of words such as w17."""
+    return max((float(word[1:]) for word in response.split() if word[1:].isdigit()), default=0.0)
+
+
+class LikesHigh:
+    """An annotator: a response is worth the highest number among its words."""
 
     compares_by_score = True
 
@@ -73,7 +78,7 @@ class LikesLong:
 
     def score(self, prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
         self.asked += prompts
-        return [float(len(response.split())) for response in responses]
+        return [worth(response) for response in responses]
 
     def compare(
         self, prompts: list[str], firsts: list[str], seconds: list[str], **columns: Any
@@ -90,7 +95,7 @@ def make_factory(task: str | Task, rows: Sequence[Example] | None = None, **give
     task = find_task(task)
     if task.online:
         given = {
-            "annotator": LikesLong(),
+            "annotator": LikesHigh(),
             "params": SamplingParams(max_new_tokens=5),
             **given,
         }
