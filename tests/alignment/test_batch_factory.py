@@ -86,8 +86,8 @@ def test_a_batch_has_what_the_table_says(task: str, engine: Any) -> None:
             assert reward is None if wanted is None else reward.tolist() == wanted
             assert reward is None or reward.dtype == torch.float32
     if rewards == "the annotator's comparisons":
-        lengths = [[len(x.split()) for x in batch[f"generation{i}_response_only"]] for i in (1, 2)]
-        expected = [1.0 if a > b else 0.0 if a < b else 0.5 for a, b in zip(*lengths, strict=True)]
+        worths = [[worth(x) for x in batch[f"generation{i}_response_only"]] for i in (1, 2)]
+        expected = [1.0 if a > b else 0.0 if a < b else 0.5 for a, b in zip(*worths, strict=True)]
         assert batch["generation1_reward"].tolist() == expected
         assert batch["generation2_reward"].tolist() == [1 - x for x in expected]
         assert {0.0, 1.0} <= set(expected)

@@ -172,7 +172,7 @@ def gradients_of(
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_loss_and_its_gradients_are_those_of_its_formula(make_trainer: Make, name: str) -> None:
-    """As far off as the same formula in fp32, text by text, or a few times that: a padded batch adds
+    """As far off as the formula in fp32, text by text, or a few times that: a padded batch adds
     up in another order."""
     coefficients, formula = CASES[name]
     loss = make_loss(name.split(" ")[0], **coefficients)
