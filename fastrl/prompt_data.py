@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 PROMPT = "prompt"
-_USUAL_COLUMNS = (PROMPT, "query", "text")
+USUAL_COLUMNS = (PROMPT, "query", "text")
 _FORMATS = {
     ".jsonl": "json",
     ".json": "json",
@@ -137,10 +137,10 @@ def _pick_split(saved: Any, split: str, source: str) -> Dataset:
 def _find_column(table: Dataset, column: str | None) -> str:
     there = ", ".join(table.column_names)
     if column is None:
-        column = next((name for name in _USUAL_COLUMNS if name in table.column_names), None)
+        column = next((name for name in USUAL_COLUMNS if name in table.column_names), None)
         if column is None:
             raise ValueError(
-                f"the data set has none of the columns {', '.join(_USUAL_COLUMNS)}: "
+                f"the data set has none of the columns {', '.join(USUAL_COLUMNS)}: "
                 f"choose a prompt column among {there}"
             )
     elif column not in table.column_names:

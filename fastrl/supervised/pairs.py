@@ -134,11 +134,15 @@ def tokenize_pair(row: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:
 
 
 def encode(text: str, tokenizer: Any, chat: bool = False) -> list[int]:
-    """Token ids with special tokens, which chat templates and texts that begin with one bring
-    along."""
+    """Token ids with special tokens."""
+    return tokenizer(text, add_special_tokens=not complete(text, tokenizer, chat))["input_ids"]
+
+
+def complete(text: str, tokenizer: Any, chat: bool) -> bool:
+    """Whether a text brings its special tokens along: chat templates do, and texts that begin with
+    one."""
     start = tokenizer.bos_token or tokenizer.cls_token
-    complete = chat or (start and text.startswith(start))
-    return tokenizer(text, add_special_tokens=not complete)["input_ids"]
+    return chat or bool(start and text.startswith(start))
 
 
 def join(prompt: Any, answer: Any, tokenizer: Any) -> str:
