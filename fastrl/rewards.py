@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-RewardFunction = Callable[..., list[float]]
+RewardFunction = Callable[..., Sequence[float]]
 
 _LONGEST_INPUT = 1_000_000  # tokenizers without a limit state one beyond this
 
@@ -123,11 +124,55 @@ def load_reward(
     if name.endswith(".py"):
         raise ValueError(f"name the reward function in {name}, as {name}:function")
     if ":" in name:
-        return _load_function(name)
+        return load_function(name)
     return ClassifierReward.from_pretrained(name, label=label, batch_size=batch_size)
 
 
-def _load_function(name: str) -> RewardFunction:
+def check_rewards(rewards: Any, count: int, who: str = "reward_fn") -> list[float]:
+    """What a reward function returned, as numbers.
+
+    Args:
+        who: returned it, for messages.
+
+    Raises:
+        ValueError: not ``count`` finite numbers; names the first that is wrong.
+    """
+    if not hasattr(rewards, "__len__"):
+        raise ValueError(f"{who} returned {rewards!r}: it must return a list of numbers")
+    if len(rewards) != count:
+        raise ValueError(
+            f"{who} returned {len(rewards)} rewards for {count} completions: it must return one "
+            "number each"
+        )
+    values = []
+    for i, reward in enumerate(rewards):
+        value = as_number(reward)
+        if not math.isfinite(value):
+            raise ValueError(
+                f"{who} returned {reward!r} for completion {i}: rewards must be finite numbers"
+            )
+        values.append(value)
+    return values
+
+
+def as_number(value: Any) -> float:
+    """NaN for what is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        return math.nan
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function that "module:function" or "path/to/file.py:function" stands for.
+
+    Raises:
+        ValueError: no function's name.
+        TypeError: a name that does not stand for a function.
+        ImportError, FileNotFoundError: a module, function or file that is not there.
+    """
+    if ":" not in name:
+        raise ValueError(f"name a function as module:function or file.py:function, not {name!r}")
     location, function_name = name.rsplit(":", 1)
     module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location)
     try:
@@ -147,13 +192,13 @@ def _load_module(name: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name + ".").startswith(error.name + "."):
-            raise ImportError(f"there is no module {name!r} to take a reward from") from error
+            raise ImportError(f"there is no module {name!r}") from error
         raise
 
 
 def _load_file(path: Path) -> Any:
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path} to take a reward from")
+        raise FileNotFoundError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be imported")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -205,7 +206,7 @@ def with_columns(reward: RewardFunction, eval_rows: Dataset) -> RewardFunction:
     row_of = {prompt: row for row, prompt in enumerate(eval_rows[PROMPT])}
     eval_columns = {name: eval_rows[name][:] for name in eval_rows.column_names if name != PROMPT}
 
-    def reward_fn(prompts: list[str], **given: Any) -> list[float]:
+    def reward_fn(prompts: list[str], **given: Any) -> Sequence[float]:
         if eval_columns and not any(name in given for name in eval_columns):
             rows = [row_of[prompt] for prompt in prompts]
             for name, values in eval_columns.items():

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastrl.rewards import RewardFunction, check_rewards
 from fastrl.rollout import RolloutOutput
 from fastrl.trainers.callbacks import Evaluation, TrainCallback, TrainResult
 from fastrl.trainers.stats import scalars
 
 if TYPE_CHECKING:
     from fastrl.trainers.ppo import PPOTrainer
-
-# (prompts, completions, completion_ids, **columns) -> one number per completion
-RewardFunction = Callable[..., Sequence[float]]
 
 _PROMPT_COLUMNS = ("prompt", "query")
 _REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -180,7 +178,7 @@ class Loop:
             completion_ids=[s.tolist() for s in rollout.sequences],
             **batch.columns,
         )
-        return _check_rewards(rewards, len(batch))
+        return torch.tensor(check_rewards(rewards, len(batch)))
 
     def _decode(self, batch: Prompts, rollout: RolloutOutput) -> list[str]:
         """Completions; behind a prompt such that the two are the text, spaces included."""
@@ -192,29 +190,3 @@ class Loop:
     def _tell(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self.trainer, *args)
-
-
-def _check_rewards(rewards: Any, count: int) -> Tensor:
-    """What a reward function returned, as fp32 [count] on the CPU.
-
-    Raises:
-        ValueError: not ``count`` finite numbers; names the first that is wrong.
-    """
-    if not hasattr(rewards, "__len__"):
-        raise ValueError(f"reward_fn returned {rewards!r}: it must return a list of numbers")
-    if len(rewards) != count:
-        raise ValueError(
-            f"reward_fn returned {len(rewards)} rewards for {count} completions: it must return "
-            "one number each"
-        )
-    values = []
-    for i, reward in enumerate(rewards):
-        try:
-            values.append(float(reward))
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
-            values.append(math.nan)
-        if not math.isfinite(values[i]):
-            raise ValueError(
-                f"reward_fn returned {reward!r} for completion {i}: rewards must be finite numbers"
-            )
-    return torch.tensor(values)

@@ -17,6 +17,7 @@ from fastrl.core import PPODecorators, set_seed
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.modes import evaluating
 from fastrl.references import choose_reference
+from fastrl.rewards import RewardFunction
 from fastrl.rollout import RolloutOutput
 from fastrl.trainers import data, stats
 from fastrl.trainers.batches import make_batches
@@ -26,7 +27,7 @@ from fastrl.trainers.control import RunningMoments, ScoreTransform, make_kl_cont
 from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
 from fastrl.trainers.generation import Generation
-from fastrl.trainers.loop import Loop, Prompts, RewardFunction
+from fastrl.trainers.loop import Loop, Prompts
 from fastrl.trainers.reuse import RolloutMemory, make_reuse
 from fastrl.trainers.rollouts import make_rollouts
 from fastrl.trainers.setup import (

@@ -1,0 +1,181 @@
+"""Judging responses while they are learned from: scores, and comparisons of two."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from fastrl.rewards import RewardFunction, as_number, check_rewards, load_reward
+
+
+@runtime_checkable
+class Annotator(Protocol):
+    """Judges responses; ``columns`` are the data's other columns, a list of B values each."""
+
+    def score(self, prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
+        """How good each response is, B finite numbers on a scale of the annotator's own."""
+
+    def compare(
+        self, prompts: list[str], firsts: list[str], seconds: list[str], **columns: Any
+    ) -> list[float | None]:
+        """Which response is better, B numbers: 1.0 the first, 0.0 the second, 0.5 neither, or
+        anything between; None leaves the pair out."""
+
+    def statistics(self) -> dict[str, float]:
+        """Counts since the last call, under names such as "annotator/ties"."""
+
+
+def ask_scores(
+    annotator: Annotator, prompts: list[str], responses: list[str], **columns: Any
+) -> list[float]:
+    """What an annotator, whoever wrote it, says of responses.
+
+    Raises:
+        ValueError: not B finite numbers, named by their index; a column with the name of an
+            argument.
+    """
+    _check_columns(columns, ("prompts", "responses"))
+    scores = annotator.score(prompts, responses, **columns)
+    return check_rewards(scores, len(prompts), f"{name_of(annotator)}.score")
+
+
+def ask_preferences(
+    annotator: Annotator,
+    prompts: list[str],
+    firsts: list[str],
+    seconds: list[str],
+    **columns: Any,
+) -> list[float | None]:
+    """What an annotator, whoever wrote it, says of pairs of responses.
+
+    Raises:
+        ValueError: not B numbers in [0, 1] or None, named by their index; a column with the name of
+            an argument.
+    """
+    _check_columns(columns, ("prompts", "firsts", "seconds"))
+    said = annotator.compare(prompts, firsts, seconds, **columns)
+    return check_preferences(said, len(prompts), f"{name_of(annotator)}.compare")
+
+
+def check_preferences(said: Any, count: int, who: str) -> list[float | None]:
+    """What ``who`` returned for pairs, as numbers.
+
+    Raises:
+        ValueError: not ``count`` numbers in [0, 1] or None; names the first that is wrong.
+    """
+    if not hasattr(said, "__len__") or len(said) != count:
+        got = f"{len(said)} numbers" if hasattr(said, "__len__") else repr(said)
+        raise ValueError(f"{who} returned {got} for {count} pairs: it must return one number each")
+    preferences: list[float | None] = []
+    for i, one in enumerate(said):
+        preference = None if one is None else as_number(one)
+        if preference is not None and not 0 <= preference <= 1:  # NaN is not either
+            raise ValueError(
+                f"{who} returned {one!r} for pair {i}: it must be 1.0 where the first response is "
+                "preferred, 0.0 where the second is, something between, or None to leave it out"
+            )
+        preferences.append(preference)
+    return preferences
+
+
+def name_of(annotator: Any) -> str:
+    """For messages."""
+    return getattr(annotator, "name", None) or type(annotator).__name__
+
+
+class Counts(Counter[str]):
+    """Counts of an annotator, read once."""
+
+    def read(self) -> dict[str, float]:
+        """All of them, which are 0 afterwards; names that were counted once stay."""
+        counted = {f"annotator/{name}": float(count) for name, count in self.items()}
+        for name in self:
+            self[name] = 0
+        return counted
+
+
+class RewardAnnotator:
+    """Judges by a reward function, whose scores say which of two responses is better.
+
+    Args:
+        reward: called as ``reward(prompts=, completions=, completion_ids=, **columns)``, a
+            :class:`fastrl.rewards.ClassifierReward` or any other; see :mod:`fastrl.rewards`.
+        tokenizer: gives ``completion_ids`` where the caller has no column of that name; without
+            either, a reward function that needs none is called without them.
+
+    Attributes:
+        last_scores: of the last comparison, those of the first and of the second responses.
+    """
+
+    def __init__(self, reward: RewardFunction, tokenizer: Any = None):
+        self.reward, self.tokenizer = reward, tokenizer
+        self.name = f"RewardAnnotator({getattr(reward, '__name__', type(reward).__name__)})"
+        self.last_scores: tuple[list[float], list[float]] | None = None
+        self._needs_ids = tokenizer is None and _needs(reward, "completion_ids")
+        self._counts = Counts(calls=0, ties=0)
+
+    def score(self, prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
+        """
+        Raises:
+            ValueError: what the reward function returns is not B finite numbers; it needs
+                ``completion_ids`` and there are none.
+        """
+        if self.tokenizer is not None and "completion_ids" not in columns and responses:
+            made = self.tokenizer(list(responses), add_special_tokens=False)
+            columns["completion_ids"] = made["input_ids"]
+        if self._needs_ids and "completion_ids" not in columns:
+            raise ValueError(f"{self.name} takes completion_ids: make it with a tokenizer")
+        self._counts["calls"] += len(responses)
+        rewards = self.reward(prompts=prompts, completions=responses, **columns)
+        return check_rewards(rewards, len(responses), self.name)
+
+    def compare(
+        self, prompts: list[str], firsts: list[str], seconds: list[str], **columns: Any
+    ) -> list[float | None]:
+        """By the scores of both; equal ones are a tie."""
+        scores = [self.score(prompts, side, **columns) for side in (firsts, seconds)]
+        self.last_scores = (scores[0], scores[1])
+        preferences = preferences_of(*scores)
+        self._counts["ties"] += preferences.count(0.5)
+        return preferences
+
+    def statistics(self) -> dict[str, float]:
+        """Responses that were scored ("annotator/calls") and comparisons without a winner
+        ("annotator/ties")."""
+        return self._counts.read()
+
+
+def preferences_of(firsts: Sequence[float], seconds: Sequence[float]) -> list[float | None]:
+    """1.0 where the first score is higher, 0.0 where the second is, 0.5 where they are equal."""
+    return [0.5 if a == b else float(a > b) for a, b in zip(firsts, seconds, strict=True)]
+
+
+def load_annotator(
+    name: str, *, label: int | str | None = None, batch_size: int = 64, tokenizer: Any = None
+) -> Annotator:
+    """The annotator that a name on a command line stands for.
+
+    Args:
+        name, label, batch_size: of a reward function, see :func:`fastrl.rewards.load_reward`, which
+            says what is raised.
+        tokenizer: for functions that take ``completion_ids``.
+    """
+    return RewardAnnotator(load_reward(name, label=label, batch_size=batch_size), tokenizer)
+
+
+def _needs(function: Any, argument: str) -> bool:
+    try:
+        parameter = inspect.signature(function).parameters.get(argument)
+    except ValueError:  # some that are written in C have none
+        return False
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _check_columns(columns: dict[str, Any], arguments: Sequence[str]) -> None:
+    for name in arguments:
+        if name in columns:
+            raise ValueError(
+                f"the data's column {name!r} has the name of an annotator's argument: rename it"
+            )

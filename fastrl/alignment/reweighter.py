@@ -1,0 +1,291 @@
+"""The weights of samples, by which their losses are multiplied."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fastrl.alignment.batch import Batch
+from fastrl.rewards import as_number, load_function
+
+
+class SampleReweighter(Protocol):
+    """Sets the weights of a batch, which are all 1 before."""
+
+    def __call__(self, batch: Batch, policy: Any) -> None:
+        """Calls ``batch.weigh(i, weights)`` for every generation i, from 1 to
+        ``batch.generations``.
+
+        Args:
+            policy: that learns; ``policy.logprobs(batch)`` gives, per generation, the responses'
+                summed log-probs, ``sums`` [B], and their lengths, ``tokens`` [B].
+        """
+
+
+class Uniform:
+    """w = 1."""
+
+    def __call__(self, batch: Batch, policy: Any = None) -> None:
+        for i in _each(batch):
+            batch.weigh(i, torch.ones(batch.size))
+
+
+class ByLength:
+    """w ∝ length^-power, over a mean of 1: longer responses weigh less.
+
+    A response's length counts its tokens, EOS included. The mean is that of the samples' weights in
+    the batch, a pair's being the geometric mean of its two.
+
+    Raises:
+        ValueError: a negative power.
+    """
+
+    def __init__(self, power: float = 1.0):
+        if not 0 <= power < math.inf:
+            raise ValueError(f"power must be a number of 0 or more, got {power}: 0 is uniform")
+        self.power = power
+
+    def __call__(self, batch: Batch, policy: Any = None) -> None:
+        lengths = [torch.tensor([len(r) for r in batch.responses(i)]) for i in _each(batch)]
+        weights = torch.stack(lengths).double().clamp(min=1) ** -self.power  # [generations, B]
+        weights = weights / weights.log().mean(0).exp().mean()
+        _weigh(self, batch, weights)
+
+
+class ByMargin:
+    """w ∝ |score₁ - score₂|^power of pairs, over a mean of 1 in the batch; where all margins are 0,
+    w = 1.
+
+    Scores are those of the annotator that has made the pairs, ``batch.known["scores"]``; else the
+    data's columns say margins or scores.
+
+    Args:
+        power: of the margin.
+        margin_column: of margins.
+        score_columns: of both sides' scores, the preferred one first.
+
+    Raises:
+        ValueError: a power that is not positive; at a batch, responses that are no pairs, neither
+            scores nor columns, a value that is not a finite number, named by its index.
+    """
+
+    def __init__(
+        self,
+        power: float = 1.0,
+        *,
+        margin_column: str = "margin",
+        score_columns: tuple[str, str] = ("chosen_score", "rejected_score"),
+    ):
+        if not 0 < power < math.inf:
+            raise ValueError(f"power must be a positive number, got {power}")
+        if len(score_columns) != 2 or isinstance(score_columns, str):
+            raise ValueError(f"score_columns must name two columns, got {score_columns!r}")
+        self.power, self.margin_column, self.score_columns = power, margin_column, score_columns
+
+    def __call__(self, batch: Batch, policy: Any = None) -> None:
+        if batch.generations != 2:
+            raise ValueError("ByMargin weighs pairs, and this batch has one response per prompt")
+        weights = self._margins(batch).abs() ** self.power
+        mean = weights.mean()
+        weights = weights / mean if mean > 0 else torch.ones_like(weights)
+        _weigh(self, batch, weights.expand(2, -1))
+
+    def _margins(self, batch: Batch) -> Tensor:
+        """[B] fp64."""
+        columns = batch.columns
+        if "scores" in batch.known:
+            sides = [_numbers(self, "the annotator's score", s) for s in batch.known["scores"]]
+        elif self.margin_column in columns:
+            return _column(self, columns, self.margin_column)
+        elif all(name in columns for name in self.score_columns):
+            sides = [_column(self, columns, name) for name in self.score_columns]
+        else:
+            raise ValueError(
+                "ByMargin needs an annotator that scores, or the data's column "
+                f"{self.margin_column!r} (margin_column), or {' and '.join(self.score_columns)} "
+                f"(score_columns); the columns are {', '.join(columns) or 'none'}"
+            )
+        return sides[0] - sides[1]
+
+
+class ByImportance:
+    """w = min(cap, π_θ(y|x) / π_data(y|x)): the ratio of the policy that learns to the one that
+    wrote the responses, truncated (truncated importance sampling, Ionides 2008).
+
+    log π is a sum over a response's tokens; the ratio carries no gradient. A pair weighs the joint
+    ratio of both its responses, truncated once. With ``length_normalised`` the ratio is the
+    geometric mean of its tokens', exp((Σ log π_θ - Σ log π_data) / tokens), of a pair over the
+    tokens of both: biased, but of far less variance.
+
+    What π_data says comes with responses that a policy has sampled, ``batch.known["logprobs"]``, at
+    temperature 1; else from a column.
+
+    Args:
+        cap: the largest weight.
+        length_normalised: see above.
+        columns: the data's column of log-probs under π_data, or one for each side of pairs: of each
+            response its sum, or a list with one number per token, EOS included.
+
+    Raises:
+        ValueError: a cap that is not positive; at a batch, no log-probs of π_data, as many as there
+            are no tokens, or none that are finite.
+    """
+
+    def __init__(
+        self,
+        cap: float = 1.0,
+        *,
+        length_normalised: bool = False,
+        columns: str | Sequence[str] | None = None,
+    ):
+        if not cap > 0:
+            raise ValueError(f"cap must be positive, got {cap}")
+        self.cap, self.length_normalised = cap, length_normalised
+        self.columns = (columns,) if isinstance(columns, str) else columns
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, policy: Any) -> None:
+        data = self._data_logprobs(batch)
+        now = policy.logprobs(batch)
+        sums = torch.stack([part.sums.detach().cpu().double() for part in now])
+        ratio = (sums - data).sum(0)
+        if self.length_normalised:
+            ratio = ratio / torch.stack([part.tokens.cpu().double() for part in now]).sum(0)
+        weights = ratio.clamp(max=math.log(self.cap)).exp()
+        _weigh(self, batch, weights.expand(batch.generations, -1))
+
+    def _data_logprobs(self, batch: Batch) -> Tensor:
+        """[generations, B] fp64, sums over tokens."""
+        if "logprobs" in batch.known:
+            known: list[Any] = list(batch.known["logprobs"])
+            names = [f"logprobs of generation {i}" for i in _each(batch)]
+        else:
+            names = list(self.columns or ())
+            there = batch.columns
+            if len(names) != batch.generations or any(name not in there for name in names):
+                raise ValueError(
+                    "ByImportance needs the log-probs of the policy that wrote the responses: take "
+                    "them from the policy (an online task), or name the data's columns of them, "
+                    f"{batch.generations} here, with columns=; they are {', '.join(there) or 'none'}"
+                )
+            known = [there[name] for name in names]
+        return torch.stack(
+            [
+                _numbers(self, name, map(_summed, _each_of(name, values, batch.responses(i + 1))))
+                for i, (name, values) in enumerate(zip(names, known, strict=True))
+            ]
+        )
+
+
+class ByFunction:
+    """Weights that a function of the batch returns: B numbers for all generations, or a tuple of
+    such, one for each."""
+
+    def __init__(self, function: Callable[[Batch], Any]):
+        self.function = function
+        self.name = f"ByFunction({getattr(function, '__name__', type(function).__name__)})"
+
+    def __call__(self, batch: Batch, policy: Any = None) -> None:
+        weights = self.function(batch)
+        nested = isinstance(weights, tuple) and all(_is_list(part) for part in weights)
+        every = weights if nested else (weights,) * batch.generations
+        if len(every) != batch.generations:
+            raise ValueError(
+                f"{self.name}: {len(every)} lists of weights for {batch.generations} responses per "
+                "prompt: return one each, or one for all"
+            )
+        _weigh(self, batch, every)
+
+
+_REWEIGHTERS: dict[str, Callable[..., SampleReweighter]] = {
+    "uniform": Uniform,
+    "length": ByLength,
+    "margin": ByMargin,
+    "importance": ByImportance,
+}
+
+
+def make_reweighter(name: str, **options: Any) -> SampleReweighter:
+    """What a name on a command line stands for.
+
+    Args:
+        name: "uniform", "length", "margin", "importance"; or a function of a batch, as
+            "module:function" or "path/to/file.py:function".
+        options: of its class.
+
+    Raises:
+        ValueError: no such name, or no such option.
+    """
+    if ":" in name:
+        make: Callable[..., SampleReweighter] = ByFunction
+        options = {"function": load_function(name), **options}
+    elif name in _REWEIGHTERS:
+        make = _REWEIGHTERS[name]
+    else:
+        raise ValueError(
+            f"unknown reweighter {name!r}: choose one of {', '.join(_REWEIGHTERS)}, or name a "
+            "function, as module:function"
+        )
+    try:
+        inspect.signature(make).bind(**options)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(make).parameters) or "no options"
+        raise ValueError(f"reweighter {name!r}: {error}; it takes {known}") from None
+    return make(**options)
+
+
+def _each(batch: Batch) -> range:
+    return range(1, batch.generations + 1)
+
+
+def _weigh(reweighter: Any, batch: Batch, weights: Any) -> None:
+    """Sets the weights of all generations; what is wrong with them is said of the reweighter."""
+    name = getattr(reweighter, "name", type(reweighter).__name__)
+    for i, part in zip(_each(batch), weights, strict=True):
+        try:
+            batch.weigh(i, part)
+        except (TypeError, ValueError, RuntimeError) as error:  # torch's, of what is no number
+            raise ValueError(f"{name}: {error}") from error
+
+
+def _is_list(value: Any) -> bool:
+    return hasattr(value, "__len__") and not (isinstance(value, Tensor) and value.dim() == 0)
+
+
+def _column(reweighter: Any, columns: dict[str, list[Any]], name: str) -> Tensor:
+    return _numbers(reweighter, name, columns[name])
+
+
+def _numbers(reweighter: Any, name: str, values: Any) -> Tensor:
+    """Finite numbers, fp64."""
+    values = list(values)
+    numbers = [as_number(value) for value in values]
+    for i, number in enumerate(numbers):
+        if not math.isfinite(number):
+            raise ValueError(
+                f"{type(reweighter).__name__}: {name}[{i}] is {values[i]!r}: it must be a finite "
+                "number"
+            )
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def _each_of(name: str, values: Sequence[Any], responses: Sequence[Tensor]) -> Sequence[Any]:
+    """Log-probs of responses, whose lists are as long as these."""
+    for i, (value, response) in enumerate(zip(values, responses, strict=True)):
+        if _is_list(value) and len(value) != len(response):
+            raise ValueError(
+                f"ByImportance: {name}[{i}] has {len(value)} numbers for {len(response)} tokens: "
+                "bring one per token of the response as it is here, EOS and cuts included"
+            )
+    return values
+
+
+def _summed(value: Any) -> Any:
+    if not _is_list(value) or isinstance(value, str):
+        return value
+    return torch.as_tensor(value, dtype=torch.float64).sum()
