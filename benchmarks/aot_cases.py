@@ -340,6 +340,7 @@ def _ppo_loss_cases() -> Iterator[Case]:
             value=ops.ValueTerm(learned(), tokens(), tokens()) if value else None,
             kl=ops.KLTerm(tokens(), 0.05, kl) if kl else None,
             weights=tokens() if weighted else None,
+            token_weights=tokens() if weighted else None,
             backend="triton",
             **options,
         )

@@ -151,7 +151,8 @@ CASES: dict[str, Callable[..., Any]] = {
     "linear_ppo_loss one chunk": lambda x, b: loss(x, workspace_bytes=None, backend=b),
     "linear_ppo_loss with everything": lambda x, b: loss(
         x, bias=x.bias, temperature=x.temperature, kl=ops.KLTerm(x.old + 1, 0.1), dual_clip=3.0,
-        weights=x.old.exp(), aggregate="seq-mean-token-mean", entropy=True, backend=b,
+        weights=x.old.exp(), token_weights=x.old.square(), aggregate="seq-mean-token-mean",
+        entropy=True, backend=b,
         denominator=x.temperature.sum(),
     ),
     "linear_ppo_loss numbers": lambda x, b: loss(
@@ -166,7 +167,8 @@ CASES: dict[str, Callable[..., Any]] = {
     "ppo_loss": lambda x, b: _ppo(x, backend=b),
     "ppo_loss with everything": lambda x, b: _ppo(
         x, value=ops.ValueTerm(x.values, x.old, x.old + 1), kl=ops.KLTerm(x.old, 0.1),
-        dual_clip=3.0, weights=x.old.exp(), aggregate="seq-mean-token-mean", backend=b,
+        dual_clip=3.0, weights=x.old.exp(), token_weights=x.old.square(),
+        aggregate="seq-mean-token-mean", backend=b,
     ),
     "reward_loss": lambda x, b: ops.reward_loss(x.chosen, x.rejected, center_coef=0.1),
     "sample_keys": lambda x, b: ops.sample_keys(x.index, x.labels[0], x.index),

@@ -47,6 +47,7 @@ def batch(*shape: int, device="cpu", dtype=FP32, seed=0, **options: Any) -> Inpu
         "old_logprobs": logprobs + noise(0.4),
         "advantages": noise(),
         "weights": noise().abs(),
+        "token_weights": noise().abs(),
         "ref_logprobs": logprobs + noise(0.3),
     }
     return {**inputs, **{name: x.to(device) for name, x in tokens.items()}}
@@ -167,7 +168,7 @@ def test_it_is_the_loss_of_the_log_probs(backend, device, kl, aggregate):
         "backend": backend,
     }
     if kl == "kl":
-        del inputs["weights"]
+        del inputs["weights"], inputs["token_weights"]
     loss, grads, stats = run(inputs, kl=kl, entropy=True, **options)
     loss_, peers, stats_, logprobs, entropies = composed(inputs, kl, **options)
     assert_same_bits((loss, stats.logprobs, stats.entropies), (loss_, logprobs, entropies))
@@ -291,7 +292,15 @@ def test_what_stands_at_masked_places_never_shows(backend, device, poison):
     inputs["temperature"] = test_linear.temperatures(inputs)
     counted = counted_of(inputs)
     dirty = {**inputs, "labels": torch.where(inputs["mask"], inputs["labels"], 10**9)}
-    for name in ("hidden", "temperature", "old_logprobs", "advantages", "weights", "ref_logprobs"):
+    for name in (
+        "hidden",
+        "temperature",
+        "old_logprobs",
+        "advantages",
+        "weights",
+        "token_weights",
+        "ref_logprobs",
+    ):
         here = counted[..., None] if name == "hidden" else counted
         dirty[name] = torch.where(here, inputs[name], poison)
     options = {"workspace_bytes": ROWS, "entropy": True, "aggregate": "seq-mean-token-mean"}

@@ -104,9 +104,10 @@ def test_linear_ppo_loss(backend, device, random):
     per_token = ["temperature", "old_logprobs", "advantages"]
     inputs["old_logprobs"] = old.float() + draw.normal(leading, 0.3).to(device)
     inputs["advantages"] = draw.placed(draw.normal(leading))
-    if draw.sometimes("weights"):
-        inputs["weights"] = draw.placed(draw.uniform(leading))
-        per_token.append("weights")
+    for name in ("weights", "token_weights"):
+        if draw.sometimes(name):
+            inputs[name] = draw.placed(draw.uniform(leading))
+            per_token.append(name)
     if draw.sometimes("KL loss"):
         inputs["ref_logprobs"] = old.float() + draw.normal(leading, 0.3).to(device)
         inputs["kind"] = draw.one_of(KL_KINDS, "kind")

@@ -37,6 +37,7 @@ def batch(shape=SHAPE, dtype=torch.float32, device="cpu", seed=0) -> dict[str, T
         "old_logprobs": old.to(device, dtype),
         "advantages": numbers(),
         "weights": numbers().abs(),
+        "token_weights": numbers().abs(),
         "values": numbers(),
         "old_values": numbers(),
         "returns": numbers(),
@@ -49,7 +50,15 @@ def batch(shape=SHAPE, dtype=torch.float32, device="cpu", seed=0) -> dict[str, T
     return tensors
 
 
-def arguments(tensors: dict[str, Tensor], *, value=True, kl="k3", weights=True, plain=False):
+def arguments(
+    tensors: dict[str, Tensor],
+    *,
+    value=True,
+    kl="k3",
+    weights=True,
+    token_weights=False,
+    plain=False,
+):
     """Positional and named arguments of ppo_loss, or of its reference where ``plain``."""
     value_term = (tensors["values"], tensors["old_values"], tensors["returns"], 0.25, 0.3)
     kl_term = (tensors["ref_logprobs"], 0.15, kl)
@@ -57,6 +66,7 @@ def arguments(tensors: dict[str, Tensor], *, value=True, kl="k3", weights=True, 
         "value": (value_term if plain else ValueTerm(*value_term)) if value else None,
         "kl": (kl_term if plain else KLTerm(*kl_term)) if kl else None,
         "weights": tensors["weights"] if weights else None,
+        "token_weights": tensors["token_weights"] if token_weights else None,
     }
     return [tensors[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")], named
 
@@ -138,6 +148,28 @@ def test_asymmetric_and_dual_clipping(backend, device, options):
 @pytest.mark.parametrize("aggregate", AGGREGATES)
 def test_any_shape(backend, device, shape, aggregate):
     check(batch(shape, device=device, seed=2), backend, aggregate=aggregate)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=names(DTYPES))
+def test_weights_of_tokens(backend, device, dtype, aggregate):
+    """They act on every term, and change no denominator."""
+    check(
+        batch(dtype=dtype, device=device),
+        backend,
+        terms={"token_weights": True},
+        aggregate=aggregate,
+    )
+
+
+def test_a_token_that_weighs_nothing_has_no_gradient(backend, device):
+    tensors = batch(device=device)
+    tensors["token_weights"] = (torch.rand(SHAPE, device=device) > 0.5).float()
+    _, grads, _ = run(tensors, backend, {"token_weights": True})
+    nothing = tensors["token_weights"] == 0
+    for grad in grads.values():
+        assert (grad[nothing] == 0).all()
+        assert (grad[~nothing & tensors["mask"]] != 0).any()
 
 
 def test_strided_inputs(backend, device):
@@ -400,12 +432,16 @@ def test_statistics_are_views_until_asked(device):
 
 
 @pytest.mark.parametrize(
-    "name", ["old_logprobs", "advantages", "weights", "old_values", "returns", "ref_logprobs"]
+    "name",
+    [
+        *("old_logprobs", "advantages", "weights", "token_weights", "old_values", "returns"),
+        "ref_logprobs",
+    ],
 )
 def test_constants_that_require_a_gradient_are_refused(backend, device, name):
     tensors = batch((2, 5), device=device)
     tensors[name].requires_grad_()
-    positional, named = arguments(tensors)
+    positional, named = arguments(tensors, token_weights=True)
     with pytest.raises(ValueError, match=rf"{name} requires a gradient.*{name}.detach\(\)"):
         ppo_loss(*positional, **named, backend=backend)
     with torch.no_grad():

@@ -372,6 +372,7 @@ def test_ppo_loss(backend, device, aggregate, random):
         "aggregate": aggregate,
         "denominator": draw.one_of((None, 37.0, torch.tensor(11.0, device=device)), "denominator"),
         "weights": draw.perhaps(draw.placed(draw.uniform(shape)), "weights"),
+        "token_weights": draw.perhaps(draw.placed(draw.uniform(shape)), "token weights"),
     }
     if draw.sometimes("value loss"):
         for name in ("values", "old_values", "returns"):

@@ -183,6 +183,7 @@ def _linear_ppo_loss(
     weights: Tensor | None,
     ref_logprobs: Tensor | None,
     denominator: Tensor | None,
+    token_weights: Tensor | None,
     low: float,
     high: float,
     dual_clip: float | None,
@@ -199,8 +200,9 @@ def _linear_ppo_loss(
         workspace, backend,
     )._replace(shape=mask.shape)  # fmt: skip
     constants = Constants(
-        old_logprobs, advantages, mask, weights, None, None, ref_logprobs, denominator
-    )
+        old_logprobs, advantages, mask, weights, None, None, ref_logprobs, denominator,
+        token_weights,
+    )  # fmt: skip
     settings = Settings(
         low, high, dual_clip, aggregate, denominator_number, 0.0, 0.0, kl_coef, kl_kind
     )
@@ -250,12 +252,12 @@ def linear_ppo_loss(
     objective: linear_loss.Objective,
     entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    old_logprobs, advantages, mask, weights, _, _, ref_logprobs, denominator = objective.constants
+    c = objective.constants
     low, high, dual_clip, aggregate, number, _, _, kl_coef, kl_kind = objective.settings
     loss, numbers, logprobs, entropies, *_ = _linear_ppo_loss(
-        *_flat(inputs), old_logprobs, advantages, mask, weights, ref_logprobs, denominator,
-        low, high, dual_clip, aggregate, number, kl_coef, kl_kind, entropy,
-        list(_wanted((hidden, weight, bias))),
+        *_flat(inputs), c.old_logprobs, c.advantages, c.mask, c.weights, c.ref_logprobs,
+        c.denominator, c.token_weights, low, high, dual_clip, aggregate, number, kl_coef, kl_kind,
+        entropy, list(_wanted((hidden, weight, bias))),
     )  # fmt: skip
     return loss, numbers.detach(), logprobs.detach(), entropies.detach() if entropy else None
 

@@ -27,7 +27,7 @@ from .ppo_loss import (
     checked,
     denominator_of,
     policy_slopes,
-    row_weights_of,
+    token_weights_of,
 )
 
 
@@ -62,8 +62,8 @@ class Objective(NamedTuple):
         """What each token's objective is multiplied with in the loss, [N]."""
         denominator = denominator_of(self.constants, self.settings)
         inverse = torch.where(denominator == 0, 0.0, 1.0 / denominator)
-        by_rows = row_weights_of(self.constants.mask, self.settings)
-        weights = inverse if by_rows is None else inverse * by_rows
+        by_tokens = token_weights_of(self.constants, self.settings)
+        weights = inverse if by_tokens is None else inverse * by_tokens
         return weights.expand(self.constants.mask.shape).reshape(-1)
 
     def flat(self) -> Objective:
@@ -225,6 +225,7 @@ def linear_ppo_loss(
     kl: KLTerm | None = None,
     dual_clip: float | None = None,
     weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
     aggregate: str = "token-mean",
     denominator: float | Tensor | None = None,
     entropy: bool = False,
@@ -247,8 +248,8 @@ def linear_ppo_loss(
         hidden, weight, labels, bias, temperature, softcap, logit_scale: as for ``linear_logprobs``,
             and so is the rounding; labels [..., T]. With several chunks of rows the weight's
             gradient is summed in fp32, V·H·4 bytes.
-        old_logprobs, advantages, mask, cliprange, kl, dual_clip, weights, aggregate, denominator:
-            as for ``ppo_loss``, per token [..., T]. A label of -100 counts as masked.
+        old_logprobs, advantages, mask, cliprange, kl, dual_clip, weights, token_weights, aggregate,
+            denominator: as for ``ppo_loss``, per token [..., T]. A label of -100 counts as masked.
         entropy: also compute entropies, as a statistic without a gradient.
         workspace_bytes, check_labels, backend: as for ``linear_logprobs``.
 
@@ -270,7 +271,7 @@ def linear_ppo_loss(
     check_same_shape("old_logprobs", old_logprobs, "labels", labels)
     _, constants, settings = checked(
         old_logprobs, old_logprobs, advantages, counts(labels, mask), cliprange, None, kl,
-        dual_clip, weights, aggregate, denominator,
+        dual_clip, weights, token_weights, aggregate, denominator,
     )  # fmt: skip
     for name, tensor in constants._asdict().items():
         if tensor is not None:

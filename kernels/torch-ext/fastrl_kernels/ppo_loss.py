@@ -104,6 +104,7 @@ class Constants(NamedTuple):
     returns: Tensor | None
     ref_logprobs: Tensor | None
     denominator: Tensor | None
+    token_weights: Tensor | None = None
 
 
 def denominator_of(constants: Constants, settings: Settings) -> Tensor:
@@ -117,18 +118,22 @@ def denominator_of(constants: Constants, settings: Settings) -> Tensor:
     return mask.any(-1).sum().clamp(min=1).to(torch.float32)
 
 
-def row_weights_of(mask: Tensor, settings: Settings) -> Tensor | None:
-    """What a token of each row weighs, [..., 1], beside the denominator; None where all weigh 1."""
+def token_weights_of(constants: Constants, settings: Settings) -> Tensor | None:
+    """What each token weighs, [..., T] or [..., 1], beside the denominator; None where all weigh
+    1."""
+    mask, given = constants.mask, constants.token_weights
+    weights = None if given is None else torch.where(mask, given.float(), 0.0)
     if settings.aggregate != "seq-mean-token-mean":
-        return None
-    return mask.sum(-1, keepdim=True).clamp(min=1).to(torch.float32).reciprocal()
+        return weights
+    by_rows = mask.sum(-1, keepdim=True).clamp(min=1).to(torch.float32).reciprocal()
+    return by_rows if weights is None else by_rows * weights
 
 
 def policy_slopes(
     logprobs: Tensor, constants: Constants, settings: Settings, backend: str
 ) -> Tensor:
     """d/d log π of each token's clipped objective and KL term, 0 where masked; fp32, no weights of
-    rows and no denominator in it."""
+    tokens or rows and no denominator in it."""
     if backend == "triton":
         from ._triton.ppo_loss import policy_slopes as triton_slopes
 
@@ -194,10 +199,10 @@ class _PPOLoss(torch.autograd.Function):
         settings: Settings,
     ) -> tuple[Tensor, Tensor]:
         mask = constants.mask
-        row_weights = row_weights_of(mask, settings)
+        token_weights = token_weights_of(constants, settings)
 
         def total(x: Tensor) -> Tensor:
-            return (x if row_weights is None else x * row_weights).sum()
+            return (x if token_weights is None else x * token_weights).sum()
 
         log_ratio = masked_difference(logprobs, constants.old_logprobs, mask)
         loss, slope, ratio, is_clipped = _surrogate(log_ratio, constants, settings)
@@ -234,9 +239,9 @@ class _PPOLoss(torch.autograd.Function):
         inverse = torch.where(denominator == 0, 0.0, 1.0 / denominator)
         numbers = _normalised(stats, denominator)
 
-        if row_weights is not None:
-            slope = slope * row_weights
-            value_slope = None if value_slope is None else value_slope * row_weights
+        if token_weights is not None:
+            slope = slope * token_weights
+            value_slope = None if value_slope is None else value_slope * token_weights
         needs_logprobs, needs_values = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             torch.where(mask, slope * inverse, 0.0) if needs_logprobs else None,
@@ -280,11 +285,12 @@ def ppo_loss(
     kl: KLTerm | None = None,
     dual_clip: float | None = None,
     weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
     aggregate: str = "token-mean",
     denominator: float | Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, LossStats]:
-    """Σ_t w_t·[ u_t·max(-A_t·ρ_t, -A_t·clip(ρ_t, 1 - low, 1 + high)) + value and KL terms ].
+    """Σ_t w_t·v_t·[ u_t·max(-A_t·ρ_t, -A_t·clip(ρ_t, 1 - low, 1 + high)) + value, KL terms ].
 
     ρ = exp(log π - log π_old), its logarithm clamped to ±20 in the value; the gradient is that of
     a ratio of the clamped size, and the statistics count how many were clamped.
@@ -300,6 +306,8 @@ def ppo_loss(
         kl: the KL loss to add, a :class:`KLTerm`.
         dual_clip: c > 1: where A < 0 the objective is at most -A·c (Ye et al., 2020).
         weights: [..., T] importance weights u on the clipped objective.
+        token_weights: [..., T] v, on all that a token adds: objective, value and KL terms. The
+            denominator stays that of unweighted tokens.
         aggregate: w. "token-mean": 1/Σ mask. "seq-mean-token-sum": 1/(rows that count).
             "seq-mean-token-mean": 1/(rows that count · the row's tokens).
             "seq-mean-token-sum-norm": 1/(rows · T).
@@ -322,7 +330,7 @@ def ppo_loss(
     """
     values, constants, settings = checked(
         logprobs, old_logprobs, advantages, mask, cliprange, value, kl, dual_clip, weights,
-        aggregate, denominator,
+        token_weights, aggregate, denominator,
     )  # fmt: skip
     loss, numbers = apply(
         logprobs, values, constants, settings, choose(backend, logprobs, values, *constants)
@@ -356,6 +364,7 @@ def checked(
     kl: KLTerm | None,
     dual_clip: float | None,
     weights: Tensor | None,
+    token_weights: Tensor | None,
     aggregate: str,
     denominator: float | Tensor | None,
 ) -> tuple[Tensor | None, Constants, Settings]:
@@ -393,6 +402,7 @@ def checked(
         None if value is None else value.returns,
         None if kl is None else kl.ref_logprobs,
         given,
+        token_weights,
     )
     floats = constants._replace(denominator=None)._asdict() | {"values": values}
     for name, tensor in floats.items():

@@ -250,6 +250,7 @@ def ppo_loss(
     kl: tuple | None = None,
     dual_clip: float | None = None,
     weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
     aggregate: str = "token-mean",
     denominator: float | Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -257,6 +258,8 @@ def ppo_loss(
     low, high = cliprange if isinstance(cliprange, tuple) else (cliprange, cliprange)
     w = aggregation_weights(mask, aggregate, denominator).to(logprobs.dtype)
     zero = torch.zeros_like(logprobs)
+    if token_weights is not None:
+        w = w * torch.where(mask, token_weights, zero)
     log_ratio = torch.where(mask, logprobs - old_logprobs, zero)
     # The value is clamped; the gradient of the surrogate is that of a ratio of the clamped size.
     limited = log_ratio + (log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) - log_ratio).detach()

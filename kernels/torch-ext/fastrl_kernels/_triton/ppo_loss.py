@@ -49,6 +49,7 @@ def _ppo_loss_fwd_kernel(
     old_values_ptr,
     returns_ptr,
     ref_logprobs_ptr,  # or None
+    token_weights_ptr,  # or None
     row_counts_ptr,  # [n / T] counted tokens of each row, or None: a token weighs 1
     dlogprobs_ptr,  # fp32 gradient of the sum, or None
     dvalues_ptr,  # the same
@@ -73,6 +74,8 @@ def _ppo_loss_fwd_kernel(
     if row_counts_ptr is not None:
         row_counts = tl.load(row_counts_ptr + at // T, mask=inside, other=1)
         weight = tl.div_rn(weight, tl.maximum(row_counts, 1).to(tl.float32))
+    if token_weights_ptr is not None:
+        weight *= load_counted(token_weights_ptr, at, counted, inside)
 
     logprobs = load_counted(logprobs_ptr, at, counted, inside)
     log_ratio = logprobs - load_counted(old_logprobs_ptr, at, counted, inside)
@@ -219,7 +222,8 @@ def _launch_fwd(logprobs, values, constants, settings, needs_logprobs, needs_val
         _ppo_loss_fwd_kernel[(programs,)](
             logprobs, constants.old_logprobs, constants.advantages, constants.mask,
             constants.weights, values, constants.old_values, constants.returns,
-            constants.ref_logprobs, per_row, dlogprobs, dvalues, partials, n, length,
+            constants.ref_logprobs, constants.token_weights, per_row,
+            dlogprobs, dvalues, partials, n, length,
             float(settings.low), float(settings.high),
             None if settings.dual_clip is None else float(settings.dual_clip),
             float(settings.value_cliprange), *coefs, KL_KIND=settings.kl_kind, BLOCK=TILE,
@@ -239,6 +243,7 @@ def _launch_fwd(logprobs, values, constants, settings, needs_logprobs, needs_val
 
 def policy_slopes(logprobs, constants, settings):
     """The gradient of the sum by log-probs; tokens weigh 1 times their importance weight."""
+    constants = constants._replace(token_weights=None)
     constants = type(constants)(*(x if x is None else x.contiguous() for x in constants))
     with device_of(logprobs):
         return _launch_fwd(
