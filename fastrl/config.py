@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastrl.core import flatten_dict
+from fastrl_kernels.ppo_loss import AGGREGATES
 
 REFERENCES = ("auto", "copy", "adapter", "trunk", "offload", "none")
 REFERENCE_ADAPTERS = ("off", "start")
 KL_PENALTIES = ("kl", "abs", "mse", "full")
 ROLLOUT_BACKENDS = ("engine", "generate")
 OLD_LOGPROBS = ("auto", "rollout", "recompute")
+ADVANTAGES = ("gae", "grpo", "dr_grpo", "rloo")
+KL_PLACES = ("reward", "loss")
 _JSON_FIELDS = (
     "tracker_kwargs",
     "accelerator_kwargs",
@@ -145,6 +148,11 @@ class PPOConfig:
     ref_ema: float = _help("Weight of the policy in such a move; 1 is a copy of it.", 1.0)
 
     # KL to the reference
+    kl_in: str = _help(
+        "Where the KL penalty acts: reward (each token's reward), loss (a term of the loss, the "
+        "k3 estimate; kl_penalty is then a statistic).",
+        "reward",
+    )
     adap_kl_ctrl: bool = _help("Adapt the KL coefficient to reach `target`; else keep it.", True)
     init_kl_coef: float = _help("Initial coefficient β of the KL penalty.", 0.2)
     kl_penalty: str = _help(
@@ -157,10 +165,33 @@ class PPOConfig:
     early_stopping: bool = _help("Stop a step's epochs when the policy moved too far.", False)
     target_kl: float = _help("Early stopping acts above 1.5 times this policy KL.", 1.0)
 
+    # Advantages
+    advantage: str = _help(
+        "Where advantages come from: gae (a value function), or the other responses to the same "
+        "prompt: grpo ((R - mean) / deviation), dr_grpo (R - mean), rloo (R - the others' mean).",
+        "gae",
+    )
+    group_size: int = _help(
+        "Responses to each prompt: 1 with gae, else 2 or more; divides batch_size.", 1
+    )
+
     # PPO
     gamma: float = _help("Discount γ.", 1.0)
     lam: float = _help("λ of generalised advantage estimation.", 0.95)
     cliprange: float = _help("Clip range of the probability ratio.", 0.2)
+    cliprange_high: float | None = _help(
+        "Clip range of the ratio above 1, where that is to be another.", None
+    )
+    loss_aggregate: str = _help(
+        "How the loss sums over tokens: token-mean, seq-mean-token-mean (a mean of samples' means; "
+        "GRPO's own), seq-mean-token-sum, seq-mean-token-sum-norm (over samples times a fixed "
+        "length; Dr. GRPO's).",
+        "token-mean",
+    )
+    loss_norm_length: int | None = _help(
+        "That fixed length, such as max_new_tokens; by default the longest response of a step.",
+        None,
+    )
     cliprange_value: float = _help("Clip range of the value function's change.", 0.2)
     vf_coef: float = _help("Coefficient of the value loss.", 0.1)
     ratio_threshold: float = _help("Mini-batches whose mean ratio exceeds this are skipped.", 10.0)
@@ -194,6 +225,16 @@ class PPOConfig:
             )
         self.total_ppo_epochs = math.ceil(self.steps / self.batch_size)
 
+    @property
+    def needs_values(self) -> bool:
+        """Whether a value function is learnt."""
+        return self.advantage == "gae"
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Per process."""
+        return self.batch_size // self.group_size
+
     def to_dict(self) -> dict[str, Any]:
         """All settings in one flat dict; nested keys are joined by "/"."""
         return flatten_dict({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
@@ -223,6 +264,7 @@ class PPOConfig:
             "steps",
             "compare_steps",
             "rollout_slots",
+            "group_size",
             "horizon",
             "target_kl",
             "ratio_threshold",
@@ -235,7 +277,7 @@ class PPOConfig:
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        for name in ("max_grad_norm", "score_clip", "rollout_kv_cache_gib"):
+        for name in ("max_grad_norm", "score_clip", "rollout_kv_cache_gib", "loss_norm_length"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive or None, got {value}")
@@ -248,6 +290,9 @@ class PPOConfig:
         for name, choices in (
             ("rollout_backend", ROLLOUT_BACKENDS),
             ("old_logprobs", OLD_LOGPROBS),
+            ("advantage", ADVANTAGES),
+            ("kl_in", KL_PLACES),
+            ("loss_aggregate", AGGREGATES),
             ("reference", REFERENCES),
             ("reference_adapter", REFERENCE_ADAPTERS),
         ):
@@ -262,6 +307,39 @@ class PPOConfig:
             raise ValueError(f"ref_ema must lie in (0, 1], got {self.ref_ema}")
         if self.push_to_hub_if_best_kwargs and "repo_id" not in self.push_to_hub_if_best_kwargs:
             raise ValueError("push_to_hub_if_best_kwargs needs a repo_id")
+        high = self.cliprange_high
+        if high is not None and not 0 <= high < math.inf:
+            raise ValueError(f"cliprange_high must be 0 or more and finite, or None, got {high}")
+        if self.kl_in == "loss" and self.kl_penalty == "full":
+            raise ValueError(
+                "kl_penalty='full' with kl_in='loss', whose term is estimated from the sampled "
+                "tokens: choose another kl_penalty, or kl_in='reward'"
+            )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        size, asked = self.group_size, f"advantage={self.advantage!r}"
+        if self.needs_values:
+            if size != 1:
+                raise ValueError(
+                    f"group_size={size}, but {asked} compares no responses: set it to 1, or choose "
+                    f"another advantage ({', '.join(ADVANTAGES[1:])})"
+                )
+            return
+        if size < 2:
+            raise ValueError(
+                f"{asked} with group_size={size}: a group of one has nothing to be compared with; "
+                "set group_size to 2 or more (8 is usual)"
+            )
+        if self.batch_size % size:
+            raise ValueError(
+                f"batch_size ({self.batch_size}) must be a multiple of group_size ({size}): change "
+                "one of the two"
+            )
+        if self.gamma != 1:
+            raise ValueError(f"gamma={self.gamma}, but {asked} takes plain sums of rewards: set 1")
+        if self.whiten_rewards:
+            raise ValueError(f"whiten_rewards is for advantage='gae', not {asked}: turn it off")
 
 
 def json_object(value: dict | str | None) -> dict[str, Any]:

@@ -15,11 +15,17 @@ import fastrl_kernels
 
 
 class PolicyObjective(NamedTuple):
-    """The clipped objective of the requested rows, as a mean over them."""
+    """The clipped objective of the requested rows, as a mean over them unless weighted.
+
+    Over sequences a sum is one over tokens with weights of their own, and a denominator.
+    """
 
     old_logprobs: Tensor  # [N]
     advantages: Tensor  # [N]
-    cliprange: float
+    cliprange: float | tuple[float, float]  # (low, high)
+    kl: fastrl_kernels.KLTerm | None = None  # its reference's log-probs [N]
+    token_weights: Tensor | None = None  # [N]
+    denominator: Tensor | float | None = None  # None: N
 
 
 class NLLObjective(NamedTuple):
@@ -75,9 +81,10 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
         loss = -logprobs.sum() / request.objective.denominator
         logprobs = logprobs.detach()
     elif request.objective is not None:
-        old, advantages, cliprange = request.objective
+        old, advantages, *_ = request.objective
         every = torch.ones_like(request.labels, dtype=torch.bool)
-        loss, _ = fastrl_kernels.ppo_loss(logprobs, old, advantages, every, cliprange=cliprange)
+        terms = _terms_of(request.objective)
+        loss, _ = fastrl_kernels.ppo_loss(logprobs, old, advantages, every, **terms)
         logprobs, entropies = (
             logprobs.detach(),
             entropies if entropies is None else entropies.detach(),
@@ -113,9 +120,16 @@ def score_hidden(
             **transform._asdict(),
         )
         return TokenScores(logprobs, None, None, None, loss)
-    old, advantages, cliprange = request.objective
+    old, advantages, *_ = request.objective
     every = torch.ones_like(request.labels, dtype=torch.bool)
+    options |= _terms_of(request.objective)
     loss, stats = fastrl_kernels.linear_ppo_loss(
-        hidden, weight, request.labels, old, advantages, every, cliprange=cliprange, **options
+        hidden, weight, request.labels, old, advantages, every, **options
     )
     return TokenScores(stats.logprobs, stats.entropies, None, None, loss)
+
+
+def _terms_of(objective: PolicyObjective) -> dict[str, Any]:
+    """What the kernels' losses take by name."""
+    names = ("cliprange", "kl", "token_weights", "denominator")
+    return {name: getattr(objective, name) for name in names}

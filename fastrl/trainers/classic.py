@@ -13,9 +13,11 @@ from torch import Tensor
 from fastrl.core import entropy_from_logits
 from fastrl.models.modes import evaluating
 from fastrl.trainers import data, stats, tracking
+from fastrl.trainers.advantages import GAE
 from fastrl.trainers.batches import JoinedBatches
 from fastrl.trainers.experience import Experience, scoring_request
-from fastrl.trainers.update import MINIBATCH_FIELDS, minibatch_loss
+from fastrl.trainers.losses import MINIBATCH_FIELDS
+from fastrl.trainers.update import PPOUpdate
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -41,11 +43,14 @@ class ClassicSurface:
     reference: Reference
     _unwrapped: PreTrainedModelWrapper
     _batches: JoinedBatches
+    _advantages: GAE
+    _update: PPOUpdate
 
     # ------------------------------------------------------------------ single phases
 
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> Any:
-        """A shuffled loader of whole batches.
+        """A shuffled loader of whole batches: of ``batch_size`` samples, or as many as there are
+        groups in that.
 
         Of a ``datasets.Dataset``, columns that neither the model's forward nor the classic loop
         reads are dropped, unless ``remove_unused_columns`` is off.
@@ -55,7 +60,7 @@ class ClassicSurface:
         """
         arguments = inspect.signature(self._unwrapped.forward).parameters
         keep = (*arguments, *_LOOP_COLUMNS) if self.config.remove_unused_columns else None
-        return data.make_dataloader(dataset, self.config.batch_size, data_collator, keep)
+        return data.make_dataloader(dataset, self.config.prompts_per_step, data_collator, keep)
 
     def prepare_model_inputs(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor]
@@ -123,23 +128,26 @@ class ClassicSurface:
         """Policy loss, vf_coef × value loss, and statistics; inputs [B, T-1], logits [B, T-1, V].
 
         Each of the two losses carries its own gradient. ``step()`` computes both in one pass, with
-        the same figures.
+        the same figures. A KL term (``kl_in="loss"``) is not part of it.
         """
+        loss = self._update.loss
         mask = mask.bool()
         entropies = torch.zeros_like(logprobs) if logits is None else entropy_from_logits(logits)
-        old = Experience(old_logprobs, values, advantages, returns)
+        weights = loss.aggregate.sample_weights(mask, None)
+        old = Experience(old_logprobs, values, advantages, returns, weights=weights)
         arguments = (entropies.detach(), mask)
-        joint, vector = minibatch_loss(self.config, old, logprobs, vpreds, *arguments)
-        of_policy, _ = minibatch_loss(self.config, old, logprobs, vpreds.detach(), *arguments)
+        joint, vector = loss(old, logprobs, vpreds, *arguments)
+        of_policy, _ = loss(old, logprobs, vpreds.detach(), *arguments)
         policy_loss = vector[MINIBATCH_FIELDS.index("policy_loss")]
         value_loss = self.config.vf_coef * vector[MINIBATCH_FIELDS.index("value_loss")]
         # Values from the statistics, gradients from the joint loss: the constants cancel.
         gradient_of_policy = of_policy - of_policy.detach()
         gradient_of_values = (joint - joint.detach()) - gradient_of_policy
+        named = stats.minibatch_stats(vector, loss.stats)
         return (
             policy_loss + gradient_of_policy,
             value_loss + gradient_of_values,
-            stats.minibatch_stats(vector),
+            {name.removeprefix("ppo/"): value for name, value in named.items()},
         )
 
     def train_minibatch(
@@ -169,7 +177,8 @@ class ClassicSurface:
     def record_step_stats(self, kl_coef: float, **step: Any) -> dict[str, Any]:
         """The statistics of a step, fetched from the device in one transfer."""
         batch, record = step["batch"], step["record"]
-        on_device = self.gather_stats(stats.device_stats(**step))
+        of_groups = self._advantages.statistics(step["scores"])
+        on_device = self.gather_stats({**stats.device_stats(**step), **of_groups})
         result: dict[str, Any] = {
             name: value.item() if value.ndim == 0 else value
             for name, value in stats.fetch(on_device).items()

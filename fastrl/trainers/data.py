@@ -191,7 +191,7 @@ def check_token_lists(
                 f"response_masks[{i}] has shape {tuple(mask.shape)}, responses[{i}] "
                 f"{tuple(responses[i].shape)}: they must be equal"
             )
-    host_queries, host_responses = _to_host(queries), _to_host(responses)
+    host_queries, host_responses = to_host(queries), to_host(responses)
     for name, tensors in (("queries", host_queries), ("responses", host_responses)):
         ids = torch.cat(tensors)
         if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
@@ -202,7 +202,7 @@ def check_token_lists(
                         f"{name}[{i}] holds token id {int(wrong[0])}, outside the vocabulary of "
                         f"{vocab_size}: was it made by another tokenizer?"
                     )
-    return host_queries, host_responses, _to_host(response_masks) if response_masks else None
+    return host_queries, host_responses, to_host(response_masks) if response_masks else None
 
 
 def check_batch_size(queries: Any, responses: Any, batch_size: int) -> None:
@@ -237,6 +237,26 @@ def check_scores(scores: Any, batch_size: int) -> Tensor:
         i = int(wrong[0])
         raise ValueError(f"scores[{i}] is {float(values[i])}: scores must be finite")
     return values
+
+
+def check_weights(weights: Any, batch_size: int, device: torch.device) -> Tensor | None:
+    """Samples' weights as one fp32 tensor [batch_size].
+
+    Raises:
+        ValueError: not ``batch_size`` finite numbers of 0 or more; names the element.
+    """
+    if weights is None:
+        return None
+    values = torch.as_tensor(weights, dtype=torch.float32).detach().cpu()
+    if values.shape != (batch_size,):
+        raise ValueError(
+            f"weights has shape {tuple(values.shape)}: pass one number per sample, [{batch_size}]"
+        )
+    wrong = (~torch.isfinite(values) | (values < 0)).nonzero()
+    if len(wrong):
+        i = int(wrong[0])
+        raise ValueError(f"weights[{i}] is {float(values[i])}: weights must be finite, 0 or more")
+    return values.to(device)
 
 
 def collate_as_lists(examples: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -286,7 +306,7 @@ def _check_list_of_tensors(name: str, tensors: Any) -> None:
             raise ValueError(f"{name}[{i}] must be a tensor, got {type(tensor).__name__}")
 
 
-def _to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """CPU int64 copies, in one transfer."""
     joined = torch.cat(list(tensors)).long().cpu()
     return list(joined.split([len(t) for t in tensors]))

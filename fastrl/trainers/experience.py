@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +33,23 @@ class Experience:
     values: Tensor
     advantages: Tensor
     returns: Tensor
+    kl: fastrl_kernels.KLTerm | None = None  # to add to the loss
+    weights: Tensor | None = None  # [B], of each sample's tokens; None: 1
+
+    def select(self, indices: Sequence[int], columns: slice) -> Experience:
+        """Some samples, and of their tokens some columns."""
+        index = list(indices)
+        kl, weights = self.kl, self.weights
+        if kl is not None:
+            kl = kl._replace(ref_logprobs=kl.ref_logprobs[index, columns])
+        return Experience(
+            self.logprobs[index, columns],
+            self.values[index, columns],
+            self.advantages[index, columns],
+            self.returns[index, columns],
+            kl,
+            None if weights is None else weights[index],
+        )
 
 
 class SampledKL:

@@ -85,9 +85,13 @@ class Generation:
             results.append(responses[0].unsqueeze(0) if single else responses)
         return tuple(results) if generate_ref_response else results[0]
 
-    def rollout(self, prompts: Sequence[Tensor], generation_kwargs: dict) -> RolloutOutput:
-        """Responses of the policy, without their prompts, with reasons of ending and timings."""
-        request = Request(prompts, generation_kwargs, self.config.batch_size)
+    def rollout(
+        self, prompts: Sequence[Tensor], generation_kwargs: dict, samples: int = 1
+    ) -> RolloutOutput:
+        """Responses of the policy, without their prompts, with reasons of ending and timings;
+        ``samples`` to each prompt, one after the other."""
+        size = self.config.batch_size
+        request = Request(prompts, generation_kwargs, size, samples=samples)
         return self._generate(self.model, request)
 
     def decode_response(self, prompt: Tensor, response: Tensor) -> str:
@@ -97,7 +101,7 @@ class Generation:
     def _generate(self, model: nn.Module, request: Request) -> RolloutOutput:
         output = self._rollouts(self.accelerator.unwrap_model(model), request)
         if not request.reference:
-            self._memory.keep(request.prompts, output)
+            self._memory.keep(request.repeated(), output)
         return output
 
     def _known(
@@ -105,5 +109,5 @@ class Generation:
     ) -> list[tuple[Tensor, Tensor]] | None:
         """Log-probs and values of the responses that are known from where they were generated."""
         if rollout is not None:
-            return told_by(rollout, responses)
+            return told_by(rollout, responses, self._memory.policy)
         return self._memory.find(queries, responses)

@@ -87,6 +87,10 @@ class Prompts:
             {name: [values[i] for i in indices] for name, values in self.columns.items()},
         )
 
+    def repeated(self, times: int) -> Prompts:
+        """Each prompt so many times in a row."""
+        return self.take([i for i in range(len(self)) for _ in range(times)])
+
     def batches(self, size: int, seed: int) -> Iterator[Prompts]:
         """Whole batches without end, in a new seeded order at every pass."""
         shuffle = np.random.RandomState(seed)
@@ -121,7 +125,8 @@ class Loop:
     def run(self, steps: int, eval_every: int) -> TrainResult:
         self._tell("on_train_begin", steps)
         self._evaluate(0)
-        batches = self.prompts.batches(self.trainer.config.batch_size, self.trainer.config.seed)
+        config = self.trainer.config
+        batches = self.prompts.batches(config.prompts_per_step, config.seed)
         for step in range(1, steps + 1):
             metrics = self._step(next(batches))
             self.result.history.append(metrics)
@@ -132,7 +137,9 @@ class Loop:
         return self.result
 
     def _step(self, batch: Prompts) -> dict[str, float]:
-        rollout = self.trainer.rollout(batch.ids, self.generation_kwargs)
+        size = self.trainer.config.group_size
+        rollout = self.trainer.rollout(batch.ids, self.generation_kwargs, size)
+        batch = batch.repeated(size)
         begin = time.perf_counter()
         rewards = self._rewards(batch, rollout)
         reward_seconds = time.perf_counter() - begin

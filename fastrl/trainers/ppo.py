@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import fastrl_kernels
 from fastrl.clock import start_clock
 from fastrl.config import PPOConfig, json_object
 from fastrl.core import PPODecorators, set_seed
@@ -20,6 +19,7 @@ from fastrl.references import choose_reference
 from fastrl.rewards import RewardFunction
 from fastrl.rollout import RolloutOutput
 from fastrl.trainers import data, stats
+from fastrl.trainers.advantages import make_advantages
 from fastrl.trainers.batches import make_batches
 from fastrl.trainers.callbacks import ProgressCallback, TrainCallback, TrainResult
 from fastrl.trainers.classic import ClassicSurface
@@ -28,10 +28,11 @@ from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
 from fastrl.trainers.generation import Generation
 from fastrl.trainers.loop import Loop, Prompts
+from fastrl.trainers.losses import UpdateLoss, make_aggregate, make_kl_place
 from fastrl.trainers.reuse import RolloutMemory, make_reuse
 from fastrl.trainers.rollouts import make_rollouts
 from fastrl.trainers.setup import (
-    check_types,
+    checked_policies,
     choose_heads,
     make_accelerator,
     make_optimizer,
@@ -52,7 +53,10 @@ class PPOTrainer(Generation, ClassicSurface):
     Args:
         config: see :class:`fastrl.PPOConfig`.
         model: the policy with its value head: a causal language model, or an encoder–decoder,
-            whose encoder reads the queries and whose decoder writes the responses.
+            whose encoder reads the queries and whose decoder writes the responses. Where
+            ``PPOConfig.advantage`` is a group baseline no values are learnt: pass a
+            :class:`fastrl.models.CausalLMPolicy`, or a plain causal language model, which is
+            wrapped in one; a value head is frozen then.
         ref_model: the reference policy; None makes the one that ``PPOConfig.reference`` says.
         tokenizer: gives pad and EOS tokens, the padding side, and text.
         dataset: samples for ``dataloader``, shuffled, in whole batches.
@@ -72,8 +76,8 @@ class PPOTrainer(Generation, ClassicSurface):
     def __init__(
         self,
         config: PPOConfig | None = None,
-        model: PreTrainedModelWrapper | None = None,
-        ref_model: PreTrainedModelWrapper | None = None,
+        model: PreTrainedModelWrapper | PreTrainedModel | None = None,
+        ref_model: PreTrainedModelWrapper | PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         dataset: Any = None,
         optimizer: torch.optim.Optimizer | None = None,
@@ -83,8 +87,7 @@ class PPOTrainer(Generation, ClassicSurface):
         training_data_collator: Callable | None = None,
     ):
         config = config or PPOConfig()
-        check_types(config, model, ref_model, tokenizer, lr_scheduler)
-        assert model is not None
+        model, ref_model = checked_policies(config, model, ref_model, tokenizer, lr_scheduler)
         set_seed(config.seed)
         self.config = config
         self.tokenizer: Any = tokenizer
@@ -117,6 +120,9 @@ class PPOTrainer(Generation, ClassicSurface):
         self.running = RunningMoments()
         self._transform_scores = ScoreTransform(config, self.running, self.accelerator)
         self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
+        self._kl_place = make_kl_place(config)
+        self._advantages = make_advantages(config)
+        self._aggregate = make_aggregate(config)
         choose_heads(self.model, self.ref_model)
         self._score = Scorer(
             self.model,
@@ -130,7 +136,8 @@ class PPOTrainer(Generation, ClassicSurface):
         # The KL over the vocabulary needs the policy's logits, and hence its forward.
         kind = "recompute" if self._kl_penalty.needs_logits else config.old_logprobs
         self._score_or_reuse = make_reuse(kind, self._score)
-        self._update = PPOUpdate(config, self.accelerator, self.model, self.optimizer)
+        loss = UpdateLoss(config, self._aggregate, self._kl_place)
+        self._update = PPOUpdate(config, self.accelerator, self.model, self.optimizer, loss)
         self.current_step = 0
         self._best_mean_score = -float("inf")
 
@@ -143,17 +150,21 @@ class PPOTrainer(Generation, ClassicSurface):
         scores: list[Tensor],
         response_masks: list[Tensor] | None = None,
         rollout: RolloutOutput | None = None,
+        weights: Tensor | Sequence[float] | None = None,
     ) -> dict[str, Any]:
         """One PPO iteration on a batch of scored responses.
 
         Args:
-            queries, responses: ``batch_size`` 1-D tensors of token ids.
+            queries, responses: ``batch_size`` 1-D tensors of token ids; with a ``group_size`` the
+                responses to a query lie one after the other, each with that query.
             scores: ``batch_size`` tensors of one number each.
             response_masks: for each response, which of its tokens count; others get no reward, no
                 loss, and are skipped by the advantages.
             rollout: what generated the responses: its log-probs and values may be taken for those
                 before the update (``PPOConfig.old_logprobs``). Responses that this trainer's own
                 generate() returned under the current weights are recognised without it.
+            weights: ``batch_size`` numbers of 0 or more that multiply each sample's part of the
+                loss; denominators stay those of unweighted samples. None: 1.
 
         Returns:
             the statistics of the README's table: numbers, and arrays of distributions.
@@ -163,7 +174,9 @@ class PPOTrainer(Generation, ClassicSurface):
         """
         checked_scores = data.check_scores(scores, self.config.batch_size)
         data.check_batch_size(queries, responses, self.config.batch_size)
+        checked_weights = data.check_weights(weights, self.config.batch_size, self.current_device)
         batch = self._make_batch(queries, responses, response_masks)
+        self._advantages.check(queries)
         known = self._known(queries, responses, rollout)
         self._score_or_reuse.check(known)
 
@@ -183,7 +196,14 @@ class PPOTrainer(Generation, ClassicSurface):
                     scored.values, rewards, batch.mask
                 )
             with clock("optimize_step"):
-                experience = Experience(scored.logprobs, values, advantages, returns)
+                experience = Experience(
+                    scored.logprobs,
+                    values,
+                    advantages,
+                    returns,
+                    self._kl_place.term(scored.ref_logprobs, self.kl_ctl.value),
+                    self._aggregate.sample_weights(batch.mask, checked_weights),
+                )
                 record = self._update(batch, experience)
         with clock("calc_stats"):
             result = self.record_step_stats(
@@ -213,6 +233,8 @@ class PPOTrainer(Generation, ClassicSurface):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """-β·KL per token, the score added at each row's last counted token.
 
+        With ``kl_in="loss"`` β is 0 here.
+
         Args:
             scores: [B].
             logprobs, ref_logprobs: [B, T-1]; with ``kl_penalty="full"`` log-probs of the whole
@@ -222,25 +244,19 @@ class PPOTrainer(Generation, ClassicSurface):
         Returns:
             rewards, their part without the score, and the KL penalties, each [B, T-1].
         """
-        coef = self.kl_ctl.value
+        coef = self._kl_place.reward_coef(self.kl_ctl.value)
         return self._kl_penalty.rewards(scores, logprobs, ref_logprobs, masks.bool(), coef)
 
     def compute_advantages(
         self, values: Tensor, rewards: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Generalised advantage estimates, whitened over the batch; all [B, T-1].
+        """By ``PPOConfig.advantage``: generalised advantage estimates, whitened over the batch, or
+        those against a group's baseline; all [B, T-1].
 
         Returns:
             values (zero where masked), advantages, returns.
         """
-        mask = mask.bool()
-        values = torch.where(mask, values, 0.0)
-        if self.config.whiten_rewards:
-            rewards = fastrl_kernels.masked_whiten(rewards, mask, shift_mean=False)
-        advantages, returns = fastrl_kernels.gae(
-            rewards, values, mask, gamma=self.config.gamma, lam=self.config.lam, whiten=True
-        )
-        return values, advantages, returns
+        return self._advantages(values, rewards, mask.bool())
 
     # ------------------------------------------------------------------ the whole loop
 
@@ -264,7 +280,7 @@ class PPOTrainer(Generation, ClassicSurface):
         Args:
             reward_fn: ``reward_fn(prompts, completions, completion_ids, **columns)`` returns one
                 number per completion; ``columns`` are the other columns of ``dataset``.
-            steps: number of step() calls.
+            steps: number of step() calls, each on ``batch_size / group_size`` prompts.
             prompts: texts or 1-D token ids; or
             dataset: a data set with a column of them, ``prompt_column`` (default: prompt, query or
                 input_ids). Without either, the trainer's own dataset.
@@ -277,8 +293,8 @@ class PPOTrainer(Generation, ClassicSurface):
             progress: show a progress bar.
 
         Raises:
-            ValueError: fewer prompts than batch_size, an empty prompt, a missing column, steps < 1,
-                rewards that are not one finite number per completion.
+            ValueError: fewer prompts than a step takes, an empty prompt, a missing column, steps <
+                1, rewards that are not one finite number per completion.
         """
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
@@ -292,10 +308,12 @@ class PPOTrainer(Generation, ClassicSurface):
             if prompts is None
             else Prompts.from_list(prompts, self.tokenizer)
         )
-        if len(found) < self.config.batch_size:
+        if len(found) < self.config.prompts_per_step:
+            wanted, size = f"batch_size={self.config.batch_size}", self.config.group_size
+            wanted += "" if size == 1 else f" / group_size={size}"
             raise ValueError(
-                f"{len(found)} prompts are fewer than batch_size={self.config.batch_size}: lower "
-                "batch_size or bring more prompts"
+                f"{len(found)} prompts are fewer than {wanted}: lower batch_size or bring more "
+                "prompts"
             )
         loop = Loop(
             self,

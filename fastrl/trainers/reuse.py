@@ -38,12 +38,12 @@ class RolloutMemory:
 
     def keep(self, prompts: Sequence[Tensor], output: RolloutOutput) -> None:
         """Remembers samples, one per prompt."""
-        if output.logprobs_t1 is None or output.values is None:
+        figures = _figures_of(output, self.policy)
+        if figures is None:
             return
         self._forget_other_weights()
-        figures = zip(prompts, output.sequences, output.logprobs_t1, output.values, strict=True)
-        for prompt, sequence, logprobs, values in figures:
-            self._known[_key(prompt, sequence)] = logprobs, values
+        for prompt, sequence, told in zip(prompts, output.sequences, figures, strict=True):
+            self._known[_key(prompt, sequence)] = told
         for oldest in list(self._known)[: max(0, len(self._known) - REMEMBERED)]:
             del self._known[oldest]
 
@@ -133,9 +133,9 @@ def make_reuse(kind: str, scorer: Scorer) -> Recompute:
 
 
 def told_by(
-    rollout: RolloutOutput, responses: Sequence[Tensor]
+    rollout: RolloutOutput, responses: Sequence[Tensor], policy: nn.Module
 ) -> list[tuple[Tensor, Tensor]] | None:
-    """What a rollout says of its own sequences.
+    """What a rollout of the policy says of its own sequences.
 
     Raises:
         ValueError: the responses are not its sequences.
@@ -148,9 +148,17 @@ def told_by(
     for i, (sequence, response) in enumerate(zip(rollout.sequences, responses, strict=True)):
         if not torch.equal(sequence.cpu(), response.cpu()):
             raise ValueError(f"rollout.sequences[{i}] is not responses[{i}]: pass both unchanged")
-    if rollout.logprobs_t1 is None or rollout.values is None:
+    return _figures_of(rollout, policy)
+
+
+def _figures_of(rollout: RolloutOutput, policy: nn.Module) -> list[tuple[Tensor, Tensor]] | None:
+    """Log-probs at T = 1 and values of each response; None where the rollout lacks them."""
+    logprobs, values = rollout.logprobs_t1, rollout.values
+    if values is None and logprobs is not None and getattr(policy, "v_head", None) is None:
+        values = [torch.zeros_like(x) for x in logprobs]  # every value of such a policy
+    if logprobs is None or values is None:
         return None
-    return list(zip(rollout.logprobs_t1, rollout.values, strict=True))
+    return list(zip(logprobs, values, strict=True))
 
 
 def _joined(batch: TokenBatch, known: list[tuple[Tensor, Tensor]]) -> Known:

@@ -23,13 +23,18 @@ Autocast = Callable[[], AbstractContextManager]
 
 
 class Request(NamedTuple):
-    """One response to each of some prompts."""
+    """Responses to some prompts."""
 
     prompts: Sequence[Tensor]
     generation_kwargs: dict[str, Any]  # of ``model.generate``
     batch_size: int  # prompts per call of that
     limits: Sequence[int] | None = None  # max_new_tokens of each; the same within a batch
     reference: bool = False  # the model stands for the reference policy
+    samples: int = 1  # responses to each prompt, one after the other
+
+    def repeated(self) -> list[Tensor]:
+        """The prompt of each response."""
+        return [prompt for prompt in self.prompts for _ in range(self.samples)]
 
 
 class GenerateRollouts:
@@ -42,7 +47,7 @@ class GenerateRollouts:
         """Nothing is held that an update could use."""
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
-        prompts, kwargs, size, limits, _ = request
+        prompts, kwargs, size, limits = request.repeated(), *request[1:4]
         engine = GenerateEngine(model, self.tokenizer, size, self.autocast)
         if limits is None:
             return engine.generate_with(prompts, kwargs)
@@ -87,6 +92,8 @@ class EngineRollouts(GenerateRollouts):
             return super().__call__(model, request)
         if request.limits is not None:
             params = replace(params, max_new_tokens=list(request.limits))
+        # A prompt's samples share its prefill.
+        params = replace(params, n=request.samples)
         return engine.generate(request.prompts, params)
 
     def _engine(self, model: Any, reference: bool) -> RolloutEngine | GenerateEngine:

@@ -8,12 +8,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastrl.config import PPOConfig, json_object
 from fastrl.models import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
+    CausalLMPolicy,
     PreTrainedModelWrapper,
 )
 from fastrl.models.layout import layout_of
@@ -22,20 +23,48 @@ from fastrl.models.scoring import ScoringRequest
 from fastrl.trainers.stats import scalars
 
 
-def check_types(config: Any, model: Any, ref_model: Any, tokenizer: Any, scheduler: Any) -> None:
-    """
+def checked_policies(
+    config: Any, model: Any, ref_model: Any, tokenizer: Any, scheduler: Any
+) -> tuple[PreTrainedModelWrapper, PreTrainedModelWrapper | None]:
+    """Policy and reference as the advantages want them.
+
+    Where no values are learnt, plain causal language models become policies without values, and a
+    value head is frozen.
+
     Raises:
         TypeError: names the argument of PPOTrainer that has another type than it must.
     """
     if not isinstance(config, PPOConfig):
         raise TypeError(f"config must be a PPOConfig, got {type(config).__name__}")
+    if not config.needs_values:
+        model, ref_model = _without_values(model), _without_values(ref_model)
+    _check_types(config, model, ref_model, tokenizer, scheduler)
+    if not config.needs_values and model.v_head is not None:
+        model.v_head.requires_grad_(False)
+    return model, ref_model
+
+
+def _without_values(model: Any) -> Any:
+    plain = isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")
+    two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return CausalLMPolicy(model) if plain and not two else model
+
+
+def _check_types(
+    config: PPOConfig, model: Any, ref_model: Any, tokenizer: Any, scheduler: Any
+) -> None:
     if not isinstance(model, PreTrainedModelWrapper):
-        config = getattr(model, "config", None)
-        two = getattr(config, "is_encoder_decoder", False)
+        two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
         wanted = AutoModelForSeq2SeqLMWithValueHead if two else AutoModelForCausalLMWithValueHead
         raise TypeError(
             f"model must be an {wanted.__name__}, got {type(model).__name__}: wrap it with "
             f"{wanted.__name__}.from_pretrained(model)"
+        )
+    if config.needs_values and not model.has_values:
+        raise TypeError(
+            f"model is a {type(model).__name__}, which has no values, and advantage='gae' needs "
+            "them: pass an AutoModelForCausalLMWithValueHead, or choose another advantage (grpo, "
+            "dr_grpo, rloo)"
         )
     kind = getattr(ref_model, "is_encoder_decoder", None)
     if ref_model is not None and kind is not model.is_encoder_decoder:

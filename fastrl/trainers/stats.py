@@ -12,27 +12,8 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Scored
-from fastrl.trainers.update import MINIBATCH_FIELDS, UpdateRecord
-
-# The classic names of what one mini-batch reports, averaged over mini-batches and epochs.
-_UPDATE_STATS = {
-    "ppo/loss/policy": "policy_loss",
-    "ppo/loss/value": "value_loss",
-    "ppo/loss/total": "loss",
-    "ppo/policy/entropy": "entropy",
-    "ppo/policy/approxkl": "approx_kl",
-    "ppo/policy/policykl": "policy_kl",
-    "ppo/policy/clipfrac": "clipfrac",
-    "ppo/policy/advantages_mean": "advantages_mean",
-    "ppo/returns/mean": "returns_mean",
-    "ppo/returns/var": "returns_var",
-    "ppo/val/vpred": "value_mean",
-    "ppo/val/error": "value_error",
-    "ppo/val/clipfrac": "value_clipfrac",
-    "ppo/val/mean": "values_mean",
-    "ppo/val/var": "values_var",
-    "ppo/policy/clamped_ratios": "clamped_ratios",
-}
+from fastrl.trainers.losses import MINIBATCH_FIELDS
+from fastrl.trainers.update import UpdateRecord
 
 
 def fetch(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
@@ -68,20 +49,18 @@ def device_stats(
         "ppo/policy/advantages": torch.cat(record.advantages),
         "ppo/policy/ratio": torch.cat(record.ratios),
     }
-    stats.update({f"ppo/{name}": value for name, value in minibatch_stats(update).items()})
-    variance = stats["ppo/returns/var"]
-    stats["ppo/val/var_explained"] = torch.where(
-        variance > 0, 1 - stats["ppo/val/error"] / variance, 0.0
-    )
+    stats.update(minibatch_stats(update, record.names))
+    if "ppo/val/error" in stats:
+        variance = stats["ppo/returns/var"]
+        stats["ppo/val/var_explained"] = torch.where(
+            variance > 0, 1 - stats["ppo/val/error"] / variance, 0.0
+        )
     return stats
 
 
-def minibatch_stats(vector: Tensor) -> dict[str, Tensor]:
-    """One mini-batch's vector of MINIBATCH_FIELDS under the classic names, without ``ppo/``."""
-    return {
-        name.removeprefix("ppo/"): vector[MINIBATCH_FIELDS.index(field)]
-        for name, field in _UPDATE_STATS.items()
-    }
+def minibatch_stats(vector: Tensor, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Of one mini-batch's vector of MINIBATCH_FIELDS those with a name."""
+    return {name: vector[MINIBATCH_FIELDS.index(field)] for name, field in names.items()}
 
 
 def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:

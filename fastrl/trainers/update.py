@@ -13,73 +13,24 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-import fastrl_kernels
 from fastrl.config import PPOConfig
 from fastrl.models.checkpointing import all_layers, checkpointed
-from fastrl.models.scoring import PolicyObjective
 from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Experience, scoring_request
-
-# One vector per mini-batch holds LossStats' fields, then these.
-MINIBATCH_EXTRAS = (
-    "entropy",
-    "advantages_mean",
-    "returns_mean",
-    "returns_var",
-    "values_mean",
-    "values_var",
-)
-MINIBATCH_FIELDS = (*fastrl_kernels.LossStats.NAMES, *MINIBATCH_EXTRAS)
+from fastrl.trainers.losses import MINIBATCH_FIELDS, UpdateLoss
 
 
 @dataclass
 class UpdateRecord:
     """What an update leaves behind, on the device."""
 
+    names: dict[str, str]  # of the statistics, by MINIBATCH_FIELDS
     minibatches: list[Tensor] = field(default_factory=list)  # each [len(MINIBATCH_FIELDS)]
     ratios: list[Tensor] = field(default_factory=list)  # each [counted tokens]
     advantages: list[Tensor] = field(default_factory=list)  # each [counted tokens]
     optimizer_steps: int = 0
     skipped: int = 0  # mini-batches whose mean ratio exceeded the threshold
     stopped_early: bool = False
-
-
-def minibatch_loss(
-    config: PPOConfig,
-    old: Experience,
-    logprobs: Tensor,
-    values: Tensor,
-    entropies: Tensor,
-    mask: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The PPO loss of one mini-batch, and its statistics as one vector of MINIBATCH_FIELDS.
-
-    loss = mean(max(-A·r, -A·clip(r))) + vf_coef·½·mean(max((v-R)², (clip(v, v_old ± c) - R)²))
-    with means over the counted tokens; all tensors [B, T-1].
-    """
-    loss, stats = fastrl_kernels.ppo_loss(
-        logprobs,
-        old.logprobs,
-        old.advantages,
-        mask,
-        cliprange=config.cliprange,
-        value=fastrl_kernels.ValueTerm(
-            values, old.values, old.returns, config.cliprange_value, config.vf_coef
-        ),
-    )
-    with torch.no_grad():
-        returns = fastrl_kernels.masked_moments(old.returns, mask)
-        old_values = fastrl_kernels.masked_moments(old.values, mask)
-        extras = (
-            fastrl_kernels.masked_mean(entropies, mask),
-            fastrl_kernels.masked_mean(old.advantages, mask),
-            returns.mean,
-            returns.m2 / (returns.count - 1).clamp(min=1),
-            old_values.mean,
-            old_values.m2 / (old_values.count - 1).clamp(min=1),
-        )
-        vector = torch.cat([stats.tensor, torch.stack([e.float() for e in extras])])
-    return loss, vector
 
 
 class PPOUpdate:
@@ -97,11 +48,13 @@ class PPOUpdate:
         accelerator: Accelerator,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        loss: UpdateLoss,
     ):
         self.config = config
         self.accelerator = accelerator
         self.model = model
         self.optimizer = optimizer
+        self.loss = loss
         self.shuffle = np.random.RandomState(config.seed)
 
     def __call__(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
@@ -116,7 +69,7 @@ class PPOUpdate:
         return checkpointed(all_layers(unwrapped.pretrained_model))
 
     def _epochs(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
-        record = UpdateRecord()
+        record = UpdateRecord(self.loss.stats)
         for _ in range(self.config.ppo_epochs):
             for indices in self._backward_batches():
                 keep, policy_kl = self._accumulate(batch, experience, indices, record)
@@ -174,27 +127,20 @@ class PPOUpdate:
         columns = batch.columns(indices)
         shifted = slice(columns.start, columns.stop - 1)
         part = batch.select(indices)
-        old = Experience(
-            *(
-                getattr(experience, name)[list(indices), shifted]
-                for name in ("logprobs", "values", "advantages", "returns")
-            )
-        )
+        old = experience.select(indices, shifted)
         counted = part.counted.flatten().nonzero()[:, 0].to(part.mask.device)
-        old_logprobs, advantages = (x.flatten()[counted] for x in (old.logprobs, old.advantages))
-        objective = PolicyObjective(old_logprobs, advantages, self.config.cliprange)
+        objective = self.loss.objective(old, part.mask, counted)
         request = scoring_request(part, entropy=True, objective=objective)
         new = self.model(**part.model_inputs, scoring=request)
-        loss, vector = minibatch_loss(
-            self.config,
+        loss, vector = self.loss(
             old,
             part.spread(new.logprobs, request.rows),
             part.spread(new.values, request.rows),
             part.spread(new.entropies, request.rows),
             part.mask,
         )
-        record.ratios.append((new.logprobs - old_logprobs).exp())
-        record.advantages.append(advantages)
+        record.ratios.append((new.logprobs - objective.old_logprobs).exp())
+        record.advantages.append(objective.advantages)
         record.minibatches.append(vector)
         # The log-probs have no gradient here: the policy's comes with its own loss, which counts
         # in the value of this one already.
