@@ -21,6 +21,7 @@ commands:
   sft    fit your language model to texts
   reward train a reward model on preference pairs
   ppo    PPO on your model, prompts and reward
+  grpo   the same without a value function: GRPO, Dr. GRPO or RLOO, by --advantage
   env    versions, devices, and the kernels that would be used
 
 "fastrl COMMAND --help" lists a command's flags. A YAML file may hold any of them; flags given
@@ -163,6 +164,14 @@ def _ppo(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _grpo(arguments: Sequence[str]) -> int:
+    from fastrl.jobs.ppo import GRPOFlags, GRPOJob, run_ppo
+
+    job, flags = parse("grpo", [GRPOJob, GRPOFlags], arguments)
+    run_ppo(job, flags)
+    return 0
+
+
 def _sft(arguments: Sequence[str]) -> int:
     from fastrl.jobs.sft import SFTFlags, SFTJob, run_sft
 
@@ -192,6 +201,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "sft": _sft,
     "reward": _reward,
     "ppo": _ppo,
+    "grpo": _grpo,
     "env": _env,
 }
 

@@ -19,7 +19,8 @@ REFERENCE_ADAPTERS = ("off", "start")
 KL_PENALTIES = ("kl", "abs", "mse", "full")
 ROLLOUT_BACKENDS = ("engine", "generate")
 OLD_LOGPROBS = ("auto", "rollout", "recompute")
-ADVANTAGES = ("gae", "grpo", "dr_grpo", "rloo")
+METHODS = {"gae": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO", "rloo": "RLOO"}
+ADVANTAGES = tuple(METHODS)
 KL_PLACES = ("reward", "loss")
 _JSON_FIELDS = (
     "tracker_kwargs",
@@ -229,6 +230,11 @@ class PPOConfig:
     def needs_values(self) -> bool:
         """Whether a value function is learnt."""
         return self.advantage == "gae"
+
+    @property
+    def method(self) -> str:
+        """The algorithm's name."""
+        return METHODS[self.advantage]
 
     @property
     def prompts_per_step(self) -> int:

@@ -65,7 +65,11 @@ def draw_run(
     _draw_reward(panels[0], rows)
     _draw_kl(panels[1], rows, kl_ceiling)
     _draw_line(panels[2], rows, "ppo/policy/entropy", "Policy entropy", "nats per token", GREEN)
-    _draw_line(panels[3], rows, "ppo/loss/value", "Value loss", "", PURPLE)
+    if series(rows, "groups/no_spread"):
+        shared = ("groups/no_spread", "Groups whose rewards are equal", "share of groups")
+        _draw_line(panels[3], rows, *shared, PURPLE)
+    else:
+        _draw_line(panels[3], rows, "ppo/loss/value", "Value loss", "", PURPLE)
     _draw_clip_fraction(panels[4], rows)
     _draw_phases(panels[5], rows)
     return figure

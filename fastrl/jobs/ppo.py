@@ -1,4 +1,5 @@
-"""The job behind ``fastrl ppo``: model, prompts and reward in, a better model and a report out."""
+"""The job behind ``fastrl ppo`` and ``fastrl grpo``: model, prompts and reward in, a better model
+and a report out."""
 
 from __future__ import annotations
 
@@ -107,10 +108,10 @@ class PPOFlags(PPOConfig):
 
     _argument_group_name: ClassVar[str] = "PPO"
 
-    steps: int = _help("Number of PPO steps, each on batch_size prompts.", 100)
+    steps: int = _help("Number of steps, each on batch_size completions.", 100)
 
     def config_for(self, job: PPOJob) -> PPOConfig:
-        """The trainer's settings, the names for trackers taken from the job unless given."""
+        """The trainer's settings; what the job knows is taken from it unless given."""
         fields = {f.name: f.default for f in dataclasses.fields(self) if f.init}
         settings = {name: getattr(self, name) for name in fields}
         settings["steps"] = self.steps * self.batch_size
@@ -118,10 +119,39 @@ class PPOFlags(PPOConfig):
             ("model_name", job.model),
             ("query_dataset", job.dataset),
             ("reward_model", job.reward),
+            ("loss_norm_length", job.max_new_tokens),
         ):
             if settings[name] == fields[name]:
                 settings[name] = value
         return PPOConfig(**settings)
+
+
+@dataclass
+class GRPOJob(PPOJob):
+    """A :class:`PPOJob` in a folder of its own."""
+
+    output: str = _help("Folder for the model, the metrics and the report.", "runs/grpo")
+
+
+def _but(name: str, default: Any) -> Any:
+    """A field of PPOConfig with another default."""
+    return _help(PPOConfig.__dataclass_fields__[name].metadata["help"], default)
+
+
+@dataclass
+class GRPOFlags(PPOFlags):
+    """The same settings with defaults for group baselines: no value function, the KL in the loss
+    with a fixed coefficient, one pass over each batch."""
+
+    _argument_group_name: ClassVar[str] = "GRPO"
+
+    advantage: str = _but("advantage", "grpo")
+    group_size: int = _but("group_size", 8)
+    kl_in: str = _but("kl_in", "loss")
+    init_kl_coef: float = _but("init_kl_coef", 0.04)  # that of DeepSeekMath
+    adap_kl_ctrl: bool = _but("adap_kl_ctrl", False)
+    ppo_epochs: int = _but("ppo_epochs", 1)
+    max_grad_norm: float | None = _but("max_grad_norm", 1.0)
 
 
 def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
@@ -129,7 +159,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     from transformers import AutoTokenizer
 
     from fastrl.core import set_seed
-    from fastrl.models import AutoModelForCausalLMWithValueHead
+    from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
     from fastrl.report import finish_run
     from fastrl.rewards import ClassifierReward, load_reward
     from fastrl.trainers import PPOTrainer
@@ -142,11 +172,13 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
-    model = AutoModelForCausalLMWithValueHead.from_pretrained(
+    config = flags.config_for(job)
+    kind = AutoModelForCausalLMWithValueHead if config.needs_values else CausalLMPolicy
+    model = kind.from_pretrained(
         job.model, dtype=job.dtype, peft_config=lora_config(job, "CAUSAL_LM")
     )
 
-    trainer = PPOTrainer(flags.config_for(job), model, tokenizer=tokenizer)
+    trainer = PPOTrainer(config, model, tokenizer=tokenizer)
     if isinstance(reward, ClassifierReward):
         reward.to(trainer.current_device)
     output = Path(job.output)
@@ -165,7 +197,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         trainer,
         result,
         output,
-        title=f"{job.model}: PPO for {job.reward}",
+        title=f"{job.model}: {config.method} for {job.reward}",
         samples=job.samples,
         summary={
             "job": dataclasses.asdict(job),

@@ -53,6 +53,8 @@ class CopyReference(Reference):
     def follow(self, weight: float) -> None:
         assert self._policy is not None
         sources = dict(self._policy.named_parameters())
-        pairs = [(p, sources[name]) for name, p in self._copy.named_parameters()]
+        # A value head of its own is no part of a reference.
+        named = self._copy.named_parameters()
+        pairs = [(p, sources[name]) for name, p in named if name in sources]
         own = [(p, source) for p, source in pairs if p is not source]
         mix([p.data for p, _ in own], [source.data for _, source in own], weight)

@@ -322,7 +322,10 @@ class PPOTrainer(Generation, ClassicSurface):
             eval_prompts=self._eval_prompts(eval_prompts, prompt_column),
             generation_kwargs=_DEFAULT_SAMPLING if generation_kwargs is None else generation_kwargs,
             missing_eos_penalty=missing_eos_penalty,
-            callbacks=[*([ProgressCallback()] if progress else []), *callbacks],
+            callbacks=[
+                *([ProgressCallback(self.config.method)] if progress else []),
+                *callbacks,
+            ],
         )
         return loop.run(steps, eval_every)
 

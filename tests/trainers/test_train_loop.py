@@ -107,9 +107,9 @@ def test_rewards_reach_the_step_and_the_history(trainer):
 def test_a_missing_eos_is_penalised_in_the_score_alone(trainer, monkeypatch, ends, score):
     rollout = trainer.rollout
 
-    def ending(prompts, generation_kwargs):
-        out = rollout(prompts, generation_kwargs)
-        out.finish_reasons = ["eos" if ends else "length"] * len(prompts)
+    def ending(*arguments):
+        out = rollout(*arguments)
+        out.finish_reasons = ["eos" if ends else "length"] * len(out.sequences)
         return out
 
     monkeypatch.setattr(trainer, "rollout", ending)
