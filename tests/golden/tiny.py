@@ -72,12 +72,13 @@ def tokenizer(padding_side: str = "right") -> PreTrainedTokenizerFast:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model with a value head under the names that both libraries share.
+    """The parameters of a policy under the names that both libraries share.
 
     Tied parameters appear once, without the wrapper's `pretrained_model.` prefix.
     """
     named = dict(model.pretrained_model.named_parameters())
-    named |= {f"v_head.{name}": p for name, p in model.v_head.named_parameters()}
+    if model.v_head is not None:
+        named |= {f"v_head.{name}": p for name, p in model.v_head.named_parameters()}
     return named
 
 
