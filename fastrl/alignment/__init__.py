@@ -5,16 +5,20 @@ of the policy's own responses, which an annotator judges; a reweighter sets the 
 sample; a :class:`Loss` says what is learned, and a :class:`Trainer` learns it.
 """
 
+from fastrl.alignment.annotator import Annotator, RewardAnnotator, load_annotator
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.batch import Batch, Sample
 from fastrl.alignment.batch_factory import BatchFactory
+from fastrl.alignment.datas_loader import DatasLoader
 from fastrl.alignment.examples import Example, Response
+from fastrl.alignment.judges import JudgeAnnotator, ModelJudge
 from fastrl.alignment.losses import (
     DPO,
     IPO,
     KTO,
     LOSSES,
     ORPO,
+    PPO,
     SFT,
     BradleyTerry,
     ConservativeDPO,
@@ -28,6 +32,15 @@ from fastrl.alignment.losses import (
     make_loss,
     register,
 )
+from fastrl.alignment.reweighter import (
+    ByFunction,
+    ByImportance,
+    ByLength,
+    ByMargin,
+    SampleReweighter,
+    Uniform,
+    make_reweighter,
+)
 from fastrl.alignment.tasks import TASKS, Task
 from fastrl.alignment.trainer import Trainer
 
@@ -37,25 +50,39 @@ __all__ = [
     "KTO",
     "LOSSES",
     "ORPO",
+    "PPO",
     "SFT",
     "TASKS",
     "AlignmentConfig",
+    "Annotator",
     "Batch",
     "BatchFactory",
     "BradleyTerry",
+    "ByFunction",
+    "ByImportance",
+    "ByLength",
+    "ByMargin",
     "ConservativeDPO",
+    "DatasLoader",
     "Example",
     "Hinge",
+    "JudgeAnnotator",
     "Loss",
     "LossOutput",
+    "ModelJudge",
     "PairwiseLoss",
     "Response",
+    "RewardAnnotator",
     "RobustDPO",
     "SLiC",
     "Sample",
+    "SampleReweighter",
     "SimPO",
     "Task",
     "Trainer",
+    "Uniform",
+    "load_annotator",
     "make_loss",
+    "make_reweighter",
     "register",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastrl.alignment.examples import Example, Response
 from fastrl.trainers.data import TokenBatch, pad
+from fastrl.trainers.experience import Experience
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Batch(dict[str, Any]):
         known: what else is known of each response, by name: a list of B tensors per generation,
             such as "logprobs", those of the responses' tokens when they were written.
         tokens: the same for a model, where it has been made.
+        experience: what a policy-gradient update reads of it, where it has been computed.
     """
 
     def __init__(self, samples: Sequence[Sample], pad_token_id: int | None):
@@ -49,6 +51,7 @@ class Batch(dict[str, Any]):
         self.samples, self.pad_token_id = list(samples), pad_token_id
         self.known: dict[str, list[list[Tensor]]] = {}
         self.tokens: TokenBatch | None = None
+        self.experience: Experience | None = None
         prompts = [sample.example for sample in samples]
         self["prompt"] = [example.prompt for example in prompts]
         padded = _padded([example.prompt_ids for example in prompts], pad_token_id, "left")

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastrl.alignment.annotator import ask_preferences, ask_scores
 from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.examples import Example
 from fastrl.alignment.losses import Loss
+from fastrl.alignment.sources import columns_of, prompts_of, scores_pairs
 
 
 class Means:
@@ -93,11 +95,9 @@ class OnlineEvaluation:
     def _scores(self) -> bool:
         """Whether the annotator's verdicts in training are scores, or come from them."""
         one = self.factory.task.generations == 1
-        return one or getattr(self.factory.annotator, "compares_by_score", False)
+        return one or scores_pairs(self.factory.annotator)
 
     def _judge(self, chunks: Iterable[list[Example]]) -> Judged:
-        from fastrl.alignment.sources import columns_of
-
         prompts: list[str] = []
         responses: list[str] = []
         rewards: list[float] = []
@@ -109,14 +109,14 @@ class OnlineEvaluation:
             ids = range(len(prompts), len(prompts) + len(examples))
             written, _ = writer(examples, 1, self.factory.seed, list(ids))
             texts = [each[0].text for each in written]
-            asked, columns = [example.prompt for example in examples], columns_of(examples)
+            asked, columns = prompts_of(examples), columns_of(examples)
             if self._scores:
-                rewards += annotator.score(asked, texts, **columns)
+                rewards += ask_scores(annotator, asked, texts, **columns)
             elif not self.judged:
                 rewards += [0.5] * len(texts)
             else:
                 first = [self.judged[0].responses[i] for i in ids]
-                verdicts = annotator.compare(asked, texts, first, **columns)
+                verdicts = ask_preferences(annotator, asked, texts, first, **columns)
                 rewards += [0.5 if verdict is None else verdict for verdict in verdicts]
             prompts += asked
             responses += texts

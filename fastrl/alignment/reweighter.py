@@ -171,7 +171,8 @@ class ByImportance:
                 raise ValueError(
                     "ByImportance needs the log-probs of the policy that wrote the responses: take "
                     "them from the policy (an online task), or name the data's columns of them, "
-                    f"{batch.generations} here, with columns=; they are {', '.join(there) or 'none'}"
+                    f"{batch.generations} here, with columns=; they are "
+                    f"{', '.join(there) or 'none'}"
                 )
             known = [there[name] for name in names]
         return torch.stack(

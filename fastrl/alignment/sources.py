@@ -11,11 +11,15 @@ from typing import Any, Protocol
 
 import torch
 
+from fastrl.alignment.annotator import ask_preferences, ask_scores
 from fastrl.alignment.batch import Batch, Sample
 from fastrl.alignment.examples import Example, Response
 from fastrl.alignment.tasks import FEEDBACK, Task
 from fastrl.models.layout import layout_of
 from fastrl.rollout import RolloutOutput, SamplingParams
+
+Verdict = tuple[tuple[float, ...], tuple[float, ...]]  # rewards and weights of the responses
+Scores = list[list[float]]  # by generation
 
 
 class Source(Protocol):
@@ -92,7 +96,7 @@ class PolicySource:
 
     def __call__(self, examples: Sequence[Example]) -> Batch:
         written, output = self.writer(examples, self.generations)
-        judged = self._judged(examples, written)
+        judged, scores = self._judged(examples, written)
         samples = [
             Sample(example, responses, rewards, weights)
             for example, responses, (rewards, weights) in zip(
@@ -103,18 +107,18 @@ class PolicySource:
         if output.logprobs_t1 is not None:
             n = self.generations
             batch.known["logprobs"] = [output.logprobs_t1[i::n] for i in range(n)]
+        if scores is not None:
+            batch.known["scores"] = [list(torch.tensor(side)) for side in scores]
         return batch
 
     def _judged(
         self, examples: Sequence[Example], written: list[tuple[Response, ...]]
-    ) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
-        """Rewards and weights of each example's responses."""
-        scores = self._scores(examples, [responses[0] for responses in written])
-        return [((score,), (1.0,)) for score in scores]
-
-    def _scores(self, examples: Sequence[Example], responses: list[Response]) -> list[float]:
-        texts = [response.text for response in responses]
-        return self.annotator.score(_prompts(examples), texts, **columns_of(examples))
+    ) -> tuple[list[Verdict], Scores | None]:
+        """Rewards and weights of each example's responses; and their scores, where there are any,
+        a list per generation."""
+        texts = [responses[0].text for responses in written]
+        scores = ask_scores(self.annotator, prompts_of(examples), texts, **columns_of(examples))
+        return [((score,), (1.0,)) for score in scores], [scores]
 
 
 class PairSource(PolicySource):
@@ -125,26 +129,34 @@ class PairSource(PolicySource):
 
     def _judged(
         self, examples: Sequence[Example], written: list[tuple[Response, ...]]
-    ) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    ) -> tuple[list[Verdict], Scores | None]:
         # Two responses that are the same need no judge.
         asked = [i for i, (one, two) in enumerate(written) if one.text != two.text]
-        judged: list[tuple[tuple[float, ...], tuple[float, ...]]]
-        judged = [((0.5, 0.5), (1.0, 1.0))] * len(written)
+        judged: list[Verdict] = [((0.5, 0.5), (1.0, 1.0))] * len(written)
+        scores: Scores = [[0.0] * len(written) for _ in range(2)]
         if not asked:
-            return judged
+            return judged, None
         chosen = [examples[i] for i in asked]
-        sides = [[written[i][side].text for i in asked] for side in (0, 1)]
-        verdicts = self.annotator.compare(_prompts(chosen), *sides, **columns_of(chosen))
+        firsts, seconds = ([written[i][side].text for i in asked] for side in (0, 1))
+        verdicts = ask_preferences(
+            self.annotator, prompts_of(chosen), firsts, seconds, **columns_of(chosen)
+        )
         for i, first in zip(asked, verdicts, strict=True):
-            judged[i] = (
-                ((0.5, 0.5), (0.0, 0.0))
-                if first is None
-                else (
-                    (first, 1.0 - first),
-                    (1.0, 1.0),
-                )
-            )
-        return judged
+            if first is None:
+                judged[i] = (0.5, 0.5), (0.0, 0.0)
+            else:
+                judged[i] = (first, 1.0 - first), (1.0, 1.0)
+        of_asked = getattr(self.annotator, "last_scores", None)
+        if of_asked is None:
+            return judged, None
+        for i, *both in zip(asked, *of_asked, strict=True):
+            scores[0][i], scores[1][i] = both
+        return judged, scores
+
+
+def scores_pairs(annotator: Any) -> bool:
+    """Whether it compares responses by scores of theirs."""
+    return hasattr(annotator, "last_scores")
 
 
 def make_source(
@@ -168,7 +180,7 @@ def _first_preferred(example: Example) -> tuple[float, ...]:
     return 1.0, 0.0
 
 
-def _prompts(examples: Sequence[Example]) -> list[str]:
+def prompts_of(examples: Sequence[Example]) -> list[str]:
     return [example.prompt for example in examples]
 
 

@@ -124,27 +124,12 @@ class PPOUpdate:
         indices: Sequence[int],
         record: UpdateRecord,
     ) -> tuple[Tensor, Tensor]:
-        columns = batch.columns(indices)
-        shifted = slice(columns.start, columns.stop - 1)
-        part = batch.select(indices)
-        old = experience.select(indices, shifted)
-        counted = part.counted.flatten().nonzero()[:, 0].to(part.mask.device)
-        objective = self.loss.objective(old, part.mask, counted)
-        request = scoring_request(part, entropy=True, objective=objective)
-        new = self.model(**part.model_inputs, scoring=request)
-        loss, vector = self.loss(
-            old,
-            part.spread(new.logprobs, request.rows),
-            part.spread(new.values, request.rows),
-            part.spread(new.entropies, request.rows),
-            part.mask,
-        )
-        record.ratios.append((new.logprobs - objective.old_logprobs).exp())
-        record.advantages.append(objective.advantages)
+        part, old = minibatch_of(batch, experience, indices)
+        loss, vector, ratios, advantages = minibatch_loss(self.model, self.loss, part, old)
+        record.ratios.append(ratios)
+        record.advantages.append(advantages)
         record.minibatches.append(vector)
-        # The log-probs have no gradient here: the policy's comes with its own loss, which counts
-        # in the value of this one already.
-        return loss + (new.loss - new.loss.detach()), vector
+        return loss, vector
 
     def _moved_too_far(self, policy_kl: float) -> bool:
         return self.config.early_stopping and policy_kl > 1.5 * self.config.target_kl
@@ -156,3 +141,35 @@ class PPOUpdate:
             self.optimizer.step()
             record.optimizer_steps += 1
         self.optimizer.zero_grad()
+
+
+def minibatch_of(
+    batch: TokenBatch, experience: Experience, indices: Sequence[int]
+) -> tuple[TokenBatch, Experience]:
+    """Some samples, without the padding that none of them needs."""
+    columns = batch.columns(indices)
+    shifted = slice(columns.start, columns.stop - 1)
+    return batch.select(indices), experience.select(indices, shifted)
+
+
+def minibatch_loss(
+    model: nn.Module, loss: UpdateLoss, part: TokenBatch, old: Experience
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss of a mini-batch under the model as it is now, its statistics as one vector of
+    MINIBATCH_FIELDS, and of the counted tokens the ratios and the advantages."""
+    counted = part.counted.flatten().nonzero()[:, 0].to(part.mask.device)
+    objective = loss.objective(old, part.mask, counted)
+    request = scoring_request(part, entropy=True, objective=objective)
+    new = model(**part.model_inputs, scoring=request)
+    value, vector = loss(
+        old,
+        part.spread(new.logprobs, request.rows),
+        part.spread(new.values, request.rows),
+        part.spread(new.entropies, request.rows),
+        part.mask,
+    )
+    # The log-probs have no gradient here: the policy's comes with its own loss, which counts in the
+    # value of this one already.
+    value = value + (new.loss - new.loss.detach())
+    ratios = (new.logprobs - objective.old_logprobs).exp()
+    return value, vector, ratios, objective.advantages

@@ -71,7 +71,7 @@ def worth(response: str) -> float:
 class LikesHigh:
     """An annotator: a response is worth the highest number among its words."""
 
-    compares_by_score = True
+    last_scores: Any = None
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -83,7 +83,7 @@ class LikesHigh:
     def compare(
         self, prompts: list[str], firsts: list[str], seconds: list[str], **columns: Any
     ) -> list[float | None]:
-        one, two = self.score(prompts, firsts), self.score(prompts, seconds)
+        one, two = self.last_scores = self.score(prompts, firsts), self.score(prompts, seconds)
         return [float(a > b) if a != b else 0.5 for a, b in zip(one, two, strict=True)]
 
     def statistics(self) -> dict[str, float]:

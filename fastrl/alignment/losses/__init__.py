@@ -21,6 +21,7 @@ from fastrl.alignment.losses.pairwise import (
     SLiC,
 )
 from fastrl.alignment.losses.pointwise import KTO, SFT
+from fastrl.alignment.losses.ppo import PPO
 from fastrl.alignment.losses.reward import BradleyTerry
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "KTO",
     "LOSSES",
     "ORPO",
+    "PPO",
     "SFT",
     "BradleyTerry",
     "ConservativeDPO",

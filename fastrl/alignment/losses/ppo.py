@@ -1,0 +1,127 @@
+"""Proximal policy optimisation, as a loss of the framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from fastrl.alignment.batch import Batch
+from fastrl.alignment.losses.base import Loss, LossOutput, register
+from fastrl.alignment.tasks import Task
+from fastrl.config import PPOConfig
+from fastrl.models.modes import evaluating
+from fastrl.trainers.advantages import GAE
+from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
+from fastrl.trainers.losses import (
+    MINIBATCH_FIELDS,
+    UpdateLoss,
+    make_aggregate,
+    make_kl_place,
+)
+from fastrl.trainers.update import minibatch_loss, minibatch_of
+
+
+@register
+@dataclass(frozen=True)
+class PPO(Loss):
+    """max(-A·ρ, -A·clip(ρ)) + c·value loss, rewards less β·KL: proximal policy optimisation.
+
+    A batch is scored by policy and reference once; advantages are GAE's, whitened; then it is
+    learned ``epochs`` times, in mini-batches, each of which is a step. A sample's weight multiplies
+    its tokens. See :class:`fastrl.PPOTrainer`, which has more to choose.
+
+    Args:
+        epochs: passes over each batch.
+        mini_batches: parts of each pass.
+        kl_coef: β of the penalty -β·(log π - log ref) on every token's reward.
+        gamma, lam: of GAE.
+        cliprange: of the ratio ρ.
+        cliprange_value: of the value function's change.
+        vf_coef: c.
+    """
+
+    name: ClassVar[str] = "ppo"
+    tasks: ClassVar[tuple[str, ...]] = ("reinforcement-learning",)
+    compares: ClassVar[bool] = True
+    learns: ClassVar[str] = "policy with values"
+    epochs: int = 4
+    mini_batches: int = 1
+    kl_coef: float = 0.05
+    gamma: float = 1.0
+    lam: float = 0.95
+    cliprange: float = 0.2
+    cliprange_value: float = 0.2
+    vf_coef: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "mini_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self._settings  # noqa: B018 - its checks are ours
+
+    @property
+    def _settings(self) -> PPOConfig:
+        return PPOConfig(
+            init_kl_coef=self.kl_coef,
+            gamma=self.gamma,
+            lam=self.lam,
+            cliprange=self.cliprange,
+            cliprange_value=self.cliprange_value,
+            vf_coef=self.vf_coef,
+        )
+
+    def check(self, task: Task, batch_size: int) -> None:
+        super().check(task, batch_size)
+        if batch_size % self.mini_batches:
+            raise ValueError(
+                f"batch_size ({batch_size}) must be a multiple of mini_batches "
+                f"({self.mini_batches}): change one of the two"
+            )
+
+    def parts_of(self, size: int) -> int:
+        return self.epochs * self.mini_batches
+
+    def parts(self, batch: Batch, policy: Any, reference: Any) -> Iterator[Batch]:
+        """The batch's experience once, then mini-batches of it."""
+        experience = self._experience(batch, policy, reference)
+        assert batch.tokens is not None
+        size = batch.size // self.mini_batches
+        for _ in range(self.epochs):
+            order = torch.randperm(batch.size).tolist()
+            for start in range(0, size * self.mini_batches, size):
+                chosen = order[start : start + size]
+                part = batch.select(chosen)
+                part.tokens, part.experience = minibatch_of(batch.tokens, experience, chosen)
+                yield part
+
+    def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
+        if batch.experience is None:  # nobody has gone through parts: an evaluation, say
+            batch.experience = self._experience(batch, policy, reference)
+        config = self._settings
+        loss = UpdateLoss(config, make_aggregate(config), make_kl_place(config))
+        value, vector, _, _ = minibatch_loss(
+            policy.model, loss, policy.tokens(batch), batch.experience
+        )
+        fields = loss.stats.items()
+        metrics = {name: vector[MINIBATCH_FIELDS.index(field)] for name, field in fields}
+        return LossOutput(value, metrics)
+
+    @torch.no_grad()
+    def _experience(self, batch: Batch, policy: Any, reference: Any) -> Experience:
+        tokens, config = policy.tokens(batch), self._settings
+        penalty = make_kl_penalty("kl", reference.reference)
+        scorer = Scorer(policy.model, reference.reference, penalty, batch.size)
+        with evaluating(policy.model):
+            scored = scorer(tokens)
+        rewards, _, _ = penalty.rewards(
+            batch.rewards(1).to(tokens.mask.device),
+            *penalty.operands(scored),
+            tokens.mask,
+            self.kl_coef,
+        )
+        values, advantages, returns = GAE(config)(scored.values, rewards, tokens.mask)
+        weights = batch.weights().to(values.device)
+        return Experience(scored.logprobs, values, advantages, returns, None, weights)
