@@ -20,6 +20,7 @@ commands:
   demo   train a small model on film reviews, then improve it with PPO; minutes on two CPU cores
   sft    fit your language model to texts
   reward train a reward model on preference pairs
+  align  align your model by a loss: DPO, KTO, ORPO and others, from data or from live feedback
   ppo    PPO on your model, prompts and reward
   grpo   the same without a value function: GRPO, Dr. GRPO or RLOO, by --advantage
   env    versions, devices, and the kernels that would be used
@@ -188,6 +189,14 @@ def _reward(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _align(arguments: Sequence[str]) -> int:
+    from fastrl.jobs.align import AlignFlags, AlignJob, run_align
+
+    job, flags = parse("align", [AlignJob, AlignFlags], arguments)
+    run_align(job, flags)
+    return 0
+
+
 def _env(arguments: Sequence[str]) -> int:
     parse("env", [], arguments)
     from fastrl.environment import describe
@@ -200,6 +209,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": _demo,
     "sft": _sft,
     "reward": _reward,
+    "align": _align,
     "ppo": _ppo,
     "grpo": _grpo,
     "env": _env,

@@ -101,12 +101,22 @@ def draw_road(
     return figure
 
 
+# What says most of a supervised run, beside its loss: the first that it has.
+_FIT_PANELS = (
+    (("accuracy", "eval_accuracy"), "Accuracy", "share of pairs"),
+    (("rewards/mean", "eval_reward"), "Reward", ""),
+    (("win_rate", "eval_win_rate"), "Win rate against the start", "share of prompts"),
+    (("rewards/accuracies", "eval_rewards/accuracies"), "Accuracy", "share of samples"),
+)
+
+
 def draw_fit(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
     """Draw the curves of a supervised run, from what transformers' Trainer logs."""
     figure, panels = _sheet(title, 2, 2)
     _draw_pair(panels[0], rows, ("loss", "eval_loss"), "Loss", "nats")
-    if series(rows, "eval_accuracy"):
-        _draw_pair(panels[1], rows, ("accuracy", "eval_accuracy"), "Accuracy", "share of pairs")
+    second = next((pair for pair in _FIT_PANELS if series(rows, pair[0][1])), None)
+    if second is not None:
+        _draw_pair(panels[1], rows, *second)
     else:
         _draw_line(panels[1], rows, "epoch", "Epoch", "", SKY)
     _draw_line(panels[2], rows, "learning_rate", "Learning rate", "", GREEN)

@@ -112,14 +112,12 @@ class BatchFactory:
         return self.take(len(self))
 
     def take(self, count: int) -> Iterator[Batch]:
-        """The next ``count`` batches; of an offline task none beyond the end of its run.
+        """The next ``count`` batches, pass after pass; of ``examples`` none beyond their number.
 
         Raises:
             ValueError: nobody is there to write the responses.
         """
         source = self._ready()
-        if not self.task.online:
-            count = min(count, len(self) - self._taken)
         chunks = self._chunks()
         for chunk in itertools.islice(chunks, self._taken, self._taken + count):
             self._taken += 1

@@ -65,7 +65,7 @@ class Judged:
     """Responses to the held-out prompts, and what they are worth."""
 
     prompts: list[str]
-    responses: list[str]
+    completions: list[str]
     rewards: list[float]
 
 
@@ -115,7 +115,7 @@ class OnlineEvaluation:
             elif not self.judged:
                 rewards += [0.5] * len(texts)
             else:
-                first = [self.judged[0].responses[i] for i in ids]
+                first = [self.judged[0].completions[i] for i in ids]
                 verdicts = ask_preferences(annotator, asked, texts, first, **columns)
                 rewards += [0.5 if verdict is None else verdict for verdict in verdicts]
             prompts += asked

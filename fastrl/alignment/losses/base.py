@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -109,11 +108,11 @@ def make_loss(name: str, **coefficients: Any) -> Loss:
 
 
 def describe_losses() -> str:
-    """One line per loss, for ``--help`` and documents."""
+    """The losses with their coefficients, for ``--help`` and documents."""
     return "; ".join(
-        f"{name} ({(inspect.getdoc(loss) or '').splitlines()[0].rstrip('.')})"
+        f"{name} ({', '.join(f'{f.name}={f.default}' for f in dataclasses.fields(loss))})"
         for name, loss in LOSSES.items()
-    )
+    ).replace(" ()", "")
 
 
 def weighted_mean(losses: Tensor, batch: Batch) -> Tensor:

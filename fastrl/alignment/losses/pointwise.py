@@ -45,8 +45,8 @@ class KTO(Loss):
     Args:
         beta: β.
         desirable_weight, undesirable_weight: λ of the two kinds.
-        threshold: responses with a reward above it are the desired ones; None takes the mean reward
-            of the batch, for scores that have no natural zero.
+        threshold: responses with a reward above it are the desired ones; None takes ½ where all
+            rewards of the batch are 0 or 1, and else their mean, for scores without a natural zero.
     """
 
     name: ClassVar[str] = "kto"
@@ -55,7 +55,7 @@ class KTO(Loss):
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-    threshold: float | None = 0.5
+    threshold: float | None = None
 
     def check(self, task: Task, batch_size: int) -> None:
         super().check(task, batch_size)
@@ -71,8 +71,7 @@ class KTO(Loss):
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
         (scores,), (ref,) = policy.logprobs(batch), reference.logprobs(batch)
         rewards = batch.rewards(1)
-        threshold = rewards.mean() if self.threshold is None else self.threshold
-        desirable = (rewards > threshold).to(scores.sums.device)
+        desirable = (rewards > self._threshold(rewards)).to(scores.sums.device)
         kl = self._kl(batch, policy, reference)
         losses = fastrl_kernels.kto_loss(
             scores.sums,
@@ -96,6 +95,13 @@ class KTO(Loss):
                 "logps/response": scores.sums.detach(),
             }
         return LossOutput(weighted_mean(losses, batch), metrics)
+
+    def _threshold(self, rewards: Tensor) -> float:
+        """Of rewards on the host."""
+        if self.threshold is not None:
+            return self.threshold
+        verdicts = bool(((rewards == 0) | (rewards == 1)).all())
+        return 0.5 if verdicts else float(rewards.mean())
 
     @torch.no_grad()
     def _kl(self, batch: Batch, policy: Any, reference: Any) -> Tensor:
