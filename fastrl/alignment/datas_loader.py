@@ -81,6 +81,7 @@ class DatasLoader(Sequence[Example]):
         chosen_column: str | None = None,
         rejected_column: str | None = None,
     ):
+        self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, max_length, max_prompt_length, truncation, add_eos)
         self._rows = _open(source, split)
         self.columns = _columns(self._rows)

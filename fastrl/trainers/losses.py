@@ -80,21 +80,22 @@ def make_kl_place(config: PPOConfig) -> KLInReward:
 
 
 class TokenMean:
-    """Σ over tokens / tokens: all tokens of a mini-batch weigh the same."""
+    """Σ over tokens / tokens: all tokens of a mini-batch weigh the same, or Σ w / Σ w."""
 
     def sample_weights(self, mask: Tensor, given: Tensor | None) -> Tensor | None:
         """What each token of a sample weighs, [B], times what is ``given``; None: 1."""
         return given
 
-    def denominator(self, mask: Tensor) -> Tensor | float | None:
-        """What the sum over a mini-batch's tokens [b, T-1] is divided by; None: their number."""
-        return None
+    def denominator(self, mask: Tensor, weights: Tensor | None) -> Tensor | float | None:
+        """What the sum over a mini-batch's tokens [b, T-1] is divided by, where those of a sample
+        weigh ``weights`` [b]; None: their number."""
+        return None if weights is None else (weights * mask.sum(-1)).sum()
 
 
 class SequenceSum(TokenMean):
     """Σ over tokens / samples that count."""
 
-    def denominator(self, mask: Tensor) -> Tensor | float | None:
+    def denominator(self, mask: Tensor, weights: Tensor | None) -> Tensor | float | None:
         return mask.any(-1).sum().clamp(min=1)
 
 
@@ -116,7 +117,7 @@ class SequenceSumNorm(TokenMean):
         norm = lengths.max().clamp(min=1) if self.length is None else self.length
         return _times(torch.ones_like(lengths) / norm, given)
 
-    def denominator(self, mask: Tensor) -> Tensor | float | None:
+    def denominator(self, mask: Tensor, weights: Tensor | None) -> Tensor | float | None:
         return float(len(mask))
 
 
@@ -165,7 +166,7 @@ class UpdateLoss:
             self.cliprange,
             None if old.kl is None else old.kl._replace(ref_logprobs=flat(old.kl.ref_logprobs)),
             None if weights is None else flat(weights),
-            self.aggregate.denominator(mask),
+            self.aggregate.denominator(mask, old.weights),
         )
 
     def __call__(
@@ -181,7 +182,7 @@ class UpdateLoss:
             value=self.value_term(values, old),
             kl=old.kl,
             token_weights=self._token_weights(old, mask),
-            denominator=self.aggregate.denominator(mask),
+            denominator=self.aggregate.denominator(mask, old.weights),
         )
         with torch.no_grad():
             returns = fastrl_kernels.masked_moments(old.returns, mask)

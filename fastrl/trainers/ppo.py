@@ -164,7 +164,7 @@ class PPOTrainer(Generation, ClassicSurface):
                 before the update (``PPOConfig.old_logprobs``). Responses that this trainer's own
                 generate() returned under the current weights are recognised without it.
             weights: ``batch_size`` numbers of 0 or more that multiply each sample's part of the
-                loss; denominators stay those of unweighted samples. None: 1.
+                loss: 2 counts like the sample twice, 0 like none. None: 1.
 
         Returns:
             the statistics of the README's table: numbers, and arrays of distributions.

@@ -1,0 +1,167 @@
+"""PPO as a loss of the framework: its formula in float64 through the trainer, parts, weights."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastrl.alignment import PPO
+from fastrl.models import AutoModelForCausalLMWithValueHead
+from fastrl.rollout import RolloutOutput
+from tests import tiny_models
+from tests.alignment.conftest import (
+    GRADIENT_STEP,
+    Make,
+    examples,
+    make_factory,
+    response,
+    worth,
+)
+from tests.alignment.test_losses import token_logprobs
+from tests.supervised.conftest import weights
+
+KL, LAM, VF = 0.2, 0.9, 0.3
+
+
+class Recites:
+    """An engine whose responses are always the same."""
+
+    def __init__(self, count: int = 4):
+        rng = random.Random(7)
+        self.model = tiny_models.language_model()
+        self.responses = [response(rng, 2, 6) for _ in range(count)]
+
+    def generate(self, prompts: Any, params: Any, ids: Any = None) -> RolloutOutput:
+        sequences = [torch.tensor(r.ids) for r in self.responses[: len(prompts)]]
+        return RolloutOutput(sequences, ["length"] * len(sequences))
+
+
+def exact_loss(policy: Any, reference: Any, engine: Recites, given: list[float]) -> Tensor:
+    """Token by token, as the textbooks have it; at the first step the ratio is 1."""
+    rows = examples("prompts")
+    logprobs, values, advantages, returns, sample = [], [], [], [], []
+    for i, (row, answer) in enumerate(zip(rows, engine.responses, strict=True)):
+        new = token_logprobs(policy.pretrained_model, row.prompt_ids, answer.ids)
+        old = new.detach()
+        ref = token_logprobs(reference, row.prompt_ids, answer.ids).detach()
+        ids = torch.tensor([[*row.prompt_ids, *answer.ids]])
+        hidden = policy.pretrained_model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
+        predicted = policy.v_head.summary(hidden[0, len(row.prompt_ids) - 1 : -1]).squeeze(-1)
+        v = predicted.detach()
+        rewards = -KL * (old - ref)
+        rewards[-1] += worth(answer.text)
+        advantage, following = torch.zeros_like(v), 0.0
+        for t in reversed(range(len(v))):
+            after = v[t + 1] if t + 1 < len(v) else 0.0
+            following = (rewards[t] + after - v[t]) + LAM * following
+            advantage[t] = following
+        logprobs.append(new), values.append(predicted), advantages.append(advantage)
+        returns.append(advantage + v)
+        sample += [given[i]] * len(v)
+    logp, v, a, r = (torch.cat(x) for x in (logprobs, values, advantages, returns))
+    whitened = (a - a.mean()) * torch.rsqrt(a.var(unbiased=True) + 1e-8)
+    ratio = (logp - logp.detach()).exp()
+    terms = -whitened * ratio + VF * 0.5 * (v - r) ** 2
+    w = torch.tensor(sample, dtype=terms.dtype)
+    return (w * terms).sum() / w.sum()
+
+
+@pytest.mark.parametrize("given", [[1.0] * 4, [2.0, 0.0, 1.0, 0.5]])
+def test_the_loss_and_its_gradients_are_those_of_the_formula(
+    make_trainer: Make, given: list[float]
+) -> None:
+    engine, policy = Recites(), tiny_models.policy()
+    other = tiny_models.language_model(perturbation=0.3)
+    exact, plain = copy.deepcopy(policy).double(), copy.deepcopy(policy)
+    value = exact_loss(exact, copy.deepcopy(other).double(), engine, given)
+    value.backward()
+    exact_loss(plain, other, engine, given).backward()
+    before = weights(policy)
+
+    def weigh(batch: Any, policy: Any) -> None:
+        batch.weigh(1, given)
+
+    trainer = make_trainer(
+        PPO(epochs=1, kl_coef=KL, lam=LAM, vf_coef=VF),
+        policy,
+        factory=make_factory("reinforcement-learning", engine=engine),
+        ref_model=AutoModelForCausalLMWithValueHead(copy.deepcopy(other)),
+        reweighter=weigh,
+        **GRADIENT_STEP,
+    )
+    assert trainer.train().training_loss == pytest.approx(value.item(), rel=1e-5)
+    after, rough = weights(policy), dict(plain.named_parameters())
+    gradients = {n: p.grad for n, p in exact.named_parameters()}
+    own = max(
+        ((rough[n].grad.double() - g).abs().max() / g.abs().max()).item()
+        for n, g in gradients.items()
+    )
+    for name, gradient in gradients.items():
+        moved = (before[name] - after[name]).double()
+        rounding = 2**-23 * after[name].abs().max().item()
+        error = (moved - gradient).abs().max().item()
+        assert error <= 4 * own * gradient.abs().max().item() + rounding, name
+
+
+def test_a_weight_of_0_takes_a_samples_gradient_away_exactly(make_trainer: Make) -> None:
+    policy = tiny_models.policy()
+    before = weights(policy)
+
+    def weigh(batch: Any, policy: Any) -> None:
+        batch.weigh(1, [0.0] * batch.size)
+
+    factory = make_factory("reinforcement-learning", engine=Recites())
+    make_trainer(PPO(epochs=1), policy, factory=factory, reweighter=weigh, **GRADIENT_STEP).train()
+    assert all(torch.equal(x, before[name]) for name, x in weights(policy).items())
+
+
+def test_a_batch_is_learned_in_mini_batches_epoch_after_epoch(make_trainer: Make) -> None:
+    factory = make_factory("reinforcement-learning", engine=Recites(), examples=8)
+    trainer = make_trainer(PPO(epochs=3, mini_batches=2), tiny_models.policy(), factory=factory)
+    seen: list[list[int]] = []
+    loss = trainer.compute_loss
+
+    def noted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append([sample.example.columns["number"] for sample in inputs.samples])
+        return loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = noted  # type: ignore[method-assign]
+    trainer.train()
+    assert trainer.state.global_step == len(seen) == 2 * 3 * 2
+    assert all(len(part) == 2 for part in seen)
+    for i in range(0, len(seen), 2):
+        assert sorted(seen[i] + seen[i + 1]) == list(range(4))
+
+
+def test_the_ratio_moves_from_1_within_a_batch(make_trainer: Make) -> None:
+    factory = make_factory("reinforcement-learning", engine=Recites())
+    settings = {"learning_rate": 0.05, "optim": "sgd", "logging_steps": 1}
+    trainer = make_trainer(PPO(epochs=3), tiny_models.policy(), factory=factory, **settings)
+    trainer.train()
+    moved = [log["ppo/policy/approxkl"] for log in trainer.state.log_history if "loss" in log]
+    assert moved[0] == pytest.approx(0, abs=1e-10)
+    assert moved[1] > 1e-6
+    assert moved[2] > moved[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"mini_batches": 0}, "mini_batches must be at least 1, got 0"),
+        ({"cliprange": -1.0}, "cliprange must be 0 or more"),
+    ],
+)
+def test_coefficients_out_of_range_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        PPO(**given)
+
+
+def test_mini_batches_must_divide_the_batch(make_trainer: Make) -> None:
+    with pytest.raises(ValueError, match="must be a multiple of mini_batches"):
+        make_trainer(PPO(mini_batches=3), tiny_models.policy())
