@@ -121,7 +121,7 @@ def make_trainer(tmp_path: Path) -> Make:
             if k in given
         }
         factory = given.pop("factory", None) or make_factory(task, rows, **factorys)
-        args = AlignmentConfig(output_dir=str(tmp_path), **{**SETTINGS, **given})
+        args = AlignmentConfig(**{"output_dir": str(tmp_path), **SETTINGS, **given})
         return Trainer(model_of(loss) if model is None else model, args, factory, loss, **own)
 
     return make

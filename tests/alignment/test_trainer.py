@@ -1,0 +1,430 @@
+"""The trainer of the framework: one loop for all tasks, references, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fastrl.alignment import DPO, LOSSES, BatchFactory, PairwiseLoss, make_loss
+from fastrl.alignment.tasks import FEEDBACK, PAIRS, PROMPTS
+from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
+from tests import tiny_models
+from tests.alignment.conftest import (
+    GRADIENT_STEP,
+    Examples,
+    LikesHigh,
+    Make,
+    examples,
+    make_factory,
+)
+from tests.golden import tiny
+from tests.supervised.conftest import weights
+
+OFFLINE = [
+    (name, task)
+    for name, loss in LOSSES.items()
+    for task in loss.tasks
+    if task.startswith("offline")
+]
+ONLINE = [(name, task) for name in ("dpo", "kto", "ppo") for task in LOSSES[name].tasks[-1:]]
+SLOW = {"slic": 40, "orpo": 40, "ipo": 16}  # passes over 32 pairs, where 10 are too few
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize(("name", "task"), OFFLINE)
+def test_every_offline_loss_fits_32_pairs(make_trainer: Make, name: str, task: str) -> None:
+    """To a positive margin on each of them; pointwise, on each of 32 responses."""
+    rows = examples(FEEDBACK if task == "offline-pointwise" else PAIRS, 32)
+    trainer = make_trainer(
+        name,
+        rows=rows,
+        task=task,
+        batch_size=8,
+        epochs=SLOW.get(name, 10),
+        shuffle=True,
+        eval_factory=make_factory(task, rows, batch_size=32),
+        learning_rate=5e-3,
+        lr_scheduler_type="constant",
+    )
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert before["eval_rewards/accuracies"] < 0.8
+    assert after["eval_rewards/accuracies"] == 1.0
+    assert after["eval_loss"] < before["eval_loss"]
+
+
+@pytest.mark.parametrize(("name", "task"), ONLINE)
+def test_online_learning_raises_what_the_annotator_says(
+    make_trainer: Make, name: str, task: str
+) -> None:
+    rows = examples(PROMPTS, 24)
+    trainer = make_trainer(
+        name,
+        rows=rows,
+        task=task,
+        batch_size=24,
+        examples=24 * 12,
+        eval_factory=make_factory(task, rows, batch_size=24),
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+    )
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    gain = after["eval_reward"] - before["eval_reward"]
+    assert gain > 2 * (after["eval_reward_sem"] ** 2 + before["eval_reward_sem"] ** 2) ** 0.5
+    log = [log for log in trainer.state.log_history if "loss" in log][-1]
+    assert log["tokens/responses"] == 5.0
+    assert log["perf/rollout_tokens_per_second"] > 0
+
+
+def test_an_evaluation_writes_the_same_while_nothing_is_learned(make_trainer: Make) -> None:
+    factory = make_factory("online-pairwise", examples(PROMPTS, 6))
+    trainer = make_trainer("dpo", task="online-pairwise", eval_factory=factory)
+    first = trainer.evaluate()
+    torch.randn(3)
+    assert trainer.evaluate() == first
+    assert trainer.evaluation.judged[0] == trainer.evaluation.judged[1]
+    assert len(trainer.evaluation.judged[0].prompts) == 6
+
+
+def test_without_scores_the_first_responses_are_what_a_policy_has_to_beat(
+    make_trainer: Make,
+) -> None:
+    class OnlyCompares:
+        def compare(self, prompts: Any, firsts: Any, seconds: Any, **columns: Any) -> list[float]:
+            return [0.5 if a == b else float(a > b) for a, b in zip(firsts, seconds, strict=True)]
+
+        def statistics(self) -> dict[str, float]:
+            return {"annotator/calls": 1.0}
+
+    factory = make_factory(
+        "online-pairwise", examples(PROMPTS, 8), annotator=OnlyCompares(), batch_size=8
+    )
+    trainer = make_trainer(
+        "dpo",
+        task="online-pairwise",
+        annotator=OnlyCompares(),
+        eval_factory=factory,
+        learning_rate=0.1,
+        optim="sgd",
+        logging_steps=1,
+    )
+    assert trainer.evaluate() == {"eval_win_rate": 0.5, "eval_win_rate_sem": 0.0}
+    trainer.train()
+    assert trainer.evaluate()["eval_win_rate_sem"] > 0
+    assert any("annotator/calls" in log for log in trainer.state.log_history)
+
+
+# ---------------------------------------------------------------------- forwards and references
+
+
+def test_both_responses_share_a_forward_and_prompts_are_not_scored(make_trainer: Make) -> None:
+    model = tiny_models.language_model()
+    trainer = make_trainer("simpo", model, epochs=3)
+    shapes: list[int] = []
+    rows: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _m, _a, kwargs: shapes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    score = CausalLMPolicy.forward
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rows.append(len(kwargs["scoring"].rows))
+        return score(self, *args, **kwargs)
+
+    trainer.evaluation  # noqa: B018
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CausalLMPolicy, "forward", noted)
+        trainer.train()
+    tokens = sum(len(r.ids) for row in examples(PAIRS) for r in row.responses)
+    assert rows == [tokens] * 3
+    # The first scoring also looks at which way of running the head is right, on one row.
+    assert [n for n in shapes if n > 1] == [8] * 3
+
+
+def trained(make_trainer: Make, model: Any = None, **given: Any) -> tuple[list[float], Any]:
+    settings = {"epochs": 3, "logging_steps": 1, "learning_rate": 1e-2, **given}
+    trainer = make_trainer("dpo", model, **settings)
+    trainer.train()
+    return losses_of(trainer), trainer
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_cached_reference_is_a_copys(make_trainer: Make, family: str) -> None:
+    losses = {
+        mode: trained(make_trainer, tiny_models.language_model(family), reference=mode)[0]
+        for mode in ("copy", "cached", "offload", "auto")
+    }
+    assert losses["auto"] == losses["cached"]
+    assert losses["copy"][0] != losses["copy"][-1]
+    for found in losses.values():
+        assert found == pytest.approx(losses["copy"], rel=1e-5)
+
+
+def test_a_cached_reference_keeps_no_second_model_and_sees_every_pair_once(
+    make_trainer: Make,
+) -> None:
+    model = tiny_models.language_model()
+    calls: list[bool] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    rows = examples(PAIRS, 8)
+    _, trainer = trained(make_trainer, model, rows=rows, epochs=4)
+    assert trainer.learner.reference.model is None
+    # Two batches are looked at before training; afterwards there are the policy's alone, and the
+    # few that choose how the head is run.
+    assert calls.count(True) == 8
+    assert calls[-8:] == [True] * 8
+
+
+def test_ktos_other_pairs_are_cached_too(make_trainer: Make) -> None:
+    rows = examples(FEEDBACK, 8)
+    settings = {"rows": rows, "epochs": 3, "shuffle": True, "logging_steps": 1}
+    found = []
+    for mode in ("copy", "cached"):
+        trainer = make_trainer("kto", reference=mode, learning_rate=1e-2, **settings)
+        trainer.train()
+        found.append(losses_of(trainer))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_an_adapters_base_is_its_reference(make_trainer: Make) -> None:
+    """As a copy of the base is, and whether it is cached or not."""
+    expected, _ = trained(
+        make_trainer,
+        peft_config=tiny_models.lora(),
+        ref_model=None,
+        reference="adapter",
+    )
+    cached, trainer = trained(make_trainer, peft_config=tiny_models.lora(), reference="cached")
+    assert expected[0] != pytest.approx(0.6931, abs=1e-3)  # the adapter changes outputs already
+    assert cached == pytest.approx(expected, rel=1e-5)
+    assert trainer.learner.reference.mode == "adapter"
+
+
+def test_shared_layers_are_stored_once_and_stay(make_trainer: Make) -> None:
+    model = tiny_models.language_model("llama")
+    before = weights(model)
+    losses, trainer = trained(make_trainer, model, num_shared_layers=1)
+    assert trainer.learner.reference.mode == "trunk"
+    copied, _ = trained(make_trainer, tiny_models.language_model("llama"), reference="copy")
+    assert losses[0] == pytest.approx(copied[0], rel=1e-5)
+    after = weights(model)
+    frozen = [n for n in before if n.startswith(("model.embed_tokens", "model.layers.0."))]
+    assert frozen
+    for name, x in before.items():
+        assert torch.equal(x, after[name]) == (name in frozen), name
+
+
+# ---------------------------------------------------------------------- runs and checkpoints
+
+
+def test_accumulation_is_one_big_batch(make_trainer: Make) -> None:
+    whole, parts = tiny_models.language_model(), tiny_models.language_model()
+    make_trainer("simpo", whole, **GRADIENT_STEP).train()
+    make_trainer(
+        "simpo", parts, batch_size=2, gradient_accumulation_steps=2, **GRADIENT_STEP
+    ).train()
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "ppo"])
+def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(
+    make_trainer: Make, tmp_path: Path, name: str
+) -> None:
+    def run(folder: Path, resume: Any = None) -> Any:
+        loss = make_loss(name, **({"epochs": 2} if name == "ppo" else {}))
+        rows = examples({"dpo": PAIRS, "kto": FEEDBACK, "ppo": PROMPTS}[name], 8)
+        policy = tiny_models.policy() if name == "ppo" else tiny_models.language_model()
+        trainer = make_trainer(
+            loss,
+            policy,
+            rows,
+            epochs=2,
+            shuffle=True,
+            learning_rate=1e-2,
+            save_strategy="steps",
+            save_steps=2,
+            output_dir=str(folder),
+            logging_steps=1,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run(tmp_path / "whole")
+    steps = whole.state.global_step
+    assert steps == (8 if name == "ppo" else 4)
+    again = run(tmp_path / "again", str(tmp_path / "whole" / "checkpoint-2"))
+    assert again.state.global_step == steps
+    for (parameter, one), other in zip(
+        weights(whole.model).items(), weights(again.model).values(), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=parameter)
+
+
+def test_what_is_saved_loads_as_a_plain_model_and_holds_no_pickle(
+    make_trainer: Make, tmp_path: Path
+) -> None:
+    _, trainer = trained(make_trainer)
+    trainer.save_model(str(tmp_path / "model"))
+    names = {file.name for file in (tmp_path / "model").iterdir()}
+    assert "model.safetensors" in names
+    assert not [name for name in names if name.endswith((".bin", ".pt", ".pkl"))]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, x in trainer.model.pretrained_model.state_dict().items():
+        assert torch.equal(x, loaded.state_dict()[name]), name
+
+
+def test_ppos_value_head_is_saved_with_its_policy(make_trainer: Make, tmp_path: Path) -> None:
+    trainer = make_trainer("ppo", tiny_models.policy())
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    loaded = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path / "model")
+    assert torch.equal(loaded.v_head.summary.weight, trainer.model.v_head.summary.weight)
+
+
+def test_the_best_model_is_put_back(make_trainer: Make) -> None:
+    """A learning rate that ruins the model: the first evaluation is the best one."""
+    trainer = make_trainer(
+        "simpo",
+        epochs=4,
+        eval_factory=make_factory("offline-pairwise"),
+        learning_rate=1.0,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+    )
+    trainer.train()
+    evaluated = [x["eval_loss"] for x in trainer.state.log_history if "eval_loss" in x]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-5)
+    assert min(evaluated) < evaluated[-1]
+
+
+def test_metrics_are_means_over_samples(make_trainer: Make) -> None:
+    rows = examples(PAIRS, 5)
+    _, trainer = trained(
+        make_trainer,
+        rows=rows,
+        eval_factory=make_factory("offline-pairwise", rows, batch_size=4),
+        learning_rate=1e-2,
+    )
+    parts = trainer.evaluate()
+    trainer.evaluation.factory.batch_size = 5
+    whole = trainer.evaluate()
+    assert parts.keys() == whole.keys() >= {"eval_loss", "eval_rewards/margins"}
+    for name, value in whole.items():
+        assert parts[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_a_loss_of_ones_own_needs_a_class_and_nothing_else(make_trainer: Make) -> None:
+    class Margin(PairwiseLoss):
+        """-(log p_w - log p_l)."""
+
+        name = "margin"
+
+        def losses(self, chosen: Any, rejected: Any) -> torch.Tensor:
+            return rejected.policy.sums - chosen.policy.sums
+
+        def implicit_reward(self, side: Any) -> torch.Tensor:
+            return side.policy.sums
+
+    trainer = make_trainer(
+        Margin(), epochs=8, eval_factory=make_factory("offline-pairwise"), learning_rate=1e-2
+    )
+    before = trainer.evaluate()["eval_rewards/margins"]
+    trainer.train()
+    assert trainer.evaluate()["eval_rewards/margins"] > before + 1
+
+
+def test_dropout_is_off_unless_it_is_wanted(make_trainer: Make) -> None:
+    def model() -> Any:
+        return tiny_models.language_model(resid_pdrop=0.5, attn_pdrop=0.5)
+
+    one, _ = trained(make_trainer, model())
+    assert one == trained(make_trainer, model())[0]
+    assert one[0] == pytest.approx(0.693147, abs=1e-5)
+    with_it, _ = trained(make_trainer, model(), disable_dropout=False)
+    assert with_it[0] != pytest.approx(0.693147, abs=1e-3)
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("loss", "given", "says"),
+    [
+        ("sft", {"task": "offline-pairwise"}, "sft does not fit the task offline-pairwise"),
+        ("dpo", {"task": "sft"}, "it is for offline-pairwise, online-pairwise; for sft choose sft"),
+        ("kto", {"batch_size": 1}, "batch_size must be at least 2, got 1"),
+        ("simpo", {"reference": "copy"}, "compares the policy with nothing"),
+        (
+            "dpo",
+            {"task": "online-pairwise", "reference": "cached"},
+            "are not: choose 'copy', 'adapter'",
+        ),
+        ("dpo", {"reference": "adapter"}, "needs a PEFT model"),
+        ("dpo", {"reference": "trunk"}, "needs num_shared_layers"),
+        ("dpo", {"reference": "whatever"}, "unknown reference 'whatever'"),
+        ("dpo", {"rollout_slots": 0}, "rollout_slots must be at least 1"),
+        ("dqo", {}, "unknown loss 'dqo': choose one of dpo"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    make_trainer: Make, loss: str, given: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_trainer(loss, **given)
+
+
+def test_coefficients_that_a_loss_does_not_have_are_named() -> None:
+    with pytest.raises(ValueError, match="simpo has no coefficient 'betta'"):
+        make_loss("simpo", betta=1)
+
+
+def test_an_evaluation_of_another_task_is_refused(make_trainer: Make) -> None:
+    with pytest.raises(ValueError, match="eval_factory is for sft, factory for offline-pairwise"):
+        make_trainer("dpo", eval_factory=make_factory("sft"))
+
+
+def test_a_tokenizer_without_a_pad_token_is_refused(make_trainer: Make) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = None
+    factory = BatchFactory("offline-pairwise", Examples(examples(PAIRS), tokenizer))
+    with pytest.raises(ValueError, match="has no pad token: set tokenizer.pad_token"):
+        make_trainer("dpo", factory=factory)
+
+
+def test_evaluation_needs_a_factory(make_trainer: Make) -> None:
+    with pytest.raises(ValueError, match="evaluation is of the eval_factory"):
+        make_trainer("dpo").evaluate()
+
+
+def test_a_classifier_with_two_labels_is_no_reward_model(make_trainer: Make) -> None:
+    from tests.supervised.conftest import reward_model
+
+    with pytest.raises(ValueError, match="has 2 labels, a reward model has one"):
+        make_trainer("bradley-terry", reward_model("gpt2", num_labels=2))
+
+
+def test_a_response_that_was_not_there_before_training_has_no_cached_reference(
+    make_trainer: Make,
+) -> None:
+    trainer = make_trainer("dpo", rows=examples(PAIRS, 4))
+    trainer.train()
+    policy, reference = trainer.learner.views(trainer.model)
+    batch = next(iter(make_factory("offline-pairwise", examples(PAIRS, 4, seed=5))))
+    with pytest.raises(ValueError, match="was not computed before training"):
+        DPO()(batch, policy, reference)
