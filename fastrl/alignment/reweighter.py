@@ -99,11 +99,11 @@ class ByMargin:
         """[B] fp64."""
         columns = batch.columns
         if "scores" in batch.known:
-            sides = [_numbers(self, "the annotator's score", s) for s in batch.known["scores"]]
+            sides = [_numbers(self, "known scores", scores) for scores in batch.known["scores"]]
         elif self.margin_column in columns:
-            return _column(self, columns, self.margin_column)
+            return _numbers(self, self.margin_column, columns[self.margin_column])
         elif all(name in columns for name in self.score_columns):
-            sides = [_column(self, columns, name) for name in self.score_columns]
+            sides = [_numbers(self, name, columns[name]) for name in self.score_columns]
         else:
             raise ValueError(
                 "ByMargin needs an annotator that scores, or the data's column "
@@ -171,13 +171,12 @@ class ByImportance:
                 raise ValueError(
                     "ByImportance needs the log-probs of the policy that wrote the responses: take "
                     "them from the policy (an online task), or name the data's columns of them, "
-                    f"{batch.generations} here, with columns=; they are "
-                    f"{', '.join(there) or 'none'}"
+                    f"{batch.generations} here, by columns=; they are {', '.join(there) or 'none'}"
                 )
             known = [there[name] for name in names]
         return torch.stack(
             [
-                _numbers(self, name, map(_summed, _each_of(name, values, batch.responses(i + 1))))
+                _numbers(self, name, _totals(name, values, batch.responses(i + 1)))
                 for i, (name, values) in enumerate(zip(names, known, strict=True))
             ]
         )
@@ -258,10 +257,6 @@ def _is_list(value: Any) -> bool:
     return hasattr(value, "__len__") and not (isinstance(value, Tensor) and value.dim() == 0)
 
 
-def _column(reweighter: Any, columns: dict[str, list[Any]], name: str) -> Tensor:
-    return _numbers(reweighter, name, columns[name])
-
-
 def _numbers(reweighter: Any, name: str, values: Any) -> Tensor:
     """Finite numbers, fp64."""
     values = list(values)
@@ -275,18 +270,17 @@ def _numbers(reweighter: Any, name: str, values: Any) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def _each_of(name: str, values: Sequence[Any], responses: Sequence[Tensor]) -> Sequence[Any]:
-    """Log-probs of responses, whose lists are as long as these."""
+def _totals(name: str, values: Sequence[Any], responses: Sequence[Tensor]) -> list[Any]:
+    """Sums over tokens of log-probs that may be sums already."""
+    totals = []
     for i, (value, response) in enumerate(zip(values, responses, strict=True)):
-        if _is_list(value) and len(value) != len(response):
+        if not _is_list(value) or isinstance(value, str):
+            totals.append(value)
+            continue
+        if len(value) != len(response):
             raise ValueError(
                 f"ByImportance: {name}[{i}] has {len(value)} numbers for {len(response)} tokens: "
                 "bring one per token of the response as it is here, EOS and cuts included"
             )
-    return values
-
-
-def _summed(value: Any) -> Any:
-    if not _is_list(value) or isinstance(value, str):
-        return value
-    return torch.as_tensor(value, dtype=torch.float64).sum()
+        totals.append(torch.as_tensor(value, dtype=torch.float64).sum())
+    return totals
