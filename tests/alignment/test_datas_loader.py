@@ -243,7 +243,7 @@ def test_text_answers_to_a_chat_end_in_eos() -> None:
 
 
 def test_blanks_that_a_template_puts_behind_eos_are_left_out() -> None:
-    tokenizer = build_tokenizer(["w5 w6 w7 w10 w11\n"])
+    tokenizer = build_tokenizer(["w5 w6 w7 w10 w11 \n"])
     tokenizer.chat_template = TEMPLATE.replace("{{ m.content }} ", "{{ m.content }}<eos>\n")
     row = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD, USER, GOOD]}
     chosen, rejected = load([row], tokenizer)[0].responses
