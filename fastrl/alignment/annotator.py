@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from fastrl.rewards import RewardFunction, as_number, check_rewards, load_reward
@@ -28,7 +28,10 @@ class Annotator(Protocol):
 
 
 def ask_scores(
-    annotator: Annotator, prompts: list[str], responses: list[str], **columns: Any
+    annotator: Annotator,
+    prompts: list[str],
+    responses: list[str],
+    columns: Mapping[str, list[Any]] | None = None,
 ) -> list[float]:
     """What an annotator, whoever wrote it, says of responses.
 
@@ -36,8 +39,8 @@ def ask_scores(
         ValueError: not B finite numbers, named by their index; a column with the name of an
             argument.
     """
-    _check_columns(columns, ("prompts", "responses"))
-    scores = annotator.score(prompts, responses, **columns)
+    others = _others(columns, ("prompts", "responses"))
+    scores = annotator.score(prompts, responses, **others)
     return check_rewards(scores, len(prompts), f"{name_of(annotator)}.score")
 
 
@@ -46,7 +49,7 @@ def ask_preferences(
     prompts: list[str],
     firsts: list[str],
     seconds: list[str],
-    **columns: Any,
+    columns: Mapping[str, list[Any]] | None = None,
 ) -> list[float | None]:
     """What an annotator, whoever wrote it, says of pairs of responses.
 
@@ -54,8 +57,8 @@ def ask_preferences(
         ValueError: not B numbers in [0, 1] or None, named by their index; a column with the name of
             an argument.
     """
-    _check_columns(columns, ("prompts", "firsts", "seconds"))
-    said = annotator.compare(prompts, firsts, seconds, **columns)
+    others = _others(columns, ("prompts", "firsts", "seconds"))
+    said = annotator.compare(prompts, firsts, seconds, **others)
     return check_preferences(said, len(prompts), f"{name_of(annotator)}.compare")
 
 
@@ -173,9 +176,13 @@ def _needs(function: Any, argument: str) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def _check_columns(columns: dict[str, Any], arguments: Sequence[str]) -> None:
+def _others(
+    columns: Mapping[str, list[Any]] | None, arguments: Sequence[str]
+) -> Mapping[str, list[Any]]:
+    """The data's columns, none of which may stand for an argument."""
     for name in arguments:
-        if name in columns:
+        if name in (columns or ()):
             raise ValueError(
                 f"the data's column {name!r} has the name of an annotator's argument: rename it"
             )
+    return columns or {}

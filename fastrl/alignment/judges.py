@@ -173,10 +173,12 @@ class JudgeAnnotator:
         """The judge's answers, as numbers; a hint says what allows those that say nothing."""
         answers = self.judge(questions)
         self._counts["calls"] += len(questions)
-        if isinstance(answers, str) or len(answers) != len(questions):
+        single = isinstance(answers, str) or not hasattr(answers, "__len__")
+        if single or len(answers) != len(questions):
+            got = repr(answers) if single else f"{len(answers)} answers"
             raise ValueError(
-                f"{self.name}: the judge gave {len(answers)} answers to {len(questions)} "
-                "questions: it must give a list with one text each"
+                f"{self.name}: the judge gave {got} to {len(questions)} questions: it must give a "
+                "list with one text each"
             )
         read = []
         for i, answer in enumerate(answers):
