@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastrl.alignment.examples import Example, Response
-from fastrl.alignment.rows import Parts, Said
-from fastrl.supervised.pairs import complete, join
+from fastrl.alignment.rows import Parts
+from fastrl.supervised.dialogues import Said, ended, is_complete, join
 
 TRUNCATIONS = ("keep_end", "keep_start")
 
@@ -83,7 +83,7 @@ class Encoder:
 
     def _prompt(self, text: str, chat: bool) -> tuple[list[int], _Tokens]:
         """What the tokenizer puts in front of a text, and the text; without what it puts behind."""
-        tokens = self._tokens(text, special=not complete(text, self.tokenizer, chat))
+        tokens = self._tokens(text, special=not is_complete(text, self.tokenizer, chat))
         added = tokens.added
         begin = next((i for i, special in enumerate(added) if not special), len(added))
         if begin == 0 and tokens.ids[:1] in (
@@ -98,12 +98,11 @@ class Encoder:
         return tokens.ids[:begin], whole
 
     def _answer(self, prompt: Said, prompt_text: str, answer: Said) -> _Tokens:
-        eos = self.tokenizer.eos_token_id
         if isinstance(answer, str):
             tokens = self._tokens(answer)
-            if self.add_eos and eos is not None and tokens.ids[-1:] != [eos]:
-                tokens.ids.append(eos)
-            return tokens
+            if not self.add_eos:
+                return tokens
+            return tokens._replace(ids=ended(tokens.ids, self.tokenizer))
         whole = join(prompt, answer, self.tokenizer)
         if not whole.startswith(prompt_text):
             raise ValueError(
@@ -111,6 +110,7 @@ class Encoder:
                 f"front of its response ({whole!r:.200}): mend the template, or bring texts"
             )
         tokens = self._tokens(whole[len(prompt_text) :])
+        eos = self.tokenizer.eos_token_id
         if eos in tokens.ids:
             end = len(tokens.ids) - tokens.ids[::-1].index(eos)
             if not self.tokenizer.decode(tokens.ids[end:]).strip():

@@ -13,7 +13,7 @@ from fastrl.alignment.annotator import Counts, check_preferences
 from fastrl.models.layout import layout_of
 from fastrl.rewards import check_rewards
 from fastrl.rollout import SamplingParams, choose_engine
-from fastrl.supervised.pairs import encode
+from fastrl.supervised.dialogues import as_messages, encode, join
 
 Judge = Callable[[list[str]], Sequence[str]]
 
@@ -245,12 +245,9 @@ class ModelJudge:
         ]
 
     def _ids(self, question: str) -> list[int]:
-        if self.tokenizer.chat_template is None:
-            return encode(question, self.tokenizer)
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-        )
-        return encode(text, self.tokenizer, chat=True)
+        chat = self.tokenizer.chat_template is not None
+        said = as_messages(question) if chat else question
+        return encode(join(said, "", self.tokenizer), self.tokenizer, chat)
 
 
 def _swapped(preference: float | None) -> float | None:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from fastrl.alignment.tasks import ANSWERS, FEEDBACK, PAIRS, PROMPTS
 from fastrl.prompt_data import USUAL_COLUMNS
-
-Said = str | list[dict[str, Any]]  # a text, or chat messages
+from fastrl.supervised.dialogues import Said, as_messages, is_whole
 
 _TURN = "\n\nAssistant:"
 _USUAL = {
@@ -96,7 +95,7 @@ def read_parts(row: Mapping[str, Any], i: int, roles: Roles, kind: str) -> Parts
     where = f"{' and '.join(columns)} of row {i}"
     if len({isinstance(answer, str) for answer in answers if answer}) > 1:
         raise ValueError(f"{where} hold a text and chat messages: make both the same")
-    if any(_is_whole(answer) for answer in answers):
+    if any(is_whole(answer) for answer in answers):
         return _split_chats(answers, where)
     if roles.prompt is None:
         return _split_texts(answers, where)
@@ -104,7 +103,7 @@ def read_parts(row: Mapping[str, Any], i: int, roles: Roles, kind: str) -> Parts
     if is_blank(prompt):
         raise ValueError(f"column {roles.prompt!r} of row {i} is empty: every row needs a prompt")
     if isinstance(prompt, str) and any(not isinstance(answer, str) for answer in answers):
-        prompt = [{"role": "user", "content": prompt}]
+        prompt = as_messages(prompt)
     return Parts(prompt, tuple(answers))
 
 
@@ -146,11 +145,6 @@ def _is_message(message: Any) -> bool:
     return isinstance(message, Mapping) and all(
         isinstance(message.get(name), str) for name in ("role", "content")
     )
-
-
-def _is_whole(said: Said) -> bool:
-    """Chat messages with their prompt in front."""
-    return not isinstance(said, str) and bool(said) and said[0]["role"] != "assistant"
 
 
 def _split_chats(chats: Sequence[Said], where: str) -> Parts:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
 from fastrl.supervised.base import as_dataset
+from fastrl.supervised.dialogues import encode, join
 
 SIDES = ("chosen", "rejected")
 TOKEN_COLUMNS = tuple(
@@ -131,30 +132,6 @@ def tokenize_pair(row: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:
             ids = encode(whole, tokenizer, chat=not isinstance(row[side], str))
         tokens |= {f"input_ids_{side}": ids, f"attention_mask_{side}": [1] * len(ids)}
     return tokens
-
-
-def encode(text: str, tokenizer: Any, chat: bool = False) -> list[int]:
-    """Token ids with special tokens."""
-    return tokenizer(text, add_special_tokens=not complete(text, tokenizer, chat))["input_ids"]
-
-
-def complete(text: str, tokenizer: Any, chat: bool) -> bool:
-    """Whether a text brings its special tokens along: chat templates do, and texts that begin with
-    one."""
-    start = tokenizer.bos_token or tokenizer.cls_token
-    return chat or bool(start and text.startswith(start))
-
-
-def join(prompt: Any, answer: Any, tokenizer: Any) -> str:
-    """Prompt and answer as one text; chats through the tokenizer's template."""
-    if isinstance(answer, str):
-        if prompt is not None and not isinstance(prompt, str):
-            prompt = tokenizer.apply_chat_template(
-                prompt, tokenize=False, add_generation_prompt=True
-            )
-        return (prompt or "") + answer
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    return tokenizer.apply_chat_template([*messages, *answer], tokenize=False)
 
 
 def _check_margins(dataset: Any) -> None:

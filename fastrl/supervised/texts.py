@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastrl.supervised.base import as_dataset
-from fastrl.supervised.pairs import encode, join
+from fastrl.supervised.dialogues import as_messages, encode, ended, join
 
 IGNORED = -100
 
@@ -216,13 +216,11 @@ def _are_texts(made: Any) -> bool:
 def _encoder(columns: Sequence[str], tokenizer: Any, ways: Ways) -> Encoder:
     """By the columns that there are: from a row, token ids and labels."""
 
-    def ended(ids: list[int]) -> list[int]:
-        eos = tokenizer.eos_token_id
-        ends = ways.append_eos and eos is not None and ids[-1:] != [eos]
-        return [*ids, eos] if ends and ids else ids
+    def closed(ids: list[int]) -> list[int]:
+        return ended(ids, tokenizer) if ways.append_eos and ids else ids
 
     def whole(text: str | None) -> tuple[list[int], list[int]]:
-        ids = ended(encode(text, tokenizer)) if text else []
+        ids = closed(encode(text, tokenizer)) if text else []
         return ids, ids
 
     def messages(row: dict[str, Any]) -> tuple[list[int], list[int]]:
@@ -240,11 +238,12 @@ def _encoder(columns: Sequence[str], tokenizer: Any, ways: Ways) -> Encoder:
         chat = not (isinstance(row["prompt"], str) and isinstance(row["completion"], str))
         ids = encode(join(row["prompt"], row["completion"], tokenizer), tokenizer, chat)
         if isinstance(row["completion"], str):  # chat templates end their texts themselves
-            ids = ended(ids)
+            ids = closed(ids)
         if not ways.completion_only:
             return ids, ids
         # With a text for an answer, a chat's prompt ends where the answer begins.
-        prompt = encode(join(row["prompt"], "", tokenizer), tokenizer, chat)
+        said = as_messages(row["prompt"]) if chat else row["prompt"]
+        prompt = encode(join(said, "", tokenizer), tokenizer, chat)
         same = zip(prompt, ids, strict=False)
         # A token that spans the border belongs to the completion.
         border = next((i for i, (a, b) in enumerate(same) if a != b), len(prompt))

@@ -60,6 +60,15 @@ def test_chats_go_through_the_template(prompt: Any) -> None:
     assert prepared[0]["input_ids_rejected"] == [10, 5, 11, 7]
 
 
+def test_whole_conversations_bring_their_prompt_along() -> None:
+    turn = {"role": "user", "content": "w5"}
+    sides = {"chosen": "w6", "rejected": "w7"}
+    row = {k: [turn, {"role": "assistant", "content": v}] for k, v in sides.items()}
+    prepared = prepare_pairs([{"prompt": "w5", **row}], chat_tokenizer(), None)
+    assert prepared[0]["input_ids_chosen"] == [10, 5, 11, 6]
+    assert prepared[0]["input_ids_rejected"] == [10, 5, 11, 7]
+
+
 def test_a_chat_with_text_answers_is_asked_for_its_answer() -> None:
     row = {"prompt": [{"role": "user", "content": "w5"}], "chosen": "w6", "rejected": "w7"}
     prepared = prepare_pairs([row], chat_tokenizer(), None)

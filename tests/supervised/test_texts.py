@@ -65,6 +65,8 @@ def test_completions_of_chats() -> None:
     tokenizer = chat_tokenizer()
     # The template ends the text; the answer's header is the prompt's, a text's end is EOS.
     assert only([row], tokenizer=tokenizer) == ([10, 5, 11, 6], [X, X, X, 6])
+    said = {**row, "prompt": "w5"}
+    assert only([said], tokenizer=tokenizer) == ([10, 5, 11, 6], [X, X, X, 6])
     row["completion"] = "w6"
     assert only([row], tokenizer=tokenizer) == ([10, 5, 11, 6, EOS], [X, X, X, 6, EOS])
 

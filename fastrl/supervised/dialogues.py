@@ -1,0 +1,48 @@
+"""A prompt and an answer, texts or chat messages, as one text and as tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Said = str | list[dict[str, Any]]  # a text, or chat messages
+
+
+def is_whole(said: Said | None) -> bool:
+    """Whether chat messages have their prompt in front of the answer."""
+    return bool(said) and not isinstance(said, str) and said[0]["role"] != "assistant"  # type: ignore[index]
+
+
+def as_messages(prompt: Said | None) -> list[dict[str, Any]]:
+    """A text is what a user says."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+
+
+def join(prompt: Said | None, answer: Said, tokenizer: Any) -> str:
+    """Prompt and answer as one text; chats through the tokenizer's template. A whole conversation
+    brings its prompt along."""
+    if isinstance(answer, str):
+        if prompt is not None and not isinstance(prompt, str):
+            prompt = tokenizer.apply_chat_template(
+                prompt, tokenize=False, add_generation_prompt=True
+            )
+        return (prompt or "") + answer  # type: ignore[operator]
+    messages = answer if is_whole(answer) else [*as_messages(prompt), *answer]
+    return tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def is_complete(text: str, tokenizer: Any, chat: bool) -> bool:
+    """Whether a text brings its special tokens along: chat templates do, and texts that begin with
+    one."""
+    start = tokenizer.bos_token or tokenizer.cls_token
+    return chat or bool(start and text.startswith(start))
+
+
+def encode(text: str, tokenizer: Any, chat: bool = False) -> list[int]:
+    """Token ids with special tokens."""
+    return tokenizer(text, add_special_tokens=not is_complete(text, tokenizer, chat))["input_ids"]
+
+
+def ended(ids: list[int], tokenizer: Any) -> list[int]:
+    """With EOS at the end, once, if the tokenizer has one."""
+    eos = tokenizer.eos_token_id
+    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
