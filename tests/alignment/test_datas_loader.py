@@ -184,6 +184,8 @@ def test_texts_without_prompts_share_a_dialogue() -> None:
     pair = load([row], tokenizer)[0]
     assert pair.prompt == start
     assert [r.text for r in pair.responses] == [" w8", " w9\n\nHuman: w3\n\nAssistant: w4"]
+    turned = {"chosen": row["rejected"], "rejected": row["chosen"]}
+    assert load([turned], tokenizer)[0].responses == pair.responses[::-1]
     assert list(pair.prompt_ids) == tokenizer(start)["input_ids"]
     assert load([row], tokenizer, "prompts")[0].prompt == start
 
@@ -252,6 +254,12 @@ def test_blanks_that_a_template_puts_behind_eos_are_left_out() -> None:
     for response in (chosen, rejected):
         assert list(response.ids) == tokenizer(response.text)["input_ids"]
         assert response.ids[-1] == tokenizer.eos_token_id
+
+
+def test_words_that_a_template_puts_behind_eos_stay() -> None:
+    template = TEMPLATE.replace("{{ m.content }} ", "{{ m.content }} <eos> w13 ")
+    loader = load([{"prompt": [USER], "response": [GOOD]}], chat_tokenizer(template))
+    assert loader[0].responses[0] == Response("w6 <eos> w13 ", (6, 1, 13))
 
 
 def test_a_template_that_does_not_begin_with_the_prompt_is_refused() -> None:
