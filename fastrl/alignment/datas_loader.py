@@ -158,12 +158,11 @@ class DatasLoader(Sequence[Example]):
         picks, dropped = [], Counter[str]()
         for i, row in enumerate(_each(self._rows)):
             parts = read_parts(row, i, self._roles, self._given)
-            if self.kind == PROMPTS:
-                picks.append(_Pick(i))
-                continue
-            useless = _why_useless(parts)
+            useless = _why_useless(parts, self.kind)
             if useless:
                 dropped[useless] += 1
+            elif self.kind == PROMPTS:
+                picks.append(_Pick(i))
             elif self._given == PAIRS:
                 picks += _FROM_PAIRS[self.kind](i)
             elif self._given == FEEDBACK:
@@ -191,7 +190,9 @@ _FROM_PAIRS = {
 }
 
 
-def _why_useless(parts: Parts) -> str:
+def _why_useless(parts: Parts, kind: str) -> str:
+    if kind == PROMPTS:  # only where it would have been inside responses
+        return "empty" if is_blank(parts.prompt) else ""
     if any(is_blank(answer) for answer in parts.answers):
         return "empty"
     return "equal" if len(parts.answers) == 2 and parts.answers[0] == parts.answers[1] else ""

@@ -365,6 +365,8 @@ def test_chats_and_dialogues_without_a_side_are_dropped() -> None:
     rows = [chat, {**chat, "chosen": None}, {**chat, "chosen": [USER, empty]}, {}]
     with pytest.warns(UserWarning, match="3 of 4 rows dropped: 3 have an empty response"):
         load(rows, chat_tokenizer())
+    with pytest.warns(UserWarning, match="1 of 4 rows dropped: 1 have an empty response"):
+        assert len(load(rows, chat_tokenizer(), "prompts")) == 3
     text = {
         "chosen": "\n\nHuman: w5\n\nAssistant: w6",
         "rejected": "\n\nHuman: w5\n\nAssistant: w7",
