@@ -111,12 +111,12 @@ class OnlineEvaluation:
             texts = [each[0].text for each in written]
             asked, columns = prompts_of(examples), columns_of(examples)
             if self._scores:
-                rewards += ask_scores(annotator, asked, texts, **columns)
+                rewards += ask_scores(annotator, asked, texts, columns)
             elif not self.judged:
                 rewards += [0.5] * len(texts)
             else:
                 first = [self.judged[0].completions[i] for i in ids]
-                verdicts = ask_preferences(annotator, asked, texts, first, **columns)
+                verdicts = ask_preferences(annotator, asked, texts, first, columns)
                 rewards += [0.5 if verdict is None else verdict for verdict in verdicts]
             prompts += asked
             responses += texts

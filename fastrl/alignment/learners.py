@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils import logging
 
 from fastrl.alignment.arguments import AlignmentConfig, reference_settings
 from fastrl.alignment.batch import Batch
@@ -24,7 +26,7 @@ from fastrl.models import (
     CausalLMPolicy,
     PreTrainedModelWrapper,
 )
-from fastrl.models.checkpoints import ADAPTER_WEIGHTS
+from fastrl.models.checkpoints import ADAPTER_WEIGHTS, read_value_head
 from fastrl.models.modes import evaluating
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.references import Reference, choose_reference
@@ -77,9 +79,9 @@ class Learner:
 
             set_peft_model_state_dict(language_model(model), load_file(adapter))
             return
-        saved = type(language_model(model)).from_pretrained(
-            folder, use_safetensors=True, dtype="auto"
-        )
+        with _quiet():
+            kind = type(language_model(model))
+            saved = kind.from_pretrained(folder, use_safetensors=True, dtype="auto")
         language_model(model).load_state_dict(saved.state_dict())
 
 
@@ -201,8 +203,6 @@ class ActorCriticLearner(PolicyLearner):
 
     def load(self, model: Any, folder: str) -> None:
         super().load(model, folder)
-        from fastrl.models.checkpoints import read_value_head
-
         model.v_head.load_state_dict(read_value_head(folder, {}))
 
 
@@ -221,6 +221,17 @@ def make_learner(args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any) 
 def language_model(model: Any) -> Any:
     """A model of transformers or PEFT, out of its wrapper."""
     return model.pretrained_model if isinstance(model, PreTrainedModelWrapper) else model
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A value head among a language model's weights is no news."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def switch_off_dropout(model: nn.Module) -> None:

@@ -117,7 +117,7 @@ class PolicySource:
         """Rewards and weights of each example's responses; and their scores, where there are any,
         a list per generation."""
         texts = [responses[0].text for responses in written]
-        scores = ask_scores(self.annotator, prompts_of(examples), texts, **columns_of(examples))
+        scores = ask_scores(self.annotator, prompts_of(examples), texts, columns_of(examples))
         return [((score,), (1.0,)) for score in scores], [scores]
 
 
@@ -139,7 +139,7 @@ class PairSource(PolicySource):
         chosen = [examples[i] for i in asked]
         firsts, seconds = ([written[i][side].text for i in asked] for side in (0, 1))
         verdicts = ask_preferences(
-            self.annotator, prompts_of(chosen), firsts, seconds, **columns_of(chosen)
+            self.annotator, prompts_of(chosen), firsts, seconds, columns_of(chosen)
         )
         for i, first in zip(asked, verdicts, strict=True):
             if first is None:

@@ -122,8 +122,8 @@ class Trainer(transformers.Trainer):
             if self.reweighter is not None:
                 with torch.no_grad(), evaluating(self.model):
                     self.reweighter(batch, policy)
-            yield from self.loss.parts(batch, policy, reference)
             self._means.add(self._numbers(batch))
+            yield from self.loss.parts(batch, policy, reference)
 
     def compute_loss(
         self,
@@ -185,7 +185,9 @@ class Trainer(transformers.Trainer):
         """The factory's batches of one epoch, made when they are asked for."""
         length = self._epoch_length()
         epoch = _Epoch(lambda: self.batches(length // self._parts), length)
-        return DataLoader(epoch, batch_size=None, collate_fn=_as_it_is)
+        # Of its own, or a loader that is made anew would move torch's generator.
+        generator = torch.Generator()
+        return DataLoader(epoch, batch_size=None, collate_fn=_as_it_is, generator=generator)
 
     @property
     def _parts(self) -> int:

@@ -16,7 +16,6 @@ from tests import tiny_models
 from tests.alignment.conftest import (
     GRADIENT_STEP,
     Examples,
-    LikesHigh,
     Make,
     examples,
     make_factory,
@@ -31,7 +30,9 @@ OFFLINE = [
     if task.startswith("offline")
 ]
 ONLINE = [(name, task) for name in ("dpo", "kto", "ppo") for task in LOSSES[name].tasks[-1:]]
-SLOW = {"slic": 40, "orpo": 40, "ipo": 16}  # passes over 32 pairs, where 10 are too few
+# Passes over 32 pairs, where 10 are too few, and a SLiC that is mostly its margin.
+SLOW = {"slic": 60, "orpo": 40, "ipo": 16}
+COEFFICIENTS = {"slic": {"beta": 3.0, "lam": 0.01}}
 
 
 def losses_of(trainer: Any) -> list[float]:
@@ -43,7 +44,7 @@ def test_every_offline_loss_fits_32_pairs(make_trainer: Make, name: str, task: s
     """To a positive margin on each of them; pointwise, on each of 32 responses."""
     rows = examples(FEEDBACK if task == "offline-pointwise" else PAIRS, 32)
     trainer = make_trainer(
-        name,
+        make_loss(name, **COEFFICIENTS.get(name, {})),
         rows=rows,
         task=task,
         batch_size=8,
@@ -82,8 +83,8 @@ def test_online_learning_raises_what_the_annotator_says(
     after = trainer.evaluate()
     gain = after["eval_reward"] - before["eval_reward"]
     assert gain > 2 * (after["eval_reward_sem"] ** 2 + before["eval_reward_sem"] ** 2) ** 0.5
-    log = [log for log in trainer.state.log_history if "loss" in log][-1]
-    assert log["tokens/responses"] == 5.0
+    log = next(log for log in trainer.state.log_history if "tokens/responses" in log)
+    assert 1 <= log["tokens/responses"] <= 5
     assert log["perf/rollout_tokens_per_second"] > 0
 
 
@@ -296,10 +297,10 @@ def test_ppos_value_head_is_saved_with_its_policy(make_trainer: Make, tmp_path: 
 def test_the_best_model_is_put_back(make_trainer: Make) -> None:
     """A learning rate that ruins the model: the first evaluation is the best one."""
     trainer = make_trainer(
-        "simpo",
+        "sft",
         epochs=4,
-        eval_factory=make_factory("offline-pairwise"),
-        learning_rate=1.0,
+        eval_factory=make_factory("sft"),
+        learning_rate=100.0,
         optim="sgd",
         lr_scheduler_type="constant",
         eval_strategy="epoch",
@@ -310,7 +311,7 @@ def test_the_best_model_is_put_back(make_trainer: Make) -> None:
     trainer.train()
     evaluated = [x["eval_loss"] for x in trainer.state.log_history if "eval_loss" in x]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-5)
-    assert min(evaluated) < evaluated[-1]
+    assert min(evaluated) < 0.9 * evaluated[-1]
 
 
 def test_metrics_are_means_over_samples(make_trainer: Make) -> None:
@@ -403,7 +404,7 @@ def test_a_tokenizer_without_a_pad_token_is_refused(make_trainer: Make) -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.pad_token = None
     factory = BatchFactory("offline-pairwise", Examples(examples(PAIRS), tokenizer))
-    with pytest.raises(ValueError, match="has no pad token: set tokenizer.pad_token"):
+    with pytest.raises(ValueError, match="has no pad token: set"):
         make_trainer("dpo", factory=factory)
 
 
