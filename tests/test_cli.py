@@ -23,7 +23,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_help_names_every_command(capsys, arguments):
     status, out, _ = run(capsys, *arguments)
     assert status == 0
-    assert all(f"\n  {command} " in out for command in ("demo", "ppo", "env"))
+    assert all(f"\n  {command} " in out for command in ("demo", "ppo", "grpo", "env"))
 
 
 def test_version(capsys):
@@ -32,7 +32,7 @@ def test_version(capsys):
     assert out.startswith("fastrl 0.")
 
 
-@pytest.mark.parametrize("command", ["demo", "ppo", "env"])
+@pytest.mark.parametrize("command", ["demo", "ppo", "grpo", "env"])
 def test_command_help_exits_with_zero(capsys, command):
     with pytest.raises(SystemExit) as exit_info:
         cli.main([command, "--help"])

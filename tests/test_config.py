@@ -58,6 +58,8 @@ def test_defaults_are_those_of_trl():
     assert {name: getattr(config, name) for name in DEFAULTS} == DEFAULTS
     settable = {f.name for f in dataclasses.fields(PPOConfig) if f.init}
     ours = {"old_logprobs", "num_shared_layers", "sync_ref_every", "ref_ema"}
+    ours |= {"advantage", "group_size", "kl_in", "cliprange_high", "loss_aggregate"}
+    ours |= {"loss_norm_length"}
     ours |= {n for n in settable if n.startswith(("rollout_", "reference", "trunk_cache_"))}
     assert settable == {*DEFAULTS, "exp_name", "tracker_project_name", *ours}
 
@@ -79,6 +81,42 @@ def test_the_experiment_is_named_after_the_script(monkeypatch):
 def test_an_unset_mini_batch_is_as_large_as_the_batch_up_to_128(batch_size, expected):
     config = PPOConfig(batch_size=batch_size)
     assert config.mini_batch_size == config.backward_batch_size == expected
+
+
+def test_policy_gradients_are_classic_unless_chosen():
+    config = PPOConfig()
+    assert (config.advantage, config.group_size, config.kl_in) == ("gae", 1, "reward")
+    assert (config.cliprange_high, config.loss_aggregate) == (None, "token-mean")
+    assert config.needs_values
+    assert config.prompts_per_step == config.batch_size
+    grouped = PPOConfig(advantage="rloo", group_size=4, batch_size=32)
+    assert not grouped.needs_values
+    assert grouped.prompts_per_step == 8
+
+
+GRPO = {"advantage": "grpo", "group_size": 4, "batch_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"advantage": "ppo"}, "unknown advantage 'ppo': choose one of gae, grpo, dr_grpo, rloo"),
+        ({"kl_in": "score"}, "unknown kl_in 'score': choose one of reward, loss"),
+        ({"loss_aggregate": "mean"}, "unknown loss_aggregate 'mean': choose one of token-mean"),
+        ({"group_size": 4}, "group_size=4, but advantage='gae' compares no responses"),
+        ({"advantage": "rloo"}, "'rloo' with group_size=1: a group of one has nothing to be"),
+        ({**GRPO, "group_size": 0}, "group_size must be positive, got 0"),
+        ({**GRPO, "group_size": 3}, r"batch_size \(8\) must be a multiple of group_size \(3\)"),
+        ({**GRPO, "gamma": 0.9}, "gamma=0.9, but advantage='grpo' takes plain sums"),
+        ({**GRPO, "whiten_rewards": True}, "whiten_rewards is for advantage='gae'"),
+        ({"cliprange_high": -0.1}, "cliprange_high must be 0 or more and finite, or None, got"),
+        ({"loss_norm_length": 0}, "loss_norm_length must be positive or None, got 0"),
+        ({"kl_in": "loss", "kl_penalty": "full"}, "kl_penalty='full' with kl_in='loss'"),
+    ],
+)
+def test_policy_gradients_that_do_not_fit_together(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(**settings)
 
 
 def test_derived_sizes():

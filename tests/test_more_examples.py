@@ -122,6 +122,17 @@ def test_an_encoder_decoder(tmp_path):
     AutoModelForSeq2SeqLMWithValueHead.from_pretrained(tmp_path / "out")
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_sums_of_digits(tmp_path, capsys, advantage):
+    example = run("grpo_digits")
+    result = example["train"](
+        str(tmp_path / "out"), list(example["ANSWERS"])[:16], advantage, sft_epochs=40, steps=12,
+        batch_size=128, mini_batch_size=64,
+    )  # fmt: skip
+    assert 0.1 < result["sampled_before"] < result["sampled_after"] - 0.2
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 def test_adapters_alone(language_model, tmp_path):
     from peft import LoraConfig, get_peft_model

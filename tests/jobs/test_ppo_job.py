@@ -56,6 +56,32 @@ def test_classifier_reward_leaves_a_model_and_a_report(world, tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "rloo"])
+def test_grpo_leaves_a_plain_model_and_a_report(world, tmp_path, capsys, advantage):
+    run = tmp_path / "run"
+    flags = {"advantage": advantage, "group-size": 4}
+    words = arguments(world, run, f"{world / 'rewards.py'}:length", **flags)
+    assert cli.main(["grpo", *words[1:]]) == 0
+    assert "10 held-out prompts: mean reward" in capsys.readouterr().out
+    assert (run / "report.png").stat().st_size > 10_000
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {"groups/no_spread", "ppo/loss/kl"} <= set().union(*rows)
+    assert "ppo/loss/value" not in set().union(*rows)
+    settings = json.loads((run / "summary.json").read_text())["ppo"]
+    assert (settings["advantage"], settings["init_kl_coef"]) == (advantage, 0.04)
+    tuned = AutoModelForCausalLM.from_pretrained(run / "model")
+    start = AutoModelForCausalLM.from_pretrained(world / "lm")
+    assert not torch.equal(tuned.transformer.wte.weight, start.transformer.wte.weight)
+
+
+def test_a_fixed_length_is_that_of_completions():
+    from fastrl.jobs.ppo import GRPOFlags, PPOJob
+
+    job = PPOJob(model="m", dataset="d", reward="r", max_new_tokens=9)
+    assert GRPOFlags().config_for(job).loss_norm_length == 9
+    assert GRPOFlags(loss_norm_length=5).config_for(job).loss_norm_length == 5
+
+
 @pytest.mark.parametrize("eval_prompts", [0, 10])
 def test_function_reward_reads_the_data_sets_columns(world, tmp_path, eval_prompts):
     reward = f"{world / 'rewards.py'}:by_label"
