@@ -8,7 +8,9 @@ import time
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models
+from tokenizers.decoders import Fuse
+from tokenizers.pre_tokenizers import Split
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from fastrl import PPOConfig, PPOTrainer, SFTConfig, SFTTrainer, set_seed
@@ -22,15 +24,12 @@ def make_model() -> tuple[GPT2LMHeadModel, PreTrainedTokenizerFast]:
     """A GPT-2 of two layers, and one token per character."""
     vocabulary = {c: i for i, c in enumerate(["<pad>", "<eos>", *"0123456789+="])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    shape = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 16}
-    shape |= {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    tokenizer.pre_tokenizer, tokenizer.decoder = Split("", "isolated"), Fuse()
+    shape = {"vocab_size": len(vocabulary), "n_embd": 64, "n_layer": 2, "n_head": 4}
+    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(n_positions=16, **shape, **ids))
     special = {"pad_token": "<pad>", "eos_token": "<eos>"}
-    return (
-        GPT2LMHeadModel(GPT2Config(vocab_size=len(vocabulary), **shape)),
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special),
-    )
+    return model, PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def reward(prompts: list[str], completions: list[str], **_) -> list[float]:
@@ -58,7 +57,6 @@ def train(
     sft = SFTConfig(output_dir=output, **arguments)
     SFTTrainer(model, sft, train_dataset=sums, processing_class=tokenizer).train()
     fitted = time.perf_counter()
-
     config = {"batch_size": 400, "group_size": 8, "mini_batch_size": 200, "rollout_slots": 400}
     config |= {"ppo_epochs": 2, "learning_rate": 5e-4, "init_kl_coef": 0.0, **settings}
     trainer = PPOTrainer(PPOConfig(advantage=advantage, **config), model, tokenizer=tokenizer)
