@@ -46,7 +46,7 @@ def exact_match(trainer: PPOTrainer, prompts: list[str], do_sample: bool) -> flo
 
 
 def train(
-    output: str, prompts: list[str], advantage: str, sft_epochs: int = 50, steps=150, **settings
+    output: str, prompts: list[str], advantage: str, sft_epochs: int = 50, steps=120, **settings
 ) -> dict[str, float]:
     set_seed(0)
     model, tokenizer = make_model()
@@ -58,7 +58,8 @@ def train(
     SFTTrainer(model, sft, train_dataset=sums, processing_class=tokenizer).train()
     fitted = time.perf_counter()
     config = {"batch_size": 400, "group_size": 8, "mini_batch_size": 200, "rollout_slots": 400}
-    config |= {"ppo_epochs": 2, "learning_rate": 5e-4, "init_kl_coef": 0.0, **settings}
+    config |= {"ppo_epochs": 2, "learning_rate": 5e-4, "init_kl_coef": 0.0}
+    config |= {"max_grad_norm": 1.0, **settings}
     trainer = PPOTrainer(PPOConfig(advantage=advantage, **config), model, tokenizer=tokenizer)
     result = {f"{k}_before": exact_match(trainer, prompts, s) for k, s in WAYS.items()}
     trainer.train(reward, steps=steps, prompts=prompts, generation_kwargs=SAMPLING)
@@ -72,8 +73,7 @@ def main() -> None:
     parser.add_argument("--advantage", default="grpo", help="grpo, dr_grpo or rloo")
     parser.add_argument("--output", default="digits")
     args = parser.parse_args()
-    for name, value in train(args.output, [*ANSWERS], args.advantage).items():
-        print(f"{name}: {value:.2f}")
+    print({k: round(v, 2) for k, v in train(args.output, [*ANSWERS], args.advantage).items()})
 
 
 if __name__ == "__main__":
