@@ -1,4 +1,4 @@
-"""A tiny language model learns sums of two digits: a little SFT, then GRPO from right and wrong.
+"""A tiny model learns sums of two digits, by a little SFT and GRPO: three minutes on a CPU core.
 
 python examples/grpo_digits.py --advantage rloo --output digits
 """
