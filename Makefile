@@ -53,6 +53,7 @@ bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks ops $(BENCH)
 	$(BIN)/python -m benchmarks ppo --peer trl==0.11.4 --reference copy adapter trunk
 	$(BIN)/python -m benchmarks sft --peer trl==1.16.0
+	$(BIN)/python -m benchmarks dpo --peer trl==1.16.0
 	$(BIN)/python -m benchmarks rollout
 	$(BIN)/python -m benchmarks reference
 	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \

@@ -24,6 +24,7 @@ COMMANDS = {
     "gpu": Command("benchmarks.gpu", "on an NVIDIA GPU: gates, then the most telling timings"),
     "ppo": Command("benchmarks.ppo", "a whole PPO iteration, side by side with TRL's"),
     "sft": Command("benchmarks.sft", "supervised fine-tuning, side by side with TRL's"),
+    "dpo": Command("benchmarks.dpo", "DPO on pairs of responses, side by side with TRL's"),
     "rollout": Command("benchmarks.rollout", "generation, in turns with transformers' own ways"),
     "reference": Command("benchmarks.reference", "PPO's reference, by the way it is kept"),
     "aot": Command("benchmarks.aot", "compile every kernel for every target, without a GPU"),

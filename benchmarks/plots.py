@@ -6,9 +6,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ppo, reference_tables, rollout_tables
+from benchmarks import ppo, reference_tables, rollout_tables, training
+from benchmarks.dpo import DPO
 from benchmarks.measure import OURS, speedups
 from benchmarks.reference_cases import COPY, MODES
+from benchmarks.sft import SFT
 from benchmarks.tables import timed
 
 OURS_COLOUR, PEER_COLOURS = "#2266aa", ("#999999", "#cc7722", "#669944", "#aa4466", "#8866bb")
@@ -34,7 +36,7 @@ def write(folder: Path, results: list[dict[str, Any]]) -> list[Path]:
         for entry in reference_tables.timed(result)
     ]
     iterations = [r for r in results if r["benchmark"] == "ppo" and ppo.timed(r)]
-    epochs = [result for result in results if result["benchmark"] == "sft"]
+    epochs = {result["benchmark"]: result for result in results}
     made = []
     with matplotlib.rc_context(
         # Ids from the content and text as text: nothing depends on the run.
@@ -45,8 +47,10 @@ def write(folder: Path, results: list[dict[str, Any]]) -> list[Path]:
             made.append(_save(folder / "memory.svg", _memory(entries)))
         if iterations:
             made.append(_save(folder / "ppo.svg", _ppo(iterations[-1])))
-        if epochs:
-            made.append(_save(folder / "sft.svg", _sft(epochs[-1])))
+        for each in (SFT, DPO):
+            if each.name in epochs:
+                figure = _training(each, epochs[each.name])
+                made.append(_save(folder / f"{each.name}.svg", figure))
         if rollouts:
             made.append(_save(folder / "rollout.svg", _rollout(rollouts)))
         if references:
@@ -160,22 +164,28 @@ def _ppo(result: dict[str, Any]) -> Any:
     return figure
 
 
-def _sft(result: dict[str, Any]) -> Any:
+def _training(which: training.Training, result: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
-    peer = result["peer"]
-    sides = {"fastrl": result["sides"]["fastrl"], peer: result["sides"]["peer"]}
-    speed = {n: result["tokens"] / statistics.median(s["seconds"]) for n, s in sides.items()}
-    memory = {name: side["peak"] / 2**20 for name, side in sides.items()}
-    figure = Figure(figsize=(8, 1.8))
-    # Side by side: tokens and bytes have no axis in common.
-    for axes, bars, label in zip(
+    peer, runs = result["peer"], training.runs_of(result)
+    speed, memory = [], []
+    for run in runs:
+        sides = {"fastrl": run["sides"]["fastrl"], peer: run["sides"]["peer"]}
+        title = f"reference\n{run['reference']}" if "reference" in run else ""
+        count = result[which.unit]
+        speed.append(
+            (title, {n: count / statistics.median(s["seconds"]) for n, s in sides.items()})
+        )
+        memory.append((title, {name: side["peak"] / 2**20 for name, side in sides.items()}))
+    figure = Figure(figsize=(8, 0.6 + 1.2 * len(runs)), layout="constrained")
+    # Side by side: rates and bytes have no axis in common.
+    for axes, groups, label in zip(
         figure.subplots(1, 2),
         (speed, memory),
-        ("tokens per second, median", "peak memory above the model [MiB]"),
+        (f"{which.unit} per second, median", "peak memory above weights [MiB]"),
         strict=True,
     ):
-        _bars(axes, [("", bars)], {"fastrl": OURS_COLOUR, peer: PEER_COLOURS[0]})
+        _bars(axes, groups, {"fastrl": OURS_COLOUR, peer: PEER_COLOURS[0]})
         axes.set_xlabel(label)
     return figure
 

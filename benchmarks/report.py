@@ -13,13 +13,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots, ppo_tables, record, reference_tables, rollout_tables, sft, tables
+from benchmarks import (
+    plots,
+    ppo_tables,
+    record,
+    reference_tables,
+    rollout_tables,
+    tables,
+    training,
+)
 from benchmarks.__main__ import OPS
+from benchmarks.dpo import DPO
+from benchmarks.sft import SFT
 
 Result = dict[str, Any]
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
-BENCHMARKS = ("ppo", "sft", "rollout", "reference", "gpu", *OPS)  # in the order of the report
+TRAININGS = {each.name: each for each in (SFT, DPO)}
+BENCHMARKS = ("ppo", *TRAININGS, "rollout", "reference", "gpu", *OPS)  # in the order of the report
 INTRODUCTION = """# Benchmarks
 
 Written by `python -m benchmarks report` from the newest files in `results/`; do not edit.
@@ -29,6 +40,7 @@ make bench                      # what this machine allows, and this report
 python -m benchmarks            # every op; name some to measure those alone
 python -m benchmarks ppo        # a whole PPO iteration beside TRL's
 python -m benchmarks sft        # supervised fine-tuning beside TRL's
+python -m benchmarks dpo        # DPO on pairs of responses beside TRL's
 python -m benchmarks rollout    # generation beside transformers' own ways
 python -m benchmarks reference  # PPO's reference, by the way it is kept
 python -m benchmarks gpu        # on an NVIDIA GPU: gates, then the most telling timings
@@ -43,8 +55,8 @@ of the stated work alone, a copy of as many bytes or the library's matrix produc
 shapes, which takes its turns with the others, over the device time. *Of the floor*, in rollouts:
 the time in which a copy moves the bytes that decode steps cannot but read, weights and live keys
 and values, over the time of decoding. *Memory* is the peak above
-inputs and returned gradients; in SFT, above weights and AdamW's state, gradients being counted
-unless it says otherwise. *Error* is against float64, in units of eager PyTorch's own in the
+inputs and returned gradients; in SFT and DPO, above weights, the reference's too, and AdamW's
+state, gradients being counted unless it says otherwise. *Error* is against float64, in units of eager PyTorch's own in the
 same dtype (with a floor of 5e-8 of the result's norm); above 2 there are no figures at all.
 """
 
@@ -112,7 +124,7 @@ def missing(devices: dict[str, list[Result]]) -> str:
     for device, results in devices.items():
         there = {result["benchmark"] for result in results}
         wanted = {"gpu"} if device in on_gpu else {*_ops_here()}
-        wanted |= {"ppo", "sft", "rollout", "reference"}
+        wanted |= {"ppo", *TRAININGS, "rollout", "reference"}
         lacking = [name for name in BENCHMARKS if name in wanted - there]
         if lacking:
             lines.append(f"Not measured yet on {device}: {', '.join(lacking)}.")
@@ -126,14 +138,14 @@ def _ops_here() -> list[str]:
 
 
 def brief(devices: dict[str, list[Result]]) -> str:
-    """The README's tables: PPO, SFT, rollouts, references, kernels with a goal, what is missing."""
+    """The README's tables: PPO, SFT, DPO, rollouts, references, kernels with a goal, what is missing."""
     parts = []
     for results in devices.values():
         for result in results:
             if result["benchmark"] == "ppo":
                 parts.append(ppo_tables.short_table(result, processor(result)))
-            if result["benchmark"] == "sft":
-                parts.append(f"{sft.caption(result, processor(result))}\n\n{sft.table(result)}")
+            if result["benchmark"] in TRAININGS:
+                parts += _training(result)
             if result["benchmark"] == "rollout" and (rows := rollout_tables.short_table(result)):
                 parts.append(
                     f"Rollouts on {processor(result)} (`python -m benchmarks rollout`):\n\n{rows}"
@@ -162,9 +174,9 @@ def section(device: str, results: list[Result], pictures: list[Path]) -> str:
         if result["benchmark"] == "ppo":
             parts += ["### A PPO iteration", ppo_tables.full_tables(result, processor(result))]
             parts.append(_versions(result))
-        elif result["benchmark"] == "sft":
-            parts += ["### Supervised fine-tuning", sft.caption(result, processor(result))]
-            parts += [sft.table(result), _versions(result)]
+        elif result["benchmark"] in TRAININGS:
+            parts.append(f"### {TRAININGS[result['benchmark']].heading}")
+            parts += [*_training(result), _versions(result)]
         elif result["benchmark"] == "rollout":
             parts += ["### Rollouts", rollout_tables.versions_line(result)]
             parts.append(rollout_tables.full_table(result))
@@ -179,6 +191,11 @@ def section(device: str, results: list[Result], pictures: list[Path]) -> str:
             parts += [f"### {result['benchmark']}", tables.roofline_line(result)]
             parts.append(tables.full_table(result))
     return "\n\n".join(part.rstrip() for part in parts if part)
+
+
+def _training(result: Result) -> list[str]:
+    which = TRAININGS[result["benchmark"]]
+    return [training.caption(which, result, processor(result)), training.table(which, result)]
 
 
 def _versions(result: Result) -> str:
