@@ -106,7 +106,7 @@ def test_what_has_not_been_measured_is_named(checkout):
         assert "ppo, " not in text.split("Not measured yet on cpu-2core: ")[1].splitlines()[0]
     brief, _ = write(checkout, gpu_result())
     assert "No GPU has been measured" not in brief
-    assert "Not measured yet on nvidia-h100: ppo, sft, rollout, reference." in brief
+    assert "Not measured yet on nvidia-h100: ppo, sft, dpo, rollout, reference." in brief
 
 
 def test_a_gpu_has_gates_left_steps_and_bytes(checkout):
