@@ -99,7 +99,8 @@ def _bars(axes: Any, groups: list[tuple[str, dict[str, float]]], colours: dict[s
             label = name if name not in named else None
             named.add(name)
             axes.barh(row, value, height=0.8, color=colours[name], label=label)
-            axes.annotate(f" {value:.3g}", (value, row), va="center", fontsize=8)
+            written = f" {value:.0f}" if value >= 1000 else f" {value:.3g}"
+            axes.annotate(written, (value, row), va="center", fontsize=8)
             row += 1
         row += 0.7
     axes.set_yticks([y for y, _ in ticks], [title for _, title in ticks])
