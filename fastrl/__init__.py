@@ -1,4 +1,5 @@
-"""Reinforcement learning from rewards for language models, on plain Hugging Face models.
+"""Reinforcement learning from rewards and preferences for language models, on plain Hugging Face
+models.
 
 Names are imported when they are first asked for: `patch_trl` also serves environments whose
 transformers is older than what the trainers need.
@@ -9,12 +10,13 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastrl import core, patch
+    from fastrl import alignment, core, patch
     from fastrl.config import PPOConfig
     from fastrl.core import LengthSampler, set_seed
     from fastrl.models import (
         AutoModelForCausalLMWithValueHead,
         AutoModelForSeq2SeqLMWithValueHead,
+        CausalLMPolicy,
     )
     from fastrl.patch import TRLPatch, patch_trl, unpatch_trl
     from fastrl.references import create_reference_model
@@ -45,6 +47,7 @@ except metadata.PackageNotFoundError:  # a bare checkout on PYTHONPATH
 __all__ = [
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
+    "CausalLMPolicy",
     "DataCollatorForCompletionOnlyLM",
     "Evaluation",
     "GenerateEngine",
@@ -65,6 +68,7 @@ __all__ = [
     "TrainCallback",
     "TrainResult",
     "__version__",
+    "alignment",
     "compute_accuracy",
     "core",
     "create_reference_model",
@@ -75,11 +79,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "fastrl.alignment": (),
     "fastrl.config": ("PPOConfig",),
     "fastrl.core": ("LengthSampler", "set_seed"),
     "fastrl.models": (
         "AutoModelForCausalLMWithValueHead",
         "AutoModelForSeq2SeqLMWithValueHead",
+        "CausalLMPolicy",
     ),
     "fastrl.references": ("create_reference_model",),
     "fastrl.patch": ("TRLPatch", "patch_trl", "unpatch_trl"),

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 USAGE = """\
 usage: fastrl COMMAND [CONFIG.yaml] [--flag value ...]
 
-Reinforcement learning from rewards for language models.
+Reinforcement learning from rewards and preferences for language models.
 
 commands:
   demo   train a small model on film reviews, then improve it with PPO; minutes on two CPU cores

@@ -106,8 +106,8 @@ class AlignJob(FitJob):
             top_p=self.top_p,
         )
 
-    def make_annotator(self, device: Any) -> Annotator | None:
-        """Of an online task, on the device where it computes."""
+    def make_annotator(self, tokenizer: Any, device: Any) -> Annotator | None:
+        """Of an online task, on the device where it computes; the tokenizer is the policy's."""
         from fastrl.alignment import JudgeAnnotator, ModelJudge, load_annotator
         from fastrl.rewards import load_function
 
@@ -121,7 +121,9 @@ class AlignJob(FitJob):
             return JudgeAnnotator(judge, unparsed=self.judge_unparsed)
         if self.annotator is None:
             return None
-        annotator: Any = load_annotator(self.annotator, label=self.annotator_label)
+        annotator: Any = load_annotator(
+            self.annotator, label=self.annotator_label, tokenizer=tokenizer
+        )
         if hasattr(annotator.reward, "to"):
             annotator.reward.to(device)
         return annotator
@@ -190,7 +192,7 @@ def _factories(
     """Of training and of evaluation, with one annotator."""
     from fastrl.alignment import BatchFactory, DatasLoader
 
-    annotator = job.make_annotator(flags.device)
+    annotator = job.make_annotator(tokenizer, flags.device)
 
     def of(rows: Any, batch_size: int) -> BatchFactory:
         loader = DatasLoader(

@@ -32,7 +32,7 @@ _FACTORYS = ("batch_size", "epochs", "examples", "seed", "shuffle", "annotator",
 
 def response(rng: random.Random, low: int = 1, high: int = 7) -> Response:
     ids = tuple(rng.randrange(3, 97) for _ in range(rng.randint(low, high)))
-    return Response(" ".join(f"w{i}" for i in ids), ids)
+    return Response(" ".join(f"w{i}" for i in ids), (*ids, tiny.EOS))
 
 
 def examples(kind: str, count: int = 4, seed: int = 0) -> list[Example]:
@@ -41,9 +41,10 @@ def examples(kind: str, count: int = 4, seed: int = 0) -> list[Example]:
     made = []
     for i in range(count):
         prompt = response(rng, 1, 5)
+        prompt_ids = prompt.ids[:-1]
         sides = tuple(response(rng) for _ in range({PROMPTS: 0, PAIRS: 2}.get(kind, 1)))
         desired = i % 2 == 0 if kind == FEEDBACK else None
-        made.append(Example(prompt.text + " ", prompt.ids, sides, desired, {"number": i}))
+        made.append(Example(prompt.text + " ", prompt_ids, sides, desired, {"number": i}))
     return made
 
 

@@ -31,7 +31,7 @@ OFFLINE = [
 ]
 ONLINE = [(name, task) for name in ("dpo", "kto", "ppo") for task in LOSSES[name].tasks[-1:]]
 # Passes over 32 pairs, where 10 are too few, and a SLiC that is mostly its margin.
-SLOW = {"slic": 60, "orpo": 40, "ipo": 16}
+SLOW = {"slic": 20, "orpo": 40, "ipo": 16}
 COEFFICIENTS = {"slic": {"beta": 3.0, "lam": 0.01}}
 
 

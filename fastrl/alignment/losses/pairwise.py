@@ -67,11 +67,10 @@ class PairwiseLoss(Loss):
         return LossOutput(weighted_mean(losses, batch), self._metrics(chosen, rejected))
 
     def _sides(self, batch: Batch, policy: Any, reference: Any) -> tuple[Side, Side]:
-        one, two = policy.logprobs(batch)
-        if not self.compares:
-            return Side(one, None), Side(two, None)
-        of_one, of_two = reference.logprobs(batch)
-        return Side(one, of_one), Side(two, of_two)
+        # The reference first: the policy's activations are not there yet.
+        of_both = reference.logprobs(batch) if self.compares else (None, None)
+        one, two = map(Side, policy.logprobs(batch), of_both)
+        return one, two
 
     @torch.no_grad()
     def _metrics(self, chosen: Side, rejected: Side) -> dict[str, Tensor]:

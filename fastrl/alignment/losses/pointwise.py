@@ -69,10 +69,12 @@ class KTO(Loss):
         return batch, batch.mismatched()
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
-        (scores,), (ref,) = policy.logprobs(batch), reference.logprobs(batch)
         rewards = batch.rewards(1)
-        desirable = (rewards > self._threshold(rewards)).to(scores.sums.device)
+        # What has no gradient first: the policy's activations are not there yet.
         kl = self._kl(batch, policy, reference)
+        (ref,) = reference.logprobs(batch)
+        (scores,) = policy.logprobs(batch)
+        desirable = (rewards > self._threshold(rewards)).to(scores.sums.device)
         losses = fastrl_kernels.kto_loss(
             scores.sums,
             ref.sums,
