@@ -129,12 +129,13 @@ class BatchFactory:
         for chunk in itertools.islice(self._chunks(), len(self)):
             yield source([self.data[i] for i in chunk[self.rank :: self.world]])
 
-    def in_order(self) -> Iterator[list[Example]]:
-        """All examples once, in the data's order and in batches of this process, whatever has been
-        drawn: for evaluations."""
+    def in_order(self) -> Iterator[tuple[list[int], list[Example]]]:
+        """All examples once, with their indices, in the data's order and in batches of this
+        process, whatever has been drawn: for evaluations."""
         for start in range(0, len(self.data), self._step):
-            chosen = range(start, min(start + self._step, len(self.data)))
-            yield [self.data[i] for i in chosen[self.rank :: self.world]]
+            chosen = range(start, min(start + self._step, len(self.data)))[self.rank :: self.world]
+            if chosen:
+                yield list(chosen), [self.data[i] for i in chosen]
 
     def batch(self, examples: Sequence[Example]) -> Batch:
         """These examples as a batch of the task."""

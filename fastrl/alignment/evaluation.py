@@ -6,7 +6,6 @@ responses that it writes now.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from fastrl.alignment.annotator import ask_preferences, ask_scores
 from fastrl.alignment.batch_factory import BatchFactory
-from fastrl.alignment.examples import Example
 from fastrl.alignment.losses import Loss
 from fastrl.alignment.sources import columns_of, prompts_of, scores_pairs
 
@@ -52,11 +50,10 @@ class OfflineEvaluation:
     @torch.no_grad()
     def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
         means = Means()
-        for examples in self.factory.in_order():
-            if examples:
-                batch = self.factory.batch(examples)
-                loss, metrics = self.loss(batch, policy, reference)
-                means.add({"loss": loss.expand(batch.size), **metrics})
+        for _, examples in self.factory.in_order():
+            batch = self.factory.batch(examples)
+            loss, metrics = self.loss(batch, policy, reference)
+            means.add({"loss": loss.expand(batch.size), **metrics})
         return means.take(accelerator)
 
 
@@ -78,7 +75,7 @@ class OnlineEvaluation:
     judged: list[Judged] = field(default_factory=list)  # one per evaluation, on this process
 
     def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
-        now = self._judge(list(self.factory.in_order()))
+        now = self._judge()
         self.judged.append(now)
         rewards = torch.tensor(now.rewards, device=accelerator.device)
         sums = torch.stack([rewards.new_tensor(len(rewards)), rewards.sum(), (rewards**2).sum()])
@@ -97,17 +94,15 @@ class OnlineEvaluation:
         one = self.factory.task.generations == 1
         return one or scores_pairs(self.factory.annotator)
 
-    def _judge(self, chunks: Iterable[list[Example]]) -> Judged:
+    def _judge(self) -> Judged:
         prompts: list[str] = []
         responses: list[str] = []
         rewards: list[float] = []
         writer, annotator = self.factory.writer, self.factory.annotator
         assert writer is not None
-        for examples in chunks:
-            if not examples:
-                continue
-            ids = range(len(prompts), len(prompts) + len(examples))
-            written, _ = writer(examples, 1, self.factory.seed, list(ids))
+        for ids, examples in self.factory.in_order():
+            # By their numbers in the data, an example's draws are those of any share of the work.
+            written, _ = writer(examples, 1, self.factory.seed, ids)
             texts = [each[0].text for each in written]
             asked, columns = prompts_of(examples), columns_of(examples)
             if self._scores:
@@ -115,7 +110,7 @@ class OnlineEvaluation:
             elif not self.judged:
                 rewards += [0.5] * len(texts)
             else:
-                first = [self.judged[0].completions[i] for i in ids]
+                first = self.judged[0].completions[len(responses) :][: len(texts)]
                 verdicts = ask_preferences(annotator, asked, texts, first, columns)
                 rewards += [0.5 if verdict is None else verdict for verdict in verdicts]
             prompts += asked

@@ -229,9 +229,14 @@ class PreTrainedModelWrapper(nn.Module):
         """
         raise NotImplementedError
 
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """As of the language model; trainers of transformers call it."""
-        self.pretrained_model.gradient_checkpointing_enable(*args, **kwargs)
+    def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """As of the language model; trainers of transformers call it, by its old name or its new
+        one."""
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        name = next(name for name in names if hasattr(self.pretrained_model, name))
+        getattr(self.pretrained_model, name)(*args, **kwargs)
+
+    gradient_checkpointing_enable = activation_checkpointing_enable
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``generate`` of the language model."""

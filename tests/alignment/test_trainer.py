@@ -98,6 +98,20 @@ def test_an_evaluation_writes_the_same_while_nothing_is_learned(make_trainer: Ma
     assert len(trainer.evaluation.judged[0].prompts) == 6
 
 
+def test_processes_write_what_one_would(make_trainer: Make) -> None:
+    """In an evaluation, each for its share of the prompts."""
+    factory = make_factory("online-pairwise", examples(PROMPTS, 6), batch_size=2)
+    trainer = make_trainer("dpo", task="online-pairwise", eval_factory=factory)
+    written = []
+    for rank, world in ((0, 1), (0, 2), (1, 2)):
+        factory.share(rank, world)
+        trainer.evaluate()
+        judged = trainer.evaluation.judged[-1]
+        written.append(dict(zip(judged.prompts, judged.completions, strict=True)))
+    assert len(written[1]) == len(written[2]) == 3
+    assert written[0] == written[1] | written[2]
+
+
 def test_without_scores_the_first_responses_are_what_a_policy_has_to_beat(
     make_trainer: Make,
 ) -> None:

@@ -173,10 +173,20 @@ class IPO(ComparedLoss):
         return fastrl_kernels.ipo_loss(*(getattr(side, figure) for side in sides), beta=self.beta)
 
 
+@dataclass(frozen=True)
+class LengthFreeLoss(PairwiseLoss):
+    """A function of p̄, the mean log-prob of a response's tokens; there is no reference."""
+
+    beta: float = 1.0
+
+    def implicit_reward(self, side: Side) -> Tensor:
+        return self.beta * side.policy.means
+
+
 @register
 @dataclass(frozen=True)
-class SimPO(PairwiseLoss):
-    """-log σ(β·(p̄_w - p̄_l) - γ), p̄ the mean log-prob of a response's tokens; no reference.
+class SimPO(LengthFreeLoss):
+    """-log σ(β·(p̄_w - p̄_l) - γ): simple preference optimisation.
 
     See :func:`fastrl_kernels.simpo_loss`.
     """
@@ -189,16 +199,13 @@ class SimPO(PairwiseLoss):
         means = chosen.policy.means, rejected.policy.means
         return fastrl_kernels.simpo_loss(*means, beta=self.beta, gamma=self.gamma)
 
-    def implicit_reward(self, side: Side) -> Tensor:
-        return self.beta * side.policy.means
-
 
 @register
 @dataclass(frozen=True)
-class ORPO(PairwiseLoss):
-    """NLL - β·log σ(log-odds), both on means over tokens: odds-ratio preference optimisation.
+class ORPO(LengthFreeLoss):
+    """-p̄_w - β·log σ(log-odds of p̄_w less those of p̄_l): odds-ratio preference optimisation.
 
-    See :func:`fastrl_kernels.orpo_loss`; NLL = -p̄_w.
+    See :func:`fastrl_kernels.orpo_loss`.
     """
 
     name: ClassVar[str] = "orpo"
@@ -207,9 +214,6 @@ class ORPO(PairwiseLoss):
     def losses(self, chosen: Side, rejected: Side) -> Tensor:
         means = chosen.policy.means, rejected.policy.means
         return fastrl_kernels.orpo_loss(*means, beta=self.beta) - chosen.policy.means
-
-    def implicit_reward(self, side: Side) -> Tensor:
-        return self.beta * side.policy.means
 
 
 @register
