@@ -141,9 +141,12 @@ def checked_weights(weights: Tensor | Sequence[float], size: int) -> Tensor:
     """[size] fp32 on the host.
 
     Raises:
-        ValueError: another number of them, or one that is negative or not finite.
+        ValueError: another number of them, or one that is negative or not finite, or no number.
     """
-    given = torch.as_tensor(weights, dtype=torch.float32).detach().cpu()
+    try:
+        given = torch.as_tensor(weights, dtype=torch.float32).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's, of what is no number
+        raise ValueError(f"weights must be numbers, one per sample: {error}") from error
     if given.shape != (size,):
         raise ValueError(f"weights have shape {tuple(given.shape)}: return one per sample, {size}")
     wrong = (~(given >= 0) | given.isinf()).nonzero()

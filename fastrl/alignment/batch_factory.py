@@ -131,11 +131,11 @@ class BatchFactory:
 
     def in_order(self) -> Iterator[tuple[list[int], list[Example]]]:
         """All examples once, with their indices, in the data's order and in batches of this
-        process, whatever has been drawn: for evaluations."""
+        process, whatever has been drawn: for evaluations. What is left for the last batch may be
+        too little for a share of it: then that is empty."""
         for start in range(0, len(self.data), self._step):
             chosen = range(start, min(start + self._step, len(self.data)))[self.rank :: self.world]
-            if chosen:
-                yield list(chosen), [self.data[i] for i in chosen]
+            yield list(chosen), [self.data[i] for i in chosen]
 
     def batch(self, examples: Sequence[Example]) -> Batch:
         """These examples as a batch of the task."""

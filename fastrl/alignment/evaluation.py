@@ -6,6 +6,7 @@ responses that it writes now.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastrl.alignment.annotator import ask_preferences, ask_scores
+from fastrl.alignment.batch import Batch
 from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.losses import Loss
 from fastrl.alignment.sources import columns_of, prompts_of, scores_pairs
@@ -50,11 +52,17 @@ class OfflineEvaluation:
     @torch.no_grad()
     def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
         means = Means()
-        for _, examples in self.factory.in_order():
-            batch = self.factory.batch(examples)
+        for batch, counts in self.batches():
             loss, metrics = self.loss(batch, policy, reference)
-            means.add({"loss": loss.expand(batch.size), **metrics})
+            found = {"loss": loss.expand(batch.size), **metrics}
+            means.add(found if counts else {name: x.flatten()[:0] for name, x in found.items()})
         return means.take(accelerator)
+
+    def batches(self) -> Iterator[tuple[Batch, bool]]:
+        """This process's, and whether they count: one whose share is empty goes along with the
+        others, whose losses may wait for it."""
+        for _, examples in self.factory.in_order():
+            yield self.factory.batch(examples or [self.factory.data[0]]), bool(examples)
 
 
 @dataclass(frozen=True)
@@ -77,9 +85,9 @@ class OnlineEvaluation:
     def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
         now = self._judge()
         self.judged.append(now)
-        rewards = torch.tensor(now.rewards, device=accelerator.device)
+        rewards = torch.tensor(now.rewards, dtype=torch.float64, device=accelerator.device)
         sums = torch.stack([rewards.new_tensor(len(rewards)), rewards.sum(), (rewards**2).sum()])
-        count, total, squares = accelerator.reduce(sums.double(), reduction="sum").tolist()
+        count, total, squares = accelerator.reduce(sums, reduction="sum").tolist()
         mean = total / count
         spread = max(squares / count - mean**2, 0.0) * count / max(count - 1, 1)
         return {self.name: mean, f"{self.name}_sem": (spread / count) ** 0.5}
@@ -101,6 +109,8 @@ class OnlineEvaluation:
         writer, annotator = self.factory.writer, self.factory.annotator
         assert writer is not None
         for ids, examples in self.factory.in_order():
+            if not examples:
+                continue
             # By their numbers in the data, an example's draws are those of any share of the work.
             written, _ = writer(examples, 1, self.factory.seed, ids)
             texts = [each[0].text for each in written]

@@ -143,7 +143,7 @@ class PolicyLearner(Learner):
     def _mode(self, model: PreTrainedModelWrapper, ref_model: Any) -> str:
         mode, compares = self.args.reference, self.loss.compares
         if not compares:
-            if ref_model is not None or mode not in ("auto", "none"):
+            if ref_model is not None or mode != "auto":
                 raise ValueError(
                     f"the loss {self.loss.name} compares the policy with nothing: leave out "
                     "ref_model, and reference at 'auto'"

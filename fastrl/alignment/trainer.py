@@ -217,8 +217,7 @@ class Trainer(transformers.Trainer):
 
     def _held_out(self) -> Iterator[Batch]:
         if isinstance(self.evaluation, OfflineEvaluation):
-            factory = self.evaluation.factory
-            yield from (factory.batch(examples) for _, examples in factory.in_order())
+            yield from (batch for batch, _ in self.evaluation.batches())
 
     def _write(self) -> None:
         """Sees to it that the policy writes for online tasks."""

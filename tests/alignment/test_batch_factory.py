@@ -205,6 +205,7 @@ def test_mismatched_pairs_are_each_prompt_with_the_next_ones_response() -> None:
         ([1.0, -0.5, 1.0, 1.0], r"weights\[1\] is -0.5"),
         ([1.0, 1.0, float("nan"), 1.0], r"weights\[2\] is nan"),
         ([float("inf"), 1.0, 1.0, 1.0], r"weights\[0\] is inf"),
+        ([1.0, None, 1.0, 1.0], "weights must be numbers, one per sample"),
         ([1.0, 1.0], r"weights have shape \(2,\): return one per sample, 4"),
     ],
 )

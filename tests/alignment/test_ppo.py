@@ -149,6 +149,14 @@ def test_the_ratio_moves_from_1_within_a_batch(make_trainer: Make) -> None:
     assert moved[2] > moved[1]
 
 
+def test_without_a_kl_coefficient_there_is_no_reference(make_trainer: Make) -> None:
+    factory = make_factory("reinforcement-learning", engine=Recites())
+    trainer = make_trainer(PPO(epochs=1, kl_coef=0.0), tiny_models.policy(), factory=factory)
+    assert trainer.learner.reference.mode == "none"
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -344,6 +344,24 @@ def test_metrics_are_means_over_samples(make_trainer: Make) -> None:
         assert parts[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+def test_shares_of_an_evaluation_add_up_to_it(make_trainer: Make) -> None:
+    """Also where one of three processes has nothing left to do."""
+    rows = examples(PAIRS, 7)
+    factory = make_factory("offline-pairwise", rows, batch_size=2)
+    trainer = make_trainer("simpo", rows=rows, eval_factory=factory)
+    whole = trainer.evaluate()
+    sums: dict[str, float] = {}
+    for rank in range(3):
+        factory.share(rank, 3)
+        shares = list(trainer.evaluation.batches())
+        assert len(shares) == 2
+        count = sum(batch.size for batch, counts in shares if counts)
+        assert count == [3, 2, 2][rank]
+        for name, value in trainer.evaluate().items():
+            sums[name] = sums.get(name, 0.0) + count * value / 7
+    assert sums == pytest.approx(whole, rel=1e-5)
+
+
 def test_a_loss_of_ones_own_needs_a_class_and_nothing_else(make_trainer: Make) -> None:
     class Margin(PairwiseLoss):
         """-(log p_w - log p_l)."""

@@ -13,6 +13,7 @@ from fastrl.alignment.losses.base import Loss, LossOutput, register
 from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
 from fastrl.models.modes import evaluating
+from fastrl.references.none import NoReference
 from fastrl.trainers.advantages import GAE
 from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
 from fastrl.trainers.losses import (
@@ -36,7 +37,8 @@ class PPO(Loss):
     Args:
         epochs: passes over each batch.
         mini_batches: parts of each pass.
-        kl_coef: β of the penalty -β·(log π - log ref) on every token's reward.
+        kl_coef: β of the penalty -β·(log π - log ref) on every token's reward; with 0 there is no
+            reference.
         gamma, lam: of GAE.
         cliprange: of the ratio ρ.
         cliprange_value: of the value function's change.
@@ -45,7 +47,6 @@ class PPO(Loss):
 
     name: ClassVar[str] = "ppo"
     tasks: ClassVar[tuple[str, ...]] = ("reinforcement-learning",)
-    compares: ClassVar[bool] = True
     learns: ClassVar[str] = "policy with values"
     epochs: int = 4
     mini_batches: int = 1
@@ -61,6 +62,10 @@ class PPO(Loss):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         self._settings  # noqa: B018 - its checks are ours
+
+    @property
+    def compares(self) -> bool:  # type: ignore[override]
+        return self.kl_coef > 0
 
     @property
     def _settings(self) -> PPOConfig:
@@ -112,8 +117,9 @@ class PPO(Loss):
     @torch.no_grad()
     def _experience(self, batch: Batch, policy: Any, reference: Any) -> Experience:
         tokens, config = policy.tokens(batch), self._settings
-        penalty = make_kl_penalty("kl", reference.reference)
-        scorer = Scorer(policy.model, reference.reference, penalty, batch.size)
+        compared = NoReference() if reference is None else reference.reference
+        penalty = make_kl_penalty("kl", compared)
+        scorer = Scorer(policy.model, compared, penalty, batch.size)
         with evaluating(policy.model):
             scored = scorer(tokens)
         rewards, _, _ = penalty.rewards(
