@@ -43,7 +43,7 @@ DPO = training.Training(
     data=data,
     references=("copy", "cached"),
     legend="- Reference copy: a frozen copy, which runs in every step; cached: its log-probs are "
-    "computed before training begins, in nobody's time (TRL's `precompute_ref_log_probs`). On CPUs "
+    "computed before training begins, and not timed (TRL's `precompute_ref_log_probs`). On CPUs "
     "TRL's head scores every position, prompts' and padding too, and computes entropies and mean "
     "logits for its metrics in every step; fastrl's scores the responses alone.",
 )

@@ -165,7 +165,7 @@ class SFTSide(Side):
 
 class DPOSide(Side):
     """DPO on pairs, in their order. The reference is a copy that runs in every step, or what it
-    would say is computed before training begins, which is in nobody's time."""
+    would say is computed before training begins, and is not timed."""
 
     def make(
         self,
