@@ -141,7 +141,8 @@ class Trainer(transformers.Trainer):
         """As in transformers."""
         steps = self._steps_done(resume_from_checkpoint)
         accumulated = steps * self.args.gradient_accumulation_steps
-        self.factory.skip(math.ceil(accumulated / self._parts))
+        if steps or not self.factory.task.online:  # prompts go on where the last run has ended
+            self.factory.skip(math.ceil(accumulated / self._parts))
         if self.args.max_steps <= 0:
             updates = math.ceil(self._epoch_length() / self.args.gradient_accumulation_steps)
             self.args.max_steps = updates * self._epochs

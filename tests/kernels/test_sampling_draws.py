@@ -30,7 +30,7 @@ def draws(row, n, backend, seed=0, **options):
 
 
 INTERPRETED = dispatch.interpreting()
-FEW = 400 if INTERPRETED else 20000  # draws of the kernel
+FEW = 250 if INTERPRETED else 20000  # draws of the kernel
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ FEW = 400 if INTERPRETED else 20000  # draws of the kernel
 )
 def test_tokens_are_drawn_as_often_as_they_are_probable(backend, device, options):
     row = torch.tensor([-1.0, 3.0, 0.0, 2.0, -2.0, -INF, 1.0], dtype=BF16, device=device)
-    n = 100000 if backend == "torch" else FEW if "top_k" not in options else FEW // 5
+    n = 100000 if backend == "torch" else FEW if "top_k" not in options else FEW // 3
     counts, result = draws(row, n, backend, **options)
     _, drawn_from, *_ = reference.sample_support(row.double().cpu()[None], **options)
     possible = drawn_from[0] > 0
@@ -61,7 +61,7 @@ def test_tokens_are_drawn_as_often_as_they_are_probable(backend, device, options
 
 def test_rare_tokens_and_all_places_of_a_long_row_are_drawn(backend, device):
     """Each of the parts that a kernel cuts a row into, and each place within a part."""
-    vocabulary, n = (12300, 300) if backend == "triton" and INTERPRETED else (50257, 10000)
+    vocabulary, n = (12300, 200) if backend == "triton" and INTERPRETED else (50257, 10000)
     row = torch.zeros(vocabulary, device=device)
     row[vocabulary // 2 :] = math.log(2.0)
     tokens = []
