@@ -205,7 +205,7 @@ def row_maxima(**logits: Tensor) -> dict[str, Tensor]:
     return {name: x.double().amax(-1, keepdim=True) for name, x in logits.items()}
 
 
-@examples(25)
+@examples(16)
 def test_token_logprobs(backend, device, random):
     draw = Draw(random, device)
     *leading, _ = shape = draw.shape()
@@ -249,7 +249,7 @@ def test_token_logprobs_of_a_large_vocabulary(backend, device, random):
     check(op, reference.token_logprobs, inputs, ["logits"], about=about)
 
 
-@examples(25)
+@examples(16)
 def test_full_kl(backend, device, random):
     draw = Draw(random, device)
     *leading, _ = shape = draw.shape()
@@ -312,7 +312,7 @@ def test_kl_rewards(backend, device, kind, random):
     check(op, reference.kl_rewards, {**inputs, **named}, [*inputs], counted=mask)
 
 
-@examples(25)
+@examples(16)
 def test_gae(backend, device, random):
     draw = Draw(random, device)
     shape = draw.shape((1, 2, 7, 33, 70))
@@ -398,7 +398,7 @@ def test_ppo_loss(backend, device, aggregate, random):
 
 
 @pytest.mark.parametrize("case", CASES)
-@examples(12)
+@examples(9)
 def test_preference_losses(device, random, case):
     draw = Draw(random, device)
     n = draw.one_of((3, 0, 1, 64), "examples")
