@@ -34,7 +34,7 @@ demo: $(VENV)/.runtime
 	$(BIN)/fastrl demo $(DEMO)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) $(PYTEST)
 	$(BIN)/python -m benchmarks aot
 
 lint: $(VENV)/.dev
