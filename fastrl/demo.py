@@ -4,11 +4,14 @@ Everything is made on the spot from a seed: text and tokenizer, a language model
 model from preference pairs, and the policy (PPO). PPO must raise the mean reward on held-out
 prompts by `GAIN_IN_SEMS` standard errors while its KL to the language model stays below
 `KL_CEILING`.
+
+Models and prompts of all stages stay in the output folder, for the other commands to go on with.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -183,6 +186,9 @@ def train_models(demo: Demo, size: Size, console: Console) -> Models:
 def improve(models: Models, demo: Demo, size: Size, steps: int) -> tuple[PPOTrainer, TrainResult]:
     """PPO for the reward model; prompts to train on and to judge by are disjoint."""
     prompts, held_out = split_openings(size.train_prompts, size.eval_prompts, demo.seed)
+    for name, texts in (("prompts", prompts), ("held_out", held_out)):
+        rows = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
+        (Path(demo.output) / f"{name}.jsonl").write_text(rows, encoding="utf-8")
     trainer = PPOTrainer(
         _ppo_config(demo.seed, size.batch_size),
         AutoModelForCausalLMWithValueHead.from_pretrained(models.language_model),

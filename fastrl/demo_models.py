@@ -63,6 +63,7 @@ def train_language_model(
     )
     show(trainer, "SFT", output / "metrics.jsonl")
     trainer.train()
+    _save(model, tokenizer, output)
     return model.eval()
 
 
@@ -85,7 +86,14 @@ def train_reward_model(
     show(trainer, "reward model", output / "metrics.jsonl")
     trainer.train()
     accuracy = trainer.evaluate(num_print_samples=0)["eval_accuracy"]
+    _save(model, tokenizer, output)
     return model.eval(), accuracy
+
+
+def _save(model: Any, tokenizer: Any, output: Path) -> None:
+    """For the commands, beside the metrics."""
+    model.save_pretrained(output / "model")
+    tokenizer.save_pretrained(output / "model")
 
 
 def _pairs(pairs: Sequence[tuple[str, str]]) -> Dataset:

@@ -90,6 +90,14 @@ def test_quick_demo_runs_every_stage_and_reaches_its_goal(tmp_path, capsys):
     for stage, metric in (("sft", "eval_loss"), ("reward", "eval_accuracy")):
         rows = (output / stage / "metrics.jsonl").read_text().splitlines()
         assert any(metric in json.loads(row) for row in rows), stage
+        assert (output / stage / "model" / "model.safetensors").exists()
+    prompts, held_out = (
+        {json.loads(row)["prompt"] for row in (output / f"{name}.jsonl").read_text().splitlines()}
+        for name in ("prompts", "held_out")
+    )
+    assert len(prompts) == 512
+    assert len(held_out) == 256
+    assert not prompts & held_out
 
     assert (output / "report.png").stat().st_size > 10_000
     steps = [

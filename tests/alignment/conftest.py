@@ -126,3 +126,14 @@ def make_trainer(tmp_path: Path) -> Make:
         return Trainer(model_of(loss) if model is None else model, args, factory, loss, **own)
 
     return make
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def trained(make_trainer: Make, model: Any = None, **given: Any) -> tuple[list[float], Any]:
+    settings = {"epochs": 3, "logging_steps": 1, "learning_rate": 1e-2, **given}
+    trainer = make_trainer("dpo", model, **settings)
+    trainer.train()
+    return losses_of(trainer), trainer

@@ -9,18 +9,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fastrl.alignment import DPO, LOSSES, BatchFactory, PairwiseLoss, make_loss
+from fastrl.alignment import LOSSES, PairwiseLoss, make_loss
 from fastrl.alignment.tasks import FEEDBACK, PAIRS, PROMPTS
-from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
+from fastrl.models import AutoModelForCausalLMWithValueHead
 from tests import tiny_models
 from tests.alignment.conftest import (
     GRADIENT_STEP,
-    Examples,
     Make,
     examples,
     make_factory,
+    trained,
 )
-from tests.golden import tiny
 from tests.supervised.conftest import weights
 
 OFFLINE = [
@@ -33,10 +32,6 @@ ONLINE = [(name, task) for name in ("dpo", "kto", "ppo") for task in LOSSES[name
 # Passes over 32 pairs, where 10 are too few, and a SLiC that is mostly its margin.
 SLOW = {"slic": 20, "orpo": 25, "ipo": 16}
 COEFFICIENTS = {"slic": {"beta": 3.0, "lam": 0.01}}
-
-
-def losses_of(trainer: Any) -> list[float]:
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
 @pytest.mark.parametrize(("name", "task"), OFFLINE)
@@ -161,109 +156,6 @@ def test_without_scores_the_first_responses_are_what_a_policy_has_to_beat(
     trainer.train()
     assert trainer.evaluate()["eval_win_rate_sem"] > 0
     assert any("annotator/calls" in log for log in trainer.state.log_history)
-
-
-# ---------------------------------------------------------------------- forwards and references
-
-
-def test_both_responses_share_a_forward_and_prompts_are_not_scored(make_trainer: Make) -> None:
-    model = tiny_models.language_model()
-    trainer = make_trainer("simpo", model, epochs=3)
-    shapes: list[int] = []
-    rows: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _m, _a, kwargs: shapes.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
-    score = CausalLMPolicy.forward
-
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rows.append(len(kwargs["scoring"].rows))
-        return score(self, *args, **kwargs)
-
-    trainer.evaluation  # noqa: B018
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CausalLMPolicy, "forward", noted)
-        trainer.train()
-    tokens = sum(len(r.ids) for row in examples(PAIRS) for r in row.responses)
-    assert rows == [tokens] * 3
-    # The first scoring also looks at which way of running the head is right, on one row.
-    assert [n for n in shapes if n > 1] == [8] * 3
-
-
-def trained(make_trainer: Make, model: Any = None, **given: Any) -> tuple[list[float], Any]:
-    settings = {"epochs": 3, "logging_steps": 1, "learning_rate": 1e-2, **given}
-    trainer = make_trainer("dpo", model, **settings)
-    trainer.train()
-    return losses_of(trainer), trainer
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_cached_reference_is_a_copys(make_trainer: Make, family: str) -> None:
-    losses = {
-        mode: trained(make_trainer, tiny_models.language_model(family), reference=mode)[0]
-        for mode in ("copy", "cached", "offload", "auto")
-    }
-    assert losses["auto"] == losses["cached"]
-    assert losses["copy"][0] != losses["copy"][-1]
-    for found in losses.values():
-        assert found == pytest.approx(losses["copy"], rel=1e-5)
-
-
-def test_a_cached_reference_keeps_no_second_model_and_sees_every_pair_once(
-    make_trainer: Make,
-) -> None:
-    model = tiny_models.language_model()
-    calls: list[bool] = []
-    model.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    rows = examples(PAIRS, 8)
-    _, trainer = trained(make_trainer, model, rows=rows, epochs=4)
-    assert trainer.learner.reference.model is None
-    # Two batches are looked at before training; afterwards there are the policy's alone, and the
-    # few that choose how the head is run.
-    assert calls.count(True) == 8
-    assert calls[-8:] == [True] * 8
-
-
-def test_ktos_other_pairs_are_cached_too(make_trainer: Make) -> None:
-    rows = examples(FEEDBACK, 8)
-    settings = {"rows": rows, "epochs": 3, "shuffle": True, "logging_steps": 1}
-    found = []
-    for mode in ("copy", "cached"):
-        trainer = make_trainer("kto", reference=mode, learning_rate=1e-2, **settings)
-        trainer.train()
-        found.append(losses_of(trainer))
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-
-
-def test_an_adapters_base_is_its_reference(make_trainer: Make) -> None:
-    """As a copy of the base is, and whether it is cached or not."""
-    expected, _ = trained(
-        make_trainer,
-        peft_config=tiny_models.lora(),
-        ref_model=None,
-        reference="adapter",
-    )
-    cached, trainer = trained(make_trainer, peft_config=tiny_models.lora(), reference="cached")
-    assert expected[0] != pytest.approx(0.6931, abs=1e-3)  # the adapter changes outputs already
-    assert cached == pytest.approx(expected, rel=1e-5)
-    assert trainer.learner.reference.mode == "adapter"
-
-
-def test_shared_layers_are_stored_once_and_stay(make_trainer: Make) -> None:
-    model = tiny_models.language_model("llama")
-    before = weights(model)
-    losses, trainer = trained(make_trainer, model, num_shared_layers=1)
-    assert trainer.learner.reference.mode == "trunk"
-    copied, _ = trained(make_trainer, tiny_models.language_model("llama"), reference="copy")
-    assert losses[0] == pytest.approx(copied[0], rel=1e-5)
-    after = weights(model)
-    frozen = [n for n in before if n.startswith(("model.embed_tokens", "model.layers.0."))]
-    assert frozen
-    for name, x in before.items():
-        assert torch.equal(x, after[name]) == (name in frozen), name
-
-
-# ---------------------------------------------------------------------- runs and checkpoints
 
 
 def test_accumulation_is_one_big_batch(make_trainer: Make) -> None:
@@ -414,73 +306,3 @@ def test_dropout_is_off_unless_it_is_wanted(make_trainer: Make) -> None:
     assert one[0] == pytest.approx(0.693147, abs=1e-5)
     with_it, _ = trained(make_trainer, model(), disable_dropout=False)
     assert with_it[0] != pytest.approx(0.693147, abs=1e-3)
-
-
-# ---------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("loss", "given", "says"),
-    [
-        ("sft", {"task": "offline-pairwise"}, "sft does not fit the task offline-pairwise"),
-        ("dpo", {"task": "sft"}, "it is for offline-pairwise, online-pairwise; for sft choose sft"),
-        ("kto", {"batch_size": 1}, "batch_size must be at least 2, got 1"),
-        ("simpo", {"reference": "copy"}, "compares the policy with nothing"),
-        (
-            "dpo",
-            {"task": "online-pairwise", "reference": "cached"},
-            "are not: choose 'copy', 'adapter'",
-        ),
-        ("dpo", {"reference": "adapter"}, "needs a PEFT model"),
-        ("dpo", {"reference": "trunk"}, "needs num_shared_layers"),
-        ("dpo", {"reference": "whatever"}, "unknown reference 'whatever'"),
-        ("dpo", {"rollout_slots": 0}, "rollout_slots must be at least 1"),
-        ("dqo", {}, "unknown loss 'dqo': choose one of dpo"),
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    make_trainer: Make, loss: str, given: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(ValueError, match=says):
-        make_trainer(loss, **given)
-
-
-def test_coefficients_that_a_loss_does_not_have_are_named() -> None:
-    with pytest.raises(ValueError, match="simpo has no coefficient 'betta'"):
-        make_loss("simpo", betta=1)
-
-
-def test_an_evaluation_of_another_task_is_refused(make_trainer: Make) -> None:
-    with pytest.raises(ValueError, match="eval_factory is for sft, factory for offline-pairwise"):
-        make_trainer("dpo", eval_factory=make_factory("sft"))
-
-
-def test_a_tokenizer_without_a_pad_token_is_refused(make_trainer: Make) -> None:
-    tokenizer = tiny.tokenizer()
-    tokenizer.pad_token = None
-    factory = BatchFactory("offline-pairwise", Examples(examples(PAIRS), tokenizer))
-    with pytest.raises(ValueError, match="has no pad token: set"):
-        make_trainer("dpo", factory=factory)
-
-
-def test_evaluation_needs_a_factory(make_trainer: Make) -> None:
-    with pytest.raises(ValueError, match="evaluation is of the eval_factory"):
-        make_trainer("dpo").evaluate()
-
-
-def test_a_classifier_with_two_labels_is_no_reward_model(make_trainer: Make) -> None:
-    from tests.supervised.conftest import reward_model
-
-    with pytest.raises(ValueError, match="has 2 labels, a reward model has one"):
-        make_trainer("bradley-terry", reward_model("gpt2", num_labels=2))
-
-
-def test_a_response_that_was_not_there_before_training_has_no_cached_reference(
-    make_trainer: Make,
-) -> None:
-    trainer = make_trainer("dpo", rows=examples(PAIRS, 4))
-    trainer.train()
-    policy, reference = trainer.learner.views(trainer.model)
-    batch = next(iter(make_factory("offline-pairwise", examples(PAIRS, 4, seed=5))))
-    with pytest.raises(ValueError, match="was not computed before training"):
-        DPO()(batch, policy, reference)
