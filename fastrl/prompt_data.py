@@ -85,6 +85,8 @@ def take_prompts(
     kept = [row for row, text in enumerate(texts) if text.strip()]
     if not kept:
         raise ValueError(f"column {column!r} holds no text: every prompt is empty")
+    if table.column_names == [PROMPT]:  # without it, no row would be left to add a column to
+        return table.from_dict({PROMPT: texts}).select(kept)
     if PROMPT in table.column_names:
         table = table.remove_columns(PROMPT)
     return table.add_column(PROMPT, texts).select(kept)

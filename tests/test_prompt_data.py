@@ -95,6 +95,11 @@ def test_prompts_must_be_text():
         take_prompts(Dataset.from_dict({"prompt": ["", " "]}))
 
 
+def test_a_table_of_nothing_but_prompts_is_enough():
+    table = Dataset.from_dict({"prompt": ["one two three", " ", "four five six"]})
+    assert take_prompts(table, words=2).to_dict() == {"prompt": ["one two", "four five"]}
+
+
 def test_held_out_prompts_are_distinct_and_never_trained_on():
     table = Dataset.from_dict({"prompt": [f"p{i % 5}" for i in range(20)]})
     held_out = sample_rows(table, 2, seed=0)
