@@ -307,6 +307,8 @@ def _check_list_of_tensors(name: str, tensors: Any) -> None:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """CPU int64 copies, in one transfer."""
+    """CPU int64 copies, in one transfer where all are on one device."""
+    if len({tensor.device for tensor in tensors}) > 1:
+        return [to_host([tensor])[0] for tensor in tensors]
     joined = torch.cat(list(tensors)).long().cpu()
     return list(joined.split([len(t) for t in tensors]))

@@ -123,7 +123,7 @@ class PPOTrainer(Generation, ClassicSurface):
         self._kl_place = make_kl_place(config)
         self._advantages = make_advantages(config)
         self._aggregate = make_aggregate(config)
-        choose_heads(self.model, self.ref_model)
+        choose_heads(self.current_device, self.model, self.ref_model)
         self._score = Scorer(
             self.model,
             self.reference,
@@ -236,7 +236,7 @@ class PPOTrainer(Generation, ClassicSurface):
         With ``kl_in="loss"`` β is 0 here.
 
         Args:
-            scores: [B].
+            scores: [B], on any device.
             logprobs, ref_logprobs: [B, T-1]; with ``kl_penalty="full"`` log-probs of the whole
                 vocabulary [B, T-1, V], or the KL itself and zeros.
             masks: [B, T-1].
@@ -245,6 +245,7 @@ class PPOTrainer(Generation, ClassicSurface):
             rewards, their part without the score, and the KL penalties, each [B, T-1].
         """
         coef = self._kl_place.reward_coef(self.kl_ctl.value)
+        scores = scores.to(logprobs.device)
         return self._kl_penalty.rewards(scores, logprobs, ref_logprobs, masks.bool(), coef)
 
     def compute_advantages(

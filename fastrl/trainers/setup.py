@@ -118,13 +118,15 @@ def precision_of(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
 
 
 @torch.no_grad()
-def choose_heads(*models: nn.Module | None) -> None:
+def choose_heads(device: torch.device, *models: nn.Module | None) -> None:
     """Scores a few tokens with each model, which makes it choose how its LM head is run: what is
-    unusual about a model is said before training begins."""
+    unusual about a model is said before training begins.
+
+    ``device``: where inputs are; an offloaded model's weights come there when it runs.
+    """
     for model in models:
         if model is None:
             continue
-        device = next(model.parameters()).device
         tokens = torch.arange(8)
         inputs, rows = layout_of(model).inputs([(tokens[:4], tokens[4:])])
         request = ScoringRequest(rows=rows.to(device), labels=tokens[4:].to(device))
