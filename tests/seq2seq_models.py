@@ -78,7 +78,9 @@ def policy(
 def by_hand(model: Any, query: torch.Tensor, response: torch.Tensor, start: int) -> dict[str, Any]:
     """Log-probs and values of one response, every token of it, from a plain forward in which there
     is no padding, in float64."""
-    read = torch.cat([torch.tensor([start]), response])[None, :-1]
+    device = next(model.parameters()).device
+    query, response = query.to(device), response.to(device)
+    read = torch.cat([response.new_tensor([start]), response])[None, :-1]
     out = model.pretrained_model(
         input_ids=query[None], decoder_input_ids=read, output_hidden_states=True
     )

@@ -64,7 +64,7 @@ def make_batch(n: int = BATCH, seed: int = 0) -> dict[str, list[Tensor]]:
 
 
 def parameters(trainer: PPOTrainer) -> dict[str, Tensor]:
-    return {k: v.detach().clone() for k, v in tiny.named_parameters(trainer.model).items()}
+    return {k: v.detach().clone().cpu() for k, v in tiny.named_parameters(trainer.model).items()}
 
 
 @pytest.fixture

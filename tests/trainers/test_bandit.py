@@ -42,7 +42,8 @@ def test_a_bandit_converges_to_the_tilted_reference() -> None:
 
     def log_policy(of: AutoModelForCausalLMWithValueHead) -> torch.Tensor:
         with torch.no_grad():
-            return of.eval()(query[None])[0][0, -1].log_softmax(-1).double()
+            logits = of.eval()(query[None].to(trainer.current_device))[0][0, -1]
+            return logits.log_softmax(-1).double().cpu()
 
     optimum = (log_policy(trainer.ref_model) + rewards.double() / BETA).log_softmax(-1)
 

@@ -75,7 +75,7 @@ def test_the_reference_answers_for_a_peft_policy() -> None:
     response, ref_response = trainer.generate(
         torch.tensor([5, 6, 7]), generate_ref_response=True, max_new_tokens=8
     )
-    assert torch.equal(ref_response[0], base[0][: len(ref_response[0])])
+    assert torch.equal(ref_response[0].cpu(), base[0][: len(ref_response[0])])
     assert not torch.equal(response[0], ref_response[0])
 
 
@@ -94,10 +94,11 @@ def test_padding_never_changes_a_logprob(architecture: str) -> None:
         alone = []
         for query, response in zip(batch["queries"], batch["responses"], strict=True):
             with torch.no_grad():
-                logits = trainer.model.pretrained_model(torch.cat([query, response])[None]).logits
+                ids = torch.cat([query, response])[None].to(trainer.current_device)
+                logits = trainer.model.pretrained_model(ids).logits.cpu()
             logp = logits[0].log_softmax(-1)[len(query) - 1 : -1]
             alone.append(logp.gather(1, response[:, None])[:, 0])
-        torch.testing.assert_close(logprobs[mask], torch.cat(alone), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logprobs[mask].cpu(), torch.cat(alone), rtol=1e-5, atol=1e-5)
     for right, left in zip(*scored.values(), strict=True):
         torch.testing.assert_close(right, left, rtol=1e-5, atol=1e-5)
 
@@ -106,7 +107,7 @@ def test_an_eos_inside_the_prompt_does_not_cut_the_response() -> None:
     trainer = make_trainer()
     query = torch.tensor([5, tiny.EOS, 6])
     (response,) = trainer.generate([query], max_new_tokens=4, eos_token_id=tiny.EOS)
-    assert torch.equal(response[:3], query)
+    assert torch.equal(response[:3].cpu(), query)
     assert len(response) > 3
 
 
@@ -129,7 +130,7 @@ def test_whitened_rewards_do_not_depend_on_padding() -> None:
 
 def _advantages(trainer: PPOTrainer, batch: dict[str, Any], width: int) -> Tensor:
     inputs = trainer.prepare_model_inputs(batch["queries"], batch["responses"])
-    padding = torch.zeros(BATCH, width, dtype=torch.long)
+    padding = torch.zeros(BATCH, width, dtype=torch.long, device=trainer.current_device)
     inputs = {k: torch.cat([v, padding], -1) for k, v in inputs.items()}
     logprobs, _, values, mask = trainer.batched_forward_pass(
         trainer.model, batch["queries"], batch["responses"], inputs

@@ -55,8 +55,9 @@ def play(case: GoldenCase, padding_side: str, **changes: float) -> Run:
     )
     mask, figures = per_token_figures(trainer, case.batches[0])
     statistics = [trainer.step(b.queries, b.responses, b.scores) for b in case.batches]
-    final = {name: p.detach() for name, p in tiny.named_parameters(policy).items()}
-    return Run(case, mask, figures, statistics, final)
+    final = {name: p.detach().cpu() for name, p in tiny.named_parameters(policy).items()}
+    figures = {name: figure.cpu() for name, figure in figures.items()}
+    return Run(case, mask.cpu(), figures, statistics, final)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ def test_a_plain_model_is_wrapped_and_saved_as_one(tmp_path):
     trainer.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     trained = trainer.model.pretrained_model.state_dict()
-    assert all(torch.equal(trained[k], v) for k, v in loaded.state_dict().items())
+    assert all(torch.equal(trained[k].cpu(), v) for k, v in loaded.state_dict().items())
 
 
 @pytest.mark.parametrize("plain", [True, False])

@@ -183,7 +183,7 @@ def test_a_step_follows_the_formulas_gradient(case, fused, monkeypatch):
                 p -= rate * p.grad
     moved = {k: (p.detach() - start[k]) / rate for k, p in exact.named_parameters()}
     for name, p in model.named_parameters():
-        got = (p.detach().double() - start[name]) / rate
+        got = (p.detach().cpu().double() - start[name]) / rate
         # parameters of size 1 are rounded to 6e-8 twice, and that is divided by the rate
         torch.testing.assert_close(got, moved[name], rtol=1e-4, atol=3e-5, msg=name)
 
@@ -335,7 +335,7 @@ class _Fixed:
         return {}
 
     def __call__(self, values, rewards, mask):
-        advantages = torch.where(mask, self.advantages, 0.0)
+        advantages = torch.where(mask, self.advantages.to(mask.device), 0.0)
         return torch.where(mask, values, 0.0), advantages, advantages
 
 

@@ -165,7 +165,7 @@ def test_a_checkpoint_says_what_was_frozen_and_loading_looks(tmp_path):
     loaded = load(tmp_path)
     assert_same(
         {n: p.detach() for n, p in loaded.named_parameters()},
-        {n: p.detach() for n, p in trainer.model.named_parameters()},
+        {n: p.detach().cpu() for n, p in trainer.model.named_parameters()},
     )
     assert all(p.requires_grad for p in loaded.parameters())
     load(tmp_path, dtype="bfloat16")  # nothing to compare with

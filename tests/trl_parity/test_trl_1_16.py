@@ -200,7 +200,7 @@ def test_a_trainer_computes_the_same_patched_and_not(make, replacements, tmp_pat
     assert counts[replaced].ours >= STEPS
     assert all(calls.delegated == 0 for calls in counts.values())
     before = tiny_models.language_model(family).state_dict()
-    changes = {k: (w - before[k]) for k, w in theirs.weights.items()}
+    changes = {k: (w.cpu() - before[k]) for k, w in theirs.weights.items()}
     largest = max(change.abs().max().item() for change in changes.values())
     assert largest > 1e-3
     for name, weight in ours.weights.items():
