@@ -22,16 +22,21 @@ KL_COEF = 0.1
 
 
 def problem(
-    case: Case, device: torch.device | str, *, backend: str = "auto", pick_rows: bool = True
+    case: Case,
+    device: torch.device | str,
+    *,
+    backend: str = "auto",
+    pick_rows: bool = True,
+    seed: int = 0,
 ) -> Problem:
-    """The case's problem on a device, the same for every call.
+    """The case's problem on a device, the same for every call with a seed.
 
     Ops with a head get only the rows that count, as their callers should have it; all rows and
     the mask where `pick_rows` is False.
     """
     device = torch.device(device)
     with torch.device(device):
-        generator = torch.Generator(device).manual_seed(0)
+        generator = torch.Generator(device).manual_seed(seed)
         if case.op in ("linear_logprobs", "linear_ppo_loss"):
             return _BUILDERS[case.op](case, generator, backend, pick_rows)
         return _BUILDERS[case.op](case, generator, backend)

@@ -48,6 +48,7 @@ class Goal:
     against: str = "eager"
     memory_bytes: int | None = None  # above inputs and returned gradients
     memory_share: float | None = None  # of the peer's
+    launches: tuple[int, int] | None = None  # at most, forward's and backward's
     device: str = "cpu"  # what the goal is for: how the device's name begins
 
 

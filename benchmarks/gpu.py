@@ -3,10 +3,10 @@
 It runs from a bare checkout: `PYTHONPATH=.:kernels/torch-ext python -m benchmarks gpu --minutes 8`
 needs torch and triton. First the gates on the compiled kernels (`gates.py`): an op with a red one
 is not timed. Then the cases that the goals are set for, beside eager PyTorch; the same beside every
-peer that is there; and a count of bytes by Nsight Compute. The result file is saved after every
-step; beside what `ops.py` writes it has
+peer that is there; a count of bytes by Nsight Compute; and a pass of every kernel under
+compute-sanitizer. The result file is saved after every step; beside what `ops.py` writes it has
 {"gates": [{"op", "check", "wrong"}], "bytes": [{"label", "op", "read", "written", "kernels"}],
- "done", "left", "failed"}.
+ "sanitizer": [{"tool", "errors", "first"}], "done", "left", "failed"}.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import cases, gates, ncu, record, timing
+from benchmarks import cases, gates, ncu, record, sanitizer, timing
 from benchmarks.attention import GPT2, LLAMA3_8B, QWEN25_05B, Attention
 from benchmarks.cases import HOPPER, Case, Goal
 from benchmarks.measure import Effort, measure, render
@@ -32,7 +32,7 @@ from benchmarks.planner import Outcome, Step, carry_out
 
 ROUNDS = 15
 # Guesses, in seconds: an op's gates with their compilation, a case, and what peers add.
-GATES, CASE, PEERS, BYTES = 15.0, 12.0, 40.0, 30.0
+GATES, CASE, PEERS, BYTES, SANITIZER = 15.0, 12.0, 40.0, 30.0, 90.0
 TIMING_SECONDS = 3.0  # of one case's rounds
 AT_END = 5.0  # kept back for the end of the process
 
@@ -41,10 +41,12 @@ def _on_vocabulary(op: str, vocabulary: int, goal: float | None, **fields: Any) 
     return Case(op, 8192, "bf16", vocabulary=vocabulary, goal=_hopper(goal), main=True, **fields)
 
 
-def _hopper(seconds: float | None, memory: int | None = None) -> Goal | None:
-    if seconds is None:
+def _hopper(
+    seconds: float | None, memory: int | None = None, launches: tuple[int, int] | None = None
+) -> Goal | None:
+    if seconds is launches is None:
         return None
-    return Goal(seconds=seconds, memory_bytes=memory, device=HOPPER)
+    return Goal(seconds=seconds, memory_bytes=memory, launches=launches, device=HOPPER)
 
 
 def _decode(layer: Attention, slots: int, tokens: int) -> Case:
@@ -61,8 +63,23 @@ TELLING = (
     Case("linear_logprobs", 4096, "bf16", goal=_hopper(26e-3, 600 * 2**20), **_HEAD),
     Case("linear_ppo_loss", 4096, "bf16", goal=_hopper(19.5e-3), entropy="metric", **_HEAD),
     _on_vocabulary("full_kl", 128256, 3.7e-3),
-    Case("gae", 512, steps=4096, active=0.7, whiten=True, goal=_hopper(25e-6), main=True),
-    Case("ppo_loss", 1024, steps=1024, active=0.7, main=True),
+    Case(
+        "gae",
+        512,
+        steps=4096,
+        active=0.7,
+        whiten=True,
+        main=True,
+        goal=_hopper(25e-6, launches=(2, 0)),
+    ),
+    Case(
+        "ppo_loss",
+        1024,
+        steps=1024,
+        active=0.7,
+        main=True,
+        goal=_hopper(None, launches=(2, 1)),
+    ),
     _on_vocabulary("sample_tokens", 151936, None, backward=False),
     _decode(QWEN25_05B, 256, 512),
     _decode(LLAMA3_8B, 64, 2048),
@@ -116,7 +133,7 @@ class Session:
         self.device, self.folder = device, folder
         self.backend, self.sizes, self.telling = backend, sizes, telling
         self.result = start_of_result("gpu", device, roof, os.cpu_count() or 1)
-        self.result |= {"gates": [], "bytes": []}
+        self.result |= {"gates": [], "bytes": [], "sanitizer": []}
         self.path: Path | None = None
         self.uncountable = None if ncu.available() else "ncu is not on the path"
 
@@ -124,6 +141,7 @@ class Session:
     def red(self) -> set[str]:
         """Ops with a gate that is red."""
         red = {gate["op"] for gate in self.result["gates"] if gate["wrong"]}
+        red |= {f"all, by {found['tool']}" for found in self.result["sanitizer"] if found["errors"]}
         return red | {entry["op"] for entry in self.result["cases"] if entry["red"]}
 
     def steps(self, gates_only: bool = False) -> Iterator[Step]:
@@ -132,6 +150,7 @@ class Session:
         for op in there:
             yield Step(f"gates: {op}", GATES, lambda op=op: self.gates(op))
         if gates_only:
+            yield from self._sanitizer_steps()
             return
         telling = [case for case in self.telling if case.op in there]
         for kind, guess, peers in (("timing", CASE, False), ("peers", PEERS, True)):
@@ -148,6 +167,18 @@ class Session:
                 BYTES,
                 lambda case=case: self.bytes(case),
                 lambda case=case: self._obstacle(case) or self.uncountable,
+            )
+
+        yield from self._sanitizer_steps()
+
+    def _sanitizer_steps(self) -> Iterator[Step]:
+        absent = None if sanitizer.available() else "compute-sanitizer is not on the path"
+        for tool in sanitizer.TOOLS:
+            yield Step(
+                f"sanitizer: {tool}",
+                SANITIZER,
+                lambda tool=tool: self.sanitize(tool),
+                lambda: absent,
             )
 
     def _obstacle(self, case: Case) -> str | None:
@@ -187,6 +218,12 @@ class Session:
             print(self.uncountable, flush=True)
             return
         self.result["bytes"].append({"op": case.op, "label": case.label, **counted})
+
+    def sanitize(self, tool: str) -> None:
+        """One pass of every kernel under a tool that looks for what no result shows."""
+        found = sanitizer.check(tool, timeout=4 * SANITIZER)
+        self.result["sanitizer"].append(found)
+        print(f"{tool}: {found['errors']} errors", *found["first"], sep="\n", flush=True)
 
     def save(self, outcome: Outcome) -> None:
         """Writes the file with all there is so far."""

@@ -11,10 +11,12 @@ import torch
 
 from benchmarks import build, timing
 from benchmarks.cases import Case, work
+from benchmarks.launches import in_words, launches
 from benchmarks.limit import limit
 from benchmarks.memory import footprint
 from benchmarks.peers import TOLERANCES, Peer, described, peers_of
 from benchmarks.problem import (
+    DRAWS,
     FACTOR,
     Error,
     Implementation,
@@ -24,6 +26,7 @@ from benchmarks.problem import (
     forward,
     ratio,
     results,
+    settled,
     worst_relative,
 )
 from fastrl_kernels import scratch
@@ -90,7 +93,8 @@ def measure(
         peers |= found
 
     judged = judge(problem, peers, entry["absent"])
-    error = ratio(judged[OURS], judged[EAGER])
+    others = (build.problem(case, device, backend=backend, seed=n) for n in range(1, DRAWS))
+    error = settled(judged[OURS], judged[EAGER], others)
     if not error <= FACTOR:  # NaN is red
         entry["red"] = f"error is {error:.3g} times eager PyTorch's, {FACTOR:g} are allowed"
         return entry
@@ -109,12 +113,9 @@ def measure(
 
     for name, call in calls.items():
         scratch.clear()  # kept from the call before, it would not be counted
-        room = footprint(
-            lambda call=call: forward(problem, call),
-            lambda state: backward(state).values(),
-            device,
-        )
-        entry["implementations"][name]["memory"] = room._asdict()
+        halves = (lambda call=call: forward(problem, call), lambda s: backward(s).values(), device)
+        entry["implementations"][name]["memory"] = footprint(*halves)._asdict()
+        entry["implementations"][name]["launches"] = launches(*halves)
     turns = {name: lambda call=call: results(problem, call) for name, call in calls.items()}
     times = timing.interleaved(
         {LIMIT: limit(case, device), **turns}, device, rounds=effort.rounds, seconds=effort.seconds
@@ -169,6 +170,11 @@ def verdicts(entry: dict[str, Any], device_name: str) -> list[tuple[str, bool]]:
         found.append((f"≤ {duration(goal['seconds'])}", seconds <= goal["seconds"]))
     if goal["memory_bytes"] is not None:
         found.append((f"≤ {size(goal['memory_bytes'])}", peak <= goal["memory_bytes"]))
+    if goal.get("launches") and (seen := taken[OURS].get("launches")):
+        most = dict(zip(("forward", "backward"), goal["launches"], strict=True))
+        words = " + ".join(str(n) for n in goal["launches"] if n)
+        few = all(len(seen[half]) <= n for half, n in most.items())
+        found.append((f"{words} launches", few))
     against = goal["against"]
     if goal["speedup"] is not None and against in taken:
         faster = statistics.median(speedups(entry, against))
@@ -199,12 +205,17 @@ def render(entry: dict[str, Any], device_name: str) -> str:
             f"  {name:<20}{spread_of_durations(taken['seconds']):>28}"
             f"{duration(statistics.median(taken['call_seconds'])):>12}{faster:>22}"
             f"{size(taken['memory']['peak']):>12}{taken['error']:>8.2f}×"
-            f"{share_of_roofline(entry, name):>10.0%}  {taken['note']}"
+            f"{share_of_roofline(entry, name):>10.0%}  {_remarks(taken)}"
         )
     lines += [f"  {name}: {reason}" for name, reason in entry["absent"].items()]
     for goal, reached in verdicts(entry, device_name):
         lines.append(f"  goal {goal}: {'reached' if reached else 'MISSED'}")
     return "\n".join(lines)
+
+
+def _remarks(taken: dict[str, Any]) -> str:
+    seen = taken.get("launches")
+    return "; ".join(x for x in (f"{in_words(seen)} launches" if seen else "", taken["note"]) if x)
 
 
 def duration(seconds: float) -> str:

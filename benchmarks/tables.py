@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from benchmarks import timing
+from benchmarks.launches import in_words
 from benchmarks.measure import (
     EAGER,
     OURS,
@@ -16,6 +17,7 @@ from benchmarks.measure import (
     spread_of_durations,
     verdicts,
 )
+from benchmarks.sanitizer import TOOLS
 
 Entry = dict[str, Any]
 Result = dict[str, Any]
@@ -52,10 +54,11 @@ def short_table(results: list[Result]) -> str:
 
 def full_table(result: Result) -> str:
     """Every case of a result, and below it who was absent, red or skipped."""
+    on_gpu = any(entry["implementations"][OURS].get("launches") for entry in timed(result))
     rows = [
-        "| case | fastrl | whole call | of the roofline | memory | eager's | error | faster than "
-        "| goal |",
-        "| --- | --: | --: | --: | --: | --: | --: | --- | --- |",
+        "| case | fastrl | whole call | of the roofline | memory | eager's | error | faster than |"
+        f"{' launches |' if on_gpu else ''} goal |",
+        f"| --- | --: | --: | --: | --: | --: | --: | --- |{' --: |' if on_gpu else ''} --- |",
     ]
     for entry in timed(result):
         taken = entry["implementations"]
@@ -72,6 +75,7 @@ def full_table(result: Result) -> str:
             eager,
             f"{ours['error']:.2f}",
             peers,
+            *([in_words(ours["launches"]) if ours.get("launches") else "–"] if on_gpu else []),
             _goals(verdicts(entry, device_of(result))),
         ]
         rows.append("| " + " | ".join(cells) + " |")
@@ -112,6 +116,11 @@ def gates_section(result: Result) -> str:
         f"- Red: `{gate['op']}`, {gate['check']}: {gate['wrong']}"
         for gate in gates
         if gate["wrong"]
+    ]
+    lines += [
+        f"- compute-sanitizer, {found['tool']} ({TOOLS[found['tool']]}): {found['errors']} errors "
+        "in one pass of every kernel."
+        for found in result.get("sanitizer", ())
     ]
     for what in ("failed", "left"):
         lines += [f"- {what.capitalize()}: {k}: {why}" for k, why in result.get(what, {}).items()]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import build, cases, measure, memory, ops, timing
+from benchmarks import build, cases, measure, memory, ops, problem, timing
 from benchmarks.cases import Case, Goal
 from benchmarks.measure import Effort
 from benchmarks.peers import Peer
@@ -115,6 +115,49 @@ def test_goals_are_judged_by_medians_of_paired_rounds():
     elsewhere = an_entry(goal=Goal(seconds=1.0, device=cases.HOPPER))
     assert measure.verdicts(elsewhere, "cpu") == []
     assert measure.verdicts(elsewhere, "NVIDIA H100 80GB HBM3") == [("≤ 1 s", True)]
+
+
+@pytest.mark.parametrize(("most", "reached"), [((1, 1), False), ((2, 1), True), ((2, 0), False)])
+def test_launches_are_counted_forward_and_backward_apart(most, reached):
+    entry = an_entry(goal=Goal(launches=most))
+    assert measure.verdicts(entry, "cpu") == []  # nobody counted
+    entry["implementations"]["fastrl"]["launches"] = {"forward": ["a", "b"], "backward": ["c"]}
+    [(words, found)] = measure.verdicts(entry, "cpu")
+    assert found is reached
+    assert words == " + ".join(str(n) for n in most if n) + " launches"
+
+
+def lucky(error: float) -> dict:
+    return {"loss": problem.Error(error, 1.0)}
+
+
+def a_draw(mine: float, eager: float) -> problem.Problem:
+    """One whose exact result is 1, and ours and eager PyTorch's off by as much."""
+    return problem.Problem(
+        {},
+        ours=lambda: {"loss": torch.tensor(1 + mine, dtype=torch.float64)},
+        eager=lambda: {"loss": torch.tensor(1 + eager, dtype=torch.float64)},
+        exact=lambda: {"loss": torch.tensor(1.0, dtype=torch.float64)},
+    )
+
+
+def test_a_lucky_hit_of_pytorchs_is_not_the_measure():
+    asked = []
+
+    def others(mine, eager):
+        for n in range(3):
+            asked.append(n)
+            yield a_draw(mine, eager)
+
+    assert problem.settled(lucky(1e-6), lucky(0.0), others(1e-6, 1e-6)) <= problem.FACTOR
+    assert asked == [0]
+    assert problem.settled(lucky(1e-6), lucky(0.0), others(3e-6, 1e-6)) > problem.FACTOR
+    assert asked == [0, 0, 1, 2]
+    assert problem.settled(lucky(1e-6), lucky(1e-6), others(1.0, 0.0)) == pytest.approx(
+        0.95, abs=0.1
+    )
+    assert asked == [0, 0, 1, 2]
+    assert math.isnan(problem.settled(lucky(math.nan), lucky(1e-6), others(1e-6, 1e-6)))
 
 
 @pytest.mark.parametrize(

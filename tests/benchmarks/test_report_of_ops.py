@@ -118,6 +118,19 @@ def test_a_gpu_has_gates_left_steps_and_bytes(checkout):
     assert "No machine without a GPU has been measured yet." in details
 
 
+def test_a_gpu_shows_launches_and_what_the_sanitizer_found(checkout):
+    counted = entry(goal=vars(Goal(launches=(2, 0), device="nvidia")))
+    counted["implementations"]["fastrl"]["launches"] = {"forward": ["a", "b"], "backward": []}
+    found = {"tool": "memcheck", "errors": 0, "first": []}
+    _, details = write(checkout, gpu_result(cases=[counted], sanitizer=[found]))
+    assert "| launches | goal |" in details
+    assert "| 2 | 2 launches: reached |" in details
+    assert "compute-sanitizer, memcheck (accesses outside of an allocation" in details
+    _, details = write(checkout, ops_result(commit="fffffff"))
+    section = details.split("## cpu-2core")[1].split("## nvidia")[0]
+    assert "launches" not in section
+
+
 def test_the_newest_of_a_day_is_taken(checkout):
     later = ops_result(time="11:00:00", commit="fffffff")
     earlier = ops_result(commit="0000000")
