@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import traceback
 from collections.abc import Callable, Iterable
 
 Clock = Callable[[], float]
@@ -61,6 +62,7 @@ def carry_out(
             step.run()
             outcome.done.append(step.name)
         except Exception as error:  # one op's failure must not cost the others their turn
+            traceback.print_exc()
             outcome.failed[step.name] = f"{type(error).__name__}: {error}"[:2000]
         guessed += step.seconds
         taken += clock() - start

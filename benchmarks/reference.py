@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", metavar="TEXT", help="cases whose label contains TEXT")
     parser.add_argument("--rounds", type=int, default=9, help="counted steps of each side")
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    parser.add_argument(
+        "--minutes", type=float, metavar="M", help="begin no case that takes longer"
+    )
     parser.add_argument("--no-save", action="store_true", help="write no result file")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="where result files go")
 

@@ -44,6 +44,7 @@ python -m benchmarks dpo        # DPO on pairs of responses beside TRL's
 python -m benchmarks rollout    # generation beside transformers' own ways
 python -m benchmarks reference  # PPO's reference, by the way it is kept
 python -m benchmarks gpu        # on an NVIDIA GPU: gates, then the most telling timings
+python -m benchmarks device     # there, unattended: the tests, then all of the above
 python -m benchmarks aot        # registers, spills and load widths, without a GPU
 pytest benchmarks               # a small grid under pytest-benchmark
 ```

@@ -29,7 +29,7 @@ from benchmarks.rollout_cases import (
     kv_bytes,
     workload,
 )
-from benchmarks.rollout_sides import CONTINUOUS, Engine, Side
+from benchmarks.rollout_sides import ALL_PEERS, CONTINUOUS, GENERATE, Engine, Side
 from benchmarks.rollout_tables import render
 from fastrl.rollout.floor import weight_bytes
 
@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="counted rollouts of each side")
     parser.add_argument("--slots", type=int, metavar="N", help="instead of the cases' own")
     parser.add_argument("--threads", type=int, metavar="N", help="default: all cores")
+    parser.add_argument(
+        "--minutes", type=float, metavar="M", help="begin no case that takes longer"
+    )
     parser.add_argument("--no-peers", action="store_true", help="the engine alone")
     parser.add_argument("--no-save", action="store_true", help="write no result file")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="where result files go")
@@ -98,12 +101,13 @@ def measure(case: Case, device: torch.device, rounds: int, *, peers: bool = True
     }
     sides: dict[str, Side] = {}
     try:
-        absent = entry["absent"] = _gate_tokens(model, entry, peers)
+        absent = entry["absent"] = _gate_tokens(model, entry, peers and case.all_peers)
         if entry["red"]:
             return entry
         sides |= rollout_sides.engines(model, case.slots)
         if peers:
-            found, missing = rollout_sides.peers(model, case.slots, work)
+            names = ALL_PEERS if case.all_peers else (GENERATE,)
+            found, missing = rollout_sides.peers(model, case.slots, work, names)
             absent |= missing
             sides |= {name: side for name, side in found.items() if name not in absent}
             for name in found.keys() & absent.keys():

@@ -63,6 +63,7 @@ class Case:
     most: int
     sigma: float = 0.0
     main: bool = False  # in the README
+    all_peers: bool = True  # or `generate` alone
     goal: Goal | None = None
 
     @property
@@ -121,6 +122,12 @@ _ON_CUDA = (
     Case(
         "log-normal", GPT2, 256, 16, (4, 64), 128, 640, sigma=1.0, main=True,
         goal=Goal(("nvidia", "amd"), utilisation=0.95),
+    ),
+    *(
+        Case(f"batch of {n}", shape, n, n, (448, 448), 128, 128, all_peers=False)
+        for n in (1, 16, 64, 256)
+        for shape in (GPT2, QWEN)
+        if (n, shape) != (256, QWEN)  # that is the wide one
     ),
 )  # fmt: skip
 

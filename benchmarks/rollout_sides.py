@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import importlib.util
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -62,10 +62,13 @@ def engines(model: Any, slots: int) -> dict[str, Side]:
     return found
 
 
-def peers(model: Any, slots: int, work: Workload) -> tuple[dict[str, Side], dict[str, str]]:
-    """The peers that can take part, by name; and for the others why they cannot."""
+def peers(
+    model: Any, slots: int, work: Workload, names: Collection[str]
+) -> tuple[dict[str, Side], dict[str, str]]:
+    """The peers of these names that can take part; and for the others why they cannot."""
     found, absent = {}, {}
-    for name, make in _PEERS.items():
+    for name in names:
+        make = _PEERS[name]
         try:
             found[name] = make(model, slots, work, greedy=False)
         except Unsuitable as reason:
@@ -145,6 +148,7 @@ def continuous(model: Any, slots: int, work: Workload, *, greedy: bool) -> Side:
 
 
 _PEERS = {GENERATE: dynamic, STATIC: compiled, CONTINUOUS: continuous}
+ALL_PEERS = tuple(_PEERS)
 
 
 def _how(greedy: bool) -> dict[str, Any]:

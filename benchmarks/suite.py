@@ -1,9 +1,10 @@
-"""What benchmarks of whole cases have in common: a request checked, cases measured one by one, a
-result file."""
+"""What benchmarks of whole cases have in common: a request checked, cases measured one by one while
+there is time, a result file that is saved after each."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,8 +15,10 @@ from transformers.utils import logging
 
 from benchmarks import record
 from benchmarks.ops import device_name, file_of, free
+from benchmarks.planner import Outcome, Step, carry_out
 
 Entry = dict[str, Any]
+GUESS = 60.0  # seconds of a case; the pace of those before corrects it
 
 
 def wrong(args: argparse.Namespace, *names: str) -> str | None:
@@ -54,14 +57,30 @@ def run(
     result = header(device, threads)
     record.warn_if_busy(result["machine"])
     print(f"{device_name(device)}, {threads} threads")
-    for case in chosen:
+    path = None
+
+    def save(outcome: Outcome) -> None:
+        nonlocal path
+        if not args.no_save and result[entries]:
+            result["left"] = outcome.left | outcome.failed
+            path = record.save(result, file_of(result, args.results))
+
+    def one(case: Any) -> None:
         entry = measure(case)
         result[entries].append(entry)
         print("\n" + render(entry, device_name(device)), flush=True)
         free(device)
-    if not args.no_save:
-        print(f"\nsaved as {record.save(result, file_of(result, args.results))}")
-    return 1 if any(entry["red"] for entry in result[entries]) else 0
+
+    steps = [Step(case.label, GUESS, lambda case=case: one(case)) for case in chosen]
+    seconds = math.inf if args.minutes is None else 60 * args.minutes
+    outcome = carry_out(steps, seconds, save=save)
+    for what in (outcome.failed, outcome.left):
+        for name, why in what.items():
+            print(f"{name}: {why}", file=sys.stderr)
+    if path:
+        print(f"\nsaved as {path}")
+    red = any(entry["red"] for entry in result[entries])
+    return 1 if red or outcome.failed else 0
 
 
 def start_of_result(
