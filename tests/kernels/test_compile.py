@@ -21,6 +21,7 @@ from tests.kernels.launches import interpreted, watched
 from tests.kernels.test_import import python
 
 HIDDEN, VOCABULARY = 8, 37
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Whose whole work is one operator, so that Triton's kernels run in compiled code as well.
 OPERATORS = {
     "full_kl",
@@ -59,17 +60,17 @@ def inputs(n: int, dtype: torch.dtype = torch.float32) -> Inputs:
     generator = torch.Generator().manual_seed(n)
 
     def leaf(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype).requires_grad_()
 
     labels = torch.randint(0, VOCABULARY, (2, n), generator=generator)
     labels[0, 0] = -100
     return Inputs(
         leaf(2, n, VOCABULARY), leaf(2, n, HIDDEN), leaf(VOCABULARY, HIDDEN), leaf(VOCABULARY),
         leaf(2, n), leaf(2, n), leaf(2, n), leaf(2), leaf(n), leaf(n),
-        labels,
-        torch.rand(2, n, generator=generator) < 0.7,
-        torch.randn(2, n, generator=generator).to(dtype),
-        0.5 + torch.rand(2, n, generator=generator),
+        labels.to(DEVICE),
+        (torch.rand(2, n, generator=generator) < 0.7).to(DEVICE),
+        torch.randn(2, n, generator=generator).to(DEVICE, dtype),
+        0.5 + torch.rand(2, n, generator=generator).to(DEVICE),
         0.4 + n / 50,
         n,
     )  # fmt: skip
@@ -88,7 +89,7 @@ def loss(x: Inputs, **options: Any) -> tuple[Tensor, ...]:
 
 
 def _sampled(x: Inputs, **options: Any) -> Any:
-    keys = ops.sample_keys(1, torch.arange(2 * x.labels.shape[1]), 3)
+    keys = ops.sample_keys(1, torch.arange(2 * x.labels.shape[1], device=DEVICE), 3)
     return ops.sample_tokens(x.logits.flatten(0, 1), keys, **options)
 
 

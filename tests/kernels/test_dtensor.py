@@ -19,12 +19,16 @@ from tests.kernels.test_linear import LEAVES, Inputs, batch
 OPS = pytest.mark.parametrize("op", [linear_logprobs, linear_ppo_loss], ids=["logprobs", "loss"])
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Of this process alone."""
+    transport = "nccl" if DEVICE == "cuda" else "gloo"
     try:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield init_device_mesh("cpu", (1,))
+        dist.init_process_group(transport, store=dist.HashStore(), rank=0, world_size=1)
+        yield init_device_mesh(DEVICE, (1,))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -35,7 +39,7 @@ def arguments(op: Any) -> Inputs:
     if op is linear_ppo_loss:
         inputs["old_logprobs"], inputs["advantages"] = torch.full((4,), -5.0), torch.ones(4)
         inputs["mask"] = torch.tensor([True, True, False, True])
-    return inputs
+    return {name: x.to(DEVICE) for name, x in inputs.items()}
 
 
 def total(results: Any) -> Tensor:

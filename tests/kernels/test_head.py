@@ -324,10 +324,10 @@ def test_what_is_refused_and_why(op, change, error, message, autocast):
         op({**inputs, **change})
 
 
-def test_unknown_extras_are_refused(backend):
+def test_unknown_extras_are_refused(backend, device):
     for extras in (("is_top1", "is_top5"), "is_top1"):
         with pytest.raises(ValueError, match=r"unknown extras .*: choose from log_sum_sq_probs"):
-            linear_logprobs(**batch(2, 9), extras=extras, backend=backend)
+            linear_logprobs(**batch(2, 9, device=device), extras=extras, backend=backend)
 
 
 @pytest.mark.parametrize(

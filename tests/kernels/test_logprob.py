@@ -276,11 +276,13 @@ def test_a_row_broadcast_over_tokens(backend, device):
     judged(logits[:1].expand(4, 300), labels, backend=backend)
 
 
-def test_offsets_beyond_32_bits(backend):
+def test_offsets_beyond_32_bits(backend, device):
     """Three rows, 2**30 elements apart: pages that nobody touches cost nothing."""
-    memory = torch.from_numpy(numpy.zeros(2**31 + 1024, dtype=numpy.int16)).view(BF16)
+    size = 2**31 + 1024
+    memory = torch.tensor([], dtype=BF16, device=device)
+    memory.set_(torch.UntypedStorage(2 * size, device=device), 0, (size,))
     far = memory.as_strided((3, 507), (2**30 + 8, 1))
-    logits, labels = batch(3, 507, dtype=BF16)
+    logits, labels = batch(3, 507, dtype=BF16, device=device)
     far.copy_(logits)
     expected = results(logits, labels, backend=backend)
     assert_same_bits(results(far, labels, backend=backend), expected)
