@@ -19,9 +19,17 @@ PEERS = {
 }
 
 
+class Uninstallable(RuntimeError):
+    """There is no environment for a peer, and none can be made."""
+
+
 def peer_python(peer: str) -> Path:
     """The interpreter of the peer's environment, which is made at the first call; this one's where
-    the peer is installed beside us."""
+    the peer is installed beside us.
+
+    Raises:
+        Uninstallable: it cannot be made here.
+    """
     name, version = peer.split("==")
     try:
         if importlib.metadata.version(name) == version:
@@ -36,8 +44,22 @@ def peer_python(peer: str) -> Path:
     stamp = folder / "installed.txt"
     if not stamp.exists() or stamp.read_text().split("\n") != wanted:
         print(f"installing {peer} into {folder.relative_to(ROOT)}")
-        venv.create(folder, with_pip=True, clear=True)
-        for packages in (wanted[:1], wanted[1:]):
-            subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+        try:
+            venv.create(folder, with_pip=True, clear=True)
+            for packages in (wanted[:1], wanted[1:]):
+                command = [python, "-m", "pip", "install", "--quiet", *packages]
+                subprocess.run(command, check=True, capture_output=True, text=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise Uninstallable(
+                f"{peer} cannot be installed here ({_last_line(error)}): give an interpreter that "
+                "has it by --peer-python PATH"
+            ) from error
         stamp.write_text("\n".join(wanted))
     return python
+
+
+def _last_line(error: OSError | subprocess.CalledProcessError) -> str:
+    """What a command said last, or how it ended."""
+    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+    said = said.decode() if isinstance(said, bytes) else said
+    return (said or str(error)).strip().splitlines()[-1][:200]

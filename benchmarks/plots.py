@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ppo, reference_tables, rollout_tables, training
+from benchmarks import ppo_tables, reference_tables, rollout_tables, training
 from benchmarks.dpo import DPO
 from benchmarks.measure import OURS, speedups
 from benchmarks.reference_cases import COPY, MODES
@@ -35,7 +35,11 @@ def write(folder: Path, results: list[dict[str, Any]]) -> list[Path]:
         if result["benchmark"] == "reference"
         for entry in reference_tables.timed(result)
     ]
-    iterations = [r for r in results if r["benchmark"] == "ppo" and ppo.timed(r)]
+    iterations = [
+        result
+        for result in results
+        if result["benchmark"] == "ppo" and any(map(ppo_tables.timed, ppo_tables.cases_of(result)))
+    ]
     epochs = {result["benchmark"]: result for result in results}
     made = []
     with matplotlib.rc_context(
@@ -144,17 +148,20 @@ def _memory(entries: list[dict[str, Any]]) -> Any:
 
 
 def _ppo(result: dict[str, Any]) -> Any:
-    """The phases with the first reference that has figures, and the iteration with others."""
+    """For each shape the phases with the first reference that has figures, and the iteration with
+    others."""
     sides = {"fastrl": "fastrl", "peer": result["peer"]}
-    first, *others = ppo.timed(result)
-    shown = [(ppo.PHASES[name], first["phases"][name]) for name in ppo.PHASES]
-    shown += [
-        (
-            f"{ppo.PHASES['iteration']},\nreference {entry['reference']}",
-            entry["phases"]["iteration"],
-        )
-        for entry in others
-    ]
+    cases = ppo_tables.cases_of(result)
+    shown = []
+    for case in cases:
+        shape = f"{case['shape']['name']}\n" if len(cases) > 1 else ""
+        titles = {name: f"{shape}{phase}" for name, phase in ppo_tables.PHASES.items()}
+        for i, entry in enumerate(ppo_tables.timed(case)):
+            if i == 0:
+                shown += [(titles[name], entry["phases"][name]) for name in titles]
+                continue
+            title = f"{titles['iteration']},\nreference {entry['reference']}"
+            shown.append((title, entry["phases"]["iteration"]))
     groups = [
         (title, {name: statistics.median(phase[side]) for side, name in sides.items()})
         for title, phase in shown

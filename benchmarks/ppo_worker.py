@@ -1,17 +1,21 @@
 """One side of `python -m benchmarks ppo`: drives one library's PPOTrainer on request.
 
 `ppo.py` starts this file once with fastrl's interpreter and once with the peer's. It is a script of
-its own because the peer's environment has neither fastrl nor this package. Both libraries have the
-same surface, so they run the same lines here.
+its own because the peer's environment has neither fastrl nor this package. All libraries have the
+same surface, so they run the same lines here, on the device that accelerate picks.
 
 It speaks JSON, one object a line: {"ready": versions} or {"absent": why}, and then for each command
 read
 - {"command": "check"}: two steps on given batches -> {"statistics": [{key: value}, ...],
-  "trained": {parameter that the optimizer has: its size}}
-- {"command": "iterate"}: one generate and one step -> {"seconds": {phase: seconds}}
+  "trained": {parameter that the optimizer has: its size}, "at_rest": bytes allocated after them}
+- {"command": "iterate"}: one generate and one step -> {"seconds": {phase: seconds}, "peak": bytes
+  allocated in it, at most}
+Bytes are None where the device keeps no count of them.
 """
 
 import argparse
+import contextlib
+import gc
 import importlib
 import importlib.metadata
 import json
@@ -26,9 +30,17 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 PAD = 0
+LIBRARIES = {"fastrl": "fastrl", "trl": "trl", "eager": "benchmarks.ppo_eager"}
+MODELS = {"gpt2": GPT2LMHeadModel, "qwen2": Qwen2ForCausalLM}
 # Where `step` says what it spent: our phases, and the timers that make them up in both libraries.
 TIMERS = {
     "forward_pass": ("time/ppo/forward_pass",),
@@ -49,9 +61,9 @@ class Side:
         self.shape = shape
         self.rng = np.random.RandomState(0)
         model = library.AutoModelForCausalLMWithValueHead.from_pretrained(
-            GPT2LMHeadModel(model_config(shape)),
+            MODELS[shape["family"]](model_config(shape)),
             summary_dropout_prob=0.0,
-            peft_config=lora() if reference == "adapter" else None,
+            peft_config=lora(shape["family"]) if reference == "adapter" else None,
         )
         fill_by_rule(model.pretrained_model, model.v_head)
         self.trainer = library.PPOTrainer(
@@ -60,10 +72,13 @@ class Side:
                 mini_batch_size=shape["mini_batch"],
                 ppo_epochs=shape["epochs"],
                 seed=0,
+                accelerator_kwargs=precision(shape),
                 **settings(library, reference),
             ),
             model=model,
-            tokenizer=padding_tokenizer(),
+            # Its EOS is the model's, which generation leaves out: a response that held another
+            # token of that id would be cut there.
+            tokenizer=padding_tokenizer(eos=model_config(shape).eos_token_id),
             num_shared_layers=shape["layers"] // 2 if reference == "trunk" else None,
         )
         self.device = next(model.parameters()).device
@@ -76,7 +91,8 @@ class Side:
 
     def random_scores(self) -> list[torch.Tensor]:
         """A standard normal score for each sample."""
-        return list(torch.from_numpy(self.rng.standard_normal(self.shape["batch"])).float())
+        scores = torch.from_numpy(self.rng.standard_normal(self.shape["batch"]))
+        return list(scores.float().to(self.device))
 
     def check(self) -> dict[str, Any]:
         """Statistics of two steps on given responses: the second sees what the first changed."""
@@ -85,7 +101,8 @@ class Side:
             responses = self.random_tokens(self.shape["response"])
             stats = self.trainer.step(self.queries, responses, self.random_scores())
             statistics.append({k: float(v) for k, v in stats.items() if is_compared(k, v)})
-        return {"statistics": statistics, "trained": self.trained()}
+        del stats, responses
+        return {"statistics": statistics, "trained": self.trained(), "at_rest": self.at_rest()}
 
     def trained(self) -> dict[str, int]:
         """The parameters that the optimizer has, by name, and how many numbers each holds."""
@@ -95,21 +112,24 @@ class Side:
         return {name: p.numel() for name, p in named if id(p) in chosen}
 
     def iterate(self) -> dict[str, Any]:
-        """Seconds of each phase of one iteration: sample the responses, and step on them."""
+        """Seconds of each phase of one iteration, and its memory: sample the responses, and step
+        on them."""
         scores = self.random_scores()
         length = self.shape["response"]
+        self.forget_peak()
         started = self.now()
-        responses = self.trainer.generate(
-            self.queries,
-            batch_size=self.shape["batch"],
-            return_prompt=False,
-            min_new_tokens=length,
-            max_new_tokens=length,
-            do_sample=True,
-            top_k=0,
-            top_p=1.0,
-            pad_token_id=PAD,
-        )
+        with self.autocast():
+            responses = self.trainer.generate(
+                self.queries,
+                batch_size=self.shape["batch"],
+                return_prompt=False,
+                min_new_tokens=length,
+                max_new_tokens=length,
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                pad_token_id=PAD,
+            )
         generated = self.now()
         stats = self.trainer.step(self.queries, responses, scores)
         done = self.now()
@@ -117,7 +137,31 @@ class Side:
         seconds = {"generate": generated - started}
         seconds |= {phase: sum(stats[t] for t in timers) for phase, timers in TIMERS.items()}
         seconds |= {"step": done - generated, "iteration": done - started}
-        return {"seconds": seconds}
+        return {"seconds": seconds, "peak": self.peak()}
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """For `generate`. TRL calls the model there past the forward that accelerate has wrapped,
+        which would then run in fp32: what a user does who cares for speed is done for it, and for
+        fastrl, which needs it not, alike."""
+        if self.shape["dtype"] == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def at_rest(self) -> int | None:
+        """Bytes that are allocated now: weights, the reference, Adam's state."""
+        if self.device.type != "cuda":
+            return None
+        gc.collect()
+        return torch.cuda.memory_allocated(self.device)
+
+    def forget_peak(self) -> None:
+        """What was allocated before now does not count."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int | None:
+        """The most bytes that were allocated since."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
     def now(self) -> float:
         """The time at which everything asked of the device so far is done."""
@@ -139,14 +183,20 @@ def settings(library: Any, reference: str) -> dict[str, Any]:
     return found
 
 
-def lora() -> Any:
+def precision(shape: dict[str, Any]) -> dict[str, Any]:
+    """What accelerate is told: bf16 means autocast over weights in fp32."""
+    return {} if shape["dtype"] == "fp32" else {"mixed_precision": shape["dtype"]}
+
+
+def lora(family: str) -> Any:
     """Rank 8 on the attention's input projections."""
     from peft import LoraConfig
 
+    is_gpt2 = family == "gpt2"
     return LoraConfig(
         r=8,
-        target_modules=["c_attn"],
-        fan_in_fan_out=True,  # GPT-2's weights lie transposed
+        target_modules=["c_attn"] if is_gpt2 else ["q_proj", "v_proj"],
+        fan_in_fan_out=is_gpt2,  # its weights lie transposed
         task_type="CAUSAL_LM",
     )
 
@@ -161,19 +211,35 @@ def why_absent(reference: str) -> str | None:
     return None
 
 
-def model_config(shape: dict[str, Any]) -> GPT2Config:
-    """GPT-2 at the given size, without dropout: TRL leaves it on while it samples."""
-    return GPT2Config(
+def model_config(shape: dict[str, Any]) -> GPT2Config | Qwen2Config:
+    """The model's sizes, without dropout: TRL leaves it on while it samples."""
+    end = shape["vocabulary"] - 1
+    positions = max(shape["context"], shape["query"] + shape["response"])
+    if shape["family"] == "gpt2":
+        return GPT2Config(
+            vocab_size=shape["vocabulary"],
+            n_layer=shape["layers"],
+            n_embd=shape["width"],
+            n_head=shape["heads"],
+            n_inner=shape["intermediate"],
+            n_positions=positions,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=end,
+            eos_token_id=end,
+        )
+    return Qwen2Config(
         vocab_size=shape["vocabulary"],
-        n_layer=shape["layers"],
-        n_embd=shape["width"],
-        n_head=shape["heads"],
-        n_positions=max(128, shape["query"] + shape["response"]),
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=shape["vocabulary"] - 1,
-        eos_token_id=shape["vocabulary"] - 1,
+        num_hidden_layers=shape["layers"],
+        hidden_size=shape["width"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape["kv_heads"],
+        intermediate_size=shape["intermediate"],
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        bos_token_id=end,
+        eos_token_id=end,
     )
 
 
@@ -190,9 +256,9 @@ def fill_by_rule(*modules: torch.nn.Module) -> None:
         parameter.copy_(0.02 * noise + (1.0 if is_gain else 0.0))
 
 
-def padding_tokenizer() -> PreTrainedTokenizerFast:
+def padding_tokenizer(eos: int = 1) -> PreTrainedTokenizerFast:
     """All that a trainer asks of a tokenizer here: how to pad."""
-    core = Tokenizer(models.WordLevel({"<pad>": PAD, "<eos>": 1}, unk_token="<pad>"))
+    core = Tokenizer(models.WordLevel({"<pad>": PAD, "<eos>": eos}, unk_token="<pad>"))
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 
@@ -200,7 +266,8 @@ def versions(implementation: str, reference: str) -> dict[str, str]:
     """The versions of what decides this side's speed."""
     distribution = {"fastrl": "fastrl-lm"}.get(implementation, implementation)
     found = {"python": sys.version.split()[0]}
-    names = [distribution, "torch", "transformers", "accelerate"]
+    names = ["torch", "transformers", "accelerate"]
+    names = names if implementation == "eager" else [distribution, *names]
     for name in [*names, "peft"] if reference == "adapter" else names:
         try:
             found[name] = importlib.metadata.version(name)
@@ -226,7 +293,7 @@ def serve(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--impl", choices=("fastrl", "trl"), required=True)
+    parser.add_argument("--impl", choices=tuple(LIBRARIES), required=True)
     parser.add_argument("--shape", type=json.loads, required=True)
     parser.add_argument("--reference", default="copy")
     args = parser.parse_args()
@@ -239,7 +306,7 @@ def main() -> None:
     if why := why_absent(args.reference):
         answer({"absent": why})
         return
-    side = Side(importlib.import_module(args.impl), args.shape, args.reference)
+    side = Side(importlib.import_module(LIBRARIES[args.impl]), args.shape, args.reference)
     answer({"ready": versions(args.impl, args.reference)})
     serve(answer, {"check": side.check, "iterate": side.iterate})
 

@@ -57,9 +57,9 @@ shapes, which takes its turns with the others, over the device time. *Of the flo
 the time in which a copy moves the bytes that decode steps cannot but read, weights and live keys
 and values, over the time of decoding. *Memory* is the peak above
 inputs and returned gradients; in SFT and DPO, above weights, the reference's too, and AdamW's
-state, gradients being counted unless it says otherwise. *Error* is against float64, in units of
-eager PyTorch's own in the same dtype (with a floor of 5e-8 of the result's norm); above 2 there
-are no figures at all.
+state, gradients being counted unless it says otherwise; in PPO iterations, all that is allocated.
+*Error* is against float64, in units of eager PyTorch's own in the same dtype (with a floor of 5e-8
+of the result's norm); above 2 there are no figures at all.
 """
 
 

@@ -30,7 +30,8 @@ def device_of(result: Result) -> str:
 
 def timed(result: Result) -> list[Entry]:
     """The cases with figures."""
-    return [entry for entry in result.get("cases", ()) if not entry["red"]]
+    found = result.get("cases", ())
+    return [entry for entry in found if "op" in entry and not entry["red"]]  # PPO's are none
 
 
 def short_table(results: list[Result]) -> str:

@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks import record, timing
 from benchmarks.measure import size
-from benchmarks.peer import peer_python
-from benchmarks.ppo import Worker, WorkerError
+from benchmarks.peer import Uninstallable, peer_python
+from benchmarks.worker import Worker, WorkerError
 
 Result = dict[str, Any]
 Run = dict[str, Any]
@@ -107,6 +107,9 @@ def run(training: Training, args: argparse.Namespace) -> int:
         shape = dataclasses.replace(shape, threads=args.threads)
     try:
         result = measure(training, args, shape)
+    except Uninstallable as why:
+        print(why, file=sys.stderr)
+        return 2
     except WorkerError as error:
         print(error, file=sys.stderr)
         return 1

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import record, report
 from benchmarks.cases import Case, Goal
-from tests.benchmarks.test_ppo_benchmark import a_result
+from tests.benchmarks.ppo_results import a_result
 
 ROOF = {"copy": 1e10, "gemm": {"fp32": 1e11}}
 

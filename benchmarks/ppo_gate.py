@@ -1,0 +1,85 @@
+"""What must hold of two sides' statistics before any time of theirs counts.
+
+Number by number in fp32. In bf16 the sides round differently, so that there everything must be
+finite, and how far they are apart is told.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Iterator
+
+Statistics = list[dict[str, float]]  # of each step
+
+RELATIVE, ABSOLUTE = 1e-3, 1e-5  # as the golden tests
+TOLD = (
+    "objective/kl",
+    "objective/entropy",
+    "ppo/loss/policy",
+    "ppo/loss/value",
+    "ppo/loss/total",
+    "ppo/policy/entropy",
+    "ppo/policy/approxkl",
+    "ppo/returns/mean",
+    "ppo/val/vpred",
+)
+
+
+def disagreements(
+    ours: Statistics, theirs: Statistics, unknown: Collection[str] = ()
+) -> Iterator[str]:
+    """A line for each of the peer's statistics that fastrl lacks or has otherwise; those that are
+    unknown to fastrl must be NaN."""
+    for step, (found, expected) in enumerate(zip(ours, theirs, strict=True)):
+        for key, value in expected.items():
+            if key not in found:
+                yield f"step {step}: {key} is missing"
+            elif key in unknown:
+                if not math.isnan(found[key]):
+                    yield f"step {step}: {key} is {found[key]:.7g}, which cannot be known"
+            elif not math.isclose(
+                found[key], value, rel_tol=0, abs_tol=ABSOLUTE + RELATIVE * abs(value)
+            ):
+                yield f"step {step}: {key} is {found[key]:.7g}, the peer has {value:.7g}"
+
+
+def not_finite(
+    ours: Statistics, theirs: Statistics, unknown: Collection[str] = ()
+) -> Iterator[str]:
+    """A line for each of the peer's statistics that fastrl lacks, or that is no number on a side;
+    those that are unknown to fastrl are looked at on the peer's alone."""
+    for step, (found, expected) in enumerate(zip(ours, theirs, strict=True)):
+        for key, value in expected.items():
+            if key not in found:
+                yield f"step {step}: {key} is missing"
+            elif not math.isfinite(found[key]) and key not in unknown:
+                yield f"step {step}: {key} is {found[key]}"
+            if not math.isfinite(value):
+                yield f"step {step}: {key} is {value}, the peer's"
+
+
+def differences(
+    ours: Statistics, theirs: Statistics, unknown: Collection[str] = ()
+) -> dict[str, dict[str, float]]:
+    """Of the statistics that matter: means over steps of |Δ|, and of the peer's absolute value."""
+    found = {}
+    for key in TOLD:
+        if key in unknown or key not in theirs[0]:
+            continue
+        pairs = [(mine[key], other[key]) for mine, other in zip(ours, theirs, strict=True)]
+        found[key] = {
+            "difference": statistics.fmean(abs(a - b) for a, b in pairs),
+            "of": statistics.fmean(abs(b) for _, b in pairs),
+        }
+    return found
+
+
+def trained_otherwise(ours: dict[str, int], theirs: dict[str, int]) -> Iterator[str]:
+    """A line for each parameter that one side trains and the other does not, or not as large."""
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            yield (
+                f"{name}: fastrl trains {ours.get(name, 0)} numbers of it, "
+                f"the peer {theirs.get(name, 0)}"
+            )
