@@ -154,6 +154,9 @@ def test_the_eager_peer_passes_the_gate_with_all_of_trls_statistics(
         found.append(Side(library, shape).check())
     ours, theirs = found
     assert theirs["statistics"][0].keys() == STATISTICS
+    # The coefficient moves by less than the gate's tolerance.
+    coefficients = [side["statistics"][1]["objective/kl_coef"] for side in found]
+    assert coefficients[0] == pytest.approx(coefficients[1], rel=1e-7) != 0.2
     assert not list(ppo_gate.disagreements(ours["statistics"], theirs["statistics"]))
     assert not list(ppo_gate.trained_otherwise(ours["trained"], theirs["trained"]))
 
