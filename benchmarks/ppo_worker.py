@@ -38,7 +38,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-PAD = 0
+# EOS is the tokenizer's and the model's, so that generation leaves it out: a response in which it
+# was sampled would be cut there.
+PAD, EOS = 0, 1
 LIBRARIES = {"fastrl": "fastrl", "trl": "trl", "eager": "benchmarks.ppo_eager"}
 MODELS = {"gpt2": GPT2LMHeadModel, "qwen2": Qwen2ForCausalLM}
 # Where `step` says what it spent: our phases, and the timers that make them up in both libraries.
@@ -76,9 +78,7 @@ class Side:
                 **settings(library, reference),
             ),
             model=model,
-            # Its EOS is the model's, which generation leaves out: a response that held another
-            # token of that id would be cut there.
-            tokenizer=padding_tokenizer(eos=model_config(shape).eos_token_id),
+            tokenizer=padding_tokenizer(),
             num_shared_layers=shape["layers"] // 2 if reference == "trunk" else None,
         )
         self.device = next(model.parameters()).device
@@ -213,7 +213,6 @@ def why_absent(reference: str) -> str | None:
 
 def model_config(shape: dict[str, Any]) -> GPT2Config | Qwen2Config:
     """The model's sizes, without dropout: TRL leaves it on while it samples."""
-    end = shape["vocabulary"] - 1
     positions = max(shape["context"], shape["query"] + shape["response"])
     if shape["family"] == "gpt2":
         return GPT2Config(
@@ -226,8 +225,8 @@ def model_config(shape: dict[str, Any]) -> GPT2Config | Qwen2Config:
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
-            bos_token_id=end,
-            eos_token_id=end,
+            bos_token_id=EOS,
+            eos_token_id=EOS,
         )
     return Qwen2Config(
         vocab_size=shape["vocabulary"],
@@ -238,8 +237,8 @@ def model_config(shape: dict[str, Any]) -> GPT2Config | Qwen2Config:
         intermediate_size=shape["intermediate"],
         max_position_embeddings=positions,
         tie_word_embeddings=True,
-        bos_token_id=end,
-        eos_token_id=end,
+        bos_token_id=EOS,
+        eos_token_id=EOS,
     )
 
 
@@ -256,9 +255,9 @@ def fill_by_rule(*modules: torch.nn.Module) -> None:
         parameter.copy_(0.02 * noise + (1.0 if is_gain else 0.0))
 
 
-def padding_tokenizer(eos: int = 1) -> PreTrainedTokenizerFast:
+def padding_tokenizer() -> PreTrainedTokenizerFast:
     """All that a trainer asks of a tokenizer here: how to pad."""
-    core = Tokenizer(models.WordLevel({"<pad>": PAD, "<eos>": eos}, unk_token="<pad>"))
+    core = Tokenizer(models.WordLevel({"<pad>": PAD, "<eos>": EOS}, unk_token="<pad>"))
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 

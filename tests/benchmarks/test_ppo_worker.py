@@ -119,7 +119,7 @@ def test_generation_is_run_in_the_precision_of_the_shape(
 def test_no_response_ends_by_a_token_that_is_sampled() -> None:
     side = Side(ppo_eager, vars(TOY) | {"batch": 2})
     model = side.trainer.model.pretrained_model
-    assert side.trainer.tokenizer.eos_token_id == model.config.eos_token_id == TOY.vocabulary - 1
+    assert side.trainer.tokenizer.eos_token_id == model.config.eos_token_id == ppo_worker.EOS
 
 
 @pytest.mark.parametrize("case", ppo_cases.cases("cuda"), ids=lambda case: case.shape.family)
