@@ -29,7 +29,7 @@ from benchmarks.rollout_cases import (
     kv_bytes,
     workload,
 )
-from benchmarks.rollout_sides import ALL_PEERS, CONTINUOUS, GENERATE, Engine, Side
+from benchmarks.rollout_sides import CONTINUOUS, GENERATE, Engine, Side
 from benchmarks.rollout_tables import render
 from fastrl.rollout.floor import weight_bytes
 
@@ -106,7 +106,7 @@ def measure(case: Case, device: torch.device, rounds: int, *, peers: bool = True
             return entry
         sides |= rollout_sides.engines(model, case.slots)
         if peers:
-            names = ALL_PEERS if case.all_peers else (GENERATE,)
+            names = None if case.all_peers else (GENERATE,)
             found, missing = rollout_sides.peers(model, case.slots, work, names)
             absent |= missing
             sides |= {name: side for name, side in found.items() if name not in absent}

@@ -63,11 +63,11 @@ def engines(model: Any, slots: int) -> dict[str, Side]:
 
 
 def peers(
-    model: Any, slots: int, work: Workload, names: Collection[str]
+    model: Any, slots: int, work: Workload, names: Collection[str] | None = None
 ) -> tuple[dict[str, Side], dict[str, str]]:
-    """The peers of these names that can take part; and for the others why they cannot."""
+    """The peers of these names, or all, that can take part; for the others why they cannot."""
     found, absent = {}, {}
-    for name in names:
+    for name in names or _PEERS:
         make = _PEERS[name]
         try:
             found[name] = make(model, slots, work, greedy=False)
@@ -148,7 +148,6 @@ def continuous(model: Any, slots: int, work: Workload, *, greedy: bool) -> Side:
 
 
 _PEERS = {GENERATE: dynamic, STATIC: compiled, CONTINUOUS: continuous}
-ALL_PEERS = tuple(_PEERS)
 
 
 def _how(greedy: bool) -> dict[str, Any]:

@@ -24,6 +24,14 @@ def test_a_statistic_that_is_missing_or_off_is_named(ours: dict) -> None:
     assert "objective/kl" in line
 
 
+@pytest.mark.parametrize(("share", "red"), [(0.3404, False), (0.341, True)])
+@pytest.mark.parametrize("key", ["ppo/policy/clipfrac", "ppo/val/clipfrac"])
+def test_a_few_tokens_may_fall_on_either_side_of_the_clip(
+    key: str, share: float, red: bool
+) -> None:
+    assert bool(list(ppo_gate.disagreements([{key: share}], [{key: 0.34}]))) == red
+
+
 @pytest.mark.parametrize(("kl", "red"), [(float("nan"), False), (0.0, True)])
 def test_what_cannot_be_known_must_not_be_there(kl: float, red: bool) -> None:
     lines = list(

@@ -89,7 +89,7 @@ def loss(x: Inputs, **options: Any) -> tuple[Tensor, ...]:
 
 
 def _sampled(x: Inputs, **options: Any) -> Any:
-    keys = ops.sample_keys(1, torch.arange(2 * x.labels.shape[1], device=DEVICE), 3)
+    keys = ops.sample_keys(1, torch.arange(x.labels.numel(), device=x.labels.device), 3)
     return ops.sample_tokens(x.logits.flatten(0, 1), keys, **options)
 
 
