@@ -23,6 +23,7 @@ COMMANDS = {
     "ops": Command("benchmarks.ops", "every op, or those named, beside its peers"),
     "gpu": Command("benchmarks.gpu", "on an NVIDIA GPU: gates, then the most telling timings"),
     "device": Command("benchmarks.device", "all that a GPU has to say, tests first, unattended"),
+    "tune": Command("benchmarks.tune", "other numbers for the kernels, in turns, on a GPU"),
     "ppo": Command("benchmarks.ppo", "a whole PPO iteration, side by side with TRL's"),
     "sft": Command("benchmarks.sft", "supervised fine-tuning, side by side with TRL's"),
     "dpo": Command("benchmarks.dpo", "DPO on pairs of responses, side by side with TRL's"),

@@ -1,8 +1,8 @@
 """`python -m benchmarks device`: all that a GPU has to say, unattended: right first, then how fast.
 
 Stages, each a command of its own with a limit of time and a log: the kernels' tests, compiled; the
-tests of all that trains and generates; then `gpu`, `rollout`, `ppo` and `reference`. One that fails
-or runs out of its time costs the others nothing. On a machine that is lent for minutes,
+tests of all that trains and generates; then `gpu`, `tune`, `rollout`, `ppo` and `reference`. One
+that fails or runs out of its time costs the others nothing. On a machine that is lent for minutes,
 `--only` makes several calls of it.
 """
 
@@ -50,6 +50,7 @@ STAGES = (
         ))),
     ),
     Stage("gpu", "gates and single ops", 9, ("-m", "benchmarks", "gpu", *_BENCHMARK)),
+    Stage("tune", "what could be faster", 8, ("-m", "benchmarks", "tune", *_BENCHMARK)),
     Stage(
         "rollout", "generation", 9,
         ("-m", "benchmarks", "rollout", "--rounds", "3", *_BENCHMARK),

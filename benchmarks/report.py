@@ -1,8 +1,8 @@
 """`python -m benchmarks report`: writes the figures that the result files hold into the READMEs.
 
-`benchmarks/README.md` and the plots below `benchmarks/plots/` are written whole; in `README.md`
-only what lies between `<!-- figures:begin -->` and `<!-- figures:end -->`. Nothing else writes
-figures there.
+`README.md` and `NOTES.md` of `benchmarks/` and the plots below `benchmarks/plots/` are written
+whole; in the project's `README.md` only what lies between `<!-- figures:begin -->` and
+`<!-- figures:end -->`. Nothing else writes figures there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from benchmarks import (
     rollout_tables,
     tables,
     training,
+    tune_tables,
 )
 from benchmarks.__main__ import OPS
 from benchmarks.dpo import DPO
@@ -30,7 +31,8 @@ Result = dict[str, Any]
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 TRAININGS = {each.name: each for each in (SFT, DPO)}
-BENCHMARKS = ("ppo", *TRAININGS, "rollout", "reference", "gpu", *OPS)  # in the order of the report
+# In the order of the report.
+BENCHMARKS = ("ppo", *TRAININGS, "rollout", "reference", "gpu", *OPS, "tune")
 INTRODUCTION = """# Benchmarks
 
 Written by `python -m benchmarks report` from the newest files in `results/`; do not edit.
@@ -44,6 +46,7 @@ python -m benchmarks dpo        # DPO on pairs of responses beside TRL's
 python -m benchmarks rollout    # generation beside transformers' own ways
 python -m benchmarks reference  # PPO's reference, by the way it is kept
 python -m benchmarks gpu        # on an NVIDIA GPU: gates, then the most telling timings
+python -m benchmarks tune       # there: what could be faster, predicted and measured (NOTES.md)
 python -m benchmarks device     # there, unattended: the tests, then all of the above
 python -m benchmarks aot        # registers, spills and load widths, without a GPU
 pytest benchmarks               # a small grid under pytest-benchmark
@@ -88,6 +91,13 @@ def run(args: argparse.Namespace) -> int:
         sections.append(section(device, results, [path.relative_to(folder) for path in made]))
     details = "\n\n".join([INTRODUCTION.rstrip(), missing(devices), *sections])
     (folder / "README.md").write_text(details + "\n")
+    tuned = {
+        device: result
+        for device, results in devices.items()
+        for result in results
+        if result["benchmark"] == "tune"
+    }
+    (folder / "NOTES.md").write_text(tune_tables.notes(tuned))
     return 0
 
 
@@ -190,7 +200,7 @@ def section(device: str, results: list[Result], pictures: list[Path]) -> str:
             parts += ["### Gates and goals", tables.roofline_line(result)]
             parts += [tables.gates_section(result), tables.full_table(result)]
             parts.append(tables.bytes_table(result))
-        else:
+        elif result["benchmark"] != "tune":  # which NOTES.md is about
             parts += [f"### {result['benchmark']}", tables.roofline_line(result)]
             parts.append(tables.full_table(result))
     return "\n\n".join(part.rstrip() for part in parts if part)

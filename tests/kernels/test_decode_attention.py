@@ -286,9 +286,9 @@ def test_only_the_model_is_compiled_in():
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 9}], ids=str)
-def test_fake_tensors_tell_the_shape(backend, options):
+def test_fake_tensors_tell_the_shape(backend, device, options):
     with FakeTensorMode():
-        inputs = cache_of_zeros()
+        inputs = {name: x.to(device) for name, x in cache_of_zeros().items()}
         out = decode_attention(**inputs, backend=backend, **options)
     assert (out.shape, out.dtype) == ((3, 4, 8), BF16)
 
