@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 JOBS ?= 2
 
-.PHONY: help demo test lint format aot bench trl-parity hub clean
+.PHONY: help demo test lint format aot gpu bench trl-parity hub clean
 
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
@@ -15,6 +15,7 @@ help:
 	@echo "make aot     the ahead-of-time gate alone"
 	@echo "make trl-parity  TRL's own trainers with and without fastrl's kernels"
 	@echo "make bench   the benchmarks that this machine allows (BENCH=--main: fewer shapes)"
+	@echo "make gpu     on an NVIDIA GPU: the tests there, then every benchmark, unattended"
 	@echo "make hub     lay out the Kernel Hub package in kernels/build"
 	@echo "make clean   remove .venv and caches"
 
@@ -48,6 +49,10 @@ format: $(VENV)/.dev
 
 aot: $(VENV)/.dev
 	$(BIN)/python -m benchmarks aot
+
+gpu: $(VENV)/.dev
+	$(BIN)/python -m benchmarks device
+	$(BIN)/python -m benchmarks report
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks ops $(BENCH)

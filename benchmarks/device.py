@@ -39,7 +39,12 @@ class Stage:
     command: tuple[str, ...]
 
 
-_PYTEST = ("-m", "pytest", "--numprocesses", "{jobs}", "--quiet", "--maxfail", "40")
+# What a driver or another version warns of is no failure, and a package that is not there costs its
+# own tests alone.
+_PYTEST = (
+    "-m", "pytest", "--numprocesses", "{jobs}", "--quiet", "--maxfail", "40", "-W", "default",
+    "--continue-on-collection-errors",
+)  # fmt: skip
 _BENCHMARK = ("--minutes", "{minutes}", "--results", "{results}")
 STAGES = (
     Stage("kernels", "the kernels' tests, compiled", 9, (*_PYTEST, "tests/kernels")),

@@ -1,5 +1,6 @@
 """Runs before anything imports triton: without a GPU, its kernels run in the interpreter."""
 
+import gc
 import os
 
 import pytest
@@ -23,3 +24,16 @@ def _pytorch_path_on_cpu(request):
         if not torch.cuda.is_available() and "kernels" not in request.path.parts:
             patch.setenv("FASTRL_KERNELS_BACKEND", "torch")
         yield
+
+
+def pytest_collection_finish() -> None:
+    """What the imports made is there to stay: to look through it again and again takes a tenth of
+    the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
+
+
+def pytest_sessionfinish() -> None:
+    """Or it would be taken for leaked."""
+    gc.unfreeze()

@@ -79,7 +79,7 @@ def check(op: Op, formula: Op, inputs: dict[str, Any], per_token: list[str]) -> 
     assert not found["dhidden"][~counted].any()
 
 
-@examples(18)
+@examples(10)
 def test_linear_logprobs(backend, device, random):
     draw = Draw(random, device)
     leading = draw.shape()[:-1]
@@ -90,7 +90,7 @@ def test_linear_logprobs(backend, device, random):
     check(op, reference_linear.linear_logprobs, inputs, ["temperature"])
 
 
-@examples(16)
+@examples(9)
 def test_linear_ppo_loss(backend, device, random):
     draw = Draw(random, device)
     draw.dtype = torch.float32  # in bf16 a ratio near a bound may be clipped on one side alone
