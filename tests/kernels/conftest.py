@@ -116,6 +116,27 @@ def interpreter_scans_by_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def interpreter_knows_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes a table of all dtypes whenever it wants one's counterpart in numpy."""
+    if not dispatch.triton_installed() or not dispatch.interpreting():
+        return
+    from triton.runtime import interpreter
+
+    look_up = interpreter._get_np_dtype
+
+    def known(dtype: Any) -> Any:
+        name = dtype.scalar.name  # pointers have names of their own
+        if name not in _NUMPY_DTYPES:
+            _NUMPY_DTYPES[name] = look_up(dtype)
+        return _NUMPY_DTYPES[name]
+
+    monkeypatch.setattr(interpreter, "_get_np_dtype", known)
+
+
+_NUMPY_DTYPES: dict[str, Any] = {}
+
+
+@pytest.fixture(autouse=True)
 def interpreter_prepares_once_per_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter replaces the functions of triton.language at each call of a helper, which
     takes longer than the helper: once per launch is enough."""
