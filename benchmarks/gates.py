@@ -46,7 +46,7 @@ class Sizes:
 
 
 # For the interpreter.
-TINY = Sizes(rows=4, vocabulary=(61, 64), steps=(37, 48), hidden=16, tokens=(37, 260), width=16)
+TINY = Sizes(rows=5, vocabulary=(61, 64), steps=(37, 48), hidden=16, tokens=(37, 260), width=16)
 
 
 @dataclasses.dataclass(frozen=True)
