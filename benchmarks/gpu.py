@@ -1,10 +1,10 @@
 """`python -m benchmarks gpu`: what a few minutes on an NVIDIA GPU can prove, the weightiest first.
 
 It runs from a bare checkout: `PYTHONPATH=.:kernels/torch-ext python -m benchmarks gpu --minutes 8`
-needs torch and triton. First the gates on the compiled kernels (`gates.py`): an op with a red one
-is not timed. Then the cases that the goals are set for, beside eager PyTorch; the same beside every
-peer that is there; a count of bytes by Nsight Compute; and a pass of every kernel under
-compute-sanitizer. The result file is saved after every step; beside what `ops.py` writes it has
+needs torch and triton. First the gates on the compiled kernels (`gates.py`), where an op with a red
+one is not timed, and a pass of every kernel under compute-sanitizer. Then the cases that the goals
+are set for, beside eager PyTorch; the same beside every peer that is there; and a count of bytes by
+Nsight Compute. The result file is saved after every step; beside what `ops.py` writes it has
 {"gates": [{"op", "check", "wrong"}], "bytes": [{"label", "op", "read", "written", "kernels"}],
  "sanitizer": [{"tool", "errors", "first"}], "done", "left", "failed"}.
 """
@@ -149,8 +149,8 @@ class Session:
         there = cases.available()
         for op in there:
             yield Step(f"gates: {op}", GATES, lambda op=op: self.gates(op))
+        yield from self._sanitizer_steps()
         if gates_only:
-            yield from self._sanitizer_steps()
             return
         telling = [case for case in self.telling if case.op in there]
         for kind, guess, peers in (("timing", CASE, False), ("peers", PEERS, True)):
@@ -168,8 +168,6 @@ class Session:
                 lambda case=case: self.bytes(case),
                 lambda case=case: self._obstacle(case) or self.uncountable,
             )
-
-        yield from self._sanitizer_steps()
 
     def _sanitizer_steps(self) -> Iterator[Step]:
         absent = None if sanitizer.available() else "compute-sanitizer is not on the path"
@@ -221,7 +219,7 @@ class Session:
 
     def sanitize(self, tool: str) -> None:
         """One pass of every kernel under a tool that looks for what no result shows."""
-        found = sanitizer.check(tool, timeout=4 * SANITIZER)
+        found = sanitizer.check(tool, timeout=2 * SANITIZER)
         self.result["sanitizer"].append(found)
         print(f"{tool}: {found['errors']} errors", *found["first"], sep="\n", flush=True)
 

@@ -159,7 +159,8 @@ def test_an_op_with_a_red_gate_is_not_timed(tmp_path, monkeypatch):
     run = session(tmp_path)
     outcome = carry_out(run.steps(), 1e9, save=run.save)
     assert outcome.done == ["gates: gae"]
-    assert set(list(outcome.left.values())[:3]) == {"a gate is red"}
+    timings = {why for name, why in outcome.left.items() if not name.startswith("sanitizer")}
+    assert timings == {"a gate is red"}
     assert run.red == {"gae"}
     assert "it differs" in run.path.read_text()
 
