@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from fastrl.rollout.results import Results
 from fastrl.rollout.rules import Rules
 from fastrl.rollout.runner import EagerRunner, GraphRunner, Graphs
 from fastrl.rollout.schedule import Sample, Schedule
+from fastrl.rollout.self_check import check_numbers, check_weights_and_kind
 from fastrl.rollout.slots import RUNNING, Slots
 from fastrl.rollout.step import DecodeStep
 
@@ -49,8 +51,10 @@ class RolloutEngine:
         cuda_graphs: capture decode steps; only where the model lies on a CUDA device.
 
     Raises:
-        ValueError: a number below 1; a model on several devices; an encoder–decoder; a budget
-            without room for a slot.
+        ValueError: a number below 1; a model on several devices; a budget without room for a slot.
+        UnsupportedModel: a ValueError: an encoder–decoder, a model with attention or positions of
+            its own (GPT-J, BLOOM, dynamic RoPE), sharded weights, numbers that differ from those of
+            plain forwards. :class:`fastrl.GenerateEngine` runs it.
     """
 
     def __init__(
@@ -71,16 +75,12 @@ class RolloutEngine:
         ):
             if x is not None and x < 1:
                 raise ValueError(f"{name} must be at least 1, got {x}")
+        check_weights_and_kind(model)
         devices = {p.device for p in model.parameters()}
         if len(devices) > 1:
             raise ValueError(
                 f"the model lies on several devices ({', '.join(sorted(map(str, devices)))}): "
                 "rollouts need it on one; load it without device_map"
-            )
-        if getattr(model.config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"{type(model).__name__} holds an encoder–decoder, which this engine cannot run: "
-                "use GenerateEngine"
             )
         self.model, self.tokenizer = model, tokenizer
         self.policy = Policy(model, autocast)
@@ -92,6 +92,14 @@ class RolloutEngine:
         self._last_rules: Rules | None = None
         graphs = cuda_graphs and self.policy.device.type == "cuda"
         self._graphs = Graphs() if graphs else None
+        check_numbers(self._trial())
+
+    def _trial(self) -> RolloutEngine:
+        """This engine with two slots, as much room as it needs, and captured steps of its own."""
+        trial = copy.copy(self)
+        trial.max_slots, trial.max_length, trial.kv_cache_bytes = 2, None, None
+        trial._graphs = None if self._graphs is None else Graphs()
+        return trial
 
     def generate(
         self,
@@ -157,6 +165,7 @@ class RolloutEngine:
             values=self.policy.v_head is not None,
         )
         output.sample_ids = [i for i in job.ids for _ in range(job.params.n)]
+        output.temperature = job.params.temperature or 1.0
         output.stats = self._stats(output, job, arena, schedule, clock.seconds(), prefilled)
         output.stats |= {f"perf/graph_{name}": value for name, value in runner.stats.items()}
         return output

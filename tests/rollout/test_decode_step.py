@@ -101,8 +101,8 @@ def test_a_step_writes_to_the_same_addresses(each_step):
         held = [*self.slots.tensors(), self.slots.seed, *self.arena.keys, *self.arena.values]
         addresses.add(tuple(x.data_ptr() for x in held))
 
-    each_step(watched)
     engine = RolloutEngine(tiny_models.policy("gpt2"), tiny.tokenizer(), max_slots=4)
+    each_step(watched)
     for seed in range(2):
         engine.generate(
             tiny_models.prompts(3, 5, 1, 4, 2, 6), SamplingParams(max_new_tokens=9, seed=seed)

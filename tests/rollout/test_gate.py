@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from fastrl import AutoModelForCausalLMWithValueHead, GenerateEngine, SamplingParams
 from fastrl.rollout import RolloutEngine, choose_engine
 from fastrl.rollout.arena import DecodeAttention, PrefillAttention
+from fastrl.rollout.policy import Policy
+from fastrl.rollout.self_check import UnsupportedModel
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 
@@ -119,12 +121,12 @@ def mesh():
 
 @pytest.fixture
 def untouched(monkeypatch):
-    """No rollout engine is made."""
+    """No engine looks at the weights."""
 
     def refuse(*args, **kwargs):
-        raise AssertionError("an engine was made of sharded weights")
+        raise AssertionError("an engine looked at sharded weights")
 
-    monkeypatch.setattr(RolloutEngine, "__init__", refuse)
+    monkeypatch.setattr(Policy, "__init__", refuse)
 
 
 def sharded(model, mesh, layers=True):
@@ -249,3 +251,32 @@ def test_what_the_engine_refuses_is_an_error():
         choose(tiny_models.policy(), max_slots=0)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         GenerateEngine(tiny_models.policy(), tiny.tokenizer(), 0)
+
+
+# ---------------------------------------------------------------------- the class by itself
+
+
+@pytest.mark.parametrize("family", tiny_models.WITHOUT_INTERFACE)
+def test_the_engine_itself_refuses_what_it_cannot_run(family):
+    with pytest.raises(UnsupportedModel, match=r"because it does not support.*use GenerateEngine"):
+        RolloutEngine(tiny_models.policy(family), tiny.tokenizer())
+
+
+def test_the_engine_itself_refuses_wrong_numbers(monkeypatch):
+    attend = DecodeAttention.attend
+    monkeypatch.setattr(DecodeAttention, "attend", lambda *args: attend(*args) * 1.01)
+    with pytest.raises(UnsupportedModel, match=r"off by .* from a plain forward.*GenerateEngine"):
+        RolloutEngine(tiny_models.policy(), tiny.tokenizer())
+
+
+def test_broken_weights_are_no_fault_of_the_engine():
+    model = tiny_models.language_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    made = RolloutEngine(model, tiny.tokenizer())
+    assert made.generate(tiny_models.prompts(3)).finish_reasons == ["nan"]
+
+
+def test_an_encoder_decoder_is_refused():
+    with pytest.raises(UnsupportedModel, match=r"encoder–decoder.*GenerateEngine"):
+        RolloutEngine(seq2seq_models.policy(seq2seq_models.FAMILIES[0]), tiny.tokenizer())

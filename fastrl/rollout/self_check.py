@@ -1,0 +1,170 @@
+"""Whether the rollout engine runs a model as the model's own forward does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastrl.models.modes import evaluating
+from fastrl.rollout.params import RolloutOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from fastrl.rollout.engine import RolloutEngine
+
+_LENGTHS, _NEW_TOKENS = (1, 5, 3), 3
+# Of log-probs and entropies: the largest difference in fp32, the mean one in less than that, where
+# a single logit may be off by more.
+_EXACT, _ROUNDED = 1e-4, 5e-2
+
+_FSDP = ("FSDPModule", "FullyShardedDataParallel")  # classes of torch, which need not have them
+
+
+class UnsupportedModel(ValueError):
+    """The rollout engine cannot run a model.
+
+    Attributes:
+        cause: why, in words.
+    """
+
+    def __init__(self, model: Any, cause: str):
+        self.cause = cause
+        super().__init__(
+            f"RolloutEngine cannot run {type(unwrapped(model)).__name__}, because {cause}: use "
+            "GenerateEngine, or choose_engine, which takes that where it has to"
+        )
+
+
+def check_weights_and_kind(model: Any) -> None:
+    """What can be told without running the model.
+
+    Raises:
+        UnsupportedModel: sharded weights, an encoder–decoder, attention or positions of its own.
+    """
+    cause = _why_not_by_weights(model) or _why_not_by_kind(unwrapped(model))
+    if cause is not None:
+        raise UnsupportedModel(model, cause)
+
+
+def check_numbers(trial: RolloutEngine) -> None:
+    """Generates a few tokens from random prompts, three in two slots, and compares what the engine
+    says of them with plain forwards. Neither the model nor torch's generators are changed.
+
+    Args:
+        trial: an engine of two slots.
+
+    Raises:
+        UnsupportedModel: the numbers differ, or the engine cannot run the model.
+    """
+    cause = _why_not_by_numbers(trial)
+    if cause is not None:
+        raise UnsupportedModel(trial.model, cause)
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model under a value head and adapters."""
+    model = getattr(model, "pretrained_model", model)
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _why_not_by_weights(model: Any) -> str | None:
+    """Those of which a process holds a part, if not always: torch's FSDP and tensor parallelism,
+    DeepSpeed's ZeRO-3. Only the model's own forward knows how to put them together."""
+    for name, weight in model.named_parameters():
+        if type(weight).__name__ == "DTensor":
+            return f"its weights are sharded ({name} is a DTensor)"
+        if hasattr(weight, "ds_id") or hasattr(weight, "ds_status"):
+            return f"its weights are sharded ({name} is one of DeepSpeed's ZeRO-3)"
+    for module in model.modules():  # FSDP leaves the last forward's weights whole
+        if any(kind.__name__ in _FSDP for kind in type(module).__mro__):
+            return f"its weights are sharded (by FSDP: {type(module).__name__})"
+    return None
+
+
+def _why_not_by_kind(model: Any) -> str | None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "it is an encoder–decoder"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "it does not support transformers' attention interface"
+    rope = _dynamic_rope(model.config.get_text_config())
+    if rope is not None:
+        return f"its RoPE ({rope}) depends on the length of the longest sequence"
+    return None
+
+
+def _dynamic_rope(config: Any) -> str | None:
+    """The kind of a RoPE whose frequencies are read off the positions at every step."""
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = getattr(config, name, None) or {}
+        # One for all layers, or one for each kind of layer.
+        for each in (settings, *settings.values()):
+            kind = each.get("rope_type", each.get("type")) if isinstance(each, dict) else None
+            if kind in ("dynamic", "longrope"):
+                return kind
+    return None
+
+
+def _why_not_by_numbers(engine: RolloutEngine) -> str | None:
+    """Lets an engine of two slots generate from three prompts, and looks at what it says of it."""
+    model = engine.policy.language_model
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(vocabulary, (n,), generator=generator) for n in _LENGTHS]
+    params = SamplingParams(
+        max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS, temperature=0, seed=0
+    )
+    devices = [engine.policy.device] if engine.policy.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            output = engine.generate(prompts, params)
+            worst, mean = _differences(engine, prompts, output)
+        # Whatever a model does that the engine is not made for, model.generate may well be.
+        except Exception as error:
+            return f"the rollout engine cannot run it ({type(error).__name__}: {error})"
+        finally:
+            engine.sleep()
+    off, tolerance = (worst, _EXACT) if _is_exact(engine) else (mean, _ROUNDED)
+    if off <= tolerance:  # NaN is not
+        return None
+    return (
+        f"what the rollout engine says of its tokens is off by {off:.1e} from a plain forward "
+        f"(more than {tolerance:.0e})"
+    )
+
+
+@torch.no_grad()
+def _differences(
+    engine: RolloutEngine, prompts: list[Tensor], output: RolloutOutput
+) -> tuple[float, float]:
+    """The largest and the mean difference from forwards of one sample each, of the tokens whose
+    distribution such a forward has: broken weights are no fault of the engine's."""
+    model, device = engine.policy.language_model, engine.policy.device
+    assert output.logprobs is not None
+    assert output.entropies is not None
+    differences = [torch.zeros(1)]
+    for i, (prompt, sequence) in enumerate(zip(prompts, output.sequences, strict=True)):
+        ids = torch.cat([prompt, sequence]).unsqueeze(0).to(device)
+        with evaluating(engine.model), engine.policy.autocast():
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
+        every = logits.float().log_softmax(-1).cpu()
+        sound = ~every.isnan().any(-1)
+        if len(sequence) < _NEW_TOKENS and sound[-1]:  # it ended, and need not have
+            return torch.nan, torch.nan
+        every, sound = every[:-1], sound[:-1]
+        entropies = torch.special.entr(every.exp()).sum(-1)
+        logprobs = every.gather(1, sequence.unsqueeze(1)).squeeze(1)
+        differences += [(logprobs - output.logprobs[i])[sound]]
+        differences += [(entropies - output.entropies[i])[sound]]
+    off = torch.cat(differences).abs()
+    return off.max().item(), off.mean().item()
+
+
+def _is_exact(engine: RolloutEngine) -> bool:
+    """Whether the model computes in fp32 throughout."""
+    device = engine.policy.device.type
+    with engine.policy.autocast():
+        rounded = torch.is_autocast_enabled(device)
+    single = all(p.dtype in (torch.float32, torch.float64) for p in engine.model.parameters())
+    tf32 = device == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return single and not rounded and not tf32
