@@ -103,6 +103,11 @@ class PPOConfig:
     )
 
     # Rollouts
+    temperature: float = _help(
+        "Temperature T of the policy softmax(logits / T): of rollouts, and of the log-probs of "
+        "policy and reference.",
+        1.0,
+    )
     rollout_backend: str = _help(
         "Generate in the engine, or by the model's own generate: engine, generate.", "engine"
     )
@@ -274,6 +279,7 @@ class PPOConfig:
             "horizon",
             "target_kl",
             "ratio_threshold",
+            "temperature",
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

@@ -68,7 +68,6 @@ class PPOJob:
     )
 
     max_new_tokens: int = _help("Longest completion, in tokens.", 32)
-    temperature: float = _help("Sampling temperature.", 1.0)
     top_k: int = _help("Sample among the k likeliest tokens; 0 is all of them.", 0)
     top_p: float = _help("Sample among the likeliest tokens that make up this probability.", 1.0)
 
@@ -86,17 +85,13 @@ class PPOJob:
         for name in ("eval_prompts", "eval_every", "top_k", "lora_r", "samples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
         return {
-            "do_sample": True,
             "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
             "top_k": self.top_k,
             "top_p": self.top_p,
         }

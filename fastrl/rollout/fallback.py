@@ -19,6 +19,7 @@ from fastrl.rollout.prompts import check_prompts, checked_call, end_tokens, need
 from fastrl.rollout.rules import Rules
 from fastrl.rollout.scores import Scorer
 from fastrl.rollout.slots import FIELDS
+from fastrl.rollout.stopping import ends_with, stops_of
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class GenerateEngine:
         for part in parts:
             need_pad_token([len(tokens[i]) for i in part], kwargs["pad_token_id"], self.tokenizer)
 
-        output = RolloutOutput(sequences=[], finish_reasons=[], sample_ids=ids)
+        output = RolloutOutput([], [], sample_ids=ids, temperature=params.temperature or 1.0)
         begin = time.perf_counter()
         with evaluating(self.model), self.autocast():
             with _seeded(params.seed):
@@ -105,12 +106,21 @@ class GenerateEngine:
         self, prompts: Sequence[Tensor], generation_kwargs: dict[str, Any]
     ) -> RolloutOutput:
         """One response per prompt, with keyword arguments of ``model.generate`` as they are, and
-        without scores: what these arguments do to the distribution is not known here."""
+        without scores: what these arguments do to the distribution is not known here.
+
+        ``stop`` is beside them: token sequences, as in :class:`SamplingParams`. A response ends at
+        the first EOS, or where ``stop``, ``stop_strings``, ``stopping_criteria`` or ``max_time``
+        stopped it.
+
+        Raises:
+            ValueError: as :meth:`generate`; what stops responses, with several beams.
+        """
         kwargs = {"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs}
         for name in ("num_return_sequences", "return_dict_in_generate"):
             if kwargs.pop(name, None) not in (None, 1, False):
                 raise ValueError(f"{name} is not supported here: repeat the prompts instead")
         self._layout.check_generation(kwargs)
+        make_stops = stops_of(kwargs, self.model, self.tokenizer)
         check_prompts(prompts, self.model, kwargs.get("max_new_tokens"))
         parts = [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
         for part in parts:
@@ -120,8 +130,13 @@ class GenerateEngine:
         begin = time.perf_counter()
         with evaluating(self.model), self.autocast():
             for part in parts:
-                for row in self._continued(part, kwargs):
-                    length, reason = _end(row.tolist(), ends)
+                front = self._layout.in_front(max(map(len, part)))
+                stops = make_stops(front, len(part), self.model.device)
+                rows = self._continued(part, kwargs | stops.kwargs())
+                for row, stopped in zip(rows, stops.lengths(), strict=True):
+                    length, reason = _end(row[:stopped].tolist(), ends)
+                    if reason == "length" and stopped is not None:
+                        reason = "stop"
                     output.sequences.append(row[:length])
                     output.finish_reasons.append(reason)
         _time(output, begin)
@@ -228,11 +243,7 @@ class _Ended(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         new = input_ids[:, self.width :]
-        done = self.limits <= new.shape[1]
-        for stop in self.stops:
-            if len(stop) <= new.shape[1]:
-                done = done | (new[:, -len(stop) :] == stop).all(1)
-        return done
+        return (self.limits <= new.shape[1]) | ends_with(new, self.stops)
 
 
 def _repeated(items: list[T], times: int) -> list[T]:

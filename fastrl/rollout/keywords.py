@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,7 @@ _HONOURED = (
     "suppress_tokens",
     "bad_words_ids",
     "eos_token_id",
+    "stop",  # ours: token sequences, as in SamplingParams
 )
 
 # They change how tokens come about, or what is returned beside them, but not which they are.
@@ -110,6 +111,43 @@ _FOREIGN_TO_SAMPLING: dict[str, Any] = {
 
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
+# How responses are sampled for an update to learn from, where the caller says nothing else.
+_FROM_THE_POLICY = {"do_sample": True, "top_k": 0, "top_p": 1.0}
+_NEW_TOKENS = 32
+
+# What makes tokens come from another distribution than softmax(logits / T), and the value that does
+# not; None never does. Sampling alone looks at the first.
+_TRUNCATIONS: dict[str, Any] = {"top_k": 0, "top_p": 1, "min_p": 0, **_FOREIGN_TO_SAMPLING}
+_CHANGES: dict[str, Any] = {
+    "repetition_penalty": 1,
+    "min_new_tokens": 0,
+    "suppress_tokens": [],
+    "bad_words_ids": [],
+    **{
+        name: _FOREIGN[name]
+        for name in (
+            "num_beams",
+            "penalty_alpha",
+            "dola_layers",
+            "no_repeat_ngram_size",
+            "encoder_no_repeat_ngram_size",
+            "encoder_repetition_penalty",
+            "constraints",
+            "force_words_ids",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "begin_suppress_tokens",
+            "sequence_bias",
+            "exponential_decay_length_penalty",
+            "guidance_scale",
+            "watermarking_config",
+            "logits_processor",
+            "prefix_allowed_tokens_fn",
+            "custom_generate",
+        )
+    },
+}
+
 
 def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> SamplingParams | str:
     """What ``model.generate`` would do with these arguments, or the name of the first argument that
@@ -136,6 +174,68 @@ def neutral_kwargs(model: Any) -> dict[str, Any]:
     return {name: off[name] for name in config if name in off and name not in kept}
 
 
+def policy_kwargs(
+    generation_kwargs: Mapping[str, Any], model: Any, temperature: float
+) -> dict[str, Any]:
+    """Arguments of ``model.generate`` for responses that an update learns from: sampled from the
+    policy itself, softmax(logits / temperature), but for what the caller gives. Of the model's
+    generation_config only the tokens that end a response act.
+
+    Raises:
+        ValueError: another temperature among the arguments.
+    """
+    given = {name: x for name, x in generation_kwargs.items() if x is not None}
+    asked = given.get("temperature", temperature)
+    if asked != temperature:
+        raise ValueError(
+            f"generation_kwargs has temperature={asked}, the policy that is trained has "
+            f"{temperature}: leave it out and set PPOConfig(temperature={asked}), so that the "
+            "ratio, the clip range and the KL are of the policy that is sampled"
+        )
+    kwargs = {**neutral_kwargs(model), **_FROM_THE_POLICY, "temperature": temperature}
+    if not {"max_new_tokens", "max_length"} & given.keys():
+        kwargs["max_new_tokens"] = _NEW_TOKENS
+    kwargs |= given
+    if not kwargs["do_sample"]:
+        # Greedy decoding does not look at these, and transformers complains of values.
+        kwargs |= dict.fromkeys(("temperature", *_TRUNCATIONS))
+    return kwargs
+
+
+class Change(NamedTuple):
+    """A field of ``model.generate`` that changes what tokens are drawn from."""
+
+    name: str
+    value: Any
+    neutral: Any  # changes nothing
+    origin: str  # who sets it; empty: the caller
+
+
+def changes_of_the_draw(
+    generation_kwargs: Mapping[str, Any], model: Any, temperature: float
+) -> list[Change]:
+    """What makes ``model.generate`` draw from another distribution than softmax(logits / T). Of a
+    greedy call, which draws nothing, only what the caller did not ask for."""
+    asked = _Asked(generation_kwargs, model)
+    neutral = _CHANGES
+    if asked.sampled:
+        neutral = {"temperature": temperature, **_TRUNCATIONS, **_CHANGES}
+    if asked["min_new_tokens"] is None:  # which comes before it
+        neutral = {**neutral, "min_length": 0}
+    changes = []
+    for name, off in neutral.items():
+        value, origin = asked[name], asked.origin(name)
+        changed = value is not None and value != off and not (name == "min_length" and value < 0)
+        if changed and (asked.sampled or origin):
+            changes.append(Change(name, value, off, origin))
+    return changes
+
+
+def is_sampled(generation_kwargs: Mapping[str, Any], model: Any) -> bool:
+    """Whether ``model.generate`` would sample with these arguments."""
+    return _Asked(generation_kwargs, model).sampled
+
+
 class _Asked:
     """Arguments of one call, by their effective values."""
 
@@ -150,6 +250,12 @@ class _Asked:
         if name in self.kwargs:
             return self.kwargs[name]
         return self.settings.get(name, _DEFAULTS.get(name))
+
+    def origin(self, name: str) -> str:
+        """Who sets a value; empty: the caller."""
+        if name in self.kwargs:
+            return ""
+        return "the model's generation_config" if name in self.settings else "transformers' default"
 
     def foreign(self) -> str | None:
         """The first argument that the engine does not know."""
@@ -206,6 +312,7 @@ class _Asked:
             repetition_penalty=float(self._number("repetition_penalty", 1)),
             suppress_tokens=tuple(sorted({*suppressed, *(self._bad_words() or ())})),
             eos_token_ids=ends,
+            stop=self["stop"] or (),
             **truncation,
         )
 

@@ -126,4 +126,11 @@ class RolloutOutput:
     entropies: list[Tensor] | None = None
     values: list[Tensor] | None = None
     sample_ids: list[int] | None = None  # that keyed the draws
+    temperature: float = 1.0  # of ``logprobs`` and ``entropies``; 1 where decoding was greedy
     stats: dict[str, float] = field(default_factory=dict)
+
+    def logprobs_at(self, temperature: float) -> list[Tensor] | None:
+        """log softmax(z/T) of the tokens; None where the rollout did not compute it at this T."""
+        if temperature == 1:
+            return self.logprobs_t1
+        return self.logprobs if temperature == self.temperature else None

@@ -84,7 +84,8 @@ class ClassicSurface:
         return_logits: bool = False,
         response_masks: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Log-probs, logits or None, values and masks of the responses, without gradients.
+        """Log-probs at ``PPOConfig.temperature``, logits (before it) or None, values and masks of
+        the responses, without gradients.
 
         Args:
             model_inputs: what :meth:`prepare_model_inputs` returned for these queries.
@@ -104,7 +105,9 @@ class ClassicSurface:
                 columns = batch.columns(chosen)
                 block = (slice(chosen.start, chosen.stop), slice(columns.start, columns.stop - 1))
                 part = batch.select(chosen)
-                request = scoring_request(part, logits=return_logits)
+                request = scoring_request(
+                    part, logits=return_logits, temperature=self.config.temperature
+                )
                 scores = model(**part.model_inputs, scoring=request)
                 logprobs[block] = part.spread(scores.logprobs, request.rows)
                 values[block] = part.spread(scores.values, request.rows)

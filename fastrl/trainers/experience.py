@@ -83,13 +83,14 @@ class FullKL(SampledKL):
 
     needs_logits = True
 
-    def __init__(self) -> None:
+    def __init__(self, temperature: float = 1.0) -> None:
         super().__init__("kl")
+        self.temperature = temperature
 
     def per_row(self, policy: TokenScores, reference: TokenScores) -> Tensor | None:
         assert policy.logits is not None
         assert reference.logits is not None
-        return fastrl_kernels.full_kl(policy.logits, reference.logits)
+        return fastrl_kernels.full_kl(policy.logits, reference.logits, temperature=self.temperature)
 
     def operands(self, scored: Scored) -> tuple[Tensor, Tensor]:
         assert scored.kls is not None
@@ -118,10 +119,11 @@ class NoPenalty(SampledKL):
         return rewards, nothing, torch.where(mask, torch.nan, nothing)
 
 
-def make_kl_penalty(kind: str, reference: Reference) -> SampledKL:
+def make_kl_penalty(kind: str, reference: Reference, temperature: float = 1.0) -> SampledKL:
+    """By ``PPOConfig.kl_penalty``; the policies are softmax(logits / temperature)."""
     if reference.mode == "none":
         return NoPenalty()
-    return FullKL() if kind == "full" else SampledKL(kind)
+    return FullKL(temperature) if kind == "full" else SampledKL(kind)
 
 
 class Known(NamedTuple):
@@ -132,7 +134,8 @@ class Known(NamedTuple):
 
 
 class Scorer:
-    """Runs policy and reference over a batch, without gradients, in slices of some samples."""
+    """Runs policy and reference over a batch, without gradients, in slices of some samples; both
+    are softmax(logits / temperature)."""
 
     def __init__(
         self,
@@ -141,12 +144,14 @@ class Scorer:
         penalty: SampledKL,
         samples_per_pass: int,
         precision: torch.dtype = torch.float32,
+        temperature: float = 1.0,
     ):
         self.policy = policy
         self.reference = reference
         self.penalty = penalty
         self.samples_per_pass = samples_per_pass
         self.precision = precision
+        self.temperature = temperature
 
     @torch.no_grad()
     def __call__(self, batch: TokenBatch, known: Known | None = None) -> Scored:
@@ -165,15 +170,15 @@ class Scorer:
     @torch.no_grad()
     def policy_scores(self, part: TokenBatch) -> Known:
         """Of a few samples, by a forward of the policy."""
-        scored = self.policy(**part.model_inputs, scoring=scoring_request(part))
+        scored = self.policy(**part.model_inputs, scoring=self._request(part))
         return Known(scored.logprobs, scored.values)
 
     def _score_reference(self, part: TokenBatch) -> dict[str, Tensor]:
-        request = scoring_request(part, values=False)
+        request = self._request(part, values=False)
         return {"ref_logprobs": self.reference.score(part.model_inputs, request).logprobs}
 
     def _score(self, part: TokenBatch) -> dict[str, Tensor]:
-        request = scoring_request(part, logits=self.penalty.needs_logits)
+        request = self._request(part, logits=self.penalty.needs_logits)
         inputs = part.model_inputs
         policy = self.policy(**inputs, scoring=request)
         reference = self.reference.score(inputs, request._replace(values=False))
@@ -184,6 +189,9 @@ class Scorer:
         }
         kls = self.penalty.per_row(policy, reference)
         return scored if kls is None else {**scored, "kls": kls}
+
+    def _request(self, part: TokenBatch, **options: Any) -> ScoringRequest:
+        return scoring_request(part, temperature=self.temperature, **options)
 
 
 def scoring_request(batch: TokenBatch, **options: Any) -> ScoringRequest:

@@ -16,6 +16,7 @@ from fastrl.rollout.prompts import check_tensors
 from fastrl.trainers.batches import JoinedBatches
 from fastrl.trainers.reuse import RolloutMemory, told_by
 from fastrl.trainers.rollouts import GenerateRollouts, Request
+from fastrl.trainers.sampling import SamplingArguments
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -35,6 +36,7 @@ class Generation:
     _batches: JoinedBatches
     _rollouts: GenerateRollouts
     _memory: RolloutMemory
+    _sampling: SamplingArguments
 
     def generate(
         self,
@@ -46,6 +48,11 @@ class Generation:
         **generation_kwargs: Any,
     ) -> Any:
         """Responses to one query or several; keyword arguments as in ``model.generate``.
+
+        As there, what they leave out is taken from the model's generation_config: a warning names
+        each field that makes the draw another one than softmax(logits / T) with T
+        ``PPOConfig.temperature``, which is what ``step()`` scores. That temperature is the default
+        here where it is not 1. ``stop`` is beside them: token sequences that end a response.
 
         Args:
             query_tensor: 1-D token ids, or a list of such.
@@ -64,6 +71,7 @@ class Generation:
         single = isinstance(query_tensor, Tensor)
         queries = [query_tensor] if isinstance(query_tensor, Tensor) else list(query_tensor)
         check_tensors(queries)
+        generation_kwargs = self._sampling.of_generate(generation_kwargs)
         contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext(self.model)]
         if generate_ref_response:
             contexts.append(self.reference.as_policy())
@@ -89,10 +97,18 @@ class Generation:
         self, prompts: Sequence[Tensor], generation_kwargs: dict, samples: int = 1
     ) -> RolloutOutput:
         """Responses of the policy, without their prompts, with reasons of ending and timings;
-        ``samples`` to each prompt, one after the other."""
+        ``samples`` to each prompt, one after the other.
+
+        They are sampled from softmax(logits / T), T being ``PPOConfig.temperature``, but for what
+        ``generation_kwargs`` says; of the model's generation_config only the tokens that end a
+        response act.
+
+        Raises:
+            ValueError: another temperature in ``generation_kwargs``.
+        """
         size = self.config.batch_size
-        request = Request(prompts, generation_kwargs, size, samples=samples)
-        return self._generate(self.model, request)
+        kwargs = self._sampling.of_the_policy(generation_kwargs)
+        return self._generate(self.model, Request(prompts, kwargs, size, samples=samples))
 
     def decode_response(self, prompt: Tensor, response: Tensor) -> str:
         """A response as text, without special tokens."""
@@ -109,5 +125,6 @@ class Generation:
     ) -> list[tuple[Tensor, Tensor]] | None:
         """Log-probs and values of the responses that are known from where they were generated."""
         if rollout is not None:
-            return told_by(rollout, responses, self._memory.policy)
+            policy, temperature = self._memory.policy, self.config.temperature
+            return told_by(rollout, responses, policy, temperature)
         return self._memory.find(queries, responses)

@@ -145,7 +145,7 @@ class Loop:
         reward_seconds = time.perf_counter() - begin
         scores = rewards
         if self.missing_eos_penalty is not None:
-            missing = torch.tensor([r != "eos" for r in rollout.finish_reasons])
+            missing = torch.tensor([r not in ("eos", "stop") for r in rollout.finish_reasons])
             scores = rewards - self.missing_eos_penalty * missing
         stats = self.trainer.step(batch.ids, rollout.sequences, list(scores))
         return {

@@ -143,12 +143,14 @@ class UpdateLoss:
 
     Attributes:
         stats: the classic names of its statistics, with their MINIBATCH_FIELDS.
+        temperature: T of the policy softmax(logits / T).
     """
 
     def __init__(self, config: PPOConfig, aggregate: TokenMean, kl_place: KLInReward):
         high = config.cliprange if config.cliprange_high is None else config.cliprange_high
         self.cliprange = (config.cliprange, high)
         self.aggregate = aggregate
+        self.temperature = config.temperature
         self.value_term = self._classic_value_term if config.needs_values else _no_value_term
         self.value_options = config.cliprange_value, config.vf_coef
         self.stats = _STATS | (_VALUE_STATS if config.needs_values else {}) | kl_place.stats

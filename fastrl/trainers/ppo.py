@@ -31,6 +31,7 @@ from fastrl.trainers.loop import Loop, Prompts
 from fastrl.trainers.losses import UpdateLoss, make_aggregate, make_kl_place
 from fastrl.trainers.reuse import RolloutMemory, make_reuse
 from fastrl.trainers.rollouts import make_rollouts
+from fastrl.trainers.sampling import SamplingArguments
 from fastrl.trainers.setup import (
     checked_policies,
     choose_heads,
@@ -39,8 +40,6 @@ from fastrl.trainers.setup import (
     precision_of,
 )
 from fastrl.trainers.update import PPOUpdate
-
-_DEFAULT_SAMPLING = {"max_new_tokens": 32, "do_sample": True, "top_k": 0, "top_p": 1.0}
 
 
 class PPOTrainer(Generation, ClassicSurface):
@@ -119,7 +118,7 @@ class PPOTrainer(Generation, ClassicSurface):
         self.kl_ctl = make_kl_controller(config)
         self.running = RunningMoments()
         self._transform_scores = ScoreTransform(config, self.running, self.accelerator)
-        self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
+        self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference, config.temperature)
         self._kl_place = make_kl_place(config)
         self._advantages = make_advantages(config)
         self._aggregate = make_aggregate(config)
@@ -130,9 +129,11 @@ class PPOTrainer(Generation, ClassicSurface):
             self._kl_penalty,
             config.mini_batch_size,
             precision_of(model, self.accelerator),
+            config.temperature,
         )
         self._rollouts = make_rollouts(config, tokenizer, self.accelerator.autocast)
-        self._memory = RolloutMemory(model, optimizer)
+        self._sampling = SamplingArguments(model, config.temperature)
+        self._memory = RolloutMemory(model, optimizer, config.temperature)
         # The KL over the vocabulary needs the policy's logits, and hence its forward.
         kind = "recompute" if self._kl_penalty.needs_logits else config.old_logprobs
         self._score_or_reuse = make_reuse(kind, self._score)
@@ -285,17 +286,21 @@ class PPOTrainer(Generation, ClassicSurface):
             prompts: texts or 1-D token ids; or
             dataset: a data set with a column of them, ``prompt_column`` (default: prompt, query or
                 input_ids). Without either, the trainer's own dataset.
-            generation_kwargs: as in ``model.generate``; by default sampling of 32 new tokens.
+            generation_kwargs: as in ``model.generate``. What is left out is not taken from the
+                model's generation_config: 32 new tokens, sampled from softmax(logits / T) with T
+                ``PPOConfig.temperature``; only the tokens that end a response are the model's.
             eval_prompts: held-out prompts, a list or a data set, evaluated before, after, and every
                 ``eval_every`` steps (0: only before and after), always with the same random
                 numbers.
-            missing_eos_penalty: taken off the score of a response that does not end in EOS.
+            missing_eos_penalty: taken off the score of a response that ends neither in EOS nor at a
+                stop.
             callbacks: see :class:`fastrl.TrainCallback`.
             progress: show a progress bar.
 
         Raises:
             ValueError: fewer prompts than a step takes, an empty prompt, a missing column, steps <
-                1, rewards that are not one finite number per completion.
+                1, another temperature than the configuration's in ``generation_kwargs``, rewards
+                that are not one finite number per completion.
         """
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
@@ -321,7 +326,7 @@ class PPOTrainer(Generation, ClassicSurface):
             reward_fn,
             prompts=found,
             eval_prompts=self._eval_prompts(eval_prompts, prompt_column),
-            generation_kwargs=_DEFAULT_SAMPLING if generation_kwargs is None else generation_kwargs,
+            generation_kwargs=self._sampling.of_the_policy(generation_kwargs or {}),
             missing_eos_penalty=missing_eos_penalty,
             callbacks=[
                 *([ProgressCallback(self.config.method)] if progress else []),

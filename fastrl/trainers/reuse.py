@@ -27,10 +27,13 @@ def weights_version(model: nn.Module) -> tuple[int, int]:
 
 
 class RolloutMemory:
-    """What the policy said of the tokens that it generated, for as long as its weights stay."""
+    """What the policy, softmax(logits / temperature), said of the tokens that it generated, for as
+    long as its weights stay."""
 
-    def __init__(self, policy: nn.Module, optimizer: torch.optim.Optimizer):
-        self.policy = policy
+    def __init__(
+        self, policy: nn.Module, optimizer: torch.optim.Optimizer, temperature: float = 1.0
+    ):
+        self.policy, self.temperature = policy, temperature
         # Fused steps raise no parameter's version.
         optimizer.register_step_post_hook(lambda *_: self._known.clear())
         self._version: tuple[int, int] | None = None
@@ -38,7 +41,7 @@ class RolloutMemory:
 
     def keep(self, prompts: Sequence[Tensor], output: RolloutOutput) -> None:
         """Remembers samples, one per prompt."""
-        figures = _figures_of(output, self.policy)
+        figures = _figures_of(output, self.policy, self.temperature)
         if figures is None:
             return
         self._forget_other_weights()
@@ -50,7 +53,7 @@ class RolloutMemory:
     def find(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor]
     ) -> list[tuple[Tensor, Tensor]] | None:
-        """Log-probs at T = 1 and values of each response; None unless all came from here, token
+        """Log-probs and values of each response; None unless all came from here, token
         for token, under the current weights."""
         self._forget_other_weights()
         found = [self._known.get(_key(q, r)) for q, r in zip(queries, responses, strict=True)]
@@ -133,7 +136,7 @@ def make_reuse(kind: str, scorer: Scorer) -> Recompute:
 
 
 def told_by(
-    rollout: RolloutOutput, responses: Sequence[Tensor], policy: nn.Module
+    rollout: RolloutOutput, responses: Sequence[Tensor], policy: nn.Module, temperature: float
 ) -> list[tuple[Tensor, Tensor]] | None:
     """What a rollout of the policy says of its own sequences.
 
@@ -148,12 +151,14 @@ def told_by(
     for i, (sequence, response) in enumerate(zip(rollout.sequences, responses, strict=True)):
         if not torch.equal(sequence.cpu(), response.cpu()):
             raise ValueError(f"rollout.sequences[{i}] is not responses[{i}]: pass both unchanged")
-    return _figures_of(rollout, policy)
+    return _figures_of(rollout, policy, temperature)
 
 
-def _figures_of(rollout: RolloutOutput, policy: nn.Module) -> list[tuple[Tensor, Tensor]] | None:
-    """Log-probs at T = 1 and values of each response; None where the rollout lacks them."""
-    logprobs, values = rollout.logprobs_t1, rollout.values
+def _figures_of(
+    rollout: RolloutOutput, policy: nn.Module, temperature: float
+) -> list[tuple[Tensor, Tensor]] | None:
+    """Log-probs and values of each response; None where the rollout lacks them."""
+    logprobs, values = rollout.logprobs_at(temperature), rollout.values
     if values is None and logprobs is not None and getattr(policy, "v_head", None) is None:
         values = [torch.zeros_like(x) for x in logprobs]  # every value of such a policy
     if logprobs is None or values is None:

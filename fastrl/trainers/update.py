@@ -159,7 +159,7 @@ def minibatch_loss(
     MINIBATCH_FIELDS, and of the counted tokens the ratios and the advantages."""
     counted = part.counted.flatten().nonzero()[:, 0].to(part.mask.device)
     objective = loss.objective(old, part.mask, counted)
-    request = scoring_request(part, entropy=True, objective=objective)
+    request = scoring_request(part, entropy=True, objective=objective, temperature=loss.temperature)
     new = model(**part.model_inputs, scoring=request)
     value, vector = loss(
         old,

@@ -78,7 +78,9 @@ def test_a_shared_layer_runs_once_per_sample_and_not_in_the_update(family, epoch
 def test_audited_samples_run_no_shared_layer_again():
     trainer = trainer_of(deep("gpt2"), num_shared_layers=2, ppo_epochs=1)
     queries = tiny_models.prompts(5, 3, 7, 2)
-    responses = trainer.generate(queries, return_prompt=False, max_new_tokens=6, do_sample=True)
+    responses = trainer.generate(
+        queries, return_prompt=False, max_new_tokens=6, do_sample=True, top_k=0
+    )
     ours = counted(trainer.model)
     stats = trainer.step(queries, responses, [torch.tensor(float(i)) for i in range(SAMPLES)])
     assert stats["rollout/reused"] == 1

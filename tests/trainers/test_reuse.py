@@ -235,7 +235,7 @@ def test_lengths_are_drawn_once_per_batch_of_queries():
     queries = tiny_models.prompts(5, 3, 7, 2)
     responses = trainer.generate(
         queries, length_sampler=lambda: next(drawn), batch_size=2, return_prompt=False,
-        **{**SAMPLING, "suppress_tokens": [tiny.EOS]},
+        do_sample=False, suppress_tokens=[tiny.EOS],
     )  # fmt: skip
     assert [len(r) for r in responses] == [2, 2, 5, 5]
 
