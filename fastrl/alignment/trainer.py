@@ -78,6 +78,8 @@ class Trainer(transformers.Trainer):
         self.factory, self.reweighter = factory, reweighter
         self.loss = make_loss(loss) if isinstance(loss, str) else loss
         self.loss.check(factory.task, factory.batch_size)
+        if factory.task.online:
+            self.loss.check_sampling(factory.params)
         _check(factory, eval_factory)
         self.learner = make_learner(args, self.loss, factory.task, factory.tokenizer)
         model = self.learner.ready(model, ref_model, peft_config)

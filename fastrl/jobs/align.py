@@ -94,7 +94,10 @@ class AlignJob(FitJob):
 
     def make_loss(self) -> Loss:
         first = next(name for name, loss in LOSSES.items() if self.of.name in loss.tasks)
-        return make_loss(self.loss or first, **_options("loss_args", self.loss_args))
+        name, options = self.loss or first, _options("loss_args", self.loss_args)
+        if name == "ppo":  # whose policy is the one that is sampled
+            options.setdefault("temperature", self.temperature)
+        return make_loss(name, **options)
 
     def sampling(self) -> Any:
         from fastrl.rollout import SamplingParams

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastrl.alignment import PPO
 from fastrl.models import AutoModelForCausalLMWithValueHead
-from fastrl.rollout import RolloutOutput
+from fastrl.rollout import RolloutOutput, SamplingParams
 from tests import tiny_models
 from tests.alignment.conftest import (
     GRADIENT_STEP,
@@ -173,3 +173,40 @@ def test_coefficients_out_of_range_are_refused(given: dict[str, Any], says: str)
 def test_mini_batches_must_divide_the_batch(make_trainer: Make) -> None:
     with pytest.raises(ValueError, match="must be a multiple of mini_batches"):
         make_trainer(PPO(mini_batches=3), tiny_models.policy())
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+def test_the_loss_is_of_the_policy_that_is_sampled() -> None:
+    loss = PPO(temperature=0.7)
+    loss.check_sampling(SamplingParams(temperature=0.7))
+    with pytest.raises(ValueError, match=r"at temperature=1.0, the loss ppo learns .* / 0.7"):
+        loss.check_sampling(SamplingParams())
+    with pytest.warns(UserWarning, match=r"top_k=5, top_p=0.9: responses are not drawn"):
+        loss.check_sampling(SamplingParams(temperature=0.7, top_k=5, top_p=0.9))
+
+
+def test_a_trainer_asks_the_loss_about_the_sampling(make_trainer: Make) -> None:
+    factory = make_factory(
+        "reinforcement-learning", params=SamplingParams(max_new_tokens=4, temperature=0.5)
+    )
+    with pytest.raises(ValueError, match=r"responses are sampled at temperature=0.5"):
+        make_trainer(PPO(), factory=factory)
+
+
+def test_old_and_new_log_probs_are_at_the_temperature(make_trainer: Make) -> None:
+    loss = PPO(temperature=0.5, kl_coef=0.0)
+    params = SamplingParams(max_new_tokens=5, temperature=0.5, seed=0)
+    trainer = make_trainer(loss, factory=make_factory("reinforcement-learning", params=params))
+    (part, *_) = trainer.batches(1)
+    model = trainer.model.pretrained_model
+    got = part.experience.logprobs.sum(-1)
+    for i, sample in enumerate(part.samples):
+        (answer,) = sample.responses
+        ids = torch.tensor([[*sample.example.prompt_ids, *answer.ids]])
+        logits = model(ids).logits[0, len(sample.example.prompt_ids) - 1 : -1].double() / 0.5
+        chosen = logits.log_softmax(-1).gather(1, torch.tensor(answer.ids)[:, None])
+        assert got[i].item() == pytest.approx(float(chosen.detach().sum()), abs=1e-4)
+    _, vector = loss(part, *trainer.learner.views(trainer.model))
+    assert abs(vector["ppo/policy/policykl"].item()) < 1e-5

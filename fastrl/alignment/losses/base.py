@@ -13,6 +13,7 @@ from torch import Tensor
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.policy import ResponseLogprobs
 from fastrl.alignment.tasks import Task
+from fastrl.rollout import SamplingParams
 
 LOSSES: dict[str, type[Loss]] = {}
 SomeLoss = TypeVar("SomeLoss", bound="type[Loss]")
@@ -82,6 +83,13 @@ class Loss:
                 f"the loss {self.name} does not fit the task {task.name}: it is for "
                 f"{', '.join(self.tasks)}; for {task.name} choose {', '.join(fitting)}"
             )
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Of an online task, how its responses are sampled.
+
+        Raises:
+            ValueError: the loss takes responses of another distribution.
+        """
 
 
 def register(loss: SomeLoss) -> SomeLoss:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,6 +16,7 @@ from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
 from fastrl.models.modes import evaluating
 from fastrl.references.none import NoReference
+from fastrl.rollout import SamplingParams
 from fastrl.trainers.advantages import GAE
 from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
 from fastrl.trainers.losses import (
@@ -23,6 +26,9 @@ from fastrl.trainers.losses import (
     make_kl_place,
 )
 from fastrl.trainers.update import minibatch_loss, minibatch_of
+
+# Fields of SamplingParams that make tokens come from another distribution.
+_CHANGES = ("top_k", "top_p", "min_p", "min_new_tokens", "repetition_penalty", "suppress_tokens")
 
 
 @register
@@ -43,6 +49,7 @@ class PPO(Loss):
         cliprange: of the ratio ρ.
         cliprange_value: of the value function's change.
         vf_coef: c.
+        temperature: T of the policy softmax(logits / T), at which responses are sampled.
     """
 
     name: ClassVar[str] = "ppo"
@@ -56,6 +63,7 @@ class PPO(Loss):
     cliprange: float = 0.2
     cliprange_value: float = 0.2
     vf_coef: float = 0.1
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "mini_batches"):
@@ -76,6 +84,7 @@ class PPO(Loss):
             cliprange=self.cliprange,
             cliprange_value=self.cliprange_value,
             vf_coef=self.vf_coef,
+            temperature=self.temperature,
         )
 
     def check(self, task: Task, batch_size: int) -> None:
@@ -84,6 +93,25 @@ class PPO(Loss):
             raise ValueError(
                 f"batch_size ({batch_size}) must be a multiple of mini_batches "
                 f"({self.mini_batches}): change one of the two"
+            )
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        if params.temperature != self.temperature:
+            raise ValueError(
+                f"responses are sampled at temperature={params.temperature}, the loss ppo learns "
+                f"softmax(logits / {self.temperature:g}): give both the same, PPO(temperature=...)"
+            )
+        changed = [
+            f"{field.name}={getattr(params, field.name)}"
+            for field in dataclasses.fields(params)
+            if field.name in _CHANGES and getattr(params, field.name) != field.default
+        ]
+        if changed:
+            warnings.warn(
+                f"{', '.join(changed)}: responses are not drawn from the policy itself, whose "
+                "log-probs the ratio, the clip range and the KL are of: these are approximate; "
+                "leave it out for exact ones",
+                stacklevel=3,
             )
 
     def parts_of(self, size: int) -> int:
@@ -119,7 +147,7 @@ class PPO(Loss):
         tokens, config = policy.tokens(batch), self._settings
         compared = NoReference() if reference is None else reference.reference
         penalty = make_kl_penalty("kl", compared)
-        scorer = Scorer(policy.model, compared, penalty, batch.size)
+        scorer = Scorer(policy.model, compared, penalty, batch.size, temperature=self.temperature)
         with evaluating(policy.model):
             scored = scorer(tokens)
         rewards, _, _ = penalty.rewards(
