@@ -2,17 +2,48 @@
 
 import gc
 import os
+import random
+import zlib
 
+import numpy as np
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# One worker per core: threads of their own would wait for each other.
-os.environ["OMP_NUM_THREADS"] = "1"
-torch.set_num_threads(1)
+# One worker per core: threads of their own would wait for each other. A given number is kept.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1").split(",")[0]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+
+def seed_draws(seed: int) -> None:
+    """Seeds the global generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """What a test draws depends neither on the run nor on the tests before it."""
+    seed_draws(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    """What a fixture of a wider scope draws depends on its name alone, since it is set up by
+    whichever test comes first, and moves no generator of that test."""
+    if fixturedef.scope == "function":
+        return (yield)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    seed_draws(zlib.crc32(fixturedef.argname.encode()))
+    try:
+        return (yield)
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,0 +1,74 @@
+"""What every test may rely on: seeded draws, and the number of threads that was asked for."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import seed_draws
+
+Draws = tuple[float, float, float]
+
+
+def draws() -> Draws:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def draws_of(seed: int) -> Draws:
+    seed_draws(seed)
+    return draws()
+
+
+@pytest.fixture(scope="module")
+def drawn_for_the_module() -> Draws:
+    return draws()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_test_draws_the_same_wherever_it_stands(again: bool) -> None:
+    found = draws()
+    assert found == draws_of(0)
+
+
+def test_a_fixture_of_a_module_draws_by_its_name(
+    drawn_for_the_module: Draws, request: pytest.FixtureRequest
+) -> None:
+    found = draws()
+    assert found == draws_of(0)
+    assert drawn_for_the_module == draws_of(zlib.crc32(b"drawn_for_the_module"))
+
+
+def test_a_fixture_that_is_asked_for_late_moves_no_generator_of_the_test(
+    request: pytest.FixtureRequest,
+) -> None:
+    first = draws()
+    request.getfixturevalue("drawn_late")
+    assert (first, draws()) == (draws_of(0), draws())
+
+
+@pytest.fixture(scope="module")
+def drawn_late() -> Draws:
+    return draws()
+
+
+@pytest.mark.parametrize(("given", "threads"), [(None, 1), ("2", 2), ("3,2", 3)])
+def test_a_number_of_threads_that_is_given_is_kept(given: str | None, threads: int) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    environment |= {} if given is None else {"OMP_NUM_THREADS": given}
+    told = "import os, torch, tests.conftest as c; "
+    told += "print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])"
+    found = subprocess.run(
+        [sys.executable, "-c", told],
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split() == [str(threads), given or "1"]
