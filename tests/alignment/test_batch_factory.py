@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastrl.alignment import TASKS, Batch, BatchFactory
-from fastrl.alignment.tasks import PAIRS, find_task
+from fastrl.alignment.tasks import PAIRS, PROMPTS, find_task
 from fastrl.rollout import RolloutEngine, SamplingParams
 from tests import tiny_models
 from tests.alignment.conftest import Examples, LikesHigh, examples, make_factory, worth
@@ -35,6 +35,16 @@ def engine() -> RolloutEngine:
     return RolloutEngine(tiny_models.language_model(), tiny.tokenizer())
 
 
+class InTurns(LikesHigh):
+    """Prefers the first response to every second prompt, whatever the responses are."""
+
+    def compare(
+        self, prompts: list[str], firsts: list[str], seconds: list[str], **columns: Any
+    ) -> list[float | None]:
+        order = [row.prompt for row in examples(PROMPTS)]
+        return [float(order.index(prompt) % 2 == 0) for prompt in prompts]
+
+
 def first(task: str, engine: Any, **given: Any) -> Batch:
     if find_task(task).online:
         given["engine"] = engine
@@ -48,7 +58,12 @@ def test_the_table_is_of_all_tasks() -> None:
 @pytest.mark.parametrize("task", TABLE)
 def test_a_batch_has_what_the_table_says(task: str, engine: Any) -> None:
     keys, by_policy, rewards = TABLE[task]
-    batch = first(task, engine)
+    given: dict[str, Any] = {}
+    if rewards == "the annotator's comparisons":
+        # Of full length, no two responses to a prompt are equal.
+        params = SamplingParams(max_new_tokens=5, min_new_tokens=5, seed=0)
+        given = {"annotator": InTurns(), "params": params}
+    batch = first(task, engine, **given)
     rows = examples(find_task(task).data)
     assert set(batch) == keys
     generations = [i for i in (1, 2) if f"generation{i}" in keys]
@@ -86,11 +101,8 @@ def test_a_batch_has_what_the_table_says(task: str, engine: Any) -> None:
             assert reward is None if wanted is None else reward.tolist() == wanted
             assert reward is None or reward.dtype == torch.float32
     if rewards == "the annotator's comparisons":
-        worths = [[worth(x) for x in batch[f"generation{i}_response_only"]] for i in (1, 2)]
-        expected = [1.0 if a > b else 0.0 if a < b else 0.5 for a, b in zip(*worths, strict=True)]
-        assert batch["generation1_reward"].tolist() == expected
-        assert batch["generation2_reward"].tolist() == [1 - x for x in expected]
-        assert {0.0, 1.0} <= set(expected)
+        assert batch["generation1_reward"].tolist() == [1.0, 0.0, 1.0, 0.0]
+        assert batch["generation2_reward"].tolist() == [0.0, 1.0, 0.0, 1.0]
 
 
 def numbers(batches: Any) -> list[list[int]]:

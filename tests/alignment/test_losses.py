@@ -188,16 +188,20 @@ def test_a_loss_and_its_gradients_are_those_of_its_formula(make_trainer: Make, n
     assert trainer.train().training_loss == pytest.approx(exact, rel=1e-5)
     assert max(g.abs().max() for g in gradients.values()) > 1e-3
     after = weights(model)
-    # Of all parameters, as that of a single small one may be lucky.
+    # Of all parameters, as that of a single small one may be lucky, and so may all of them be.
     own = max(
-        ((plain[n].double() - g).abs().max() / g.abs().max()).item() for n, g in gradients.items()
+        2**-20,
+        *(
+            ((plain[n].double() - g).abs().max() / g.abs().max()).item()
+            for n, g in gradients.items()
+        ),
     )
     for parameter, gradient in gradients.items():
         moved = (before[parameter] - after[parameter]).double()
         # Beside it, the weight itself is rounded when the gradient is taken off.
         rounding = 2**-23 * after[parameter].abs().max().item()
         error = (moved - gradient).abs().max().item()
-        assert error <= 4 * own * gradient.abs().max().item() + rounding, parameter
+        assert error <= 8 * own * gradient.abs().max().item() + rounding, parameter
 
 
 def test_every_loss_is_in_the_cases_above() -> None:
@@ -240,7 +244,7 @@ def test_weights_of_2_and_0_duplicate_and_drop(make_trainer: Make, name: str) ->
     weighed = stepped(make_trainer, name, [one, other], [2.0, 0.0])
     doubled = stepped(make_trainer, name, [one, one])
     for parameter, x in weighed.items():
-        torch.testing.assert_close(x, doubled[parameter], rtol=1e-5, atol=1e-6, msg=parameter)
+        torch.testing.assert_close(x, doubled[parameter], rtol=1e-5, atol=1e-5, msg=parameter)
     if name == "dpo":  # what would be seen if weights were not
         apart = stepped(make_trainer, name, [one, other])
         assert max((weighed[n] - apart[n]).abs().max() for n in apart) > 1e-3
@@ -288,8 +292,9 @@ def test_a_tie_is_half_of_each_order(name: str) -> None:
     batch = next(iter(make_factory("offline-pairwise")))
     ahead, behind = value((1.0, 0.0)), value((0.0, 1.0))
     assert ahead != pytest.approx(behind, rel=1e-3)
-    assert behind == pytest.approx(value((1.0, 0.0), turned=True), rel=1e-6)
-    assert value((0.5, 0.5)) == pytest.approx((ahead + behind) / 2, rel=1e-6)
+    # Log-probs of up to 60 are rounded by 4e-6.
+    assert behind == pytest.approx(value((1.0, 0.0), turned=True), rel=1e-5)
+    assert value((0.5, 0.5)) == pytest.approx((ahead + behind) / 2, rel=1e-5)
 
 
 def plain_views(loss: Any) -> tuple[Any, Any]:

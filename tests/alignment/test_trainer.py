@@ -21,6 +21,7 @@ from tests.alignment.conftest import (
     trained,
 )
 from tests.supervised.conftest import weights
+from tests.trainers.test_golden import without_key_bias
 
 OFFLINE = [
     (name, task)
@@ -199,7 +200,8 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(
     for (parameter, one), other in zip(
         weights(whole.model).items(), weights(again.model).values(), strict=True
     ):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=parameter)
+        one, other = (without_key_bias(parameter, x) for x in (one, other))
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=parameter)
 
 
 def test_what_is_saved_loads_as_a_plain_model_and_holds_no_pickle(
@@ -302,7 +304,7 @@ def test_dropout_is_off_unless_it_is_wanted(make_trainer: Make) -> None:
         return tiny_models.language_model(resid_pdrop=0.5, attn_pdrop=0.5)
 
     one, _ = trained(make_trainer, model())
-    assert one == trained(make_trainer, model())[0]
+    assert one == pytest.approx(trained(make_trainer, model())[0], rel=1e-5)
     assert one[0] == pytest.approx(0.693147, abs=1e-5)
     with_it, _ = trained(make_trainer, model(), disable_dropout=False)
     assert with_it[0] != pytest.approx(0.693147, abs=1e-3)

@@ -15,6 +15,7 @@ from fastrl.models.layout import layout_of
 from fastrl.models.scoring import PolicyObjective, ScoringRequest
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
+from tests.weights import assert_same_weights
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
 
@@ -54,7 +55,7 @@ def test_values_are_a_linear_map_of_the_decoders_last_hidden_state(policy, input
     weight, bias = policy.v_head.summary.weight.double(), policy.v_head.summary.bias.double()
     expected = (out.decoder_hidden_states[-1].double() @ weight.T + bias).squeeze(-1)
     torch.testing.assert_close(values.double(), expected, **TOLERANCE)
-    torch.testing.assert_close(logits, out.logits, atol=0, rtol=0)
+    torch.testing.assert_close(logits, out.logits)
     assert (values.shape, loss) == ((2, 5), None)
 
 
@@ -201,11 +202,12 @@ def test_a_model_without_a_start_token_is_named():
 # ---------------------------------------------------------------------- checkpoints
 
 
-def test_a_checkpoint_comes_back_to_the_last_bit(policy, inputs, tmp_path):
+def test_a_checkpoint_comes_back(policy, inputs, tmp_path):
     policy.save_pretrained(tmp_path)
     again = AutoModelForSeq2SeqLMWithValueHead.from_pretrained(tmp_path)
+    assert_same_weights(again, policy)
     for got, wanted in zip(outputs(again, inputs), outputs(policy, inputs), strict=True):
-        torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+        torch.testing.assert_close(got, wanted)
     alone = AutoModelForSeq2SeqLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         torch.testing.assert_close(alone(**inputs).logits, outputs(policy, inputs)[0])
@@ -220,8 +222,9 @@ def test_a_checkpoint_of_trl_loads(inputs, tmp_path):
     assert {"shared.weight", "v_head.summary.weight", "v_head.summary.bias"} <= set(weights)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     again = AutoModelForSeq2SeqLMWithValueHead.from_pretrained(tmp_path)
+    assert_same_weights(again, policy)
     for got, wanted in zip(outputs(again, inputs), outputs(policy, inputs), strict=True):
-        torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+        torch.testing.assert_close(got, wanted)
 
 
 def test_an_adapter_is_saved_with_the_value_head_alone(inputs, tmp_path):
@@ -239,9 +242,10 @@ def test_an_adapter_is_saved_with_the_value_head_alone(inputs, tmp_path):
     record = json.loads((tmp_path / "tuned" / "adapter_config.json").read_text())
     assert record["base_model_name_or_path"] == str(base)
     again = AutoModelForSeq2SeqLMWithValueHead.from_pretrained(tmp_path / "tuned")
+    assert_same_weights(again, policy)
     expected = outputs(policy, inputs)
     for got, wanted in zip(outputs(again, inputs), expected, strict=True):
-        torch.testing.assert_close(got, wanted, atol=0, rtol=0)
+        torch.testing.assert_close(got, wanted)
     with policy.disable_adapter():
         assert not torch.allclose(outputs(policy, inputs)[0], expected[0], atol=1e-3)
     plain = tiny.rule("v_head.summary.weight", (1, 16))

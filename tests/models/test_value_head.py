@@ -20,6 +20,7 @@ from fastrl.models import AutoModelForCausalLMWithValueHead, ValueHead
 from fastrl.models.scoring import ScoringRequest
 from tests import tiny_models
 from tests.golden import tiny
+from tests.weights import assert_same_weights
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
 
@@ -91,7 +92,7 @@ def test_the_value_head_computes_in_fp32_under_autocast(policy):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = policy.v_head(hidden)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got, expected, atol=0, rtol=0)
+    torch.testing.assert_close(got, expected)
 
 
 @torch.no_grad()
@@ -194,13 +195,15 @@ def test_save_and_load_give_the_same_outputs(family, ids, tmp_path):
     model = tiny_models.policy(family)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
-    torch.testing.assert_close(outputs(loaded, ids), outputs(model, ids), atol=0, rtol=0)
+    assert_same_weights(loaded, model)
+    torch.testing.assert_close(outputs(loaded, ids), outputs(model, ids))
 
 
 def test_the_language_model_alone_loads_in_transformers(policy, ids, tmp_path):
     policy.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, use_safetensors=True).eval()
-    torch.testing.assert_close(plain(ids).logits, outputs(policy, ids)[0], atol=0, rtol=0)
+    assert_same_weights(plain, policy.pretrained_model)
+    torch.testing.assert_close(plain(ids).logits, outputs(policy, ids)[0])
 
 
 def test_saved_names_are_those_of_trl(policy, tmp_path):
@@ -224,7 +227,8 @@ def test_a_checkpoint_in_trls_layout_loads(policy, ids, tmp_path):
     settings = policy.config.to_dict() | {"architectures": ["GPT2LMHeadModel"]}
     (tmp_path / "config.json").write_text(json.dumps(settings, default=str))
     loaded = AutoModelForCausalLMWithValueHead.from_pretrained(str(tmp_path))
-    torch.testing.assert_close(outputs(loaded, ids), outputs(policy, ids), atol=0, rtol=0)
+    assert_same_weights(loaded, policy)
+    torch.testing.assert_close(outputs(loaded, ids), outputs(policy, ids))
 
 
 def test_a_sharded_checkpoint_keeps_its_value_head(ids, tmp_path):
@@ -232,7 +236,8 @@ def test_a_sharded_checkpoint_keeps_its_value_head(ids, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="8KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     loaded = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
-    torch.testing.assert_close(outputs(loaded, ids), outputs(model, ids), atol=0, rtol=0)
+    assert_same_weights(loaded, model)
+    torch.testing.assert_close(outputs(loaded, ids), outputs(model, ids))
 
 
 def test_a_gathered_state_is_saved_in_place_of_the_models_own(policy, tmp_path):
@@ -247,7 +252,8 @@ def test_a_plain_language_model_gets_a_new_value_head(ids, tmp_path):
     base.save_pretrained(tmp_path)
     torch.manual_seed(0)
     loaded = AutoModelForCausalLMWithValueHead.from_pretrained(tmp_path)
-    torch.testing.assert_close(outputs(loaded, ids)[0], base(ids).logits, atol=0, rtol=0)
+    assert_same_weights(loaded.pretrained_model, base)
+    torch.testing.assert_close(outputs(loaded, ids)[0], base(ids).logits)
     assert loaded.v_head.summary.weight.abs().sum() > 0
 
 
@@ -316,7 +322,8 @@ def test_saving_an_adapter_writes_it_and_the_value_head_only(saved_adapter):
 def test_a_reloaded_adapter_gives_the_same_outputs(saved_adapter, trainable, ids):
     folder, model = saved_adapter
     loaded = AutoModelForCausalLMWithValueHead.from_pretrained(folder, is_trainable=trainable)
-    torch.testing.assert_close(outputs(loaded, ids), outputs(model, ids), atol=0, rtol=0)
+    assert_same_weights(loaded, model)
+    torch.testing.assert_close(outputs(loaded, ids), outputs(model, ids))
     of_adapter = [p for name, p in loaded.named_parameters() if "lora_" in name]
     assert of_adapter
     assert all(p.requires_grad == trainable for p in of_adapter)
@@ -338,7 +345,7 @@ def test_with_the_adapter_off_a_peft_model_is_its_base(ids):
     base = tiny_models.language_model()(ids).logits
     with model.disable_adapter():
         off = outputs(model, ids)[0]
-    torch.testing.assert_close(off, base, atol=0, rtol=0)
+    torch.testing.assert_close(off, base)
     assert (outputs(model, ids)[0] - base).abs().max() > 0.01
 
 

@@ -75,7 +75,7 @@ def captures(engine, params=PARAMS, plain=None):
         for a, b in zip(out.sequences, expected.sequences, strict=True):
             assert torch.equal(a, b)
         for a, b in zip(out.logprobs, expected.logprobs, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     return out.stats["perf/graph_captures"]
 
 

@@ -116,9 +116,9 @@ def test_a_neighbours_text_never_changes_a_loss(make_sft: Make, scored: Any, fam
     ]
     after = score([changed, other])
     its = slice(first - 1, first - 1 + second - 1)  # one target less than tokens
-    assert not torch.equal(before[its], after[its])
+    assert (before[its] - after[its]).abs().max() > 1e-2
     before[its] = after[its] = 0
-    assert torch.equal(before, after)
+    torch.testing.assert_close(before, after, rtol=0, atol=1e-5)  # rounding, as above
 
 
 @pytest.mark.parametrize("family", ["bloom"])

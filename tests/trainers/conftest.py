@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 from tests.golden import tiny
+from tests.trainers.test_golden import without_key_bias
 
 BATCH = 4
 
@@ -65,6 +66,16 @@ def make_batch(n: int = BATCH, seed: int = 0) -> dict[str, list[Tensor]]:
 
 def parameters(trainer: PPOTrainer) -> dict[str, Tensor]:
     return {k: v.detach().clone().cpu() for k, v in tiny.named_parameters(trainer.model).items()}
+
+
+def assert_learned_alike(
+    found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5
+) -> None:
+    """Key biases aside: their true gradient is 0, and Adam makes whole steps of its rounding."""
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        one, other = (without_key_bias(name, y) for y in (found[name], x))
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=name)
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def test_the_trainer_works_after_an_error(unchanged: Any) -> None:
     with unchanged(trainer), pytest.raises(ValueError, match="scores"):
         trainer.step(**put("scores", 0, torch.tensor(NAN)))
     after, plain = trainer.step(**make_batch()), untouched.step(**make_batch())
-    assert after["ppo/loss/total"] == plain["ppo/loss/total"]
+    assert after["ppo/loss/total"] == pytest.approx(plain["ppo/loss/total"], rel=1e-5)
 
 
 def test_padding_without_a_pad_token() -> None:
