@@ -14,6 +14,7 @@ from transformers.utils import cached_file
 
 WEIGHTS_NAME = "model.safetensors"
 HEAD_PREFIX = "v_head."
+REWARD_PREFIX = "reward."  # of the reward adapter's score head, which is not saved
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _ADAPTER_CONFIG = "adapter_config.json"
 

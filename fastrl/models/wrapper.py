@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from fastrl.models.adapters import NOT_THE_POLICYS, RewardAdapter
 from fastrl.models.checkpoints import (
     HEAD_PREFIX,
+    REWARD_PREFIX,
     WEIGHTS_NAME,
     find_file,
     load_language_model,
@@ -23,6 +24,7 @@ from fastrl.models.checkpoints import (
 from fastrl.models.heads import Head, choose_head, corner_of, last_hidden
 from fastrl.models.modes import hidden_width
 from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.state_names import name_as_language_model, parts_of
 from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
 
 Wrapper = TypeVar("Wrapper", bound="PreTrainedModelWrapper")
@@ -56,7 +58,8 @@ class PreTrainedModelWrapper(nn.Module):
     classes without one).
 
     Checkpoints are those of TRL 0.11: the value head lies beside the language model's weights as
-    ``v_head.summary.*``.
+    ``v_head.summary.*``. So do the names of ``state_dict()``; ``load_state_dict()`` also takes those
+    of ``named_parameters()`` (``pretrained_model.*``).
 
     Args:
         pretrained_model: a language model of the class's kind, or a PEFT model around one.
@@ -73,6 +76,8 @@ class PreTrainedModelWrapper(nn.Module):
     transformers_parent_class: Any
     is_encoder_decoder: bool
     has_values = True  # whether the class puts a value head on its models
+    # Usual names of an LM head, as TRL lists them; here heads are found by get_output_embeddings().
+    lm_head_namings: tuple[str, ...] = ("lm_head", "embed_out", "output_layer")
     supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
 
     def __init__(
@@ -95,6 +100,7 @@ class PreTrainedModelWrapper(nn.Module):
         self.reward: RewardAdapter | None = None
         self._head: Head | None = None
         self.trunk: Trunk | None = None  # bottom layers that are shared with a reference
+        name_as_language_model(self)
 
     @classmethod
     def from_pretrained(
@@ -278,12 +284,12 @@ class PreTrainedModelWrapper(nn.Module):
         holds the value head alone, beside the adapter.
 
         Args:
-            state_dict: this model's own, where it had to be gathered from several devices.
+            state_dict: this model's own, where it had to be gathered from several devices; named as
+                in ``state_dict()`` or as in ``named_parameters()``.
         """
         state = self.state_dict() if state_dict is None else state_dict
-        head = {k: v.contiguous() for k, v in state.items() if k.startswith(HEAD_PREFIX)}
-        prefix = "pretrained_model."
-        base = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        base, own = parts_of(state, (HEAD_PREFIX, REWARD_PREFIX))
+        head = {k: v.contiguous() for k, v in own.items() if k.startswith(HEAD_PREFIX)}
         if self.is_peft_model:
             # PEFT names its own entries; given a whole state it sorts them out.
             kwargs.setdefault("selected_adapters", self._own_adapters())
