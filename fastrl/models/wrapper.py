@@ -58,8 +58,8 @@ class PreTrainedModelWrapper(nn.Module):
     classes without one).
 
     Checkpoints are those of TRL 0.11: the value head lies beside the language model's weights as
-    ``v_head.summary.*``. So do the names of ``state_dict()``; ``load_state_dict()`` also takes those
-    of ``named_parameters()`` (``pretrained_model.*``).
+    ``v_head.summary.*``. The names in ``state_dict()`` are these, too; ``load_state_dict()`` also
+    takes those of ``named_parameters()`` (``pretrained_model.*``).
 
     Args:
         pretrained_model: a language model of the class's kind, or a PEFT model around one.

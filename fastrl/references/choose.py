@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
 
 from fastrl.config import PPOConfig
 from fastrl.models.boundaries import Budget
@@ -19,39 +22,54 @@ _GIB = 2**30
 _RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by layer"
 
 
+Model = TypeVar("Model", PreTrainedModelWrapper, PreTrainedModel)
+
+
 def create_reference_model(
-    model: Policy, num_shared_layers: int | None = None, pattern: str | None = None
-) -> Policy:
+    model: Model, num_shared_layers: int | None = None, pattern: str | None = None
+) -> Model:
     """A frozen copy of ``model``, in evaluation mode.
 
     Args:
+        model: a policy, or a plain transformers model.
         num_shared_layers: the bottom layers and the embeddings are not copied but shared, and
             frozen in ``model`` too. A model that cannot be run in two parts is copied whole, with a
             warning.
         pattern: in TRL the layers' name; here they are found without it.
 
     Raises:
+        TypeError: another model.
         ValueError: num_shared_layers out of range; a PEFT model (its base model is its reference
             already).
     """
-    if model.is_peft_model:
+    language_model: Any = model
+    if isinstance(model, PreTrainedModelWrapper):
+        language_model = model.pretrained_model
+    if hasattr(language_model, "peft_config"):
         raise ValueError(
             "a PEFT model is its own reference with the adapter off: pass ref_model=None"
         )
+    if not isinstance(language_model, PreTrainedModel):
+        raise TypeError(
+            "model must be a policy or a transformers model, got "
+            f"{type(language_model).__name__}: copy another module with copy.deepcopy"
+        )
     if num_shared_layers is None:
         return frozen_copy(model)
-    if model.is_encoder_decoder:
+    if getattr(language_model.config, "is_encoder_decoder", False):
         raise ValueError(f"num_shared_layers={num_shared_layers}: {_RUN_WHOLE}; leave it None")
     try:
-        model.trunk = split_off(model, num_shared_layers)
+        trunk = split_off(language_model, num_shared_layers)
     except Unshareable as cause:
         warnings.warn(
-            f"{type(model.pretrained_model).__name__} is copied whole, and none of its layers is "
-            f"frozen, because {cause}",
+            f"{type(language_model).__name__} is copied whole, and none of its layers is frozen, "
+            f"because {cause}",
             stacklevel=2,
         )
         return frozen_copy(model)
-    return shared_copy(model)
+    if isinstance(model, PreTrainedModelWrapper):
+        model.trunk = trunk
+    return shared_copy(model, trunk)
 
 
 def choose_reference(
@@ -60,13 +78,22 @@ def choose_reference(
     ref_model: Policy | None = None,
     num_shared_layers: int | None = None,
 ) -> Reference:
-    """By ``PPOConfig.reference``, before anything is prepared or an optimizer made.
+    """By ``PPOConfig.reference``, before anything is prepared or an optimizer made. Beside a
+    ``ref_model`` of its own weights ``num_shared_layers`` is ignored, with a warning.
 
     Raises:
         ValueError: a mode that the model cannot serve, arguments that contradict it, a reference
             with another vocabulary.
     """
     layers = config.num_shared_layers if num_shared_layers is None else num_shared_layers
+    if layers is not None and ref_model is not None and not _shared(policy, ref_model):
+        warnings.warn(
+            f"num_shared_layers={layers} is ignored: ref_model is a model of its own, which shares "
+            "no layers with model; leave out ref_model, or make it with "
+            "create_reference_model(model, num_shared_layers=…)",
+            stacklevel=3,
+        )
+        layers = None
     mode, why = _mode(config, policy, ref_model, layers)
     _check(mode, config, policy, ref_model, layers)
     if mode == "none":

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.wrapper import PreTrainedModelWrapper
 from fastrl.references.base import Reference
 
+Copied = TypeVar("Copied", bound=nn.Module)
 
-def frozen_copy(
-    model: PreTrainedModelWrapper, shared: dict[int, Any] | None = None
-) -> PreTrainedModelWrapper:
+
+def frozen_copy(model: Copied, shared: dict[int, Any] | None = None) -> Copied:
     """A copy in evaluation mode that is not trained; objects in ``shared``, by id, are the same."""
     return copy.deepcopy(model, dict(shared or {})).requires_grad_(False).eval()
 

@@ -13,7 +13,7 @@ from fastrl.models.boundaries import Boundaries, Budget
 from fastrl.models.modes import evaluating
 from fastrl.models.trunk import Trunk
 from fastrl.models.wrapper import PreTrainedModelWrapper
-from fastrl.references.copies import CopyReference, frozen_copy
+from fastrl.references.copies import Copied, CopyReference, frozen_copy
 
 _TOKENS = 8  # of the self-check
 _TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and less
@@ -23,15 +23,15 @@ class Unshareable(Exception):
     """A model that does not run in two parts as it does in one; the reason is the message."""
 
 
-def split_off(model: PreTrainedModelWrapper, layers: int) -> Trunk:
-    """Freezes a policy's bottom layers and the embeddings below them.
+def split_off(model: Any, layers: int) -> Trunk:
+    """Freezes a language model's bottom layers and the embeddings below them.
 
     Raises:
         ValueError: layers out of range.
         Unshareable: the model computes something else when its layers are skipped.
     """
     try:
-        trunk = Trunk(model.pretrained_model, layers)
+        trunk = Trunk(model, layers)
     except LookupError as error:
         raise Unshareable(str(error)) from error
     off, tolerance = _difference(trunk)
@@ -51,10 +51,9 @@ def split_off(model: PreTrainedModelWrapper, layers: int) -> Trunk:
     return trunk
 
 
-def shared_copy(model: PreTrainedModelWrapper) -> PreTrainedModelWrapper:
-    """A frozen copy of a policy with a trunk: the trunk's weights are the same objects."""
-    assert model.trunk is not None
-    return frozen_copy(model, {id(p): p for p in model.trunk.parameters.values()})
+def shared_copy(model: Copied, trunk: Trunk) -> Copied:
+    """A frozen copy of a policy or a plain model: the trunk's weights are the same objects."""
+    return frozen_copy(model, {id(p): p for p in trunk.parameters.values()})
 
 
 class TrunkReference(CopyReference):

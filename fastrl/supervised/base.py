@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 import weakref
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from fastrl.models.modes import context_length
-from fastrl.supervised.arguments import is_path
+from fastrl.supervised.arguments import SupervisedArguments, is_path
 
 
 class SupervisedTrainer(Trainer):
@@ -33,6 +34,12 @@ class SupervisedTrainer(Trainer):
         if args.label_smoothing_factor:
             raise ValueError(
                 f"{type(self).__name__} does not smooth labels: leave label_smoothing_factor at 0"
+            )
+        if args.remove_unused_columns and isinstance(args, SupervisedArguments):
+            warnings.warn(
+                "remove_unused_columns=True is ignored: the data sets' columns are this trainer's "
+                "own, not arguments of the model; leave it out",
+                stacklevel=3,
             )
         args.remove_unused_columns = False
         # Without a GPU torch would warn of it.

@@ -101,6 +101,21 @@ class PackedCollator:
         return batch | targets_of(labels)
 
 
+@dataclass
+class JoinedCollator:
+    """A whole batch as one row without padding: [1, T]."""
+
+    packed: PackedCollator
+
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        joined: dict[str, list[int]] = {"input_ids": [], "labels": [], "lengths": []}
+        for feature in features:
+            joined["input_ids"] += feature["input_ids"]
+            joined["labels"] += [IGNORED, *feature["labels"][1:]]
+            joined["lengths"] += feature.get("lengths", [len(feature["input_ids"])])
+        return self.packed([joined])
+
+
 def choose_packing(
     model: Any, tokenizer: Any, autocast: contextlib.AbstractContextManager | None = None
 ) -> PackedCollator:

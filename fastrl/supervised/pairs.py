@@ -41,7 +41,8 @@ class RewardDataCollatorWithPadding:
     return_tensors: str = "pt"
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """``input_ids_*`` and ``attention_mask_*`` [B, T] for both sides, ``margin`` [B] if given.
+        """``input_ids_*`` and ``attention_mask_*`` [B, T] for both sides, and ``margin`` if given:
+        [B] fp32, or [B, 1] where the rows hold it in a list of one number.
 
         Raises:
             ValueError: columns that are missing.
@@ -72,7 +73,9 @@ class RewardDataCollatorWithPadding:
             for side, half in zip(SIDES, padded[name][:, :width].chunk(2), strict=True):
                 batch[f"{name}_{side}"] = half
         if "margin" in features[0]:
-            batch["margin"] = torch.tensor([float(f["margin"]) for f in features])
+            batch["margin"] = torch.stack(
+                [torch.as_tensor(f["margin"], dtype=torch.float32) for f in features]
+            )
         return batch
 
 
@@ -97,7 +100,7 @@ def prepare_pairs(
 
     Raises:
         TypeError: no data set, see :func:`fastrl.supervised.base.as_dataset`.
-        ValueError: columns that are missing, a margin that is not finite, no pair left.
+        ValueError: columns that are missing, a margin that is not one finite number, no pair left.
     """
     dataset = as_dataset(dataset)
     columns = set(dataset.column_names)
@@ -134,10 +137,20 @@ def tokenize_pair(row: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:
     return tokens
 
 
+def missing_token_columns(dataset: Any) -> list[str]:
+    """What the collator would miss in a data set with token columns; [] where there are none."""
+    columns = set(as_dataset(dataset).column_names)
+    tokenised = any(name.startswith("input_ids_") for name in columns)
+    return [name for name in TOKEN_COLUMNS if name not in columns] if tokenised else []
+
+
 def _check_margins(dataset: Any) -> None:
     for i, margin in enumerate(dataset["margin"]):
-        if margin is None or not math.isfinite(margin):
-            raise ValueError(f"margin[{i}] is {margin}: margins must be finite numbers")
+        number = margin[0] if isinstance(margin, list) and len(margin) == 1 else margin
+        if not isinstance(number, (int, float)) or not math.isfinite(number):
+            raise ValueError(
+                f"margin[{i}] is {margin}: margins must be finite numbers, or lists of one"
+            )
 
 
 def _drop_useless(dataset: Any, max_length: int | None, num_proc: int | None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from fastrl.supervised.pairs import (
     SIDES,
     RewardDataCollatorWithPadding,
     both_sides,
+    missing_token_columns,
     prepare_pairs,
 )
 
@@ -42,15 +43,28 @@ class RewardConfig(SupervisedArguments):
 
 
 def compute_accuracy(eval_pred: Any) -> dict[str, float]:
-    """Share of pairs whose chosen side has the higher probability, [N, 2]; ties are wrong."""
-    predictions, _ = eval_pred
+    """Share of pairs whose preferred side has the higher probability; ties are wrong.
+
+    Args:
+        eval_pred: an ``EvalPrediction``, or a pair, of arrays or tensors: P(chosen) and P(rejected)
+            or the two rewards, [N, 2]; and which of the two is preferred, [N], by default 0 for all
+            (the chosen).
+    """
+    predictions, labels = (_as_array(x) for x in (*eval_pred,)[:2])
+    if labels is None:
+        labels = np.zeros(len(predictions))
     ties = int(np.sum(predictions[:, 0] == predictions[:, 1]))
     if ties:
         warnings.warn(
             f"{ties} of {len(predictions)} pairs have equal rewards: they count as wrong",
             stacklevel=2,
         )
-    return {"accuracy": float(np.mean(predictions[:, 0] > predictions[:, 1]))}
+    lead = predictions[:, 0] - predictions[:, 1]
+    return {"accuracy": float(np.mean(np.where(labels.astype(bool), -lead, lead) > 0))}
+
+
+def _as_array(x: Any) -> Any:
+    return x.detach().float().cpu().numpy() if isinstance(x, Tensor) else x
 
 
 class RewardTrainer(SupervisedTrainer):
@@ -58,7 +72,8 @@ class RewardTrainer(SupervisedTrainer):
 
     loss = -log σ(r_c - r_r - margin) + c·(r_c + r_r)², mean over pairs (Bradley–Terry; the margin
     as in Llama 2, arXiv:2307.09288; c is ``center_rewards_coefficient``). Both sides go through the
-    model in one forward.
+    model in one forward. Of a model with several labels each is a reward with this loss, and their
+    means are compared in evaluation, as in TRL 0.11; a warning says so.
 
     Args:
         model: an ``AutoModelForSequenceClassification`` with ``num_labels=1``, or its path.
@@ -73,8 +88,11 @@ class RewardTrainer(SupervisedTrainer):
         peft_config: puts an adapter on the model; one that is quantised is prepared for it.
 
     Raises:
-        ValueError: more than one label, no pad token, data that cannot be used.
+        ValueError: no pad token, data that cannot be used; from :meth:`train`, token columns that
+            the data collator cannot read.
     """
+
+    _tag_names: ClassVar[list[str]] = ["fastrl", "reward-trainer"]  # of the model on the Hub
 
     def __init__(
         self,
@@ -127,9 +145,11 @@ class RewardTrainer(SupervisedTrainer):
         config = getattr(model, "config", None)
         labels = getattr(config, "num_labels", 1)
         if labels != 1:
-            raise ValueError(
-                f"the model has {labels} labels, a reward model has one: load it with "
-                "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
+            warnings.warn(
+                f"the model has {labels} labels, a reward model has one: each label is trained as "
+                "a reward, and their mean is what evaluation compares; load the model with "
+                "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)",
+                stacklevel=3,
             )
         if config is not None and config.pad_token_id is None and self._tokenizer is not None:
             # By it a decoder's classifier finds each sequence's last token.
@@ -140,11 +160,23 @@ class RewardTrainer(SupervisedTrainer):
                 "unless modules_to_save names it",
                 stacklevel=3,
             )
-        return with_adapter(model, self._peft_config, self._settings)
+        model = with_adapter(model, self._peft_config, self._settings)
+        if hasattr(model, "add_model_tags"):
+            model.add_model_tags([*self._tag_names])
+        return model
 
     def ready_data(self, dataset: Any, training: bool) -> Any:
         """Token columns, see :func:`fastrl.supervised.pairs.prepare_pairs`."""
         if self._own_collator:
+            return dataset
+        missing = missing_token_columns(dataset)
+        if missing:
+            warnings.warn(
+                f"the data set has token columns, but lacks {', '.join(missing)}: training on it "
+                "fails unless trainer.data_collator is replaced; rename them with "
+                "dataset.rename_column",
+                stacklevel=5,
+            )
             return dataset
         num_proc = self._settings.dataset_num_proc
         return prepare_pairs(dataset, self._tokenizer, self._longest, num_proc)
@@ -156,14 +188,18 @@ class RewardTrainer(SupervisedTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The mean loss of a batch; with ``return_outputs`` also both sides' rewards [B, 1]."""
+        """The mean loss of a batch; with ``return_outputs`` also both sides' rewards, [B, labels]
+        each."""
         pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         rewards = model(**both_sides(inputs, pad), return_dict=True)["logits"]
         chosen, rejected = rewards.reshape(len(rewards), -1).chunk(2)
+        margin = inputs.get("margin")  # [B] or [B, 1]: of a pair, the same for all its labels
+        if margin is not None:
+            margin = margin.reshape(len(margin), -1).expand_as(chosen).flatten()
         loss = fastrl_kernels.reward_loss(
-            chosen.squeeze(-1),
-            rejected.squeeze(-1),
-            inputs.get("margin"),
+            chosen.flatten(),
+            rejected.flatten(),
+            margin,
             center_coef=self.args.center_rewards_coefficient or 0.0,
         ).mean()
         if return_outputs:
@@ -177,13 +213,15 @@ class RewardTrainer(SupervisedTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Loss, P(chosen) and P(rejected) [B, 2] by a softmax over the two rewards, labels 0."""
+        """Loss, P(chosen) and P(rejected) [B, 2] by a softmax over the two rewards (means over the
+        model's labels), and which side is preferred: 0, the chosen."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, rewards = self.compute_loss(model, inputs, return_outputs=True)
         if prediction_loss_only:
             return loss.detach(), None, None
-        probabilities = torch.cat(list(rewards.values()), dim=-1).float().softmax(-1)
+        sides = [reward.float().mean(-1) for reward in rewards.values()]
+        probabilities = torch.stack(sides, dim=-1).softmax(-1)
         return loss.detach(), probabilities, probabilities.new_zeros(len(probabilities))
 
     def evaluate(

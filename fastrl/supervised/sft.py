@@ -17,7 +17,7 @@ from fastrl.models.scoring import NLLObjective, ScoringRequest, score_logits
 from fastrl.supervised.adapters import with_adapter
 from fastrl.supervised.arguments import SupervisedArguments, setting, tokenizer_of
 from fastrl.supervised.base import SupervisedTrainer, loaded, longest, settings_of
-from fastrl.supervised.packing import PackedTexts, choose_packing
+from fastrl.supervised.packing import JoinedCollator, PackedTexts, choose_packing
 from fastrl.supervised.texts import (
     DataCollatorForCompletionOnlyLM,
     TextCollator,
@@ -163,9 +163,11 @@ class SFTTrainer(SupervisedTrainer):
                 f"one process with {self.args.n_gpu} GPUs splits batches behind the loss's back: "
                 "start one process per GPU (accelerate launch, torchrun)"
             )
-        if packs:
+        joins = completions is not None and completions.padding_free
+        if packs or joins:
             autocast = self.compute_loss_context_manager()
-            self.data_collator = choose_packing(self.model, self._tokenizer, autocast)
+            packed = choose_packing(self.model, self._tokenizer, autocast)
+            self.data_collator = JoinedCollator(packed) if joins else packed
         # Batches say how many tokens count: the loss is divided by those of a whole step, of which
         # none is the first of its row.
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True

@@ -13,14 +13,17 @@ from fastrl.supervised.base import as_dataset
 from fastrl.supervised.dialogues import as_messages, encode, ended, join
 
 IGNORED = -100
+_SHOWN = 40  # tokens of a text in a warning
 
 
 class DataCollatorForCompletionOnlyLM:
     """Says which tokens of a text are learned: those behind its last response template; or, with an
-    instruction template, those behind every response template up to the next instruction.
+    instruction template, those behind every response template up to the next instruction. Of a text
+    in which a template does not occur nothing is learned, and a warning says so.
 
     Templates are found as tokens. Where a tokenizer joins a template's ends with what is around it,
-    pass the template's token ids as they are inside a text.
+    pass the template's token ids as they are inside a text. EOS is learned like any other token,
+    also where it is the pad token.
 
     Args:
         response_template: text or token ids in front of what is learned.
@@ -28,6 +31,8 @@ class DataCollatorForCompletionOnlyLM:
         tokenizer: of the texts.
         mlm: only False.
         ignore_index: label of tokens that are not learned, where this is called as a collator.
+        padding_free: a batch is one row, in which the texts stand one after the other and
+            ``position_ids`` begin anew with each; there is no attention_mask.
 
     Raises:
         ValueError: an empty template, ``mlm=True``.
@@ -41,10 +46,12 @@ class DataCollatorForCompletionOnlyLM:
         tokenizer: Any,
         mlm: bool = False,
         ignore_index: int = IGNORED,
+        padding_free: bool = False,
     ):
         if mlm:
             raise ValueError("mlm=True is not for causal language models: leave it False")
         self.tokenizer, self.ignore_index = tokenizer, ignore_index
+        self.padding_free = padding_free
         self.response_template = response_template
         self.instruction_template = instruction_template
         self._response = self._ids("response_template", response_template)
@@ -68,15 +75,19 @@ class DataCollatorForCompletionOnlyLM:
         if self._instruction is None:
             spans = [(start, len(ids)) for start in starts[-1:]]  # the prompt may quote it
         else:
-            turns = [*_places(ids, self._instruction), len(ids)]
+            instructions = _places(ids, self._instruction)
+            turns = [*instructions, len(ids)]
             spans = [(start, min(t for t in turns if t >= start)) for start in starts]
+            if not instructions:  # where the answers end is not known
+                spans = []
         return [any(start <= i < stop for start, stop in spans) for i in range(len(ids))]
 
     def __call__(self, features: Sequence[Any]) -> dict[str, torch.Tensor]:
         """A padded batch with labels, for loops of one's own; features are dicts with ``input_ids``
-        or token ids."""
+        or token ids. With ``padding_free`` one row [1, T] and its ``position_ids``."""
         rows = [f["input_ids"] if isinstance(f, Mapping) else f for f in features]
         rows = [[int(token) for token in row] for row in rows]
+        self._warn_of_missing_templates(rows)
         learned = [
             [
                 t if counts else self.ignore_index
@@ -84,7 +95,41 @@ class DataCollatorForCompletionOnlyLM:
             ]
             for row in rows
         ]
+        if self.padding_free:
+            labels = [(self.ignore_index, *row[1:]) for row in learned]
+            positions = [range(len(row)) for row in rows]
+            return {
+                name: torch.tensor([[x for row in parts for x in row]])
+                for name, parts in (
+                    ("input_ids", rows),
+                    ("labels", labels),
+                    ("position_ids", positions),
+                )
+            }
         return _batch(rows, learned, self.tokenizer.pad_token_id, self.ignore_index)
+
+    torch_call = __call__  # its name in transformers' collators
+
+    def templates(self) -> dict[str, tuple[Any, list[int]]]:
+        """By name those that were given: as they were given, and as token ids."""
+        given: dict[str, tuple[Any, list[int]]] = {
+            "response_template": (self.response_template, self._response)
+        }
+        if self._instruction is not None:
+            given["instruction_template"] = (self.instruction_template, self._instruction)
+        return given
+
+    def _warn_of_missing_templates(self, rows: Sequence[list[int]]) -> None:
+        for name, (template, ids) in self.templates().items():
+            without = [row for row in rows if not _places(row, ids)]
+            if without:
+                warnings.warn(
+                    f"{name} {template!r} does not occur in {len(without)} of {len(rows)} texts as "
+                    f"the tokens {ids}: nothing of them is learned (pass token ids as they are "
+                    "inside a text, or cut texts at more tokens); one begins "
+                    f"{self.tokenizer.decode(without[0][:_SHOWN])!r}",
+                    stacklevel=3,
+                )
 
 
 @dataclass
@@ -104,8 +149,15 @@ class TextCollator:
 
 
 def _batch(
-    ids: Sequence[Any], labels: Sequence[Any], pad: int, ignored: int = IGNORED
+    ids: Sequence[Any], labels: Sequence[Any], pad: int | None, ignored: int = IGNORED
 ) -> dict[str, torch.Tensor]:
+    if pad is None:
+        if len({len(row) for row in ids}) > 1:
+            raise ValueError(
+                "the texts differ in length, and the tokenizer has no pad token: set "
+                "tokenizer.pad_token = tokenizer.eos_token, say"
+            )
+        pad = 0  # is not needed
     return {
         "input_ids": _padded(ids, pad),
         "attention_mask": _padded([[1] * len(row) for row in ids], 0),
@@ -171,9 +223,12 @@ def prepare_texts(
     if max_length is not None:
         why += f", or what would be learned lies behind max_length={max_length}"
     if ways.completions is not None:
+        named = " or ".join(
+            f"{k} {given!r}" for k, (given, _) in ways.completions.templates().items()
+        )
         why += (
-            f", or response_template {ways.completions.response_template!r} does not occur in "
-            "them as these tokens (pass token ids as they are inside a text)"
+            f", or {named} does not occur in them as these tokens (pass token ids as they are "
+            "inside a text)"
         )
     if not kept:
         raise ValueError(f"no text is left of {whole}; {why}")

@@ -53,10 +53,10 @@ class ClassicSurface:
         groups in that.
 
         Of a ``datasets.Dataset``, columns that neither the model's forward nor the classic loop
-        reads are dropped, unless ``remove_unused_columns`` is off.
-
-        Raises:
-            ValueError: fewer samples than a batch.
+        reads are dropped, unless ``remove_unused_columns`` is off. By default dicts become a dict
+        of lists, and tuples and tensors what torch's ``default_collate`` makes of them (a list of
+        tensors where their shapes differ). Fewer samples than a batch give an empty loader, and a
+        warning.
         """
         arguments = inspect.signature(self._unwrapped.forward).parameters
         keep = (*arguments, *_LOOP_COLUMNS) if self.config.remove_unused_columns else None
@@ -128,14 +128,28 @@ class ClassicSurface:
         advantages: Tensor,
         returns: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Policy loss, vf_coef × value loss, and statistics; inputs [B, T-1], logits [B, T-1, V].
+        """Policy loss, vf_coef × value loss, and statistics; inputs [B, T-1], or [T-1] of a single
+        sample, and logits with the vocabulary as one more dimension, for the entropy.
 
         Each of the two losses carries its own gradient. ``step()`` computes both in one pass, with
         the same figures. A KL term (``kl_in="loss"``) is not part of it.
         """
         loss = self._update.loss
-        mask = mask.bool()
         entropies = torch.zeros_like(logprobs) if logits is None else entropy_from_logits(logits)
+        old_logprobs, values, vpreds, logprobs, mask, advantages, returns, entropies = (
+            torch.atleast_2d(x)
+            for x in (
+                old_logprobs,
+                values,
+                vpreds,
+                logprobs,
+                mask.bool(),
+                advantages,
+                returns,
+                entropies,
+            )
+        )
+        entropies = entropies.expand_as(mask)  # one number per sample will do
         weights = loss.aggregate.sample_weights(mask, None)
         old = Experience(old_logprobs, values, advantages, returns, weights=weights)
         arguments = (entropies.detach(), mask)
@@ -174,6 +188,30 @@ class ClassicSurface:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return statistics
+
+    def _step_safety_checker(
+        self,
+        batch_size: int,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: list[Tensor],
+        masks: list[Tensor] | None = None,
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
+        """The checks of :meth:`step` under TRL's name; what was given, on the device, with scores
+        as 0-D tensors.
+
+        Raises:
+            ValueError: as step() does.
+        """
+        data.check_scores(scores, batch_size)
+        data.check_batch_size(queries, responses, batch_size)
+        self._batches(queries, responses, masks)
+
+        def here(tensors: list[Tensor]) -> list[Tensor]:
+            return [tensor.to(self.current_device) for tensor in tensors]
+
+        flat = [score.reshape(()) for score in here(scores)]
+        return here(queries), here(responses), flat, None if masks is None else here(masks)
 
     # ------------------------------------------------------------------ statistics
 

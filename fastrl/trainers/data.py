@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -259,8 +260,26 @@ def check_weights(weights: Any, batch_size: int, device: torch.device) -> Tensor
     return values.to(device)
 
 
-def collate_as_lists(examples: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """A batch as a dict of lists, ``input_ids`` as 1-D LongTensors, as the classic loop expects."""
+def collate(examples: Sequence[Any]) -> Any:
+    """A batch of examples, as the classic loop expects it.
+
+    Dicts become a dict of lists, with ``input_ids`` as 1-D LongTensors. Tuples become a list of
+    their fields' batches; tensors of one shape are stacked, others become a list; the rest is as in
+    torch's ``default_collate``.
+    """
+    first = examples[0]
+    if isinstance(first, Mapping):
+        return collate_as_lists(examples)
+    if isinstance(first, tuple):
+        fields = [collate(field) for field in zip(*examples, strict=True)]
+        return type(first)(*fields) if hasattr(first, "_fields") else fields
+    if isinstance(first, Tensor) and len({example.shape for example in examples}) > 1:
+        return list(examples)
+    return torch.utils.data.default_collate(list(examples))
+
+
+def collate_as_lists(examples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Dicts as a dict of lists, ``input_ids`` as 1-D LongTensors."""
     batch = {key: [example[key] for example in examples] for key in examples[0]}
     if "input_ids" in batch:
         batch["input_ids"] = [torch.as_tensor(ids, dtype=torch.long) for ids in batch["input_ids"]]
@@ -273,18 +292,17 @@ def make_dataloader(
     collator: Callable | None,
     keep_columns: Iterable[str] | None,
 ) -> torch.utils.data.DataLoader:
-    """A shuffled loader of whole batches.
+    """A shuffled loader of whole batches, with a warning where there is none.
 
     Args:
+        collator: default :func:`collate`.
         keep_columns: of a ``datasets.Dataset``, other columns are dropped; None keeps all.
-
-    Raises:
-        ValueError: fewer samples than a batch.
     """
     if len(dataset) < batch_size:
-        raise ValueError(
-            f"the dataset has {len(dataset)} samples, fewer than batch_size={batch_size}: lower "
-            "batch_size or bring more data"
+        warnings.warn(
+            f"the dataset has {len(dataset)} samples, fewer than batch_size={batch_size}: the "
+            "dataloader has no batch; lower batch_size or bring more data",
+            stacklevel=4,
         )
     if keep_columns is not None and hasattr(dataset, "remove_columns"):
         unused = [c for c in dataset.column_names if c not in set(keep_columns)]
@@ -292,7 +310,7 @@ def make_dataloader(
     return torch.utils.data.DataLoader(
         dataset,
         batch_size=batch_size,
-        collate_fn=collator or collate_as_lists,
+        collate_fn=collator or collate,
         shuffle=True,
         drop_last=True,
     )

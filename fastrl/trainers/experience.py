@@ -68,6 +68,10 @@ class SampledKL:
         """What :meth:`rewards` takes, from a scored batch."""
         return scored.logprobs, scored.ref_logprobs
 
+    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """The penalty of each token, fp32 [...], from log-probs of the sampled tokens [...]."""
+        return fastrl_kernels.kl_penalty(logprobs, ref_logprobs, self.kind)
+
     def rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coef: float
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,12 +100,17 @@ class FullKL(SampledKL):
         assert scored.kls is not None
         return scored.kls, torch.zeros_like(scored.kls)
 
+    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """Σ_v p·(log p - log ref) of each token, [...], from log-probs of the vocabulary,
+        [..., V]."""
+        return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+
     def rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coef: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As in the base class; log-probs of the vocabulary, [B, T-1, V], are summed up first."""
         if logprobs.dim() == 3:
-            logprobs = (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+            logprobs = self(logprobs, ref_logprobs)
             ref_logprobs = torch.zeros_like(logprobs)
         return super().rewards(scores, logprobs, ref_logprobs, mask, coef)
 
@@ -111,6 +120,9 @@ class NoPenalty(SampledKL):
 
     def __init__(self) -> None:
         super().__init__("kl")
+
+    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        return torch.full_like(logprobs, torch.nan, dtype=torch.float32)
 
     def rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coef: float

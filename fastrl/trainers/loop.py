@@ -55,8 +55,13 @@ class Prompts:
         """From a data set with a column of texts, or of token ids under ``input_ids``.
 
         Raises:
-            ValueError: no such column; the message lists those there are.
+            ValueError: no columns at all; no such column, and the message lists those there are.
         """
+        if not hasattr(dataset, "column_names"):
+            raise ValueError(
+                f"{type(dataset).__name__} has no columns: pass its prompts as a list, "
+                "train(prompts=...), or a datasets.Dataset"
+            )
         names = list(dataset.column_names)
         known = [c for c in (*_PROMPT_COLUMNS, "input_ids") if c in names]
         if column is None and known:

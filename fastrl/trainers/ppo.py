@@ -38,6 +38,7 @@ from fastrl.trainers.setup import (
     make_accelerator,
     make_optimizer,
     precision_of,
+    warn_of_a_single_response,
 )
 from fastrl.trainers.update import PPOUpdate
 
@@ -60,16 +61,17 @@ class PPOTrainer(Generation, ClassicSurface):
         tokenizer: gives pad and EOS tokens, the padding side, and text.
         dataset: samples for ``dataloader``, shuffled, in whole batches.
         optimizer: default Adam without weight decay, fused where torch can.
-        data_collator: makes the dataloader's batches; by default dicts of lists.
+        data_collator: makes the dataloader's batches; by default dicts of lists, or of tuples and
+            tensors what torch's ``default_collate`` makes.
         num_shared_layers: bottom layers that policy and reference share, frozen; in place of the
-            configuration's.
-        lr_scheduler: stepped once per step().
+            configuration's. Ignored, with a warning, where a ``ref_model`` is given.
+        lr_scheduler: stepped once per step(); wrapped by accelerate afterwards.
         training_data_collator: pads model inputs in place of the trainer; gets dicts of
             ``input_ids`` and ``attention_mask``.
 
     Raises:
         TypeError: config, model, ref_model, tokenizer or lr_scheduler of another type.
-        ValueError: a dataset smaller than a batch; a reference that the model cannot have.
+        ValueError: a reference that the model cannot have.
     """
 
     def __init__(
@@ -87,13 +89,13 @@ class PPOTrainer(Generation, ClassicSurface):
     ):
         config = config or PPOConfig()
         model, ref_model = checked_policies(config, model, ref_model, tokenizer, lr_scheduler)
+        warn_of_a_single_response(config)
         set_seed(config.seed)
         self.config = config
         self.tokenizer: Any = tokenizer
         self.is_encoder_decoder = model.is_encoder_decoder
         self.is_peft_model = model.is_peft_model
         self.accelerator = make_accelerator(config)
-        self.lr_scheduler = lr_scheduler
         self.dataset = dataset
         self.dataloader: Any = None
         self._unwrapped = model
@@ -106,8 +108,8 @@ class PPOTrainer(Generation, ClassicSurface):
         self.reference = choose_reference(config, model, ref_model, num_shared_layers)
         if optimizer is None:
             optimizer = make_optimizer(model, config.learning_rate)
-        self.model, self.optimizer, self.dataloader = self.accelerator.prepare(
-            model, optimizer, self.dataloader
+        self.model, self.optimizer, self.dataloader, self.lr_scheduler = self.accelerator.prepare(
+            model, optimizer, self.dataloader, lr_scheduler
         )
         self.reference.place(self.model, self.accelerator)
         self.ref_model = self.reference.model

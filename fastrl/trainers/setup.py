@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -42,6 +43,17 @@ def checked_policies(
     if not config.needs_values and model.v_head is not None:
         model.v_head.requires_grad_(False)
     return model, ref_model
+
+
+def warn_of_a_single_response(config: PPOConfig) -> None:
+    """Warns of a batch that whitening makes useless."""
+    if config.advantage == "gae" and config.batch_size == 1:
+        warnings.warn(
+            "batch_size=1: advantages are whitened over the batch, so that those of a single "
+            "response add up to 0 whatever its score; set PPOConfig.batch_size to the number of "
+            "responses that each step() gets, 2 or more",
+            stacklevel=3,
+        )
 
 
 def _without_values(model: Any) -> Any:
@@ -85,6 +97,8 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     """Devices, processes, precision and trackers, as the configuration says."""
     settings = {
         "log_with": config.log_with,
+        # A learning rate schedule counts calls of step(), not steps of the optimizer.
+        "step_scheduler_with_optimizer": False,
         # By itself it would also step at the end of a dataloader, in the middle of a batch.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(
             num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False

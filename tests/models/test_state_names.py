@@ -120,7 +120,7 @@ def test_what_is_missing_or_unknown_is_named_as_in_the_state_dict() -> None:
     missing, unexpected = policy.load_state_dict(state, strict=False)
     assert missing == ["lm_head.weight", "v_head.summary.bias"]
     assert unexpected == ["lm_head.scale"]
-    with pytest.raises(RuntimeError, match='Missing key.*"lm_head.weight"'):
+    with pytest.raises(RuntimeError, match=r'Missing key.*"lm_head\.weight"'):
         policy.load_state_dict(state)
 
 
