@@ -15,7 +15,7 @@ from fastrl.core import flatten_dict
 from fastrl_kernels.ppo_loss import AGGREGATES
 
 REFERENCES = ("auto", "copy", "adapter", "trunk", "offload", "none")
-REFERENCE_ADAPTERS = ("off", "start")
+REFERENCE_ADAPTERS = ("off", "start", "auto")
 KL_PENALTIES = ("kl", "abs", "mse", "full")
 ROLLOUT_BACKENDS = ("engine", "generate")
 OLD_LOGPROBS = ("auto", "rollout", "recompute")
@@ -140,8 +140,8 @@ class PPOConfig:
         None,
     )
     reference_adapter: str = _help(
-        "With adapter: off (the base model) or start (a frozen copy of the adapter as training "
-        "begins).",
+        "With adapter: off (the base model), start (a frozen copy of the adapter as training "
+        "begins) or auto (start for an adapter that was trained before, off for a new one).",
         "off",
     )
     trunk_cache_gib: float = _help(

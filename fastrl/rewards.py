@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
+
+from fastrl.models.load import load_classifier, tokenizer_folder
 
 RewardFunction = Callable[..., Sequence[float]]
 
@@ -59,21 +61,15 @@ class ClassifierReward:
     def from_pretrained(
         cls, name_or_path: str, *, label: int | str | None = None, batch_size: int = 64
     ) -> ClassifierReward:
-        """Load a classifier from a directory or the Hub, from safetensors only.
+        """Load a classifier from a directory, a run's folder or the Hub, from safetensors only; an
+        adapter of one with its base.
 
         Raises:
-            ValueError: a checkpoint without a classification head.
+            FileNotFoundError: a folder without a model.
+            ValueError: a checkpoint or an adapter without a classification head.
         """
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            name_or_path, use_safetensors=True, output_loading_info=True
-        )
-        missing = sorted(loading["missing_keys"])
-        if missing:
-            raise ValueError(
-                f"{name_or_path} is not a trained sequence classifier: it has no weights for "
-                f"{', '.join(missing)}"
-            )
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        model = load_classifier(name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name_or_path))
         return cls(model, tokenizer, label=label, batch_size=batch_size)
 
     def to(self, device: torch.device | str) -> ClassifierReward:

@@ -37,8 +37,8 @@ class AlignmentConfig(SupervisedArguments):
         None,
     )
     reference_adapter: str = setting(
-        "With adapter: off (the base model) or start (a frozen copy of the adapter as training "
-        "begins).",
+        "With adapter: off (the base model), start (a frozen copy of the adapter as training "
+        "begins) or auto (start for an adapter that was trained before, off for a new one).",
         "off",
     )
     disable_dropout: bool = setting("Train without dropout.", True)

@@ -11,6 +11,7 @@ import torch
 
 from fastrl.alignment.annotator import Counts, check_preferences
 from fastrl.models.layout import layout_of
+from fastrl.models.load import load_language_model, tokenizer_folder
 from fastrl.rewards import check_rewards
 from fastrl.rollout import SamplingParams, choose_engine
 from fastrl.supervised.dialogues import as_messages, encode, join
@@ -225,13 +226,11 @@ class ModelJudge:
         dtype: torch.dtype | str = "auto",
         **engine: Any,
     ) -> ModelJudge:
-        """From a directory or the Hub, from safetensors only."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        """From a directory, a run's folder or the Hub, from safetensors only."""
+        from transformers import AutoTokenizer
 
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            name_or_path, dtype=dtype, use_safetensors=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+        model = load_language_model(name_or_path, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name_or_path))
         return cls(model.to(device), tokenizer, params, **engine)
 
     def __call__(self, questions: list[str]) -> list[str]:

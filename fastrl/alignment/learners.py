@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from fastrl.alignment.arguments import AlignmentConfig, reference_settings
@@ -27,10 +27,16 @@ from fastrl.models import (
     PreTrainedModelWrapper,
 )
 from fastrl.models.checkpoints import ADAPTER_WEIGHTS, read_value_head
+from fastrl.models.load import (
+    adapter_dropout,
+    check_trainable,
+    load_language_model,
+    load_reward_model,
+    with_adapter,
+)
 from fastrl.models.modes import evaluating
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.references import Reference, choose_reference
-from fastrl.supervised.adapters import with_adapter
 from fastrl.supervised.base import loaded
 from fastrl.trainers.batches import make_batches
 
@@ -45,8 +51,6 @@ class Learner:
         tokenizer: of the model.
     """
 
-    loader: Any  # of a model's path
-
     def __init__(self, args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any):
         self.args, self.loss, self.task, self.tokenizer = args, loss, task, tokenizer
         self.accelerator: Any = None
@@ -54,6 +58,19 @@ class Learner:
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
         """The model as it is trained, from a model or its path; before there is an optimizer."""
         raise NotImplementedError
+
+    def _dropout(self, model: nn.Module) -> None:
+        """Switched off where the arguments say so; an adapter that has some is told of."""
+        if not self.args.disable_dropout:
+            return
+        p = adapter_dropout(language_model(model))
+        if p:
+            warnings.warn(
+                f"the adapter's lora_dropout={p:g} does not act, because disable_dropout is True: "
+                "set that to False to train with dropout",
+                stacklevel=5,
+            )
+        switch_off_dropout(model)
 
     def place(self, model: nn.Module, accelerator: Any) -> None:
         """Once the device is known."""
@@ -88,12 +105,10 @@ class Learner:
 class RewardLearner(Learner):
     """A sequence classifier with one label, which nothing is compared with."""
 
-    loader = AutoModelForSequenceClassification
-
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
         if ref_model is not None:
             raise ValueError(f"the loss {self.loss.name} has no reference: leave out ref_model")
-        model = loaded(model, self.loader, self.args, num_labels=1)
+        model = loaded(model, load_reward_model, self.args)
         labels = getattr(model.config, "num_labels", None)
         if labels != 1 or not hasattr(model.config, "num_labels"):
             raise ValueError(
@@ -103,7 +118,10 @@ class RewardLearner(Learner):
         if model.config.pad_token_id is None:
             # By it a decoder's classifier finds each sequence's last token.
             model.config.pad_token_id = self.tokenizer.pad_token_id
-        return with_adapter(model, peft_config, self.args)
+        model = with_adapter(model, peft_config, self.args)
+        self._dropout(model)
+        check_trainable(model)
+        return model
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
         return RewardModel(model, self.accelerator.device), None
@@ -115,7 +133,6 @@ class RewardLearner(Learner):
 class PolicyLearner(Learner):
     """A causal language model without values, and a reference where the loss compares."""
 
-    loader = AutoModelForCausalLM
     wrapper: type[PreTrainedModelWrapper] = CausalLMPolicy
 
     def __init__(self, args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any):
@@ -125,13 +142,13 @@ class PolicyLearner(Learner):
         self._compared: ReferencePolicy | CachedReference
 
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
-        model = loaded(model, self.loader, self.args)
+        model = loaded(model, load_language_model, self.args, trainable=True)
         if not isinstance(model, PreTrainedModelWrapper):
             model = self.wrapper.from_pretrained(with_adapter(model, peft_config, self.args))
         elif peft_config is not None:
             raise ValueError("peft_config is for a plain model: this one is wrapped already")
-        if self.args.disable_dropout:
-            switch_off_dropout(model)
+        self._dropout(model)
+        check_trainable(model.pretrained_model)
         mode = self._mode(model, ref_model)
         self._cached = mode == "cached"
         settings = reference_settings(

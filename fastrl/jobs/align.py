@@ -33,8 +33,8 @@ class AlignJob(FitJob):
     output: str = flag("Folder for the model, the metrics and the report.", "runs/align")
 
     annotator: str | None = flag(
-        "Online: what scores responses: a sequence classifier (a directory or a Hub id), or a "
-        "function, as module:function or path/to/file.py:function, called with (prompts, "
+        "Online: what scores responses: a sequence classifier (a directory, a run's too, or a Hub "
+        "id), or a function, as module:function or path/to/file.py:function, called with (prompts, "
         "completions, **columns).",
         None,
     )
@@ -145,6 +145,9 @@ class AlignFlags(CommandFlags, AlignmentConfig):
 
     _argument_group_name: ClassVar[str] = "alignment, and transformers' training arguments"
 
+    reference_adapter: str = flag(
+        AlignmentConfig.__dataclass_fields__["reference_adapter"].metadata["help"], "auto"
+    )
     num_train_epochs: float = flag("Passes over the data, a whole number.", 1)
     learning_rate: float = flag("AdamW's learning rate.", 1e-5)
 
@@ -161,9 +164,11 @@ def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
     """Train, save and report."""
     from fastrl.alignment import Trainer
 
+    loss = job.make_loss()
+    peft_config = lora_config(job, "SEQ_CLS" if loss.learns == "reward model" else "CAUSAL_LM")
+    _check_dropout(job, flags, loss)
     train, held_out, tokenizer = job.begin(flags)
     factory, eval_factory = _factories(job, flags, train, held_out, tokenizer)
-    loss = job.make_loss()
     trainer = Trainer(
         _model(job, loss),
         flags,
@@ -171,7 +176,7 @@ def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
         loss,
         eval_factory=eval_factory,
         reweighter=job.make_reweighter(),
-        peft_config=lora_config(job, "SEQ_CLS" if loss.learns == "reward model" else "CAUSAL_LM"),
+        peft_config=peft_config,
     )
     title = f"{job.model}: {job.of.name} by {loss.name} on {job.dataset}"
     summary = fit(trainer, job, flags, description=loss.name, title=title, judge=_judge_of(trainer))
@@ -180,13 +185,30 @@ def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
 
 
 def _model(job: AlignJob, loss: Loss) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from fastrl.models.load import load_language_model, load_reward_model
 
     if loss.learns == "reward model":
-        return AutoModelForSequenceClassification.from_pretrained(
-            job.model, num_labels=1, dtype=job.dtype, use_safetensors=True
+        return load_reward_model(job.model, dtype=job.dtype)
+    return load_language_model(job.model, dtype=job.dtype, trainable=True)
+
+
+def _check_dropout(job: AlignJob, flags: AlignFlags, loss: Loss) -> None:
+    """
+    Raises:
+        ValueError: a dropout that would not act, or must not.
+    """
+    if not job.lora_dropout:
+        return
+    if loss.learns == "policy with values":
+        raise ValueError(
+            f"lora_dropout must be 0 with the loss {loss.name}, got {job.lora_dropout}: with "
+            "dropout the probability ratio would differ from 1 where nothing was learned"
         )
-    return AutoModelForCausalLM.from_pretrained(job.model, dtype=job.dtype, use_safetensors=True)
+    if flags.disable_dropout:
+        raise ValueError(
+            f"lora_dropout={job.lora_dropout:g} would not act: pass --disable-dropout false to "
+            "train with dropout, or leave lora_dropout at 0"
+        )
 
 
 def _factories(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fastrl.jobs.lora import check_dropout
 from fastrl.jobs.progress import show
 from fastrl.prompt_data import load_table
 
@@ -30,7 +31,9 @@ class FitJob:
 
     _argument_group_name: ClassVar[str] = "the job"
 
-    model: str = flag("The model to start from: a directory or a Hub id.")
+    model: str = flag(
+        "The model to start from: a directory (a run's, or of an adapter to train on) or a Hub id."
+    )
     dataset: str = flag(
         "The data: a .jsonl, .json, .parquet, .csv, .tsv or .txt file, a folder, or a Hub id."
     )
@@ -42,13 +45,14 @@ class FitJob:
     eval_examples: int = flag("Number of held-out examples; 0 turns evaluation off.", 256)
     lora_r: int = flag("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
     lora_alpha: int = flag("LoRA's scaling numerator.", 32)
-    lora_dropout: float = flag("LoRA's dropout.", 0.0)
+    lora_dropout: float = flag("LoRA's dropout in training.", 0.0)
     dtype: str = flag("Type of the model's weights, such as float32 or bfloat16.", "float32")
 
     def __post_init__(self) -> None:
         for name in ("eval_examples", "lora_r"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        check_dropout(self)
 
     def load(self, seed: int) -> tuple[Dataset, Dataset | None]:
         """Examples to train on and to evaluate on, disjoint where they come from one data set.
@@ -79,12 +83,15 @@ class FitJob:
         now."""
         from transformers import AutoTokenizer, set_seed
 
+        from fastrl.models.load import tokenizer_folder
+
+        tokens = tokenizer_folder(self.model)  # a model that is not there is said at once
         set_seed(flags.seed)
         flags.output_dir = f"{self.output}/checkpoints"
         train, held_out = self.load(flags.seed)
         if held_out is None:
             flags.eval_strategy = type(flags.eval_strategy)("no")
-        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        tokenizer = AutoTokenizer.from_pretrained(tokens)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         return train, held_out, tokenizer

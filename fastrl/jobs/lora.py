@@ -5,12 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 
+def check_dropout(job: Any) -> None:
+    """
+    Raises:
+        ValueError: a ``lora_dropout`` that is no probability, or without a new adapter.
+    """
+    if not 0 <= job.lora_dropout < 1:
+        raise ValueError(f"lora_dropout must lie in [0, 1), got {job.lora_dropout}")
+    if job.lora_dropout and not job.lora_r:
+        raise ValueError(
+            f"lora_dropout={job.lora_dropout:g} is that of a new adapter: set lora_r too, or leave "
+            "it out (an adapter that is trained on has its own)"
+        )
+
+
 def lora_config(job: Any, task_type: str) -> Any:
-    """Of a job with ``lora_r``, ``lora_alpha`` and ``lora_dropout``; None where the rank is 0."""
+    """Of a job with ``lora_r``, ``lora_alpha`` and ``lora_dropout``; None where the rank is 0.
+
+    Raises:
+        FileNotFoundError: a folder without a model.
+        ValueError: a rank although the model is an adapter already.
+    """
     if job.lora_r == 0:
         return None
     from peft import LoraConfig
 
+    from fastrl.models.load import is_adapter
+
+    if is_adapter(job.model):
+        raise ValueError(
+            f"lora_r={job.lora_r} asks for a new adapter, but {job.model} is one: leave out lora_r "
+            "to train on that one, or merge it into its base first (peft: merge_and_unload(), then "
+            "save_pretrained())"
+        )
     return LoraConfig(
         r=job.lora_r,
         lora_alpha=job.lora_alpha,

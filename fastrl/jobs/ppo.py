@@ -35,13 +35,16 @@ class PPOJob:
 
     _argument_group_name: ClassVar[str] = "the job"
 
-    model: str = _help("Causal language model: a directory or a Hub id.")
+    model: str = _help(
+        "Causal language model: a directory (a run's, or of an adapter to train on) or a Hub id."
+    )
     dataset: str = _help(
         "Prompts: a .jsonl, .json, .parquet, .csv, .tsv or .txt file, a folder, or a Hub id."
     )
     reward: str = _help(
-        "Sequence classifier (a directory or a Hub id), or a function, as module:function or "
-        "path/to/file.py:function, called with (prompts, completions, completion_ids, **columns)."
+        "Sequence classifier (a directory, a run's too, or a Hub id), or a function, as "
+        "module:function or path/to/file.py:function, called with (prompts, completions, "
+        "completion_ids, **columns)."
     )
     output: str = _help("Folder for the model, the metrics and the report.", "runs/ppo")
 
@@ -73,7 +76,7 @@ class PPOJob:
 
     lora_r: int = _help("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
     lora_alpha: int = _help("LoRA's scaling numerator.", 32)
-    lora_dropout: float = _help("LoRA's dropout.", 0.0)
+    lora_dropout: float = _help("Must be 0: a policy that PPO trains has no dropout.", 0.0)
     dtype: str = _help("Type of the model's weights, such as float32 or bfloat16.", "float32")
     samples: int = _help("Completions to show before and after training.", 8)
 
@@ -85,6 +88,12 @@ class PPOJob:
         for name in ("eval_prompts", "eval_every", "top_k", "lora_r", "samples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if self.lora_dropout:
+            raise ValueError(
+                f"lora_dropout must be 0, got {self.lora_dropout}: with dropout the probability "
+                "ratio would differ from 1 where nothing was learned, so the policy is trained in "
+                "evaluation mode; fastrl sft and reward take it"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
 
@@ -104,6 +113,10 @@ class PPOFlags(PPOConfig):
     _argument_group_name: ClassVar[str] = "PPO"
 
     steps: int = _help("Number of steps, each on batch_size completions.", 100)
+    # A saved adapter that is trained on is what a user starts from, as a whole model would be.
+    reference_adapter: str = _help(
+        PPOConfig.__dataclass_fields__["reference_adapter"].metadata["help"], "auto"
+    )
 
     def config_for(self, job: PPOJob) -> PPOConfig:
         """The trainer's settings; what the job knows is taken from it unless given."""
@@ -155,6 +168,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
 
     from fastrl.core import set_seed
     from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
+    from fastrl.models.load import tokenizer_folder
     from fastrl.report import finish_run
     from fastrl.rewards import ClassifierReward, load_reward
     from fastrl.trainers import PPOTrainer
@@ -162,15 +176,16 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
 
     started = time.perf_counter()
     set_seed(flags.seed)
+    tokens, peft_config = tokenizer_folder(job.model), lora_config(job, "CAUSAL_LM")
     reward = load_reward(job.reward, label=job.reward_label, batch_size=job.reward_batch_size)
-    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    tokenizer = AutoTokenizer.from_pretrained(tokens)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
     config = flags.config_for(job)
     kind = AutoModelForCausalLMWithValueHead if config.needs_values else CausalLMPolicy
     model = kind.from_pretrained(
-        job.model, dtype=job.dtype, peft_config=lora_config(job, "CAUSAL_LM")
+        job.model, dtype=job.dtype, peft_config=peft_config, is_trainable=True
     )
 
     trainer = PPOTrainer(config, model, tokenizer=tokenizer)

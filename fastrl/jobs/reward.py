@@ -28,21 +28,19 @@ class RewardFlags(CommandFlags, RewardConfig):
 
 def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
     """Train, save and report."""
-    from transformers import AutoModelForSequenceClassification
-
+    from fastrl.models.load import load_reward_model
     from fastrl.supervised.reward import RewardTrainer
 
+    peft_config = lora_config(job, "SEQ_CLS")
     train, held_out, tokenizer = job.begin(flags)
     trainer = RewardTrainer(
-        AutoModelForSequenceClassification.from_pretrained(
-            job.model, num_labels=1, dtype=job.dtype, use_safetensors=True
-        ),
+        load_reward_model(job.model, dtype=job.dtype),
         flags,
         None,
         train,
         held_out,
         processing_class=tokenizer,
-        peft_config=lora_config(job, "SEQ_CLS"),
+        peft_config=peft_config,
     )
     pairs: Any = trainer.eval_dataset
 

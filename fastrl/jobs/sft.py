@@ -30,14 +30,14 @@ class SFTFlags(CommandFlags, SFTConfig):
 
 def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
     """Train, save and report."""
-    from transformers import AutoModelForCausalLM
-
+    from fastrl.models.load import load_language_model
     from fastrl.supervised.sft import SFTTrainer
     from fastrl.supervised.texts import DataCollatorForCompletionOnlyLM
 
+    peft_config = lora_config(job, "CAUSAL_LM")
     train, held_out, tokenizer = job.begin(flags)
     trainer = SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(job.model, dtype=job.dtype, use_safetensors=True),
+        load_language_model(job.model, dtype=job.dtype, trainable=True),
         flags,
         None
         if job.response_template is None
@@ -45,7 +45,7 @@ def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
         train,
         held_out,
         processing_class=tokenizer,
-        peft_config=lora_config(job, "CAUSAL_LM"),
+        peft_config=peft_config,
     )
 
     def judge(metrics: dict[str, float]) -> dict[str, float]:

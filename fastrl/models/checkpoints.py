@@ -1,4 +1,4 @@
-"""Reading checkpoints: a language model, its adapter, the value head among its weights."""
+"""Files of checkpoints, and the value head among their weights."""
 
 from __future__ import annotations
 
@@ -7,43 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import cached_file
 
 WEIGHTS_NAME = "model.safetensors"
 HEAD_PREFIX = "v_head."
 REWARD_PREFIX = "reward."  # of the reward adapter's score head, which is not saved
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_ADAPTER_CONFIG = "adapter_config.json"
-
-
-def load_language_model(
-    parent: Any, path: str, model_args: tuple, is_trainable: bool, kwargs: dict[str, Any]
-) -> nn.Module:
-    """From a directory or the Hub; with its adapter, where it is one."""
-    if "torch_dtype" in kwargs:
-        kwargs["dtype"] = kwargs.pop("torch_dtype")
-    kwargs.setdefault("dtype", torch.float32)
-    kwargs.setdefault("use_safetensors", True)
-    if find_file(path, _ADAPTER_CONFIG, kwargs) is None:
-        return parent.from_pretrained(path, *model_args, **kwargs)
-    from peft import PeftConfig, PeftModel
-
-    base_path = PeftConfig.from_pretrained(path).base_model_name_or_path
-    if not base_path:
-        raise ValueError(
-            f"the adapter in {path} names no base model: load that yourself, put the adapter on it "
-            "with peft.PeftModel.from_pretrained, and wrap the result"
-        )
-    if find_file(path, ADAPTER_WEIGHTS, kwargs) is None:
-        raise ValueError(
-            f"the adapter in {path} holds no {ADAPTER_WEIGHTS}: save it with safetensors, no other "
-            "format is read"
-        )
-    base = parent.from_pretrained(base_path, *model_args, **kwargs)
-    return PeftModel.from_pretrained(base, path, is_trainable=is_trainable)
+ADAPTER_CONFIG = "adapter_config.json"
+CONFIG_NAME = "config.json"
 
 
 def read_value_head(path: str, kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -77,7 +50,7 @@ def _weight_files(path: str, kwargs: dict[str, Any]) -> Iterator[str]:
 def find_file(path: str, name: str, kwargs: dict[str, Any]) -> str | None:
     """A file of a local directory or of the Hub; None where there is none."""
     if os.path.isdir(path):
-        file = Path(path) / name
+        file = Path(path) / (kwargs.get("subfolder") or "") / name
         return str(file) if file.is_file() else None
     hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "subfolder") if k in kwargs}
     return cached_file(

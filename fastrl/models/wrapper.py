@@ -18,10 +18,10 @@ from fastrl.models.checkpoints import (
     REWARD_PREFIX,
     WEIGHTS_NAME,
     find_file,
-    load_language_model,
     read_value_head,
 )
 from fastrl.models.heads import Head, choose_head, corner_of, last_hidden
+from fastrl.models.load import load_language_model, model_folder
 from fastrl.models.modes import hidden_width
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.state_names import name_as_language_model, parts_of
@@ -116,24 +116,27 @@ class PreTrainedModelWrapper(nn.Module):
 
         Args:
             pretrained_model_name_or_path: a directory, a Hub id, or a model. A directory or id that
-                holds a PEFT adapter loads its base model and the adapter.
+                holds a PEFT adapter loads its base model and the adapter; that of a run stands for
+                its ``model/``.
             peft_config: puts a new adapter on the model.
             reward_adapter: a directory or Hub id of a sequence-classification adapter on the same
                 base, for :meth:`compute_reward_score`. It is neither trained nor saved.
-            is_trainable: whether a loaded adapter can be trained.
+            is_trainable: whether a loaded adapter is trained on. PPOTrainer refuses one that is
+                not.
             kwargs: those of the value head (see the class); the rest goes to
                 transformers' ``from_pretrained``. Weights load in fp32 unless ``dtype`` says
                 otherwise, and from safetensors only: no pickle is read.
 
         Raises:
+            FileNotFoundError: a folder without a model, or an adapter's base that is not there.
             ValueError: layers that were shared with a reference differ from what was saved; a
                 reward adapter without a score head, or on a model that cannot have one.
         """
         head_kwargs = {k: kwargs.pop(k) for k in cls.supported_args if k in kwargs}
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
-            path = os.fspath(pretrained_model_name_or_path)
+            path = model_folder(pretrained_model_name_or_path, kwargs.get("subfolder"))
             base = load_language_model(
-                cls.transformers_parent_class, path, model_args, is_trainable, kwargs
+                path, cls.transformers_parent_class, *model_args, trainable=is_trainable, **kwargs
             )
             verify_record(base, find_file(path, TRUNK_NAME, kwargs))
             saved_head = read_value_head(path, kwargs)

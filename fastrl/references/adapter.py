@@ -10,10 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.adapters import REFERENCE_ADAPTER, acting, add_adapter, trainability_kept
+from fastrl.models.modes import evaluating
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.wrapper import PreTrainedModelWrapper
 from fastrl.references.base import Reference
 from fastrl.references.copies import mix
+
+_B = ("lora_B", "lora_embedding_B")  # LoRA's factors that begin at 0
+
+
+def trained_before(peft_model: Any) -> bool:
+    """Whether the active adapter may change the outputs already: a new LoRA adapter's B is 0."""
+    active = [f".{name}." for name in peft_model.active_adapters]
+    factors = [
+        p
+        for name, p in peft_model.named_parameters()
+        if any(f".{b}{each}" in f"{name}." for b in _B for each in active)
+    ]
+    # Of adapters of another kind weights do not tell.
+    return not factors or any(bool(p.any()) for p in factors)
 
 
 class AdapterReference(Reference):
@@ -31,7 +46,9 @@ class AdapterReference(Reference):
 
     @torch.no_grad()
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
-        with self._instead():
+        # A policy that is learning with dropout must not be compared with one that has it too.
+        still = evaluating(self.policy) if self.policy.training else contextlib.nullcontext()
+        with still, self._instead():
             return self.policy(**inputs, scoring=request)
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from fastrl.config import PPOConfig
 from fastrl.models.boundaries import Budget
 from fastrl.models.wrapper import PreTrainedModelWrapper
-from fastrl.references.adapter import AdapterReference, StartAdapterReference
+from fastrl.references.adapter import AdapterReference, StartAdapterReference, trained_before
 from fastrl.references.base import Reference, cannot_follow
 from fastrl.references.copies import CopyReference, frozen_copy
 from fastrl.references.none import NoReference
@@ -99,8 +99,15 @@ def choose_reference(
     if mode == "none":
         return NoReference(why)
     if mode == "adapter":
-        if config.reference_adapter == "start":
-            return StartAdapterReference(policy, policy, why)
+        trained = trained_before(policy.pretrained_model)
+        kind = config.reference_adapter
+        if kind == "auto":  # one that follows the policy needs weights of its own
+            kind = "start" if trained or config.sync_ref_every else "off"
+        if kind == "start":
+            return StartAdapterReference(policy, policy, f"{why}: a copy of it as training begins")
+        why += ": the base model with it off"
+        if trained:
+            why += ", from which the policy differs already"
         return AdapterReference(policy, policy, why)
     if mode == "offload":
         return OffloadReference(ref_model or frozen_copy(policy), policy, why)
@@ -170,7 +177,7 @@ def _check(
             f"{asked}, but ref_model shares no layers with model: make it with "
             "create_reference_model(model, num_shared_layers=…), or leave it out"
         )
-    follows = mode not in ("adapter", "none") or config.reference_adapter == "start"
+    follows = mode not in ("adapter", "none") or config.reference_adapter != "off"
     if config.sync_ref_every and (mode == "none" or not follows):
         raise ValueError(cannot_follow(mode))
     if ref_model is not None:

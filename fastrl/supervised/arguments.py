@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, TrainingArguments
 
+from fastrl.models.load import tokenizer_folder
+
 
 def setting(text: str, default: Any) -> Any:
     """A field whose sentence shows up in ``--help``."""
@@ -61,7 +63,7 @@ def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None) -> An
         path = model if is_path(model) else getattr(model, "name_or_path", "")
         if not path:
             raise ValueError("pass the tokenizer as processing_class")
-        found = AutoTokenizer.from_pretrained(path)
+        found = AutoTokenizer.from_pretrained(tokenizer_folder(path))
         if found.pad_token is None:
             found.pad_token = found.eos_token
     if found.pad_token_id is None:

@@ -6,14 +6,15 @@ import copy
 import dataclasses
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from fastrl.models.load import check_trainable
 from fastrl.models.modes import context_length
 from fastrl.supervised.arguments import SupervisedArguments, is_path
 
@@ -41,6 +42,8 @@ class SupervisedTrainer(Trainer):
                 "own, not arguments of the model; leave it out",
                 stacklevel=3,
             )
+        if train_dataset is not None and rest.get("model") is not None:
+            check_trainable(rest["model"])
         args.remove_unused_columns = False
         # Without a GPU torch would warn of it.
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
@@ -62,7 +65,9 @@ class SupervisedTrainer(Trainer):
         raise NotImplementedError
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        return self.ready_model(super().call_model_init(trial))
+        model = self.ready_model(super().call_model_init(trial))
+        check_trainable(model)
+        return model
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         known = eval_dataset is None or isinstance(eval_dataset, str)
@@ -94,12 +99,11 @@ def settings_of(args: Any, kind: type, **keywords: Any) -> Any:
     return args
 
 
-def loaded(model: Any, loader: Any, args: Any, **options: Any) -> Any:
-    """A model from its path, in fp32 unless ``model_init_kwargs`` differ; others as they are."""
+def loaded(model: Any, load: Callable[..., Any], args: Any, **options: Any) -> Any:
+    """A model from its path, by a function of :mod:`fastrl.models.load`; others as they are."""
     if not is_path(model):
         return model
-    options = {"dtype": torch.float32, "use_safetensors": True} | options
-    return loader.from_pretrained(model, **(options | (args.model_init_kwargs or {})))
+    return load(model, **(options | (args.model_init_kwargs or {})))
 
 
 def longest(args: Any, model: Any, tokenizer: Any) -> int | None:

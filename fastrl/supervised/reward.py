@@ -11,11 +11,10 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
 
 import fastrl_kernels
+from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.modes import evaluating
-from fastrl.supervised.adapters import with_adapter
 from fastrl.supervised.arguments import SupervisedArguments, setting, tokenizer_of
 from fastrl.supervised.base import SupervisedTrainer, loaded, longest, settings_of
 from fastrl.supervised.pairs import (
@@ -76,7 +75,8 @@ class RewardTrainer(SupervisedTrainer):
     means are compared in evaluation, as in TRL 0.11; a warning says so.
 
     Args:
-        model: an ``AutoModelForSequenceClassification`` with ``num_labels=1``, or its path.
+        model: an ``AutoModelForSequenceClassification`` with ``num_labels=1``, or its path; a saved
+            adapter of one, by its path, is trained on.
         args: a :class:`RewardConfig`, or transformers' TrainingArguments.
         data_collator: by default :class:`RewardDataCollatorWithPadding`; another gets the rows of
             the data sets as they are, and makes such batches.
@@ -88,8 +88,9 @@ class RewardTrainer(SupervisedTrainer):
         peft_config: puts an adapter on the model; one that is quantised is prepared for it.
 
     Raises:
-        ValueError: no pad token, data that cannot be used; from :meth:`train`, token columns that
-            the data collator cannot read.
+        FileNotFoundError: a path without a model.
+        ValueError: no weight to train, no pad token, data that cannot be used; from :meth:`train`,
+            token columns that the data collator cannot read.
     """
 
     _tag_names: ClassVar[list[str]] = ["fastrl", "reward-trainer"]  # of the model on the Hub
@@ -121,7 +122,7 @@ class RewardTrainer(SupervisedTrainer):
             self._tokenizer = tokenizer_of(tokenizer, processing_class, model)
         self._settings, self._peft_config = args, peft_config
         if model is not None:
-            model = loaded(model, AutoModelForSequenceClassification, args, num_labels=1)
+            model = loaded(model, load_reward_model, args)
             model = self.ready_model(model)
         self._longest = longest(args, model, self._tokenizer)
         super().__init__(

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling
+from transformers import DataCollatorForLanguageModeling
 
 from fastrl.models.heads import Head, choose_head
+from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.modes import evaluating
 from fastrl.models.scoring import NLLObjective, ScoringRequest, score_logits
-from fastrl.supervised.adapters import with_adapter
 from fastrl.supervised.arguments import SupervisedArguments, setting, tokenizer_of
 from fastrl.supervised.base import SupervisedTrainer, loaded, longest, settings_of
 from fastrl.supervised.packing import JoinedCollator, PackedTexts, choose_packing
@@ -70,7 +70,7 @@ class SFTTrainer(SupervisedTrainer):
     with the loss (``fastrl_kernels.linear_nll_loss``), and runs on counted tokens alone.
 
     Args:
-        model: a causal LM, or its path.
+        model: a causal LM, or its path; a saved adapter, by its path, is trained on.
         args: an :class:`SFTConfig`, or transformers' TrainingArguments.
         data_collator: a :class:`DataCollatorForCompletionOnlyLM`, or one of your own, which gets
             ``input_ids`` and ``labels``.
@@ -84,8 +84,9 @@ class SFTTrainer(SupervisedTrainer):
         formatting_func: of a row, returns its text; or of a batch of rows, a list of texts.
 
     Raises:
-        ValueError: no pad token, data that cannot be used, a model that cannot pack or is no causal
-            language model.
+        FileNotFoundError: a path without a model.
+        ValueError: no pad token, data that cannot be used, a model that cannot pack, has no weight
+            to train or is no causal language model.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class SFTTrainer(SupervisedTrainer):
         self._tokenizer = tokenizer_of(tokenizer, processing_class, model)
         self._settings, self._peft_config = args, peft_config
         if model is not None:
-            model = self.ready_model(loaded(model, AutoModelForCausalLM, args))
+            model = self.ready_model(loaded(model, load_language_model, args, trainable=True))
         completions, data_collator = _split_collator(data_collator)
         self._ways = Ways(
             args.dataset_text_field,

@@ -19,6 +19,7 @@ from fastrl.models import (
     PreTrainedModelWrapper,
 )
 from fastrl.models.layout import layout_of
+from fastrl.models.load import adapter_dropout, check_trainable
 from fastrl.models.modes import evaluating
 from fastrl.models.scoring import ScoringRequest
 from fastrl.trainers.stats import scalars
@@ -34,6 +35,7 @@ def checked_policies(
 
     Raises:
         TypeError: names the argument of PPOTrainer that has another type than it must.
+        ValueError: a policy whose language model has no weight to train.
     """
     if not isinstance(config, PPOConfig):
         raise TypeError(f"config must be a PPOConfig, got {type(config).__name__}")
@@ -42,6 +44,15 @@ def checked_policies(
     _check_types(config, model, ref_model, tokenizer, scheduler)
     if not config.needs_values and model.v_head is not None:
         model.v_head.requires_grad_(False)
+    check_trainable(model.pretrained_model, " but the value head" if config.needs_values else "")
+    dropout = adapter_dropout(model.pretrained_model)
+    if dropout:
+        warnings.warn(
+            f"the adapter's lora_dropout={dropout:g} does not act: PPO trains the policy in "
+            "evaluation mode, because dropout would make the probability ratio differ from 1 where "
+            "nothing was learned",
+            stacklevel=3,
+        )
     return model, ref_model
 
 

@@ -12,7 +12,7 @@ from transformers import HfArgumentParser
 
 import fastrl
 from fastrl import RewardConfig, SFTConfig
-from fastrl.supervised.adapters import with_adapter
+from fastrl.models.load import with_adapter
 from tests import tiny_models
 from tests.golden import tiny
 from tests.supervised.conftest import Make, reward_model, texts, weights

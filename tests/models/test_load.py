@@ -1,0 +1,362 @@
+"""The way in for models: folders, runs' folders, adapters, and memory of their own."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+)
+
+from fastrl import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+    PPOConfig,
+    PPOTrainer,
+)
+from fastrl.alignment import ModelJudge
+from fastrl.models.load import (
+    load_classifier,
+    load_language_model,
+    load_reward_model,
+    model_folder,
+    own_storage,
+    tokenizer_folder,
+)
+from fastrl.rewards import ClassifierReward
+from tests import seq2seq_models, tiny_models
+from tests.golden import tiny
+
+pytestmark = [
+    pytest.mark.filterwarnings(tiny_models.PEFT_WARNING),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
+]
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A language model, whose weights lie off every 16-byte boundary, with its tokenizer."""
+    folder = tmp_path / "base"
+    tiny_models.language_model().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    misalign(folder / "model.safetensors")
+    return folder
+
+
+def misalign(file):
+    """A header of another length moves the weights behind it."""
+    weights = load_file(file)
+    for pad in range(1, 64):
+        save_file(weights, file, metadata={"format": "pt", "pad": "x" * pad})
+        with open(file, "rb") as f:
+            if (8 + int.from_bytes(f.read(8), "little")) % 16:
+                return
+    raise AssertionError("every length of the header is rounded up")
+
+
+def pointers(model):
+    return [t.data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()]
+
+
+def aligned(model):
+    return all(pointer % 64 == 0 for pointer in pointers(model))
+
+
+def adapter(base, folder, task="CAUSAL_LM", loader=AutoModelForCausalLM, lora=None, **kwargs):
+    """Saved, with weights that already change the outputs."""
+    torch.manual_seed(3)
+    model = get_peft_model(loader.from_pretrained(base, **kwargs), lora or tiny_models.lora())
+    assert model.peft_config["default"].task_type == task
+    model.save_pretrained(folder)
+    return folder
+
+
+def reward_adapter(base, folder, labels=1):
+    lora = tiny_models.lora(task_type="SEQ_CLS")
+    kind = AutoModelForSequenceClassification
+    return adapter(base, folder, "SEQ_CLS", kind, lora, num_labels=labels)
+
+
+# ---------------------------------------------------------------------- storage
+
+
+def test_loaded_weights_lie_in_aligned_memory_of_their_own(base):
+    plain = AutoModelForCausalLM.from_pretrained(base, use_safetensors=True)
+    assert not aligned(plain), "or this would show nothing"
+    loaded = load_language_model(base)
+    assert aligned(loaded)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight)
+
+
+def test_every_door_gives_weights_memory_of_their_own(base, tmp_path):
+    saved = reward_adapter(base, tmp_path / "reward")
+    policy = adapter(base, tmp_path / "policy")
+    for folder in (saved, policy):
+        misalign(folder / "adapter_model.safetensors")
+        tiny.tokenizer().save_pretrained(folder)
+    for model in (
+        load_reward_model(base),
+        load_reward_model(saved),
+        ClassifierReward.from_pretrained(str(saved)).model,
+        load_language_model(policy, trainable=True),
+        AutoModelForCausalLMWithValueHead.from_pretrained(base),
+        AutoModelForCausalLMWithValueHead.from_pretrained(policy),
+        ModelJudge.from_pretrained(str(base)).model,
+    ):
+        assert aligned(model)
+
+
+def test_own_storage_keeps_what_is_one_memory_and_what_is_trained():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            room = torch.arange(64, dtype=torch.float32)
+            self.a = nn.Parameter(room[1:13].view(3, 4), requires_grad=False)
+            self.b = nn.Parameter(room[1:13].view(3, 4))  # the same memory, another object
+            self.c = self.a
+            self.t = nn.Parameter(room[13:25].view(4, 3).T)
+            self.register_buffer("seen", room[25:31])
+            self.register_buffer("none", torch.empty(0))
+            self.far = nn.Parameter(torch.empty(2, device="meta"))
+
+    model = Tied()
+    objects = [model.a, model.b, model.t, model.seen, model.far]
+    values = [x.detach().clone() for x in objects[:4]]
+    assert own_storage(model) is model
+    assert aligned(nn.ParameterList([model.a, model.b, model.t]))
+    assert model.seen.data_ptr() % 64 == 0
+    after = [model.a, model.b, model.t, model.seen, model.far]
+    assert all(x is y for x, y in zip(objects, after, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(values, after, strict=False))
+    assert [x.requires_grad for x in after] == [False, True, True, False, True]
+    assert model.a.data_ptr() == model.b.data_ptr()
+    assert model.t.stride() == (1, 3)
+    assert model.far.is_meta
+
+
+# ---------------------------------------------------------------------- folders
+
+
+def test_a_runs_folder_stands_for_the_model_in_it(base, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    base.rename(run / "model")
+    assert model_folder(run) == model_folder(run / "model") == str(run / "model")
+    assert tokenizer_folder(run) == str(run / "model")
+    loaded = AutoModelForCausalLMWithValueHead.from_pretrained(run)
+    assert loaded.pretrained_model.name_or_path == str(run / "model")
+
+
+def test_a_checkpoint_that_holds_a_folder_of_that_name_is_itself(base):
+    (base / "model").mkdir()
+    (base / "model" / "config.json").write_text("{}")
+    assert model_folder(base) == str(base)
+
+
+@pytest.mark.parametrize("load", [load_language_model, load_reward_model, load_classifier])
+def test_a_folder_without_a_model_says_what_was_looked_for(load, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"holds no model: .*config\.json.*adapter_con"):
+        load(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*gone"):
+        load(tmp_path / "gone")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileNotFoundError, match="is a file"):
+        load(tmp_path / "file")
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_an_adapter_is_put_on_its_base_and_trained_where_asked(trainable, base, tmp_path):
+    folder = adapter(base, tmp_path / "adapter")
+    loaded = load_language_model(folder, trainable=trainable, dtype="bfloat16")
+    trained = [name for name, p in loaded.named_parameters() if p.requires_grad]
+    assert bool(trained) == trainable
+    assert all("lora_" in name for name in trained)
+    assert loaded.base_model.model.transformer.wte.weight.dtype == torch.bfloat16
+    saved = load_file(folder / "adapter_model.safetensors")
+    state = {name.replace(".default", ""): x for name, x in loaded.state_dict().items()}
+    assert all(torch.equal(state[name], x) for name, x in saved.items())
+
+
+def test_an_encoder_decoders_adapter_is_trained_on(tmp_path):
+    seq2seq_models.language_model().save_pretrained(tmp_path / "t5")
+    config = LoraConfig(r=2, task_type="SEQ_2_SEQ_LM", init_lora_weights=False)
+    adapter(tmp_path / "t5", tmp_path / "lora", "SEQ_2_SEQ_LM", AutoModelForSeq2SeqLM, config)
+    policy = AutoModelForSeq2SeqLMWithValueHead.from_pretrained(
+        tmp_path / "lora", is_trainable=True
+    )
+    trained = [n for n, p in policy.pretrained_model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+
+
+def test_a_relative_base_is_found_from_the_working_directory_or_named(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "sft").mkdir(parents=True)
+    base.rename("runs/sft/model")
+    folder = adapter("runs/sft/model", "lora")
+    for name in ("runs/sft/model", "runs/sft"):  # a run's folder, too
+        rebase(folder, name)
+        assert load_language_model(folder).peft_config["default"].r == 2
+    rebase(folder, "runs/gone")
+    with pytest.raises(FileNotFoundError, match=r"trained on runs/gone, .*base_model_name_or_path"):
+        load_language_model(folder)
+    rebase(folder, "lora")
+    with pytest.raises(ValueError, match="which is an adapter itself: merge it"):
+        load_language_model(folder)
+
+
+def rebase(folder, name):
+    file = Path(folder) / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": name}))
+
+
+def test_an_adapter_of_another_base_is_refused(base, tmp_path):
+    folder = adapter(base, tmp_path / "lora")
+    tiny_models.language_model(n_embd=32).save_pretrained(tmp_path / "wide")
+    rebase(folder, str(tmp_path / "wide"))
+    with pytest.raises(ValueError, match=r"does not fit .*wide, the base that it names"):
+        load_language_model(folder)
+
+
+def test_an_adapter_without_safetensors_is_refused(base, tmp_path):
+    for folder in (adapter(base, tmp_path / "a"), reward_adapter(base, tmp_path / "b")):
+        (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(ValueError, match=r"holds no adapter_model\.safetensors"):
+        load_language_model(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"holds no adapter_model\.safetensors"):
+        load_classifier(tmp_path / "b")
+
+
+def test_an_adapters_tokenizer_is_its_own_or_else_its_bases(base, tmp_path):
+    folder = adapter(base, tmp_path / "lora")
+    assert tokenizer_folder(folder) == str(base)
+    tiny.tokenizer().save_pretrained(folder)
+    assert tokenizer_folder(folder) == str(folder)
+
+
+# ---------------------------------------------------------------------- reward models
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_reward_adapter_scores_as_when_it_was_saved(labels, base, tmp_path):
+    """It brings its head along, whatever head the base has: here one of two labels."""
+    two = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+    two.save_pretrained(tmp_path / "two")
+    torch.manual_seed(3)
+    start = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "two", num_labels=labels, ignore_mismatched_sizes=True
+    )
+    model = get_peft_model(start, tiny_models.lora(task_type="SEQ_CLS")).eval()
+    model.save_pretrained(tmp_path / "reward")
+    loaded = load_classifier(tmp_path / "reward").eval()
+    ids = torch.stack(tiny_models.prompts(6, 6))
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        assert torch.equal(loaded(input_ids=ids).logits, expected)
+    assert loaded.config.num_labels == labels
+    assert not any(p.requires_grad for p in loaded.parameters())
+
+
+def test_a_reward_adapter_is_trained_on_with_its_head(base, tmp_path):
+    loaded = load_reward_model(reward_adapter(base, tmp_path / "reward"))
+    trained = {name for name, p in loaded.named_parameters() if p.requires_grad}
+    assert "base_model.model.score.modules_to_save.default.weight" in trained
+    assert all("lora_" in name or "modules_to_save" in name for name in trained)
+
+
+def test_no_random_head_scores(base, tmp_path):
+    """Of a language model, of its adapter, and of a reward model's whose head was lost."""
+    language = adapter(base, tmp_path / "lora")
+    headless = reward_adapter(base, tmp_path / "reward")
+    file = headless / "adapter_model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if "score" not in k}, file)
+    for folder in (base, language, headless):
+        with pytest.raises(ValueError, match="is not a trained sequence classifier"):
+            load_classifier(folder)
+    with pytest.raises(ValueError, match=r"task_type CAUSAL_LM.*merge it into its base"):
+        load_reward_model(language)
+
+
+def test_a_reward_model_has_one_label(base, tmp_path):
+    two = AutoModelForSequenceClassification.from_pretrained(base, num_labels=2)
+    two.save_pretrained(tmp_path / "two")
+    with pytest.raises(ValueError, match=r"number of labels is not 1: start a reward model from"):
+        load_reward_model(tmp_path / "two")
+    with pytest.raises(ValueError, match="has 3 labels, a reward model has 1"):
+        load_reward_model(reward_adapter(base, tmp_path / "three", 3))
+    with pytest.raises(ValueError, match="is a reward model's"):
+        load_language_model(tmp_path / "three")
+
+
+# ---------------------------------------------------------------------- in PPO
+
+
+def trainer_of(model, **settings):
+    config = PPOConfig(batch_size=4, mini_batch_size=2, **settings)
+    return PPOTrainer(config, model, tokenizer=tiny.tokenizer())
+
+
+@pytest.mark.parametrize("advantage", [{}, {"advantage": "grpo", "group_size": 2}])
+def test_a_frozen_policy_is_an_error_that_names_the_remedy(advantage, base, tmp_path):
+    folder = adapter(base, tmp_path / "lora")
+    policy = AutoModelForCausalLMWithValueHead.from_pretrained(folder)
+    with pytest.raises(ValueError, match=r"nothing .* can be trained.*is_trainable=True"):
+        trainer_of(policy, **advantage)
+    whole = AutoModelForCausalLMWithValueHead.from_pretrained(base)
+    whole.pretrained_model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"nothing .* can be trained.*requires_grad"):
+        trainer_of(whole, **advantage)
+    policy = AutoModelForCausalLMWithValueHead.from_pretrained(folder, is_trainable=True)
+    assert trainer_of(policy, **advantage).optimizer.param_groups[0]["params"]
+
+
+def test_an_adapters_dropout_does_not_act_in_ppo_which_is_said_once(base, tmp_path):
+    lora = tiny_models.lora(lora_dropout=0.25)
+    folder = adapter(base, tmp_path / "lora", lora=lora)
+    policy = AutoModelForCausalLMWithValueHead.from_pretrained(folder, is_trainable=True)
+    with pytest.warns(UserWarning, match=r"lora_dropout=0\.25 does not act") as warned:
+        trainer_of(policy)
+    assert len(warned) == 1
+
+
+def test_auto_compares_with_a_trained_adapter_and_with_the_base_of_a_new_one(base, tmp_path):
+    folder = adapter(base, tmp_path / "lora")
+    ids = {"input_ids": torch.stack(tiny_models.prompts(6, 6))}
+
+    def of(model, **settings):
+        trainer = trainer_of(model.eval(), **settings)
+        with torch.no_grad(), trainer.reference.as_policy() as reference:
+            return trainer.reference.why, reference(**ids)[0]
+
+    def policy():
+        return AutoModelForCausalLMWithValueHead.from_pretrained(folder, is_trainable=True).eval()
+
+    with torch.no_grad():
+        start, plain = policy()(**ids)[0], tiny_models.language_model()(**ids).logits
+    assert (start - plain).abs().max() > 1e-3
+    for settings, expected, said in (
+        ({"reference_adapter": "auto"}, start, "a copy of it as training begins"),
+        ({}, plain, "the base model with it off, from which the policy differs already"),
+    ):
+        why, logits = of(policy(), **settings)
+        assert said in why
+        # One forward goes through PEFT's layers, the other does not.
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    new = AutoModelForCausalLMWithValueHead.from_pretrained(
+        base, peft_config=tiny_models.lora(init_lora_weights=True)
+    )
+    why, _ = of(new, reference_adapter="auto")
+    assert why.endswith("the base model with it off")
+    assert isinstance(new.pretrained_model, PeftModel)
+    assert list(new.pretrained_model.peft_config) == ["default"]
