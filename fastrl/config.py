@@ -22,6 +22,8 @@ OLD_LOGPROBS = ("auto", "rollout", "recompute")
 METHODS = {"gae": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO", "rloo": "RLOO"}
 ADVANTAGES = tuple(METHODS)
 KL_PLACES = ("reward", "loss")
+LOSS_DENOMINATORS = (None, "auto", "minibatch", "step")
+ON_NONFINITE = ("skip", "raise")
 _JSON_FIELDS = (
     "tracker_kwargs",
     "accelerator_kwargs",
@@ -198,6 +200,17 @@ class PPOConfig:
         "That fixed length, such as max_new_tokens; by default the longest response of a step.",
         None,
     )
+    loss_denominator: str | None = _help(
+        "Whose tokens (or samples) the loss is divided by where gradients are accumulated: "
+        "minibatch (each mini-batch's own, and a mean over mini-batches, as in TRL), step (those "
+        "of the whole optimizer step); by default minibatch with gae, else step.",
+        None,
+    )
+    on_nonfinite: str = _help(
+        "What happens to samples, losses and gradients that are NaN or infinite: skip (they are "
+        "left out, counted, and named in a warning), raise (an error).",
+        "skip",
+    )
     cliprange_value: float = _help("Clip range of the value function's change.", 0.2)
     vf_coef: float = _help("Coefficient of the value loss.", 0.1)
     ratio_threshold: float = _help("Mini-batches whose mean ratio exceeds this are skipped.", 10.0)
@@ -305,12 +318,15 @@ class PPOConfig:
             ("advantage", ADVANTAGES),
             ("kl_in", KL_PLACES),
             ("loss_aggregate", AGGREGATES),
+            ("loss_denominator", LOSS_DENOMINATORS),
+            ("on_nonfinite", ON_NONFINITE),
             ("reference", REFERENCES),
             ("reference_adapter", REFERENCE_ADAPTERS),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(choices)}"
+                    f"unknown {name} {getattr(self, name)!r}: choose one of "
+                    f"{', '.join(choice for choice in choices if choice)}"
                 )
         for name in ("trunk_cache_gib", "trunk_cache_host_gib", "sync_ref_every"):
             if not 0 <= getattr(self, name) < math.inf:

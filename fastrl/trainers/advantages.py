@@ -40,7 +40,7 @@ class GAE:
         return values, advantages, returns
 
     def statistics(self, scores: Tensor) -> dict[str, Tensor]:
-        """What there is to say of a batch's scores [B], 0-d tensors."""
+        """What there is to say of a batch's scores [B], NaN where there is none; 0-d tensors."""
         return {}
 
 
@@ -48,14 +48,17 @@ class GroupBaseline(GAE):
     """The other responses to the same prompt are the baseline; no values are learnt.
 
     R is the sum of a response's rewards, and all its tokens have the same advantage, a function of
-    the group's R. It is not whitened; where all R of a group are equal it is exactly 0.
+    the group's R. It is not whitened; where all R of a group are equal it is exactly 0. A response
+    of which no token counts is in no baseline; where fewer than two are left, the advantage is 0.
 
     Args:
         size: responses per prompt, which lie one after the other.
-        advantages_of: R less that of the group's first response, [groups, size] -> the same shape.
+        advantages_of: R less that of the group's first response that counts, and which count, both
+            [groups, size] -> [groups, size]; R is 0 where a response does not count, and what comes
+            out there is not read.
     """
 
-    def __init__(self, size: int, advantages_of: Callable[[Tensor], Tensor]):
+    def __init__(self, size: int, advantages_of: Callable[[Tensor, Tensor], Tensor]):
         self.size, self.advantages_of = size, advantages_of
 
     def check(self, queries: Sequence[Tensor]) -> None:
@@ -83,37 +86,48 @@ class GroupBaseline(GAE):
                 "to each prompt"
             )
         totals = torch.where(mask, rewards, 0.0).sum(-1)
-        groups = totals.view(-1, self.size)
-        advantages = self.advantages_of(groups - groups[:, :1]).view(-1, 1)
+        groups, counts = totals.view(-1, self.size), mask.any(-1).view(-1, self.size)
+        first = groups.gather(-1, counts.int().argmax(-1, keepdim=True))
+        advantages = self.advantages_of(torch.where(counts, groups - first, 0.0), counts)
         return (
             torch.zeros_like(rewards),
-            torch.where(mask, advantages, 0.0),
+            torch.where(mask, advantages.view(-1, 1), 0.0),
             torch.where(mask, totals[:, None], 0.0),
         )
 
     def statistics(self, scores: Tensor) -> dict[str, Tensor]:
         """Share of groups whose scores are all equal, and the mean deviation within groups."""
         groups = scores.view(-1, self.size)
+        counts = ~groups.isnan()
+        first = groups.gather(-1, counts.int().argmax(-1, keepdim=True))
+        differences = torch.where(counts, groups - first, 0.0)
         return {
-            "groups/no_spread": (groups.amax(-1) == groups.amin(-1)).float().mean(),
-            "groups/reward_std": groups.std(-1).mean(),
+            "groups/no_spread": (differences == 0).all(-1).float().mean(),
+            "groups/reward_std": _deviation(differences, counts).mean(),
         }
 
 
-def centred(rewards: Tensor) -> Tensor:
+def centred(rewards: Tensor, counts: Tensor) -> Tensor:
     """R - mean R (Liu et al., "Understanding R1-Zero-like training", 2025: Dr. GRPO)."""
-    return rewards - rewards.mean(-1, keepdim=True)
+    return rewards - rewards.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
 
 
-def standardised(rewards: Tensor) -> Tensor:
+def standardised(rewards: Tensor, counts: Tensor) -> Tensor:
     """(R - mean R) / (std R + EPS), std unbiased (Shao et al., "DeepSeekMath", 2024: GRPO)."""
-    return centred(rewards) / (rewards.std(-1, keepdim=True) + EPS)
+    return centred(rewards, counts) / (_deviation(rewards, counts) + EPS)
 
 
-def left_out(rewards: Tensor) -> Tensor:
+def left_out(rewards: Tensor, counts: Tensor) -> Tensor:
     """R less the mean of the others' (Ahmadian et al., "Back to basics", 2024: RLOO)."""
-    n = rewards.shape[-1]
-    return rewards - (rewards.sum(-1, keepdim=True) - rewards) / (n - 1)
+    others = (counts.sum(-1, keepdim=True) - 1).clamp(min=1)
+    return rewards - (rewards.sum(-1, keepdim=True) - rewards) / others
+
+
+def _deviation(x: Tensor, counts: Tensor) -> Tensor:
+    """Unbiased standard deviation of the last dimension's elements that count, kept as one; 0 of
+    fewer than two."""
+    squares = torch.where(counts, centred(x, counts), 0.0).square().sum(-1, keepdim=True)
+    return (squares / (counts.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
 
 
 _GROUP_BASELINES = {"grpo": standardised, "dr_grpo": centred, "rloo": left_out}

@@ -22,9 +22,10 @@ class Evaluation:
     mean: float
     sem: float  # standard error of the mean
     kl: float  # mean KL to the reference per sequence, in nats; NaN where there is none
-    rewards: list[float]
+    rewards: list[float]  # NaN for a sample that ended in NaN logits, which no mean has in it
     prompts: list[str]
     completions: list[str]
+    nan_samples: int = 0  # how many did
 
 
 @dataclass
@@ -99,6 +100,7 @@ class JsonlCallback(TrainCallback):
                 "eval/reward_mean": evaluation.mean,
                 "eval/reward_sem": evaluation.sem,
                 "eval/kl": evaluation.kl,
+                **({"eval/nan_samples": evaluation.nan_samples} if evaluation.nan_samples else {}),
             }
         )
 

@@ -178,15 +178,14 @@ class ClassicSurface:
         advantages: Tensor,
         returns: Tensor,
     ) -> dict[str, Tensor]:
-        """One optimizer step on :meth:`loss`; returns its statistics."""
+        """One optimizer step on :meth:`loss`; returns its statistics.
+
+        It is left out, with a warning, where the loss or its gradient is not finite.
+        """
         policy_loss, value_loss, statistics = self.loss(
             old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
         )
-        self.accelerator.backward(policy_loss + value_loss)
-        if self.config.max_grad_norm is not None:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._update.minimise(policy_loss + value_loss)
         return statistics
 
     def _step_safety_checker(

@@ -1,9 +1,10 @@
-"""What follows the scores and the KL from step to step: KL coefficient and score scaling."""
+"""The state that goes from step to step beside the weights: KL coefficient and score scaling."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current: float, n_steps: int) -> None:
+        if math.isnan(current):  # nothing was measured
+            return
         error = min(max(current / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 
@@ -64,6 +67,10 @@ class RunningMoments:
         self.count = total
         return batch_mean, (batch_var * n / (n - 1)) ** 0.5 if n > 1 else 0.0
 
+    def become(self, other: RunningMoments) -> None:
+        """Takes over another's state."""
+        vars(self).update(vars(other))
+
     def save_to_json(self, json_path: str | Path) -> None:
         Path(json_path).write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n")
 
@@ -73,7 +80,7 @@ class RunningMoments:
 
 
 class ScoreTransform:
-    """Scales, normalises and clips scores as the configuration says."""
+    """Scales, normalises and clips scores as the configuration says; ``running`` is only read."""
 
     def __init__(self, config: PPOConfig, running: RunningMoments, accelerator: Accelerator):
         self.scale = config.use_score_scaling
@@ -82,11 +89,15 @@ class ScoreTransform:
         self.running = running
         self.accelerator = accelerator
 
-    def __call__(self, scores: Tensor) -> Tensor:
-        """Scores [B] fp32 on the CPU -> the same, transformed."""
+    def __call__(self, scores: Tensor) -> tuple[Tensor, RunningMoments]:
+        """Scores [B] fp32 on the CPU -> the same, transformed, and the moments with these taken in.
+        NaN, where there is no score, stays."""
+        moments = replace(self.running)
         if self.scale:
             device = self.accelerator.device
-            self.running.update(self.accelerator.gather(scores.to(device)).cpu())
-            centre = self.running.mean if self.shift else 0.0
-            scores = (scores - centre) / (self.running.std + torch.finfo(scores.dtype).eps)
-        return scores if self.clip is None else scores.clamp(-self.clip, self.clip)
+            gathered = self.accelerator.gather(scores.to(device)).cpu()
+            moments.update(gathered[~gathered.isnan()])
+            centre = moments.mean if self.shift else 0.0
+            scores = (scores - centre) / (moments.std + torch.finfo(scores.dtype).eps)
+        scores = scores if self.clip is None else scores.clamp(-self.clip, self.clip)
+        return scores, moments

@@ -94,6 +94,10 @@ class TokenBatch:
     def __len__(self) -> int:
         return len(self.query_lengths)
 
+    def counting(self) -> list[int]:
+        """Samples of which at least one token counts; the others take no part in anything."""
+        return self.counted.any(-1).nonzero()[:, 0].tolist()
+
     def to(self, device: torch.device) -> Self:
         moved = {
             name: getattr(self, name).to(device, non_blocking=True)
@@ -217,8 +221,9 @@ def check_batch_size(queries: Any, responses: Any, batch_size: int) -> None:
             raise ValueError(f"{name} has {len(tensors)} elements, batch_size is {batch_size}")
 
 
-def check_scores(scores: Any, batch_size: int) -> Tensor:
-    """Scores as one fp32 tensor [batch_size] on the CPU.
+def check_scores(scores: Any, batch_size: int, left_out: Sequence[int] = ()) -> Tensor:
+    """Scores as one fp32 tensor [batch_size] on the CPU; NaN for those of samples that are left
+    out, whatever is given.
 
     Raises:
         ValueError: not ``batch_size`` tensors of one finite number each; names the element.
@@ -233,11 +238,30 @@ def check_scores(scores: Any, batch_size: int) -> Tensor:
                 f"{tuple(score.shape)}"
             )
     values = torch.stack([s.detach().reshape(()).float() for s in scores]).cpu()
-    wrong = (~torch.isfinite(values)).nonzero()
+    known = torch.isfinite(values)
+    known[list(left_out)] = True
+    wrong = (~known).nonzero()
     if len(wrong):
         i = int(wrong[0])
         raise ValueError(f"scores[{i}] is {float(values[i])}: scores must be finite")
+    values[list(left_out)] = torch.nan
     return values
+
+
+def without_tokens(
+    queries: Any, responses: Any, response_masks: Any, left_out: Sequence[int]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Responses and their masks where no token of the samples ``left_out`` counts; where one of
+    those is empty, a token of its query takes the place that a batch has for it."""
+    responses = list(responses)
+    masks = [torch.ones_like(r) for r in responses] if response_masks is None else response_masks
+    masks = list(masks)
+    if len(masks) != len(responses):
+        return responses, masks  # which is an error
+    for i in left_out:
+        responses[i] = responses[i] if len(responses[i]) else queries[i][-1:]
+        masks[i] = torch.zeros_like(responses[i])
+    return responses, masks
 
 
 def check_weights(weights: Any, batch_size: int, device: torch.device) -> Tensor | None:

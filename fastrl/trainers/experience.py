@@ -35,6 +35,7 @@ class Experience:
     returns: Tensor
     kl: fastrl_kernels.KLTerm | None = None  # to add to the loss
     weights: Tensor | None = None  # [B], of each sample's tokens; None: 1
+    denominator: Tensor | None = None  # of the loss, []; None: that of these samples
 
     def select(self, indices: Sequence[int], columns: slice) -> Experience:
         """Some samples, and of their tokens some columns."""
@@ -170,8 +171,9 @@ class Scorer:
         """With ``known``, the policy's own figures are taken from there."""
         score = self._score if known is None else self._score_reference
         columns: dict[str, list[Tensor]] = {}
-        for start in range(0, len(batch), self.samples_per_pass):
-            part = batch.select(range(start, min(start + self.samples_per_pass, len(batch))))
+        samples = batch.counting() or range(len(batch))
+        for start in range(0, len(samples), self.samples_per_pass):
+            part = batch.select(samples[start : start + self.samples_per_pass])
             for name, per_row in score(part).items():
                 columns.setdefault(name, []).append(per_row)
         joined = {name: torch.cat(parts) for name, parts in columns.items()}

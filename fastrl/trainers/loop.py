@@ -14,6 +14,7 @@ from torch import Tensor
 from fastrl.rewards import RewardFunction, check_rewards
 from fastrl.rollout import RolloutOutput
 from fastrl.trainers.callbacks import Evaluation, TrainCallback, TrainResult
+from fastrl.trainers.nonfinite import samples_left_out
 from fastrl.trainers.stats import scalars
 
 if TYPE_CHECKING:
@@ -152,12 +153,13 @@ class Loop:
         if self.missing_eos_penalty is not None:
             missing = torch.tensor([r not in ("eos", "stop") for r in rollout.finish_reasons])
             scores = rewards - self.missing_eos_penalty * missing
-        stats = self.trainer.step(batch.ids, rollout.sequences, list(scores))
+        stats = self.trainer.step(batch.ids, rollout.sequences, list(scores), rollout=rollout)
+        known = rewards[~rewards.isnan()]
         return {
             **scalars(stats),
             **rollout.stats,
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std()) if len(rewards) > 1 else 0.0,
+            "reward/mean": float(known.mean()),
+            "reward/std": float(known.std()) if len(known) > 1 else 0.0,
             "time/reward": reward_seconds,
             "time/step": rollout.stats["time/rollout"] + reward_seconds + stats["time/ppo/total"],
         }
@@ -170,33 +172,45 @@ class Loop:
             torch.manual_seed(self.trainer.config.seed)
             rollout = self.trainer.rollout(self.eval_prompts.ids, self.generation_kwargs)
             rewards = self._rewards(self.eval_prompts, rollout)
+        sound = (~rewards.isnan()).nonzero()[:, 0].tolist()
+        known, ids = rewards[sound], self.eval_prompts.ids
         evaluation = Evaluation(
             step=step,
-            mean=float(rewards.mean()),
-            sem=float(rewards.std()) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0,
-            kl=self.trainer.sequence_kl(self.eval_prompts.ids, rollout.sequences),
+            mean=float(known.mean()),
+            sem=float(known.std()) / math.sqrt(len(known)) if len(known) > 1 else 0.0,
+            kl=self.trainer.sequence_kl(
+                [ids[i] for i in sound], [rollout.sequences[i] for i in sound]
+            ),
             rewards=rewards.tolist(),
             prompts=self.eval_prompts.texts,
-            completions=self._decode(self.eval_prompts, rollout),
+            completions=self._decode(self.eval_prompts, rollout.sequences),
+            nan_samples=len(rewards) - len(sound),
         )
         self.result.evaluations.append(evaluation)
         self._tell("on_eval", step, evaluation)
 
     def _rewards(self, batch: Prompts, rollout: RolloutOutput) -> Tensor:
-        """Rewards [B] in fp32, checked."""
+        """Rewards [B] in fp32, checked. The function is asked about samples that did not end in NaN
+        logits; the others' are NaN."""
+        nonfinite = self.trainer._update.nonfinite
+        left_out = set(samples_left_out(rollout, nonfinite, lambda i: repr(batch.texts[i])))
+        sound = [i for i in range(len(batch)) if i not in left_out]
+        asked, sequences = batch.take(sound), [rollout.sequences[i] for i in sound]
         rewards = self.reward_fn(
-            prompts=batch.texts,
-            completions=self._decode(batch, rollout),
-            completion_ids=[s.tolist() for s in rollout.sequences],
-            **batch.columns,
+            prompts=asked.texts,
+            completions=self._decode(asked, sequences),
+            completion_ids=[s.tolist() for s in sequences],
+            **asked.columns,
         )
-        return torch.tensor(check_rewards(rewards, len(batch)))
+        told = torch.full((len(batch),), torch.nan)
+        told[sound] = torch.tensor(check_rewards(rewards, len(asked)))
+        return told
 
-    def _decode(self, batch: Prompts, rollout: RolloutOutput) -> list[str]:
+    def _decode(self, batch: Prompts, sequences: Sequence[Tensor]) -> list[str]:
         """Completions; behind a prompt such that the two are the text, spaces included."""
         return [
             self.trainer.decode_response(prompt, response)
-            for prompt, response in zip(batch.ids, rollout.sequences, strict=True)
+            for prompt, response in zip(batch.ids, sequences, strict=True)
         ]
 
     def _tell(self, event: str, *args: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -86,17 +87,21 @@ class TokenMean:
         """What each token of a sample weighs, [B], times what is ``given``; None: 1."""
         return given
 
-    def denominator(self, mask: Tensor, weights: Tensor | None) -> Tensor | float | None:
-        """What the sum over a mini-batch's tokens [b, T-1] is divided by, where those of a sample
-        weigh ``weights`` [b]; None: their number."""
+    def denominator(self, mask: Tensor, weights: Tensor | None) -> Tensor | None:
+        """What the sum over the tokens [b, T-1] of some samples is divided by, where those of a
+        sample weigh ``weights`` [b]; None: their number. That of a union is the sum of those of
+        its parts."""
         return None if weights is None else (weights * mask.sum(-1)).sum()
 
 
 class SequenceSum(TokenMean):
-    """Σ over tokens / samples that count."""
+    """Σ over tokens / samples that count: that have a counted token, and a weight above 0."""
 
-    def denominator(self, mask: Tensor, weights: Tensor | None) -> Tensor | float | None:
-        return mask.any(-1).sum().clamp(min=1)
+    def denominator(self, mask: Tensor, weights: Tensor | None) -> Tensor | None:
+        counts = mask.any(-1)
+        if weights is not None:
+            counts = counts & (weights > 0)
+        return counts.sum().clamp(min=1)
 
 
 class SequenceMean(SequenceSum):
@@ -107,7 +112,7 @@ class SequenceMean(SequenceSum):
 
 
 class SequenceSumNorm(TokenMean):
-    """Σ over tokens / (samples × length), a length that is the same for all."""
+    """Σ over tokens / (samples of a weight above 0 × length), a length that is the same for all."""
 
     def __init__(self, length: int | None):
         self.length = length
@@ -117,8 +122,9 @@ class SequenceSumNorm(TokenMean):
         norm = lengths.max().clamp(min=1) if self.length is None else self.length
         return _times(torch.ones_like(lengths) / norm, given)
 
-    def denominator(self, mask: Tensor, weights: Tensor | None) -> Tensor | float | None:
-        return float(len(mask))
+    def denominator(self, mask: Tensor, weights: Tensor | None) -> Tensor | None:
+        assert weights is not None  # 1 / length
+        return (weights > 0).sum().clamp(min=1)
 
 
 def make_aggregate(config: PPOConfig) -> TokenMean:
@@ -132,6 +138,51 @@ def make_aggregate(config: PPOConfig) -> TokenMean:
         "seq-mean-token-mean": SequenceMean,
     }
     return kinds[config.loss_aggregate]()
+
+
+class MinibatchDenominator:
+    """Each mini-batch's loss is divided by its own tokens (or samples), and an optimizer step's is
+    the mean over its mini-batches, as in TRL: tokens of a short mini-batch weigh more."""
+
+    def __call__(
+        self, mask: Tensor, weights: Tensor | None, parts: Sequence[Sequence[int]]
+    ) -> Tensor | None:
+        """What each of an optimizer step's mini-batches is divided by; None: its own.
+
+        Args:
+            mask, weights: [B, T-1] and [B] or None, of the whole batch.
+            parts: the samples of each mini-batch.
+        """
+        return None
+
+
+class StepDenominator(MinibatchDenominator):
+    """The loss of an optimizer step is divided by the tokens (or samples) of all its mini-batches,
+    so that it does not depend on how many there are.
+
+    Σ_j S_j / D is the mean over n mini-batches of S_j / (D / n): each has the same denominator.
+    """
+
+    def __init__(self, aggregate: TokenMean):
+        self.aggregate = aggregate
+
+    def __call__(
+        self, mask: Tensor, weights: Tensor | None, parts: Sequence[Sequence[int]]
+    ) -> Tensor | None:
+        if len(parts) == 1:
+            return None
+        chosen = [i for part in parts for i in part]
+        counted = mask[chosen]
+        whole = self.aggregate.denominator(counted, None if weights is None else weights[chosen])
+        return (counted.sum() if whole is None else whole) / len(parts)
+
+
+def make_denominator(config: PPOConfig, aggregate: TokenMean) -> MinibatchDenominator:
+    """By ``PPOConfig.loss_denominator``; unless that says, GAE has TRL's."""
+    kind = config.loss_denominator
+    if kind in (None, "auto"):
+        kind = "minibatch" if config.needs_values else "step"
+    return MinibatchDenominator() if kind == "minibatch" else StepDenominator(aggregate)
 
 
 class UpdateLoss:
@@ -168,7 +219,7 @@ class UpdateLoss:
             self.cliprange,
             None if old.kl is None else old.kl._replace(ref_logprobs=flat(old.kl.ref_logprobs)),
             None if weights is None else flat(weights),
-            self.aggregate.denominator(mask, old.weights),
+            self._denominator(old, mask),
         )
 
     def __call__(
@@ -184,7 +235,7 @@ class UpdateLoss:
             value=self.value_term(values, old),
             kl=old.kl,
             token_weights=self._token_weights(old, mask),
-            denominator=self.aggregate.denominator(mask, old.weights),
+            denominator=self._denominator(old, mask),
         )
         with torch.no_grad():
             returns = fastrl_kernels.masked_moments(old.returns, mask)
@@ -199,6 +250,11 @@ class UpdateLoss:
             )
             vector = torch.cat([stats.tensor, torch.stack([e.float() for e in extras])])
         return loss, vector
+
+    def _denominator(self, old: Experience, mask: Tensor) -> Tensor | None:
+        if old.denominator is not None:
+            return old.denominator
+        return self.aggregate.denominator(mask, old.weights)
 
     def _token_weights(self, old: Experience, mask: Tensor) -> Tensor | None:
         return None if old.weights is None else old.weights[:, None].expand(mask.shape)

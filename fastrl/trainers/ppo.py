@@ -29,7 +29,8 @@ from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
 from fastrl.trainers.generation import Generation
 from fastrl.trainers.loop import Loop, Prompts
 from fastrl.trainers.losses import UpdateLoss, make_aggregate, make_kl_place
-from fastrl.trainers.reuse import RolloutMemory, make_reuse
+from fastrl.trainers.nonfinite import samples_left_out
+from fastrl.trainers.reuse import RolloutMemory, make_reuse, without_figures
 from fastrl.trainers.rollouts import make_rollouts
 from fastrl.trainers.sampling import SamplingArguments
 from fastrl.trainers.setup import (
@@ -169,21 +170,41 @@ class PPOTrainer(Generation, ClassicSurface):
             weights: ``batch_size`` numbers of 0 or more that multiply each sample's part of the
                 loss: 2 counts like the sample twice, 0 like none. None: 1.
 
+        A sample that ``rollout`` says ended in NaN logits (finish reason "nan"; its response may be
+        empty) stays in the batch with weight 0: it is in no baseline, whitening, mean or running
+        moment, whatever its score. ``PPOConfig.on_nonfinite`` says whether it is an error instead.
+
         Returns:
             the statistics of the README's table: numbers, and arrays of distributions.
 
         Raises:
             ValueError: names the argument and the element; nothing has changed then.
+            FloatingPointError: all samples ended in NaN logits; with ``on_nonfinite="raise"`` one
+                did, or a loss or a gradient is not finite.
+
+        Any exception leaves a trainer that can go on: no gradient is left over, and the running
+        moments of scores, the KL coefficient, the learning rate's schedule, ``current_step`` and
+        the order of the samples are as before the call. Optimizer steps that were taken until then
+        stay.
         """
-        checked_scores = data.check_scores(scores, self.config.batch_size)
         data.check_batch_size(queries, responses, self.config.batch_size)
+        left_out = self._left_out(queries, rollout)
+        checked_scores = data.check_scores(scores, self.config.batch_size, left_out)
         checked_weights = data.check_weights(weights, self.config.batch_size, self.current_device)
+        generated = responses
+        if left_out:
+            responses, response_masks = data.without_tokens(
+                queries, responses, response_masks, left_out
+            )
         batch = self._make_batch(queries, responses, response_masks)
         self._advantages.check(queries)
-        known = self._known(queries, responses, rollout)
+        known = self._known(queries, generated, rollout)
+        if left_out:
+            known = without_figures(known, responses, left_out)
         self._score_or_reuse.check(known)
 
-        final_scores = self._transform_scores(checked_scores).to(self.current_device)
+        final_scores, moments = self._transform_scores(checked_scores)
+        final_scores = final_scores.to(self.current_device)
         self._push_if_best(final_scores)
         self._rollouts.before_update()
         clock = start_clock(self.current_device)
@@ -192,7 +213,7 @@ class PPOTrainer(Generation, ClassicSurface):
                 scored, reuse_stats = self._score_or_reuse(batch, known)
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
-                    final_scores, *self._kl_penalty.operands(scored), batch.mask
+                    final_scores.nan_to_num(), *self._kl_penalty.operands(scored), batch.mask
                 )
             with clock("compute_advantages"):
                 values, advantages, returns = self.compute_advantages(
@@ -220,8 +241,11 @@ class PPOTrainer(Generation, ClassicSurface):
             )
         result.update(stats.timing_stats(clock.seconds(), batch))
         result.update(reuse_stats)
+        result["ppo/nan_samples"] = float(len(left_out))
         self._warn_of_negative_kl(result["objective/kl"])
 
+        # Last, so that no exception finds it changed.
+        self.running.become(moments)
         self.kl_ctl.update(
             result["objective/kl"], self.config.batch_size * self.accelerator.num_processes
         )
@@ -355,6 +379,16 @@ class PPOTrainer(Generation, ClassicSurface):
             return Prompts.from_dataset(prompts, column, self.tokenizer)
         return Prompts.from_list(prompts, self.tokenizer)
 
+    def _left_out(self, queries: list[Tensor], rollout: RolloutOutput | None) -> list[int]:
+        """Samples that ended in NaN logits."""
+        if rollout is None or len(rollout.finish_reasons) != len(queries):
+            return []
+
+        def name(i: int) -> str:
+            return repr(self.tokenizer.decode(queries[i]))
+
+        return samples_left_out(rollout, self._update.nonfinite, name)
+
     def _make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
         """One checked, padded batch on the device."""
         batch = self._batches(queries, responses, response_masks).to(self.current_device)
@@ -377,10 +411,10 @@ class PPOTrainer(Generation, ClassicSurface):
         where = json_object(self.config.push_to_hub_if_best_kwargs)
         if not where or self.current_step % self.config.compare_steps:
             return
-        mean = float(scores.mean())
+        mean = float(scores.nanmean())
         if mean > self._best_mean_score:
-            self._best_mean_score = mean
             self.push_to_hub(**where)
+            self._best_mean_score = mean
 
     def _warn_of_negative_kl(self, kl: float) -> None:
         if kl < -1.0:

@@ -34,8 +34,8 @@ class RolloutMemory:
         self, policy: nn.Module, optimizer: torch.optim.Optimizer, temperature: float = 1.0
     ):
         self.policy, self.temperature = policy, temperature
-        # Fused steps raise no parameter's version.
-        optimizer.register_step_post_hook(lambda *_: self._known.clear())
+        # Fused steps raise no parameter's version. One may fail halfway: the hook is in front.
+        optimizer.register_step_pre_hook(lambda *_: self._known.clear())
         self._version: tuple[int, int] | None = None
         self._known: dict[tuple[bytes, bytes], tuple[Tensor, Tensor]] = {}
 
@@ -110,8 +110,8 @@ class Audited(Recompute):
     ) -> tuple[Scored, dict[str, float]]:
         if known is None:
             return super().__call__(batch, known)
-        step = max(1, len(batch) // AUDITED)
-        chosen = range(0, len(batch), step)[:AUDITED]
+        samples = batch.counting() or range(len(batch))
+        chosen = samples[:: max(1, len(samples) // AUDITED)][:AUDITED]
         part = batch.select(chosen)
         again = self.scorer.policy_scores(part)
         expected = torch.stack([again.logprobs, again.values])
@@ -152,6 +152,16 @@ def told_by(
         if not torch.equal(sequence.cpu(), response.cpu()):
             raise ValueError(f"rollout.sequences[{i}] is not responses[{i}]: pass both unchanged")
     return _figures_of(rollout, policy, temperature)
+
+
+def without_figures(
+    known: list[tuple[Tensor, Tensor]] | None, responses: Sequence[Tensor], left_out: Sequence[int]
+) -> list[tuple[Tensor, Tensor]] | None:
+    """What is known of each response, with zeros for samples of which no token counts."""
+    if known is None:
+        return None
+    nothing = {i: torch.zeros(len(responses[i])) for i in left_out}
+    return [(nothing[i], nothing[i]) if i in nothing else each for i, each in enumerate(known)]
 
 
 def _figures_of(

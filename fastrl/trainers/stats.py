@@ -15,6 +15,8 @@ from fastrl.trainers.experience import Scored
 from fastrl.trainers.losses import MINIBATCH_FIELDS
 from fastrl.trainers.update import UpdateRecord
 
+_MINIBATCH = (len(MINIBATCH_FIELDS),)
+
 
 def fetch(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     """Tensors of any shape as fp32 arrays, in one transfer."""
@@ -34,20 +36,28 @@ def device_stats(
     kls: Tensor,
     record: UpdateRecord,
 ) -> dict[str, Tensor]:
-    """The statistics that live on the device; log-probs and distributions among them."""
+    """The statistics that live on the device; log-probs and distributions among them.
+
+    Means are over samples of which a token counts, the update's over mini-batches whose loss is
+    finite, and NaN where there are none. ``scores`` [B] are NaN where there is none.
+    """
     kl_per_sequence = kls.sum(-1)
-    update = torch.stack(record.minibatches).mean(0)
+    samples = batch.mask.any(-1).sum()
+    known = (~scores.isnan()).sum()
+    mean_score = scores.nansum() / known
+    squares = (scores - mean_score).square().nansum()
+    update = torch.stack([*record.minibatches] or [scores.new_full(_MINIBATCH, torch.nan)]).mean(0)
     stats = {
-        "objective/kl": kl_per_sequence.mean(),
+        "objective/kl": kl_per_sequence.sum() / samples,
         "objective/kl_dist": kl_per_sequence,
         "objective/logprobs": scored.logprobs,
         "objective/ref_logprobs": scored.ref_logprobs,
-        "objective/entropy": -scored.logprobs.sum(-1).mean(),
+        "objective/entropy": -scored.logprobs.sum() / samples,
         "ppo/mean_non_score_reward": fastrl_kernels.masked_mean(non_score_reward, batch.mask),
-        "ppo/mean_scores": scores.mean(),
-        "ppo/std_scores": scores.std() if len(scores) > 1 else torch.zeros_like(scores[0]),
-        "ppo/policy/advantages": torch.cat(record.advantages),
-        "ppo/policy/ratio": torch.cat(record.ratios),
+        "ppo/mean_scores": mean_score,
+        "ppo/std_scores": (squares / (known - 1).clamp(min=1)).sqrt(),
+        "ppo/policy/advantages": torch.cat([scores[:0], *record.advantages]),
+        "ppo/policy/ratio": torch.cat([scores[:0], *record.ratios]),
     }
     stats.update(minibatch_stats(update, record.names))
     if "ppo/val/error" in stats:
@@ -64,15 +74,18 @@ def minibatch_stats(vector: Tensor, names: Mapping[str, str]) -> dict[str, Tenso
 
 
 def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:
-    """The statistics that the host knows anyway."""
+    """The statistics that the host knows anyway; lengths of samples of which a token counts."""
     stats: dict[str, Any] = {}
+    samples = batch.counting()
     for name, lengths in (("queries", batch.prompt_lengths), ("responses", batch.response_lengths)):
-        values = np.asarray(lengths, dtype=np.float32)
+        values = np.asarray(lengths, dtype=np.float32)[samples]
         stats[f"tokens/{name}_len_mean"] = float(values.mean())
         stats[f"tokens/{name}_len_std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
         stats[f"tokens/{name}_dist"] = values
     stats["ppo/optimizer_steps"] = float(record.optimizer_steps)
     stats["ppo/skipped_minibatches"] = float(record.skipped)
+    stats["ppo/nonfinite_minibatches"] = float(record.nonfinite)
+    stats["ppo/nonfinite_steps"] = float(record.nonfinite_steps)
     stats["ppo/early_stopped"] = float(record.stopped_early)
     return stats
 
