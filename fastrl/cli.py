@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fastrl.processes import check_one_process
+
 USAGE = """\
 usage: fastrl COMMAND [CONFIG.yaml] [--flag value ...]
 
@@ -70,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command not in _COMMANDS:
             raise UsageError(_unknown("command", command, _COMMANDS))
+        if command in _ONE_PROCESS:
+            check_one_process(f"fastrl {command}")
         return _COMMANDS[command](arguments[1:])
     except _USER_ERRORS as error:
         if os.environ.get("FASTRL_DEBUG", "0") == "1":
@@ -214,6 +218,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "grpo": _grpo,
     "env": _env,
 }
+_ONE_PROCESS = tuple(name for name in _COMMANDS if name != "env")
 
 if __name__ == "__main__":
     sys.exit(main())

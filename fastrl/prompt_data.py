@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Collection
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from fastrl.supervised.dialogues import Said
+
 PROMPT = "prompt"
+ROW = "__row__"  # a column that says which row of its file a row was, for messages
 USUAL_COLUMNS = (PROMPT, "query", "text")
 _FORMATS = {
     ".jsonl": "json",
@@ -63,55 +67,77 @@ def take_prompts(
     """The table with a column "prompt", without the rows whose prompt is empty.
 
     Args:
-        column: the column of texts; by default the first of "prompt", "query" and "text".
+        column: the column of texts or of chat messages; by default the first of "prompt", "query"
+            and "text".
         words: keep each text's first words only.
         max_tokens: then keep each text's first tokens only, as ``tokenizer`` counts them.
 
     Raises:
-        ValueError: no such column (the message lists those there are), or no prompt left.
-        TypeError: a column that holds something else than text.
+        ValueError: no such column (the message lists those there are), no prompt left, or chats
+            that are to be cut.
+        TypeError: a column that holds something else than text or chats.
     """
+    from fastrl.supervised.dialogues import is_chat
+
     column = _find_column(table, column)
-    texts = table[column][:]
-    for row, text in enumerate(texts):
-        if not isinstance(text, str):
+    prompts = table[column][:]
+    for row, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and not is_chat(prompt) and prompt != []:
             raise TypeError(
-                f"column {column!r} must hold text, but row {row} holds {type(text).__name__}"
+                f"column {column!r} must hold text or chat messages, but row {row} holds "
+                f"{type(prompt).__name__}"
+            )
+    for name, limit in (("prompt_words", words), ("max_prompt_tokens", max_tokens)):
+        if limit is not None and not isinstance(prompts[0], str):
+            raise ValueError(
+                f"{name} cuts texts, and column {column!r} holds chat messages, which would not be "
+                "whole then: leave it out"
             )
     if words is not None:
-        texts = [" ".join(text.split()[:words]) for text in texts]
+        prompts = [" ".join(text.split()[:words]) for text in prompts]
     if max_tokens is not None:
-        texts = [_first_tokens(text, max_tokens, tokenizer) for text in texts]
-    kept = [row for row, text in enumerate(texts) if text.strip()]
+        prompts = [_first_tokens(text, max_tokens, tokenizer) for text in prompts]
+    kept = [row for row, prompt in enumerate(prompts) if _says_something(prompt)]
     if not kept:
         raise ValueError(f"column {column!r} holds no text: every prompt is empty")
     if table.column_names == [PROMPT]:  # without it, no row would be left to add a column to
-        return table.from_dict({PROMPT: texts}).select(kept)
+        return table.from_dict({PROMPT: prompts}).select(kept)
     if PROMPT in table.column_names:
         table = table.remove_columns(PROMPT)
-    return table.add_column(PROMPT, texts).select(kept)
+    return table.add_column(PROMPT, prompts).select(kept)
 
 
 def sample_rows(table: Dataset, count: int, seed: int) -> Dataset:
     """``count`` rows of distinct prompts, or all where there are fewer; a seed picks the same."""
-    row_of = {prompt: row for row, prompt in enumerate(table[PROMPT])}
+    row_of = {_key(prompt): row for row, prompt in enumerate(table[PROMPT])}
     rows = sorted(row_of.values())
     return table.select(random.Random(seed).sample(rows, min(count, len(rows))))
 
 
-def drop_prompts(table: Dataset, prompts: Collection[str]) -> Dataset:
+def drop_prompts(table: Dataset, prompts: Collection[Said]) -> Dataset:
     """The rows whose prompt is none of ``prompts``.
 
     Raises:
         ValueError: no row would be left.
     """
-    unwanted = set(prompts)
-    kept = [row for row, prompt in enumerate(table[PROMPT]) if prompt not in unwanted]
+    unwanted = {_key(prompt) for prompt in prompts}
+    kept = [row for row, prompt in enumerate(table[PROMPT]) if _key(prompt) not in unwanted]
     if not kept:
         raise ValueError(
             f"the {len(unwanted)} evaluation prompts leave none to train on: take fewer of them"
         )
     return table.select(kept)
+
+
+def _key(prompt: Said) -> str:
+    """The same for the same prompt."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+
+
+def _says_something(prompt: Said) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt.strip())
+    return any(message and (message.get("content") or "").strip() for message in prompt)
 
 
 def _read_files(files: list[Path]) -> Dataset:

@@ -87,7 +87,9 @@ def test_missing_column_lists_the_columns():
 
 
 def test_prompts_must_be_text():
-    with pytest.raises(TypeError, match="column 'label' must hold text, but row 0 holds int"):
+    with pytest.raises(
+        TypeError, match="column 'label' must hold text or chat messages, but row 0 holds int"
+    ):
         take_prompts(Dataset.from_list(ROWS), "label")
     table = Dataset.from_dict({"prompt": ["", " ", "x"], "n": [0, 1, 2]})
     assert take_prompts(table)["n"][:] == [2]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fastrl.alignment.tasks import ANSWERS, FEEDBACK, PAIRS, PROMPTS
 from fastrl.prompt_data import USUAL_COLUMNS
-from fastrl.supervised.dialogues import Said, as_messages, is_whole
+from fastrl.supervised.dialogues import Said, as_messages, is_blank, is_message, is_whole
 
 _TURN = "\n\nAssistant:"
 _USUAL = {
@@ -121,29 +121,17 @@ def read_label(row: Mapping[str, Any], i: int, column: str) -> bool:
     return bool(label)
 
 
-def is_blank(said: Said) -> bool:
-    if isinstance(said, str):
-        return not said.strip()
-    return not any(message["content"].strip() for message in said)
-
-
 def _said(row: Mapping[str, Any], i: int, column: str) -> Said:
     value = row.get(column)
     if value is None:
         return ""
     if isinstance(value, str):
         return value
-    if isinstance(value, list | tuple) and all(_is_message(message) for message in value):
+    if isinstance(value, list | tuple) and all(is_message(message) for message in value):
         return list(value)
     raise ValueError(
         f"column {column!r} of row {i} holds {value!r:.80}: it must hold text, or chat messages "
         "(dicts with a role and a content of text)"
-    )
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(
-        isinstance(message.get(name), str) for name in ("role", "content")
     )
 
 

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 Said = str | list[dict[str, Any]]  # a text, or chat messages
+
+
+def is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(
+        isinstance(message.get(name), str) for name in ("role", "content")
+    )
+
+
+def is_chat(said: Any) -> bool:
+    """Whether something is a list of dicts, as chats are, and neither a text nor token ids."""
+    return isinstance(said, list | tuple) and any(isinstance(each, Mapping) for each in said)
+
+
+def is_blank(said: Said) -> bool:
+    if isinstance(said, str):
+        return not said.strip()
+    return not any(message["content"].strip() for message in said)
 
 
 def is_whole(said: Said | None) -> bool:

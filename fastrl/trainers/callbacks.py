@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,19 +28,49 @@ class Evaluation:
     completions: list[str]
     nan_samples: int = 0  # how many did
 
+    def scalars(self) -> dict[str, float]:
+        """As metrics."""
+        return {
+            "eval/reward_mean": self.mean,
+            "eval/reward_sem": self.sem,
+            "eval/kl": self.kl,
+            **({"eval/nan_samples": self.nan_samples} if self.nan_samples else {}),
+        }
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What the policy wrote in one step: texts, and what the reward function made of them."""
+
+    prompts: list[str]
+    completions: list[str]
+    rewards: list[float]
+
 
 @dataclass
 class TrainResult:
-    """What ``train`` returns: a dict of numbers per step, and every evaluation."""
+    """What ``train`` returns: a dict of numbers per step, and every evaluation.
+
+    Attributes:
+        dropped_prompts, dropped_eval_prompts: how many ``long_prompts="drop"`` has left out.
+    """
 
     history: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
+    dropped_prompts: int = 0
+    dropped_eval_prompts: int = 0
 
 
 class TrainCallback:
-    """Override what you need; every method does nothing by default."""
+    """Override what you need; every method does nothing by default.
+
+    Steps are counted over all of a trainer's runs: a second ``train()`` of 10 steps after a first
+    one of 10 tells of the steps 11 to 20.
+    """
 
     def on_train_begin(self, trainer: PPOTrainer, total_steps: int) -> None: ...
+
+    def on_samples(self, trainer: PPOTrainer, step: int, samples: Samples) -> None: ...
 
     def on_step(self, trainer: PPOTrainer, step: int, metrics: dict[str, float]) -> None: ...
 
@@ -80,13 +111,18 @@ class ProgressCallback(TrainCallback):
 class JsonlCallback(TrainCallback):
     """One JSON object per step, and one per evaluation (``eval/*``), appended as they come.
 
-    What is not known (NaN), such as a KL without a reference, is left out.
+    What is not known (NaN), such as a KL without a reference, is left out. The file is begun anew
+    unless the same callback goes on with the same trainer.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self._written_by: weakref.ref[PPOTrainer] | None = None
 
     def on_train_begin(self, trainer: PPOTrainer, total_steps: int) -> None:
+        if self._written_by is not None and self._written_by() is trainer:
+            return
+        self._written_by = weakref.ref(trainer)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("")
 
@@ -94,20 +130,16 @@ class JsonlCallback(TrainCallback):
         self._append({"step": step, **metrics})
 
     def on_eval(self, trainer: PPOTrainer, step: int, evaluation: Evaluation) -> None:
-        self._append(
-            {
-                "step": step,
-                "eval/reward_mean": evaluation.mean,
-                "eval/reward_sem": evaluation.sem,
-                "eval/kl": evaluation.kl,
-                **({"eval/nan_samples": evaluation.nan_samples} if evaluation.nan_samples else {}),
-            }
-        )
+        self._append({"step": step, **evaluation.scalars()})
 
     def _append(self, record: dict[str, float]) -> None:
-        known = {name: value for name, value in record.items() if not math.isnan(value)}
         with self.path.open("a") as file:
-            file.write(json.dumps(known) + "\n")
+            file.write(json.dumps(without_nan(record)) + "\n")
+
+
+def without_nan(record: dict[str, float]) -> dict[str, float]:
+    """What is known of a step."""
+    return {name: value for name, value in record.items() if not math.isnan(value)}
 
 
 def _kl(nats: float) -> str:

@@ -15,6 +15,7 @@ from fastrl.config import PPOConfig, json_object
 from fastrl.core import PPODecorators, set_seed
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.modes import evaluating
+from fastrl.processes import check_one_process
 from fastrl.references import choose_reference
 from fastrl.rewards import RewardFunction
 from fastrl.rollout import RolloutOutput
@@ -27,9 +28,10 @@ from fastrl.trainers.control import RunningMoments, ScoreTransform, make_kl_cont
 from fastrl.trainers.data import TokenBatch
 from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
 from fastrl.trainers.generation import Generation
-from fastrl.trainers.loop import Loop, Prompts
+from fastrl.trainers.loop import Loop
 from fastrl.trainers.losses import UpdateLoss, make_aggregate, make_kl_place
 from fastrl.trainers.nonfinite import samples_left_out
+from fastrl.trainers.prompts import LONG_PROMPTS, PromptStream, read_prompts
 from fastrl.trainers.reuse import RolloutMemory, make_reuse, without_figures
 from fastrl.trainers.rollouts import make_rollouts
 from fastrl.trainers.sampling import SamplingArguments
@@ -39,8 +41,10 @@ from fastrl.trainers.setup import (
     make_accelerator,
     make_optimizer,
     precision_of,
+    prepared,
     warn_of_a_single_response,
 )
+from fastrl.trainers.tracking import TrackerCallback
 from fastrl.trainers.update import PPOUpdate
 
 
@@ -109,8 +113,8 @@ class PPOTrainer(Generation, ClassicSurface):
         self.reference = choose_reference(config, model, ref_model, num_shared_layers)
         if optimizer is None:
             optimizer = make_optimizer(model, config.learning_rate)
-        self.model, self.optimizer, self.dataloader, self.lr_scheduler = self.accelerator.prepare(
-            model, optimizer, self.dataloader, lr_scheduler
+        self.model, self.optimizer, self.dataloader, self.lr_scheduler = prepared(
+            self.accelerator, model, optimizer, self.dataloader, lr_scheduler
         )
         self.reference.place(self.model, self.accelerator)
         self.ref_model = self.reference.model
@@ -143,6 +147,7 @@ class PPOTrainer(Generation, ClassicSurface):
         loss = UpdateLoss(config, self._aggregate, self._kl_place)
         self._update = PPOUpdate(config, self.accelerator, self.model, self.optimizer, loss)
         self.current_step = 0
+        self._streams: dict[str, PromptStream] = {}  # by what they are of
         self._best_mean_score = -float("inf")
 
     # ------------------------------------------------------------------ the algorithm
@@ -293,23 +298,31 @@ class PPOTrainer(Generation, ClassicSurface):
         reward_fn: RewardFunction,
         *,
         steps: int,
-        prompts: Sequence[str | Tensor] | None = None,
+        prompts: Sequence[str | Tensor | list[dict[str, str]]] | None = None,
         dataset: Any = None,
         prompt_column: str | None = None,
         generation_kwargs: dict[str, Any] | None = None,
         eval_prompts: Any = None,
         eval_every: int = 0,
         missing_eos_penalty: float | None = None,
+        long_prompts: str = "refuse",
         callbacks: Iterable[TrainCallback] = (),
         progress: bool = True,
     ) -> TrainResult:
         """The whole loop: sample prompts, generate, score, step, evaluate.
 
+        A further call goes on: steps are counted over all calls (:attr:`current_step`), and of the
+        same prompts (the same token ids in the same order) it takes those that come next, so that
+        two runs of 10 steps see what one of 20 does. Other prompts begin an order of their own.
+
         Args:
             reward_fn: ``reward_fn(prompts, completions, completion_ids, **columns)`` returns one
-                number per completion; ``columns`` are the other columns of ``dataset``.
+                number per completion; ``columns`` are the other columns of ``dataset``. For a
+                prompt of chat messages it gets these as they are, and the completion as
+                ``[{"role": "assistant", "content": text}]``, as in TRL 1.x.
             steps: number of step() calls, each on ``batch_size / group_size`` prompts.
-            prompts: texts or 1-D token ids; or
+            prompts: texts, chats (lists of messages with a role and a content, put through the
+                tokenizer's chat template) or 1-D token ids; or
             dataset: a data set with a column of them, ``prompt_column`` (default: prompt, query or
                 input_ids). Without either, the trainer's own dataset.
             generation_kwargs: as in ``model.generate``. What is left out is not taken from the
@@ -320,26 +333,38 @@ class PPOTrainer(Generation, ClassicSurface):
                 numbers.
             missing_eos_penalty: taken off the score of a response that ends neither in EOS nor at a
                 stop.
+            long_prompts: what becomes of prompts that with their new tokens exceed the model's
+                context: "refuse" raises before anything is generated, "drop" leaves them out, with
+                a warning, and counts them in the result.
             callbacks: see :class:`fastrl.TrainCallback`.
             progress: show a progress bar.
 
+        With ``PPOConfig.log_with`` every step's numbers and samples also go to the trackers, which
+        stay open: ``accelerator.end_training()`` closes them.
+
         Raises:
-            ValueError: fewer prompts than a step takes, an empty prompt, a missing column, steps <
-                1, another temperature than the configuration's in ``generation_kwargs``, rewards
-                that are not one finite number per completion.
+            ValueError: fewer prompts than a step takes, an empty or over-long prompt, chats without
+                 a chat template, a missing column, steps < 1, more than one process, another
+                 temperature than the configuration's in ``generation_kwargs``, rewards that are not
+                 one finite number per completion.
         """
+        check_one_process("PPOTrainer.train()", self.accelerator.num_processes)
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
         if prompts is not None and dataset is not None:
             raise ValueError("pass prompts or dataset, not both")
+        if long_prompts not in LONG_PROMPTS:
+            raise ValueError(
+                f"unknown long_prompts {long_prompts!r}: choose one of {', '.join(LONG_PROMPTS)}"
+            )
         source = self.dataset if dataset is None else dataset
         if prompts is None and source is None:
             raise ValueError("nothing to train on: pass prompts or dataset")
-        found = (
-            Prompts.from_dataset(source, prompt_column, self.tokenizer)
-            if prompts is None
-            else Prompts.from_list(prompts, self.tokenizer)
-        )
+        kwargs = self._sampling.of_the_policy(generation_kwargs or {})
+        # max_length in its place counts the prompt.
+        room = (self._batches.layout, kwargs.get("max_new_tokens") or 1, long_prompts)
+        given = read_prompts(source if prompts is None else prompts, prompt_column, self.tokenizer)
+        found = given.fitting(*room)
         if len(found) < self.config.prompts_per_step:
             wanted, size = f"batch_size={self.config.batch_size}", self.config.group_size
             wanted += "" if size == 1 else f" / group_size={size}"
@@ -347,17 +372,26 @@ class PPOTrainer(Generation, ClassicSurface):
                 f"{len(found)} prompts are fewer than {wanted}: lower batch_size or bring more "
                 "prompts"
             )
+        result, held_out = TrainResult(dropped_prompts=len(given) - len(found)), None
+        if eval_prompts is not None:
+            given = read_prompts(eval_prompts, prompt_column, self.tokenizer, "eval_prompts")
+            held_out = given.fitting(*room)
+            result.dropped_eval_prompts = len(given) - len(held_out)
+        new = PromptStream(len(found), self.config.seed)
         loop = Loop(
             self,
             reward_fn,
             prompts=found,
-            eval_prompts=self._eval_prompts(eval_prompts, prompt_column),
-            generation_kwargs=self._sampling.of_the_policy(generation_kwargs or {}),
+            stream=self._streams.setdefault(found.fingerprint(), new),
+            eval_prompts=held_out,
+            generation_kwargs=kwargs,
             missing_eos_penalty=missing_eos_penalty,
             callbacks=[
                 *([ProgressCallback(self.config.method)] if progress else []),
+                *([] if self.config.log_with is None else [TrackerCallback()]),
                 *callbacks,
             ],
+            result=result,
         )
         return loop.run(steps, eval_every)
 
@@ -371,13 +405,6 @@ class PPOTrainer(Generation, ClassicSurface):
         no_scores = torch.zeros(len(batch), device=self.current_device)
         operands = self._kl_penalty.operands(scored)
         return float(self.compute_rewards(no_scores, *operands, batch.mask)[2].sum(-1).mean())
-
-    def _eval_prompts(self, prompts: Any, column: str | None) -> Prompts | None:
-        if prompts is None:
-            return None
-        if hasattr(prompts, "column_names"):
-            return Prompts.from_dataset(prompts, column, self.tokenizer)
-        return Prompts.from_list(prompts, self.tokenizer)
 
     def _left_out(self, queries: list[Tensor], rollout: RolloutOutput | None) -> list[int]:
         """Samples that ended in NaN logits."""

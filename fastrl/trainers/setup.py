@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, ProjectConfiguration
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,7 +22,11 @@ from fastrl.models.layout import layout_of
 from fastrl.models.load import adapter_dropout, check_trainable
 from fastrl.models.modes import evaluating
 from fastrl.models.scoring import ScoringRequest
+from fastrl.processes import check_one_process
 from fastrl.trainers.stats import scalars
+
+# Where accelerate wraps models in DDP, whether or not there are other processes.
+_DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))
 
 
 def checked_policies(
@@ -125,6 +129,20 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
             init_kwargs=json_object(config.tracker_kwargs),
         )
     return accelerator
+
+
+def prepared(accelerator: Accelerator, model: nn.Module, *others: Any) -> tuple[Any, ...]:
+    """Model, and optimizer, dataloader and scheduler or None, as accelerate wraps them; without
+    DDP, which one process (``torchrun --nproc-per-node 1``) has no use for.
+
+    Raises:
+        ValueError: several processes under DDP.
+    """
+    if accelerator.distributed_type not in _DDP:
+        return accelerator.prepare(model, *others)
+    check_one_process("PPOTrainer", accelerator.num_processes)
+    model = accelerator.prepare_model(model, evaluation_mode=True)  # all but the wrapping
+    return (model, *accelerator.prepare(*others))
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:

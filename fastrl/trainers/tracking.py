@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from fastrl.trainers.callbacks import Evaluation, Samples, TrainCallback, without_nan
 from fastrl.trainers.stats import scalars
+
+if TYPE_CHECKING:
+    from fastrl.trainers.ppo import PPOTrainer
 
 _CONSOLE_ROWS = 4
 _MODEL_CARD = """\
@@ -36,6 +40,54 @@ model = {wrapper}.from_pretrained("{name}")
 
 `transformers.{parent}.from_pretrained` loads the language model alone.
 """
+
+
+class TrackerCallback(TrainCallback):
+    """Every step's and evaluation's numbers, and tables of their samples (query, response, reward),
+    to the trackers of ``PPOConfig.log_with``.
+
+    Tables ("samples", "eval/samples") go to trackers that accelerate knows to take them (wandb,
+    ClearML: those with a ``log_table``), and to tensorboard as text; others get the numbers alone.
+    Trackers stay open, as training may go on: ``trainer.accelerator.end_training()`` closes them.
+    """
+
+    def __init__(self) -> None:
+        self._samples: Samples | None = None
+
+    def on_samples(self, trainer: PPOTrainer, step: int, samples: Samples) -> None:
+        self._samples = samples
+
+    def on_step(self, trainer: PPOTrainer, step: int, metrics: dict[str, float]) -> None:
+        trainer.accelerator.log(without_nan(metrics), step=step)
+        if self._samples is not None:
+            _log_table(trainer.accelerator, "samples", self._samples, step)
+        self._samples = None
+
+    def on_eval(self, trainer: PPOTrainer, step: int, evaluation: Evaluation) -> None:
+        trainer.accelerator.log(without_nan(evaluation.scalars()), step=step)
+        samples = Samples(evaluation.prompts, evaluation.completions, evaluation.rewards)
+        _log_table(trainer.accelerator, "eval/samples", samples, step)
+
+
+def _log_table(accelerator: Accelerator, name: str, samples: Samples, step: int) -> None:
+    columns = ["query", "response", "reward"]
+    rows = [
+        list(row) for row in zip(samples.prompts, samples.completions, samples.rewards, strict=True)
+    ]
+    for tracker in accelerator.trackers:
+        if hasattr(tracker, "log_table"):
+            tracker.log_table(name, columns=columns, data=rows, step=step)
+        elif tracker.name == "tensorboard":
+            tracker.log({name: _markdown(columns, rows)}, step=step)
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table as tensorboard shows text."""
+    escaped = (
+        [str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row]
+        for row in (columns, ["---"] * len(columns), *rows)
+    )
+    return "\n".join(f"| {' | '.join(row)} |" for row in escaped)
 
 
 def log_stats(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 from transformers import AutoTokenizer
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
@@ -136,6 +136,151 @@ def test_a_tracker_gets_the_settings_and_the_numbers_of_a_step(capsys):
     assert values["ppo/mean_scores"] == 1.5
     assert all(isinstance(value, (int, float)) for value in values.values())
     assert capsys.readouterr().out == ""
+
+
+SAMPLING = {"max_new_tokens": 3, "do_sample": True}
+
+
+class TableTracker(Tracker):
+    """One with tables, as accelerate's of wandb has."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables, self.finished = [], 0
+
+    def log_table(self, table_name, columns=None, data=None, dataframe=None, step=None, **kwargs):
+        self.tables.append((step, table_name, columns, data))
+
+    def finish(self):
+        self.finished += 1
+
+
+def train(trainer, rewards=(1.0, 3.0), **arguments):
+    def reward_fn(prompts, **_):
+        return list(rewards)[: len(prompts)]
+
+    return trainer.train(
+        reward_fn,
+        **{
+            "steps": 2,
+            "prompts": ["w3 w4", "w5"],
+            "generation_kwargs": SAMPLING,
+            "progress": False,
+            **arguments,
+        },
+    )
+
+
+def test_training_sends_every_steps_numbers_and_samples_to_the_tracker():
+    tracker = TableTracker()
+    trainer = make_trainer(log_with=tracker)
+    result = train(trainer, eval_prompts=["w7"])
+    assert [step for step, _ in tracker.logged] == [0, 1, 2, 2]
+    (_, before), *steps, (_, after) = tracker.logged
+    for (_, values), metrics in zip(steps, result.history, strict=True):
+        assert values == metrics
+        assert values["reward/mean"] == 2.0
+    for values, evaluation in ((before, result.evaluations[0]), (after, result.evaluations[1])):
+        assert values["eval/reward_mean"] == evaluation.mean == 1.0
+    assert [table[:2] for table in tracker.tables] == [
+        (0, "eval/samples"),
+        (1, "samples"),
+        (2, "samples"),
+        (2, "eval/samples"),
+    ]
+    for _, _, columns, rows in tracker.tables[1:3]:
+        assert columns == ["query", "response", "reward"]
+        assert {query for query, _, _ in rows} == {"w3 w4", "w5"}
+        assert [reward for _, _, reward in rows] == [1.0, 3.0]
+        assert all(isinstance(response, str) for _, response, _ in rows)
+    assert tracker.tables[0][3] == [["w7", result.evaluations[0].completions[0], 1.0]]
+    assert tracker.finished == 0  # training may go on
+    train(trainer, steps=1)
+    assert tracker.logged[-1][0] == 3  # trackers refuse steps that go back
+
+
+def test_a_tracker_without_tables_gets_the_numbers():
+    tracker = Tracker()
+    train(make_trainer(log_with=tracker), steps=1)
+    ((step, values),) = tracker.logged
+    assert step == 1
+    assert all(isinstance(value, (int, float)) for value in values.values())
+
+
+def test_what_is_not_known_is_not_sent():
+    tracker = Tracker()
+    trainer = make_trainer(log_with=tracker, init_kl_coef=0.0, adap_kl_ctrl=False)
+    assert np.isnan(train(trainer, steps=1).history[0]["objective/kl"])
+    assert "objective/kl" not in tracker.logged[0][1]
+
+
+def test_tensorboard_shows_samples_as_a_table_of_text(monkeypatch, tmp_path):
+    written = []
+
+    class SummaryWriter:
+        def __init__(self, folder):
+            self.folder = folder
+
+        def add_scalar(self, name, value, global_step=None):
+            written.append((name, global_step, value))
+
+        def add_text(self, name, value, global_step=None):
+            written.append((name, global_step, value))
+
+        def add_hparams(self, values, metric_dict):
+            pass
+
+        def flush(self):
+            pass
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(torch.utils, "tensorboard", module, raising=False)
+    trainer = make_trainer(log_with=TensorBoardTracker("run", tmp_path))
+    train(trainer, steps=1, prompts=["w3", "w4"])
+    ((_, step, table),) = [each for each in written if each[0] == "samples"]
+    assert step == 1
+    head, line, *rows = table.splitlines()
+    assert (head, line) == ("| query | response | reward |", "| --- | --- | --- |")
+    assert sorted(row.split(" | ")[0] for row in rows) == ["| w3", "| w4"]
+    assert ("reward/mean", 1, 2.0) in written
+
+
+def test_cells_cannot_break_a_table_of_text():
+    assert tracking._markdown(["a"], [["x|y\nz"]]).splitlines()[2] == "| x\\|y<br>z |"
+
+
+def test_wandb_gets_numbers_and_its_own_table_at_one_step(monkeypatch):
+    class Run:
+        def __init__(self):
+            self.logged, self.finished = [], 0
+
+        def log(self, values, step=None):
+            self.logged.append((step, values))
+
+        def finish(self):
+            self.finished += 1
+
+    class Table:
+        def __init__(self, columns=None, data=None, dataframe=None):
+            self.columns, self.data = columns, data
+
+    run = Run()
+    config = types.SimpleNamespace(update=lambda *a, **k: None)
+    module = types.SimpleNamespace(Table=Table, init=lambda **k: run, config=config)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr("accelerate.tracking.is_wandb_available", lambda: True)
+    trainer = make_trainer(log_with=WandBTracker("here"))
+    train(trainer, steps=1)
+    steps = [step for step, _ in run.logged]
+    assert set(steps) == {1}
+    merged = {name: value for _, values in run.logged for name, value in values.items()}
+    assert merged["reward/mean"] == 2.0
+    assert merged["samples"].columns == ["query", "response", "reward"]
+    assert len(merged["samples"].data) == 2
+    trainer.accelerator.end_training()
+    assert run.finished == 1
 
 
 def test_a_saved_trainer_loads_with_tokenizer_and_model_card(tmp_path):

@@ -3,13 +3,19 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
+from transformers import GenerationConfig
 
 from fastrl import JsonlCallback, PPOConfig, PPOTrainer, ProgressCallback, TrainCallback
-from fastrl.trainers.loop import Prompts
-from tests import tiny_models
+from fastrl.models.layout import layout_of
+from fastrl.trainers.prompts import Prompts, PromptStream, new_tokens_of
+from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 
 TEXTS = ["w3 w4", "w5 w6 w7", "w8", "w9 w10", "w11 w12", "w13 w14 w15 w16"]
@@ -23,9 +29,8 @@ def make_trainer(dataset=None, **settings):
     return PPOTrainer(config, tiny_models.policy(), None, tiny.tokenizer(), dataset=dataset)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def trainer():
-    """For tests that do not mind where training stands."""
     return make_trainer()
 
 
@@ -191,19 +196,303 @@ def test_impossible_runs_are_refused(trainer, arguments, message):
 
 
 def test_batches_are_whole_seeded_and_pass_over_all_prompts():
-    prompts = Prompts.from_list(TEXTS[:5], tiny.tokenizer())
-
     def drawn(seed, count):
-        batches = prompts.batches(2, seed)
-        return [next(batches).texts for _ in range(count)]
+        stream = PromptStream(5, seed)
+        return [stream.take(2) for _ in range(count)]
 
     passes = drawn(0, 40)
     assert all(len(batch) == 2 for batch in passes)
     for first, second in zip(passes[::2], passes[1::2], strict=True):
         assert len({*first, *second}) == 4
-    assert {text for batch in passes for text in batch} == set(TEXTS[:5])
+    assert {index for batch in passes for index in batch} == set(range(5))
     assert drawn(0, 40) == passes
     assert drawn(1, 40) != passes
+
+
+def test_the_order_is_that_of_permutations_drawn_one_after_the_other():
+    draws = np.random.RandomState(7)
+    orders = [draws.permutation(5).tolist() for _ in range(3)]
+    stream = PromptStream(5, 7)
+    for order in orders:
+        assert [stream.take(2), stream.take(2)] == [order[:2], order[2:4]]
+
+
+def test_a_stream_goes_on_from_where_its_state_says():
+    stream = PromptStream(5, 3)
+    for _ in range(7):
+        stream.take(2)
+    state = json.loads(json.dumps(stream.state_dict()))
+    assert (state["epoch"], state["index"]) == (3, 2)
+    other = PromptStream(5, 3)
+    other.load_state_dict(state)
+    assert [other.take(2) for _ in range(6)] == [stream.take(2) for _ in range(6)]
+    with pytest.raises(ValueError, match="has count 5, this one 6"):
+        PromptStream(6, 3).load_state_dict(state)
+    with pytest.raises(ValueError, match="a batch of 7 cannot be taken from 5 prompts"):
+        stream.take(7)
+
+
+# ---------------------------------------------------------------------- a second run
+
+
+def seen(reward):
+    return [call["prompts"] for call in reward.calls]
+
+
+def test_a_second_run_takes_the_prompts_that_come_next():
+    whole, parts, trainer = Recorder(), Recorder(), make_trainer()
+    run(make_trainer(), whole, steps=4)
+    run(trainer, parts, steps=1)
+    run(trainer, parts, steps=3)
+    assert seen(parts) == seen(whole)
+
+
+def test_the_same_prompts_in_a_data_set_go_on_too():
+    whole, parts, trainer = Recorder(), Recorder(), make_trainer()
+    run(make_trainer(), whole, steps=3)
+    run(trainer, parts, steps=2)
+    run(trainer, parts, prompts=None, dataset=Dataset.from_dict({"prompt": TEXTS}))
+    assert seen(parts) == seen(whole)
+
+
+def test_other_prompts_begin_an_order_of_their_own_and_the_first_go_on_after_them():
+    whole, parts, others, trainer = Recorder(), Recorder(), Recorder(), make_trainer()
+    run(make_trainer(), whole, steps=3)
+    run(trainer, parts, steps=2)
+    run(trainer, others, steps=2, prompts=["w20", "w21", "w22", "w23"])
+    run(trainer, parts, steps=1)
+    assert sorted(p for batch in seen(others) for p in batch) == ["w20", "w21", "w22", "w23"]
+    assert seen(parts) == seen(whole)
+
+
+def test_steps_are_counted_over_a_trainers_runs(trainer, tmp_path):
+    events, metrics = [], JsonlCallback(tmp_path / "metrics.jsonl")
+    for _ in range(2):
+        result = run(
+            trainer,
+            zero,
+            steps=2,
+            eval_prompts=["w3", "w4"],
+            callbacks=[Events("", events), metrics],
+        )
+    expected = [("begin", 2), ("eval", 0), ("step", 1), ("step", 2), ("eval", 2), ("end", 2)]
+    expected += [("begin", 2), ("eval", 2), ("step", 3), ("step", 4), ("eval", 4), ("end", 2)]
+    assert [what for _, *what in events] == [list(what) for what in expected]
+    assert [e.step for e in result.evaluations] == [2, 4]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 2, 2, 3, 4, 4]
+
+
+def test_a_metrics_file_is_begun_anew_for_another_trainer(tmp_path):
+    metrics = JsonlCallback(tmp_path / "metrics.jsonl")
+    for _ in range(2):
+        run(make_trainer(), zero, steps=1, callbacks=[metrics])
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+# ---------------------------------------------------------------------- chats
+
+TEMPLATE = (
+    "<bos>{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}"
+    "{% endif %} {{ m.role }} {{ m.content }} w50{% endfor %}"
+    "{% if add_generation_prompt %} assistant{% endif %}"
+)
+CHATS = [
+    [{"role": "user", "content": "w3 w4"}],
+    [{"role": "system", "content": "w9"}, {"role": "user", "content": "w5"}],
+    [
+        {"role": "user", "content": "w6"},
+        {"role": "assistant", "content": "w7"},
+        {"role": "user", "content": "w8"},
+    ],
+]
+
+
+def chat_trainer(template=TEMPLATE, **settings):
+    trainer = make_trainer(**settings)
+    vocabulary = {"user": 40, "assistant": 41, "system": 42}
+    if template is not None:
+        for role, token in vocabulary.items():
+            template = template.replace("{{ m.role }}", "{{ roles[m.role] }}", 1)
+            template = template.replace(f" {role}{{% endif", f" w{token}{{% endif")
+        roles = "{% set roles = {'user': 'w40', 'assistant': 'w41', 'system': 'w42'} %}"
+        template = roles + template
+    trainer.tokenizer.chat_template = template
+    # As many tokenizers do: BOS in front of every text.
+    trainer.tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", tiny.BOS)]
+    )
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"advantage": "grpo", "group_size": 2, "batch_size": 4}], ids=["ppo", "grpo"]
+)
+@pytest.mark.parametrize("kind", ["list", "dataset"])
+def test_chats_go_through_the_template_and_reach_the_reward_as_messages(
+    kind, settings, monkeypatch
+):
+    trainer, reward, queries = chat_trainer(**settings), Recorder(), []
+    step = trainer.step
+    monkeypatch.setattr(
+        trainer, "step", lambda q, *rest: queries.append([x.tolist() for x in q]) or step(q, *rest)
+    )
+    given = {"prompts": CHATS}
+    if kind == "dataset":
+        given = {"prompts": None, "dataset": Dataset.from_dict({"prompt": CHATS, "n": [0, 1, 2]})}
+    run(trainer, reward, steps=2, eval_prompts=CHATS[2:], **given)
+    expected = {
+        json.dumps(CHATS[0]): [tiny.BOS, 40, 3, 4, 50, 41],
+        json.dumps(CHATS[1]): [tiny.BOS, 42, 9, 50, 40, 5, 50, 41],
+        json.dumps(CHATS[2]): [tiny.BOS, 40, 6, 50, 41, 7, 50, 40, 8, 50, 41],
+    }
+    evaluation, *calls = reward.calls[0], *reward.calls[1:3]
+    assert evaluation["prompts"] == CHATS[2:]
+    assert len(queries) == 2
+    for call, batch in zip(calls, queries, strict=True):
+        assert batch == [expected[json.dumps(prompt)] for prompt in call["prompts"]]
+        for ids, (message,) in zip(call["completion_ids"], call["completions"], strict=True):
+            text = trainer.tokenizer.decode(ids, skip_special_tokens=True)
+            assert message["role"] == "assistant"
+            assert message["content"].split() == text.split()
+
+
+def test_an_evaluation_shows_chats_as_text():
+    trainer = chat_trainer()
+    result = run(trainer, zero, prompts=CHATS[:2], eval_prompts=CHATS[:1])
+    assert result.evaluations[0].prompts == ["<bos> w40 w3 w4 w50 w41"]
+    assert isinstance(result.evaluations[0].completions[0], str)
+
+
+def test_a_text_that_begins_with_bos_gets_no_other():
+    prompts = Prompts.from_list(["<bos> w3", "w3"], chat_trainer().tokenizer)
+    assert [ids.tolist() for ids in prompts.ids] == [[tiny.BOS, 3], [tiny.BOS, 3]]
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([{"role": "user"}], r"prompts\[1\] holds {'role': 'user'}: chat messages are dicts"),
+        ([{"role": "user", "content": None}], r"prompts\[1\] holds .*content of text"),
+        ([{"role": "user", "content": " "}], r"prompts\[1\] is empty: nothing is said"),
+        (CHATS[2][:2], r"prompts\[1\] ends with an assistant's message"),
+        (CHATS[1][::-1], r"prompts\[1\]: the chat template refuses .* system comes first"),
+    ],
+)
+def test_chats_that_are_no_prompts_are_refused_by_name(chat, message):
+    trainer = chat_trainer()
+    with pytest.raises(ValueError, match=message):
+        run(trainer, zero, prompts=[CHATS[0], chat])
+    assert trainer.current_step == 0
+
+
+def test_chats_need_a_template_and_the_tokenizer_is_named():
+    with pytest.raises(ValueError, match=r"prompts\[0\] holds chat messages.*no chat template"):
+        run(chat_trainer(None), zero, prompts=CHATS)
+    with pytest.raises(ValueError, match="must be a list of chats"):
+        run(chat_trainer(), zero, prompts=CHATS[0])
+
+
+# ---------------------------------------------------------------------- prompts that are too long
+
+LONG = " ".join(f"w{3 + i}" for i in range(45))  # with 4 new tokens one more than the context
+
+
+@pytest.mark.parametrize("where", ["prompts", "dataset", "eval_prompts", "eval data set"])
+def test_a_prompt_over_the_context_is_found_before_the_first_step(trainer, where):
+    texts, reward = [*TEXTS, LONG], Recorder()
+    arguments, name = {
+        "prompts": ({"prompts": texts}, r"prompts\[6\]"),
+        "dataset": (
+            {"prompts": None, "dataset": Dataset.from_dict({"query": texts})},
+            "row 6 of column 'query'",
+        ),
+        "eval_prompts": ({"eval_prompts": texts}, r"eval_prompts\[6\]"),
+        "eval data set": (
+            {"eval_prompts": Dataset.from_dict({"prompt": texts})},
+            "row 6 of eval_prompts's column 'prompt'",
+        ),
+    }[where]
+    message = f"{name} has 45 tokens; with 4 new ones it exceeds the model's context of 48"
+    with pytest.raises(ValueError, match=message):
+        run(trainer, reward, **arguments)
+    assert reward.calls == []
+
+
+def test_prompts_over_the_context_are_dropped_and_counted_where_that_is_asked_for(trainer):
+    reward = Recorder()
+    with pytest.warns(UserWarning, match=r"leaves out \d of \d prompts: .*prompts\[\d\]") as caught:
+        result = run(
+            trainer,
+            reward,
+            steps=3,
+            prompts=[LONG, *TEXTS[:3], LONG],
+            eval_prompts=[*TEXTS[:2], LONG],
+            long_prompts="drop",
+        )
+    assert sum("leaves out" in str(w.message) for w in caught) == 2
+    assert (result.dropped_prompts, result.dropped_eval_prompts) == (2, 1)
+    assert result.evaluations[0].prompts == TEXTS[:2]
+    assert {p for call in reward.calls for p in call["prompts"]} <= set(TEXTS[:3])
+    with pytest.raises(ValueError, match=r"no prompt is left: prompts\[0\] has 45 tokens"):
+        run(trainer, reward, prompts=[LONG, LONG], long_prompts="drop")
+    with pytest.raises(ValueError, match="unknown long_prompts 'cut': choose one of refuse, drop"):
+        run(trainer, reward, long_prompts="cut")
+
+
+def test_an_encoder_decoders_prompt_and_response_have_a_context_each():
+    layout = layout_of(seq2seq_models.policy("bart"))
+    words = ["w3"] * seq2seq_models.CONTEXT
+    prompts = Prompts.from_list([" ".join(words)], tiny.tokenizer())
+    assert prompts.fitting(layout, seq2seq_models.CONTEXT - 1, "refuse") is prompts
+    with pytest.raises(ValueError, match=r"prompts\[0\] .* the decoder's context of 24"):
+        prompts.fitting(layout, seq2seq_models.CONTEXT, "refuse")
+    longer = Prompts.from_list(["w3", " ".join([*words, "w4"])], tiny.tokenizer())
+    with pytest.raises(ValueError, match=r"prompts\[1\] .* the encoder's context of 24"):
+        longer.fitting(layout, 1, "refuse")
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "expected"),
+    [
+        ({"max_new_tokens": 7}, {"max_new_tokens": 3}, 7),
+        ({}, {"max_new_tokens": 3}, 3),
+        ({}, {}, 20),
+        ({"max_length": 30}, {}, 1),  # which counts the prompt
+        ({"generation_config": GenerationConfig(max_new_tokens=5)}, {"max_new_tokens": 3}, 5),
+    ],
+)
+def test_the_room_a_response_needs_is_that_of_generate(given, own, expected):
+    model = tiny_models.policy()
+    model.pretrained_model.generation_config.update(**own)
+    assert new_tokens_of(given, model) == expected
+
+
+# ---------------------------------------------------------------------- processes
+
+
+def test_several_processes_are_refused(trainer, monkeypatch):
+    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 2))
+    with pytest.raises(ValueError, match=r"PPOTrainer.train\(\) runs as one process.*as 2: "):
+        run(trainer, zero)
+    assert trainer.current_step == 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_process_under_ddp_trains_and_several_are_refused(monkeypatch, processes):
+    # As torchrun starts them where there are GPUs.
+    ddp = property(lambda self: DistributedType.MULTI_CPU)
+    monkeypatch.setattr(Accelerator, "distributed_type", ddp)
+    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: processes))
+    if processes > 1:
+        with pytest.raises(ValueError, match="PPOTrainer runs as one process"):
+            make_trainer()
+        return
+    trainer = make_trainer(learning_rate=1e-2)
+    before = trainer.model.v_head.summary.weight.clone()
+    assert run(trainer, Recorder()).history[0]["ppo/optimizer_steps"] == 1
+    assert not torch.equal(trainer.model.v_head.summary.weight, before)
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -279,11 +568,11 @@ def test_callbacks_are_told_in_order(trainer):
     assert events == [(name, *what) for what in [*expected, ("end", 2)] for name in "ab"]
 
 
-def test_metrics_go_to_a_file_line_by_line(trainer, tmp_path):
+def test_metrics_go_to_a_file_line_by_line(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
-    for _ in range(2):  # a second run starts the file anew
+    for _ in range(2):  # another callback starts the file anew
         result = run(
-            trainer,
+            make_trainer(),
             zero,
             steps=2,
             eval_prompts=["w3", "w4"],
