@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PROMPT = "prompt"
 ROW = "__row__"  # a column that says which row of its file a row was, for messages
+LONG_PROMPTS = ("refuse", "drop")  # what becomes of prompts over a model's context
 USUAL_COLUMNS = (PROMPT, "query", "text")
 _FORMATS = {
     ".jsonl": "json",

@@ -1,7 +1,8 @@
 """Reward functions from a name: a sequence classifier, or a Python function.
 
 A reward function is called as ``reward_fn(prompts, completions, completion_ids, **columns)`` and
-returns one number per completion; ``columns`` are the other columns of the data set.
+returns one number per completion; ``columns`` are the other columns of the data set. Prompts and
+completions are texts; where prompts are chats, both are lists of messages, as in TRL 1.x.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _LONGEST_INPUT = 1_000_000  # tokenizers without a limit state one beyond this
 
 
 class ClassifierReward:
-    """The logit that a sequence classifier gives to one label of "prompt + completion".
+    """The logit that a sequence classifier gives to one label of "prompt + completion"; of chats,
+    to the whole conversation as the classifier's own chat template writes it.
 
     Args:
         model: a sequence-classification model; it is frozen and put into evaluation mode.
@@ -77,13 +79,37 @@ class ClassifierReward:
         return self
 
     def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], *_: Any, **__: Any
+        self, prompts: Sequence[Any], completions: Sequence[Any], *_: Any, **__: Any
     ) -> list[float]:
-        return self.score([p + c for p, c in zip(prompts, completions, strict=True)])
+        """Of texts, or of chat messages and the messages that answer them.
+
+        Raises:
+            ValueError: chats, and the classifier's tokenizer has no chat template.
+        """
+        pairs = list(zip(prompts, completions, strict=True))
+        texts = [p + c if isinstance(p, str) else self._conversation(p, c) for p, c in pairs]
+        scores = torch.empty(len(texts))
+        # A template brings the special tokens, the tokenizer puts them around a text.
+        for chat in (False, True):
+            chosen = [i for i, (p, _) in enumerate(pairs) if isinstance(p, str) is not chat]
+            if chosen:
+                scores[chosen] = torch.tensor(self.score([texts[i] for i in chosen], chat=chat))
+        return scores.tolist()
+
+    def _conversation(self, prompt: Any, completion: Any) -> str:
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"the reward model's tokenizer ({type(self.tokenizer).__name__} "
+                f"{self.tokenizer.name_or_path!r}) has no chat template, and the prompts are "
+                "chats: set its chat_template to the one that the model was trained with, or bring "
+                "a function as the reward"
+            )
+        said = [*prompt, *completion]
+        return self.tokenizer.apply_chat_template(said, tokenize=False)
 
     @torch.inference_mode()
-    def score(self, texts: Sequence[str]) -> list[float]:
-        """The label's logit for each text."""
+    def score(self, texts: Sequence[str], *, chat: bool = False) -> list[float]:
+        """The label's logit for each text; with ``chat`` they bring their special tokens along."""
         # Texts of like length share a batch, so that little of it is padding.
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         scores = torch.empty(len(texts))
@@ -92,6 +118,7 @@ class ClassifierReward:
             batch = self.tokenizer(
                 [texts[i] for i in chosen],
                 padding=True,
+                add_special_tokens=not chat,
                 truncation=self.max_length is not None,
                 max_length=self.max_length,
                 return_tensors="pt",

@@ -21,12 +21,13 @@ from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.evaluation import Means, OfflineEvaluation, OnlineEvaluation, make_evaluation
 from fastrl.alignment.learners import make_learner
 from fastrl.alignment.losses import Loss, make_loss
+from fastrl.model_card import Method, OwnModelCard
 from fastrl.models.modes import evaluating
 from fastrl.rollout import choose_engine
 from fastrl.supervised.base import settings_of
 
 
-class Trainer(transformers.Trainer):
+class Trainer(OwnModelCard, transformers.Trainer):
     """Aligns a model by a loss, on the batches of a factory.
 
     transformers' Trainer does what it does elsewhere: optimizer and schedule, accumulation,
@@ -81,6 +82,7 @@ class Trainer(transformers.Trainer):
         if factory.task.online:
             self.loss.check_sampling(factory.params)
         _check(factory, eval_factory)
+        self.method = Method.aligned(factory.task.name, self.loss.name)
         self.learner = make_learner(args, self.loss, factory.task, factory.tokenizer)
         model = self.learner.ready(model, ref_model, peft_config)
         args.remove_unused_columns = False

@@ -136,6 +136,8 @@ def fit(
     after = judge(trainer.evaluate()) if held_out else {}
     trainer.save_model(str(output / "model"))
     trainer.processing_class.save_pretrained(output / "model")
+    if trainer.accelerator.is_main_process:
+        trainer.write_card(str(output / "model"))
     with contextlib.suppress(OSError):  # it holds checkpoints
         Path(trainer.args.output_dir).rmdir()
     summary = {

@@ -5,20 +5,26 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastrl.config import PPOConfig
+from fastrl.config import PPOConfig, json_object
 from fastrl.jobs.lora import lora_config
-from fastrl.prompt_data import PROMPT, drop_prompts, load_table, sample_rows, take_prompts
+from fastrl.prompt_data import (
+    LONG_PROMPTS,
+    PROMPT,
+    ROW,
+    drop_prompts,
+    load_table,
+    sample_rows,
+    take_prompts,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
     from fastrl.report import Comparison
-    from fastrl.rewards import RewardFunction
 
 
 def _help(text: str, default: Any = dataclasses.MISSING) -> Any:
@@ -54,6 +60,11 @@ class PPOJob:
     dataset_split: str = _help("Split of a Hub data set.", "train")
     prompt_words: int | None = _help("Take only the first words of each text as prompt.", None)
     max_prompt_tokens: int | None = _help("Take only the first tokens of each prompt.", None)
+    long_prompts: str = _help(
+        "What becomes of prompts that with their new tokens exceed the model's context: refuse or "
+        "drop (they are counted).",
+        "refuse",
+    )
 
     eval_dataset: str | None = _help(
         "Data set to evaluate on; by default prompts are held out from --dataset.", None
@@ -93,6 +104,11 @@ class PPOJob:
                 f"lora_dropout must be 0, got {self.lora_dropout}: with dropout the probability "
                 "ratio would differ from 1 where nothing was learned, so the policy is trained in "
                 "evaluation mode; fastrl sft and reward take it"
+            )
+        if self.long_prompts not in LONG_PROMPTS:
+            raise ValueError(
+                f"unknown long_prompts {self.long_prompts!r}: choose one of "
+                f"{', '.join(LONG_PROMPTS)}"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
@@ -188,22 +204,25 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         job.model, dtype=job.dtype, peft_config=peft_config, is_trainable=True
     )
 
+    output = Path(job.output)
+    if config.log_with is not None:  # tensorboard writes into a folder
+        json_object(config.project_kwargs).setdefault("logging_dir", str(output / "logs"))
     trainer = PPOTrainer(config, model, tokenizer=tokenizer)
     if isinstance(reward, ClassifierReward):
         reward.to(trainer.current_device)
-    output = Path(job.output)
     result = trainer.train(
-        reward if eval_rows is None else with_columns(reward, eval_rows),
+        reward,
         steps=flags.steps,
         dataset=train_rows,
         prompt_column=PROMPT,
         generation_kwargs=job.generation_kwargs,
-        eval_prompts=None if eval_rows is None else eval_rows[PROMPT][:],
+        eval_prompts=eval_rows,
         eval_every=job.eval_every,
         missing_eos_penalty=job.missing_eos_penalty,
+        long_prompts=job.long_prompts,
         callbacks=[JsonlCallback(output / "metrics.jsonl")],
     )
-    return finish_run(
+    comparison = finish_run(
         trainer,
         result,
         output,
@@ -212,19 +231,25 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         summary={
             "job": dataclasses.asdict(job),
             "ppo": flags.to_dict(),
-            "train_prompts": len(train_rows),
-            "eval_prompts": 0 if eval_rows is None else len(eval_rows),
+            "train_prompts": len(train_rows) - result.dropped_prompts,
+            "eval_prompts": 0
+            if eval_rows is None
+            else len(eval_rows) - result.dropped_eval_prompts,
+            "long_prompts_dropped": result.dropped_prompts + result.dropped_eval_prompts,
             "seconds": time.perf_counter() - started,
         },
     )
+    trainer.accelerator.end_training()  # trackers are closed
+    return comparison
 
 
 def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Dataset | None]:
     """Rows to train on and rows to evaluate on, with a column "prompt"; no prompt is in both."""
 
     def rows_of(source: str) -> Dataset:
+        table = load_table(source, job.dataset_split)
         return take_prompts(
-            load_table(source, job.dataset_split),
+            table.add_column(ROW, list(range(len(table)))),
             job.prompt_column,
             words=job.prompt_words,
             max_tokens=job.max_prompt_tokens,
@@ -237,22 +262,3 @@ def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Datas
     source = train_rows if job.eval_dataset is None else rows_of(job.eval_dataset)
     eval_rows = sample_rows(source, job.eval_prompts, seed)
     return drop_prompts(train_rows, eval_rows[PROMPT]), eval_rows
-
-
-def with_columns(reward: RewardFunction, eval_rows: Dataset) -> RewardFunction:
-    """The reward function, given the columns of ``eval_rows`` where it is called without any.
-
-    ``PPOTrainer.train`` takes evaluation prompts as texts alone; a reward function that needs, say,
-    the answer beside each prompt needs it there as well.
-    """
-    row_of = {prompt: row for row, prompt in enumerate(eval_rows[PROMPT])}
-    eval_columns = {name: eval_rows[name][:] for name in eval_rows.column_names if name != PROMPT}
-
-    def reward_fn(prompts: list[str], **given: Any) -> Sequence[float]:
-        if eval_columns and not any(name in given for name in eval_columns):
-            rows = [row_of[prompt] for prompt in prompts]
-            for name, values in eval_columns.items():
-                given[name] = [values[row] for row in rows]
-        return reward(prompts=prompts, **given)
-
-    return reward_fn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fastrl import hub
+from fastrl.model_card import write_model_card
 from fastrl.models.adapters import NOT_THE_POLICYS, RewardAdapter
 from fastrl.models.checkpoints import (
     HEAD_PREFIX,
@@ -311,16 +314,17 @@ class PreTrainedModelWrapper(nn.Module):
         return [n for n in self.pretrained_model.peft_config if n not in NOT_THE_POLICYS]
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Upload what :meth:`save_pretrained` saves. Keyword arguments go to ``HfApi``."""
-        import tempfile
+        """Upload what :meth:`save_pretrained` saves and a model card, in one commit.
 
-        from huggingface_hub import HfApi
-
+        Args:
+            kwargs: see :func:`fastrl.hub.upload`, such as ``private``, ``token`` and
+                ``commit_message``.
+        """
+        hub.check_options(kwargs)
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            api = HfApi(token=kwargs.pop("token", None))
-            api.create_repo(repo_id, private=kwargs.pop("private", None), exist_ok=True)
-            return api.upload_folder(repo_id=repo_id, folder_path=folder, **kwargs)
+            write_model_card(folder, repo_id, self)
+            return hub.upload(folder, repo_id, **kwargs)
 
 
 def _initialise(head: ValueHead, strategy: str | None, spread: float) -> None:

@@ -14,12 +14,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from fastrl.model_card import OwnModelCard
 from fastrl.models.load import check_trainable
 from fastrl.models.modes import context_length
 from fastrl.supervised.arguments import SupervisedArguments, is_path
 
 
-class SupervisedTrainer(Trainer):
+class SupervisedTrainer(OwnModelCard, Trainer):
     """transformers' Trainer, whose models and data sets are made ready wherever they come in: at
     construction, from ``model_init``, in ``evaluate`` and in ``predict``.
 

@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 import fastrl_kernels
+from fastrl.model_card import REWARD
 from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.modes import evaluating
 from fastrl.supervised.arguments import SupervisedArguments, setting, tokenizer_of
@@ -94,6 +95,7 @@ class RewardTrainer(SupervisedTrainer):
     """
 
     _tag_names: ClassVar[list[str]] = ["fastrl", "reward-trainer"]  # of the model on the Hub
+    method = REWARD
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DataCollatorForLanguageModeling
 
+from fastrl.model_card import SFT
 from fastrl.models.heads import Head, choose_head
 from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.modes import evaluating
@@ -88,6 +89,8 @@ class SFTTrainer(SupervisedTrainer):
         ValueError: no pad token, data that cannot be used, a model that cannot pack, has no weight
             to train or is no causal language model.
     """
+
+    method = SFT
 
     def __init__(
         self,

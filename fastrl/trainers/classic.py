@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastrl import hub
+from fastrl.config import PPOConfig
 from fastrl.core import entropy_from_logits
+from fastrl.model_card import policy_gradient, write_model_card
 from fastrl.models.modes import evaluating
 from fastrl.trainers import data, stats, tracking
 from fastrl.trainers.advantages import GAE
@@ -22,7 +26,6 @@ from fastrl.trainers.update import PPOUpdate
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from fastrl.config import PPOConfig
     from fastrl.models import PreTrainedModelWrapper
     from fastrl.references import Reference
 
@@ -274,17 +277,40 @@ class ClassicSurface:
         state_dict = self.accelerator.get_state_dict(self.model)
         if not self.accelerator.is_main_process:
             return
+        card = Path(save_directory) / "README.md"
+        own = card.read_bytes() if card.exists() else None
         self._unwrapped.save_pretrained(save_directory, state_dict=state_dict)
         self.tokenizer.save_pretrained(save_directory)
-        if not (Path(save_directory) / "README.md").exists():
+        # PEFT writes a card of its own.
+        if own is None:
             self.create_model_card(save_directory)
+        else:
+            card.write_bytes(own)
 
     def create_model_card(self, path: str | Path, model_name: str | None = None) -> None:
-        """Write ``README.md``: what the model is and how to load it."""
-        name = model_name or Path(path).name
-        tracking.write_model_card(path, name, self.config.model_name, self._unwrapped)
+        """Write ``README.md``: what the model is, how it was trained, and how to load it.
+
+        The base model is what the model itself names, or else ``PPOConfig.model_name`` where that
+        was set.
+        """
+        name = model_name or Path(path).absolute().name
+        unset = PPOConfig.__dataclass_fields__["model_name"].default
+        given = None if self.config.model_name == unset else self.config.model_name
+        method = policy_gradient(self.config.method)
+        write_model_card(path, name, self._unwrapped, method, given)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Upload model and tokenizer; keyword arguments go to both uploads' ``HfApi`` calls."""
-        self.tokenizer.push_to_hub(repo_id, token=kwargs.get("token"))
-        return self._unwrapped.push_to_hub(repo_id, **kwargs)
+        """Upload model, tokenizer and model card, in one commit.
+
+        Args:
+            kwargs: see :func:`fastrl.hub.upload`, such as ``private``, ``token`` and
+                ``commit_message``.
+        """
+        hub.check_options(kwargs)
+        with tempfile.TemporaryDirectory() as folder:
+            if self.accelerator.is_main_process:
+                self.create_model_card(folder, repo_id)
+            self.save_pretrained(folder)
+            if self.accelerator.is_main_process:
+                return hub.upload(folder, repo_id, **kwargs)
+        return None

@@ -16,6 +16,7 @@ from fastrl.core import PPODecorators, set_seed
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.modes import evaluating
 from fastrl.processes import check_one_process
+from fastrl.prompt_data import LONG_PROMPTS
 from fastrl.references import choose_reference
 from fastrl.rewards import RewardFunction
 from fastrl.rollout import RolloutOutput
@@ -31,7 +32,7 @@ from fastrl.trainers.generation import Generation
 from fastrl.trainers.loop import Loop
 from fastrl.trainers.losses import UpdateLoss, make_aggregate, make_kl_place
 from fastrl.trainers.nonfinite import samples_left_out
-from fastrl.trainers.prompts import LONG_PROMPTS, PromptStream, read_prompts
+from fastrl.trainers.prompts import PromptStream, read_prompts
 from fastrl.trainers.reuse import RolloutMemory, make_reuse, without_figures
 from fastrl.trainers.rollouts import make_rollouts
 from fastrl.trainers.sampling import SamplingArguments

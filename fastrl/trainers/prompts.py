@@ -15,8 +15,6 @@ from fastrl.models.layout import Joined
 from fastrl.prompt_data import ROW
 from fastrl.supervised.dialogues import Said, encode, is_blank, is_chat, is_message, join
 
-LONG_PROMPTS = ("refuse", "drop")
-
 _PROMPT_COLUMNS = ("prompt", "query")
 _REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
@@ -74,6 +72,7 @@ class Prompts:
         rows = list(range(len(prompts))) if rows is None else rows
         said: list[Said] = []
         texts, ids = [], []
+        prompt: Any
         for row, prompt in zip(rows, prompts, strict=True):
             name = name_of(row)
             if isinstance(prompt, str) or is_chat(prompt):
@@ -81,8 +80,7 @@ class Prompts:
                 tokens = encode(text, tokenizer, chat=not isinstance(prompt, str))
                 said.append(prompt)
             else:
-                tokens = prompt  # type: ignore[assignment]
-                text = tokenizer.decode(tokens)
+                tokens, text = prompt, tokenizer.decode(prompt)
                 said.append(text)
             texts.append(text)
             ids.append(torch.as_tensor(tokens, dtype=torch.long))
@@ -201,6 +199,7 @@ class PromptStream:
 
     def __init__(self, count: int, seed: int):
         self.count, self.seed = count, seed
+        self.epoch = self.index = 0
         self._go_to(0, 0)
 
     def take(self, size: int) -> list[int]:

@@ -1,9 +1,8 @@
-"""Where a step's statistics go besides the caller: trackers, the console, the model card."""
+"""Where a step's statistics go besides the caller: trackers and the console."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,27 +18,6 @@ if TYPE_CHECKING:
     from fastrl.trainers.ppo import PPOTrainer
 
 _CONSOLE_ROWS = 4
-_MODEL_CARD = """\
----
-library_name: transformers
-tags:
-- fastrl
-- ppo
-- reinforcement-learning
----
-
-# {name}
-
-A language model fine-tuned with PPO by fastrl, starting from `{base}`. It carries a value head:
-
-```python
-from fastrl import {wrapper}
-
-model = {wrapper}.from_pretrained("{name}")
-```
-
-`transformers.{parent}.from_pretrained` loads the language model alone.
-"""
 
 
 class TrackerCallback(TrainCallback):
@@ -140,14 +118,3 @@ def _print_samples(columns: Sequence[str], rows: Sequence[tuple], logs: Mapping[
     for row in rows[:_CONSOLE_ROWS]:
         table.add_row(*(str(cell) for cell in row[:-1]), f"{row[-1]:.3f}")
     Console().print(table)
-
-
-def write_model_card(path: str | Path, name: str, base: str, model: Any) -> None:
-    """A README.md that says what the model is and how to load it."""
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    classes = {
-        "wrapper": type(model).__name__,
-        "parent": model.transformers_parent_class.__name__,
-    }
-    (folder / "README.md").write_text(_MODEL_CARD.format(name=name, base=base, **classes))

@@ -59,6 +59,10 @@ def test_a_run_leaves_a_model_metrics_and_a_report(command, folder, tmp_path, ca
     assert not torch.equal(before, after)
     assert AutoTokenizer.from_pretrained(run / "model").eos_token == "<eos>"
     assert not (run / "checkpoints").exists()
+    card = (run / "model" / "README.md").read_text()
+    start = folder / ("lm" if command == "sft" else "clf1")
+    assert "trained with fastrl" in card
+    assert f"**Base model:** `{start}`" in card
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,0 +1,236 @@
+"""The model card of what fastrl has trained: where it comes from, what it is, how to load it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TEMPLATE = """\
+---
+library_name: {library}
+{base_line}tags:
+{tags}
+---
+
+# {name}
+
+{what}, trained with fastrl.
+
+- **Method:** {method}
+- **Base model:** {base}
+- **Weights:** {weights}
+- **Value head:** {value_head}
+
+```python
+{snippet}
+```
+"""
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_KINDS = {
+    "causal": ("A causal language model", "CausalLM"),
+    "seq2seq": ("An encoder–decoder", "Seq2SeqLM"),
+    "reward": ("A reward model (a sequence classifier)", "SequenceClassification"),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a model was trained.
+
+    Attributes:
+        title: in words.
+        tags: of the Hub.
+    """
+
+    title: str
+    tags: tuple[str, ...]
+
+    @classmethod
+    def aligned(cls, task: str, loss: str) -> Method:
+        """Of the alignment framework."""
+        return cls(f"the loss {loss} on the task {task}", ("alignment", loss.lower()))
+
+
+SFT = Method("supervised fine-tuning (SFT)", ("sft",))
+REWARD = Method("reward modelling on preference pairs", ("reward-model",))
+_POLICY_GRADIENTS = {
+    "PPO": Method("proximal policy optimisation (PPO)", ("ppo", "reinforcement-learning")),
+    "GRPO": Method("group relative policy optimisation (GRPO)", ("grpo", "reinforcement-learning")),
+    "Dr. GRPO": Method(
+        "group relative policy optimisation without its biases (Dr. GRPO)",
+        ("dr-grpo", "reinforcement-learning"),
+    ),
+    "RLOO": Method("REINFORCE leave-one-out (RLOO)", ("rloo", "reinforcement-learning")),
+}
+
+
+def policy_gradient(name: str) -> Method:
+    """By the name in ``PPOConfig.method``."""
+    return _POLICY_GRADIENTS[name]
+
+
+def model_card(name: str, model: Any, method: Method | None = None, base: str | None = None) -> str:
+    """The text of a README.md.
+
+    Args:
+        name: of the repository or folder; the card's code loads it by that.
+        model: of transformers or PEFT, or a fastrl model with its value head, as it is saved.
+        method: how it was trained; None says nothing of that.
+        base: what it was trained from, where the model itself does not say.
+    """
+    inner = getattr(model, "pretrained_model", model)
+    adapters = _adapters(model, inner)
+    values = getattr(model, "v_head", None) is not None
+    kind = _kind(inner)
+    own = _base_of(inner, adapters)
+    base = own or base
+    what, auto = _KINDS[kind]
+    tags = ("fastrl", *(method.tags if method else ()))
+    return _TEMPLATE.format(
+        library="peft" if adapters else "transformers",
+        base_line=f"base_model: {base}\n" if _is_hub_id(base) else "",
+        tags="\n".join(f"- {tag}" for tag in tags),
+        name=name,
+        what=f"{what}, as a {_adapter_name(adapters)}" if adapters else what,
+        method=method.title if method else "not recorded",
+        base=f"`{base}`" if base else "not recorded",
+        weights=_weights(adapters),
+        value_head=_value_head(model, values),
+        snippet=_snippet(name, model, auto, adapters, own, values),
+    )
+
+
+def write_model_card(
+    folder: str | Path, name: str, model: Any, method: Method | None = None, base: str | None = None
+) -> None:
+    """Writes :func:`model_card` to ``README.md`` in the folder, which is made where it is not."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(model_card(name, model, method, base), encoding="utf-8")
+
+
+class OwnModelCard:
+    """A trainer of transformers, with fastrl's model card in place of transformers' own."""
+
+    args: Any
+    accelerator: Any
+    model: Any
+    method: Method | None = None
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: Any = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Write ``README.md`` to the output folder.
+
+        Args:
+            model_name: of the folder, by default its own; the name of a repository that is pushed
+                to comes first.
+            finetuned_from: the base model, where the model does not name one.
+            language, license, tags: transformers' arguments; not part of this card.
+        """
+        if self.accelerator.is_main_process:
+            name = getattr(self, "hub_model_id", None) or model_name
+            self.write_card(str(self.args.output_dir), name, finetuned_from)
+
+    def write_card(self, folder: str, name: str | None = None, base: str | None = None) -> None:
+        """The model card, in a folder."""
+        model = self.accelerator.unwrap_model(self.model)
+        name = name or Path(folder).absolute().name
+        write_model_card(folder, name, model, self.method, base)
+
+
+def _kind(inner: Any) -> str:
+    if getattr(inner.config, "is_encoder_decoder", False):
+        return "seq2seq"
+    core = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    return "reward" if type(core).__name__.endswith("ForSequenceClassification") else "causal"
+
+
+def _adapters(model: Any, inner: Any) -> dict[str, Any]:
+    """Those that are saved: not a reference's, nor a reward's."""
+    held = getattr(inner, "peft_config", {})
+    saved = model._own_adapters() if held and hasattr(model, "_own_adapters") else held
+    return {name: held[name] for name in saved}
+
+
+def _base_of(inner: Any, adapters: dict[str, Any]) -> str | None:
+    """The model that this one began as, by its own account."""
+    for config in adapters.values():
+        if config.base_model_name_or_path:
+            return os.fspath(config.base_model_name_or_path)
+    return getattr(inner.config, "_name_or_path", None) or None
+
+
+def _is_hub_id(base: str | None) -> bool:
+    return base is not None and bool(_HUB_ID.fullmatch(base)) and not os.path.isdir(base)
+
+
+def _adapter_name(adapters: dict[str, Any]) -> str:
+    kinds = {str(getattr(c.peft_type, "value", c.peft_type)) for c in adapters.values()}
+    names = {"LORA": "LoRA"}
+    return " and ".join(sorted(names.get(kind, kind) for kind in kinds)) + " adapter"
+
+
+def _weights(adapters: dict[str, Any]) -> str:
+    if not adapters:
+        return "all of the model's"
+    ranks = sorted({c.r for c in adapters.values() if isinstance(getattr(c, "r", None), int)})
+    rank = f" of rank {', '.join(map(str, ranks))}" if ranks else ""
+    return f"a {_adapter_name(adapters)}{rank}; the base model's are not among them"
+
+
+def _value_head(model: Any, values: bool) -> str:
+    if not values:
+        return "none"
+    trained = any(p.requires_grad for p in model.v_head.parameters())
+    return "beside the weights, as `v_head.summary.*`" + ("" if trained else "; not trained")
+
+
+def _snippet(
+    name: str, model: Any, auto: str, adapters: dict[str, Any], own: str | None, values: bool
+) -> str:
+    """Code that loads the model."""
+    if values:
+        wrapper = type(model).__name__
+        if not adapters or own:
+            return f'from fastrl import {wrapper}\n\nmodel = {wrapper}.from_pretrained("{name}")'
+        return (
+            f"from fastrl import {wrapper}\nfrom peft import PeftModel\n\n"
+            "# base: the model that the adapter was trained on, which it does not name. The value\n"
+            "# head's weights are in model.safetensors: load them into model.v_head.\n"
+            f'model = {wrapper}.from_pretrained(PeftModel.from_pretrained(base, "{name}"))'
+        )
+    options = ", num_labels=1" if auto == "SequenceClassification" else ""
+    if not adapters:
+        lines: Sequence[str] = (
+            f"from transformers import AutoModelFor{auto}",
+            "",
+            f'model = AutoModelFor{auto}.from_pretrained("{name}")',
+        )
+    elif own:
+        lines = (
+            "from peft import PeftModel",
+            f"from transformers import AutoModelFor{auto}",
+            "",
+            f'base = AutoModelFor{auto}.from_pretrained("{own}"{options})',
+            f'model = PeftModel.from_pretrained(base, "{name}")',
+        )
+    else:
+        lines = (
+            "from peft import PeftModel",
+            "",
+            "# base: the model that the adapter was trained on, which it does not name.",
+            f'model = PeftModel.from_pretrained(base, "{name}")',
+        )
+    return "\n".join(lines)
