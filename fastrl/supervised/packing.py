@@ -129,7 +129,10 @@ def choose_packing(
             collator = PackedCollator(tokenizer, mask)
             if _isolates(model, collator):
                 return collator
-    raise ValueError(f"{type(model).__name__} lets packed texts see each other: pass packing=False")
+    raise ValueError(
+        f"{type(model).__name__} lets packed texts see each other: pass packing=False, or a data "
+        "collator with padding_free=False"
+    )
 
 
 def _isolates(model: Any, collator: PackedCollator) -> bool:

@@ -370,3 +370,16 @@ def test_generate_is_that_of_the_language_model(policy, ids):
         policy.generate(input_ids=ids, **settings),
         policy.pretrained_model.generate(input_ids=ids, **settings),
     )
+
+
+# ---------------------------------------------------------------------- names of heads
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_the_usual_names_of_heads_find_every_familys(family):
+    model = tiny_models.policy(family)
+    names = type(model).lm_head_namings
+    found = [
+        getattr(model.pretrained_model, n) for n in names if hasattr(model.pretrained_model, n)
+    ]
+    assert found == [model.get_output_embeddings()]

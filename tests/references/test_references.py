@@ -17,7 +17,7 @@ from fastrl.references import (
     TrunkReference,
     choose_reference,
 )
-from tests import tiny_models
+from tests import seq2seq_models, tiny_models
 from tests.references.test_trunk import FAMILIES, counted, deep
 
 pytestmark = [
@@ -427,3 +427,48 @@ def test_budgets_come_from_the_configuration():
     policy = deep("gpt2")
     reference = choose(policy, num_shared_layers=2, trunk_cache_gib=0.5, trunk_cache_host_gib=1.5)
     assert reference._budget == Budget(2**29, 3 * 2**29)
+
+
+# ---------------------------------------------------------------------- of plain models
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_plain_model_is_copied_and_frozen(family):
+    model = tiny_models.language_model(family).train()
+    reference = create_reference_model(model)
+    assert type(reference) is type(model)
+    assert not any(m.training for m in reference.modules())
+    copies = dict(reference.named_parameters())
+    for name, p in model.named_parameters():
+        assert torch.equal(copies[name], p), name
+        assert copies[name].data_ptr() != p.data_ptr(), name
+        assert p.requires_grad
+        assert not copies[name].requires_grad
+
+
+def test_a_plain_model_shares_its_bottom_layers_with_its_copy():
+    model = tiny_models.language_model("llama", num_hidden_layers=3)
+    reference = create_reference_model(model, num_shared_layers=2)
+    theirs = dict(reference.named_parameters())
+    shared = {name for name, p in model.named_parameters() if theirs[name] is p}
+    assert shared == {name for name, p in model.named_parameters() if not p.requires_grad}
+    bottom = ("model.embed_tokens.", "model.layers.0.", "model.layers.1.")
+    assert shared == {name for name in theirs if name.startswith(bottom)}
+    with pytest.raises(ValueError, match="num_shared_layers must lie between 1 and 2, got 3"):
+        create_reference_model(
+            tiny_models.language_model("llama", num_hidden_layers=3), num_shared_layers=3
+        )
+
+
+def test_a_plain_encoder_decoder_is_copied_whole():
+    model = seq2seq_models.language_model("t5")
+    assert not any(p.requires_grad for p in create_reference_model(model).parameters())
+    with pytest.raises(ValueError, match="num_shared_layers=1: an encoder–decoder shares no"):
+        create_reference_model(model, num_shared_layers=1)
+
+
+def test_what_is_no_language_model_has_no_reference():
+    with pytest.raises(TypeError, match="a policy or a transformers model, got Linear"):
+        create_reference_model(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"its own reference.*ref_model=None"):
+        create_reference_model(adapted().pretrained_model)

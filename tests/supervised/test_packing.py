@@ -11,12 +11,13 @@ from datasets import Dataset
 from torch import Tensor
 
 import fastrl_kernels
+from fastrl import DataCollatorForCompletionOnlyLM
 from fastrl.supervised import base
 from fastrl.supervised.packing import PackedCollator, PackedTexts, choose_packing, pack
 from fastrl.supervised.texts import IGNORED
 from tests import tiny_models
 from tests.golden import tiny
-from tests.supervised.conftest import Make, assert_moved_by, texts, weights
+from tests.supervised.conftest import GRADIENT_STEP, Make, assert_moved_by, texts, weights
 from tests.supervised.test_sft import exact
 
 FAMILIES = ("gpt2", "llama", "opt", "gpt_neox", "qwen2", "gemma2", "phi3")
@@ -183,3 +184,38 @@ def test_packing_needs_a_length_and_its_own_batches(make_sft: Make, monkeypatch:
     monkeypatch.setattr(base, "context_length", lambda _model: None)
     with pytest.raises(ValueError, match="packing needs max_length"):
         make_sft(endless, packing=True, max_length=None)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_batch_without_padding_trains_as_a_padded_one_does(
+    make_sft: Make, family: str, packing: bool
+) -> None:
+    rows = [{"text": f"w5 w{20 + i} w10" + f" w{30 + i}" * (i + 1)} for i in range(4)]
+    settings = {**GRADIENT_STEP, "packing": packing, "max_length": 20}
+    moved, losses = [], []
+    for padding_free in (False, True):
+        model = tiny_models.language_model(family)
+        before = weights(model)
+        collator = DataCollatorForCompletionOnlyLM(
+            "w10", tokenizer=tiny.tokenizer(), padding_free=padding_free
+        )
+        trainer = make_sft(model, Dataset.from_list(rows), data_collator=collator, **settings)
+        losses.append(trainer.train().training_loss)
+        moved.append({name: before[name] - p for name, p in weights(model).items()})
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["input_ids"].shape == (1, sum(3 + i + 1 + 1 for i in range(4)))  # EOS
+    assert len(batch["targets"]) == sum(i + 1 + 1 for i in range(4))
+    # Sums in fp32, in another order.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for name, by in moved[0].items():
+        torch.testing.assert_close(by, moved[1][name], rtol=2e-4, atol=2e-6, msg=name)
+
+
+def test_a_model_that_cannot_keep_texts_apart_takes_no_batch_without_padding(
+    make_sft: Make,
+) -> None:
+    collator = DataCollatorForCompletionOnlyLM("w9", tokenizer=tiny.tokenizer(), padding_free=True)
+    rows = Dataset.from_list([{"text": "w5 w9 w6"}])
+    with pytest.raises(ValueError, match="a data collator with padding_free=False"):
+        make_sft(tiny_models.language_model("bloom"), rows, data_collator=collator)

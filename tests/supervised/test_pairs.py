@@ -12,7 +12,7 @@ from datasets import Dataset
 from fastrl import RewardDataCollatorWithPadding
 from fastrl.supervised.pairs import TOKEN_COLUMNS, prepare_pairs
 from tests.golden import tiny
-from tests.supervised.conftest import Make, pairs, reward_model
+from tests.supervised.conftest import Make, pairs, weights
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -129,10 +129,39 @@ def test_tokenised_pairs_are_judged_by_what_counts_in_them() -> None:
 
 
 @pytest.mark.parametrize("margin", [math.nan, math.inf, None])
-def test_margins_that_are_no_numbers_are_refused(margin: float | None) -> None:
-    data = pairs(3, margin=lambda i: margin if i == 2 else 0.1)
+@pytest.mark.parametrize("column", [False, True])
+def test_margins_that_are_no_numbers_are_refused(margin: float | None, column: bool) -> None:
+    def of(i: int) -> Any:
+        number = margin if i == 2 else 0.1
+        return [number] if column else number
+
     with pytest.raises(ValueError, match=r"margin\[2\] is .*: margins must be finite"):
+        prepare_pairs(pairs(3, margin=of), tiny.tokenizer(), None)
+
+
+def test_two_margins_for_a_pair_are_refused() -> None:
+    data = pairs(3, margin=lambda i: [0.1, 0.2])
+    with pytest.raises(ValueError, match=r"margin\[0\] is \[0.1, 0.2\]: .*or lists of one"):
         prepare_pairs(data, tiny.tokenizer(), None)
+
+
+def test_a_column_of_margins_stays_a_column() -> None:
+    rows = [{**tokens([5, 6, 7], [8]), "margin": [1]}, {**tokens([5], [6, 7]), "margin": [0.25]}]
+    batch = RewardDataCollatorWithPadding(tiny.tokenizer())(rows)
+    torch.testing.assert_close(batch["margin"], torch.tensor([[1.0], [0.25]]))
+
+
+def test_token_columns_under_other_names_are_said_at_once_and_refused_in_training(
+    make_reward: Make,
+) -> None:
+    rows = [{k: [5, 6 + i] for k in ("input_ids_chosen", "input_ids_b")} for i in range(4)]
+    lacks = "attention_mask_chosen, input_ids_rejected, attention_mask_rejected"
+    with pytest.warns(UserWarning, match=f"lacks {lacks}: training on it fails"):
+        trainer = make_reward(data=Dataset.from_list(rows))
+    before = weights(trainer.model)
+    with pytest.raises(ValueError, match=f"lack {lacks}"):
+        trainer.train()
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -182,8 +211,3 @@ def test_needless_padding_is_cut_off_on_the_right_alone() -> None:
     assert to_four["input_ids_chosen"].shape == (1, 4)
     left = RewardDataCollatorWithPadding(tiny.tokenizer("left"))([tokens([2, 2, 5], [2, 6, 7])])
     assert left["input_ids_chosen"].tolist() == [[2, 2, 5]]
-
-
-def test_models_with_several_labels_are_refused(make_reward: Make) -> None:
-    with pytest.raises(ValueError, match=r"the model has 2 labels.*num_labels=1"):
-        make_reward(reward_model(num_labels=2))

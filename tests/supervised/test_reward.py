@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from pathlib import Path
@@ -11,10 +12,16 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    EvalPrediction,
+    TrainingArguments,
+)
 
 from fastrl import RewardConfig, RewardDataCollatorWithPadding, RewardTrainer, compute_accuracy
 from fastrl.supervised.pairs import prepare_pairs
+from tests import tiny_models
 from tests.golden import tiny
 from tests.supervised.conftest import (
     GRADIENT_STEP,
@@ -29,18 +36,19 @@ from tests.weights import assert_same_weights
 
 
 def exact(model: Any, data: Dataset, coef: float) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients in float64, text by text and without padding."""
+    """Loss and gradients in float64, text by text and without padding; a mean over labels."""
     model, tokenizer = copy.deepcopy(model).double(), tiny.tokenizer()
     loss = torch.zeros((), dtype=torch.float64)
     for row in data:
         chosen, rejected = (
             model(
                 input_ids=tokenizer(row["prompt"] + row[side], return_tensors="pt")["input_ids"]
-            ).logits.squeeze()
+            ).logits.flatten()
             for side in ("chosen", "rejected")
         )
-        loss = loss - torch.nn.functional.logsigmoid(chosen - rejected - row.get("margin", 0.0))
-        loss = loss + coef * (chosen + rejected) ** 2
+        margin = torch.tensor(row.get("margin", 0.0))
+        loss = loss - torch.nn.functional.logsigmoid(chosen - rejected - margin).mean()
+        loss = loss + coef * ((chosen + rejected) ** 2).mean()
     loss = loss / len(data)
     loss.backward()
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -60,6 +68,92 @@ def test_loss_and_gradients_are_those_of_the_formula(
     trainer = make_reward(model, data, center_rewards_coefficient=coef, **GRADIENT_STEP)
     assert trainer.train().training_loss == pytest.approx(loss, rel=1e-5)
     assert_moved_by(before, model, gradients)
+
+
+@pytest.mark.parametrize("column", [False, True])
+@pytest.mark.parametrize("labels", [1, 2])
+def test_margins_may_stand_in_a_column_and_labels_be_two(
+    make_reward: Make, labels: int, column: bool
+) -> None:
+    data = pairs(4, margin=lambda i: [0.5 * i - 0.3] if column else 0.5 * i - 0.3)
+    model = reward_model("llama", num_labels=labels)
+    loss, gradients = exact(model, data, 0.05)
+    before = weights(model)
+    gradients |= {n: torch.zeros_like(w).double() for n, w in before.items() if n not in gradients}
+    with several_labels(labels):
+        trainer = make_reward(model, data, center_rewards_coefficient=0.05, **GRADIENT_STEP)
+    assert trainer.train().training_loss == pytest.approx(loss, rel=1e-5)
+    assert_moved_by(before, model, gradients)
+
+
+def several_labels(labels: int) -> Any:
+    """Where the one warning of a model with several labels is due."""
+    if labels == 1:
+        return contextlib.nullcontext()
+    return pytest.warns(UserWarning, match=rf"the model has {labels} labels.*num_labels=1")
+
+
+def test_a_model_with_two_labels_is_evaluated_by_the_mean_of_its_rewards(
+    make_reward: Make, capsys: Any
+) -> None:
+    model, data = reward_model("gpt2", num_labels=2), pairs(6)
+    with several_labels(2) as warned:
+        trainer = make_reward(model, data, eval_dataset=data)
+        predictions, _, metrics = trainer.predict(data)
+        evaluation = trainer.evaluate()
+        trainer.train()
+    assert len(warned) == 1
+    assert predictions.shape == (6, 2)
+    assert "P(chosen)" in capsys.readouterr().out
+    assert metrics["test_accuracy"] == evaluation["eval_accuracy"]
+
+
+def test_predictions_of_two_labels_compare_their_means(make_reward: Make) -> None:
+    model, data, tokenizer = reward_model("gpt2", num_labels=2), pairs(6), tiny.tokenizer()
+    with several_labels(2):
+        trainer = make_reward(model, data)
+    predictions, _, metrics = trainer.predict(data)
+    for row, pair in zip(data, predictions, strict=True):
+        rewards = torch.stack(
+            [
+                model(
+                    tokenizer(row["prompt"] + row[side], return_tensors="pt")["input_ids"]
+                ).logits.mean()
+                for side in ("chosen", "rejected")
+            ]
+        )
+        # fp32 rewards around 1, padded in one case
+        np.testing.assert_allclose(pair, rewards.softmax(0).detach().numpy(), atol=1e-6)
+    wins = (predictions[:, 0] > predictions[:, 1]).mean()
+    assert metrics["test_accuracy"] == pytest.approx(wins)
+
+
+def test_the_short_example_of_the_documentation_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AutoModelForSequenceClassification gives a plain checkpoint two labels."""
+    monkeypatch.chdir(tmp_path)  # the default folder of results is a relative one
+    folder = tmp_path / "gpt2"
+    tiny_models.language_model("gpt2").save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with several_labels(2):
+        trainer = RewardTrainer(model=model, tokenizer=tokenizer, train_dataset=pairs())
+    assert np.isfinite(trainer.train().training_loss)
+
+
+def test_a_trained_model_is_tagged_for_the_hub(make_reward: Make) -> None:
+    trainer = make_reward()
+    assert trainer.model.model_tags == trainer._tag_names == ["fastrl", "reward-trainer"]
+    twice = make_reward(trainer.model)
+    assert twice.model.model_tags == ["fastrl", "reward-trainer"]
+
+
+def test_dropping_columns_is_not_this_trainers_way(make_reward: Make) -> None:
+    with pytest.warns(UserWarning, match="remove_unused_columns=True is ignored"):
+        trainer = make_reward(remove_unused_columns=True)
+    trainer.train()
 
 
 def test_both_sides_go_through_the_model_in_one_forward(make_reward: Make) -> None:
@@ -102,8 +196,6 @@ def test_the_documented_example_trains(tmp_path: Path) -> None:
         }
         for i in range(12)
     ]
-
-    from transformers import AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -199,6 +291,20 @@ def test_ties_are_counted_as_wrong_and_said() -> None:
         assert compute_accuracy((predictions[:1], None)) == {"accuracy": 1.0}
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, "bfloat16"])
+def test_accuracy_of_arrays_and_of_tensors(kind: Any) -> None:
+    predictions: Any = [[0.75, 0.25], [0.25, 0.75], [0.5, 0.625], [0.25, 0.125]]
+    labels: Any = [0, 0, 1, 1]
+    if kind == "bfloat16":
+        predictions, labels = torch.tensor(predictions).bfloat16(), torch.tensor(labels)
+    else:
+        predictions, labels = kind(predictions), kind(labels)
+    assert compute_accuracy(EvalPrediction(predictions, labels)) == {"accuracy": 0.5}
+    assert compute_accuracy((predictions, None)) == {"accuracy": 0.5}
+    assert compute_accuracy((predictions[1:3], labels[1:3])) == {"accuracy": 0.5}
+    assert compute_accuracy((predictions[1:3], None)) == {"accuracy": 0.0}
+
+
 @pytest.mark.parametrize(("count", "shown"), [(-1, 7), (3, 3), (0, 0), (100, 7)])
 def test_evaluation_prints_as_many_pairs_as_asked_for(
     make_reward: Make, capsys: Any, count: int, shown: int
@@ -257,7 +363,7 @@ def test_model_init_makes_the_model(tmp_path: Path) -> None:
     args = RewardConfig(output_dir=str(tmp_path), **SETTINGS)
     make = {"args": args, "train_dataset": pairs(), "tokenizer": tiny.tokenizer()}
     RewardTrainer(model_init=lambda: reward_model(), **make).train()
-    with pytest.raises(ValueError, match="the model has 3 labels"):
+    with pytest.warns(UserWarning, match=r"the model has 3 labels.*num_labels=1"):
         RewardTrainer(model_init=lambda: reward_model(num_labels=3), **make)
 
 

@@ -186,6 +186,50 @@ def test_the_collator_alone_makes_batches_for_a_model() -> None:
     assert batch["labels"].tolist() == [[-1, -1, 6, 7], [-1, 8, -1, -1]]
 
 
+def test_a_batch_without_padding_is_one_row_whose_positions_begin_anew() -> None:
+    rows = [[5, 10, 6, 7], [10, 8]]
+    batch = completions("w10", padding_free=True).torch_call(rows)
+    assert set(batch) == {"input_ids", "labels", "position_ids"}
+    assert batch["input_ids"].tolist() == [[5, 10, 6, 7, 10, 8]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1]]
+    assert batch["labels"].tolist() == [[X, X, 6, 7, X, 8]]
+    # The first token of a text is predicted by nothing, not by the text in front of it.
+    learned_whole = completions("w10", "w20", padding_free=True, ignore_index=-1)
+    assert learned_whole([[10, 6, 20], [20, 10, 7]])["labels"].tolist() == [[-1, 6, -1, -1, -1, 7]]
+
+
+def test_the_collator_says_which_templates_do_not_occur() -> None:
+    both = completions("w10", "w20")
+    with pytest.warns(UserWarning, match="does not occur in 1 of 2 texts") as warned:
+        labels = both([[20, 5, 10, 6], [5, 10, 6, 7]])["labels"]
+    # Where an answer ends without its instruction is not known.
+    assert labels.tolist() == [[X, X, X, 6], [X, X, X, X]]
+    assert len(warned) == 1
+    assert str(warned[0].message).startswith("instruction_template 'w20' does not occur")
+    assert "one begins 'w5 w10 w6 w7'" in str(warned[0].message)
+    assert warned[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"response_template \[10, 11\] .* as the tokens"):
+        labels = completions([10, 11])([[5, 10, 6]])["labels"]
+    assert labels.tolist() == [[X, X, X]]
+
+
+def test_texts_without_their_instructions_are_dropped_and_counted() -> None:
+    rows = [{"text": "w20 w5 w10 w6"}, {"text": "w5 w10 w6"}]
+    said = "1 of 2 texts dropped.*response_template 'w10' or instruction_template 'w20'"
+    with pytest.warns(UserWarning, match=said):
+        kept = prepared(rows, completions=completions("w10", "w20"))
+    assert kept["labels"][:] == [[X, X, X, 6, EOS]]
+
+
+def test_a_pad_token_is_needed_where_lengths_differ_alone() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = None
+    collate = DataCollatorForCompletionOnlyLM("w10", tokenizer=tokenizer)
+    assert collate([[10, 6], [10, 7]])["labels"].tolist() == [[X, 6], [X, 7]]
+    with pytest.raises(ValueError, match=r"differ in length.*tokenizer\.pad_token"):
+        collate([[10, 6], [10, 7, 8]])
+
+
 def test_batches_say_which_tokens_are_learned() -> None:
     rows = [
         {"input_ids": [5, 6, 7], "labels": [5, X, 7]},

@@ -143,14 +143,6 @@ def test_construction_refuses_wrong_types(arguments: dict[str, Any], message: st
         PPOTrainer(**{**right, **arguments})
 
 
-def test_a_dataset_smaller_than_a_batch() -> None:
-    from datasets import Dataset
-
-    dataset = Dataset.from_dict({"query": ["w5 w6"] * 3, "input_ids": [[5, 6]] * 3})
-    with pytest.raises(ValueError, match="3 samples, fewer than batch_size=4"):
-        make_trainer(dataset=dataset)
-
-
 def test_a_dataset_without_the_prompts() -> None:
     from datasets import Dataset
 

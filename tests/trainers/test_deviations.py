@@ -112,6 +112,7 @@ def test_an_eos_inside_the_prompt_does_not_cut_the_response() -> None:
     assert len(response) > 3
 
 
+@pytest.mark.filterwarnings("ignore:batch_size=1. advantages are whitened")
 def test_a_single_sample_with_a_single_token_stays_finite() -> None:
     trainer = make_trainer(batch_size=1, mini_batch_size=1)
     stats = trainer.step([torch.tensor([5])], [torch.tensor([6])], [torch.tensor(1.0)])
@@ -219,6 +220,7 @@ def test_early_stopping_acts_before_the_offending_update(monkeypatch: Any) -> No
     assert_learned_alike(parameters(stopped), parameters(same), tolerance=1e-4)  # a step is 0.05
 
 
+@pytest.mark.filterwarnings("ignore:batch_size=1. advantages are whitened")
 def test_integer_scores_are_accepted_and_one_score_has_no_deviation() -> None:
     batch = make_batch()
     batch["scores"] = [torch.tensor(i) for i in range(BATCH)]
