@@ -28,6 +28,10 @@ _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 _OF_AN_ADAPTERS_REPOSITORY = ("revision", "subfolder")
 _QUANTISED = ("quantized", "loaded_in_8bit", "loaded_in_4bit")
 
+_MEND_BASE = (
+    f"write the base's place into {ADAPTER_CONFIG} (base_model_name_or_path; relative to the "
+    "working directory)"
+)
 _MERGE = "merge it into its base first (peft: merge_and_unload(), then save_pretrained())"
 
 
@@ -216,7 +220,8 @@ def _load_base(loader: Any, config: Any, folder: str, *model_args: Any, **option
         return loader.from_pretrained(base, *model_args, **options)
     except OSError as error:
         raise OSError(
-            f"the adapter in {folder} was trained on {base}, which cannot be loaded: {error}"
+            f"the adapter in {folder} was trained on {base}, which cannot be loaded ({error}): "
+            f"{_MEND_BASE}"
         ) from error
 
 
@@ -232,8 +237,7 @@ def _base_of(config: Any, folder: str) -> str:
         base = model_folder(name)
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"the adapter in {folder} was trained on {name}, but {error}: write the base's place "
-            f"into {ADAPTER_CONFIG} (base_model_name_or_path; relative to the working directory)"
+            f"the adapter in {folder} was trained on {name}, but {error}: {_MEND_BASE}"
         ) from error
     if os.path.isdir(base) and is_adapter(base):
         raise ValueError(
@@ -402,9 +406,4 @@ def _holds_a_model(folder: Path) -> bool:
 def _is_local(name: str) -> bool:
     """Whether a name can only be meant as a path: Hub ids have one slash at most."""
     path = Path(name)
-    return (
-        path.is_absolute()
-        or name.startswith((".", "~"))
-        or len(path.parts) > 2
-        or (len(path.parts) == 2 and Path(path.parts[0]).is_dir())
-    )
+    return path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2

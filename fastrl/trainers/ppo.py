@@ -77,7 +77,8 @@ class PPOTrainer(Generation, ClassicSurface):
 
     Raises:
         TypeError: config, model, ref_model, tokenizer or lr_scheduler of another type.
-        ValueError: a reference that the model cannot have.
+        ValueError: a reference that the model cannot have; a policy whose language model has no
+            weight to train.
     """
 
     def __init__(

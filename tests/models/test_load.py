@@ -110,6 +110,7 @@ def test_every_door_gives_weights_memory_of_their_own(base, tmp_path):
         AutoModelForCausalLMWithValueHead.from_pretrained(base),
         AutoModelForCausalLMWithValueHead.from_pretrained(policy),
         ModelJudge.from_pretrained(str(base)).model,
+        ModelJudge.from_pretrained(str(policy)).model,
     ):
         assert aligned(model)
 
@@ -208,9 +209,10 @@ def test_a_relative_base_is_found_from_the_working_directory_or_named(base, tmp_
     for name in ("runs/sft/model", "runs/sft"):  # a run's folder, too
         rebase(folder, name)
         assert load_language_model(folder).peft_config["default"].r == 2
-    rebase(folder, "runs/gone")
-    with pytest.raises(FileNotFoundError, match=r"trained on runs/gone, .*base_model_name_or_path"):
-        load_language_model(folder)
+    for gone in ("./gone", "runs/gone"):  # the second may be a Hub id
+        rebase(folder, gone)
+        with pytest.raises(OSError, match=rf"(?s)trained on {gone}, .*base_model_name_or_path"):
+            load_language_model(folder)
     rebase(folder, "lora")
     with pytest.raises(ValueError, match="which is an adapter itself: merge it"):
         load_language_model(folder)

@@ -265,6 +265,19 @@ def test_the_starting_adapter_is_kept_beside_the_trained_one(inputs, tmp_path):
     torch.testing.assert_close(again(**inputs).logits, model(**inputs)[0])
 
 
+def test_an_adapter_reference_has_no_dropout_while_the_policy_learns_with_it(inputs):
+    torch.manual_seed(1)
+    base = tiny_models.language_model(resid_pdrop=0.5)
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(base, peft_config=tiny_models.lora())
+    reference = choose(model.train())
+    first = reference.score(inputs, request(inputs)).logprobs
+    assert model.training
+    again = reference.score(inputs, request(inputs)).logprobs
+    assert torch.equal(first, again)
+    expected = expected_logprobs(tiny_models.language_model(), inputs)
+    torch.testing.assert_close(first, expected, atol=1e-5, rtol=1e-5)  # fp32, by another kernel
+
+
 def test_adapters_cost_next_to_nothing():
     """As the share of an adapter in a model of ordinary width."""
     policy = adapted(r=1)
