@@ -32,10 +32,12 @@ def hidden_width(config: Any) -> int:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off while open; the model's mode is put back afterwards, after an error too."""
-    was_training = model.training
+    """Dropout off while open; every module's mode is put back afterwards, after an error too."""
+    # A new adapter is in training mode on a base that is not: the model has no single mode.
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training

@@ -25,7 +25,7 @@ from fastrl.models.checkpoints import (
 )
 from fastrl.models.heads import Head, choose_head, corner_of, last_hidden
 from fastrl.models.load import load_language_model, model_folder
-from fastrl.models.modes import hidden_width
+from fastrl.models.modes import evaluating, hidden_width
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.state_names import name_as_language_model, parts_of
 from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
@@ -212,7 +212,8 @@ class PreTrainedModelWrapper(nn.Module):
         """Chosen at the first use, on a corner of that batch: only then is the model in place."""
         if self._head is None:
             corner = {**corner_of(inputs), "use_cache": False}
-            self._head = choose_head(self.pretrained_model, corner)
+            with evaluating(self.pretrained_model):  # dropout would make all heads disagree
+                self._head = choose_head(self.pretrained_model, corner)
         return self._head
 
     @classmethod

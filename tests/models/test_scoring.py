@@ -272,3 +272,13 @@ def test_the_hook_is_gone_after_an_error(gpt2, ids, head_of):
         head_of(gpt2.pretrained_model, ScoringRequest(rows, rows), {"input_ids": ids})
     assert len(head._forward_pre_hooks) == before
     assert gpt2(input_ids=ids)[0].shape == (2, 8, tiny.VOCABULARY)
+
+
+def test_the_head_is_chosen_without_dropout_and_every_mode_is_put_back(ids):
+    torch.manual_seed(0)
+    policy = tiny_models.policy("gpt2", resid_pdrop=0.5).train()
+    policy.pretrained_model.transformer.drop.eval()  # as a base is under a new adapter
+    modes = [module.training for module in policy.modules()]
+    policy(input_ids=ids, scoring=ScoringRequest(ROWS, labels_of(ids, ROWS)))
+    assert isinstance(policy._head, FusedHead)
+    assert [module.training for module in policy.modules()] == modes
