@@ -87,6 +87,8 @@ def test_the_card_of_a_policy(base, tmp_path, method, adapter):
     assert ("LoRA adapter of rank 2" in card) is adapter
     assert ("v_head.summary" in card) is (method == "PPO")
     assert ("Value head:** none" in card) is (method == "GRPO")
+    alone = "`transformers.AutoModelForCausalLM.from_pretrained` loads the language model alone"
+    assert (alone in card) is (method == "PPO" and not adapter)
     found = loaded(tmp_path / "tuned")
     with torch.no_grad():
         expected = model.eval()(TOKENS)

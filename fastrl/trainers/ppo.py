@@ -32,7 +32,7 @@ from fastrl.trainers.generation import Generation
 from fastrl.trainers.loop import Loop
 from fastrl.trainers.losses import UpdateLoss, make_aggregate, make_kl_place
 from fastrl.trainers.nonfinite import samples_left_out
-from fastrl.trainers.prompts import PromptStream, read_prompts
+from fastrl.trainers.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.trainers.reuse import RolloutMemory, make_reuse, without_figures
 from fastrl.trainers.rollouts import make_rollouts
 from fastrl.trainers.sampling import SamplingArguments
@@ -313,9 +313,10 @@ class PPOTrainer(Generation, ClassicSurface):
     ) -> TrainResult:
         """The whole loop: sample prompts, generate, score, step, evaluate.
 
-        A further call goes on: steps are counted over all calls (:attr:`current_step`), and of the
-        same prompts (the same token ids in the same order) it takes those that come next, so that
-        two runs of 10 steps see what one of 20 does. Other prompts begin an order of their own.
+        A further call goes on: steps are counted over all calls (``current_step``; callbacks and
+        ``eval_every`` see that number), and of the same prompts (the same token ids in the same
+        order) it takes those that come next: two runs of 10 steps see what one of 20 does. Other
+        prompts begin an order of their own.
 
         Args:
             reward_fn: ``reward_fn(prompts, completions, completion_ids, **columns)`` returns one
@@ -365,7 +366,11 @@ class PPOTrainer(Generation, ClassicSurface):
         kwargs = self._sampling.of_the_policy(generation_kwargs or {})
         # max_length in its place counts the prompt.
         room = (self._batches.layout, kwargs.get("max_new_tokens") or 1, long_prompts)
-        given = read_prompts(source if prompts is None else prompts, prompt_column, self.tokenizer)
+        given = (
+            Prompts.from_dataset(source, prompt_column, self.tokenizer)
+            if prompts is None
+            else Prompts.from_list(prompts, self.tokenizer)
+        )
         found = given.fitting(*room)
         if len(found) < self.config.prompts_per_step:
             wanted, size = f"batch_size={self.config.batch_size}", self.config.group_size
@@ -376,7 +381,7 @@ class PPOTrainer(Generation, ClassicSurface):
             )
         result, held_out = TrainResult(dropped_prompts=len(given) - len(found)), None
         if eval_prompts is not None:
-            given = read_prompts(eval_prompts, prompt_column, self.tokenizer, "eval_prompts")
+            given = read_eval_prompts(eval_prompts, prompt_column, self.tokenizer)
             held_out = given.fitting(*room)
             result.dropped_eval_prompts = len(given) - len(held_out)
         new = PromptStream(len(found), self.config.seed)

@@ -100,6 +100,11 @@ class Prompts:
         Raises:
             ValueError: no such column (the message lists those there are); as :meth:`from_list`.
         """
+        if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"a {type(dataset).__name__} has no columns and rows to take prompts from: pass a "
+                "datasets.Dataset (Dataset.from_list makes one of rows), or a list as prompts"
+            )
         names = list(dataset.column_names)
         known = [c for c in (*_PROMPT_COLUMNS, "input_ids") if c in names]
         if column is None and known:
@@ -246,23 +251,11 @@ class PromptStream:
         self.epoch, self.index = epoch, index
 
 
-def read_prompts(source: Any, column: str | None, tokenizer: Any, of: str = "") -> Prompts:
-    """From a data set, or a list.
-
-    Args:
-        of: the argument that they are, for messages; "" is ``prompts`` or ``dataset``.
-
-    Raises:
-        ValueError: neither, such as a data set of tuples.
-    """
+def read_eval_prompts(source: Any, column: str | None, tokenizer: Any) -> Prompts:
+    """From a data set, or a list."""
     if hasattr(source, "column_names"):
-        return Prompts.from_dataset(source, column, tokenizer, f"{of}'s " if of else "")
-    if not isinstance(source, Sequence):
-        raise ValueError(
-            f"{type(source).__name__} has no columns: pass its prompts as a list, "
-            "train(prompts=...), or a datasets.Dataset"
-        )
-    return Prompts.from_list(source, tokenizer, f"{of or 'prompts'}[{{}}]".format)
+        return Prompts.from_dataset(source, column, tokenizer, "eval_prompts's ")
+    return Prompts.from_list(source, tokenizer, "eval_prompts[{}]".format)
 
 
 def _text_of(said: Said, tokenizer: Any, name: str) -> str:

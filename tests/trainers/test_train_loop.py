@@ -187,7 +187,8 @@ def test_a_missing_column_is_refused_with_those_there_are(trainer, name):
         ({"dataset": Dataset.from_dict({"prompt": TEXTS})}, "prompts or dataset, not both"),
         ({"prompts": "w3 w4"}, "prompts must be a list of texts, got the text 'w3 w4'"),
         ({"prompts": ["w3", ""]}, r"prompts\[1\] is empty"),
-        ({"eval_prompts": ["w3", "w4", ""]}, r"prompts\[2\] is empty"),
+        ({"eval_prompts": ["w3", "w4", ""]}, r"eval_prompts\[2\] is empty"),
+        ({"prompts": None, "dataset": [{"prompt": "w3"}]}, "a list has no columns and rows"),
     ],
 )
 def test_impossible_runs_are_refused(trainer, arguments, message):
@@ -293,10 +294,11 @@ def test_a_metrics_file_is_begun_anew_for_another_trainer(tmp_path):
 # ---------------------------------------------------------------------- chats
 
 TEMPLATE = (
-    "<bos>{% for m in messages %}"
+    "{% set roles = {'user': 'w40', 'assistant': 'w41', 'system': 'w42'} %}<bos>"
+    "{% for m in messages %}"
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}"
-    "{% endif %} {{ m.role }} {{ m.content }} w50{% endfor %}"
-    "{% if add_generation_prompt %} assistant{% endif %}"
+    "{% endif %} {{ roles[m.role] }} {{ m.content }} w50{% endfor %}"
+    "{% if add_generation_prompt %} w41{% endif %}"
 )
 CHATS = [
     [{"role": "user", "content": "w3 w4"}],
@@ -311,13 +313,6 @@ CHATS = [
 
 def chat_trainer(template=TEMPLATE, **settings):
     trainer = make_trainer(**settings)
-    vocabulary = {"user": 40, "assistant": 41, "system": 42}
-    if template is not None:
-        for role, token in vocabulary.items():
-            template = template.replace("{{ m.role }}", "{{ roles[m.role] }}", 1)
-            template = template.replace(f" {role}{{% endif", f" w{token}{{% endif")
-        roles = "{% set roles = {'user': 'w40', 'assistant': 'w41', 'system': 'w42'} %}"
-        template = roles + template
     trainer.tokenizer.chat_template = template
     # As many tokenizers do: BOS in front of every text.
     trainer.tokenizer._tokenizer.post_processor = TemplateProcessing(
