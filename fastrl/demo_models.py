@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from fastrl.demo_text import Review
-from fastrl.jobs.progress import show
+from fastrl.jobs.progress import showing
 from fastrl.supervised.reward import RewardConfig, RewardTrainer
 from fastrl.supervised.sft import SFTConfig, SFTTrainer
 
@@ -61,8 +61,8 @@ def train_language_model(
         eval_dataset=texts.select(range(held_out)),
         processing_class=tokenizer,
     )
-    show(trainer, "SFT", output / "metrics.jsonl")
-    trainer.train()
+    with showing(trainer, "SFT", output / "metrics.jsonl"):
+        trainer.train()
     _save(model, tokenizer, output)
     return model.eval()
 
@@ -83,9 +83,9 @@ def train_reward_model(
         eval_dataset=_pairs(held_out),
         processing_class=tokenizer,
     )
-    show(trainer, "reward model", output / "metrics.jsonl")
-    trainer.train()
-    accuracy = trainer.evaluate(num_print_samples=0)["eval_accuracy"]
+    with showing(trainer, "reward model", output / "metrics.jsonl"):
+        trainer.train()
+        accuracy = trainer.evaluate(num_print_samples=0)["eval_accuracy"]
     _save(model, tokenizer, output)
     return model.eval(), accuracy
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import random
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -17,6 +18,7 @@ PROMPT = "prompt"
 ROW = "__row__"  # a column that says which row of its file a row was, for messages
 LONG_PROMPTS = ("refuse", "drop")  # what becomes of prompts over a model's context
 USUAL_COLUMNS = (PROMPT, "query", "text")
+MOST_HELD_OUT = 256  # examples, where no number is asked for
 _FORMATS = {
     ".jsonl": "json",
     ".json": "json",
@@ -25,6 +27,8 @@ _FORMATS = {
     ".tsv": "csv",
     ".txt": "text",
 }
+_HELD_OUT_OF = 10  # one in so many
+_CHUNK = 1 << 22  # bytes
 
 
 def load_table(source: str, split: str = "train") -> Dataset:
@@ -37,10 +41,14 @@ def load_table(source: str, split: str = "train") -> Dataset:
 
     Raises:
         FileNotFoundError: a path that does not exist, or a folder without data files.
-        ValueError: a file of another format, a folder of several formats, an unknown split.
+        ValueError: a file of another format, an empty or broken one, text in another encoding than
+            UTF-8 (named, with the line where that is known); a folder of several formats; an
+            unknown split.
     """
     import datasets
 
+    if not source.strip():
+        raise ValueError("the data set's name is empty: name a file, a folder or a Hub id")
     path = Path(source)
     if path.is_file():
         return _read_files([path])
@@ -141,6 +149,17 @@ def _says_something(prompt: Said) -> bool:
     return any(message and (message.get("content") or "").strip() for message in prompt)
 
 
+def count_prompts(table: Dataset) -> int:
+    """Distinct ones."""
+    return len({_key(prompt) for prompt in table[PROMPT]})
+
+
+def held_out_count(asked: int | None, available: int) -> int:
+    """How many of the available examples to hold out: as many as were asked for, or else
+    min(256, a tenth), which is none of fewer than ten."""
+    return min(MOST_HELD_OUT, available // _HELD_OUT_OF) if asked is None else asked
+
+
 def _read_files(files: list[Path]) -> Dataset:
     import datasets
 
@@ -149,10 +168,113 @@ def _read_files(files: list[Path]) -> Dataset:
         raise ValueError(f"cannot read {files[0].name}: data files end in {', '.join(_FORMATS)}")
     if len(formats) > 1:
         raise ValueError(f"{files[0].parent} mixes file formats: name one file instead")
+    for file in files:
+        _check_bytes(file)
     options = {"delimiter": "\t"} if files[0].suffix == ".tsv" else {}
-    return datasets.load_dataset(
-        formats.pop(), data_files=[str(file) for file in files], split="train", **options
-    )
+    try:
+        return datasets.load_dataset(
+            formats.pop(), data_files=[str(file) for file in files], split="train", **options
+        )
+    except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
+        _blame(files, error)
+
+
+def _check_bytes(file: Path) -> None:
+    """
+    Raises:
+        ValueError: an empty file, one that is no Parquet, text that is not UTF-8.
+    """
+    if file.stat().st_size == 0:
+        raise ValueError(f"{file} is empty")
+    if file.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            pyarrow.parquet.read_schema(file)
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"{file} cannot be read as Parquet: {error}") from error
+        return
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    with file.open("rb") as stream:
+        while True:
+            chunk = stream.read(_CHUNK)
+            try:
+                text = decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                line += error.object[: error.start].count(b"\n")
+                raise ValueError(
+                    f"{file}, line {line} is not UTF-8 (byte 0x{error.object[error.start]:02x}): "
+                    "save the file as UTF-8, or convert it with iconv -f LATIN1 -t UTF-8"
+                ) from error
+            if not chunk:
+                return
+            line += text.count("\n")
+
+
+def _blame(files: list[Path], error: Exception) -> NoReturn:
+    """Says which of the files could not be read, and why.
+
+    Raises:
+        ValueError: always, but for errors of the operating system, which are raised as they are.
+    """
+    cause = error.__cause__ or error
+    if isinstance(cause, OSError):
+        raise cause
+    said = " ".join(str(cause).split())
+    if len(files) > 1:
+        for file in files:
+            _read_files([file])  # raises for the first that is broken
+        raise ValueError(
+            f"the files in {files[0].parent} do not fit together, their columns differ: {said}"
+        ) from error
+    (file,) = files
+    if "corresponds to no data" in said:
+        raise ValueError(f"{file} holds no rows") from error
+    if _FORMATS[file.suffix] == "json":
+        _blame_json(file)
+    raise ValueError(f"{file} cannot be read as {file.suffix[1:].upper()}: {said}") from error
+
+
+def _blame_json(file: Path) -> None:
+    """
+    Raises:
+        ValueError: the first line that is not valid JSON, or not an object.
+    """
+    text = file.read_text(encoding="utf-8-sig")
+    if not text.strip():
+        raise ValueError(f"{file} holds no rows")
+    if text.lstrip().startswith("["):
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            if file.suffix == ".json":
+                raise ValueError(
+                    f"{file}, line {error.lineno} is not valid JSON: {error.msg}"
+                ) from error
+            rows = None
+        if rows is not None:
+            for number, row in enumerate(rows):
+                _check_object(row, f"{file}, row {number}")
+            return
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{file}, line {number} is not valid JSON: {error.msg} (column {error.colno})"
+            ) from error
+        _check_object(row, f"{file}, line {number}")
+
+
+def _check_object(row: Any, place: str) -> None:
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"{place} is not an object with named columns but {json.dumps(row)[:40]}: write "
+            '{"text": "..."}, say'
+        )
 
 
 def _pick_split(saved: Any, split: str, source: str) -> Dataset:

@@ -20,6 +20,7 @@ import torch
 from transformers import AutoTokenizer
 
 from fastrl.models.load import load_classifier, tokenizer_folder
+from fastrl.user_code import named, running
 
 RewardFunction = Callable[..., Sequence[float]]
 
@@ -189,6 +190,8 @@ def as_number(value: Any) -> float:
 def load_function(name: str) -> Callable[..., Any]:
     """The function that "module:function" or "path/to/file.py:function" stands for.
 
+    What it raises, and what its file raises when it is read, says so: see :mod:`fastrl.user_code`.
+
     Raises:
         ValueError: no function's name.
         TypeError: a name that does not stand for a function.
@@ -197,6 +200,8 @@ def load_function(name: str) -> Callable[..., Any]:
     if ":" not in name:
         raise ValueError(f"name a function as module:function or file.py:function, not {name!r}")
     location, function_name = name.rsplit(":", 1)
+    if not location.strip(".") or not function_name:
+        raise ValueError(f"name a function as module:function or file.py:function, not {name!r}")
     module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location)
     try:
         function = getattr(module, function_name)
@@ -204,7 +209,7 @@ def load_function(name: str) -> Callable[..., Any]:
         raise ImportError(f"{location} has no function {function_name!r}") from None
     if not callable(function):
         raise TypeError(f"{name} is not a function but {type(function).__name__}")
-    return function
+    return named(name, function)
 
 
 def _load_module(name: str) -> Any:
@@ -212,7 +217,8 @@ def _load_module(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(name)
+        with running(name):
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name + ".").startswith(error.name + "."):
             raise ImportError(f"there is no module {name!r}") from error
@@ -227,7 +233,8 @@ def _load_file(path: Path) -> Any:
         raise ImportError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    with running(str(path)):
+        spec.loader.exec_module(module)
     return module
 
 

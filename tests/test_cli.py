@@ -1,11 +1,15 @@
-"""The command line: flags, YAML, error messages and exit codes."""
+"""The command line: flags, YAML, help, error messages and exit codes."""
 
+import re
 from dataclasses import dataclass, field
 
 import pytest
+import torch
+from tqdm.auto import tqdm
 
 from fastrl import cli
 from fastrl.jobs.ppo import PPOFlags, PPOJob
+from fastrl.jobs.sft import SFTFlags, SFTJob
 
 REQUIRED = ["--model", "m", "--dataset", "d.jsonl", "--reward", "r"]
 
@@ -116,20 +120,104 @@ def test_user_errors_are_one_line_and_exit_with_two(capsys, arguments, message):
         ("- steps\n", "must hold settings"),
         ("steps: [\n", "is not valid YAML"),
         ("steps: 1.5\n", "argument --steps: invalid int value: '1.5'"),
+        ("model: [a, b]\n", "model takes one value (text), not a list"),
+        ("model: {a: 1}\n", "model takes one value (text), not a mapping"),
+        ("learning_rate: [1e-4]\n", "learning_rate takes one value (float), not a list"),
+        ("help: true\n", "unknown setting 'help'"),
+        ("batch_size: caf\xe9\n".encode("latin-1"), "config.yml is not UTF-8"),
     ],
 )
 def test_yaml_errors_name_what_is_wrong(capsys, tmp_path, text, message):
     path = tmp_path / "config.yml"
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     status, _, err = run(capsys, "ppo", str(path), *REQUIRED)
     assert status == 2
     assert message in err
+
+
+def test_a_plain_no_in_yaml_is_text(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: m\ndataset: d\neval_strategy: no\npacking: no\nbf16: false\n")
+    _, flags = cli.parse("sft", [SFTJob, SFTFlags], [str(path)])
+    assert flags.eval_strategy == "no"
+    assert not flags.packing
 
 
 def test_empty_yaml_is_no_settings(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("# nothing yet\n")
     assert parse_ppo(str(path), *REQUIRED)[0].model == "m"
+
+
+COMMANDS = ("sft", "reward", "align", "ppo", "grpo")
+
+
+def shown(capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([*arguments])
+    assert exit_info.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_a_screen_of_what_matters(capsys, monkeypatch, command, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = shown(capsys, command, "--help").splitlines()
+    assert len(lines) <= 65
+    assert max(map(len, lines)) <= columns
+    flags = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert 18 <= len(flags) <= 30
+    assert {"--model", "--dataset", "--output", "--learning-rate", "--lora-r"} <= set(flags)
+    (count,) = re.findall(r"--help-all shows all (\d+) flags", "\n".join(lines))
+    assert int(count) > 2 * len(flags)
+    text = " ".join(" ".join(lines).split())
+    assert "held out for evaluation, 0 for none; by default a tenth, 256 at most" in text
+    assert f"[runs/{command}]" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_all_shows_every_flag_in_a_users_words(capsys, command):
+    out = shown(capsys, command, "--help-all")
+    flags = re.findall(r"^  (--[a-z].*)", out, flags=re.MULTILINE)
+    (count,) = re.findall(r"shows all (\d+) flags", shown(capsys, command, "--help"))
+    assert len([flag for flag in flags if not flag.startswith(("--no-", "--help"))]) == int(count)
+    for flag in flags:
+        assert not re.search(r"<|string_to_bool|NoneType|\bstr\b|Enum|Option", flag.split("  ")[0])
+    if command not in ("ppo", "grpo"):  # choices are listed
+        assert "cosine_with_restarts" in out
+        assert re.search("--logging-strategy no\\|steps\\|epoch", out)
+
+
+def test_a_bar_is_closed_before_the_message(monkeypatch, capsys):
+    def stopping(_):
+        bar = tqdm(total=3, desc="mapping", leave=True)
+        bar.update()
+        raise ValueError("too\n  few")
+
+    monkeypatch.setitem(cli._COMMANDS, "env", stopping)
+    status, _, err = run(capsys, "env")
+    assert status == 2
+    assert err.split("\n")[-1] == ""
+    *_, last = err.rstrip("\n").replace("\r", "\n").split("\n")
+    assert last == "fastrl: error: too few"
+    assert not tqdm._instances
+
+
+def test_a_device_that_is_full_is_no_defect(monkeypatch, capsys):
+    def full(_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setitem(cli._COMMANDS, "env", full)
+    status, _, err = run(capsys, "env")
+    assert status == 2
+    assert err.startswith("fastrl: error: CUDA out of memory. Lower the batch size")
+
+
+def test_a_missing_file_is_named_without_its_number(capsys):
+    assert run(capsys, "ppo", "gone.yaml")[2] == (
+        "fastrl: error: No such file or directory: gone.yaml\n"
+    )
 
 
 def test_debug_shows_the_traceback(monkeypatch):

@@ -1,11 +1,19 @@
 """Prompts from files: formats, columns, cutting, and held-out prompts."""
 
 import json
+import re
 
 import pytest
 from datasets import Dataset, DatasetDict
 
-from fastrl.prompt_data import drop_prompts, load_table, sample_rows, take_prompts
+from fastrl import prompt_data
+from fastrl.prompt_data import (
+    drop_prompts,
+    held_out_count,
+    load_table,
+    sample_rows,
+    take_prompts,
+)
 
 ROWS = [{"text": f"the film number {i} is good", "label": i % 2} for i in range(6)]
 
@@ -58,6 +66,66 @@ def test_paths_that_hold_no_data_are_named(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(ValueError, match="mixes file formats"):
         load_table(str(tmp_path))
+
+
+GOOD = '{"text": "a film"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", "a.jsonl is empty"),
+        ("a.csv", "", "a.csv is empty"),
+        ("a.txt", "", "a.txt is empty"),
+        ("a.parquet", "", "a.parquet is empty"),
+        ("a.jsonl", "\n\n", "a.jsonl holds no rows"),
+        ("a.json", "[]", "a.json holds no rows"),
+        ("a.csv", "text\n", "a.csv holds no rows"),
+        ("a.jsonl", GOOD + '{"text": \n' + GOOD, "a.jsonl, line 2 is not valid JSON"),
+        ("a.json", '[{"text": "x"},\n{"text" 3}]', "a.json, line 2 is not valid JSON"),
+        ("a.jsonl", "1\n2\n", "a.jsonl, line 1 is not an object with named columns but 1"),
+        ("a.csv", 'text,label\n"a,1\nb,2,3\n', "a.csv cannot be read as CSV"),
+        ("a.csv", "text,label\na,1\nb,2,3\n", "Expected 2 fields in line 3, saw 3"),
+        ("a.parquet", "no parquet", "a.parquet cannot be read as Parquet"),
+        ("a.jsonl", GOOD + '{"text": "caf\xe9"}\n', "a.jsonl, line 2 is not UTF-8 (byte 0xe9)"),
+        ("a.csv", "text\nfine\ncaf\xe9\n", "a.csv, line 3 is not UTF-8 (byte 0xe9)"),
+        ("a.txt", "caf\xe9\n", "a.txt, line 1 is not UTF-8 (byte 0xe9)"),
+        ("a.txt", "fine\ncut short\xc3", "a.txt, line 2 is not UTF-8 (byte 0xc3)"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named_with_their_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_table(str(tmp_path / name))
+
+
+def test_of_a_folder_the_broken_file_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text(GOOD)
+    (tmp_path / "b.jsonl").write_text(GOOD + "{")
+    with pytest.raises(ValueError, match=r"b\.jsonl, line 2 is not valid JSON"):
+        load_table(str(tmp_path))
+
+
+def test_a_letter_may_lie_across_two_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(prompt_data, "_CHUNK", 3)
+    (tmp_path / "a.txt").write_text("ab\u00e9\u00e9\n", encoding="utf-8")
+    assert load_table(str(tmp_path / "a.txt"))["text"][:] == ["ab\u00e9\u00e9"]
+    (tmp_path / "b.txt").write_bytes(b"a\nb\n\xc3\n")
+    with pytest.raises(ValueError, match=r"b\.txt, line 3 is not UTF-8 \(byte 0xc3\)"):
+        load_table(str(tmp_path / "b.txt"))
+
+
+def test_a_data_set_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="the data set's name is empty"):
+        load_table("")
+
+
+@pytest.mark.parametrize(
+    ("asked", "available", "count"),
+    [(None, 3, 0), (None, 10, 1), (None, 200, 20), (None, 10_000, 256), (7, 8, 7), (500, 200, 500)],
+)
+def test_a_tenth_is_held_out_unless_a_number_is_asked_for(asked, available, count):
+    assert held_out_count(asked, available) == count
 
 
 def test_prompts_are_first_words_and_other_columns_stay():

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.losses import LOSSES, Loss, describe_losses, make_loss
 from fastrl.alignment.tasks import TASKS, Task, find_task
-from fastrl.jobs.fit import CommandFlags, FitJob, fit, flag, standard_error
+from fastrl.jobs.checks import check_causal
+from fastrl.jobs.fit import (
+    HELD_OUT,
+    RUN,
+    TRAINING,
+    WHAT,
+    CommandFlags,
+    FitJob,
+    fit,
+    flag,
+    standard_error,
+)
 from fastrl.jobs.lora import lora_config
 
 if TYPE_CHECKING:
@@ -27,15 +38,26 @@ class AlignJob(FitJob):
             JSON, an online task that nobody judges, sampling out of range.
     """
 
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
+        "what to train": (*WHAT, "task", "loss", "loss_args", "reference"),
+        "data": (*HELD_OUT, "max_length", "annotator", "judge", "max_new_tokens", "temperature"),
+        "training": TRAINING,
+        "model and run": RUN,
+    }
+
     task: str = flag(f"What to learn from: {', '.join(TASKS)}.", "offline-pairwise")
-    loss: str | None = flag(f"By default the task's first: {describe_losses()}.", None)
+    loss: str | None = flag(
+        f"Loss, by default the task's first: {', '.join(LOSSES)}. Coefficients: "
+        f"{describe_losses()}.",
+        None,
+    )
     loss_args: str | None = flag('The loss\'s coefficients as JSON, such as {"beta": 0.2}.', None)
     output: str = flag("Folder for the model, the metrics and the report.", "runs/align")
 
     annotator: str | None = flag(
-        "Online: what scores responses: a sequence classifier (a directory, a run's too, or a Hub "
-        "id), or a function, as module:function or path/to/file.py:function, called with (prompts, "
-        "completions, **columns).",
+        "Online: sequence classifier or function (file.py:function) that scores responses. "
+        "A directory (a run's too) or a Hub id; or module:function or path/to/file.py:function, "
+        "called with (prompts, completions, **columns).",
         None,
     )
     annotator_label: str | None = flag(
@@ -43,8 +65,8 @@ class AlignJob(FitJob):
         None,
     )
     judge: str | None = flag(
-        "Online, in place of --annotator: a language model that is asked which response is better "
-        "(a directory or a Hub id), or a function that answers a list of questions.",
+        "Online, instead of --annotator: a language model that picks the better response. "
+        "A directory or a Hub id; or a function that answers a list of questions.",
         None,
     )
     judge_unparsed: str = flag(
@@ -163,12 +185,17 @@ class AlignFlags(CommandFlags, AlignmentConfig):
 def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
     """Train, save and report."""
     from fastrl.alignment import Trainer
+    from fastrl.models.load import model_folder
 
     loss = job.make_loss()
     peft_config = lora_config(job, "SEQ_CLS" if loss.learns == "reward model" else "CAUSAL_LM")
     _check_dropout(job, flags, loss)
     train, held_out, tokenizer = job.begin(flags)
     factory, eval_factory = _factories(job, flags, train, held_out, tokenizer)
+    if loss.learns != "reward model":
+        check_causal(
+            model_folder(job.model), "align", "choose a decoder, such as GPT-2, Llama or Qwen"
+        )
     trainer = Trainer(
         _model(job, loss),
         flags,

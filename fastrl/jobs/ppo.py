@@ -4,18 +4,32 @@ and a report out."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.config import PPOConfig, json_object
+from fastrl.jobs.checks import (
+    check_call,
+    check_causal,
+    check_dtype,
+    check_output,
+    check_seed,
+    check_trackers,
+)
+from fastrl.jobs.fit import say_none_held_out
 from fastrl.jobs.lora import lora_config
+from fastrl.models.tokenizer import load_tokenizer
 from fastrl.prompt_data import (
     LONG_PROMPTS,
+    MOST_HELD_OUT,
     PROMPT,
     ROW,
+    count_prompts,
     drop_prompts,
+    held_out_count,
     load_table,
     sample_rows,
     take_prompts,
@@ -31,6 +45,30 @@ def _help(text: str, default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"help": text})
 
 
+# The flags that --help shows, see fastrl.flags.parse.
+_WHAT = {
+    "what to train": ("model", "dataset", "reward", "output"),
+    "prompts and responses": (
+        "prompt_column",
+        "max_prompt_tokens",
+        "max_new_tokens",
+        "temperature",
+        "missing_eos_penalty",
+        "eval_dataset",
+        "eval_prompts",
+        "eval_every",
+    ),
+}
+_STEPS = (
+    "steps",
+    "batch_size",
+    "mini_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+)
+_RUN = ("lora_r", "dtype", "seed", "log_with")
+
+
 @dataclass
 class PPOJob:
     """What to train, on which prompts, for which reward, and where the results go.
@@ -40,17 +78,30 @@ class PPOJob:
     """
 
     _argument_group_name: ClassVar[str] = "the job"
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
+        **_WHAT,
+        "PPO": (
+            *_STEPS,
+            "ppo_epochs",
+            "init_kl_coef",
+            "target",
+            "cliprange",
+            "reference",
+        ),
+        "model and run": _RUN,
+    }
 
     model: str = _help(
         "Causal language model: a directory (a run's, or of an adapter to train on) or a Hub id."
     )
     dataset: str = _help(
-        "Prompts: a .jsonl, .json, .parquet, .csv, .tsv or .txt file, a folder, or a Hub id."
+        "Prompts: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
+        ".json, .csv, .tsv, .parquet or .txt."
     )
     reward: str = _help(
-        "Sequence classifier (a directory, a run's too, or a Hub id), or a function, as "
-        "module:function or path/to/file.py:function, called with (prompts, completions, "
-        "completion_ids, **columns)."
+        "Sequence classifier (a directory, a run's too, or a Hub id), or a function "
+        "(file.py:function). Functions are named as module:function or path/to/file.py:function, "
+        "and called with (prompts, completions, completion_ids, **columns)."
     )
     output: str = _help("Folder for the model, the metrics and the report.", "runs/ppo")
 
@@ -69,7 +120,11 @@ class PPOJob:
     eval_dataset: str | None = _help(
         "Data set to evaluate on; by default prompts are held out from --dataset.", None
     )
-    eval_prompts: int = _help("Number of evaluation prompts; 0 turns evaluation off.", 256)
+    eval_prompts: int | None = _help(
+        "Prompts held out for evaluation, 0 for none; by default a tenth, 256 at most. With "
+        "--eval-dataset: how many of its prompts; by default all, 256 at most.",
+        None,
+    )
     eval_every: int = _help("Steps between evaluations; 0 is before and after only.", 0)
 
     reward_label: str | None = _help(
@@ -97,8 +152,12 @@ class PPOJob:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
         for name in ("eval_prompts", "eval_every", "top_k", "lora_r", "samples"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must be 0 or more, got {value}")
+        check_dtype(self.dtype)
+        if self.missing_eos_penalty is not None and not math.isfinite(self.missing_eos_penalty):
+            raise ValueError(f"missing_eos_penalty must be finite, got {self.missing_eos_penalty}")
         if self.lora_dropout:
             raise ValueError(
                 f"lora_dropout must be 0, got {self.lora_dropout}: with dropout the probability "
@@ -154,6 +213,21 @@ class PPOFlags(PPOConfig):
 class GRPOJob(PPOJob):
     """A :class:`PPOJob` in a folder of its own."""
 
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
+        **_WHAT,
+        "GRPO": (
+            "advantage",
+            "group_size",
+            *_STEPS,
+            "ppo_epochs",
+            "init_kl_coef",
+            "kl_in",
+            "loss_aggregate",
+            "cliprange",
+        ),
+        "model and run": _RUN,
+    }
+
     output: str = _help("Folder for the model, the metrics and the report.", "runs/grpo")
 
 
@@ -178,26 +252,35 @@ class GRPOFlags(PPOFlags):
     max_grad_norm: float | None = _but("max_grad_norm", 1.0)
 
 
+_FOR_ENCODER_DECODERS = (
+    "use the Python API, fastrl.PPOTrainer with "
+    "fastrl.AutoModelForSeq2SeqLMWithValueHead.from_pretrained"
+)
+
+
 def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     """Train, save and report; the change in held-out reward, None without evaluation prompts."""
-    from transformers import AutoTokenizer
-
     from fastrl.core import set_seed
     from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
-    from fastrl.models.load import tokenizer_folder
+    from fastrl.models.load import model_folder, tokenizer_folder
     from fastrl.report import finish_run
     from fastrl.rewards import ClassifierReward, load_reward
     from fastrl.trainers import PPOTrainer
     from fastrl.trainers.callbacks import JsonlCallback
 
     started = time.perf_counter()
+    command = "ppo" if flags.needs_values else "grpo"
+    check_output(job.output)
+    check_seed(flags.seed)
+    check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
     tokens, peft_config = tokenizer_folder(job.model), lora_config(job, "CAUSAL_LM")
     reward = load_reward(job.reward, label=job.reward_label, batch_size=job.reward_batch_size)
-    tokenizer = AutoTokenizer.from_pretrained(tokens)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer = load_tokenizer(tokens)
+    check_causal(model_folder(job.model), command, _FOR_ENCODER_DECODERS)
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
+    columns = [name for name in train_rows.column_names if name not in (PROMPT, ROW, "input_ids")]
+    check_call(job.reward, reward, ("prompts", "completions", "completion_ids"), columns)
     config = flags.config_for(job)
     kind = AutoModelForCausalLMWithValueHead if config.needs_values else CausalLMPolicy
     model = kind.from_pretrained(
@@ -259,6 +342,15 @@ def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Datas
     train_rows = rows_of(job.dataset)
     if job.eval_prompts == 0:
         return train_rows, None
-    source = train_rows if job.eval_dataset is None else rows_of(job.eval_dataset)
-    eval_rows = sample_rows(source, job.eval_prompts, seed)
+    if job.eval_dataset is not None:
+        source = rows_of(job.eval_dataset)
+        count = MOST_HELD_OUT if job.eval_prompts is None else job.eval_prompts
+    else:
+        source = train_rows
+        distinct = count_prompts(train_rows)
+        count = held_out_count(job.eval_prompts, distinct)
+        if count == 0:
+            say_none_held_out(distinct, "prompts")
+            return train_rows, None
+    eval_rows = sample_rows(source, count, seed)
     return drop_prompts(train_rows, eval_rows[PROMPT]), eval_rows

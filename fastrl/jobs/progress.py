@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from fastrl.progress import drop_bar
 
 
 class MetricsCallback(TrainerCallback):
@@ -60,13 +64,25 @@ class FitProgress(TrainerCallback):
             self.bar.close()
             self.bar = None
 
+    def close(self) -> None:
+        """Of a training that was left by an exception."""
+        if self.bar is not None:
+            drop_bar(self.bar)
+            self.bar = None
 
-def show(trainer: Any, description: str, metrics: str | Path) -> None:
-    """Puts both on a trainer, in place of its own bar."""
+
+@contextmanager
+def showing(trainer: Any, description: str, metrics: str | Path) -> Iterator[None]:
+    """Puts both on a trainer, in place of its own bar; no bar is open afterwards."""
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
+    progress = FitProgress(description)
     trainer.add_callback(MetricsCallback(metrics))
-    trainer.add_callback(FitProgress(description))
+    trainer.add_callback(progress)
+    try:
+        yield
+    finally:
+        progress.close()
 
 
 def _number(value: Any) -> float | None:

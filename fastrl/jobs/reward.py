@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fastrl.jobs.fit import CommandFlags, FitJob, fit, flag, standard_error
+from fastrl.jobs.fit import (
+    HELD_OUT,
+    RUN,
+    TRAINING,
+    WHAT,
+    CommandFlags,
+    FitJob,
+    fit,
+    flag,
+    standard_error,
+)
 from fastrl.jobs.lora import lora_config
 from fastrl.supervised.reward import RewardConfig
 
@@ -13,6 +23,13 @@ from fastrl.supervised.reward import RewardConfig
 @dataclass
 class RewardJob(FitJob):
     """Pairs to learn from: chosen, rejected, and a prompt that they may share."""
+
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
+        "what to train": WHAT,
+        "data": (*HELD_OUT, "max_length"),
+        "training": TRAINING,
+        "model and run": RUN,
+    }
 
     output: str = flag("Folder for the model, the metrics and the report.", "runs/reward")
 

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fastrl.jobs.fit import CommandFlags, FitJob, fit, flag
+from fastrl.jobs.checks import check_causal
+from fastrl.jobs.fit import HELD_OUT, RUN, TRAINING, WHAT, CommandFlags, FitJob, fit, flag
 from fastrl.jobs.lora import lora_config
 from fastrl.supervised.sft import SFTConfig
 
@@ -14,6 +15,13 @@ from fastrl.supervised.sft import SFTConfig
 @dataclass
 class SFTJob(FitJob):
     """Texts to learn."""
+
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
+        "what to train": WHAT,
+        "data": (*HELD_OUT, "max_length", "dataset_text_field", "response_template", "packing"),
+        "training": TRAINING,
+        "model and run": RUN,
+    }
 
     output: str = flag("Folder for the model, the metrics and the report.", "runs/sft")
     response_template: str | None = flag(
@@ -30,12 +38,13 @@ class SFTFlags(CommandFlags, SFTConfig):
 
 def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
     """Train, save and report."""
-    from fastrl.models.load import load_language_model
+    from fastrl.models.load import load_language_model, model_folder
     from fastrl.supervised.sft import SFTTrainer
     from fastrl.supervised.texts import DataCollatorForCompletionOnlyLM
 
     peft_config = lora_config(job, "CAUSAL_LM")
     train, held_out, tokenizer = job.begin(flags)
+    check_causal(model_folder(job.model), "sft", "choose a decoder, such as GPT-2, Llama or Qwen")
     trainer = SFTTrainer(
         load_language_model(job.model, dtype=job.dtype, trainable=True),
         flags,

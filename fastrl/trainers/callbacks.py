@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from fastrl.progress import drop_bar
+
 if TYPE_CHECKING:
     from fastrl.trainers.ppo import PPOTrainer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """Rewards of the policy's responses to the evaluation prompts at one point of training."""
 
@@ -37,6 +41,12 @@ class Evaluation:
             **({"eval/nan_samples": self.nan_samples} if self.nan_samples else {}),
         }
 
+    def __repr__(self) -> str:
+        return (
+            f"Evaluation(step={self.step}, reward {self.mean:.3f} ± {self.sem:.3f}"
+            f"{_kl(self.kl)}, prompts={len(self.prompts)})"
+        )
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -47,7 +57,7 @@ class Samples:
     rewards: list[float]
 
 
-@dataclass
+@dataclass(repr=False)
 class TrainResult:
     """What ``train`` returns: a dict of numbers per step, and every evaluation.
 
@@ -59,6 +69,16 @@ class TrainResult:
     evaluations: list[Evaluation] = field(default_factory=list)
     dropped_prompts: int = 0
     dropped_eval_prompts: int = 0
+
+    def __repr__(self) -> str:
+        told = [f"steps={len(self.history)}"]
+        if self.evaluations:
+            rewards = [evaluation.mean for evaluation in self.evaluations]
+        else:
+            rewards = [row["reward/mean"] for row in self.history if "reward/mean" in row]
+        if rewards:
+            told.append(f"reward {rewards[0]:.3f} → {rewards[-1]:.3f}")
+        return f"TrainResult({', '.join([*told, f'evaluations={len(self.evaluations)}'])})"
 
 
 class TrainCallback:
@@ -77,6 +97,9 @@ class TrainCallback:
     def on_eval(self, trainer: PPOTrainer, step: int, evaluation: Evaluation) -> None: ...
 
     def on_train_end(self, trainer: PPOTrainer, result: TrainResult) -> None: ...
+
+    def close(self) -> None:
+        """Called last, after an exception as well: give back what is open."""
 
 
 class ProgressCallback(TrainCallback):
@@ -106,6 +129,28 @@ class ProgressCallback(TrainCallback):
 
     def on_train_end(self, trainer: PPOTrainer, result: TrainResult) -> None:
         self.bar.close()
+        self.bar = None
+
+    def close(self) -> None:
+        if self.bar is not None:
+            drop_bar(self.bar)
+            self.bar = None
+
+
+def closing_callbacks(run: Callable[..., TrainResult]) -> Callable[..., TrainResult]:
+    """Of a loop's method: ``close`` of its callbacks is called when the method ends, also by an
+    exception."""
+
+    @functools.wraps(run)
+    def closing(loop: Any, *args: Any, **kwargs: Any) -> TrainResult:
+        try:
+            return run(loop, *args, **kwargs)
+        finally:
+            for callback in loop.callbacks:
+                if isinstance(callback, TrainCallback):
+                    callback.close()
+
+    return closing
 
 
 class JsonlCallback(TrainCallback):

@@ -13,7 +13,13 @@ from torch import Tensor
 from fastrl.rewards import RewardFunction, check_rewards
 from fastrl.rollout import RolloutOutput
 from fastrl.supervised.dialogues import Said
-from fastrl.trainers.callbacks import Evaluation, Samples, TrainCallback, TrainResult
+from fastrl.trainers.callbacks import (
+    Evaluation,
+    Samples,
+    TrainCallback,
+    TrainResult,
+    closing_callbacks,
+)
 from fastrl.trainers.nonfinite import samples_left_out
 from fastrl.trainers.prompts import Prompts, PromptStream
 from fastrl.trainers.stats import scalars
@@ -46,6 +52,7 @@ class Loop:
         self.callbacks = callbacks
         self.result = result
 
+    @closing_callbacks
     def run(self, steps: int, eval_every: int) -> TrainResult:
         self._tell("on_train_begin", steps)
         done = self.trainer.current_step  # steps are counted over all of the trainer's runs

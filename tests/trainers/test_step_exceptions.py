@@ -4,6 +4,7 @@ but for optimizer steps that were taken."""
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 from typing import Any
 
@@ -134,8 +135,9 @@ def test_references_are_put_back(reference):
     model: Any = trainer.model.pretrained_model
     stack = (model.get_base_model() if reference == "adapter" else model).transformer.h
     for where in ("scoring", "update"):
+        seen = itertools.count()
 
-        def fail(*_: Any, seen: Any = iter(range(100)), where: str = where) -> None:
+        def fail(*_: Any, seen: Any = seen, where: str = where) -> None:
             if torch.is_grad_enabled() == (where == "update") and next(seen) == 1:
                 raise Failure
 

@@ -1,0 +1,236 @@
+"""Command-line flags of dataclasses: parsed with a YAML file beside them, and told of by
+``--help`` (what matters) and ``--help-all`` (all of them)."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NoReturn, get_origin
+
+_KINDS = {int: "int", float: "float", str: "text", dict: "JSON"}
+_LONGEST_CHOICES = 24  # characters of a list of choices beside its flag
+_LINES = 2  # of a flag in --help
+_RAGGED = 8  # characters that breaking lines at words may cost
+_HELP_FLAGS = ("help", "help_all")
+
+
+class UsageError(ValueError):
+    """A command line or a configuration file that does not make sense."""
+
+
+def parse(command: str, dataclasses: Sequence[Any], arguments: Sequence[str]) -> tuple[Any, ...]:
+    """Instances of ``dataclasses`` from "[config.yaml] [--flag value ...]".
+
+    The first dataclass may name the flags that ``--help`` shows, in ``essentials``: a dict from the
+    titles of groups to names. Without it, ``--help`` shows all.
+
+    Raises:
+        UsageError: an unknown flag or setting, a value of the wrong type, a missing one.
+        SystemExit: after ``--help`` or ``--help-all``, with 0.
+    """
+    from transformers import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            # One spelling per flag: argparse names --batch_size/--batch-size.
+            said = re.sub(r"--\w+/(--[\w-]+)", r"\1", message)
+            raise UsageError(f"{said} (see fastrl {command} --help)")
+
+    parser = Parser(
+        list(dataclasses),
+        prog=f"fastrl {command}",
+        usage=f"fastrl {command} [CONFIG.yaml] [--flag value ...]",
+        formatter_class=_AllFlags,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    essentials = getattr(dataclasses[0], "essentials", None) if dataclasses else None
+    parser.add_argument("-h", "--help", action=_Help, essentials=essentials, help="Show this help.")
+    if essentials:
+        parser.add_argument("--help-all", action=_Help, help="Show all flags.")
+    known = {n: a for n, a in _actions(parser).items() if n not in _HELP_FLAGS}
+    flags = list(arguments)
+    if flags and not flags[0].startswith("-"):
+        flags = [*_flags_of(Path(flags[0]), known), *flags[1:]]
+    *parsed, unknown = parser.parse_args_into_dataclasses(
+        flags, return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        names = [f"--{name.replace('_', '-')}" for name in sorted(known)]
+        name, *_ = unknown[0].split("=")
+        raise UsageError(unknown_name("argument", name.replace("_", "-"), names))
+    return tuple(parsed)
+
+
+def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """By setting; a boolean that is on by default has a second flag, --no-..., which comes last."""
+    return {action.dest: action for action in reversed(parser._actions)}
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """A message, with the known name that is most like the unknown one."""
+    near = difflib.get_close_matches(name.lower(), list(known), n=1)
+    return f"unknown {kind} {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
+
+
+# ---------------------------------------------------------------------- YAML
+
+
+def _flags_of(path: Path, known: Mapping[str, argparse.Action]) -> list[str]:
+    """A YAML file's settings as flags, so that both are parsed and checked by the same code."""
+    import yaml
+
+    if path.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"unexpected argument {str(path)!r}: a configuration ends in .yaml")
+
+    class Loader(yaml.SafeLoader):
+        """With YAML 1.2's booleans: a plain no is text, as in "save_strategy: no"."""
+
+        yaml_implicit_resolvers = {  # noqa: RUF012 - not a field, there and here
+            first: [(tag, form) for tag, form in forms if first in "tTfF" or "bool" not in tag]
+            for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    try:
+        settings = yaml.load(path.read_text(encoding="utf-8"), Loader=Loader)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8: save it as UTF-8") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is not valid YAML: {error}") from error
+    if settings is None:
+        return []
+    if not isinstance(settings, dict):
+        raise UsageError(f"{path} must hold settings, one 'name: value' per line")
+    flags = []
+    for key, value in settings.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise UsageError(f"{path}: {unknown_name('setting', name, known)}")
+        if value is not None:  # null leaves the default
+            flags += _flag(path, known[name], value)
+    return flags
+
+
+def _flag(path: Path, action: argparse.Action, value: Any) -> list[str]:
+    flag = action.option_strings[0]
+    if isinstance(value, list) and action.nargs in ("+", "*"):
+        return [flag, *map(str, value)]
+    if isinstance(value, (dict, list)):
+        if _kind(action) != "JSON":
+            what = "a list" if isinstance(value, list) else "a mapping"
+            raise UsageError(f"{path}: {action.dest} takes one value ({_kind(action)}), not {what}")
+        return [f"{flag}={json.dumps(value)}"]
+    if action.nargs == 0:
+        return [flag] if value else []
+    return [f"{flag}={value}"]
+
+
+# ---------------------------------------------------------------------- help
+
+
+class _Help(argparse.Action):
+    """Prints help and ends the command."""
+
+    def __init__(self, *, essentials: Any = None, **settings: Any):
+        super().__init__(nargs=0, default=argparse.SUPPRESS, **settings)
+        self.essentials = essentials
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(parser.format_help() if not self.essentials else _brief(parser, self.essentials))
+        parser.exit()
+
+
+def _brief(parser: argparse.ArgumentParser, essentials: Mapping[str, Sequence[str]]) -> str:
+    """The flags that matter, in groups."""
+    actions = _actions(parser)
+    formatter = _FlagsThatMatter(prog=parser.prog)
+    formatter.add_usage(parser.usage, [], [])
+    for title, names in essentials.items():
+        formatter.start_section(title)
+        formatter.add_arguments([actions[name] for name in names])
+        formatter.end_section()
+    count = len(actions) - len(_HELP_FLAGS)
+    formatter.add_text(
+        f"[...] is a flag's default. --help-all shows all {count} flags and says more of these. A "
+        "YAML file may hold any of them as name: value; flags beside it win."
+    )
+    return formatter.format_help()
+
+
+class _AllFlags(argparse.HelpFormatter):
+    """One spelling per flag (underscores work as well), its kind, its choices and its default."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        flags = ", ".join(flag for flag in action.option_strings if "_" not in flag)
+        return flags if action.nargs == 0 else f"{flags} {_kind(action)}"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        told = [action.help or ""]
+        if action.choices and not _are_short(action.choices):
+            told.append(f"One of: {', '.join(map(_as_text, action.choices))}.")
+        if action.required:
+            told.append("(required)")
+        elif _has_default(action):
+            told.append(f"(default: {_as_text(action.default)})".replace("%", "%%"))
+        return " ".join(told)
+
+
+class _FlagsThatMatter(_AllFlags):
+    """As much of each flag's help as fits two lines: all of it, its first sentence, or its first
+    clause."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=32)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        end = ""
+        if action.required:
+            end = " (required)"
+        elif _has_default(action):
+            end = f" [{_as_text(action.default)}]".replace("%", "%%")
+        text = (action.help or "").rstrip(".")
+        line = self._width - self._max_help_position
+        room = _LINES * line - len(end) - _RAGGED
+        for stop in (". ", "; ", ": "):
+            if len(text) <= room:
+                break
+            text = text.split(stop)[0]
+        return text + end
+
+
+def _kind(action: argparse.Action) -> str:
+    """What a flag takes."""
+    if action.choices:
+        short = _are_short(action.choices)
+        return "|".join(map(_as_text, action.choices)) if short else "name"
+    kind: Any = action.type
+    if _is_bool(action):
+        return "true|false"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "|".join(_as_text(member) for member in kind)
+    if get_origin(kind) is dict or "JSON" in (action.help or ""):
+        return "JSON"
+    return _KINDS.get(kind, "value") + (" ..." if action.nargs in ("+", "*") else "")
+
+
+def _is_bool(action: argparse.Action) -> bool:
+    return action.nargs == 0 or getattr(action.type, "__name__", "") == "string_to_bool"
+
+
+def _are_short(choices: Iterable[Any]) -> bool:
+    return len("|".join(map(_as_text, choices))) <= _LONGEST_CHOICES
+
+
+def _has_default(action: argparse.Action) -> bool:
+    return action.nargs != 0 and action.default not in (None, "", {}, [], argparse.SUPPRESS)
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,92 @@
+"""Errors of functions that a user wrote and named: rewards, annotators, judges, reweighters.
+
+Such a function's exception keeps its type and its way up; what is added is whose it was, so that a
+command can show the user's own lines in place of the library's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+_MARK = "_fastrl_user_code"
+_LIBRARIES = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        os.path.dirname(__file__),
+        *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An exception that a user's function, or the file it is in, has raised.
+
+    Attributes:
+        where: the user's own frames, as a traceback prints them; "" where the call itself failed.
+        message: one line: whose error, of which type, what it says, and its line.
+    """
+
+    where: str
+    message: str
+
+
+def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose exceptions say that they came from ``name``; objects that can be called
+    are returned as they are, for they may have methods that callers ask for."""
+    if not inspect.isroutine(function):
+        return function
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with running(name):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def running(name: str) -> Iterator[None]:
+    """Marks what is raised inside as the error of the user's ``name``."""
+    try:
+        yield
+    except Exception as error:
+        setattr(error, _MARK, name)
+        raise
+
+
+def fault_of(error: BaseException) -> Fault | None:
+    """What to show of an exception that :func:`running` has marked; None for any other."""
+    name = getattr(error, _MARK, None)
+    if name is None:
+        return None
+    said = " ".join(str(error).split())
+    kind = type(error).__name__
+    message = f"{name} raised {kind}: {said}" if said else f"{name} raised {kind}"
+    if isinstance(error, SyntaxError):
+        return Fault(
+            "", f"{name} raised {kind}: {error.msg} ({error.filename}, line {error.lineno})"
+        )
+    frames = _users(traceback.extract_tb(error.__traceback__))
+    if not frames:
+        return Fault("", message)
+    last = frames[-1]
+    return Fault(
+        "".join(traceback.format_list(frames)), f"{message} ({last.filename}, line {last.lineno})"
+    )
+
+
+def _users(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """Those below the last one of this file that belong to no library; all of them where the
+    function itself is in one."""
+    ours = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
+    below = [frame for frame in frames[ours + 1 :] if not frame.filename.startswith("<")]
+    return [frame for frame in below if not frame.filename.startswith(_LIBRARIES)] or below

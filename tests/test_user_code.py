@@ -1,0 +1,106 @@
+"""What is shown of an error in a function that a user has named."""
+
+import json
+
+import pytest
+
+from fastrl.rewards import load_function
+from fastrl.user_code import fault_of
+
+SOURCE = """\
+import json
+
+def helper(table):
+    return table["missing"]
+
+def key(**columns):
+    return [helper({})]
+
+def library(**columns):
+    return json.loads("{")
+
+def silent(**columns):
+    assert False
+
+class Scorer:
+    def to(self, device):
+        return self
+
+    def __call__(self, **columns):
+        raise ValueError("own")
+
+scorer = Scorer()
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my_functions.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def fault(name, *arguments, **keywords):
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - any
+        load_function(name)(*arguments, **keywords)
+    return fault_of(raised.value)
+
+
+def test_the_users_own_lines_are_shown(file):
+    found = fault(f"{file}:key")
+    assert found.message == (f"{file}:key raised KeyError: 'missing' ({file}, line 4)")
+    assert [line.strip() for line in found.where.splitlines() if "File" in line] == [
+        f'File "{file}", line 7, in key',
+        f'File "{file}", line 4, in helper',
+    ]
+
+
+def test_a_librarys_lines_are_left_out(file):
+    found = fault(f"{file}:library")
+    assert found.message.startswith(f"{file}:library raised JSONDecodeError: Expecting property")
+    assert found.message.endswith(f"({file}, line 10)")
+    assert json.__file__ not in found.where
+
+
+def test_an_error_that_says_nothing_is_named_by_its_type(file):
+    assert fault(f"{file}:silent").message == (
+        f"{file}:silent raised AssertionError ({file}, line 13)"
+    )
+
+
+def test_a_call_that_fails_before_the_function_begins_says_why(file):
+    found = fault(f"{file}:key", 1)
+    assert "takes 0 positional arguments but 1 was given" in found.message
+    assert str(file) in found.message
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def f(:\n    pass\n", "SyntaxError: invalid syntax ({file}, line 1)"),
+        ("\n1 / 0\n", "ZeroDivisionError: division by zero ({file}, line 2)"),
+        ("import no_such", "ModuleNotFoundError: No module named 'no_such' ({file}, line 1)"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_at_fault_itself(tmp_path, source, message):
+    file = tmp_path / "broken_functions.py"
+    file.write_text(source)
+    assert fault(f"{file}:f").message == f"{file} raised {message.format(file=file)}"
+
+
+def test_objects_that_can_be_called_stay_what_they_are(file):
+    scorer = load_function(f"{file}:scorer")
+    assert scorer.to("cpu") is scorer
+
+
+def test_other_errors_are_nobodys_fault():
+    assert fault_of(ValueError("ours")) is None
+    with pytest.raises(ImportError) as raised:
+        load_function("no_such_module:f")
+    assert fault_of(raised.value) is None
+
+
+@pytest.mark.parametrize("name", [":f", "file.py:", ".x:f:", "."])
+def test_half_a_name_is_refused(name):
+    with pytest.raises((ValueError, FileNotFoundError)):
+        load_function(name)
