@@ -94,7 +94,7 @@ def take_prompts(
         if not isinstance(prompt, str) and not is_chat(prompt) and prompt != []:
             raise TypeError(
                 f"column {column!r} must hold text or chat messages, but row {row} holds "
-                f"{type(prompt).__name__}"
+                f"{'nothing (null)' if prompt is None else type(prompt).__name__}"
             )
     for name, limit in (("prompt_words", words), ("max_prompt_tokens", max_tokens)):
         if limit is not None and not isinstance(prompts[0], str):

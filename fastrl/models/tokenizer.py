@@ -13,10 +13,12 @@ def load_tokenizer(model: str) -> Any:
 
     Raises:
         FileNotFoundError: a folder without a tokenizer.
-        ValueError: one that cannot be read, or an id that leads nowhere.
+        ValueError: no name, a tokenizer that cannot be read, or an id that leads nowhere.
     """
     from transformers import AutoTokenizer
 
+    if not model.strip():
+        raise ValueError("the model's name is empty: name a folder or a Hub id")
     folder = Path(model)
     missing = (
         f"{model} has no tokenizer: save one there with tokenizer.save_pretrained({model!r}), or "
@@ -28,9 +30,8 @@ def load_tokenizer(model: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except Exception as error:  # tokenizers raises bare Exceptions for files that it cannot read
         said = " ".join(str(error).split())
-        what = "of" if folder.is_dir() else f"of the Hub's {model!r}, which is no folder here,"
-        name = f" {model}" if folder.is_dir() else ""
-        raise ValueError(f"the tokenizer {what}{name} cannot be loaded: {said}") from error
+        what = model if folder.is_dir() else f"{model!r}, which is no folder here,"
+        raise ValueError(f"the tokenizer of {what} cannot be loaded: {said}") from error
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made of a configuration alone
         raise FileNotFoundError(missing)
     if tokenizer.pad_token is None:

@@ -25,6 +25,22 @@ def is_blank(said: Said) -> bool:
     return not any(message["content"].strip() for message in said)
 
 
+def checked(row: dict[str, Any], column: str) -> Said | None:
+    """What a row's column says; None where it has none.
+
+    Raises:
+        TypeError: something else than a text or chat messages.
+    """
+    said = row.get(column)
+    chat = isinstance(said, list) and all(isinstance(m, dict) and "role" in m for m in said)
+    if not (said is None or isinstance(said, str) or chat):
+        raise TypeError(
+            f"column {column!r} holds {str(said)[:60]!r} in some row: it must hold text, or chat "
+            "messages (dicts with a role and a content)"
+        )
+    return said
+
+
 def is_whole(said: Said | None) -> bool:
     """Whether chat messages have their prompt in front of the answer."""
     return bool(said) and not isinstance(said, str) and said[0]["role"] != "assistant"  # type: ignore[index]

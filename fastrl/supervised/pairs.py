@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
 from fastrl.supervised.base import as_dataset
-from fastrl.supervised.dialogues import encode, join
+from fastrl.supervised.dialogues import checked, encode, join
 
 SIDES = ("chosen", "rejected")
 TOKEN_COLUMNS = tuple(
@@ -130,9 +130,10 @@ def tokenize_pair(row: dict[str, Any], tokenizer: Any) -> dict[str, list[int]]:
     for side in SIDES:
         # An empty side stays empty, whatever its prompt: it is dropped.
         ids: list[int] = []
-        if row[side]:
-            whole = join(row.get("prompt"), row[side], tokenizer)
-            ids = encode(whole, tokenizer, chat=not isinstance(row[side], str))
+        said = checked(row, side)
+        if said:
+            whole = join(checked(row, "prompt"), said, tokenizer)
+            ids = encode(whole, tokenizer, chat=not isinstance(said, str))
         tokens |= {f"input_ids_{side}": ids, f"attention_mask_{side}": [1] * len(ids)}
     return tokens
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastrl.supervised.base import as_dataset
-from fastrl.supervised.dialogues import as_messages, encode, ended, join
+from fastrl.supervised.dialogues import as_messages, checked, encode, ended, join
 
 IGNORED = -100
 _SHOWN = 40  # tokens of a text in a warning
@@ -274,13 +274,19 @@ def _encoder(columns: Sequence[str], tokenizer: Any, ways: Ways) -> Encoder:
     def closed(ids: list[int]) -> list[int]:
         return ended(ids, tokenizer) if ways.append_eos and ids else ids
 
-    def whole(text: str | None) -> tuple[list[int], list[int]]:
+    def whole(row: dict[str, Any], column: str) -> tuple[list[int], list[int]]:
+        text = row[column]
+        if not (text is None or isinstance(text, str)):
+            raise TypeError(
+                f"column {column!r} must hold text, but some row holds {str(text)[:60]!r}, "
+                f"{type(text).__name__}"
+            )
         ids = closed(encode(text, tokenizer)) if text else []
         return ids, ids
 
     def messages(row: dict[str, Any]) -> tuple[list[int], list[int]]:
         options = {"return_dict": True, "return_assistant_tokens_mask": ways.assistant_only}
-        made = tokenizer.apply_chat_template(row["messages"], tokenize=True, **options)
+        made = tokenizer.apply_chat_template(checked(row, "messages"), tokenize=True, **options)
         ids = list(made["input_ids"])
         if not ways.assistant_only:
             return ids, ids
@@ -288,8 +294,9 @@ def _encoder(columns: Sequence[str], tokenizer: Any, ways: Ways) -> Encoder:
         return ids, [t if counts else IGNORED for t, counts in zip(ids, learned, strict=True)]
 
     def completion(row: dict[str, Any]) -> tuple[list[int], list[int]]:
-        if not row["completion"]:
+        if not checked(row, "completion"):
             return [], []
+        checked(row, "prompt")
         chat = not (isinstance(row["prompt"], str) and isinstance(row["completion"], str))
         ids = encode(join(row["prompt"], row["completion"], tokenizer), tokenizer, chat)
         if isinstance(row["completion"], str):  # chat templates end their texts themselves
@@ -309,10 +316,10 @@ def _encoder(columns: Sequence[str], tokenizer: Any, ways: Ways) -> Encoder:
             f"assistant_only_loss needs messages, the data set has columns {', '.join(columns)}"
         )
     if ways.formatting_func is not None:
-        return lambda row: whole(row[_FORMATTED])
+        return lambda row: whole(row, _FORMATTED)
     field = ways.text_field
     if field in columns and field != _DEFAULT_FIELD:
-        return lambda row: whole(row[field])
+        return lambda row: whole(row, field)
     if field == _DEFAULT_FIELD:
         if "input_ids" in columns:
             return lambda row: (row["input_ids"], row.get("labels") or row["input_ids"])
@@ -321,7 +328,7 @@ def _encoder(columns: Sequence[str], tokenizer: Any, ways: Ways) -> Encoder:
         if {"prompt", "completion"} <= set(columns):
             return completion
         if field in columns:
-            return lambda row: whole(row[field])
+            return lambda row: whole(row, field)
     raise ValueError(
         f"the data set has columns {', '.join(columns)}: it needs {field} (dataset_text_field), "
         "prompt and completion, messages, or input_ids; or pass formatting_func"

@@ -1,0 +1,273 @@
+"""What the commands say of mistakes: in one line, the last, with the name of what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tqdm.auto import tqdm
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, Trainer
+
+from fastrl import cli
+
+COMMANDS = ("sft", "reward", "align", "ppo", "grpo")
+REWARDS = """\
+def mean(numbers):
+    return sum(numbers) / len(numbers)
+
+def late(prompts, state={"calls": 0}, **columns):
+    state["calls"] += 1
+    if state["calls"] > 2:
+        return [mean([]) for _ in prompts]
+    return [0.0] * len(prompts)
+
+def interrupted(prompts, **columns):
+    raise KeyboardInterrupt
+
+def zero(prompts, **columns):
+    return [0.0] * len(prompts)
+
+def words(prompts, **columns):
+    return ["good"] * len(prompts)
+
+def narrow(prompts, completions, completion_ids):
+    return [0.0] * len(prompts)
+
+def wide(prompts, answer, **columns):
+    return [0.0] * len(prompts)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(world):
+    (world / "faulty.py").write_text(REWARDS)
+    (world / "unfinished.py").write_text("def f(**columns:\n    return 1\n")
+    rows = [json.loads(line) for line in (world / "pairs.jsonl").read_text().splitlines()]
+    prompted = [{"prompt": "the ", **row} for row in rows]
+    (world / "prompted.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompted))
+    (world / "empty.jsonl").write_text("")
+    (world / "broken.jsonl").write_text(json.dumps(rows[0]) + "\n{oops\n")
+    (world / "latin.csv").write_bytes("text\ncaf\xe9\n".encode("latin-1"))
+    (world / "not.parquet").write_text("no")
+    (world / "afile").write_text("")
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1)).save_pretrained(world / "untold")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (world / "t5").mkdir(exist_ok=True)
+        (world / "t5" / name).write_bytes((world / "lm" / name).read_bytes())
+    T5Config(d_model=8, num_layers=1).save_pretrained(world / "t5")
+    return world
+
+
+def arguments(command, folder, output, /, **flags):
+    settings = {"model": folder / "lm", "output": output}
+    if command in ("ppo", "grpo"):
+        settings |= {
+            "dataset": folder / "reviews.jsonl", "reward": folder / "faulty.py:late",
+            "prompt-words": 3, "max-new-tokens": 3, "steps": 2, "batch-size": 8,
+            "eval-prompts": 4,
+        }  # fmt: skip
+    else:
+        data = {"sft": "reviews", "reward": "pairs", "align": "prompted"}[command]
+        settings |= {"dataset": folder / f"{data}.jsonl", "max-steps": 2, "use-cpu": "true"}
+    settings |= {name.replace("_", "-"): value for name, value in flags.items()}
+    if "reward" in flags:
+        settings["reward"] = folder / flags["reward"]
+    return [command, *(word for k, v in settings.items() for word in (f"--{k}", str(v)))]
+
+
+def failed(capsys, *words: str) -> str:
+    """What a command said last."""
+    assert cli.main([*words]) == 2
+    return last(capsys.readouterr().err)
+
+
+def last(text: str) -> str:
+    """What the last line shows, where a carriage return begins the line again."""
+    assert text.endswith("\n")
+    assert "Traceback" not in text
+    return text[:-1].rpartition("\n")[2].rpartition("\r")[2]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("flag", ["dataset", "eval_dataset"])
+def test_a_file_that_cannot_be_read_is_named(command, flag, folder, tmp_path, capsys):
+    for name, message in (
+        ("empty.jsonl", "empty.jsonl is empty"),
+        ("broken.jsonl", "broken.jsonl, line 2 is not valid JSON"),
+        ("latin.csv", "latin.csv, line 2 is not UTF-8"),
+        ("not.parquet", "not.parquet cannot be read as Parquet"),
+    ):
+        said = failed(
+            capsys, *arguments(command, folder, tmp_path / "run", **{flag: folder / name})
+        )
+        assert said.startswith(f"fastrl: error: {folder / message}")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"dtype": "float33"}, "unknown dtype 'float33': choose one of float32, bfloat16"),
+        ({"output": "{folder}/afile/run"}, "{folder}/afile is a file, name a folder"),
+        ({"seed": -1}, "seed must lie between 0 and 4294967295, got -1"),
+        ({"dataset": ""}, "the data set's name is empty"),
+        ({"model": "{folder}/untold"}, "untold has no tokenizer: save one there with"),
+    ],
+)
+def test_what_no_command_can_do_is_refused(command, flags, message, folder, tmp_path, capsys):
+    flags = {name: str(value).format(folder=folder) for name, value in flags.items()}
+    said = failed(capsys, *arguments(command, folder, tmp_path / "run", **flags))
+    assert message.format(folder=folder) in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["ppo", "grpo"])
+def test_an_encoder_decoder_has_a_python_api(command, folder, tmp_path, capsys):
+    said = failed(capsys, *arguments(command, folder, tmp_path / "run", model=folder / "t5"))
+    assert f"{folder / 't5'} is an encoder–decoder (t5)" in said
+    assert "AutoModelForSeq2SeqLMWithValueHead" in said
+    assert len(said) < 300
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_tracker_that_is_not_installed_is_named(command, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("accelerate.tracking.get_available_trackers", list)
+    monkeypatch.setattr("transformers.integrations.get_available_reporting_integrations", list)
+    flag = "log_with" if command in ("ppo", "grpo") else "report_to"
+    said = failed(capsys, *arguments(command, folder, tmp_path / "run", **{flag: "wandb"}))
+    assert said == f"fastrl: error: {flag}=wandb needs a package: pip install wandb"
+    said = failed(capsys, *arguments(command, folder, tmp_path / "run", **{flag: "wandbb"}))
+    assert said.startswith(f"fastrl: error: unknown tracker {flag}='wandbb': choose one of")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be positive, got 0"),
+        ({"learning_rate": "nan"}, "learning_rate must be 0 or more and finite, got nan"),
+        ({"max_steps": 0}, "max_steps must be positive, or -1 for whole epochs, got 0"),
+        ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs must be positive"),
+        ({"resume_from_checkpoint": "last"}, "leave out resume_from_checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("command", ["sft", "reward"])
+def test_training_that_cannot_be_is_refused(command, flags, message, folder, tmp_path, capsys):
+    assert message in failed(capsys, *arguments(command, folder, tmp_path / "run", **flags))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("unfinished.py:f", "unfinished.py raised SyntaxError: "),
+        ("faulty.py:narrow", "cannot be called: got an unexpected keyword argument 'text'"),
+        ("faulty.py:wide", "cannot be called: missing a required argument: 'answer'"),
+        ("faulty.py:words", "reward_fn returned 'good' for completion 0"),
+    ],
+)
+def test_a_reward_function_that_does_not_fit_is_told_why(reward, message, folder, tmp_path, capsys):
+    said = failed(capsys, *arguments("ppo", folder, tmp_path / "run", reward=reward))
+    assert message in said
+
+
+def test_an_error_in_a_reward_function_shows_its_lines_and_comes_last(folder, tmp_path):
+    """In a process of its own: nothing is printed on the way out either."""
+    words = arguments("ppo", folder, tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, "-m", "fastrl.cli", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")},
+        timeout=120,
+    )
+    assert done.returncode == 2
+    said = last(done.stderr)
+    assert said == (
+        f"fastrl: error: {folder / 'faulty.py'}:late raised ZeroDivisionError: division by zero "
+        f"({folder / 'faulty.py'}, line 2)"
+    )
+    assert "PPO: stopped after 1 of 2 steps\n" in done.stderr
+    frames = [line for line in done.stderr.splitlines() if line.startswith('  File "')]
+    assert [frame.rpartition(" ")[2] for frame in frames] == ["late", "<listcomp>", "mean"] or [
+        frame.rpartition(" ")[2] for frame in frames
+    ] == ["late", "mean"]  # Python 3.12 has no frame for a comprehension
+
+
+def test_an_interrupted_run_leaves_no_bar(folder, tmp_path, capsys):
+    reward = "faulty.py:interrupted"
+    assert cli.main(arguments("grpo", folder, tmp_path / "run", reward=reward)) == 130
+    assert last(capsys.readouterr().err) == "fastrl: interrupted"
+    assert not tqdm._instances
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (KeyboardInterrupt(), 130, "fastrl: interrupted"),
+        (ValueError("no\n more"), 2, "fastrl: error: no more"),
+    ],
+)
+def test_training_that_stops_takes_its_bar_away(
+    error, status, message, folder, tmp_path, capsys, monkeypatch
+):
+    learn = Trainer.training_step
+
+    def stopping(trainer, *arguments, **keywords):
+        if trainer.state.global_step == 1:
+            raise error
+        return learn(trainer, *arguments, **keywords)
+
+    monkeypatch.setattr(Trainer, "training_step", stopping)
+    assert cli.main(arguments("sft", folder, tmp_path / "run")) == status
+    err = capsys.readouterr().err
+    assert last(err) == message
+    assert "SFT: stopped after 1 of 2 steps\n" in err
+    assert not tqdm._instances
+
+
+# ---------------------------------------------------------------------- held-out examples
+
+
+def summary(path) -> dict:
+    return json.loads((path / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("command", ["sft", "reward", "align"])
+def test_a_tenth_of_the_examples_is_held_out(command, folder, tmp_path):
+    assert cli.main(arguments(command, folder, tmp_path / "run")) == 0
+    told = summary(tmp_path / "run")
+    assert (told["train_examples"], told["eval_examples"]) == (54, 6)
+
+
+def test_a_tenth_of_distinct_prompts_is_held_out(folder, tmp_path):
+    rows = [{"text": f"a film {i % 20}"} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {"steps": 1, "dataset": tmp_path / "rows.jsonl", "reward": "faulty.py:zero"}
+    words = arguments("ppo", folder, tmp_path / "run", **flags)
+    where = words.index("--eval-prompts")
+    assert cli.main([*words[:where], *words[where + 2 :], "--prompt-words", "9"]) == 0
+    told = summary(tmp_path / "run")
+    assert (told["train_prompts"], told["eval_prompts"]) == (54, 2)
+
+
+@pytest.mark.parametrize("command", ["sft", "ppo"])
+def test_of_few_rows_none_is_held_out_and_a_line_says_so(command, folder, tmp_path, capsys):
+    rows = (folder / "reviews.jsonl").read_text().splitlines()[:9]
+    (tmp_path / "few.jsonl").write_text("\n".join(rows) + "\n")
+    words = arguments(command, folder, tmp_path / "run", dataset=tmp_path / "few.jsonl")
+    if command == "ppo":
+        where = words.index("--eval-prompts")
+        words = [*words[:where], *words[where + 2 :], "--steps", "1", "--prompt-words", "9"]
+    assert cli.main(words) == 0
+    what = "prompts" if command == "ppo" else "examples"
+    assert f"9 {what} are too few to hold any out" in capsys.readouterr().err
+    assert summary(tmp_path / "run")[f"eval_{what}"] == 0
+
+
+def test_a_data_set_to_evaluate_on_is_taken_whole(folder, tmp_path):
+    flags = {"eval_dataset": folder / "reviews.jsonl"}
+    assert cli.main(arguments("sft", folder, tmp_path / "run", **flags)) == 0
+    told = summary(tmp_path / "run")
+    assert (told["train_examples"], told["eval_examples"]) == (60, 60)
