@@ -305,6 +305,7 @@ def test_training_goes_on_where_it_was_cut(make_sft: Make, tmp_path: Path, packi
     resumed = make_sft(**settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.state.global_step == 4
+    # Bit by bit: the same operations on the same numbers, which lie in storage of torch's own.
     for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
