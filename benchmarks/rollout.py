@@ -135,7 +135,7 @@ def _gate_tokens(model: Any, entry: dict[str, Any], peers: bool) -> dict[str, st
     except Exception:  # it will be said where the side is made for the case
         return {}
     try:
-        wrong = rollout_gate.differing(side.call(short), expected)
+        wrong = rollout_gate.differing(exact, short, side.call(short), expected)
     except Exception as error:  # whatever it is, it is the peer's affair
         wrong = described(error)
     finally:

@@ -8,6 +8,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,10 +188,28 @@ def test_every_side_makes_what_generate_makes_alone() -> None:
     assert [len(x) for x in expected] == work.limits
     for make in (rollout_sides.dynamic, rollout_sides.continuous):
         side = make(model, 2, work, greedy=True)
-        assert rollout_gate.differing(side.call(work), expected) is None
+        assert rollout_gate.differing(model, work, side.call(work), expected) is None
         side.close()
     wrong = [*expected[:2], expected[2].flip(0)]
-    assert "prompt 2" in rollout_gate.differing(wrong, expected)
+    assert "prompt 2" in rollout_gate.differing(model, work, wrong, expected)
+
+
+@pytest.mark.parametrize(("gap", "tied"), [(0.0, True), (1e-5, True), (1e-3, False)])
+def test_what_follows_two_likeliest_tokens_is_not_compared(gap: float, tied: bool) -> None:
+    class Model:
+        device = CPU
+
+        def __call__(self, ids: torch.Tensor) -> SimpleNamespace:
+            assert ids.tolist() == [[7, 1]], "the prompt, and what both have"
+            return SimpleNamespace(logits=torch.tensor([[[0.0, 0.0, 3.0, 3.0 - gap]]]))
+
+    work = Workload([torch.tensor([7])], [3])
+    expected = [torch.tensor([1, 2, 0])]
+    for found in ([1, 3, 1], [1, 3, 2]):
+        wrong = rollout_gate.differing(Model(), work, [torch.tensor(found)], expected)
+        assert (wrong is None) == tied
+    assert rollout_gate.differing(Model(), work, [torch.tensor([1, 1, 0])], expected)
+    assert rollout_gate.differing(Model(), work, [torch.tensor([1, 2])], expected)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
