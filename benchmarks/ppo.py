@@ -1,12 +1,14 @@
 """`python -m benchmarks ppo`: a whole PPO iteration on fastrl and on TRL's classic trainer.
 
 Two workers (`ppo_worker.py`), one per library and each in its own environment, hold a trainer on
-the same weights and queries. First a gate: both make the same two steps, and their statistics must
-agree, or no time is printed. A shape that is timed in bf16 passes it in fp32, on workers of their
-own; in bf16 its statistics must be finite, and how far they lie apart is told. Then the sides take
-turns, fastrl, peer, fastrl, peer, …, one iteration at a time (generate, then step), so that a
-machine that slows down slows both. All of it for each shape, once for each way of keeping the
-reference; the file is written anew after each.
+the same weights and queries. First a gate, in fp32 and with plain gradient descent: both make the
+same two steps, and their statistics must agree, or no time is printed. Where they differ by more
+than rounding, a PPO in float64 (`ppo_float64.py`) makes the same steps and decides: fastrl must be
+within rounding of it, or nearer to it than the peer. What is timed has Adam, which makes whole
+steps of rounding, and may be in bf16: there the statistics must be finite, and how far they lie
+apart in bf16 is told. The sides take turns, fastrl, peer, fastrl, peer, …, one iteration at a time
+(generate, then step), so that a machine that slows down slows both. All of it for each shape, once
+for each way of keeping the reference; the file is written anew after each.
 
 The result file: the header of `record.py`, and
 {"versions": {"fastrl": {...}, "peer": {...}}, "peer", "threads", "left": {what: why},
@@ -29,7 +31,7 @@ import dataclasses
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -189,19 +191,20 @@ class Session:
         if self.args.peer == EAGER and reference != "copy":
             raise Absent(f"{EAGER}: it keeps a copy, and nothing else")
         unknown = UNKNOWN.get(reference, set())
-        if exact(shape) != shape:
-            with self.workers(exact(shape), reference) as sides:
-                checks = [side.ask("check") for side in sides.values()]
-            if wrong := self.wrong(checks, ppo_gate.disagreements, reference, "fp32, "):
-                return {"red": f"in fp32: {wrong}"}
+        if wrong := self.apart(exact(shape), reference):
+            return {"red": f"by gradient descent in fp32: {wrong}"}
         with self.workers(shape, reference) as sides:
             checks = ours, theirs = [side.ask("check") for side in sides.values()]
-            in_fp32 = shape.dtype == "fp32"
-            rule = ppo_gate.disagreements if in_fp32 else ppo_gate.not_finite
-            if wrong := self.wrong(checks, rule, reference):
-                return {"red": wrong}
+            found = [
+                *ppo_gate.not_finite(*_stats(checks), unknown),
+                *ppo_gate.trained_otherwise(ours["trained"], theirs["trained"]),
+            ]
+            if found:
+                return {"red": self.refused(reference, found)}
             turns = list(self.turns(sides))
-        found = {} if in_fp32 else {"differences": ppo_gate.differences(*_stats(checks), unknown)}
+        found = {}
+        if shape.dtype != "fp32":
+            found = {"differences": ppo_gate.differences(*_stats(checks), unknown)}
         return {
             **found,
             "trained": sum(ours["trained"].values()),
@@ -209,23 +212,45 @@ class Session:
             "phases": {phase: summary(turns, phase) for phase in ppo_tables.PHASES},
         }
 
+    def apart(self, shape: Shape, reference: str) -> str:
+        """What is wrong with fastrl's two steps of gradient descent, in a line; nothing where the
+        sides agree, or where float64 decides for fastrl."""
+        unknown = UNKNOWN.get(reference, set())
+        with self.workers(shape, reference, "sgd") as sides:
+            checks = ours, theirs = [side.ask("check") for side in sides.values()]
+        if lines := list(ppo_gate.trained_otherwise(ours["trained"], theirs["trained"])):
+            return self.refused(reference, lines)
+        lines = list(ppo_gate.disagreements(*_stats(checks), unknown))
+        but = "".join(f", {key} aside" for key in sorted(unknown))
+        who = f"{reference}: fastrl and {self.args.peer}"
+        if not lines:
+            print(f"{who} agree on every statistic of two steps{but}", flush=True)
+            return ""
+        with self.worker(Path(sys.executable), "float64", shape, reference, "sgd") as judge:
+            judge.ready()
+            found = judge.ask("check")["statistics"]
+        print("\n".join(lines))
+        if lines := list(ppo_gate.disagreements(*_stats(checks), unknown, found)):
+            return self.refused(reference, lines)
+        print(f"{who} differ as above, and float64 decides for fastrl{but}", flush=True)
+        return ""
+
+    def refused(self, reference: str, lines: list[str]) -> str:
+        """Prints why there are no figures, and returns it in a line."""
+        print(f"no figures for {reference}: fastrl or {self.args.peer} is wrong", *lines, sep="\n")
+        return "; ".join(lines)
+
     @contextlib.contextmanager
-    def workers(self, shape: Shape, reference: str) -> Iterator[dict[str, Worker]]:
+    def workers(
+        self, shape: Shape, reference: str, optimizer: str = "adam"
+    ) -> Iterator[dict[str, Worker]]:
         """Both sides, ready to begin; notes the versions that they run on."""
         pythons = {"fastrl": Path(sys.executable), "peer": self.python}
         implementations = {"fastrl": "fastrl", "peer": self.args.peer.split("==")[0]}
         with contextlib.ExitStack() as stack:
             sides = {
                 side: stack.enter_context(
-                    Worker(
-                        python,
-                        implementations[side],
-                        shape,
-                        "--reference",
-                        reference,
-                        script=WORKER,
-                        device=self.device,
-                    )
+                    self.worker(python, implementations[side], shape, reference, optimizer)
                 )
                 for side, python in pythons.items()
             }
@@ -233,27 +258,18 @@ class Session:
                 self.result["versions"][side] |= worker.ready()
             yield sides
 
-    def wrong(
-        self, checks: list[dict[str, Any]], rule: Callable, reference: str, where: str = ""
-    ) -> str:
-        """What is wrong with two sides' checks, in a line, and nothing where all is well."""
-        ours, theirs = checks
-        unknown = UNKNOWN.get(reference, set())
-        found = [
-            *rule(*_stats(checks), unknown),
-            *ppo_gate.trained_otherwise(ours["trained"], theirs["trained"]),
-        ]
-        if found:
-            lines = "\n".join(found)
-            print(f"no figures for {reference}: fastrl and {self.args.peer} disagree\n{lines}")
-            return "; ".join(found)
-        but = "".join(f", {key} aside" for key in sorted(unknown))
-        is_exact = rule is ppo_gate.disagreements
-        holds = "agree on every statistic" if is_exact else "have a number for every statistic"
-        print(
-            f"{where}{reference}: fastrl and {self.args.peer} {holds} of two steps{but}", flush=True
+    def worker(
+        self, python: Path, implementation: str, shape: Shape, reference: str, optimizer: str
+    ) -> Worker:
+        """A side of its own process."""
+        return Worker(
+            python,
+            implementation,
+            shape,
+            *("--reference", reference, "--optimizer", optimizer),
+            script=WORKER,
+            device=self.device,
         )
-        return ""
 
     def turns(self, sides: dict[str, Worker]) -> Iterator[dict[str, Any]]:
         """Counted iterations of both sides, after one that warms up: fewer, but three, where time

@@ -90,7 +90,7 @@ _CASES = {
         Case(
             _of(_SMALL, "fp32", batch=16, query=16, response=48, mini_batch=4),
             Goal(("cpu",), 3.0),
-            seconds=150,
+            seconds=200,
         ),
     ),
     "cuda": (
@@ -118,10 +118,7 @@ def cases(device_type: str, *, quick: bool = False, threads: int | None = None) 
 
 
 def exact(shape: Shape) -> Shape:
-    """What is compared number by number before a shape is timed: the same in fp32, and where it is
-    timed in bf16 a smaller batch of it."""
-    if shape.dtype == "fp32":
-        return shape
+    """What is compared number by number before a shape is timed: a smaller batch of it, in fp32."""
     batch, mini_batch = min(shape.batch, 8), min(shape.mini_batch, 4)
     return dataclasses.replace(shape, dtype="fp32", batch=batch, mini_batch=mini_batch)
 

@@ -98,7 +98,12 @@ class PPOTrainer:
     """Trains the model against a frozen copy of it, on a GPU where there is one."""
 
     def __init__(
-        self, config: PPOConfig, model: Any, tokenizer: Any, num_shared_layers: None = None
+        self,
+        config: PPOConfig,
+        model: Any,
+        tokenizer: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        num_shared_layers: None = None,
     ) -> None:
         assert num_shared_layers is None
         torch.manual_seed(config.seed)
@@ -106,7 +111,7 @@ class PPOTrainer:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = model.to(self.device)
         self.reference = copy.deepcopy(model).requires_grad_(False)
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate)
+        self.optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=config.learning_rate)
         self.kl_coef = config.init_kl_coef
 
     @torch.no_grad()
@@ -162,7 +167,8 @@ class PPOTrainer:
         }
         numbers["ppo/val/var_explained"] = 1 - numbers["ppo/val/error"] / numbers["ppo/returns/var"]
         stats = {key: float(value) for key, value in numbers.items()}
-        stats |= {"objective/kl_coef": self.kl_coef, "ppo/learning_rate": self.config.learning_rate}
+        rate = self.optimizer.param_groups[0]["lr"]
+        stats |= {"objective/kl_coef": self.kl_coef, "ppo/learning_rate": rate}
         for name, tensors in (("queries", queries), ("responses", responses)):
             lengths = torch.tensor([float(len(tensor)) for tensor in tensors])
             stats[f"tokens/{name}_len_mean"] = float(lengths.mean())
@@ -192,8 +198,9 @@ class PPOTrainer:
         config, mask = self.config, batch.mask
         outputs, values = self._forward(self.model, batch, entropy=True)
         logprobs, entropies = outputs["logprobs"], outputs["entropies"]
-        near = old.values + (values - old.values).clamp(
-            -config.cliprange_value, config.cliprange_value
+        # Within the range it is the value itself: `val/clipfrac` counts no rounding.
+        near = values.clamp(
+            old.values - config.cliprange_value, old.values + config.cliprange_value
         )
         errors, near_errors = (values - old.returns).square(), (near - old.returns).square()
         value_loss = 0.5 * mean(torch.maximum(errors, near_errors), mask)

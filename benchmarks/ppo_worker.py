@@ -41,7 +41,15 @@ from transformers import (
 # EOS is the tokenizer's and the model's, so that generation leaves it out: a response in which it
 # was sampled would be cut there.
 PAD, EOS = 0, 1
-LIBRARIES = {"fastrl": "fastrl", "trl": "trl", "eager": "benchmarks.ppo_eager"}
+LIBRARIES = {
+    "fastrl": "fastrl",
+    "trl": "trl",
+    "eager": "benchmarks.ppo_eager",
+    "float64": "benchmarks.ppo_float64",
+}
+# Of plain gradient descent, which moves each weight in proportion to its gradient, rounding too:
+# about as far in two steps as Adam does at its default.
+SGD_RATE = 1e-2
 MODELS = {"gpt2": GPT2LMHeadModel, "qwen2": Qwen2ForCausalLM}
 # Where `step` says what it spent: our phases, and the timers that make them up in both libraries.
 TIMERS = {
@@ -59,7 +67,13 @@ class Side:
     with `num_shared_layers` a copy above frozen layers, else a copy.
     """
 
-    def __init__(self, library: Any, shape: dict[str, Any], reference: str = "copy") -> None:
+    def __init__(
+        self,
+        library: Any,
+        shape: dict[str, Any],
+        reference: str = "copy",
+        optimizer: str = "adam",
+    ) -> None:
         self.shape = shape
         self.rng = np.random.RandomState(0)
         model = library.AutoModelForCausalLMWithValueHead.from_pretrained(
@@ -79,6 +93,7 @@ class Side:
             ),
             model=model,
             tokenizer=padding_tokenizer(),
+            optimizer=make_optimizer(model, optimizer),
             num_shared_layers=shape["layers"] // 2 if reference == "trunk" else None,
         )
         self.device = next(model.parameters()).device
@@ -105,9 +120,9 @@ class Side:
         return {"statistics": statistics, "trained": self.trained(), "at_rest": self.at_rest()}
 
     def trained(self) -> dict[str, int]:
-        """The parameters that the optimizer has, by name, and how many numbers each holds."""
+        """The parameters that the optimizer moves, by name, and how many numbers each holds."""
         groups = self.trainer.optimizer.param_groups
-        chosen = {id(parameter) for group in groups for parameter in group["params"]}
+        chosen = {id(p) for group in groups for p in group["params"] if p.requires_grad}
         named = self.trainer.model.named_parameters()
         return {name: p.numel() for name, p in named if id(p) in chosen}
 
@@ -181,6 +196,17 @@ def settings(library: Any, reference: str) -> dict[str, Any]:
     if library.__name__ == "fastrl" and reference in ("offload", "none"):
         found["reference"] = reference
     return found
+
+
+def make_optimizer(model: torch.nn.Module, name: str) -> torch.optim.Optimizer | None:
+    """Gradient descent where a side is checked; None for the library's own Adam.
+
+    Adam divides each gradient by its size: where that is small, its rounding moves a weight as far
+    as a gradient does, and two right libraries drift apart.
+    """
+    if name == "adam":
+        return None
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=SGD_RATE)
 
 
 def precision(shape: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +292,7 @@ def versions(implementation: str, reference: str) -> dict[str, str]:
     distribution = {"fastrl": "fastrl-lm"}.get(implementation, implementation)
     found = {"python": sys.version.split()[0]}
     names = ["torch", "transformers", "accelerate"]
-    names = names if implementation == "eager" else [distribution, *names]
+    names = names if implementation in ("eager", "float64") else [distribution, *names]
     for name in [*names, "peft"] if reference == "adapter" else names:
         try:
             found[name] = importlib.metadata.version(name)
@@ -295,6 +321,7 @@ def main() -> None:
     parser.add_argument("--impl", choices=tuple(LIBRARIES), required=True)
     parser.add_argument("--shape", type=json.loads, required=True)
     parser.add_argument("--reference", default="copy")
+    parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")
     args = parser.parse_args()
     answer = answering()
     warnings.simplefilter("ignore")
@@ -305,7 +332,8 @@ def main() -> None:
     if why := why_absent(args.reference):
         answer({"absent": why})
         return
-    side = Side(importlib.import_module(LIBRARIES[args.impl]), args.shape, args.reference)
+    library = importlib.import_module(LIBRARIES[args.impl])
+    side = Side(library, args.shape, args.reference, args.optimizer)
     answer({"ready": versions(args.impl, args.reference)})
     serve(answer, {"check": side.check, "iterate": side.iterate})
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import record
 
-OURS = ("fastrl", "eager")  # implementations in this source tree
+OURS = ("fastrl", "eager", "float64")  # implementations in this source tree
 
 
 class WorkerError(RuntimeError):

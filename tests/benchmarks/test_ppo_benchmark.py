@@ -33,21 +33,23 @@ class StandIn:
     the peer two."""
 
     started: ClassVar[list[tuple[str, ppo.Shape]]] = []
+    asked: ClassVar[list[tuple[str, str]]] = []  # with which optimizer, and what
 
     def __init__(
         self,
         python: Path,
         implementation: str,
         shape: ppo.Shape,
-        flag: str,
-        reference: str,
-        *,
+        *arguments: str,
         script: Path,
         device: str,
     ) -> None:
-        assert flag == "--reference"
+        given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+        assert given.keys() == {"--reference", "--optimizer"}
         assert script.exists()
-        self.ours, self.reference, self.shape = implementation == "fastrl", reference, shape
+        self.ours, self.shape = implementation == "fastrl", shape
+        self.judge = implementation == "float64"
+        self.reference, self.optimizer = given["--reference"], given["--optimizer"]
         self.room = 2**30 * (1 if self.ours else 2) if device == "cuda" else None
         self.started.append((implementation, shape))
 
@@ -61,6 +63,7 @@ class StandIn:
         return {"torch": "2"} | ({"peft": "1"} if self.reference == "adapter" else {})
 
     def ask(self, command: str) -> dict:
+        self.asked.append((self.optimizer, command))
         if command == "iterate":
             seconds = dict.fromkeys(ppo_tables.PHASES, 1.0 if self.ours else 3.0)
             return {"seconds": seconds, "peak": self.room}
@@ -77,6 +80,7 @@ class StandIn:
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, dict]]:
     """Runs the command with stand-ins for the workers; the exit status, and what was saved."""
     monkeypatch.setattr(StandIn, "started", [])
+    monkeypatch.setattr(StandIn, "asked", [])
 
     def measured(worker: type, *asked: str, device: str = "cpu") -> tuple[int, dict]:
         monkeypatch.setattr(ppo, "Worker", worker)
@@ -103,6 +107,33 @@ def test_a_red_gate_prints_no_figures(measured: Callable, capsys: pytest.Capture
 
     assert measured(Off) == (1, {})
     assert "objective/kl is 1, the peer has 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("exact", "red"), [(1.0, False), (1.3, False), (1.6, True), (2.0, True)])
+def test_float64_decides_where_the_sides_differ(
+    measured: Callable, capsys: pytest.CaptureFixture, exact: float, red: bool
+) -> None:
+    class Off(StandIn):
+        def ask(self, command: str) -> dict:
+            if command == "iterate" or self.optimizer == "adam":
+                return super().ask(command)
+            return self.answer(exact if self.judge else 1.0 if self.ours else 2.0)
+
+    status, result = measured(Off)
+    assert status == red
+    assert bool(result) != red
+    out = capsys.readouterr().out
+    assert "step 0: objective/kl is 1, the peer has 2" in out
+    assert ("float64 decides for fastrl" in out) != red
+    assert (f"the peer has 2, float64 {exact:g}" in out) == red
+    assert [side for side, _ in StandIn.started][:3] == ["fastrl", "trl", "float64"]
+
+
+def test_the_gate_takes_gradient_steps_and_adam_is_timed(measured: Callable) -> None:
+    assert measured(StandIn)[0] == 0
+    checks = [("sgd", "check")] * 2 + [("adam", "check")] * 2
+    assert StandIn.asked == checks + [("adam", "iterate")] * 6
+    assert "float64" not in {side for side, _ in StandIn.started}, "asked where there is no need"
 
 
 def test_each_reference_has_an_entry(measured: Callable, capsys: pytest.CaptureFixture) -> None:
@@ -176,7 +207,9 @@ def test_on_a_gpu_two_shapes_are_timed_in_bf16_after_fp32_has_agreed(
     assert "Mean |Δ| of two steps' statistics" in out
 
 
-@pytest.mark.parametrize(("dtype", "why"), [("fp32", "in fp32: step 0"), ("bf16", "kl is nan")])
+@pytest.mark.parametrize(
+    ("dtype", "why"), [("fp32", "objective/kl is 1, the peer has 1.1"), ("bf16", "kl is nan")]
+)
 def test_bf16_is_not_timed_where_either_gate_is_red(
     measured: Callable, capsys: pytest.CaptureFixture, dtype: str, why: str
 ) -> None:

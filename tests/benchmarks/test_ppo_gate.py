@@ -88,10 +88,30 @@ def test_what_is_told_is_the_mean_distance_over_the_steps() -> None:
     assert ppo_gate.differences(ours, theirs, {"objective/kl"}).keys() == {"ppo/loss/total"}
 
 
-def test_a_shape_in_bf16_is_compared_in_fp32_on_a_smaller_batch() -> None:
-    small, *_ = ppo_cases.cases("cpu")
-    assert ppo_cases.exact(small.shape) == small.shape
-    for case in ppo_cases.cases("cuda"):
+@pytest.mark.parametrize(
+    ("mine", "exact", "stands"),
+    [
+        (1.0, 1.0005, True),  # rounding
+        (1.0, 1.4, True),  # nearer than the peer
+        (1.0, 1.6, False),
+        (1.0, math.nan, False),
+        (math.nan, 1.0, False),
+    ],
+)
+def test_of_two_numbers_float64_decides(mine: float, exact: float, stands: bool) -> None:
+    sides = [{"objective/kl": mine}], [{"objective/kl": 2.0}]
+    assert list(ppo_gate.disagreements(*sides))
+    assert (not list(ppo_gate.disagreements(*sides, exact=[{"objective/kl": exact}]))) == stands
+
+
+def test_float64_excuses_nothing_that_is_missing() -> None:
+    theirs = [{"objective/kl": 2.0}]
+    assert list(ppo_gate.disagreements([{}], theirs, exact=theirs))
+    assert list(ppo_gate.disagreements([{"objective/kl": 1.0}], theirs, exact=[{}]))
+
+
+def test_a_shape_is_compared_in_fp32_on_a_smaller_batch() -> None:
+    for case in [*ppo_cases.cases("cpu"), *ppo_cases.cases("cuda")]:
         shape = ppo_cases.exact(case.shape)
         assert (shape.dtype, shape.batch, shape.mini_batch) == ("fp32", 8, 4)
         assert shape.layers == case.shape.layers

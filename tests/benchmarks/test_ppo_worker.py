@@ -13,7 +13,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 import fastrl
-from benchmarks import ppo_cases, ppo_eager, ppo_gate, ppo_tables, ppo_worker
+from benchmarks import ppo_cases, ppo_eager, ppo_float64, ppo_gate, ppo_tables, ppo_worker
 from benchmarks.ppo_worker import Side
 
 TOY, TOY_QWEN = (case.shape for case in ppo_cases.QUICK)
@@ -151,7 +151,7 @@ def test_the_eager_peer_passes_the_gate_with_all_of_trls_statistics(
     for library in (fastrl, ppo_eager):
         # As the worker's main: both draw the mini-batches of seed 0.
         monkeypatch.setattr(np.random, "permutation", np.random.RandomState(0).permutation)
-        found.append(Side(library, shape).check())
+        found.append(Side(library, shape, optimizer="sgd").check())
     ours, theirs = found
     assert theirs["statistics"][0].keys() == STATISTICS
     # The coefficient moves by less than the gate's tolerance.
@@ -159,6 +159,37 @@ def test_the_eager_peer_passes_the_gate_with_all_of_trls_statistics(
     assert coefficients[0] == pytest.approx(coefficients[1], rel=1e-7) != 0.2
     assert not list(ppo_gate.disagreements(ours["statistics"], theirs["statistics"]))
     assert not list(ppo_gate.trained_otherwise(ours["trained"], theirs["trained"]))
+
+
+@pytest.mark.filterwarnings("ignore:the LM head shares its weight:UserWarning")
+@pytest.mark.parametrize("reference", ["copy", "adapter", "trunk", "none"])
+def test_gradient_descent_stays_within_rounding_of_float64(
+    monkeypatch: pytest.MonkeyPatch, reference: str
+) -> None:
+    """A hundred times nearer than what the gate lets pass, though tokens of a copy are clipped."""
+    found = []
+    for library in (fastrl, ppo_float64):
+        monkeypatch.setattr(np.random, "permutation", np.random.RandomState(0).permutation)
+        found.append(Side(library, vars(TOY), reference, "sgd").check())
+    ours, exact = found
+    assert not list(ppo_gate.trained_otherwise(ours["trained"], exact["trained"]))
+    monkeypatch.setattr(ppo_gate, "RELATIVE", 1e-5)
+    unknown = ppo_cases.UNKNOWN.get(reference, set())
+    both = ours["statistics"], exact["statistics"]
+    assert not list(ppo_gate.disagreements(*both, unknown))
+    if reference == "copy":
+        assert min(stats["ppo/policy/clipfrac"] for stats in exact["statistics"]) > 0
+    assert exact["statistics"][1]["objective/kl"] != pytest.approx(0, abs=1e-3)
+
+
+def test_the_judge_computes_in_float64() -> None:
+    side = Side(ppo_float64, vars(TOY) | {"batch": 2, "epochs": 1}, optimizer="sgd")
+    assert {p.dtype for p in side.trainer.model.parameters()} == {torch.float64}
+    seen = []
+    loss = side.trainer._loss
+    side.trainer._loss = lambda *args: seen.append(loss(*args)) or seen[-1]
+    side.check()
+    assert {value.dtype for value, _ in seen} == {torch.float64}
 
 
 def test_the_eager_peer_generates_after_padding_and_ends_at_eos() -> None:
