@@ -35,8 +35,10 @@ def parts_of(state: dict[str, Any], own: tuple[str, ...]) -> tuple[dict, dict]:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether fully_shard was applied, which changes a module's class to one of its own."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+    """Whether fully_shard was applied, to the wrapper or to a module in it: that makes a module's
+    class one of its own."""
+    kinds = {type(part) for part in module.modules()}
+    return any(base.__name__ == "FSDPModule" for kind in kinds for base in kind.__mro__)
 
 
 def _shorten(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

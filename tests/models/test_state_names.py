@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from fastrl import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
 from fastrl.models import CausalLMPolicy
@@ -47,6 +48,11 @@ def by_module(policy: nn.Module) -> dict[str, torch.Tensor]:
 def as_in_trl(policy: nn.Module) -> dict[str, torch.Tensor]:
     """The language model's own names, and the value head's beside them."""
     return {k.removeprefix("pretrained_model."): v for k, v in by_module(policy).items()}
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """Of all shards."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def zeroed(policy: nn.Module) -> nn.Module:
@@ -165,21 +171,22 @@ def mesh() -> Iterator[DeviceMesh]:
             dist.destroy_process_group()
 
 
-def test_names_of_sharded_weights_are_paths(mesh, tmp_path) -> None:
+@pytest.mark.parametrize("what", ["all", "the language model"])
+def test_names_of_sharded_weights_are_paths(mesh, tmp_path, what) -> None:
     from torch.distributed.fsdp import fully_shard
 
     policy = tiny_models.policy("llama")
     expected = copy.deepcopy(policy)
-    fully_shard(policy, mesh=mesh)
+    fully_shard(policy if what == "all" else policy.pretrained_model, mesh=mesh)
     state = get_model_state_dict(policy)
     assert set(state) == set(by_module(expected))
-    gathered = {name: x.full_tensor() for name, x in state.items()}
+    gathered = {name: whole(x) for name, x in state.items()}
     expected.save_pretrained(tmp_path, state_dict=gathered)
     assert_same_weights(type(expected).from_pretrained(tmp_path), expected)
     with torch.no_grad():
         state = {name: torch.zeros_like(x) for name, x in state.items()}
     set_model_state_dict(policy, state)
-    assert all(not p.full_tensor().any() for p in policy.parameters())
+    assert all(not whole(p).any() for p in policy.parameters())
 
 
 def test_torchs_checkpoints_take_the_two_parts() -> None:
