@@ -35,6 +35,7 @@ in a function that was named; 130 interrupted
 
 # What a user can get wrong; anything else is a defect of fastrl and keeps its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
+_OF_LIBRARIES = ("OutOfMemoryError", "SafetensorError")  # by name: torch may not be imported
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +92,7 @@ def _message(error: BaseException) -> str:
 
 
 def _is_users(error: BaseException) -> bool:
-    return isinstance(error, _USER_ERRORS) or type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, _USER_ERRORS) or type(error).__name__ in _OF_LIBRARIES
 
 
 def _demo(arguments: Sequence[str]) -> int:

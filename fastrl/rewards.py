@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from fastrl.models.load import load_classifier, tokenizer_folder
+from fastrl.models.tokenizer import load_tokenizer
 from fastrl.user_code import named, running
 
 RewardFunction = Callable[..., Sequence[float]]
@@ -68,11 +68,12 @@ class ClassifierReward:
         adapter of one with its base.
 
         Raises:
-            FileNotFoundError: a folder without a model.
-            ValueError: a checkpoint or an adapter without a classification head.
+            FileNotFoundError: a folder without a model, or without a tokenizer.
+            ValueError: a checkpoint or an adapter without a classification head, a tokenizer that
+                cannot be read.
         """
         model = load_classifier(name_or_path)
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name_or_path))
+        tokenizer = load_tokenizer(tokenizer_folder(name_or_path))
         return cls(model, tokenizer, label=label, batch_size=batch_size)
 
     def to(self, device: torch.device | str) -> ClassifierReward:
@@ -200,7 +201,8 @@ def load_function(name: str) -> Callable[..., Any]:
     if ":" not in name:
         raise ValueError(f"name a function as module:function or file.py:function, not {name!r}")
     location, function_name = name.rsplit(":", 1)
-    if not location.strip(".") or not function_name:
+    relative = location.startswith(".") and not location.endswith(".py")
+    if not location or not function_name or relative:
         raise ValueError(f"name a function as module:function or file.py:function, not {name!r}")
     module = _load_file(Path(location)) if location.endswith(".py") else _load_module(location)
     try:

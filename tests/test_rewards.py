@@ -103,3 +103,9 @@ def test_reward_names_that_lead_nowhere(tmp_path):
         load_reward(f"{tmp_path}/gone.py:f")
     with pytest.raises(ValueError, match=r"as rewards\.py:function"):
         load_reward("rewards.py")
+
+
+def test_a_classifier_without_a_tokenizer_is_refused(tmp_path):
+    classifier(1).save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="has no tokenizer: save one there"):
+        load_reward(str(tmp_path))

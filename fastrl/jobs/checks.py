@@ -113,6 +113,21 @@ def check_causal(model: str, command: str, remedy: str) -> None:
     raise ValueError(f"{model} ({kind}) is not a causal language model, which {command} trains")
 
 
+def check_weights(model: str) -> None:
+    """
+    Raises:
+        ValueError: a file of weights in a model's folder that is cut short or is something else.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(Path(model).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):  # reads the header, and the length that it tells
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+
+
 def check_call(
     name: str, function: Callable[..., Any], arguments: Sequence[str], columns: Sequence[str]
 ) -> None:

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import TrainingArguments
 
-from fastrl.jobs.checks import check_dtype, check_output, check_seed, check_trackers
+from fastrl.jobs.checks import (
+    check_dtype,
+    check_output,
+    check_seed,
+    check_trackers,
+    check_weights,
+)
 from fastrl.jobs.lora import check_dropout
 from fastrl.jobs.progress import showing
 from fastrl.models.tokenizer import load_tokenizer
@@ -113,7 +119,7 @@ class FitJob:
         now."""
         from transformers import set_seed
 
-        from fastrl.models.load import tokenizer_folder
+        from fastrl.models.load import model_folder, tokenizer_folder
 
         check_output(self.output)
         flags.check()
@@ -123,7 +129,9 @@ class FitJob:
         train, held_out = self.load(flags.seed)
         if held_out is None:
             flags.eval_strategy = type(flags.eval_strategy)("no")
-        return train, held_out, load_tokenizer(tokens)
+        tokenizer = load_tokenizer(tokens)
+        check_weights(model_folder(self.model))
+        return train, held_out, tokenizer
 
 
 def _said(name: str, text: str) -> Any:

@@ -18,6 +18,7 @@ from fastrl.jobs.checks import (
     check_output,
     check_seed,
     check_trackers,
+    check_weights,
 )
 from fastrl.jobs.fit import say_none_held_out
 from fastrl.jobs.lora import lora_config
@@ -278,6 +279,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     reward = load_reward(job.reward, label=job.reward_label, batch_size=job.reward_batch_size)
     tokenizer = load_tokenizer(tokens)
     check_causal(model_folder(job.model), command, _FOR_ENCODER_DECODERS)
+    check_weights(model_folder(job.model))
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
     columns = [name for name in train_rows.column_names if name not in (PROMPT, ROW, "input_ids")]
     check_call(job.reward, reward, ("prompts", "completions", "completion_ids"), columns)

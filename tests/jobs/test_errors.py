@@ -55,6 +55,10 @@ def folder(world):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (world / "t5").mkdir(exist_ok=True)
         (world / "t5" / name).write_bytes((world / "lm" / name).read_bytes())
+    (world / "cut").mkdir(exist_ok=True)
+    for file in (world / "lm").iterdir():
+        short = 100 if file.suffix == ".safetensors" else None
+        (world / "cut" / file.name).write_bytes(file.read_bytes()[:short])
     T5Config(d_model=8, num_layers=1).save_pretrained(world / "t5")
     return world
 
@@ -114,6 +118,8 @@ def test_a_file_that_cannot_be_read_is_named(command, flag, folder, tmp_path, ca
         ({"seed": -1}, "seed must lie between 0 and 4294967295, got -1"),
         ({"dataset": ""}, "the data set's name is empty"),
         ({"model": "{folder}/untold"}, "untold has no tokenizer: save one there with"),
+        ({"model": "{folder}/cut"}, "{folder}/cut/model.safetensors cannot be read: "),
+        ({"model": " "}, "the model's name is empty"),
     ],
 )
 def test_what_no_command_can_do_is_refused(command, flags, message, folder, tmp_path, capsys):
