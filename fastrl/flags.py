@@ -141,7 +141,8 @@ class _Help(argparse.Action):
         self.essentials = essentials
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(parser.format_help() if not self.essentials else _brief(parser, self.essentials))
+        told = _brief(parser, self.essentials) if self.essentials else parser.format_help()
+        print(told, end="", flush=True)
         parser.exit()
 
 
