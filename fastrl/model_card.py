@@ -29,7 +29,9 @@ library_name: {library}
 {snippet}
 ```
 {note}"""
-_ALONE = "\n`transformers.AutoModelFor{auto}.from_pretrained` loads the language model alone.\n"
+_NOTE = """
+`transformers.AutoModelFor{auto}.from_pretrained` loads the language model alone.
+"""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _KINDS = {
     "causal": ("A causal language model", "CausalLM"),
@@ -102,7 +104,7 @@ def model_card(name: str, model: Any, method: Method | None = None, base: str | 
         weights=_weights(adapters),
         value_head=_value_head(model, values),
         snippet=_snippet(name, model, auto, adapters, own, values),
-        note=_ALONE.format(auto=auto) if values and not adapters else "",
+        note=_NOTE.format(auto=auto) if values and not adapters else "",
     )
 
 

@@ -13,18 +13,19 @@ def started_processes() -> int:
     return max(int(os.environ.get(name) or 1) for name in _COUNTS)
 
 
-def check_one_process(what: str, count: int | None = None) -> None:
+def check_one_process(what: str, known: int = 1) -> None:
     """Refuses several processes, each of which would draw the same prompts and train a model of its
     own.
 
     Args:
         what: is run, for the message.
-        count: of the processes; None asks the environment.
+        known: how many accelerate knows of. On a CPU it knows of itself alone, whatever the
+            launcher's environment says.
 
     Raises:
-        ValueError: more than one.
+        ValueError: more than one, by either.
     """
-    count = started_processes() if count is None else count
+    count = max(known, started_processes())
     if count > 1:
         raise ValueError(
             f"{what} runs as one process, and was started as {count}: each would do the same work "

@@ -467,8 +467,12 @@ def test_the_room_a_response_needs_is_that_of_generate(given, own, expected):
 # ---------------------------------------------------------------------- processes
 
 
-def test_several_processes_are_refused(trainer, monkeypatch):
-    monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 2))
+@pytest.mark.parametrize("told_by", ["accelerate", "launcher"])
+def test_several_processes_are_refused(trainer, monkeypatch, told_by):
+    if told_by == "accelerate":
+        monkeypatch.setattr(Accelerator, "num_processes", property(lambda self: 2))
+    else:  # accelerate overlooks it on a CPU
+        monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"PPOTrainer.train\(\) runs as one process.*as 2: "):
         run(trainer, zero)
     assert trainer.current_step == 0
