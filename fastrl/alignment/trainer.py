@@ -23,8 +23,9 @@ from fastrl.alignment.learners import make_learner
 from fastrl.alignment.losses import Loss, make_loss
 from fastrl.model_card import Method, OwnModelCard
 from fastrl.models.modes import evaluating
+from fastrl.models.precision import warn_of_lost_updates
 from fastrl.rollout import choose_engine
-from fastrl.supervised.base import settings_of
+from fastrl.supervised.base import MIXED_PRECISION, settings_of
 
 
 class Trainer(OwnModelCard, transformers.Trainer):
@@ -100,6 +101,7 @@ class Trainer(OwnModelCard, transformers.Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        warn_of_lost_updates(self.model, MIXED_PRECISION)
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
         self.learner.place(self.model, self.accelerator)
         self._factories = [f for f in (factory, eval_factory) if f is not None]

@@ -185,6 +185,11 @@ def policy_kwargs(
         ValueError: another temperature among the arguments.
     """
     given = {name: x for name, x in generation_kwargs.items() if x is not None}
+    config = given.pop("generation_config", None)
+    if config is not None:  # one that is given counts like its fields
+        fields = {name: x for name, x in config.to_diff_dict().items() if x is not None}
+        fields.pop("transformers_version", None)
+        given = {**fields, **given}
     asked = given.get("temperature", temperature)
     if asked != temperature:
         raise ValueError(

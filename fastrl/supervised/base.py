@@ -17,7 +17,10 @@ from transformers import Trainer
 from fastrl.model_card import OwnModelCard
 from fastrl.models.load import check_trainable
 from fastrl.models.modes import context_length
+from fastrl.models.precision import warn_of_lost_updates
 from fastrl.supervised.arguments import SupervisedArguments, is_path
+
+MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
 
 
 class SupervisedTrainer(OwnModelCard, Trainer):
@@ -56,6 +59,7 @@ class SupervisedTrainer(OwnModelCard, Trainer):
             else:
                 evaluation = None if eval_dataset is None else self.once_ready(eval_dataset)
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)
+        warn_of_lost_updates(self.model, MIXED_PRECISION, stacklevel=3)
 
     def ready_model(self, model: Any) -> Any:
         """The model as it is trained."""

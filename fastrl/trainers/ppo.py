@@ -15,6 +15,7 @@ from fastrl.config import PPOConfig, json_object
 from fastrl.core import PPODecorators, set_seed
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.modes import evaluating
+from fastrl.models.precision import warn_of_lost_updates
 from fastrl.processes import check_one_process
 from fastrl.prompt_data import LONG_PROMPTS
 from fastrl.references import choose_reference
@@ -47,6 +48,11 @@ from fastrl.trainers.setup import (
 )
 from fastrl.trainers.tracking import TrackerCallback
 from fastrl.trainers.update import PPOUpdate
+
+_MIXED_PRECISION = (
+    'set accelerator_kwargs={"mixed_precision": "bf16"} (commands: --dtype float32 '
+    """--accelerator-kwargs '{"mixed_precision": "bf16"}')"""
+)
 
 
 class PPOTrainer(Generation, ClassicSurface):
@@ -113,6 +119,7 @@ class PPOTrainer(Generation, ClassicSurface):
 
         # Before there is an optimizer: what is shared with the reference is not trained.
         self.reference = choose_reference(config, model, ref_model, num_shared_layers)
+        warn_of_lost_updates(model, _MIXED_PRECISION)
         if optimizer is None:
             optimizer = make_optimizer(model, config.learning_rate)
         self.model, self.optimizer, self.dataloader, self.lr_scheduler = prepared(
@@ -363,7 +370,7 @@ class PPOTrainer(Generation, ClassicSurface):
         source = self.dataset if dataset is None else dataset
         if prompts is None and source is None:
             raise ValueError("nothing to train on: pass prompts or dataset")
-        kwargs = self._sampling.of_the_policy(generation_kwargs or {})
+        kwargs = self._sampling.of_training(generation_kwargs or {})
         # max_length in its place counts the prompt.
         room = (self._batches.layout, kwargs.get("max_new_tokens") or 1, long_prompts)
         given = (

@@ -28,10 +28,14 @@ class SamplingArguments:
             ValueError: another temperature.
         """
         kwargs = policy_kwargs(given, self.model, self.temperature)
-        changes = changes_of_the_draw(kwargs, self.model, self.temperature)
+        self._warn("generation_kwargs", changes_of_the_draw(kwargs, self.model, self.temperature))
+        return kwargs
+
+    def of_training(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The same for a whole run, in which greedy responses are hardly meant."""
+        kwargs = self.of_the_policy(given)
         if not kwargs["do_sample"]:
-            changes.insert(0, Change("do_sample", False, True, ""))
-        self._warn("generation_kwargs", changes)
+            self._warn("generation_kwargs", [Change("do_sample", False, True, "")])
         return kwargs
 
     def of_generate(self, given: Mapping[str, Any]) -> dict[str, Any]:

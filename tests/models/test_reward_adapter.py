@@ -163,7 +163,9 @@ def test_ppo_with_adapters_alone(base, adapter):
     )
     queries = tiny_models.prompts(3, 5, 4, 6)
     for _ in range(2):
-        responses = trainer.generate(queries, return_prompt=False, do_sample=True, max_new_tokens=4)
+        responses = trainer.generate(
+            queries, return_prompt=False, do_sample=True, top_k=0, max_new_tokens=4
+        )
         texts = [torch.cat(pair)[None] for pair in zip(queries, responses, strict=True)]
         scores = [trainer.model.compute_reward_score(text)[0, -1, 0] for text in texts]
         before = state_of(policy)

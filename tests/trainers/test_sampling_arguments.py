@@ -4,8 +4,10 @@ import warnings
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from fastrl import GenerateEngine
+from fastrl.trainers.sampling import SamplingArguments
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import make_trainer
@@ -100,9 +102,14 @@ def test_what_the_caller_gives_acts_and_is_named_once():
     rollout(trainer, top_k=1)  # a second warning would be an error
 
 
-def test_greedy_rollouts_are_named():
+def test_training_on_greedy_responses_is_named():
     with pytest.warns(UserWarning, match=r"generation_kwargs: do_sample=False changes"):
-        rollout(trainer_of(plain()), do_sample=False)
+        trainer_of(plain()).train(
+            lambda completions, **_: [0.0] * len(completions),
+            steps=1, prompts=["w5 w6"] * 4, progress=False,
+            generation_kwargs={"max_new_tokens": 2, "do_sample": False},
+        )  # fmt: skip
+    rollout(trainer_of(plain()), do_sample=False)  # an evaluation, say: without a warning
 
 
 @pytest.mark.parametrize("backend", ["engine", "generate"])
@@ -191,6 +198,34 @@ def test_the_kl_over_the_vocabulary_is_at_the_temperature():
     assert trainer.sequence_kl(prompts, responses) == pytest.approx(
         float(sum(expected) / 2), rel=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (32, None)),
+        ({"max_new_tokens": 7}, (7, None)),
+        ({"max_length": 30}, (None, 30)),
+        ({"generation_config": GenerationConfig(max_new_tokens=5)}, (5, None)),
+    ],
+)
+def test_lengths_are_the_callers_too(given, expected):
+    policy = instruct(max_new_tokens=3, max_length=40)
+    kwargs = SamplingArguments(policy, 1.0).of_the_policy(given)
+    assert (kwargs["max_new_tokens"], kwargs["max_length"]) == expected
+
+
+def test_a_generation_config_that_is_given_acts():
+    trainer = trainer_of(instruct())
+    config = GenerationConfig(max_new_tokens=4, top_k=1)
+    with pytest.warns(UserWarning, match=r"generation_kwargs: top_k=1 changes"):
+        out = trainer.rollout(tiny_models.prompts(5), {"generation_config": config})
+    assert len(out.sequences[0]) <= 4
+    assert out.logprobs is not None, "the engine wrote it"
+    with pytest.raises(ValueError, match=r"temperature=0.4, the policy that is trained"):
+        trainer.rollout(
+            tiny_models.prompts(5), {"generation_config": GenerationConfig(temperature=0.4)}
+        )
 
 
 def test_another_temperature_in_train_is_an_error_before_anything_is_done():
@@ -386,8 +421,7 @@ def test_trainers_take_token_sequences_that_stop(backend):
     trainer = make_trainer(stopped_model(), rollout_backend=backend)
     prompts = tiny_models.prompts(5, 3)
     settings = {"max_new_tokens": 12, "do_sample": False}
-    with pytest.warns(UserWarning, match="do_sample=False"):
-        free = trainer.rollout(prompts, settings)
+    free = trainer.rollout(prompts, settings)
     stop = free.sequences[0][1:3].tolist()
     out = trainer.rollout(prompts, {**settings, "stop": [stop]})
     assert out.sequences[0].tolist() == free.sequences[0][:3].tolist()

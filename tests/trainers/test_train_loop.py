@@ -10,11 +10,10 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
-from transformers import GenerationConfig
 
 from fastrl import JsonlCallback, PPOConfig, PPOTrainer, ProgressCallback, TrainCallback
 from fastrl.models.layout import layout_of
-from fastrl.trainers.prompts import Prompts, PromptStream, new_tokens_of
+from fastrl.trainers.prompts import Prompts, PromptStream
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 
@@ -331,7 +330,9 @@ def test_chats_go_through_the_template_and_reach_the_reward_as_messages(
     trainer, reward, queries = chat_trainer(**settings), Recorder(), []
     step = trainer.step
     monkeypatch.setattr(
-        trainer, "step", lambda q, *rest: queries.append([x.tolist() for x in q]) or step(q, *rest)
+        trainer,
+        "step",
+        lambda q, *rest, **more: queries.append([x.tolist() for x in q]) or step(q, *rest, **more),
     )
     given = {"prompts": CHATS}
     if kind == "dataset":
@@ -446,22 +447,6 @@ def test_an_encoder_decoders_prompt_and_response_have_a_context_each():
     longer = Prompts.from_list(["w3", " ".join([*words, "w4"])], tiny.tokenizer())
     with pytest.raises(ValueError, match=r"prompts\[1\] .* the encoder's context of 24"):
         longer.fitting(layout, 1, "refuse")
-
-
-@pytest.mark.parametrize(
-    ("given", "own", "expected"),
-    [
-        ({"max_new_tokens": 7}, {"max_new_tokens": 3}, 7),
-        ({}, {"max_new_tokens": 3}, 3),
-        ({}, {}, 20),
-        ({"max_length": 30}, {}, 1),  # which counts the prompt
-        ({"generation_config": GenerationConfig(max_new_tokens=5)}, {"max_new_tokens": 3}, 5),
-    ],
-)
-def test_the_room_a_response_needs_is_that_of_generate(given, own, expected):
-    model = tiny_models.policy()
-    model.pretrained_model.generation_config.update(**own)
-    assert new_tokens_of(given, model) == expected
 
 
 # ---------------------------------------------------------------------- processes

@@ -1,0 +1,71 @@
+"""Trainers warn, once, of trainable weights too coarse for the updates that they are given."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
+from fastrl.models import CausalLMPolicy
+from tests import tiny_models
+from tests.golden import tiny
+
+SAID = "trainable weights are bfloat16"
+PPO_REMEDY = r'float32 and set accelerator_kwargs={"mixed_precision": "bf16"} .*LoRA adapter'
+
+pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+
+
+def low(model: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return model.to(dtype)
+
+
+def ppo(model: Any, **settings: Any) -> PPOTrainer:
+    config = PPOConfig(batch_size=4, init_kl_coef=0.0, **settings)
+    return PPOTrainer(config, model, tokenizer=tiny.tokenizer())
+
+
+def about_weights(caught: list[warnings.WarningMessage]) -> list[warnings.WarningMessage]:
+    return [w for w in caught if "trainable weights" in str(w.message)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ppo_says_that_updates_are_lost_and_what_to_do(dtype):
+    base = low(tiny_models.language_model("gpt2"), dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ppo(AutoModelForCausalLMWithValueHead.from_pretrained(base))
+    (said,) = about_weights(caught)
+    assert str(dtype).removeprefix("torch.") in str(said.message)
+    assert said.filename == __file__
+    with pytest.warns(UserWarning, match=PPO_REMEDY):
+        ppo(low(CausalLMPolicy(tiny_models.language_model("gpt2"))), advantage="rloo", group_size=2)
+
+
+def test_a_warning_is_about_what_is_trained():
+    """Adapters are float32 over a bf16 model, and float32 weights under autocast stay so."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ppo(AutoModelForCausalLMWithValueHead.from_pretrained(tiny_models.language_model("gpt2")))
+        base = low(tiny_models.language_model("gpt2"))
+        adapted = AutoModelForCausalLMWithValueHead.from_pretrained(
+            base, peft_config=tiny_models.lora()
+        )
+        ppo(adapted)
+    assert not about_weights(caught)
+    assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_sft_says_so_too(tmp_path):
+    texts = Dataset.from_dict({"text": ["w3 w4 w5"] * 4})
+    args = SFTConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    model = low(tiny_models.language_model("gpt2"))
+    with pytest.warns(
+        UserWarning, match=SAID + r".*set bf16=True \(commands: --dtype float32"
+    ) as w:
+        SFTTrainer(model, args, train_dataset=texts, processing_class=tiny.tokenizer())
+    assert len(about_weights(list(w))) == 1
