@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from fastrl.supervised.dialogues import Said
+    from fastrl.data.chat import Said
 
 PROMPT = "prompt"
 ROW = "__row__"  # a column that says which row of its file a row was, for messages
@@ -86,7 +86,7 @@ def take_prompts(
             that are to be cut.
         TypeError: a column that holds something else than text or chats.
     """
-    from fastrl.supervised.dialogues import is_chat
+    from fastrl.data.chat import is_chat
 
     column = _find_column(table, column)
     prompts = table[column][:]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fastrl.alignment.examples import Example, Response
 from fastrl.alignment.rows import Parts
-from fastrl.supervised.dialogues import Said, ended, is_complete, join
+from fastrl.data.chat import Said, ended, is_complete, join
 
 TRUNCATIONS = ("keep_end", "keep_start")
 

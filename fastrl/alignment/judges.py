@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from fastrl.alignment.annotator import Counts, check_preferences
+from fastrl.data.chat import as_messages, encode, join
 from fastrl.models.layout import layout_of
 from fastrl.models.load import load_language_model, tokenizer_folder
 from fastrl.rewards import check_rewards
 from fastrl.rollout import SamplingParams, choose_engine
-from fastrl.supervised.dialogues import as_messages, encode, join
 
 Judge = Callable[[list[str]], Sequence[str]]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from fastrl.alignment.tasks import ANSWERS, FEEDBACK, PAIRS, PROMPTS
+from fastrl.data.chat import Said, as_messages, is_blank, is_message, is_whole
 from fastrl.prompt_data import USUAL_COLUMNS
-from fastrl.supervised.dialogues import Said, as_messages, is_blank, is_message, is_whole
 
 _TURN = "\n\nAssistant:"
 _USUAL = {

@@ -18,7 +18,7 @@ from fastrl.rollout.arena import Arena, LayerShape, PrefillAttention
 from fastrl.rollout.params import RolloutOutput, SamplingParams
 from fastrl.rollout.policy import Autocast, Policy
 from fastrl.rollout.polls import make_poll
-from fastrl.rollout.prompts import checked_call, end_tokens
+from fastrl.rollout.prompts import Prompt, checked_call, end_tokens
 from fastrl.rollout.results import Results
 from fastrl.rollout.rules import Rules
 from fastrl.rollout.runner import EagerRunner, GraphRunner, Graphs
@@ -103,14 +103,15 @@ class RolloutEngine:
 
     def generate(
         self,
-        prompts: Sequence[Tensor | Sequence[int]],
+        prompts: Sequence[Prompt],
         params: SamplingParams | None = None,
         sample_ids: Sequence[int] | None = None,
     ) -> RolloutOutput:
         """``params.n`` responses per prompt.
 
         Args:
-            prompts: 1-D token ids.
+            prompts: texts, chats (lists of messages with a role and a content, put through the
+                tokenizer's chat template) or 1-D token ids.
             params: how to sample.
             sample_ids: one per prompt: with the seed they key the draws. By default the prompts'
                 indices.
@@ -120,7 +121,7 @@ class RolloutEngine:
                 new tokens exceeds the model's context or ``max_length``; named by its index.
         """
         params = params or SamplingParams()
-        tokens, limits, ids = checked_call(prompts, params, sample_ids, self.model)
+        tokens, limits, ids = checked_call(prompts, params, sample_ids, self.model, self.tokenizer)
         self._check_room(tokens, limits)
         job = _Job(tokens, limits, ids, params)
         arena, slots = self._room(job)

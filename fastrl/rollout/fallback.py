@@ -15,7 +15,7 @@ from fastrl.models.layout import layout_of
 from fastrl.models.modes import evaluating
 from fastrl.rollout.keywords import neutral_kwargs
 from fastrl.rollout.params import RolloutOutput, SamplingParams
-from fastrl.rollout.prompts import check_prompts, checked_call, end_tokens, need_pad_token
+from fastrl.rollout.prompts import Prompt, check_prompts, checked_call, end_tokens, need_pad_token
 from fastrl.rollout.rules import Rules
 from fastrl.rollout.scores import Scorer
 from fastrl.rollout.slots import FIELDS
@@ -59,7 +59,7 @@ class GenerateEngine:
 
     def generate(
         self,
-        prompts: Sequence[Tensor | Sequence[int]],
+        prompts: Sequence[Prompt],
         params: SamplingParams | None = None,
         sample_ids: Sequence[int] | None = None,
     ) -> RolloutOutput:
@@ -67,7 +67,8 @@ class GenerateEngine:
         ``params`` does not, and nothing else.
 
         Args:
-            prompts: 1-D token ids.
+            prompts: texts, chats (lists of messages with a role and a content, put through the
+                tokenizer's chat template) or 1-D token ids.
             params: how to sample.
             sample_ids: one per prompt. They are returned, but here they key no draws: these come
                 from torch's own generator, and depend on the batch.
@@ -77,7 +78,7 @@ class GenerateEngine:
                 new tokens exceeds the model's context, named by its index.
         """
         params = params or SamplingParams()
-        tokens, limits, ids = checked_call(prompts, params, sample_ids, self.model)
+        tokens, limits, ids = checked_call(prompts, params, sample_ids, self.model, self.tokenizer)
         n = params.n
         tokens, limits, ids = _repeated(tokens, n), _repeated(limits, n), _repeated(ids, n)
         parts = self._parts(tokens, limits)

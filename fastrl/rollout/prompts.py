@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastrl.data.chat import Said, encode, is_chat, prompt_text
 from fastrl.models.layout import layout_of
 from fastrl.rollout.params import SamplingParams
+
+Prompt = Said | Tensor | Sequence[int]
 
 
 def need_pad_token(lengths: Iterable[int], pad_token_id: int | None, tokenizer: Any) -> None:
@@ -81,16 +84,37 @@ def check_prompts(
             )
 
 
+def token_ids(prompt: Prompt, tokenizer: Any, name: str = "prompt") -> Tensor:
+    """A prompt's 1-D token ids on the host: those of a text with the special tokens that the
+    tokenizer puts in front, those of chat messages by its template, or the ids themselves.
+
+    Raises:
+        ValueError: as :func:`fastrl.data.chat.prompt_text`.
+    """
+    if isinstance(prompt, str) or is_chat(prompt):
+        text = prompt_text(prompt, tokenizer, name)  # type: ignore[arg-type]
+        ids = encode(text, tokenizer, chat=not isinstance(prompt, str))
+        return torch.tensor(ids, dtype=torch.long)
+    return torch.as_tensor(prompt).cpu()
+
+
 def checked_call(
-    prompts: Sequence[Any], params: SamplingParams, sample_ids: Sequence[int] | None, model: Any
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    sample_ids: Sequence[int] | None,
+    model: Any,
+    tokenizer: Any,
 ) -> tuple[list[Tensor], list[int], list[int]]:
     """What both engines' ``generate`` begins with: prompts as tensors on the host, the most new
     tokens and the sample id of each.
 
     Raises:
-        ValueError: as :func:`check_prompts`; lists that have not one number per prompt.
+        ValueError: as :func:`check_prompts` and :func:`token_ids`; lists that have not one number
+            per prompt.
     """
-    tokens = [torch.as_tensor(prompt).cpu() for prompt in prompts]
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping)):
+        raise ValueError("prompts must be a list, got a single one: pass [prompt]")
+    tokens = [token_ids(p, tokenizer, f"prompts[{i}]") for i, p in enumerate(prompts)]
     limits = params.limits(len(tokens))
     check_prompts(tokens, model, limits)
     ids = list(range(len(tokens))) if sample_ids is None else list(sample_ids)

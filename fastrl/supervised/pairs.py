@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
+from fastrl.data.chat import checked, encode, join
 from fastrl.supervised.base import as_dataset
-from fastrl.supervised.dialogues import checked, encode, join
 
 SIDES = ("chosen", "rejected")
 TOKEN_COLUMNS = tuple(

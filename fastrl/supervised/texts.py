@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fastrl.data.chat import as_messages, checked, encode, ended, join
 from fastrl.supervised.base import as_dataset
-from fastrl.supervised.dialogues import as_messages, checked, encode, ended, join
 
 IGNORED = -100
 _SHOWN = 40  # tokens of a text in a warning

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastrl.data.chat import Said
 from fastrl.rewards import RewardFunction, check_rewards
 from fastrl.rollout import RolloutOutput
-from fastrl.supervised.dialogues import Said
 from fastrl.trainers.callbacks import (
     Evaluation,
     Samples,

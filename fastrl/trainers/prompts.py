@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastrl.data.chat import Said, encode, is_chat, prompt_text
 from fastrl.models.layout import Joined
 from fastrl.prompt_data import ROW
-from fastrl.supervised.dialogues import Said, encode, is_blank, is_chat, is_message, join
 
 _PROMPT_COLUMNS = ("prompt", "query")
 _REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -76,7 +76,7 @@ class Prompts:
         for row, prompt in zip(rows, prompts, strict=True):
             name = name_of(row)
             if isinstance(prompt, str) or is_chat(prompt):
-                text = _text_of(prompt, tokenizer, name)
+                text = prompt_text(prompt, tokenizer, name)
                 tokens = encode(text, tokenizer, chat=not isinstance(prompt, str))
                 said.append(prompt)
             else:
@@ -256,34 +256,3 @@ def read_eval_prompts(source: Any, column: str | None, tokenizer: Any) -> Prompt
     if hasattr(source, "column_names"):
         return Prompts.from_dataset(source, column, tokenizer, "eval_prompts's ")
     return Prompts.from_list(source, tokenizer, "eval_prompts[{}]".format)
-
-
-def _text_of(said: Said, tokenizer: Any, name: str) -> str:
-    """A text as it is; a chat by the template, up to where the answer begins."""
-    if isinstance(said, str):
-        return said
-    for message in said:
-        if not is_message(message):
-            raise ValueError(
-                f"{name} holds {message!r:.80}: chat messages are dicts with a role and a content "
-                "of text"
-            )
-    if is_blank(said):
-        raise ValueError(f"{name} is empty: nothing is said in its messages")
-    if said[-1]["role"] == "assistant":
-        raise ValueError(
-            f"{name} ends with an assistant's message, which is what the policy is to write: leave "
-            "it out of the prompt"
-        )
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{name} holds chat messages, and the tokenizer ({type(tokenizer).__name__} "
-            f"{tokenizer.name_or_path!r}) has no chat template: set tokenizer.chat_template, or "
-            "bring texts"
-        )
-    from jinja2 import TemplateError
-
-    try:
-        return join(said, "", tokenizer)
-    except TemplateError as error:
-        raise ValueError(f"{name}: the chat template refuses these messages: {error}") from error

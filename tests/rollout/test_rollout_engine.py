@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from fastrl import RolloutEngine, SamplingParams
+from fastrl import GenerateEngine, RolloutEngine, SamplingParams
 from fastrl.rollout.attention import NAME
 from tests import tiny_models
 from tests.golden import tiny
@@ -445,3 +445,36 @@ def test_a_model_on_two_devices_is_refused(gpt2):
 def test_parameters_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**arguments)
+
+
+# ---------------------------------------------------------------------- texts and chats
+
+
+def written(engine, prompts):
+    return [sequence.tolist() for sequence in engine.generate(prompts, GREEDY).sequences]
+
+
+@pytest.mark.parametrize("kind", [RolloutEngine, GenerateEngine])
+def test_texts_are_tokenised(gpt2, kind):
+    engine = kind(gpt2, tiny.tokenizer())
+    texts = ["w5 w6 w7", "w9"]
+    ids = [torch.tensor([5, 6, 7]), torch.tensor([9])]
+    assert written(engine, texts) == written(engine, ids)
+
+
+@pytest.mark.parametrize("kind", [RolloutEngine, GenerateEngine])
+def test_chats_go_through_the_template(gpt2, kind):
+    tokenizer = tiny.tokenizer()
+    chat = [{"role": "user", "content": "w5 w6"}]
+    with pytest.raises(ValueError, match=r"prompts\[0\] holds chat messages.* no chat template"):
+        kind(gpt2, tokenizer).generate([chat])
+    tokenizer.chat_template = (
+        "{% for m in messages %}w3 {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}w4{% endif %}"
+    )
+    engine = kind(gpt2, tokenizer)
+    assert written(engine, [chat]) == written(engine, [torch.tensor([3, 5, 6, 4])])
+    with pytest.raises(ValueError, match=r"got a single one: pass \[prompt\]"):
+        engine.generate(chat)
+    with pytest.raises(ValueError, match=r"got a single one: pass \[prompt\]"):
+        engine.generate("w5")

@@ -80,3 +80,43 @@ def ended(ids: list[int], tokenizer: Any) -> list[int]:
     """With EOS at the end, once, if the tokenizer has one."""
     eos = tokenizer.eos_token_id
     return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
+
+
+def prompt_text(said: Said, tokenizer: Any, name: str) -> str:
+    """A prompt as one text: a text as it is, a chat by the tokenizer's template, up to where the
+    answer begins.
+
+    Args:
+        name: of the prompt, for messages.
+
+    Raises:
+        ValueError: messages without a role or a content of text, without anything said, or ending
+            in the assistant's; a tokenizer without a chat template, or one that refuses them.
+    """
+    if isinstance(said, str):
+        return said
+    for message in said:
+        if not is_message(message):
+            raise ValueError(
+                f"{name} holds {message!r:.80}: chat messages are dicts with a role and a content "
+                "of text"
+            )
+    if is_blank(said):
+        raise ValueError(f"{name} is empty: nothing is said in its messages")
+    if said[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{name} ends with an assistant's message, which is what the policy is to write: leave "
+            "it out of the prompt"
+        )
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{name} holds chat messages, and the tokenizer ({type(tokenizer).__name__} "
+            f"{tokenizer.name_or_path!r}) has no chat template: set tokenizer.chat_template, or "
+            "bring texts"
+        )
+    from jinja2 import TemplateError
+
+    try:
+        return join(said, "", tokenizer)
+    except TemplateError as error:
+        raise ValueError(f"{name}: the chat template refuses these messages: {error}") from error

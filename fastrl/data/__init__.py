@@ -1,0 +1,1 @@
+"""From what people bring, texts and chats, to what models read."""
