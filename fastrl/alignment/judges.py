@@ -13,6 +13,7 @@ from fastrl.alignment.annotator import Counts, check_preferences
 from fastrl.data.chat import as_messages, encode, join
 from fastrl.models.layout import layout_of
 from fastrl.models.load import load_language_model, tokenizer_folder
+from fastrl.models.tokenizer import load_tokenizer
 from fastrl.rewards import check_rewards
 from fastrl.rollout import SamplingParams, choose_engine
 
@@ -227,10 +228,8 @@ class ModelJudge:
         **engine: Any,
     ) -> ModelJudge:
         """From a directory, a run's folder or the Hub, from safetensors only."""
-        from transformers import AutoTokenizer
-
         model = load_language_model(name_or_path, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name_or_path))
+        tokenizer = load_tokenizer(tokenizer_folder(name_or_path))
         return cls(model.to(device), tokenizer, params, **engine)
 
     def __call__(self, questions: list[str]) -> list[str]:

@@ -45,8 +45,11 @@ def model_folder(path: str | os.PathLike, subfolder: str | None = None) -> str:
 
     Raises:
         FileNotFoundError: a folder without a model, or a local path that leads nowhere.
+        ValueError: an empty name.
     """
     name = os.fspath(path)
+    if not name.strip():
+        raise ValueError("the model's name is empty: name a folder or a Hub id")
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if folder.exists():

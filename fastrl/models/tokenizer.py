@@ -13,12 +13,10 @@ def load_tokenizer(model: str) -> Any:
 
     Raises:
         FileNotFoundError: a folder without a tokenizer.
-        ValueError: no name, a tokenizer that cannot be read, or an id that leads nowhere.
+        ValueError: one that cannot be read, or an id that leads nowhere.
     """
     from transformers import AutoTokenizer
 
-    if not model.strip():
-        raise ValueError("the model's name is empty: name a folder or a Hub id")
     folder = Path(model)
     missing = (
         f"{model} has no tokenizer: save one there with tokenizer.save_pretrained({model!r}), or "

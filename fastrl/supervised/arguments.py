@@ -6,9 +6,10 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoTokenizer, TrainingArguments
+from transformers import TrainingArguments
 
 from fastrl.models.load import tokenizer_folder
+from fastrl.models.tokenizer import load_tokenizer
 
 
 def setting(text: str, default: Any) -> Any:
@@ -63,9 +64,7 @@ def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None) -> An
         path = model if is_path(model) else getattr(model, "name_or_path", "")
         if not path:
             raise ValueError("pass the tokenizer as processing_class")
-        found = AutoTokenizer.from_pretrained(tokenizer_folder(path))
-        if found.pad_token is None:
-            found.pad_token = found.eos_token
+        found = load_tokenizer(tokenizer_folder(path))
     if found.pad_token_id is None:
         raise ValueError(
             f"{type(found).__name__} has no pad token: set tokenizer.pad_token = "
