@@ -143,6 +143,7 @@ def load_reward(
         ValueError: a file without a function's name.
         TypeError: a name that does not stand for a function.
         ImportError, FileNotFoundError: a module, function or file that is not there.
+        OSError: an id that the Hub does not give.
     """
     if os.path.isdir(name):
         return ClassifierReward.from_pretrained(name, label=label, batch_size=batch_size)
@@ -150,7 +151,13 @@ def load_reward(
         raise ValueError(f"name the reward function in {name}, as {name}:function")
     if ":" in name:
         return load_function(name)
-    return ClassifierReward.from_pretrained(name, label=label, batch_size=batch_size)
+    try:
+        return ClassifierReward.from_pretrained(name, label=label, batch_size=batch_size)
+    except OSError as error:
+        raise OSError(
+            f"{name!r} is neither a folder here nor a function (module:function or "
+            f"file.py:function), and is not loaded from the Hub: {error}"
+        ) from error
 
 
 def check_rewards(rewards: Any, count: int, who: str = "reward_fn") -> list[float]:

@@ -109,3 +109,8 @@ def test_a_classifier_without_a_tokenizer_is_refused(tmp_path):
     classifier(1).save_pretrained(tmp_path)
     with pytest.raises(FileNotFoundError, match="has no tokenizer: save one there"):
         load_reward(str(tmp_path))
+
+
+def test_an_id_that_leads_nowhere_is_named():
+    with pytest.raises(OSError, match="'nobodys/reward' is neither a folder here nor a function"):
+        load_reward("nobodys/reward")
