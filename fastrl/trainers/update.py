@@ -246,7 +246,9 @@ class PPOUpdate:
         if not gradients:
             return nothing
         gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        norm: Any = torch.nn.utils.get_total_norm(gradients)
+        # On CPUs foreach takes twice as long as one norm after the other.
+        foreach = False if nothing.device.type == "cpu" else None
+        norm: Any = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded weights
         return norm.float().to(nothing.device)
 
