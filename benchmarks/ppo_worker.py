@@ -133,7 +133,9 @@ class Side:
         length = self.shape["response"]
         self.forget_peak()
         started = self.now()
-        with self.autocast():
+        with self.autocast(), warnings.catch_warnings():
+            # All responses are of one length, for which no library's draw is the policy's own.
+            warnings.filterwarnings("ignore", message="generate: min_new_tokens")
             responses = self.trainer.generate(
                 self.queries,
                 batch_size=self.shape["batch"],
