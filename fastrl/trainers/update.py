@@ -113,7 +113,7 @@ class PPOUpdate:
         record = UpdateRecord({})
         try:
             with self._accumulating(last=True):
-                self.accelerator.backward(loss)
+                self._add_gradient(loss, of=1)
             value, norm = torch.stack([loss.detach().float(), self._gradient_norm()]).tolist()
             if not math.isfinite(value):
                 record.nonfinite = 1
@@ -129,7 +129,13 @@ class PPOUpdate:
     def discard(self) -> None:
         """Gradients that were not learned from."""
         self.accelerator.sync_gradients = True
+        self._zero_gradients()
+
+    def _zero_gradients(self) -> None:
+        """Also of weights that the optimizer, a user's own say, does not have: they would add up,
+        and what is NaN would stay."""
         self.optimizer.zero_grad()
+        self.model.zero_grad()
 
     def _memory_saved(self) -> AbstractContextManager[None]:
         """Activations of layers are not kept, where ``gradient_checkpointing`` asks for it."""
@@ -145,7 +151,7 @@ class PPOUpdate:
             for parts in self._backward_batches(counting):
                 keep, policy_kl = self._accumulate(batch, experience, parts, record)
                 if self._moved_too_far(policy_kl):
-                    self.optimizer.zero_grad()
+                    self._zero_gradients()
                     record.stopped_early = True
                     return record
                 self._optimizer_step(keep, record)
@@ -186,7 +192,7 @@ class PPOUpdate:
         policy_kl = sum(kls) / len(kls) if kls else math.nan
         if 0 < len(kept) < len(parts):
             # What is left out is in the gradient already, and may be NaN there.
-            self.optimizer.zero_grad()
+            self._zero_gradients()
             _, verdict = self._backward(batch, experience, [parts[i] for i in kept])
         keep = bool(kept) and self._has_finite_gradient(verdict.gradient_norm, record)
         return keep, policy_kl
@@ -197,8 +203,6 @@ class PPOUpdate:
         """Adds up the gradient of some mini-batches' mean loss, clipped, and reads what there is to
         know; every process reads the same."""
         denominator = self.denominator(batch.mask, experience.weights, parts)
-        # accelerate divides by a number of steps that is fixed.
-        scale = self.accelerator.gradient_accumulation_steps / len(parts)
         minibatches = []
         for i, part in enumerate(parts):
             with self._accumulating(last=i + 1 == len(parts)):
@@ -206,7 +210,7 @@ class PPOUpdate:
                 if denominator is not None:
                     old = replace(old, denominator=denominator)
                 loss, *told = minibatch_loss(self.model, self.loss, tokens, old)
-                self.accelerator.backward(loss if scale == 1 else loss * scale)
+                self._add_gradient(loss, of=len(parts))
                 minibatches.append(_Minibatch(*told))
         vectors = torch.stack([minibatch.vector for minibatch in minibatches])
         figures = [vectors[:, MINIBATCH_FIELDS.index(name)] for name in _JUDGED]
@@ -217,6 +221,11 @@ class PPOUpdate:
         numbers, n = judged.tolist(), len(parts)
         verdict = _Verdict(numbers[:n], numbers[n : 2 * n], numbers[2 * n : 3 * n], numbers[-1])
         return minibatches, verdict
+
+    def _add_gradient(self, loss: Tensor, of: int) -> None:
+        """That of loss / of; accelerate divides by a number of mini-batches that is fixed."""
+        scale = self.accelerator.gradient_accumulation_steps / of
+        self.accelerator.backward(loss if scale == 1 else loss * scale)
 
     @contextmanager
     def _accumulating(self, last: bool) -> Iterator[None]:
@@ -271,7 +280,7 @@ class PPOUpdate:
                 self._clip()
             self.optimizer.step()
             record.optimizer_steps += not getattr(self.optimizer, "step_was_skipped", False)
-        self.optimizer.zero_grad()
+        self._zero_gradients()
 
     def _warn(self, record: UpdateRecord) -> None:
         """One warning for each kind of what took no part."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastrl import PPOTrainer
+from fastrl import PPOConfig, PPOTrainer
 from fastrl.trainers.stats import scalars
 from tests.golden import tiny
 from tests.trainers.conftest import make_batch, make_policy, make_trainer, parameters, perturbed
@@ -78,6 +78,21 @@ def test_a_nan_mini_batch_leaves_the_gradient_of_the_others(limit):
     others.step(**batch(3), weights=[float(i not in left_out) for i in range(BATCH)])
     # The same mini-batches, whose sums are divided in another order.
     assert apart(seen[0], expected[0]) < 1e-5
+
+
+@pytest.mark.parametrize("limit", [None, 0.1])
+def test_a_nan_does_not_stay_in_weights_that_the_optimizer_does_not_have(limit):
+    """The value head's here: nor does their gradient add up from step to step."""
+    policy = trainer_of().model
+    optimizer = torch.optim.SGD(policy.pretrained_model.parameters(), lr=1e-3)
+    config = PPOConfig(**ACCUMULATED, ppo_epochs=1, max_grad_norm=limit)
+    trainer = PPOTrainer(config, policy, perturbed(make_policy()), tiny.tokenizer(),
+                         optimizer=optimizer)  # fmt: skip
+    with pytest.warns(UserWarning, match="non-finite loss in 1 mini-batch"):
+        stats = trainer.step(**batch(3))
+    assert stats["ppo/optimizer_steps"] == 1
+    assert trainer.step(**batch())["ppo/optimizer_steps"] == 1
+    assert all(p.grad is None or not p.grad.any() for p in policy.parameters())
 
 
 def test_without_accumulation_a_nan_mini_batch_takes_no_step():
