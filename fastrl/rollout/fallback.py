@@ -13,7 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fastrl.models.layout import layout_of
 from fastrl.models.modes import evaluating
-from fastrl.rollout.keywords import neutral_kwargs
+from fastrl.rollout.keywords import neutral_kwargs, unpacked
 from fastrl.rollout.params import RolloutOutput, SamplingParams
 from fastrl.rollout.prompts import Prompt, check_prompts, checked_call, end_tokens, need_pad_token
 from fastrl.rollout.rules import Rules
@@ -116,7 +116,7 @@ class GenerateEngine:
         Raises:
             ValueError: as :meth:`generate`; what stops responses, with several beams.
         """
-        kwargs = {"pad_token_id": self.tokenizer.pad_token_id, **generation_kwargs}
+        kwargs = {"pad_token_id": self.tokenizer.pad_token_id, **unpacked(generation_kwargs)}
         for name in ("num_return_sequences", "return_dict_in_generate"):
             if kwargs.pop(name, None) not in (None, 1, False):
                 raise ValueError(f"{name} is not supported here: repeat the prompts instead")

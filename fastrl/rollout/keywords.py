@@ -166,6 +166,18 @@ def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> Samplin
     return asked.foreign() or asked.unlike_the_engine() or asked.params()
 
 
+def unpacked(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``model.generate`` with the fields that a ``generation_config`` among them sets
+    in its place; those that are given beside it come first, as there."""
+    kwargs = dict(generation_kwargs)
+    config = kwargs.pop("generation_config", None)
+    if config is None:
+        return kwargs
+    fields = {name: x for name, x in config.to_diff_dict().items() if x is not None}
+    fields.pop("transformers_version", None)
+    return {**fields, **kwargs}
+
+
 def neutral_kwargs(model: Any) -> dict[str, Any]:
     """Arguments that undo what the model's generation_config does to tokens, but for its ends."""
     config = _settings(model)
@@ -185,11 +197,7 @@ def policy_kwargs(
         ValueError: another temperature among the arguments.
     """
     given = {name: x for name, x in generation_kwargs.items() if x is not None}
-    config = given.pop("generation_config", None)
-    if config is not None:  # one that is given counts like its fields
-        fields = {name: x for name, x in config.to_diff_dict().items() if x is not None}
-        fields.pop("transformers_version", None)
-        given = {**fields, **given}
+    given = unpacked(given)
     asked = given.get("temperature", temperature)
     if asked != temperature:
         raise ValueError(

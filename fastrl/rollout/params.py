@@ -60,8 +60,7 @@ class SamplingParams:
             raise ValueError(
                 f"repetition_penalty must be positive, got {self.repetition_penalty}: 1 is none"
             )
-        if any(len(sequence) == 0 for sequence in self.stop):
-            raise ValueError("stop holds an empty sequence: each needs at least one token")
+        check_stop(self.stop)
 
     @property
     def _per_prompt(self) -> bool:
@@ -106,6 +105,21 @@ class SamplingParams:
         if self.eos_token_ids is not None:
             kwargs["eos_token_id"] = list(self.eos_token_ids)
         return kwargs
+
+
+def check_stop(stop: Any) -> None:
+    """
+    Raises:
+        ValueError: not a list of sequences of one token id or more.
+    """
+    lists = (list, tuple)
+    if not isinstance(stop, lists) or not all(isinstance(x, (*lists, Tensor)) for x in stop):
+        raise ValueError(
+            f"stop must be a list of token sequences, such as [[13, 198]], got {stop!r}: encode "
+            "texts, or pass them to model.generate as stop_strings"
+        )
+    if any(len(sequence) == 0 for sequence in stop):
+        raise ValueError("stop holds an empty sequence: each needs at least one token")
 
 
 @dataclass

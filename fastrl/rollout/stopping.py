@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
+from fastrl.rollout.params import check_stop
+
 STOPPING = ("stop", "stop_strings", "stopping_criteria", "max_time")
 
 
@@ -84,7 +86,8 @@ def stops_of(
     device). What they do themselves is taken out of ``kwargs``.
 
     Raises:
-        ValueError: several beams, whose rows are not those of the prompts.
+        ValueError: several beams, whose rows are not those of the prompts; ``stop`` is not a list
+            of token sequences.
     """
     config = getattr(model, "pretrained_model", model).generation_config
     found = {
@@ -94,6 +97,7 @@ def stops_of(
     for name in ("stop_strings", "max_time"):  # of the model's generation_config
         if getattr(config, name, None) is not None:
             kwargs[name] = None
+    check_stop(found["stop"] or ())
     reader = kwargs.pop("tokenizer", None) or tokenizer
     asked = [name for name, value in found.items() if value]
     if not asked:

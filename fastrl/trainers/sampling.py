@@ -6,7 +6,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastrl.rollout.keywords import Change, changes_of_the_draw, is_sampled, policy_kwargs
+from fastrl.rollout.keywords import (
+    Change,
+    changes_of_the_draw,
+    is_sampled,
+    policy_kwargs,
+    unpacked,
+)
 
 
 class SamplingArguments:
@@ -42,7 +48,7 @@ class SamplingArguments:
         """For the classic ``generate()``, which keeps the rule of ``model.generate``: the model's
         generation_config stands in for what is not given. A temperature of the policy that is not 1
         has been asked for, and comes before that."""
-        kwargs = dict(given)
+        kwargs = unpacked(given)
         if self.temperature != 1 and is_sampled(kwargs, self.model):
             kwargs.setdefault("temperature", self.temperature)
         self._warn("generate", changes_of_the_draw(kwargs, self.model, self.temperature))

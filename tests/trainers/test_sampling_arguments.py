@@ -274,6 +274,26 @@ def test_classic_generate_names_each_field_of_the_checkpoint_once():
         trainer.generate(prompts, max_new_tokens=3, repetition_penalty=1.0, **NEUTRAL)
 
 
+def test_classic_generate_names_the_fields_of_a_generation_config_that_is_given():
+    """And none of the checkpoint's that it takes the place of."""
+    trainer = trainer_of(instruct())
+    (prompt,) = tiny_models.prompts(5)
+    neutral = GenerationConfig(max_new_tokens=3, repetition_penalty=1.0, **NEUTRAL)
+    trainer.generate(prompt, generation_config=neutral)  # a warning would be an error
+    bent = GenerationConfig(max_new_tokens=3, repetition_penalty=1.5, **NEUTRAL)
+    with pytest.warns(UserWarning, match=r"generate: repetition_penalty=1.5 changes") as told:
+        trainer.generate(prompt, generation_config=bent)
+    assert len(told) == 1
+
+
+def test_a_generation_config_with_sampling_has_the_policys_temperature():
+    trainer = trainer_of(plain(), temperature=0.5)
+    prompts = tiny_models.prompts(5, 3, 7, 2)
+    config = GenerationConfig(max_new_tokens=4, do_sample=True, top_k=0)
+    responses = trainer.generate(prompts, return_prompt=False, generation_config=config)
+    assert trainer.step(prompts, responses, list(torch.zeros(4)))["rollout/reused"] == 1
+
+
 def test_classic_generate_keeps_the_checkpoints_settings():
     """As model.generate does: top_k = 1 of the checkpoint is greedy."""
     trainer = trainer_of(instruct(do_sample=True, top_k=1))
@@ -406,6 +426,36 @@ def test_a_criterion_and_the_time_stop_responses():
     out = engine.generate_with(prompts, {**settings, "max_time": 1e-9})
     assert out.finish_reasons == ["stop", "stop"]
     assert [len(s) for s in out.sequences] == [1, 1]
+
+
+def test_a_generation_config_that_is_given_ends_responses():
+    """Its EOS ids and its time; arguments beside it come first."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    engine = GenerateEngine(tiny_models.policy("llama"), tokenizer, batch_size=4)
+    settings = {"max_new_tokens": 8, "do_sample": False, "suppress_tokens": [tiny.EOS]}
+    prompts = tiny_models.prompts(5, 5)
+    free = engine.generate_with(prompts, settings)
+    config = GenerationConfig(max_time=1e-9, **settings)
+    out = engine.generate_with(prompts, {"generation_config": config})
+    assert out.finish_reasons == ["stop", "stop"]
+    assert [len(s) for s in out.sequences] == [1, 1]
+    end = int(free.sequences[0][3])
+    config = GenerationConfig(eos_token_id=end, **settings)
+    out = engine.generate_with(prompts, {"generation_config": config, "max_new_tokens": 6})
+    for mine, whole in zip(out.sequences, free.sequences, strict=True):
+        tokens = whole.tolist()[:6]
+        at = tokens.index(end) + 1 if end in tokens else 6
+        assert mine.tolist() == tokens[:at]
+    assert out.finish_reasons[0] == "eos"
+
+
+@pytest.mark.parametrize("backend", ["engine", "generate"])
+@pytest.mark.parametrize("stop", [["w5"], "w5", [5], 5, [[]]])
+def test_a_stop_that_is_no_list_of_token_sequences_is_refused(backend, stop):
+    trainer = make_trainer(stopped_model(), rollout_backend=backend)
+    with pytest.raises(ValueError, match=r"stop must be a list of token seq|an empty sequence"):
+        trainer.rollout(tiny_models.prompts(3), {"max_new_tokens": 2, "stop": stop})
 
 
 def test_stops_with_several_beams_are_refused():
