@@ -40,10 +40,11 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor | None, gather: bool = T
     return fastrl_kernels.token_logprobs(logits, labels)
 
 
-def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits) in nats: [..., V] -> [...]."""
+def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropy of softmax(logits / temperature) in nats: [..., V] -> [...]."""
     labels = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-    return fastrl_kernels.token_logprobs(logits, labels, entropy=True)[1]
+    scored = fastrl_kernels.token_logprobs(logits, labels, temperature=temperature, entropy=True)
+    return scored[1]
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:

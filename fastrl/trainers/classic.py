@@ -132,13 +132,16 @@ class ClassicSurface:
         returns: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Policy loss, vf_coef × value loss, and statistics; inputs [B, T-1], or [T-1] of a single
-        sample, and logits with the vocabulary as one more dimension, for the entropy.
+        sample, and logits with the vocabulary as one more dimension, for the entropy at
+        ``PPOConfig.temperature``.
 
         Each of the two losses carries its own gradient. ``step()`` computes both in one pass, with
         the same figures. A KL term (``kl_in="loss"``) is not part of it.
         """
         loss = self._update.loss
-        entropies = torch.zeros_like(logprobs) if logits is None else entropy_from_logits(logits)
+        entropies = torch.zeros_like(logprobs)
+        if logits is not None:
+            entropies = entropy_from_logits(logits, self.config.temperature)
         old_logprobs, values, vpreds, logprobs, mask, advantages, returns, entropies = (
             torch.atleast_2d(x)
             for x in (

@@ -88,6 +88,30 @@ def test_one_entropy_a_sample_is_taken_for_all_its_tokens(trainer: PPOTrainer) -
     assert float(entropy) == pytest.approx(float(-(log_p.exp() * log_p).sum()), rel=1e-5)
 
 
+def test_the_entropy_is_at_the_temperature() -> None:
+    arguments = of_one_sample()
+    entropy = make_trainer(temperature=0.5).loss(**arguments)[2]["policy/entropy"]
+    p = (arguments["logits"].double() / 0.5).softmax(-1)
+    entropies = -(p * p.log()).sum(-1)[arguments["mask"]]
+    # fp32 sums of 9 terms
+    assert float(entropy) == pytest.approx(float(entropies.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_classic_optimizer_step_is_on_the_whole_loss(accumulated: int) -> None:
+    """However many mini-batches step() would accumulate: by SGD at a rate of 1."""
+    policy = make_policy()
+    config = PPOConfig(batch_size=4, mini_batch_size=2, gradient_accumulation_steps=accumulated)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    trainer = PPOTrainer(config, policy, None, tiny.tokenizer(), optimizer=optimizer)
+    zeros, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    bias = policy.v_head.summary.bias
+    before = bias.item()
+    trainer.train_minibatch(zeros, zeros, zeros, None, bias + zeros, mask, zeros, zeros + 1)
+    # d/db ½·vf_coef·(b - 1)²; b is within the clip range of 0.2
+    assert bias.item() - before == pytest.approx(0.1 * (1 - before), rel=1e-5)
+
+
 # ---------------------------------------------------------------------- penalty
 
 LOGPROBS = torch.tensor([[-0.5, -0.2, -3.0], [-0.6, -4.0, -0.1]])
