@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,7 +80,7 @@ def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:
     samples = batch.counting()
     for name, lengths in (("queries", batch.prompt_lengths), ("responses", batch.response_lengths)):
         values = np.asarray(lengths, dtype=np.float32)[samples]
-        stats[f"tokens/{name}_len_mean"] = float(values.mean())
+        stats[f"tokens/{name}_len_mean"] = float(values.mean()) if len(values) else math.nan
         stats[f"tokens/{name}_len_std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
         stats[f"tokens/{name}_dist"] = values
     stats["ppo/optimizer_steps"] = float(record.optimizer_steps)

@@ -275,3 +275,13 @@ def test_train_stops_where_that_is_asked_for(unchanged):
     with unchanged(trainer), pytest.raises(FloatingPointError, match=r"NaN logits in 1 sample"):
         trainer.train(asked, steps=1, prompts=prompts, generation_kwargs=SAMPLING, progress=False)
     assert asked.asked == []
+
+
+def test_a_batch_of_which_no_token_counts_changes_nothing():
+    trainer, given = make_trainer(), batch()
+    masks = [torch.zeros_like(r) for r in given["responses"]]
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    stats = trainer.step(**given, response_masks=masks)  # a warning would be an error
+    assert stats["ppo/optimizer_steps"] == 0
+    assert math.isnan(stats["tokens/responses_len_mean"])
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
