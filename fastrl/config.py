@@ -22,7 +22,7 @@ OLD_LOGPROBS = ("auto", "rollout", "recompute")
 METHODS = {"gae": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO", "rloo": "RLOO"}
 ADVANTAGES = tuple(METHODS)
 KL_PLACES = ("reward", "loss")
-LOSS_DENOMINATORS = (None, "auto", "minibatch", "step")
+LOSS_DENOMINATORS = ("auto", "minibatch", "step")
 ON_NONFINITE = ("skip", "raise")
 _JSON_FIELDS = (
     "tracker_kwargs",
@@ -200,11 +200,11 @@ class PPOConfig:
         "That fixed length, such as max_new_tokens; by default the longest response of a step.",
         None,
     )
-    loss_denominator: str | None = _help(
+    loss_denominator: str = _help(
         "Whose tokens (or samples) the loss is divided by where gradients are accumulated: "
         "minibatch (each mini-batch's own, and a mean over mini-batches, as in TRL), step (those "
-        "of the whole optimizer step); by default minibatch with gae, else step.",
-        None,
+        "of the whole optimizer step), auto (minibatch with gae, else step).",
+        "auto",
     )
     on_nonfinite: str = _help(
         "What happens to samples, losses and gradients that are NaN or infinite: skip (they are "
@@ -325,8 +325,7 @@ class PPOConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"unknown {name} {getattr(self, name)!r}: choose one of "
-                    f"{', '.join(choice for choice in choices if choice)}"
+                    f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(choices)}"
                 )
         for name in ("trunk_cache_gib", "trunk_cache_host_gib", "sync_ref_every"):
             if not 0 <= getattr(self, name) < math.inf:

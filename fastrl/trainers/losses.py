@@ -178,9 +178,9 @@ class StepDenominator(MinibatchDenominator):
 
 
 def make_denominator(config: PPOConfig, aggregate: TokenMean) -> MinibatchDenominator:
-    """By ``PPOConfig.loss_denominator``; unless that says, GAE has TRL's."""
+    """By ``PPOConfig.loss_denominator``; "auto" is TRL's for GAE."""
     kind = config.loss_denominator
-    if kind in (None, "auto"):
+    if kind == "auto":
         kind = "minibatch" if config.needs_values else "step"
     return MinibatchDenominator() if kind == "minibatch" else StepDenominator(aggregate)
 

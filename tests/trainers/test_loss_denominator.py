@@ -78,7 +78,7 @@ def test_by_the_mini_batch_each_is_divided_by_its_own_tokens_as_in_trl():
     whole, _ = gradient(make_trainer(8), given)
     split, _ = gradient(make_trainer(1), given)
     named, _ = gradient(make_trainer(1, loss_denominator="minibatch"), given)
-    assert all(torch.equal(split[name], g) for name, g in named.items())
+    assert apart(split, named) < SAME
     assert cosine(split, whole) < 0.9
     alone = []
     for i in range(BATCH):
@@ -94,9 +94,9 @@ def test_of_groups_the_default_is_the_step():
     given = batch(groups=True)
     found = {
         kind: gradient(make_trainer(1, loss_denominator=kind, **settings), given)[0]
-        for kind in (None, "auto", "step", "minibatch")
+        for kind in ("auto", "step", "minibatch")
     }
-    assert apart(found[None], found["step"]) == apart(found["auto"], found["step"]) == 0
+    assert apart(found["auto"], found["step"]) < SAME
     assert apart(found["minibatch"], found["step"]) > 0.1
 
 
