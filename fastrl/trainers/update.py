@@ -127,9 +127,13 @@ class PPOUpdate:
         return finite
 
     def discard(self) -> None:
-        """Gradients that were not learned from."""
+        """Gradients that were not learned from, and a GradScaler's note that they were unscaled."""
         self.accelerator.sync_gradients = True
         self._zero_gradients()
+        scaler = self.accelerator.scaler
+        if scaler is not None:
+            scaler.scale(torch.zeros((), device=self.accelerator.device))  # it may be unused yet
+            scaler.update(scaler.get_scale())
 
     def _zero_gradients(self) -> None:
         """Also of weights that the optimizer, a user's own say, does not have: they would add up,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 
 from fastrl import PPOConfig, PPOTrainer
 from fastrl.trainers import control
@@ -28,6 +29,10 @@ class Failure(BaseException):
 def trainer_of(policy: Any = None, reference: Any = None, **settings: Any) -> PPOTrainer:
     settings = {**ACCUMULATED, "use_score_scaling": True, "ppo_epochs": 2, **settings}
     return make_trainer(policy or make_policy(), reference or perturbed(make_policy()), **settings)
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise Failure
 
 
 def fail_at(trainer: PPOTrainer, where: str, call: int) -> Any:
@@ -154,10 +159,7 @@ def test_an_exception_after_the_update_leaves_the_rest_of_the_state(monkeypatch)
     trainer = trainer_of()
     before = state(trainer)
 
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise Failure
-
-    monkeypatch.setattr(trainer, "record_step_stats", interrupted)
+    monkeypatch.setattr(trainer, "record_step_stats", fail)
     with pytest.raises(Failure):
         trainer.step(**make_batch(8))
     assert state(trainer)[:3] == before[:3]
@@ -174,9 +176,6 @@ def test_rollouts_are_forgotten_where_an_optimizer_step_fails(monkeypatch):
         queries, return_prompt=False, max_new_tokens=3, do_sample=True, top_k=0
     )
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise Failure
-
     monkeypatch.setattr(sys.modules["torch.optim.adam"], "adam", fail)
     scores = [torch.tensor(float(i)) for i in range(8)]
     with pytest.raises(Failure):
@@ -184,6 +183,35 @@ def test_rollouts_are_forgotten_where_an_optimizer_step_fails(monkeypatch):
     monkeypatch.undo()
     assert trainer._memory.find(queries, responses) is None
     assert trainer.step(queries, responses, scores)["ppo/optimizer_steps"] == 1
+
+
+@pytest.mark.parametrize("where", ["forward", "optimizer"])
+def test_a_scaler_goes_on_too(where, monkeypatch):
+    """Gradients that were unscaled and clipped, but not learned from, are so once more."""
+    trainer, fresh = (trainer_of(max_grad_norm=0.1) for _ in range(2))
+    for each in (trainer, fresh):
+        scaler = each.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        inner = each.optimizer.optimizer
+        each._update.optimizer = AcceleratedOptimizer(inner, scaler=scaler)
+
+        def unscale(scaler: Any = scaler, inner: Any = inner) -> None:  # as for fp16, on a GPU
+            scaler.unscale_(inner)
+
+        monkeypatch.setattr(each.accelerator, "unscale_gradients", unscale)
+    before = state(trainer)
+    if where == "forward":
+        handle = fail_at(trainer, "forward", 1)
+    else:
+        handle = trainer.optimizer.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(Failure):
+        trainer.step(**make_batch(8))
+    handle.remove()
+    assert state(trainer) == before
+    assert trainer.step(**make_batch(8))["ppo/optimizer_steps"] == 2
+    fresh.step(**make_batch(8))
+    assert trainer.accelerator.scaler.get_scale() == 2.0**10
+    for name, weight in parameters(fresh).items():
+        torch.testing.assert_close(parameters(trainer)[name], weight, rtol=1e-6, atol=1e-6)
 
 
 def test_moments_are_read_and_not_moved_by_the_transform():
