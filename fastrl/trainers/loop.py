@@ -59,8 +59,9 @@ class Loop:
         self._evaluate(done)
         last = done + steps
         for step in range(done + 1, last + 1):
-            chosen = self.stream.take(self.trainer.config.prompts_per_step)
-            metrics, samples = self._step(self.prompts.take(chosen))
+            with self.stream.kept_on_error():
+                chosen = self.stream.take(self.trainer.config.prompts_per_step)
+                metrics, samples = self._step(self.prompts.take(chosen))
             self.result.history.append(metrics)
             self._tell("on_samples", step, samples)
             self._tell("on_step", step, metrics)

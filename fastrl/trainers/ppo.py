@@ -322,8 +322,8 @@ class PPOTrainer(Generation, ClassicSurface):
 
         A further call goes on: steps are counted over all calls (``current_step``; callbacks and
         ``eval_every`` see that number), and of the same prompts (the same token ids in the same
-        order) it takes those that come next: two runs of 10 steps see what one of 20 does. Other
-        prompts begin an order of their own.
+        order) it takes those that come next: two runs of 10 steps see what one of 20 does. Prompts
+        of a step that failed come again. Other prompts begin an order of their own.
 
         Args:
             reward_fn: ``reward_fn(prompts, completions, completion_ids, **columns)`` returns one

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -221,6 +222,16 @@ class PromptStream:
         chosen = self._order[self.index : self.index + size]
         self.index += size
         return chosen.tolist()
+
+    @contextlib.contextmanager
+    def kept_on_error(self) -> Iterator[None]:
+        """Leaves the stream where it stood if what was done with its prompts failed."""
+        epoch, index = self.epoch, self.index
+        try:
+            yield
+        except BaseException:
+            self._go_to(epoch, index)
+            raise
 
     def state_dict(self) -> dict[str, int]:
         """Numbers that JSON holds."""

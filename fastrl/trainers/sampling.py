@@ -1,4 +1,4 @@
-"""Arguments of ``generate`` as a trainer takes them, with a word about those that bend the draw."""
+"""Arguments of ``generate`` as a trainer takes them; a warning names those that change the draw."""
 
 from __future__ import annotations
 

@@ -247,6 +247,23 @@ def test_a_second_run_takes_the_prompts_that_come_next():
     assert seen(parts) == seen(whole)
 
 
+@pytest.mark.parametrize("at", [2, 4])
+def test_prompts_of_a_step_that_failed_come_again(at):
+    """Six prompts in batches of two: the fourth begins an epoch."""
+    whole, parts, trainer = Recorder(), Recorder(), make_trainer()
+    run(make_trainer(), whole, steps=5)
+
+    def failing(**arguments):
+        if len(parts.calls) == at - 1:
+            raise KeyboardInterrupt
+        return parts(**arguments)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(trainer, failing, steps=5)
+    run(trainer, parts, steps=6 - at)
+    assert seen(parts) == seen(whole)
+
+
 def test_the_same_prompts_in_a_data_set_go_on_too():
     whole, parts, trainer = Recorder(), Recorder(), make_trainer()
     run(make_trainer(), whole, steps=3)
