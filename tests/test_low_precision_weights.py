@@ -12,7 +12,11 @@ from datasets import Dataset
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from fastrl.models import CausalLMPolicy
 from tests import tiny_models
+from tests.alignment.conftest import make_trainer
 from tests.golden import tiny
+from tests.supervised.conftest import make_reward, reward_model
+
+__all__ = ["make_reward", "make_trainer"]  # fixtures
 
 SAID = "trainable weights are bfloat16"
 PPO_REMEDY = r'float32 and set accelerator_kwargs={"mixed_precision": "bf16"} .*LoRA adapter'
@@ -69,3 +73,16 @@ def test_sft_says_so_too(tmp_path):
     ) as w:
         SFTTrainer(model, args, train_dataset=texts, processing_class=tiny.tokenizer())
     assert len(about_weights(list(w))) == 1
+
+
+@pytest.mark.parametrize("kind", ["reward", "dpo", "reward-modelling"])
+def test_trainers_on_pairs_say_so_too(kind, make_reward, make_trainer):
+    model = low(reward_model("gpt2") if "reward" in kind else tiny_models.language_model("gpt2"))
+    makers = {
+        "reward": lambda: make_reward(model),
+        "dpo": lambda: make_trainer("dpo", model),
+        "reward-modelling": lambda: make_trainer("bradley-terry", model),
+    }
+    with pytest.warns(UserWarning, match=SAID) as caught:
+        makers[kind]()
+    assert len(about_weights(list(caught))) == 1

@@ -46,7 +46,8 @@ class SupervisedTrainer(OwnModelCard, Trainer):
                 "own, not arguments of the model; leave it out",
                 stacklevel=3,
             )
-        if train_dataset is not None and rest.get("model") is not None:
+        self._trains = train_dataset is not None
+        if self._trains and rest.get("model") is not None:
             check_trainable(rest["model"])
         args.remove_unused_columns = False
         # Without a GPU torch would warn of it.
@@ -59,7 +60,8 @@ class SupervisedTrainer(OwnModelCard, Trainer):
             else:
                 evaluation = None if eval_dataset is None else self.once_ready(eval_dataset)
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)
-        warn_of_lost_updates(self.model, MIXED_PRECISION, stacklevel=3)
+        if self._trains:
+            warn_of_lost_updates(self.model, MIXED_PRECISION, stacklevel=3)
 
     def ready_model(self, model: Any) -> Any:
         """The model as it is trained."""
@@ -71,7 +73,8 @@ class SupervisedTrainer(OwnModelCard, Trainer):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = self.ready_model(super().call_model_init(trial))
-        check_trainable(model)
+        if self._trains:
+            check_trainable(model)
         return model
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:

@@ -4,10 +4,11 @@ import pytest
 import torch
 from peft import get_peft_model
 
+from fastrl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from tests import tiny_models
 from tests.alignment import conftest as alignment
 from tests.golden import tiny
-from tests.supervised.conftest import reward_model, weights
+from tests.supervised.conftest import SETTINGS, pairs, reward_model, texts, weights
 
 pytestmark = [
     pytest.mark.filterwarnings(tiny_models.PEFT_WARNING),
@@ -87,6 +88,24 @@ def test_dropout_that_the_alignment_trainer_switches_off_is_told_of(
         trainer = make_trainer(loss, folders[kind])
     assert sum("lora_dropout" in str(each.message) for each in warned) == 1
     assert not any(m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", ["model", "model_init"])
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+def test_what_is_only_evaluated_may_be_frozen_and_in_bfloat16(kind, given, dtype, tmp_path):
+    """Nothing is trained: no error, and no warning of updates that are lost."""
+    frozen = given == "model_init"
+    if kind == "sft":
+        Trainer, args, data = SFTTrainer, SFTConfig(str(tmp_path), **SETTINGS), texts(4)
+        model = tiny_models.language_model()
+    else:
+        Trainer, args, data = RewardTrainer, RewardConfig(str(tmp_path), **SETTINGS), pairs(4)
+        model = reward_model("gpt2")
+    model = model.to(dtype).requires_grad_(not frozen)
+    made = {"model_init": lambda: model} if frozen else {"model": model}
+    trainer = Trainer(args=args, eval_dataset=data, processing_class=tiny.tokenizer(), **made)
+    assert trainer.evaluate()["eval_loss"] > 0
 
 
 @pytest.mark.parametrize("kind", TRAINERS)
