@@ -183,6 +183,7 @@ def finish_run(
         comparison = Comparison.of(result.evaluations[0], result.evaluations[-1])
     if not trainer.accelerator.is_main_process:
         return comparison
+    trainer.create_model_card(output / "model")  # in place of an earlier run's
     write_report(
         output / "metrics.jsonl",
         output / "report.png",

@@ -76,6 +76,16 @@ def test_grpo_leaves_a_plain_model_and_a_report(world, tmp_path, capsys, advanta
     assert not torch.equal(tuned.transformer.wte.weight, start.transformer.wte.weight)
 
 
+def test_a_folder_that_is_written_again_gets_the_card_of_the_new_model(world, tmp_path):
+    for command, settings in (("ppo", {}), ("grpo", {"group-size": 4})):
+        flags = {"steps": 1, "eval-prompts": 0, **settings}
+        _, *rest = arguments(world, tmp_path / "run", **flags)
+        assert cli.main([command, *rest]) == 0
+    card = (tmp_path / "run" / "model" / "README.md").read_text(encoding="utf-8")
+    assert "(GRPO)" in card
+    assert "(PPO)" not in card
+
+
 def test_a_fixed_length_is_that_of_completions():
     from fastrl.jobs.ppo import GRPOFlags, PPOJob
 
