@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fastrl.models.load import load_classifier, tokenizer_folder
+from fastrl.models.load import load_classifier
 from fastrl.models.tokenizer import load_tokenizer
 from fastrl.user_code import named, running
 
@@ -73,7 +73,7 @@ class ClassifierReward:
                 cannot be read.
         """
         model = load_classifier(name_or_path)
-        tokenizer = load_tokenizer(tokenizer_folder(name_or_path))
+        tokenizer = load_tokenizer(name_or_path)
         return cls(model, tokenizer, label=label, batch_size=batch_size)
 
     def to(self, device: torch.device | str) -> ClassifierReward:

@@ -12,7 +12,7 @@ import torch
 from fastrl.alignment.annotator import Counts, check_preferences
 from fastrl.data.chat import as_messages, encode, join
 from fastrl.models.layout import layout_of
-from fastrl.models.load import load_language_model, tokenizer_folder
+from fastrl.models.load import load_language_model
 from fastrl.models.tokenizer import load_tokenizer
 from fastrl.rewards import check_rewards
 from fastrl.rollout import SamplingParams, choose_engine
@@ -229,7 +229,7 @@ class ModelJudge:
     ) -> ModelJudge:
         """From a directory, a run's folder or the Hub, from safetensors only."""
         model = load_language_model(name_or_path, dtype=dtype)
-        tokenizer = load_tokenizer(tokenizer_folder(name_or_path))
+        tokenizer = load_tokenizer(name_or_path)
         return cls(model.to(device), tokenizer, params, **engine)
 
     def __call__(self, questions: list[str]) -> list[str]:

@@ -185,7 +185,6 @@ class AlignFlags(CommandFlags, AlignmentConfig):
 def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
     """Train, save and report."""
     from fastrl.alignment import Trainer
-    from fastrl.models.load import model_folder
 
     loss = job.make_loss()
     peft_config = lora_config(job, "SEQ_CLS" if loss.learns == "reward model" else "CAUSAL_LM")
@@ -193,9 +192,7 @@ def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
     train, held_out, tokenizer = job.begin(flags)
     factory, eval_factory = _factories(job, flags, train, held_out, tokenizer)
     if loss.learns != "reward model":
-        check_causal(
-            model_folder(job.model), "align", "choose a decoder, such as GPT-2, Llama or Qwen"
-        )
+        check_causal(job.model, "align", "choose a decoder, such as GPT-2, Llama or Qwen")
     trainer = Trainer(
         _model(job, loss),
         flags,

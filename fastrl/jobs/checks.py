@@ -82,34 +82,36 @@ def check_trackers(flag: str, names: Iterable[str]) -> None:
             raise ImportError(f"{flag}={name} needs a package: pip install {package}")
 
 
-def check_causal(model: str, command: str, remedy: str) -> None:
+def check_causal(path: str, command: str, remedy: str) -> None:
     """
     Args:
+        path: of a model, or of an adapter, whose base counts.
         remedy: what to use for an encoder–decoder.
 
     Raises:
+        FileNotFoundError: no model at the path, or no base at the place that an adapter names.
         ValueError: a configuration that cannot be read, or a model that is not a causal language
             model.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    folder = Path(model)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        return  # an adapter's folder, or none of a model: whoever loads it says so
+    from fastrl.models.load import base_folder
+
+    model = base_folder(path)
     try:
         config = AutoConfig.from_pretrained(model)
     except Exception as error:
         said = " ".join(str(error).split())
         raise ValueError(f"the configuration of {model} cannot be loaded: {said}") from error
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
-        return
     kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False):  # of some, such as BART, half is a causal LM
         raise ValueError(
             f"{model} is an encoder–decoder ({kind}), and fastrl {command} trains causal language "
             f"models: {remedy}"
         )
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
+        return
     raise ValueError(f"{model} ({kind}) is not a causal language model, which {command} trains")
 
 

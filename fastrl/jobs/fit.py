@@ -119,18 +119,18 @@ class FitJob:
         now."""
         from transformers import set_seed
 
-        from fastrl.models.load import model_folder, tokenizer_folder
+        from fastrl.models.load import model_folder
 
         check_output(self.output)
         flags.check()
-        tokens = tokenizer_folder(self.model)  # a model that is not there is said at once
+        model = model_folder(self.model)  # one that is not there is said at once
         set_seed(flags.seed)
         flags.output_dir = f"{self.output}/checkpoints"
         train, held_out = self.load(flags.seed)
         if held_out is None:
             flags.eval_strategy = type(flags.eval_strategy)("no")
-        tokenizer = load_tokenizer(tokens)
-        check_weights(model_folder(self.model))
+        tokenizer = load_tokenizer(model)
+        check_weights(model)
         return train, held_out, tokenizer
 
 

@@ -263,7 +263,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     """Train, save and report; the change in held-out reward, None without evaluation prompts."""
     from fastrl.core import set_seed
     from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
-    from fastrl.models.load import model_folder, tokenizer_folder
+    from fastrl.models.load import model_folder
     from fastrl.report import finish_run
     from fastrl.rewards import ClassifierReward, load_reward
     from fastrl.trainers import PPOTrainer
@@ -275,11 +275,11 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     check_seed(flags.seed)
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
-    tokens, peft_config = tokenizer_folder(job.model), lora_config(job, "CAUSAL_LM")
+    policy, peft_config = model_folder(job.model), lora_config(job, "CAUSAL_LM")
     reward = load_reward(job.reward, label=job.reward_label, batch_size=job.reward_batch_size)
-    tokenizer = load_tokenizer(tokens)
-    check_causal(model_folder(job.model), command, _FOR_ENCODER_DECODERS)
-    check_weights(model_folder(job.model))
+    tokenizer = load_tokenizer(policy)
+    check_causal(policy, command, _FOR_ENCODER_DECODERS)
+    check_weights(policy)
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
     columns = [name for name in train_rows.column_names if name not in (PROMPT, ROW, "input_ids")]
     check_call(job.reward, reward, ("prompts", "completions", "completion_ids"), columns)

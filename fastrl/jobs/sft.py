@@ -38,13 +38,13 @@ class SFTFlags(CommandFlags, SFTConfig):
 
 def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
     """Train, save and report."""
-    from fastrl.models.load import load_language_model, model_folder
+    from fastrl.models.load import load_language_model
     from fastrl.supervised.sft import SFTTrainer
     from fastrl.supervised.texts import DataCollatorForCompletionOnlyLM
 
     peft_config = lora_config(job, "CAUSAL_LM")
     train, held_out, tokenizer = job.begin(flags)
-    check_causal(model_folder(job.model), "sft", "choose a decoder, such as GPT-2, Llama or Qwen")
+    check_causal(job.model, "sft", "choose a decoder, such as GPT-2, Llama or Qwen")
     trainer = SFTTrainer(
         load_language_model(job.model, dtype=job.dtype, trainable=True),
         flags,

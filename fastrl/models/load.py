@@ -24,7 +24,6 @@ from fastrl.models.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_NA
 Model = TypeVar("Model", bound=nn.Module)
 
 _HEADS = ("score", "classifier")  # modules that PEFT saves with a SEQ_CLS adapter
-_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 _OF_AN_ADAPTERS_REPOSITORY = ("revision", "subfolder")
 _QUANTISED = ("quantized", "loaded_in_8bit", "loaded_in_4bit")
 
@@ -68,17 +67,15 @@ def model_folder(path: str | os.PathLike, subfolder: str | None = None) -> str:
     )
 
 
-def tokenizer_folder(path: str | os.PathLike) -> str:
-    """Where the tokenizer of a model lies: beside its weights, or, of an adapter that came without
-    one, beside its base's.
+def base_folder(path: str | os.PathLike) -> str:
+    """The folder or Hub id of a whole model: of an adapter, of the base that it names.
 
     Raises:
-        FileNotFoundError: as :func:`model_folder`.
+        FileNotFoundError: as :func:`model_folder`, also of the base.
+        ValueError: an adapter that names no base, or one that is an adapter itself.
     """
     folder = model_folder(path)
-    if is_adapter(folder) and not any(find_file(folder, name, {}) for name in _TOKENIZER_FILES):
-        return _base_of(_adapter_config(folder, {}), folder)
-    return folder
+    return _base_of(_adapter_config(folder, {}), folder) if is_adapter(folder) else folder
 
 
 def is_adapter(path: str | os.PathLike, **options: Any) -> bool:
@@ -158,13 +155,17 @@ def load_classifier(path: str | os.PathLike, **options: Any) -> Any:
     adapter on its base.
 
     Args:
-        options: of ``from_pretrained``.
+        options: of ``from_pretrained``. ``dtype`` is the checkpoint's unless given; the base of an
+            adapter is float32, as the adapter's weights are: in the bfloat16 in which most bases
+            are saved its scores would not be those that it was trained to.
 
     Raises:
         FileNotFoundError: as :func:`load_language_model`.
         ValueError: a checkpoint or an adapter without a classification head; an adapter of another
             base, or without safetensors.
     """
+    if is_adapter(path, **options):
+        options = {"dtype": torch.float32, **options}
     model, missing = _load_classifier(path, False, options)
     if missing:
         _refuse_headless(path, missing)
@@ -298,13 +299,13 @@ def _head_of(file: str, config: Any) -> dict[str, tuple[int, ...]]:
 # ---------------------------------------------------------------------- adapters, and training
 
 
-def with_adapter(model: Any, peft_config: Any, args: Any) -> Any:
+def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
     """The model with a new adapter where a configuration is given; quantised weights are made ready
     for training first.
 
     Args:
         args: transformers' training arguments, whose gradient checkpointing quantised models need
-            to know of.
+            to know of; without them there is none.
 
     Raises:
         ImportError: peft is not installed.
@@ -321,15 +322,17 @@ def with_adapter(model: Any, peft_config: Any, args: Any) -> Any:
             "the model has an adapter already: leave out peft_config to train that one"
         )
     if any(getattr(model, f"is_{kind}", False) for kind in _QUANTISED):
-        options: dict[str, Any] = {"use_gradient_checkpointing": bool(args.gradient_checkpointing)}
-        if args.gradient_checkpointing_kwargs is not None:
+        checkpointing = args is not None and bool(args.gradient_checkpointing)
+        options: dict[str, Any] = {"use_gradient_checkpointing": checkpointing}
+        if args is not None and args.gradient_checkpointing_kwargs is not None:
             options["gradient_checkpointing_kwargs"] = args.gradient_checkpointing_kwargs
         model = prepare_model_for_kbit_training(model, **options)
     return get_peft_model(model, peft_config)
 
 
 def check_trainable(model: nn.Module, but: str = "") -> None:
-    """
+    """Refuses a model without a trainable weight.
+
     Args:
         but: what else there is to train, for the message.
 

@@ -24,7 +24,7 @@ from fastrl.models.checkpoints import (
     read_value_head,
 )
 from fastrl.models.heads import Head, choose_head, corner_of, last_hidden
-from fastrl.models.load import load_language_model, model_folder
+from fastrl.models.load import load_language_model, model_folder, with_adapter
 from fastrl.models.modes import evaluating, hidden_width
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.state_names import name_as_language_model, parts_of
@@ -121,9 +121,9 @@ class PreTrainedModelWrapper(nn.Module):
             pretrained_model_name_or_path: a directory, a Hub id, or a model. A directory or id that
                 holds a PEFT adapter loads its base model and the adapter; that of a run stands for
                 its ``model/``.
-            peft_config: puts a new adapter on the model.
-            reward_adapter: a directory or Hub id of a sequence-classification adapter on the same
-                base, for :meth:`compute_reward_score`. It is neither trained nor saved.
+            peft_config: puts a new adapter on the model; one that is quantised is prepared for it.
+            reward_adapter: a directory (a run's too) or Hub id of a sequence-classification adapter
+                on the same base, for :meth:`compute_reward_score`. It is neither trained nor saved.
             is_trainable: whether a loaded adapter is trained on. PPOTrainer refuses one that is
                 not.
             kwargs: those of the value head (see the class); the rest goes to
@@ -150,18 +150,13 @@ class PreTrainedModelWrapper(nn.Module):
                 "pretrained_model_name_or_path must be a path, a Hub id or a model, got "
                 f"{type(pretrained_model_name_or_path).__name__}"
             )
-        if peft_config is not None:
-            if hasattr(base, "peft_config"):
-                raise ValueError("peft_config is given, but the model already has an adapter")
-            from peft import get_peft_model
-
-            base = get_peft_model(base, peft_config)
+        base = with_adapter(base, peft_config)
         model = cls(base, **head_kwargs)
         if saved_head and model.v_head is not None:
             model.v_head.load_state_dict(saved_head)
         if reward_adapter is not None:
             hub = {k: v for k, v in kwargs.items() if k in ("token", "cache_dir")}
-            model.reward = RewardAdapter(base, os.fspath(reward_adapter), hub)
+            model.reward = RewardAdapter(base, model_folder(reward_adapter), hub)
         return model
 
     def forward(

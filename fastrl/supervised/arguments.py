@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from fastrl.models.load import tokenizer_folder
 from fastrl.models.tokenizer import load_tokenizer
 
 
@@ -64,7 +63,7 @@ def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None) -> An
         path = model if is_path(model) else getattr(model, "name_or_path", "")
         if not path:
             raise ValueError("pass the tokenizer as processing_class")
-        found = load_tokenizer(tokenizer_folder(path))
+        found = load_tokenizer(path)
     if found.pad_token_id is None:
         raise ValueError(
             f"{type(found).__name__} has no pad token: set tokenizer.pad_token = "

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
+from peft import LoraConfig
 from tqdm.auto import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, Trainer
+from transformers import BartConfig, GPT2Config, GPT2LMHeadModel, T5Config, Trainer
 
 from fastrl import cli
 
@@ -60,6 +62,12 @@ def folder(world):
         short = 100 if file.suffix == ".safetensors" else None
         (world / "cut" / file.name).write_bytes(file.read_bytes()[:short])
     T5Config(d_model=8, num_layers=1).save_pretrained(world / "t5")
+    shutil.copytree(world / "t5", world / "bart")
+    BartConfig(d_model=8).save_pretrained(world / "bart")
+    shutil.copytree(world / "t5", world / "t5-lora")
+    (world / "t5-lora" / "config.json").unlink()
+    lora = LoraConfig(task_type="SEQ_2_SEQ_LM", base_model_name_or_path=str(world / "t5"))
+    lora.save_pretrained(world / "t5-lora")
     return world
 
 
@@ -135,6 +143,14 @@ def test_an_encoder_decoder_is_refused_and_has_a_python_api(command, folder, tmp
     assert f"{folder / 't5'} is an encoder–decoder (t5)" in said
     assert ("AutoModelForSeq2SeqLMWithValueHead" in said) == (command in ("ppo", "grpo"))
     assert len(said) < 400  # not the names of all architectures
+
+
+@pytest.mark.parametrize("command", ["sft", "align", "ppo", "grpo"])
+@pytest.mark.parametrize(("model", "whole"), [("bart", "bart"), ("t5-lora", "t5")])
+def test_half_of_an_encoder_decoder_is_not_trained(command, model, whole, folder, tmp_path, capsys):
+    """BART has a class for its decoder alone; an adapter is told by its base."""
+    said = failed(capsys, *arguments(command, folder, tmp_path / "run", model=folder / model))
+    assert f"{folder / whole} is an encoder–decoder ({whole})" in said
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -27,8 +27,8 @@ from fastrl.models.load import (
     load_reward_model,
     model_folder,
     own_storage,
-    tokenizer_folder,
 )
+from fastrl.models.tokenizer import load_tokenizer
 from fastrl.rewards import ClassifierReward
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
@@ -151,7 +151,7 @@ def test_a_runs_folder_stands_for_the_model_in_it(base, tmp_path):
     run.mkdir()
     base.rename(run / "model")
     assert model_folder(run) == model_folder(run / "model") == str(run / "model")
-    assert tokenizer_folder(run) == str(run / "model")
+    assert load_tokenizer(run).name_or_path == str(run / "model")
     loaded = AutoModelForCausalLMWithValueHead.from_pretrained(run)
     assert loaded.pretrained_model.name_or_path == str(run / "model")
 
@@ -242,9 +242,9 @@ def test_an_adapter_without_safetensors_is_refused(base, tmp_path):
 
 def test_an_adapters_tokenizer_is_its_own_or_else_its_bases(base, tmp_path):
     folder = adapter(base, tmp_path / "lora")
-    assert tokenizer_folder(folder) == str(base)
+    assert load_tokenizer(folder).name_or_path == str(base)
     tiny.tokenizer().save_pretrained(folder)
-    assert tokenizer_folder(folder) == str(folder)
+    assert load_tokenizer(folder).name_or_path == str(folder)
 
 
 # ---------------------------------------------------------------------- reward models
@@ -268,6 +268,22 @@ def test_a_reward_adapter_scores_as_when_it_was_saved(labels, base, tmp_path):
         assert torch.equal(loaded(input_ids=ids).logits, expected)
     assert loaded.config.num_labels == labels
     assert not any(p.requires_grad for p in loaded.parameters())
+
+
+def test_a_reward_adapter_scores_in_float32_on_a_base_in_bfloat16(base, tmp_path):
+    """As `fastrl reward` trains it: most language models are saved in bf16, adapters are not."""
+    low = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    low.save_pretrained(tmp_path / "low")
+    torch.manual_seed(3)
+    lora = tiny_models.lora(task_type="SEQ_CLS")
+    model = get_peft_model(load_reward_model(tmp_path / "low"), lora).eval()
+    model.save_pretrained(tmp_path / "reward")
+    tiny.tokenizer().save_pretrained(tmp_path / "reward")
+    texts = ["w3 w4 w5", "w6 w7"]
+    expected = ClassifierReward(model, tiny.tokenizer()).score(texts)
+    assert ClassifierReward.from_pretrained(str(tmp_path / "reward")).score(texts) == expected
+    chosen = load_classifier(tmp_path / "reward", dtype=torch.bfloat16)
+    assert chosen.dtype == torch.bfloat16
 
 
 def test_a_reward_adapter_is_trained_on_with_its_head(base, tmp_path):

@@ -182,6 +182,15 @@ def test_ppo_with_adapters_alone(base, adapter):
     assert trainer.reference.mode == "adapter"
 
 
+def test_a_runs_folder_stands_for_the_reward_adapter_in_it(base, tmp_path):
+    (tmp_path / "run").mkdir()
+    saved(base).rename(tmp_path / "run" / "model")
+    policy = policy_with(base, tmp_path / "run")
+    assert policy.compute_reward_score(torch.tensor([[3, 4]])).shape == (1, 2, 1)
+    with pytest.raises(FileNotFoundError, match="holds no model"):
+        policy_with(base, tmp_path)
+
+
 def test_what_cannot_be_a_reward_adapter_is_refused(base, tmp_path):
     adapter = saved(base)
     bare = tiny_models.language_model()

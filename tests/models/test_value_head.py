@@ -181,7 +181,7 @@ def test_prompt_learning_is_refused():
 
 
 def test_a_second_adapter_is_refused():
-    with pytest.raises(ValueError, match="already has an adapter"):
+    with pytest.raises(ValueError, match="has an adapter already"):
         AutoModelForCausalLMWithValueHead.from_pretrained(
             adapted().pretrained_model, peft_config=tiny_models.lora()
         )

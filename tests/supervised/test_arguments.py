@@ -11,7 +11,7 @@ import torch
 from transformers import HfArgumentParser
 
 import fastrl
-from fastrl import RewardConfig, SFTConfig
+from fastrl import AutoModelForCausalLMWithValueHead, RewardConfig, SFTConfig
 from fastrl.models.load import with_adapter
 from tests import tiny_models
 from tests.golden import tiny
@@ -148,6 +148,10 @@ def test_quantised_models_are_prepared_for_their_adapter(monkeypatch: Any, flag:
         }
     ]
     assert hasattr(model, "peft_config")
+    wrapped = tiny_models.language_model()
+    setattr(wrapped, flag, True)
+    AutoModelForCausalLMWithValueHead.from_pretrained(wrapped, peft_config=tiny_models.lora())
+    assert calls[1:] == [{"use_gradient_checkpointing": False}]
 
 
 def test_neftune_noise_reaches_the_embeddings_in_training_alone(make_sft: Make) -> None:
