@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         message = fault.message if fault else _message(error)
         shown, status = f"{fault.where if fault else ''}fastrl: error: {message}", 2
-    # The error's frames are gone by now: what lived in them says its last words before the message.
+    # The error's frames are gone by now: objects in them are freed, and print what they print then,
+    # before the message, which comes last.
     drop_bars()
     gc.collect()
     sys.stdout.flush()

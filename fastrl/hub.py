@@ -21,7 +21,8 @@ _OF_UPLOAD = (
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """
+    """Refuses unknown arguments of :func:`upload`.
+
     Raises:
         TypeError: an argument that :func:`upload` does not know, named.
     """

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from fastrl import (
-    AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
     RewardConfig,
     RewardTrainer,
@@ -82,12 +81,6 @@ def test_own_storage_gives_the_bits_of_weights_that_never_lay_elsewhere(shift: i
     assert torch.equal(logits_of(model), logits_of(expected))
 
 
-def with_value_head(folder: Path) -> tuple[nn.Module, nn.Module]:
-    model = tiny_models.policy()
-    model.save_pretrained(folder)
-    return model, AutoModelForCausalLMWithValueHead.from_pretrained(folder)
-
-
 def with_value_head_seq2seq(folder: Path) -> tuple[nn.Module, nn.Module]:
     model = seq2seq_models.policy()
     model.save_pretrained(folder)
@@ -115,7 +108,7 @@ def in_reward(folder: Path) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.usefixtures("misaligned_loading")
-@pytest.mark.parametrize("door", [with_value_head, with_value_head_seq2seq, in_sft, in_reward])
+@pytest.mark.parametrize("door", [with_value_head_seq2seq, in_sft, in_reward])
 def test_what_is_loaded_is_copied_into_storage_of_its_own(door: Any, tmp_path: Path) -> None:
     model, loaded = door(tmp_path)
     assert_same_weights(loaded, model)

@@ -19,7 +19,8 @@ _PACKAGES = {
 
 
 def check_dtype(name: str) -> None:
-    """
+    """Refuses an unknown dtype.
+
     Raises:
         ValueError: a dtype that weights cannot have.
     """
@@ -28,7 +29,8 @@ def check_dtype(name: str) -> None:
 
 
 def check_seed(seed: int) -> None:
-    """
+    """Refuses a seed out of range.
+
     Raises:
         ValueError: a seed that NumPy does not take.
     """
@@ -37,7 +39,8 @@ def check_seed(seed: int) -> None:
 
 
 def check_output(output: str) -> None:
-    """
+    """Refuses an output folder that cannot be written.
+
     Raises:
         ValueError: no name, or a file in the way.
         PermissionError: a folder that cannot be written to.
@@ -54,7 +57,8 @@ def check_output(output: str) -> None:
 
 
 def check_trackers(flag: str, names: Iterable[str]) -> None:
-    """
+    """Refuses trackers that are unknown or not installed.
+
     Args:
         flag: that names them, for messages.
 
@@ -83,7 +87,8 @@ def check_trackers(flag: str, names: Iterable[str]) -> None:
 
 
 def check_causal(path: str, command: str, remedy: str) -> None:
-    """
+    """Refuses what is not a causal language model, by its configuration alone.
+
     Args:
         path: of a model, or of an adapter, whose base counts.
         remedy: what to use for an encoder–decoder.
@@ -116,7 +121,8 @@ def check_causal(path: str, command: str, remedy: str) -> None:
 
 
 def check_weights(model: str) -> None:
-    """
+    """Refuses a folder whose weights are damaged, by their headers alone.
+
     Raises:
         ValueError: a file of weights in a model's folder that is cut short or is something else.
     """
@@ -133,7 +139,8 @@ def check_weights(model: str) -> None:
 def check_call(
     name: str, function: Callable[..., Any], arguments: Sequence[str], columns: Sequence[str]
 ) -> None:
-    """
+    """Refuses a function that cannot be called with these names.
+
     Args:
         arguments, columns: what the function is called with, by name.
 

@@ -1,4 +1,4 @@
-"""What ``fastrl sft`` and ``fastrl reward`` share: data in, a fitted model and a report out."""
+"""What ``fastrl sft``, ``reward`` and ``align`` share: data in, a fitted model and a report out."""
 
 from __future__ import annotations
 
@@ -115,8 +115,14 @@ class FitJob:
         return (shuffled.select(range(count, len(table))), shuffled.select(range(count)))
 
     def begin(self, flags: Any) -> tuple[Dataset, Dataset | None, Any]:
-        """Data to train on and to evaluate on, and the tokenizer; the flags know what is known
-        now."""
+        """Data to train on and to evaluate on, and the tokenizer, once everything is checked that
+        needs no model; sets the flags that follow from the job: the folder of checkpoints, and no
+        evaluation without held-out examples.
+
+        Raises:
+            FileNotFoundError: no model or data where they are named.
+            ValueError: flags, data or files that cannot be used.
+        """
         from transformers import set_seed
 
         from fastrl.models.load import model_folder
@@ -170,7 +176,8 @@ class CommandFlags:
     )
 
     def check(self) -> None:
-        """
+        """Refuses settings that no run could have.
+
         Raises:
             ValueError: a size, a rate or a seed out of range; an unknown tracker; what the commands
                 do not do.

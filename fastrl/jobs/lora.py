@@ -6,7 +6,8 @@ from typing import Any
 
 
 def check_dropout(job: Any) -> None:
-    """
+    """Refuses a dropout that would not act.
+
     Raises:
         ValueError: a ``lora_dropout`` that is no probability, or without a new adapter.
     """

@@ -73,7 +73,12 @@ class FitProgress(TrainerCallback):
 
 @contextmanager
 def showing(trainer: Any, description: str, metrics: str | Path) -> Iterator[None]:
-    """Puts both on a trainer, in place of its own bar; no bar is open afterwards."""
+    """Writes a trainer's logs to a file and shows :class:`FitProgress` in place of transformers'
+    bar, which is closed at the end, also by an exception.
+
+    Args:
+        metrics: the file, which is begun anew.
+    """
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     progress = FitProgress(description)

@@ -32,6 +32,7 @@ from fastrl.models.tokenizer import load_tokenizer
 from fastrl.rewards import ClassifierReward
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
+from tests.weights import aligned
 
 pytestmark = [
     pytest.mark.filterwarnings(tiny_models.PEFT_WARNING),
@@ -58,14 +59,6 @@ def misalign(file):
             if (8 + int.from_bytes(f.read(8), "little")) % 16:
                 return
     raise AssertionError("every length of the header is rounded up")
-
-
-def pointers(model):
-    return [t.data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()]
-
-
-def aligned(model):
-    return all(pointer % 64 == 0 for pointer in pointers(model))
 
 
 def adapter(base, folder, task="CAUSAL_LM", loader=AutoModelForCausalLM, lora=None, **kwargs):
@@ -265,7 +258,8 @@ def test_a_reward_adapter_scores_as_when_it_was_saved(labels, base, tmp_path):
     ids = torch.stack(tiny_models.prompts(6, 6))
     with torch.no_grad():
         expected = model(input_ids=ids).logits
-        assert torch.equal(loaded(input_ids=ids).logits, expected)
+        # One of them lies where its file is mapped: last bits may differ.
+        torch.testing.assert_close(loaded(input_ids=ids).logits, expected, rtol=0, atol=1e-6)
     assert loaded.config.num_labels == labels
     assert not any(p.requires_grad for p in loaded.parameters())
 
@@ -281,7 +275,8 @@ def test_a_reward_adapter_scores_in_float32_on_a_base_in_bfloat16(base, tmp_path
     tiny.tokenizer().save_pretrained(tmp_path / "reward")
     texts = ["w3 w4 w5", "w6 w7"]
     expected = ClassifierReward(model, tiny.tokenizer()).score(texts)
-    assert ClassifierReward.from_pretrained(str(tmp_path / "reward")).score(texts) == expected
+    scores = ClassifierReward.from_pretrained(str(tmp_path / "reward")).score(texts)
+    assert scores == pytest.approx(expected, rel=0, abs=1e-6)  # bf16's are off by 1e-5 and more
     chosen = load_classifier(tmp_path / "reward", dtype=torch.bfloat16)
     assert chosen.dtype == torch.bfloat16
 
