@@ -17,6 +17,7 @@ _LONGEST_CHOICES = 24  # characters of a list of choices beside its flag
 _LINES = 2  # of a flag in --help
 _RAGGED = 8  # characters that breaking lines at words may cost
 _HELP_FLAGS = ("help", "help_all")
+_JSON = re.compile(r"\(JSON|as JSON|JSON config")  # in the help of a flag that takes it
 
 
 class UsageError(ValueError):
@@ -214,7 +215,7 @@ def _kind(action: argparse.Action) -> str:
         return "true|false"
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "|".join(_as_text(member) for member in kind)
-    if get_origin(kind) is dict or "JSON" in (action.help or ""):
+    if get_origin(kind) is dict or _JSON.search(action.help or ""):
         return "JSON"
     return _KINDS.get(kind, "value") + (" ..." if action.nargs in ("+", "*") else "")
 

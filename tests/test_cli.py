@@ -122,6 +122,7 @@ def test_user_errors_are_one_line_and_exit_with_two(capsys, arguments, message):
         ("steps: 1.5\n", "argument --steps: invalid int value: '1.5'"),
         ("model: [a, b]\n", "model takes one value (text), not a list"),
         ("model: {a: 1}\n", "model takes one value (text), not a mapping"),
+        ("dataset: [a, b]\n", "dataset takes one value (text), not a list"),
         ("learning_rate: [1e-4]\n", "learning_rate takes one value (float), not a list"),
         ("help: true\n", "unknown setting 'help'"),
         ("batch_size: caf\xe9\n".encode("latin-1"), "config.yml is not UTF-8"),
@@ -168,6 +169,7 @@ def test_help_is_a_screen_of_what_matters(capsys, monkeypatch, command, columns)
     assert max(map(len, lines)) <= columns
     flags = [line.split()[0] for line in lines if line.startswith("  --")]
     assert 18 <= len(flags) <= 30
+    assert "--dataset text " in "\n".join(lines)  # of JSON files, and not JSON itself
     assert {"--model", "--dataset", "--output", "--learning-rate", "--lora-r"} <= set(flags)
     (count,) = re.findall(r"--help-all shows all (\d+) flags", "\n".join(lines))
     assert int(count) > 2 * len(flags)
@@ -184,7 +186,15 @@ def test_help_all_shows_every_flag_in_a_users_words(capsys, command):
     assert len([flag for flag in flags if not flag.startswith(("--no-", "--help"))]) == int(count)
     for flag in flags:
         assert not re.search(r"<|string_to_bool|NoneType|\bstr\b|Enum|Option", flag.split("  ")[0])
-    if command not in ("ppo", "grpo"):  # choices are listed
+    json_flags = {flag.split()[0] for flag in flags if " JSON" in flag.split("  ")[0]}
+    if command in ("ppo", "grpo"):
+        assert json_flags == {
+            "--tracker-kwargs", "--accelerator-kwargs", "--project-kwargs",
+            "--push-to-hub-if-best-kwargs",
+        }  # fmt: skip
+    else:
+        assert {"--fsdp-config", "--deepspeed", "--model-init-kwargs"} <= json_flags
+        # choices are listed
         assert "cosine_with_restarts" in out
         assert re.search("--logging-strategy no\\|steps\\|epoch", out)
 
