@@ -106,9 +106,7 @@ def load_language_model(
         FileNotFoundError: no model at the path, or no base at the place that the adapter names.
         ValueError: the adapter of a reward model, of another base, or without safetensors.
     """
-    if "torch_dtype" in options:
-        options["dtype"] = options.pop("torch_dtype")
-    options = {"dtype": torch.float32, "use_safetensors": True, **options}
+    options = {"dtype": torch.float32, "use_safetensors": True, **_named_anew(options)}
     folder = model_folder(path, options.get("subfolder"))
     if not is_adapter(folder, **options):
         return own_storage(loader.from_pretrained(folder, *model_args, **options))
@@ -134,7 +132,7 @@ def load_reward_model(path: str | os.PathLike, **options: Any) -> Any:
         ValueError: a classifier with more labels; the adapter of a language model, of another base,
             or without safetensors.
     """
-    options = {"dtype": torch.float32, "num_labels": 1, **options}
+    options = {"dtype": torch.float32, "num_labels": 1, **_named_anew(options)}
     labels = options["num_labels"]
     try:
         model, missing = _load_classifier(path, True, options)
@@ -164,6 +162,7 @@ def load_classifier(path: str | os.PathLike, **options: Any) -> Any:
         ValueError: a checkpoint or an adapter without a classification head; an adapter of another
             base, or without safetensors.
     """
+    options = _named_anew(options)
     if is_adapter(path, **options):
         options = {"dtype": torch.float32, **options}
     model, missing = _load_classifier(path, False, options)
@@ -398,6 +397,11 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
+
+
+def _named_anew(options: dict[str, Any]) -> dict[str, Any]:
+    """With ``dtype`` under that name, and not the older ``torch_dtype``."""
+    return {"dtype" if name == "torch_dtype" else name: x for name, x in options.items()}
 
 
 def _hub(options: dict[str, Any]) -> dict[str, Any]:

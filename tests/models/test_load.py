@@ -281,6 +281,20 @@ def test_a_reward_adapter_scores_in_float32_on_a_base_in_bfloat16(base, tmp_path
     assert chosen.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("load", [load_language_model, load_reward_model, load_classifier])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_dtype_is_taken_by_its_old_name_too(whole, load, name, base, tmp_path):
+    if load is load_language_model:
+        folder = base if whole else adapter(base, tmp_path / "adapter")
+    elif whole:
+        load_reward_model(base).save_pretrained(tmp_path / "reward")
+        folder = tmp_path / "reward"
+    else:
+        folder = reward_adapter(base, tmp_path / "reward")
+    assert load(folder, **{name: torch.bfloat16}).dtype == torch.bfloat16
+
+
 def test_a_reward_adapter_is_trained_on_with_its_head(base, tmp_path):
     loaded = load_reward_model(reward_adapter(base, tmp_path / "reward"))
     trained = {name for name, p in loaded.named_parameters() if p.requires_grad}
