@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from fastrl.models.layout import layout_of
 from fastrl.models.modes import evaluating
@@ -19,7 +19,7 @@ from fastrl.rollout.prompts import Prompt, check_prompts, checked_call, end_toke
 from fastrl.rollout.rules import Rules
 from fastrl.rollout.scores import Scorer
 from fastrl.rollout.slots import FIELDS
-from fastrl.rollout.stopping import ends_with, stops_of
+from fastrl.rollout.stopping import RecordedNaN, beams_of, ends_with, stops_of
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ class GenerateEngine:
 
         ``stop`` is beside them: token sequences, as in :class:`SamplingParams`. A response ends at
         the first EOS, or where ``stop``, ``stop_strings``, ``stopping_criteria`` or ``max_time``
-        stopped it.
+        stopped it, or in front of the first token whose logits are NaN.
 
         Raises:
             ValueError: as :meth:`generate`; what stops responses, with several beams.
@@ -122,6 +122,7 @@ class GenerateEngine:
                 raise ValueError(f"{name} is not supported here: repeat the prompts instead")
         self._layout.check_generation(kwargs)
         make_stops = stops_of(kwargs, self.model, self.tokenizer)
+        beams = beams_of(kwargs, self.model)
         check_prompts(prompts, self.model, kwargs.get("max_new_tokens"))
         parts = [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
         for part in parts:
@@ -133,11 +134,19 @@ class GenerateEngine:
             for part in parts:
                 front = self._layout.in_front(max(map(len, part)))
                 stops = make_stops(front, len(part), self.model.device)
-                rows = self._continued(part, kwargs | stops.kwargs())
-                for row, stopped in zip(rows, stops.lengths(), strict=True):
-                    length, reason = _end(row[:stopped].tolist(), ends)
-                    if reason == "length" and stopped is not None:
+                nans = RecordedNaN(front, len(part), self.model.device)
+                recorded = stops.kwargs()
+                if beams == 1:  # else a row is not a prompt's
+                    given = kwargs.get("logits_processor") or ()
+                    recorded["logits_processor"] = LogitsProcessorList([*given, nans])
+                rows = self._continued(part, kwargs | recorded)
+                cuts = zip(rows, stops.lengths(), nans.lengths(), strict=True)
+                for row, stopped, lost in cuts:
+                    length, reason = _end(row[:stopped][:lost].tolist(), ends)
+                    if reason == "length" and length == stopped:
                         reason = "stop"
+                    elif reason == "length" and length == lost:
+                        reason = "nan"
                     output.sequences.append(row[:length])
                     output.finish_reasons.append(reason)
         _time(output, begin)

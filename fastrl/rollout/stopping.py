@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
 from fastrl.rollout.params import check_stop
@@ -59,6 +59,30 @@ class RecordedStops(NoStops, StoppingCriteria):
         return [length or None for length in self.stopped.tolist()]
 
 
+class RecordedNaN(LogitsProcessor):
+    """Remembers after how many new tokens the logits of each row became NaN, from which nothing can
+    be drawn: ``generate`` would end the call for all rows. What it draws there is to be cut off.
+
+    Args:
+        front: tokens in front of the new ones.
+        rows: prompts of the call.
+        device: of the model.
+    """
+
+    def __init__(self, front: int, rows: int, device: torch.device):
+        self.front = front
+        self.at = torch.full((rows,), -1, dtype=torch.long, device=device)  # -1: not yet
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        bad = scores.isnan().any(-1)
+        self.at = torch.where(bad & (self.at < 0), input_ids.shape[1] - self.front, self.at)
+        return torch.where(bad[:, None], 0.0, scores)
+
+    def lengths(self) -> list[int | None]:
+        """New tokens in front of the first NaN of each row; None where there is none."""
+        return [None if at < 0 else at for at in self.at.tolist()]
+
+
 class _StopTokens(StoppingCriteria):
     """Token sequences that end a response."""
 
@@ -77,6 +101,12 @@ def ends_with(new: Tensor, stops: Sequence[Tensor]) -> Tensor:
         if len(stop) <= new.shape[1]:
             done = done | (new[:, -len(stop) :] == stop).all(1)
     return done
+
+
+def beams_of(kwargs: Mapping[str, Any], model: Any) -> int:
+    """Of a call of ``generate``."""
+    config = getattr(model, "pretrained_model", model).generation_config
+    return kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
 
 
 def stops_of(
@@ -102,7 +132,7 @@ def stops_of(
     asked = [name for name, value in found.items() if value]
     if not asked:
         return lambda front, rows, device: NoStops(rows)
-    beams = kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
+    beams = beams_of(kwargs, model)
     if beams > 1:
         raise ValueError(
             f"{asked[0]} with num_beams={beams} is not supported: where a beam was stopped is not "

@@ -11,6 +11,9 @@ from fastrl_kernels import dispatch, full_kl, reference
 from tests.kernels.judge import DTYPES, judge, misaligned, names
 
 BF16, FP32 = torch.bfloat16, torch.float32
+# Of distributions that are far apart a few rows make up the whole error, and rounding in either
+# direction is luck in each: of so many, PyTorch's own is a yardstick on every instruction set.
+ROWS = 48
 PER_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=names(DTYPES))
 
 
@@ -62,12 +65,13 @@ def test_a_peaked_softmax_over_a_padded_tail(backend, device, vocabulary):
     [(1, 300, 300), (1, 300, -300), (10, 0, 0), (10, 300, 0), (10, -300, -300), (0, 0, 0)],
 )
 def test_far_from_zero_and_from_each_other(backend, device, scale, shift, ref_shift):
-    logits, ref_logits = pair(6, 1000, device=device, scale=scale, shift=shift, ref_shift=ref_shift)
+    shifts = {"shift": shift, "ref_shift": ref_shift}
+    logits, ref_logits = pair(ROWS, 1000, device=device, scale=scale, **shifts)
     judged(logits, ref_logits, backend=backend)
 
 
 def test_unrelated_distributions(backend, device):
-    logits, ref_logits = pair(6, 1000, device=device, scale=8.0, apart=20.0)
+    logits, ref_logits = pair(ROWS, 1000, device=device, scale=8.0, apart=20.0)
     judged(logits, ref_logits, backend=backend)
 
 

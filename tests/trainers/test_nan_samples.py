@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import warnings
@@ -217,8 +218,13 @@ class Rewards:
         return [float(sum(ids)) for ids in completion_ids]
 
 
-@pytest.mark.parametrize("old_logprobs", ["auto", "rollout"])
-@pytest.mark.parametrize("case", ["gae", "grpo", "trunk"])
+@pytest.mark.parametrize(
+    ("case", "old_logprobs"),
+    [
+        *itertools.product(("gae", "grpo", "trunk"), ("auto", "rollout")),
+        ("generate", "auto"),  # which says no log-probs
+    ],
+)
 def test_train_goes_on(case, old_logprobs, tmp_path):
     """A prompt whose responses are NaN is left out of what the reward is asked about, of means,
     and of every weight's gradient."""
@@ -226,6 +232,8 @@ def test_train_goes_on(case, old_logprobs, tmp_path):
     settings |= {"mini_batch_size": 2, "missing": 0.5} if case == "gae" else {"mini_batch_size": 3}
     missing = settings.pop("missing", None)
     settings["init_kl_coef"] = 0.1
+    if case == "generate":
+        settings["rollout_backend"] = "generate"
     policy, reference = poisoned(), tiny_models.policy("gpt2", 0.05, tie_word_embeddings=False)
     if case == "trunk":
         settings |= {"reference": "trunk", "num_shared_layers": 1}
