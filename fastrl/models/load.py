@@ -16,7 +16,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 from transformers.utils import logging
 
 from fastrl.models.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_NAME, find_file
@@ -104,12 +108,15 @@ def load_language_model(
 
     Raises:
         FileNotFoundError: no model at the path, or no base at the place that the adapter names.
-        ValueError: the adapter of a reward model, of another base, or without safetensors.
+        ValueError: the adapter of a reward model, of another base, or without safetensors; an
+            encoder whose attention is bidirectional.
     """
     options = {"dtype": torch.float32, "use_safetensors": True, **_named_anew(options)}
     folder = model_folder(path, options.get("subfolder"))
     if not is_adapter(folder, **options):
-        return own_storage(loader.from_pretrained(folder, *model_args, **options))
+        model = loader.from_pretrained(folder, *model_args, **options)
+        check_causal(model)
+        return own_storage(model)
     config = _adapter_config(folder, options)
     if config.task_type == "SEQ_CLS":
         raise ValueError(
@@ -117,7 +124,29 @@ def load_language_model(
             "model's: name the folder of a language model"
         )
     base = _load_base(loader, config, folder, *model_args, **options)
+    check_causal(base)
     return _with_saved_adapter(base, config, folder, trainable, options)
+
+
+def check_causal(model: Any) -> None:
+    """Refuses an encoder (BERT and its kin) that was loaded as a language model: attention is
+    bidirectional unless the configuration says is_decoder, so that the logits before a token
+    depend on that token and on those after it.
+
+    Raises:
+        ValueError: such a model.
+    """
+    config: Any = getattr(model, "config", None)
+    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+        return
+    names = ("is_encoder_decoder", "is_decoder", "causal")  # the last is XLM's
+    if any(getattr(config, name, False) for name in names):
+        return
+    raise ValueError(
+        f"{type(model).__name__} ({config.model_type}) reads both ways, so that its log-probs are "
+        "of tokens that it has seen: choose a causal language model, or load one that was trained "
+        "as a decoder with is_decoder=True"
+    )
 
 
 def load_reward_model(path: str | os.PathLike, **options: Any) -> Any:

@@ -24,7 +24,7 @@ from fastrl.models.checkpoints import (
     read_value_head,
 )
 from fastrl.models.heads import Head, choose_head, corner_of, last_hidden
-from fastrl.models.load import load_language_model, model_folder, with_adapter
+from fastrl.models.load import check_causal, load_language_model, model_folder, with_adapter
 from fastrl.models.modes import evaluating, hidden_width
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.state_names import name_as_language_model, parts_of
@@ -217,6 +217,7 @@ class PreTrainedModelWrapper(nn.Module):
         if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
             raise TypeError(f"pretrained_model must be a Hugging Face model, got {name}")
         cls._check_kind(model)
+        check_causal(model)
         if model.get_output_embeddings() is None:
             raise ValueError(
                 f"{name} has no language-model head: load it with "

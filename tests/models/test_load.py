@@ -12,6 +12,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    BertConfig,
+    BertLMHeadModel,
 )
 
 from fastrl import (
@@ -324,6 +326,24 @@ def test_a_reward_model_has_one_label(base, tmp_path):
         load_reward_model(reward_adapter(base, tmp_path / "three", 3))
     with pytest.raises(ValueError, match="is a reward model's"):
         load_language_model(tmp_path / "three")
+
+
+def test_an_encoder_that_reads_both_ways_is_no_language_model(tmp_path):
+    """Its "log-prob" of a token has seen that token and those behind it."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = BertConfig(**sizes, num_attention_heads=2)
+    BertLMHeadModel(config).save_pretrained(tmp_path / "bert")
+    for load in (load_language_model, AutoModelForCausalLMWithValueHead.from_pretrained):
+        with pytest.raises(ValueError, match=r"bert.*both ways.*is_decoder=True"):
+            load(tmp_path / "bert")
+    with pytest.raises(ValueError, match="both ways"):
+        AutoModelForCausalLMWithValueHead(BertLMHeadModel(config))
+    model = load_language_model(tmp_path / "bert", is_decoder=True)
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        before = model(ids).logits[:, :2]
+        ids[0, 2] = 4
+        assert torch.allclose(model(ids).logits[:, :2], before, atol=1e-6)  # a causal mask
 
 
 # ---------------------------------------------------------------------- in PPO
