@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -172,11 +173,29 @@ def _read_files(files: list[Path]) -> Dataset:
         _check_bytes(file)
     options = {"delimiter": "\t"} if files[0].suffix == ".tsv" else {}
     try:
-        return datasets.load_dataset(
-            formats.pop(), data_files=[str(file) for file in files], split="train", **options
-        )
+        with _quiet():
+            return datasets.load_dataset(
+                formats.pop(), data_files=[str(file) for file in files], split="train", **options
+            )
     except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
         _blame(files, error)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No bar that stops half-way and no log of ``datasets`` above the error that names the line."""
+    import datasets
+    from datasets.utils import logging
+
+    level, shown = logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    logging.set_verbosity(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def _check_bytes(file: Path) -> None:

@@ -99,6 +99,13 @@ def test_files_that_cannot_be_read_are_named_with_their_line(tmp_path, name, con
         load_table(str(tmp_path / name))
 
 
+def test_a_file_that_cannot_be_read_leaves_no_bar_and_no_other_message(tmp_path, capfd):
+    (tmp_path / "a.jsonl").write_text(GOOD + '{"text": "b\n')
+    with pytest.raises(ValueError, match="line 2 is not valid JSON"):
+        load_table(str(tmp_path / "a.jsonl"))
+    assert capfd.readouterr().err == ""
+
+
 def test_of_a_folder_the_broken_file_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text(GOOD)
     (tmp_path / "b.jsonl").write_text(GOOD + "{")
