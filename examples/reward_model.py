@@ -1,6 +1,8 @@
 """A reward model from instructions with a chosen and a rejected response.
 
 python examples/reward_model.py --model path/to/encoder --data pairs.jsonl --output reward_model
+
+Each line has an instruction, a chosen_response and a rejected_response.
 """
 
 import argparse

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 
 from fastrl.flags import UsageError, parse, unknown_name
@@ -18,19 +19,20 @@ usage: fastrl COMMAND [CONFIG.yaml] [--flag value ...]
 Reinforcement learning from rewards and preferences for language models.
 
 commands:
-  demo   train a small model on film reviews, then improve it with PPO; minutes on two CPU cores
+  demo   train a small model on film reviews, improve it with PPO, in minutes
   sft    fit your language model to texts
   reward train a reward model on preference pairs
-  align  align your model by a loss: DPO, KTO, ORPO and others, from data or from live feedback
+  align  learn from preferences, as data or live: DPO, KTO, ORPO and others
   ppo    PPO on your model, prompts and reward
-  grpo   the same without a value function: GRPO, Dr. GRPO or RLOO, by --advantage
+  grpo   the same without a value function: GRPO, Dr. GRPO, RLOO (--advantage)
   env    versions, devices, and the kernels that would be used
 
-"fastrl COMMAND --help" shows the flags that matter, --help-all the rest. A YAML file may hold any
-of them; flags given beside it win. With FASTRL_DEBUG=1 an error shows its traceback.
+"fastrl COMMAND --help" shows the flags that matter, --help-all the rest. A YAML
+file may hold any of them; flags given beside it win. With FASTRL_DEBUG=1 an
+error shows its traceback.
 
-exit status: 0 done; 1 a goal was missed, or a defect of fastrl; 2 a mistake in what was given, or
-in a function that was named; 130 interrupted
+exit status: 0 done; 1 a goal was missed, or a defect of fastrl; 2 a mistake in
+what was given, or in a function that was named; 130 interrupted
 """
 
 # What a user can get wrong; anything else is a defect of fastrl and keeps its traceback.
@@ -55,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"fastrl {version('fastrl-lm')}")
         return 0
+    with_place = warnings.formatwarning
+    warnings.formatwarning = _warning_line
     try:
         if command not in _COMMANDS:
             raise UsageError(unknown_name("command", command, _COMMANDS))
@@ -73,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         message = fault.message if fault else _message(error)
         shown, status = f"{fault.where if fault else ''}fastrl: error: {message}", 2
+    finally:
+        warnings.formatwarning = with_place
     # The error's frames are gone by now: objects in them are freed, and print what they print then,
     # before the message, which comes last.
     drop_bars()
@@ -80,6 +86,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.flush()
     print(shown, file=sys.stderr)
     return status
+
+
+def _warning_line(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """One line, as errors are; of other categories, which are for programmers, with the place."""
+    said = " ".join(str(message).split())
+    if category is UserWarning:
+        return f"fastrl: warning: {said}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {said}\n"
 
 
 def _message(error: BaseException) -> str:

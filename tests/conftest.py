@@ -16,12 +16,8 @@ if not torch.cuda.is_available():
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1").split(",")[0]))
 # Inductor's cache takes code for one instruction set to be code for another, which then writes past
 # its buffers: each has a folder of its own.
-os.environ.setdefault(
-    "TORCHINDUCTOR_CACHE_DIR",
-    os.path.join(
-        tempfile.gettempdir(), f"fastrl-inductor-{torch.backends.cpu.get_cpu_capability()}"
-    ),
-)
+_cache = f"torchinductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _cache))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 

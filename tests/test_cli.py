@@ -1,6 +1,8 @@
 """The command line: flags, YAML, help, error messages and exit codes."""
 
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
 
 import pytest
@@ -28,6 +30,7 @@ def test_help_names_every_command(capsys, arguments):
     status, out, _ = run(capsys, *arguments)
     assert status == 0
     assert all(f"\n  {command} " in out for command in ("demo", "ppo", "grpo", "env"))
+    assert all(len(line) <= 80 for line in out.split("\n"))
 
 
 def test_version(capsys):
@@ -212,6 +215,16 @@ def test_a_bar_is_closed_before_the_message(monkeypatch, capsys):
     *_, last = err.rstrip("\n").replace("\r", "\n").split("\n")
     assert last == "fastrl: error: too few"
     assert not tqdm._instances
+
+
+def test_a_warning_is_one_line_without_a_place_in_the_source():
+    program = (
+        "import warnings; from fastrl import cli; before = warnings.formatwarning\n"
+        "cli._COMMANDS['env'] = lambda _: warnings.warn('top_p=0.8\\n  acts') or 0\n"
+        "assert cli.main(['env']) == 0 and warnings.formatwarning is before"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "fastrl: warning: top_p=0.8 acts\n")
 
 
 def test_a_device_that_is_full_is_no_defect(monkeypatch, capsys):

@@ -109,13 +109,19 @@ def load_language_model(
     Raises:
         FileNotFoundError: no model at the path, or no base at the place that the adapter names.
         ValueError: the adapter of a reward model, of another base, or without safetensors; an
-            encoder whose attention is bidirectional.
+            encoder whose attention is bidirectional; a checkpoint without a head for its words.
     """
     options = {"dtype": torch.float32, "use_safetensors": True, **_named_anew(options)}
     folder = model_folder(path, options.get("subfolder"))
     if not is_adapter(folder, **options):
-        model = loader.from_pretrained(folder, *model_args, **options)
+        options["output_loading_info"] = True
+        model, loading = loader.from_pretrained(folder, *model_args, **options)
         check_causal(model)
+        if loading["missing_keys"]:  # transformers draws what a checkpoint lacks
+            raise ValueError(
+                f"{folder} is not a trained language model: it has no weights for "
+                f"{', '.join(sorted(loading['missing_keys']))}"
+            )
         return own_storage(model)
     config = _adapter_config(folder, options)
     if config.task_type == "SEQ_CLS":

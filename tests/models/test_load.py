@@ -19,6 +19,7 @@ from transformers import (
 from fastrl import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
+    CausalLMPolicy,
     PPOConfig,
     PPOTrainer,
 )
@@ -407,3 +408,12 @@ def test_auto_compares_with_a_trained_adapter_and_with_the_base_of_a_new_one(bas
     assert why.endswith("the base model with it off")
     assert isinstance(new.pretrained_model, PeftModel)
     assert list(new.pretrained_model.peft_config) == ["default"]
+
+
+@pytest.mark.parametrize("kind", [AutoModelForCausalLMWithValueHead, CausalLMPolicy])
+def test_no_random_head_writes(kind, tmp_path):
+    """A classifier's checkpoint has no head for words, and transformers would draw one."""
+    config = tiny_models.config("llama", num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"not a trained language model.* lm_head.weight"):
+        kind.from_pretrained(tmp_path)
