@@ -44,7 +44,11 @@ def check_tensors(prompts: Sequence[Any]) -> None:
     """
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, Tensor):
-            raise ValueError(f"prompts[{i}] must be a 1-D tensor, got {type(prompt).__name__}")
+            raise ValueError(
+                f"prompts[{i}] must be a 1-D tensor, got {type(prompt).__name__}: tokenise texts, "
+                "tokenizer(text, return_tensors='pt').input_ids[0]; train() and the engines take "
+                "texts and chats"
+            )
 
 
 def check_prompts(
