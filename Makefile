@@ -34,6 +34,8 @@ $(VENV)/.dev: $(VENV)/.runtime
 demo: $(VENV)/.runtime
 	$(BIN)/fastrl demo $(DEMO)
 
+# Where threads are asked for, those that wait leave the cores to the other workers.
+test: export OMP_WAIT_POLICY ?= passive
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) $(PYTEST)
 	$(BIN)/python -m benchmarks aot
