@@ -136,10 +136,13 @@ class PPOUpdate:
             scaler.update(scaler.get_scale())
 
     def _zero_gradients(self) -> None:
-        """Also of weights that the optimizer, a user's own say, does not have: they would add up,
-        and what is NaN would stay."""
+        """As the optimizer does it; and of weights that it, a user's own say, does not have: their
+        gradients would add up, and what is NaN would stay."""
         self.optimizer.zero_grad()
-        self.model.zero_grad()
+        own = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for parameter in self.model.parameters():
+            if id(parameter) not in own:
+                parameter.grad = None
 
     def _memory_saved(self) -> AbstractContextManager[None]:
         """Activations of layers are not kept, where ``gradient_checkpointing`` asks for it."""

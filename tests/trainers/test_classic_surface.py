@@ -193,3 +193,14 @@ def test_shared_layers_beside_a_reference_model_are_ignored_with_a_warning() -> 
     assert all(p.requires_grad for p in policy.parameters())
     theirs = dict(expected.named_parameters())
     assert all(torch.equal(p, theirs[name]) for name, p in reference.named_parameters())
+
+
+def test_an_optimizer_that_keeps_gradients_keeps_them():
+    """As scripts do that look at them after a step."""
+    trainer = make_trainer()
+    zero = trainer.optimizer.zero_grad
+    trainer.optimizer.zero_grad = lambda: zero(set_to_none=False)
+    trainer.step(**make_batch())
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    assert trained
+    assert all(p.grad is not None for p in trained)
