@@ -31,7 +31,7 @@ from benchmarks.rollout_cases import (
 )
 from benchmarks.rollout_sides import CONTINUOUS, GENERATE, Engine, Side
 from benchmarks.rollout_tables import render
-from fastrl.rollout.floor import weight_bytes
+from fastrl.rollout.bandwidth import weight_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -219,7 +219,7 @@ class Loader:
     """Pairs as fastrl's batch factory takes them."""
 
     def __init__(self, found: list[tuple[list[int], ...]], tokenizer: Any) -> None:
-        examples = importlib.import_module("fastrl.alignment.examples")
+        examples = importlib.import_module("fastrl.data.examples")
         self.tokenizer = tokenizer
         self.examples = [
             examples.Example(

@@ -19,9 +19,17 @@ if TYPE_CHECKING:
         CausalLMPolicy,
     )
     from fastrl.patch import TRLPatch, patch_trl, unpatch_trl
-    from fastrl.references import create_reference_model
+    from fastrl.ppo import (
+        Evaluation,
+        JsonlCallback,
+        PPOTrainer,
+        ProgressCallback,
+        TrainCallback,
+        TrainResult,
+    )
+    from fastrl.ref_model import create_reference_model
     from fastrl.rollout import GenerateEngine, RolloutEngine, RolloutOutput, SamplingParams
-    from fastrl.supervised import (
+    from fastrl.trainers import (
         DataCollatorForCompletionOnlyLM,
         RewardConfig,
         RewardDataCollatorWithPadding,
@@ -29,14 +37,6 @@ if TYPE_CHECKING:
         SFTConfig,
         SFTTrainer,
         compute_accuracy,
-    )
-    from fastrl.trainers import (
-        Evaluation,
-        JsonlCallback,
-        PPOTrainer,
-        ProgressCallback,
-        TrainCallback,
-        TrainResult,
     )
 
 try:
@@ -87,10 +87,10 @@ _HOMES = {
         "AutoModelForSeq2SeqLMWithValueHead",
         "CausalLMPolicy",
     ),
-    "fastrl.references": ("create_reference_model",),
+    "fastrl.ref_model": ("create_reference_model",),
     "fastrl.patch": ("TRLPatch", "patch_trl", "unpatch_trl"),
     "fastrl.rollout": ("GenerateEngine", "RolloutEngine", "RolloutOutput", "SamplingParams"),
-    "fastrl.supervised": (
+    "fastrl.trainers": (
         "DataCollatorForCompletionOnlyLM",
         "RewardConfig",
         "RewardDataCollatorWithPadding",
@@ -99,7 +99,7 @@ _HOMES = {
         "SFTTrainer",
         "compute_accuracy",
     ),
-    "fastrl.trainers": (
+    "fastrl.ppo": (
         "Evaluation",
         "JsonlCallback",
         "PPOTrainer",

@@ -8,9 +8,9 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
-from fastrl.flags import UsageError, parse, unknown_name
+from fastrl.commands.flags import UsageError, parse, unknown_name
 from fastrl.processes import check_one_process
-from fastrl.progress import drop_bars
+from fastrl.run.progress import drop_bars
 from fastrl.user_code import fault_of
 
 USAGE = """\
@@ -117,14 +117,14 @@ def _is_users(error: BaseException) -> bool:
 
 
 def _demo(arguments: Sequence[str]) -> int:
-    from fastrl.demo import Demo, run_demo
+    from fastrl.demo.experiment import Demo, run_demo
 
     (demo,) = parse("demo", [Demo], arguments)
     return run_demo(demo)
 
 
 def _ppo(arguments: Sequence[str]) -> int:
-    from fastrl.jobs.ppo import PPOFlags, PPOJob, run_ppo
+    from fastrl.commands.ppo import PPOFlags, PPOJob, run_ppo
 
     job, flags = parse("ppo", [PPOJob, PPOFlags], arguments)
     run_ppo(job, flags)
@@ -132,7 +132,7 @@ def _ppo(arguments: Sequence[str]) -> int:
 
 
 def _grpo(arguments: Sequence[str]) -> int:
-    from fastrl.jobs.ppo import GRPOFlags, GRPOJob, run_ppo
+    from fastrl.commands.ppo import GRPOFlags, GRPOJob, run_ppo
 
     job, flags = parse("grpo", [GRPOJob, GRPOFlags], arguments)
     run_ppo(job, flags)
@@ -140,7 +140,7 @@ def _grpo(arguments: Sequence[str]) -> int:
 
 
 def _sft(arguments: Sequence[str]) -> int:
-    from fastrl.jobs.sft import SFTFlags, SFTJob, run_sft
+    from fastrl.commands.sft import SFTFlags, SFTJob, run_sft
 
     job, flags = parse("sft", [SFTJob, SFTFlags], arguments)
     run_sft(job, flags)
@@ -148,7 +148,7 @@ def _sft(arguments: Sequence[str]) -> int:
 
 
 def _reward(arguments: Sequence[str]) -> int:
-    from fastrl.jobs.reward import RewardFlags, RewardJob, run_reward
+    from fastrl.commands.reward import RewardFlags, RewardJob, run_reward
 
     job, flags = parse("reward", [RewardJob, RewardFlags], arguments)
     run_reward(job, flags)
@@ -156,7 +156,7 @@ def _reward(arguments: Sequence[str]) -> int:
 
 
 def _align(arguments: Sequence[str]) -> int:
-    from fastrl.jobs.align import AlignFlags, AlignJob, run_align
+    from fastrl.commands.align import AlignFlags, AlignJob, run_align
 
     job, flags = parse("align", [AlignJob, AlignFlags], arguments)
     run_align(job, flags)
@@ -165,7 +165,7 @@ def _align(arguments: Sequence[str]) -> int:
 
 def _env(arguments: Sequence[str]) -> int:
     parse("env", [], arguments)
-    from fastrl.environment import describe
+    from fastrl.commands.env import describe
 
     print(describe())
     return 0

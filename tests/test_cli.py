@@ -10,8 +10,8 @@ import torch
 from tqdm.auto import tqdm
 
 from fastrl import cli
-from fastrl.jobs.ppo import PPOFlags, PPOJob
-from fastrl.jobs.sft import SFTFlags, SFTJob
+from fastrl.commands.ppo import PPOFlags, PPOJob
+from fastrl.commands.sft import SFTFlags, SFTJob
 
 REQUIRED = ["--model", "m", "--dataset", "d.jsonl", "--reward", "r"]
 

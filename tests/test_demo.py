@@ -6,8 +6,9 @@ import random
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fastrl import cli, demo
-from fastrl.demo_text import (
+from fastrl import cli
+from fastrl.demo import experiment as demo
+from fastrl.demo.text import (
     opening,
     polarity,
     preference_pairs,
@@ -16,7 +17,7 @@ from fastrl.demo_text import (
     split_openings,
 )
 from fastrl.models import AutoModelForCausalLMWithValueHead
-from fastrl.report import Comparison
+from fastrl.run.report import Comparison
 
 
 def test_reviews_depend_on_the_seed_alone():

@@ -14,7 +14,7 @@ from fastrl.models import CausalLMPolicy
 from tests import tiny_models
 from tests.alignment.conftest import make_trainer
 from tests.golden import tiny
-from tests.supervised.conftest import make_reward, reward_model
+from tests.trainers.conftest import make_reward, reward_model
 
 __all__ = ["make_reward", "make_trainer"]  # fixtures
 

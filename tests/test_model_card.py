@@ -24,7 +24,7 @@ from fastrl import (
     SFTTrainer,
 )
 from fastrl.alignment import AlignmentConfig, BatchFactory, DatasLoader, Trainer
-from fastrl.model_card import SFT, write_model_card
+from fastrl.run.model_card import SFT, write_model_card
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 

@@ -39,7 +39,7 @@ def state(modules: dict[str, ModuleType]) -> dict[str, list[tuple[str, int]]]:
 
 
 def test_fastrl_has_its_modules_without_further_imports():
-    code = "import fastrl; print(fastrl.models.__name__, fastrl.trainers.PPOTrainer.__name__)"
+    code = "import fastrl; print(fastrl.models.__name__, fastrl.ppo.PPOTrainer.__name__)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "fastrl.models PPOTrainer\n", result.stderr
 
@@ -64,7 +64,7 @@ def test_every_public_name_is_there_and_no_other():
     for name in fastrl.__all__:
         assert getattr(fastrl, name) is not None
         assert name in dir(fastrl)
-    assert fastrl.PPOTrainer.__module__ == "fastrl.trainers.ppo"
+    assert fastrl.PPOTrainer.__module__ == "fastrl.ppo.trainer"
     assert fastrl.core.__name__ == "fastrl.core"
     with pytest.raises(AttributeError, match="no attribute 'PPOTrainr'"):
         _ = fastrl.PPOTrainr

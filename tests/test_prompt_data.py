@@ -6,8 +6,8 @@ import re
 import pytest
 from datasets import Dataset, DatasetDict
 
-from fastrl import prompt_data
-from fastrl.prompt_data import (
+from fastrl.data import tables as prompt_data
+from fastrl.data.tables import (
     drop_prompts,
     held_out_count,
     load_table,

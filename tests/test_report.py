@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from fastrl.figure import series
-from fastrl.report import Comparison, read_metrics, samples_table, write_report
+from fastrl.run.figures import series
+from fastrl.run.report import Comparison, read_metrics, samples_table, write_report
 
 
 def metrics_of(steps: int) -> list[dict]:

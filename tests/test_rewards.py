@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
-from fastrl.demo_models import build_tokenizer
-from fastrl.rewards import ClassifierReward, load_reward
+from fastrl.demo.models import build_tokenizer
+from fastrl.rewards.functions import ClassifierReward, load_reward
 
 WORDS = ["the film is good", "the film is bad", "this very long story never ends ."]
 

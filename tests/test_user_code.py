@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastrl.rewards import load_function
+from fastrl.rewards.functions import load_function
 from fastrl.user_code import fault_of
 
 SOURCE = """\

@@ -9,9 +9,6 @@ from fastrl.alignment.annotator import Annotator, RewardAnnotator, load_annotato
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.batch import Batch, Sample
 from fastrl.alignment.batch_factory import BatchFactory
-from fastrl.alignment.datas_loader import DatasLoader
-from fastrl.alignment.examples import Example, Response
-from fastrl.alignment.judges import JudgeAnnotator, ModelJudge
 from fastrl.alignment.losses import (
     DPO,
     IPO,
@@ -41,8 +38,11 @@ from fastrl.alignment.reweighter import (
     Uniform,
     make_reweighter,
 )
-from fastrl.alignment.tasks import TASKS, Task
 from fastrl.alignment.trainer import Trainer
+from fastrl.data.datas_loader import DatasLoader
+from fastrl.data.examples import Example, Response
+from fastrl.data.tasks import TASKS, Task
+from fastrl.rewards.judges import JudgeAnnotator, ModelJudge
 
 __all__ = [
     "DPO",

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from fastrl.rewards import RewardFunction, as_number, check_rewards, load_reward
+from fastrl.rewards.functions import RewardFunction, as_number, check_rewards, load_reward
 
 
 @runtime_checkable
@@ -104,7 +104,8 @@ class RewardAnnotator:
 
     Args:
         reward: called as ``reward(prompts=, completions=, completion_ids=, **columns)``, a
-            :class:`fastrl.rewards.ClassifierReward` or any other; see :mod:`fastrl.rewards`.
+            :class:`fastrl.rewards.functions.ClassifierReward` or any other; see
+            :mod:`fastrl.rewards.functions`.
         tokenizer: gives ``completion_ids`` where the caller has no column of that name; without
             either, a reward function that needs none is called without them.
 
@@ -161,8 +162,8 @@ def load_annotator(
     """The annotator that a name on a command line stands for.
 
     Args:
-        name, label, batch_size: of a reward function, see :func:`fastrl.rewards.load_reward`, which
-            says what is raised.
+        name, label, batch_size: of a reward function, see
+            :func:`fastrl.rewards.functions.load_reward`, which says what is raised.
         tokenizer: for functions that take ``completion_ids``.
     """
     return RewardAnnotator(load_reward(name, label=label, batch_size=batch_size), tokenizer)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastrl.config import PPOConfig
-from fastrl.supervised.arguments import SupervisedArguments, setting
+from fastrl.trainers.arguments import SupervisedArguments, setting
 
 REFERENCES = ("auto", "cached", "copy", "adapter", "trunk", "offload")
 
@@ -55,7 +55,7 @@ class AlignmentConfig(SupervisedArguments):
 
 
 def reference_settings(args: Any, mode: str) -> PPOConfig:
-    """What :func:`fastrl.references.choose_reference` reads."""
+    """What :func:`fastrl.ref_model.choose_reference` reads."""
     return PPOConfig(
         reference=mode,
         num_shared_layers=args.num_shared_layers,

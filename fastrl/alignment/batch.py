@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.alignment.examples import Example, Response
-from fastrl.trainers.data import TokenBatch, pad
-from fastrl.trainers.experience import Experience
+from fastrl.data.batch import TokenBatch, pad
+from fastrl.data.examples import Example, Response
+from fastrl.ppo.experience import Experience
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from transformers.utils import logging
 
 from fastrl.alignment.arguments import AlignmentConfig, reference_settings
 from fastrl.alignment.batch import Batch
+from fastrl.alignment.logprobs import CachedReference, Policy, ReferencePolicy, RewardModel, Tokens
 from fastrl.alignment.losses import Loss
-from fastrl.alignment.policy import CachedReference, Policy, ReferencePolicy, RewardModel, Tokens
-from fastrl.alignment.tasks import Task
+from fastrl.data.tasks import Task
 from fastrl.models import (
     AutoModelForCausalLMWithValueHead,
     CausalLMPolicy,
@@ -36,9 +36,9 @@ from fastrl.models.load import (
 )
 from fastrl.models.modes import evaluating
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.references import Reference, choose_reference
-from fastrl.supervised.base import loaded
-from fastrl.trainers.batches import make_batches
+from fastrl.ppo.batches import make_batches
+from fastrl.ref_model import Reference, choose_reference
+from fastrl.trainers.supervised import loaded
 
 
 class Learner:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastrl.alignment.batch import Batch
-from fastrl.rewards import as_number, load_function
+from fastrl.rewards.functions import as_number, load_function
 
 
 class SampleReweighter(Protocol):

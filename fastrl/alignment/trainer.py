@@ -21,11 +21,11 @@ from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.evaluation import Means, OfflineEvaluation, OnlineEvaluation, make_evaluation
 from fastrl.alignment.learners import make_learner
 from fastrl.alignment.losses import Loss, make_loss
-from fastrl.model_card import Method, OwnModelCard
 from fastrl.models.modes import evaluating
 from fastrl.models.precision import warn_of_lost_updates
 from fastrl.rollout import choose_engine
-from fastrl.supervised.base import MIXED_PRECISION, settings_of
+from fastrl.run.model_card import Method, OwnModelCard
+from fastrl.trainers.supervised import MIXED_PRECISION, settings_of
 
 
 class Trainer(OwnModelCard, transformers.Trainer):

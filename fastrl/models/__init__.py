@@ -1,11 +1,12 @@
 """Policies with value heads, references, and the path that scores tokens with them."""
 
-from fastrl.models.policy import CausalLMPolicy
 from fastrl.models.value_head import (
     AutoModelForCausalLMWithValueHead,
     AutoModelForSeq2SeqLMWithValueHead,
+    CausalLMPolicy,
+    PreTrainedModelWrapper,
+    ValueHead,
 )
-from fastrl.models.wrapper import PreTrainedModelWrapper, ValueHead
 
 __all__ = [
     "AutoModelForCausalLMWithValueHead",

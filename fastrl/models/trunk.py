@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.models.heads import in_front_of_head
+from fastrl.models.lm_head import in_front_of_head
 from fastrl.models.modes import evaluating
 
 TRUNK_NAME = "fastrl_trunk.json"  # beside a model whose trunk was frozen

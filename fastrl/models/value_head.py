@@ -1,18 +1,336 @@
-"""Language models with a scalar value for every token: causal ones, and encoder–decoders."""
+"""Language models with a scalar value for every token: causal ones and encoder–decoders; and causal
+ones as policies without values."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
 
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from fastrl.models.wrapper import PreTrainedModelWrapper, ValueHead
+from fastrl.models.adapters import NOT_THE_POLICYS, RewardAdapter
+from fastrl.models.checkpoints import (
+    HEAD_PREFIX,
+    REWARD_PREFIX,
+    WEIGHTS_NAME,
+    find_file,
+    read_value_head,
+)
+from fastrl.models.lm_head import Head, choose_head, corner_of, last_hidden
+from fastrl.models.load import check_causal, load_language_model, model_folder, with_adapter
+from fastrl.models.modes import evaluating, hidden_width
+from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.state_names import name_as_language_model, parts_of
+from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
+from fastrl.run import hub
+from fastrl.run.model_card import write_model_card
 
-__all__ = [
-    "AutoModelForCausalLMWithValueHead",
-    "AutoModelForSeq2SeqLMWithValueHead",
-    "ValueHead",
-]
+Wrapper = TypeVar("Wrapper", bound="PreTrainedModelWrapper")
+
+
+class ValueHead(nn.Module):
+    """V(h) = w·dropout(h) + b in fp32, also under autocast: [..., H] -> [..., 1].
+
+    Args:
+        config: the language model's; gives the width and, where it has one, summary_dropout_prob.
+        summary_dropout_prob: dropout in front of the projection, 0.1 unless the config says.
+    """
+
+    def __init__(self, config: Any, summary_dropout_prob: float = 0.1):
+        super().__init__()
+        p = getattr(config, "summary_dropout_prob", summary_dropout_prob)
+        self.dropout = nn.Dropout(p) if p else nn.Identity()
+        self.summary = nn.Linear(hidden_width(config), 1, dtype=torch.float32)
+
+    @property
+    def device(self) -> torch.device:
+        return self.summary.weight.device
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return self.summary(self.dropout(hidden_states).to(self.summary.weight.dtype))
+
+
+class PreTrainedModelWrapper(nn.Module):
+    """A Hugging Face language model (``.pretrained_model``) with a value head (``.v_head``, None in
+    classes without one).
+
+    Checkpoints are those of TRL 0.11: the value head lies beside the language model's weights as
+    ``v_head.summary.*``. The names in ``state_dict()`` are these, too; ``load_state_dict()`` also
+    takes those of ``named_parameters()`` (``pretrained_model.*``).
+
+    Args:
+        pretrained_model: a language model of the class's kind, or a PEFT model around one.
+        summary_dropout_prob: dropout of the value head.
+        v_head_init_strategy: None keeps torch's initialisation; "normal" draws weights from
+            N(0, v_head_initializer_range²) and sets the bias to 0.
+        v_head_initializer_range: standard deviation of "normal".
+
+    Raises:
+        ValueError: a model without a language-model head or of the other kind, prompt learning, an
+            unknown strategy.
+    """
+
+    transformers_parent_class: Any
+    is_encoder_decoder: bool
+    has_values = True  # whether the class puts a value head on its models
+    # Usual names of an LM head, as TRL lists them; here heads are found by get_output_embeddings().
+    lm_head_namings: tuple[str, ...] = ("lm_head", "embed_out", "output_layer")
+    supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
+
+    def __init__(
+        self,
+        pretrained_model: Any,
+        *,
+        summary_dropout_prob: float = 0.1,
+        v_head_init_strategy: str | None = None,
+        v_head_initializer_range: float = 0.2,
+    ):
+        super().__init__()
+        self._check(pretrained_model)
+        self.pretrained_model: Any = pretrained_model
+        self.config = pretrained_model.config
+        self.is_peft_model = hasattr(pretrained_model, "peft_config")
+        self.v_head: ValueHead | None = None
+        if self.has_values:
+            self.v_head = ValueHead(self.config, summary_dropout_prob).to(pretrained_model.device)
+            _initialise(self.v_head, v_head_init_strategy, v_head_initializer_range)
+        self.reward: RewardAdapter | None = None
+        self._head: Head | None = None
+        self.trunk: Trunk | None = None  # bottom layers that are shared with a reference
+        name_as_language_model(self)
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Wrapper],
+        pretrained_model_name_or_path: str | os.PathLike | PreTrainedModel,
+        *model_args: Any,
+        peft_config: Any = None,
+        reward_adapter: str | None = None,
+        is_trainable: bool = False,
+        **kwargs: Any,
+    ) -> Wrapper:
+        """Load a language model, or wrap one; a saved value head is loaded with it.
+
+        Args:
+            pretrained_model_name_or_path: a directory, a Hub id, or a model. A directory or id that
+                holds a PEFT adapter loads its base model and the adapter; that of a run stands for
+                its ``model/``.
+            peft_config: puts a new adapter on the model; one that is quantised is prepared for it.
+            reward_adapter: a directory (a run's too) or Hub id of a sequence-classification adapter
+                on the same base, for :meth:`compute_reward_score`. It is neither trained nor saved.
+            is_trainable: whether a loaded adapter is trained on. PPOTrainer refuses one that is
+                not.
+            kwargs: those of the value head (see the class); the rest goes to
+                transformers' ``from_pretrained``. Weights load in fp32 unless ``dtype`` says
+                otherwise, and from safetensors only: no pickle is read.
+
+        Raises:
+            FileNotFoundError: a folder without a model, or an adapter's base that is not there.
+            ValueError: layers that were shared with a reference differ from what was saved; a
+                reward adapter without a score head, or on a model that cannot have one.
+        """
+        head_kwargs = {k: kwargs.pop(k) for k in cls.supported_args if k in kwargs}
+        if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
+            path = model_folder(pretrained_model_name_or_path, kwargs.get("subfolder"))
+            base = load_language_model(
+                path, cls.transformers_parent_class, *model_args, trainable=is_trainable, **kwargs
+            )
+            verify_record(base, find_file(path, TRUNK_NAME, kwargs))
+            saved_head = read_value_head(path, kwargs)
+        elif isinstance(pretrained_model_name_or_path, nn.Module):
+            base, saved_head = pretrained_model_name_or_path, {}
+        else:
+            raise TypeError(
+                "pretrained_model_name_or_path must be a path, a Hub id or a model, got "
+                f"{type(pretrained_model_name_or_path).__name__}"
+            )
+        base = with_adapter(base, peft_config)
+        model = cls(base, **head_kwargs)
+        if saved_head and model.v_head is not None:
+            model.v_head.load_state_dict(saved_head)
+        if reward_adapter is not None:
+            hub = {k: v for k, v in kwargs.items() if k in ("token", "cache_dir")}
+            model.reward = RewardAdapter(base, model_folder(reward_adapter), hub)
+        return model
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        return_past_key_values: bool = False,
+        scoring: ScoringRequest | None = None,
+        boundary: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple | TokenScores:
+        """Logits, loss and values of all tokens; with ``scoring``, TokenScores of those.
+
+        ``boundary`` [B, T, H] is what leaves the trunk's layers for these tokens: with it they do
+        not run.
+        """
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
+        if scoring is not None:
+            head = self._scoring_head(inputs)
+            inputs["use_cache"] = False
+            with self._starting_at(boundary):
+                scores, hidden = head(self.pretrained_model, scoring, inputs)
+            return scores._replace(values=self._values(hidden) if scoring.values else None)
+
+        inputs["output_hidden_states"] = True
+        if past_key_values is not None:
+            inputs["past_key_values"] = past_key_values
+        with self._starting_at(boundary):
+            out = self.pretrained_model(**inputs)
+        classic = (out.logits.float(), out.loss, self._values(last_hidden(out)))
+        return (*classic, out.past_key_values) if return_past_key_values else classic
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [...]; 0 without a value head."""
+        if self.v_head is None:
+            return hidden.new_zeros(hidden.shape[:-1], dtype=torch.float32)
+        return self.v_head(hidden).squeeze(-1)
+
+    def _starting_at(self, boundary: Tensor | None) -> contextlib.AbstractContextManager:
+        if boundary is None:
+            return contextlib.nullcontext()
+        if self.trunk is None:
+            raise ValueError("boundary was given, but the model shares no layers: leave it out")
+        return self.trunk.skipped(boundary)
+
+    def _scoring_head(self, inputs: dict[str, Any]) -> Head:
+        """Chosen at the first use, on a corner of that batch: only then is the model in place."""
+        if self._head is None:
+            corner = {**corner_of(inputs), "use_cache": False}
+            with evaluating(self.pretrained_model):  # dropout would make all heads disagree
+                self._head = choose_head(self.pretrained_model, corner)
+        return self._head
+
+    @classmethod
+    def _check(cls, model: Any) -> None:
+        name = type(model).__name__
+        if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
+            raise TypeError(f"pretrained_model must be a Hugging Face model, got {name}")
+        cls._check_kind(model)
+        check_causal(model)
+        if model.get_output_embeddings() is None:
+            raise ValueError(
+                f"{name} has no language-model head: load it with "
+                f"{cls.transformers_parent_class.__name__}, or choose a model that has one"
+            )
+        for adapter in getattr(model, "peft_config", {}).values():
+            if getattr(adapter, "is_prompt_learning", False):
+                raise ValueError(
+                    f"{adapter.peft_type} is prompt learning, which PPO does not support: use LoRA "
+                    "or another adapter on the weights"
+                )
+
+    @classmethod
+    def _check_kind(cls, model: Any) -> None:
+        """
+        Raises:
+            ValueError: a model of another kind than the class is for.
+        """
+        raise NotImplementedError
+
+    def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """As of the language model; trainers of transformers call it, by its old name or its new
+        one."""
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+        name = next(name for name in names if hasattr(self.pretrained_model, name))
+        getattr(self.pretrained_model, name)(*args, **kwargs)
+
+    gradient_checkpointing_enable = activation_checkpointing_enable
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``generate`` of the language model."""
+        return self.pretrained_model.generate(*args, **kwargs)
+
+    def compute_reward_score(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """What the reward adapter makes of every token, [B, T, labels], without gradients; a
+        sample's score is that of its last token.
+
+        Raises:
+            ValueError: there is no reward adapter.
+        """
+        if self.reward is None:
+            raise ValueError("there is no reward adapter: pass reward_adapter to from_pretrained")
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
+        return self.reward(self.pretrained_model, inputs)
+
+    @property
+    def device(self) -> torch.device:
+        return self.pretrained_model.device if self.v_head is None else self.v_head.device
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.pretrained_model.get_output_embeddings()
+
+    def disable_adapter(self) -> contextlib.AbstractContextManager:
+        """While open, a PEFT model is its base model; another model is itself."""
+        if self.is_peft_model:
+            return self.pretrained_model.disable_adapter()
+        return contextlib.nullcontext()
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, state_dict: dict | None = None, **kwargs: Any
+    ) -> None:
+        """Save a checkpoint that this class, TRL 0.11 and ``AutoModelForCausalLM`` load.
+
+        The value head lies in ``model.safetensors`` among the weights; for a PEFT model that file
+        holds the value head alone, beside the adapter.
+
+        Args:
+            state_dict: this model's own, where it had to be gathered from several devices; named as
+                in ``state_dict()`` or as in ``named_parameters()``.
+        """
+        state = self.state_dict() if state_dict is None else state_dict
+        base, own = parts_of(state, (HEAD_PREFIX, REWARD_PREFIX))
+        head = {k: v.contiguous() for k, v in own.items() if k.startswith(HEAD_PREFIX)}
+        if self.is_peft_model:
+            # PEFT names its own entries; given a whole state it sorts them out.
+            kwargs.setdefault("selected_adapters", self._own_adapters())
+            self.pretrained_model.save_pretrained(save_directory, state_dict=base, **kwargs)
+            if head:
+                save_file(head, Path(save_directory) / WEIGHTS_NAME, metadata={"format": "pt"})
+        else:
+            self.pretrained_model.save_pretrained(
+                save_directory, state_dict={**base, **head}, **kwargs
+            )
+        if self.trunk is not None:
+            (Path(save_directory) / TRUNK_NAME).write_text(self.trunk.record())
+
+    def _own_adapters(self) -> list[str]:
+        """Those of the policy: not the copy that a reference keeps, nor the reward's."""
+        return [n for n in self.pretrained_model.peft_config if n not in NOT_THE_POLICYS]
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Upload what :meth:`save_pretrained` saves and a model card, in one commit.
+
+        Args:
+            kwargs: see :func:`fastrl.run.hub.upload`, such as ``private``, ``token`` and
+                ``commit_message``.
+        """
+        hub.check_options(kwargs)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            write_model_card(folder, repo_id, self)
+            return hub.upload(folder, repo_id, **kwargs)
+
+
+def _initialise(head: ValueHead, strategy: str | None, spread: float) -> None:
+    if strategy == "normal":
+        nn.init.normal_(head.summary.weight, std=spread)
+        nn.init.zeros_(head.summary.bias)
+    elif strategy is not None:
+        raise ValueError(f"unknown v_head_init_strategy {strategy!r}: choose None or 'normal'")
 
 
 class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
@@ -58,4 +376,25 @@ class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
             raise ValueError(
                 f"{name} reads {given}, not token ids, which PPO does not support: use an "
                 "encoder–decoder of texts"
+            )
+
+
+class CausalLMPolicy(PreTrainedModelWrapper):
+    """Any Hugging Face causal LM (``.pretrained_model``) for trainers that learn no values: with
+    baselines from groups, or from preferences.
+
+    Every value is 0. Checkpoints are the language model's own; arguments and errors are those of
+    :class:`PreTrainedModelWrapper`.
+    """
+
+    transformers_parent_class = AutoModelForCausalLM
+    is_encoder_decoder = False
+    has_values = False
+
+    @classmethod
+    def _check_kind(cls, model: Any) -> None:
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"{type(model).__name__} is an encoder–decoder: a policy without values is for "
+                "causal language models"
             )

@@ -1,10 +1,10 @@
 """Generation of responses by the policy."""
 
+from fastrl.rollout.choose_engine import choose_engine
 from fastrl.rollout.engine import RolloutEngine
-from fastrl.rollout.fallback import GenerateEngine
-from fastrl.rollout.gate import choose_engine
+from fastrl.rollout.generate_engine import GenerateEngine
 from fastrl.rollout.keywords import sampling_params
-from fastrl.rollout.params import RolloutOutput, SamplingParams
+from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
 
 __all__ = [
     "GenerateEngine",

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
-from fastrl.clock import start_clock
 from fastrl.models.modes import context_length
-from fastrl.rollout import floor
-from fastrl.rollout.arena import Arena, LayerShape, PrefillAttention
-from fastrl.rollout.params import RolloutOutput, SamplingParams
-from fastrl.rollout.policy import Autocast, Policy
+from fastrl.rollout import bandwidth
+from fastrl.rollout.cuda_graphs import EagerRunner, GraphRunner, Graphs
+from fastrl.rollout.decode_step import DecodeStep
+from fastrl.rollout.kv_cache import Arena, LayerShape, PrefillAttention
+from fastrl.rollout.model_runner import Autocast, Policy
 from fastrl.rollout.polls import make_poll
 from fastrl.rollout.prompts import Prompt, checked_call, end_tokens
 from fastrl.rollout.results import Results
 from fastrl.rollout.rules import Rules
-from fastrl.rollout.runner import EagerRunner, GraphRunner, Graphs
-from fastrl.rollout.schedule import Sample, Schedule
+from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
+from fastrl.rollout.scheduler import Sample, Schedule
 from fastrl.rollout.self_check import check_numbers, check_weights_and_kind
 from fastrl.rollout.slots import RUNNING, Slots
-from fastrl.rollout.step import DecodeStep
+from fastrl.timing import start_clock
 
 PREFILL_TOKENS = 8192  # in one pass
 _ROUND = 64  # slots hold a multiple of as many tokens
@@ -182,8 +182,8 @@ class RolloutEngine:
     ) -> dict[str, float]:
         lengths = [len(sequence) for sequence in output.sequences]
         prompts = [len(prompt) for prompt in job.prompts for _ in range(job.params.n)]
-        read = schedule.decode_steps * floor.weight_bytes(self.policy.language_model)
-        read += floor.kv_bytes(arena, zip(prompts, lengths, strict=True))
+        read = schedule.decode_steps * bandwidth.weight_bytes(self.policy.language_model)
+        read += bandwidth.kv_bytes(arena, zip(prompts, lengths, strict=True))
         prefill, decode = (max(seconds.get(x, 0.0), 1e-9) for x in ("prefill", "decode"))
         return {
             "time/rollout": seconds["total"],
@@ -192,7 +192,7 @@ class RolloutEngine:
             "perf/rollout_tokens_per_second": sum(lengths) / seconds["total"],
             "perf/prefill_tokens_per_second": prefilled / prefill,
             "perf/decode_tokens_per_second": sum(lengths) / decode,
-            "perf/bandwidth_share": read / decode / floor.bandwidth(self.policy.device),
+            "perf/bandwidth_share": read / decode / bandwidth.bandwidth(self.policy.device),
             "perf/slot_utilisation": sum(lengths) / schedule.rows_run,
             "perf/decode_steps": float(schedule.decode_steps),
             "perf/nan_samples": float(output.finish_reasons.count("nan")),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastrl.rollout.params import SamplingParams
+from fastrl.rollout.sampling_params import SamplingParams
 
 # Used where neither the caller nor the model's generation_config says anything.
 _DEFAULTS = {"max_new_tokens": 20, "do_sample": False, "top_k": 50}

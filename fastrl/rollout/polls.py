@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.rollout.schedule import Sample, Schedule
+from fastrl.rollout.scheduler import Sample, Schedule
 from fastrl.rollout.slots import RUNNING, Slots
 
 POLL_STEPS = 8  # between looks

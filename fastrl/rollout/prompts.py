@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastrl.data.chat import Said, encode, is_chat, prompt_text
 from fastrl.models.layout import layout_of
-from fastrl.rollout.params import SamplingParams
+from fastrl.rollout.sampling_params import SamplingParams
 
 Prompt = Said | Tensor | Sequence[int]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastrl.rollout.params import RolloutOutput
-from fastrl.rollout.schedule import Sample
+from fastrl.rollout.sampling_params import RolloutOutput
+from fastrl.rollout.scheduler import Sample
 from fastrl.rollout.slots import FIELDS, REASONS, Slots
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.rollout.params import SamplingParams
+from fastrl.rollout.sampling_params import SamplingParams
 
 
 class Rules(NamedTuple):

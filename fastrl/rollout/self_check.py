@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.models.modes import evaluating
-from fastrl.rollout.params import RolloutOutput, SamplingParams
+from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
 
 if TYPE_CHECKING:
     from fastrl.rollout.engine import RolloutEngine

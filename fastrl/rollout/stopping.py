@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
-from fastrl.rollout.params import check_stop
+from fastrl.rollout.sampling_params import check_stop
 
 STOPPING = ("stop", "stop_strings", "stopping_criteria", "max_time")
 

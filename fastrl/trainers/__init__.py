@@ -1,19 +1,17 @@
-"""Trainers."""
+"""Learning from examples, on transformers' Trainer: reward models from pairs, language models from
+texts."""
 
-from fastrl.trainers.callbacks import (
-    Evaluation,
-    JsonlCallback,
-    ProgressCallback,
-    TrainCallback,
-    TrainResult,
-)
-from fastrl.trainers.ppo import PPOTrainer
+from fastrl.data.pairs import RewardDataCollatorWithPadding
+from fastrl.data.texts import DataCollatorForCompletionOnlyLM
+from fastrl.trainers.reward import RewardConfig, RewardTrainer, compute_accuracy
+from fastrl.trainers.sft import SFTConfig, SFTTrainer
 
 __all__ = [
-    "Evaluation",
-    "JsonlCallback",
-    "PPOTrainer",
-    "ProgressCallback",
-    "TrainCallback",
-    "TrainResult",
+    "DataCollatorForCompletionOnlyLM",
+    "RewardConfig",
+    "RewardDataCollatorWithPadding",
+    "RewardTrainer",
+    "SFTConfig",
+    "SFTTrainer",
+    "compute_accuracy",
 ]

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from fastrl.alignment import AlignmentConfig, BatchFactory, Trainer, make_loss
-from fastrl.alignment.examples import Example, Response
-from fastrl.alignment.tasks import FEEDBACK, PAIRS, PROMPTS, Task, find_task
+from fastrl.data.examples import Example, Response
+from fastrl.data.tasks import FEEDBACK, PAIRS, PROMPTS, Task, find_task
 from fastrl.rollout import SamplingParams
 from tests import tiny_models
 from tests.golden import tiny
-from tests.supervised.conftest import GRADIENT_STEP, reward_model
+from tests.trainers.conftest import GRADIENT_STEP, reward_model
 
 __all__ = ["GRADIENT_STEP"]
 

@@ -18,11 +18,11 @@ from fastrl.alignment.annotator import (
     ask_scores,
     load_annotator,
 )
-from fastrl.alignment.judges import JudgeAnnotator, ModelJudge, parse_rating, parse_verdict
-from fastrl.rewards import ClassifierReward
+from fastrl.rewards.functions import ClassifierReward
+from fastrl.rewards.judges import JudgeAnnotator, ModelJudge, parse_rating, parse_verdict
 from tests import tiny_models
 from tests.golden import tiny
-from tests.supervised.conftest import reward_model
+from tests.trainers.conftest import reward_model
 
 PROMPTS = ["w5", "w6", "w7"]
 SHORT, LONG = ["w3", "w3", "w3 w4"], ["w3 w4", "w3", "w3"]

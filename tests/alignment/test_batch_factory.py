@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastrl.alignment import TASKS, Batch, BatchFactory
-from fastrl.alignment.tasks import PAIRS, PROMPTS, find_task
+from fastrl.data.tasks import PAIRS, PROMPTS, find_task
 from fastrl.rollout import RolloutEngine, SamplingParams
 from tests import tiny_models
 from tests.alignment.conftest import Examples, LikesHigh, examples, make_factory, worth

@@ -10,9 +10,9 @@ import pytest
 from datasets import Dataset, DatasetDict
 from tokenizers.processors import TemplateProcessing
 
-from fastrl.alignment.datas_loader import DatasLoader
-from fastrl.alignment.examples import Example, Response
-from fastrl.demo_models import build_tokenizer
+from fastrl.data.datas_loader import DatasLoader
+from fastrl.data.examples import Example, Response
+from fastrl.demo.models import build_tokenizer
 from tests.golden import tiny
 
 TEMPLATE = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastrl.alignment import DPO
-from fastrl.alignment.tasks import FEEDBACK, PAIRS
+from fastrl.data.tasks import FEEDBACK, PAIRS
 from fastrl.models import CausalLMPolicy
 from tests import tiny_models
 from tests.alignment.conftest import (
@@ -18,7 +18,7 @@ from tests.alignment.conftest import (
     make_factory,
     trained,
 )
-from tests.supervised.conftest import weights
+from tests.trainers.conftest import weights
 
 
 def test_both_responses_share_a_forward_and_prompts_are_not_scored(make_trainer: Make) -> None:

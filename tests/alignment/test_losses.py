@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastrl.alignment import LOSSES, Sample, make_loss
-from fastrl.alignment.policy import Policy, ReferencePolicy, Tokens
+from fastrl.alignment.logprobs import Policy, ReferencePolicy, Tokens
 from fastrl.models import CausalLMPolicy
-from fastrl.references.copies import CopyReference
-from fastrl.trainers.batches import make_batches
+from fastrl.ppo.batches import make_batches
+from fastrl.ref_model.copy import CopyReference
 from tests import tiny_models
 from tests.alignment.conftest import (
     GRADIENT_STEP,
@@ -26,7 +26,7 @@ from tests.alignment.conftest import (
     model_of,
 )
 from tests.golden import tiny
-from tests.supervised.conftest import weights
+from tests.trainers.conftest import weights
 
 BETA, EPSILON = 0.3, 0.1
 

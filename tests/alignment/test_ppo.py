@@ -23,7 +23,7 @@ from tests.alignment.conftest import (
     worth,
 )
 from tests.alignment.test_losses import token_logprobs
-from tests.supervised.conftest import weights
+from tests.trainers.conftest import weights
 
 KL, LAM, VF = 0.2, 0.9, 0.3
 

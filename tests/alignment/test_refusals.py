@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fastrl.alignment import BatchFactory, make_loss
-from fastrl.alignment.tasks import PAIRS
+from fastrl.data.tasks import PAIRS
 from tests.alignment.conftest import (
     Examples,
     Make,
@@ -67,7 +67,7 @@ def test_evaluation_needs_a_factory(make_trainer: Make) -> None:
 
 
 def test_a_classifier_with_two_labels_is_no_reward_model(make_trainer: Make) -> None:
-    from tests.supervised.conftest import reward_model
+    from tests.trainers.conftest import reward_model
 
     with pytest.raises(ValueError, match="has 2 labels, a reward model has one"):
         make_trainer("bradley-terry", reward_model("gpt2", num_labels=2))

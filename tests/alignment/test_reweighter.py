@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from fastrl.alignment.batch import Batch, Sample
-from fastrl.alignment.examples import Example, Response
 from fastrl.alignment.reweighter import (
     ByFunction,
     ByImportance,
@@ -20,6 +19,7 @@ from fastrl.alignment.reweighter import (
     Uniform,
     make_reweighter,
 )
+from fastrl.data.examples import Example, Response
 
 
 def batch(*lengths: tuple[int, ...], columns: dict[str, Sequence[Any]] | None = None) -> Batch:

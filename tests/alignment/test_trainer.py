@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fastrl.alignment import LOSSES, PairwiseLoss, make_loss
-from fastrl.alignment.tasks import FEEDBACK, PAIRS, PROMPTS
+from fastrl.data.tasks import FEEDBACK, PAIRS, PROMPTS
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from tests import tiny_models
 from tests.alignment.conftest import (
@@ -20,8 +20,8 @@ from tests.alignment.conftest import (
     make_factory,
     trained,
 )
-from tests.supervised.conftest import weights
-from tests.trainers.test_golden import without_key_bias
+from tests.ppo.test_golden import without_key_bias
+from tests.trainers.conftest import weights
 
 OFFLINE = [
     (name, task)

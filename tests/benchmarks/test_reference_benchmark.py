@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
-import fastrl.references.choose
+import fastrl.ref_model.choose
 from benchmarks import record, reference, reference_gate, reference_tables, report, rollout_cases
 from benchmarks.reference_cases import (
     CHECKPOINTING,
@@ -29,8 +29,8 @@ from benchmarks.reference_cases import (
 )
 from benchmarks.reference_sides import Side, own_accelerate, sides, storage_bytes, trainer
 from benchmarks.rollout_cases import Shape
-from fastrl.references import AdapterReference, CopyReference, NoReference
-from fastrl.references.trunk import Unshareable
+from fastrl.ref_model import AdapterReference, CopyReference, NoReference
+from fastrl.ref_model.trunk import Unshareable
 
 CPU = torch.device("cpu")
 WIDTH, LAYERS, VOCABULARY = 16, 4, 101
@@ -227,13 +227,13 @@ def _cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
     def split_off(model, layers):
         raise Unshareable("it is made so")
 
-    monkeypatch.setattr(fastrl.references.choose, "split_off", split_off)
+    monkeypatch.setattr(fastrl.ref_model.choose, "split_off", split_off)
 
 
 def _one_layer_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = fastrl.references.choose.split_off
+    honest = fastrl.ref_model.choose.split_off
     monkeypatch.setattr(
-        fastrl.references.choose, "split_off", lambda model, layers: honest(model, layers + 1)
+        fastrl.ref_model.choose, "split_off", lambda model, layers: honest(model, layers + 1)
     )
 
 

@@ -28,7 +28,7 @@ from benchmarks.rollout_cases import (
 from benchmarks.rollout_sides import CONTINUOUS, GENERATE, OURS, STATIC, Side
 from fastrl import RolloutEngine
 from fastrl.rollout import engine
-from fastrl.rollout.floor import weight_bytes
+from fastrl.rollout.bandwidth import weight_bytes
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", "gpt2", 1, 16, 2, 2, 32, 101, 32, "fp32")

@@ -32,7 +32,7 @@ from fastrl.models.load import (
     own_storage,
 )
 from fastrl.models.tokenizer import load_tokenizer
-from fastrl.rewards import ClassifierReward
+from fastrl.rewards.functions import ClassifierReward
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 from tests.weights import aligned

@@ -8,11 +8,11 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fastrl_kernels
+from fastrl.data.batch import TokenBatch, pad
 from fastrl.models import AutoModelForCausalLMWithValueHead
-from fastrl.models.heads import FullHead, FusedHead, RowHead, choose_head
+from fastrl.models.lm_head import FullHead, FusedHead, RowHead, choose_head
 from fastrl.models.scoring import LogitTransform, PolicyObjective, ScoringRequest
-from fastrl.trainers.data import TokenBatch, pad
-from fastrl.trainers.experience import scoring_request
+from fastrl.ppo.experience import scoring_request
 from tests import tiny_models
 from tests.golden import tiny
 

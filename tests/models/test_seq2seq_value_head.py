@@ -10,8 +10,8 @@ from transformers import AutoModelForSeq2SeqLM, T5EncoderModel, T5ForConditional
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from fastrl import AutoModelForCausalLMWithValueHead, AutoModelForSeq2SeqLMWithValueHead
-from fastrl.models.heads import FullHead, FusedHead, RowHead, choose_head
 from fastrl.models.layout import layout_of
+from fastrl.models.lm_head import FullHead, FusedHead, RowHead, choose_head
 from fastrl.models.scoring import PolicyObjective, ScoringRequest
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny

@@ -10,8 +10,8 @@ import torch
 import fastrl_kernels
 from fastrl import SamplingParams
 from fastrl.rollout import RolloutEngine, choose_engine, decode
-from fastrl.rollout.arena import Arena, DecodeAttention, LayerShape
 from fastrl.rollout.attention import Variant
+from fastrl.rollout.kv_cache import Arena, DecodeAttention, LayerShape
 from fastrl_kernels import reference_attention
 from tests import tiny_models
 from tests.golden import tiny

@@ -8,9 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastrl import RolloutEngine, SamplingParams
+from fastrl.rollout.decode_step import DecodeStep
 from fastrl.rollout.polls import Poll
-from fastrl.rollout.schedule import Sample, Schedule, bucket_sizes
-from fastrl.rollout.step import DecodeStep
+from fastrl.rollout.scheduler import Sample, Schedule, bucket_sizes
 from tests import tiny_models
 from tests.golden import tiny
 

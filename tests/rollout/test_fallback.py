@@ -173,7 +173,7 @@ def test_samples_are_scored_in_several_forwards(gpt2, monkeypatch):
     prompts = tiny_models.prompts(*LENGTHS, *LENGTHS)
     params = SamplingParams(max_new_tokens=6, top_p=0.9, seed=1)
     expected = scored(gpt2).generate(prompts, params)
-    monkeypatch.setattr("fastrl.rollout.scores.SCORED_TOKENS", 1)
+    monkeypatch.setattr("fastrl.rollout.rescoring.SCORED_TOKENS", 1)
     got = scored(gpt2).generate(prompts, params)
     for name in FIELDS:
         for a, b in zip(getattr(got, name), getattr(expected, name), strict=True):

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fastrl import AutoModelForCausalLMWithValueHead, GenerateEngine, SamplingParams
 from fastrl.rollout import RolloutEngine, choose_engine
-from fastrl.rollout.arena import DecodeAttention, PrefillAttention
-from fastrl.rollout.policy import Policy
+from fastrl.rollout.kv_cache import DecodeAttention, PrefillAttention
+from fastrl.rollout.model_runner import Policy
 from fastrl.rollout.self_check import UnsupportedModel
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny

@@ -6,7 +6,7 @@ import torch
 from fastrl import RolloutEngine, SamplingParams
 from fastrl.rollout import engine as engine_module
 from fastrl.rollout.polls import POLL_STEPS, LatePoll, Poll
-from fastrl.rollout.schedule import Sample, Schedule
+from fastrl.rollout.scheduler import Sample, Schedule
 from fastrl.rollout.slots import EOS, RUNNING, Slots
 from tests import tiny_models
 from tests.golden import tiny

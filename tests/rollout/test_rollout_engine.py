@@ -282,7 +282,7 @@ def test_dropout_is_off_and_all_is_put_back():
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_all_is_put_back_after_an_exception(gpt2, error, monkeypatch):
-    from fastrl.rollout.step import DecodeStep
+    from fastrl.rollout.decode_step import DecodeStep
 
     calls = []
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fastrl import RolloutEngine, SamplingParams
-from fastrl.rollout import runner
-from fastrl.rollout.step import DecodeStep
+from fastrl.rollout import cuda_graphs as runner
+from fastrl.rollout.decode_step import DecodeStep
 from tests import tiny_models
 from tests.golden import tiny
 

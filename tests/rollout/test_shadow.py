@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastrl import RolloutEngine, SamplingParams
-from fastrl.rollout.shadow import Shadow
-from fastrl.rollout.step import DecodeStep
+from fastrl.rollout.autocast_weight_cache import Shadow
+from fastrl.rollout.decode_step import DecodeStep
 from tests import tiny_models
 from tests.golden import tiny
 

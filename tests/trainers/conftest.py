@@ -1,98 +1,148 @@
-"""A tiny policy, its tokenizer, and a trainer around them."""
+"""Tiny models, data and trainers that learn from examples."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from datasets import Dataset, disable_progress_bars
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
-from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+from fastrl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from tests import tiny_models
 from tests.golden import tiny
-from tests.trainers.test_golden import without_key_bias
 
-BATCH = 4
-
-
-def make_policy(architecture: str = "gpt2", **kwargs: Any) -> AutoModelForCausalLMWithValueHead:
-    policy = AutoModelForCausalLMWithValueHead.from_pretrained(
-        tiny.language_model(architecture), **kwargs
-    )
-    tiny.fill_by_rule(policy)
-    return policy
-
-
-def perturbed(
-    policy: AutoModelForCausalLMWithValueHead, size: float = 0.05
-) -> AutoModelForCausalLMWithValueHead:
-    """Another policy a little away from this rule's: a reference with a KL that is not 0."""
-    tiny.fill_by_rule(policy, size)
-    return policy
-
-
-def make_trainer(
-    policy: AutoModelForCausalLMWithValueHead | None = None,
-    reference: AutoModelForCausalLMWithValueHead | None = None,
-    padding_side: str = "right",
-    dataset: Any = None,
-    **settings: Any,
-) -> PPOTrainer:
-    settings = {"batch_size": BATCH, "mini_batch_size": 2, "learning_rate": 1e-3, **settings}
-    return PPOTrainer(
-        PPOConfig(**settings),
-        policy or make_policy(),
-        reference,
-        tiny.tokenizer(padding_side),
-        dataset=dataset,
-    )
+disable_progress_bars()
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "max_steps": 1,
+    "learning_rate": 1e-3,
+    "save_strategy": "no",
+    "report_to": None,
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+# One step changes every weight by its gradient.
+GRADIENT_STEP: dict[str, Any] = {
+    "optim": "sgd",
+    "learning_rate": 1.0,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+}
 
 
-def make_batch(n: int = BATCH, seed: int = 0) -> dict[str, list[Tensor]]:
-    """Ragged queries and responses, and scores."""
-    g = torch.Generator().manual_seed(seed)
-
-    def ids(low: int, high: int) -> Tensor:
-        length = int(torch.randint(low, high, (1,), generator=g))
-        return torch.randint(tiny.FIRST_WORD, tiny.VOCABULARY, (length,), generator=g)
-
-    return {
-        "queries": [ids(2, 8) for _ in range(n)],
-        "responses": [ids(3, 10) for _ in range(n)],
-        "scores": list(torch.randn(n, generator=g)),
-    }
+def text(rng: random.Random, length: int) -> str:
+    return " ".join(f"w{rng.randrange(3, 97)}" for _ in range(length))
 
 
-def parameters(trainer: PPOTrainer) -> dict[str, Tensor]:
-    return {k: v.detach().clone().cpu() for k, v in tiny.named_parameters(trainer.model).items()}
+def texts(count: int = 8, seed: int = 0, low: int = 3, high: int = 12) -> Dataset:
+    """Ragged texts of words."""
+    rng = random.Random(seed)
+    return Dataset.from_list([{"text": text(rng, rng.randint(low, high))} for _ in range(count)])
 
 
-def assert_learned_alike(
-    found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5
+def pairs(count: int = 8, seed: int = 0, **columns: Callable[[int], Any]) -> Dataset:
+    """Ragged pairs with a prompt, where the better one has a w9 in it; more columns by index."""
+    rng = random.Random(seed)
+    rows = [
+        {
+            "prompt": text(rng, rng.randint(1, 4)) + " ",
+            "chosen": text(rng, rng.randint(1, 6)) + " w9",
+            "rejected": text(rng, rng.randint(1, 9)),
+            **{name: make(i) for name, make in columns.items()},
+        }
+        for i in range(count)
+    ]
+    return Dataset.from_list(rows)
+
+
+@torch.no_grad()
+def reward_model(family: str = "roberta", **changes: Any) -> PreTrainedModel:
+    """A classifier with one label, weights by `tiny.rule`, without dropout."""
+    if family == "roberta":
+        config = RobertaConfig(
+            vocab_size=tiny.VOCABULARY,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=changes.pop("positions", 64),
+            type_vocab_size=1,
+            bos_token_id=tiny.BOS,
+            eos_token_id=tiny.EOS,
+            pad_token_id=tiny.PAD,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            **{"num_labels": 1, **changes},
+        )
+        model: PreTrainedModel = RobertaForSequenceClassification(config)
+    else:
+        config = tiny_models.config(family, **{"num_labels": 1, **changes})
+        model = AutoModelForSequenceClassification.from_config(config)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(tiny.rule(name, tuple(parameter.shape)))
+    return model.eval()
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make_reward(tmp_path: Path) -> Make:
+    def make(model: Any = None, data: Any = None, **settings: Any) -> RewardTrainer:
+        given = {k: settings.pop(k) for k in _TRAINERS_OWN if k in settings}
+        args = RewardConfig(output_dir=str(tmp_path), **{**SETTINGS, **settings})
+        given = {"processing_class": tiny.tokenizer(), **given}
+        model = reward_model() if model is None else model
+        return RewardTrainer(model, args, train_dataset=pairs() if data is None else data, **given)
+
+    return make
+
+
+@pytest.fixture
+def make_sft(tmp_path: Path) -> Make:
+    def make(model: Any = None, data: Any = None, **settings: Any) -> SFTTrainer:
+        given = {k: settings.pop(k) for k in _TRAINERS_OWN if k in settings}
+        args = SFTConfig(output_dir=str(tmp_path), **{**SETTINGS, **settings})
+        given = {"processing_class": tiny.tokenizer(), **given}
+        model = tiny_models.language_model() if model is None else model
+        return SFTTrainer(model, args, train_dataset=texts() if data is None else data, **given)
+
+    return make
+
+
+_TRAINERS_OWN = (
+    "eval_dataset",
+    "processing_class",
+    "tokenizer",
+    "data_collator",
+    "compute_metrics",
+    "peft_config",
+    "formatting_func",
+    "callbacks",
+)
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_moved_by(
+    before: dict[str, torch.Tensor], model: Any, gradients: dict[str, torch.Tensor]
 ) -> None:
-    """Key biases aside: their true gradient is 0, and Adam makes whole steps of its rounding."""
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        one, other = (without_key_bias(name, y) for y in (found[name], x))
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, msg=name)
-
-
-@pytest.fixture
-def trainer() -> PPOTrainer:
-    return make_trainer(reference=perturbed(make_policy()))
-
-
-@pytest.fixture
-def unchanged() -> Callable[[PPOTrainer], Any]:
-    """A context in which a trainer's parameters and state must not change."""
-    import contextlib
-
-    @contextlib.contextmanager
-    def check(trainer: PPOTrainer) -> Any:
-        before, moments, coef = parameters(trainer), trainer.running.count, trainer.kl_ctl.value
-        yield
-        assert all(torch.equal(before[k], v) for k, v in parameters(trainer).items())
-        assert (trainer.running.count, trainer.kl_ctl.value) == (moments, coef)
-
-    return check
+    """The weights are those before less their exact gradients, [float64]."""
+    assert gradients
+    for name, after in model.named_parameters():
+        moved = (before[name] - after.detach()).double()
+        # Weights near 1 are rounded twice, by 6e-8 each; sums in fp32 are off by some 1e-6.
+        torch.testing.assert_close(moved, gradients[name], rtol=2e-5, atol=1e-6, msg=name)

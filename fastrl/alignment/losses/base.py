@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.policy import ResponseLogprobs
-from fastrl.alignment.tasks import Task
+from fastrl.alignment.logprobs import ResponseLogprobs
+from fastrl.data.tasks import Task
 from fastrl.rollout import SamplingParams
 
 LOSSES: dict[str, type[Loss]] = {}

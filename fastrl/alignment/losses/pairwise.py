@@ -10,8 +10,8 @@ from torch import Tensor
 
 import fastrl_kernels
 from fastrl.alignment.batch import Batch
+from fastrl.alignment.logprobs import ResponseLogprobs
 from fastrl.alignment.losses.base import Loss, LossOutput, register, weighted_mean
-from fastrl.alignment.policy import ResponseLogprobs
 
 
 class Side(NamedTuple):

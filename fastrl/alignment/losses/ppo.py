@@ -12,20 +12,20 @@ import torch
 
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.losses.base import Loss, LossOutput, register
-from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
+from fastrl.data.tasks import Task
 from fastrl.models.modes import evaluating
-from fastrl.references.none import NoReference
-from fastrl.rollout import SamplingParams
-from fastrl.trainers.advantages import GAE
-from fastrl.trainers.experience import Experience, Scorer, make_kl_penalty
-from fastrl.trainers.losses import (
+from fastrl.ppo.advantages import GAE
+from fastrl.ppo.experience import Experience, Scorer, make_kl_penalty
+from fastrl.ppo.losses import (
     MINIBATCH_FIELDS,
     UpdateLoss,
     make_aggregate,
     make_kl_place,
 )
-from fastrl.trainers.update import minibatch_loss, minibatch_of
+from fastrl.ppo.update import minibatch_loss, minibatch_of
+from fastrl.ref_model.none import NoReference
+from fastrl.rollout import SamplingParams
 
 # Fields of SamplingParams that make tokens come from another distribution.
 _CHANGES = ("top_k", "top_p", "min_p", "min_new_tokens", "repetition_penalty", "suppress_tokens")

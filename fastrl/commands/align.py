@@ -1,0 +1,317 @@
+"""The job behind ``fastrl align``: model, data and loss in, an aligned model and a report out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastrl.alignment.arguments import AlignmentConfig
+from fastrl.alignment.losses import LOSSES, Loss, describe_losses, make_loss
+from fastrl.commands.checks import check_causal
+from fastrl.commands.fit import (
+    HELD_OUT,
+    RUN,
+    TRAINING,
+    WHAT,
+    CommandFlags,
+    FitJob,
+    fit,
+    flag,
+    standard_error,
+)
+from fastrl.commands.lora import lora_config
+from fastrl.data.tasks import TASKS, Task, find_task
+
+if TYPE_CHECKING:
+    from fastrl.alignment import Annotator, BatchFactory, SampleReweighter, Trainer
+
+
+@dataclass
+class AlignJob(FitJob):
+    """What to learn from which data, how, and where the results go.
+
+    Raises:
+        ValueError: an unknown task or loss, one that does not fit the other, options that are not
+            JSON, an online task that nobody judges, sampling out of range.
+    """
+
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
+        "what to train": (*WHAT, "task", "loss", "loss_args", "reference"),
+        "data": (*HELD_OUT, "max_length", "annotator", "judge", "max_new_tokens", "temperature"),
+        "training": TRAINING,
+        "model and run": RUN,
+    }
+
+    task: str = flag(f"What to learn from: {', '.join(TASKS)}.", "offline-pairwise")
+    loss: str | None = flag(
+        f"Loss, by default the task's first: {', '.join(LOSSES)}. Coefficients: "
+        f"{describe_losses()}.",
+        None,
+    )
+    loss_args: str | None = flag('The loss\'s coefficients as JSON, such as {"beta": 0.2}.', None)
+    output: str = flag("Folder for the model, the metrics and the report.", "runs/align")
+
+    annotator: str | None = flag(
+        "Online: sequence classifier or function (file.py:function) that scores responses. "
+        "A directory (a run's too) or a Hub id; or module:function or path/to/file.py:function, "
+        "called with (prompts, completions, **columns).",
+        None,
+    )
+    annotator_label: str | None = flag(
+        "Label of the classifier whose logit is the score, by name or index; by default the last.",
+        None,
+    )
+    judge: str | None = flag(
+        "Online, instead of --annotator: a language model that picks the better response. "
+        "A directory or a Hub id; or a function that answers a list of questions.",
+        None,
+    )
+    judge_unparsed: str = flag(
+        "What becomes of a judge's answer that cannot be parsed: refuse, skip or tie.", "skip"
+    )
+    reweighter: str | None = flag(
+        "What weighs samples: uniform, length, margin, importance, or a function of the batch, as "
+        "module:function.",
+        None,
+    )
+    reweighter_args: str | None = flag(
+        'The reweighter\'s options as JSON, such as {"power": 0.5}.', None
+    )
+
+    max_prompt_length: int | None = flag("Longest prompt, in tokens; longer ones are cut.", None)
+    truncation: str = flag(
+        "Which end of a long prompt to keep: keep_end or keep_start.", "keep_end"
+    )
+    max_new_tokens: int = flag("Online: longest response, in tokens.", 64)
+    temperature: float = flag("Online: sampling temperature.", 1.0)
+    top_k: int = flag("Online: sample among the k likeliest tokens; 0 is all of them.", 0)
+    top_p: float = flag(
+        "Online: sample among the likeliest tokens that make up this probability.", 1.0
+    )
+    samples: int = flag("Online: responses to show before and after training.", 8)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.make_loss().check(self.of, 2)
+        _options("reweighter_args", self.reweighter_args)
+        if self.of.online and (self.annotator is None) == (self.judge is None):
+            raise ValueError(
+                f"the task {self.of.name} learns from what somebody says of the policy's "
+                "responses: pass --annotator or --judge, one of the two"
+            )
+        if not self.of.online and (self.annotator or self.judge):
+            raise ValueError(
+                f"the task {self.of.name} takes everything from the data: leave out --annotator "
+                "and --judge"
+            )
+        if self.of.online:
+            self.sampling()
+
+    @property
+    def of(self) -> Task:
+        return find_task(self.task)
+
+    def make_loss(self) -> Loss:
+        first = next(name for name, loss in LOSSES.items() if self.of.name in loss.tasks)
+        name, options = self.loss or first, _options("loss_args", self.loss_args)
+        if name == "ppo":  # whose policy is the one that is sampled
+            options.setdefault("temperature", self.temperature)
+        return make_loss(name, **options)
+
+    def sampling(self) -> Any:
+        from fastrl.rollout import SamplingParams
+
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+        )
+
+    def make_annotator(self, tokenizer: Any, device: Any) -> Annotator | None:
+        """Of an online task, on the device where it computes; the tokenizer is the policy's."""
+        from fastrl.alignment import JudgeAnnotator, ModelJudge, load_annotator
+        from fastrl.rewards.functions import load_function
+
+        if self.judge is not None:
+            named = ":" in self.judge
+            judge = (
+                load_function(self.judge)
+                if named
+                else ModelJudge.from_pretrained(self.judge, device=device)
+            )
+            return JudgeAnnotator(judge, unparsed=self.judge_unparsed)
+        if self.annotator is None:
+            return None
+        annotator: Any = load_annotator(
+            self.annotator, label=self.annotator_label, tokenizer=tokenizer
+        )
+        if hasattr(annotator.reward, "to"):
+            annotator.reward.to(device)
+        return annotator
+
+    def make_reweighter(self) -> SampleReweighter | None:
+        from fastrl.alignment import make_reweighter
+
+        if self.reweighter is None:
+            return None
+        return make_reweighter(self.reweighter, **_options("reweighter_args", self.reweighter_args))
+
+
+@dataclass
+class AlignFlags(CommandFlags, AlignmentConfig):
+    """AlignmentConfig with defaults for a command."""
+
+    _argument_group_name: ClassVar[str] = "alignment, and transformers' training arguments"
+
+    reference_adapter: str = flag(
+        AlignmentConfig.__dataclass_fields__["reference_adapter"].metadata["help"], "auto"
+    )
+    num_train_epochs: float = flag("Passes over the data, a whole number.", 1)
+    learning_rate: float = flag("AdamW's learning rate.", 1e-5)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_train_epochs < 1 or self.num_train_epochs % 1:
+            raise ValueError(
+                f"num_train_epochs must be a whole number of 1 or more, got "
+                f"{self.num_train_epochs}: for part of a pass, set max_steps"
+            )
+
+
+def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
+    """Train, save and report."""
+    from fastrl.alignment import Trainer
+
+    loss = job.make_loss()
+    peft_config = lora_config(job, "SEQ_CLS" if loss.learns == "reward model" else "CAUSAL_LM")
+    _check_dropout(job, flags, loss)
+    train, held_out, tokenizer = job.begin(flags)
+    factory, eval_factory = _factories(job, flags, train, held_out, tokenizer)
+    if loss.learns != "reward model":
+        check_causal(job.model, "align", "choose a decoder, such as GPT-2, Llama or Qwen")
+    trainer = Trainer(
+        _model(job, loss),
+        flags,
+        factory,
+        loss,
+        eval_factory=eval_factory,
+        reweighter=job.make_reweighter(),
+        peft_config=peft_config,
+    )
+    title = f"{job.model}: {job.of.name} by {loss.name} on {job.dataset}"
+    summary = fit(trainer, job, flags, description=loss.name, title=title, judge=_judge_of(trainer))
+    _show_samples(trainer, job.samples)
+    return summary
+
+
+def _model(job: AlignJob, loss: Loss) -> Any:
+    from fastrl.models.load import load_language_model, load_reward_model
+
+    if loss.learns == "reward model":
+        return load_reward_model(job.model, dtype=job.dtype)
+    return load_language_model(job.model, dtype=job.dtype, trainable=True)
+
+
+def _check_dropout(job: AlignJob, flags: AlignFlags, loss: Loss) -> None:
+    """
+    Raises:
+        ValueError: a dropout that would not act, or must not.
+    """
+    if not job.lora_dropout:
+        return
+    if loss.learns == "policy with values":
+        raise ValueError(
+            f"lora_dropout must be 0 with the loss {loss.name}, got {job.lora_dropout}: with "
+            "dropout the probability ratio would differ from 1 where nothing was learned"
+        )
+    if flags.disable_dropout:
+        raise ValueError(
+            f"lora_dropout={job.lora_dropout:g} would not act: pass --disable-dropout false to "
+            "train with dropout, or leave lora_dropout at 0"
+        )
+
+
+def _factories(
+    job: AlignJob, flags: AlignFlags, train: Any, held_out: Any, tokenizer: Any
+) -> tuple[BatchFactory, BatchFactory | None]:
+    """Of training and of evaluation, with one annotator."""
+    from fastrl.alignment import BatchFactory, DatasLoader
+
+    annotator = job.make_annotator(tokenizer, flags.device)
+
+    def of(rows: Any, batch_size: int) -> BatchFactory:
+        loader = DatasLoader(
+            rows,
+            tokenizer,
+            max_length=flags.max_length,
+            max_prompt_length=job.max_prompt_length,
+            truncation=job.truncation,
+        )
+        return BatchFactory(
+            job.of,
+            loader,
+            batch_size=batch_size,
+            epochs=int(flags.num_train_epochs),
+            annotator=annotator,
+            params=job.sampling() if job.of.online else None,
+            seed=flags.seed,
+        )
+
+    eval_size = flags.per_device_eval_batch_size
+    return (
+        of(train, flags.per_device_train_batch_size),
+        None if held_out is None else of(held_out, eval_size),
+    )
+
+
+def _judge_of(trainer: Trainer) -> Callable[[dict[str, float]], dict[str, float]]:
+    """What to say of an evaluation."""
+    examples: Any = trainer.eval_dataset
+
+    def judge(metrics: dict[str, float]) -> dict[str, float]:
+        told = {}
+        for name, title in (
+            ("loss", "held_out_loss"),
+            ("reward", "held_out_reward"),
+            ("reward_sem", "held_out_reward_sem"),
+            ("win_rate", "win_rate_against_the_start"),
+            ("win_rate_sem", "win_rate_sem"),
+        ):
+            if f"eval_{name}" in metrics:
+                told[title] = metrics[f"eval_{name}"]
+        accuracy = metrics.get("eval_rewards/accuracies", math.nan)
+        if not math.isnan(accuracy):
+            told["held_out_accuracy"] = accuracy
+            told["held_out_accuracy_sem"] = standard_error(accuracy, len(examples))
+        return told
+
+    return judge
+
+
+def _show_samples(trainer: Trainer, count: int) -> None:
+    from fastrl.run.report import run_console, samples_table
+
+    judged = getattr(trainer.evaluation, "judged", [])
+    if count and len(judged) > 1 and trainer.accelerator.is_main_process:
+        run_console().print(samples_table(judged[0], judged[-1], count))
+
+
+def _options(name: str, text: str | None) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: text that is none.
+    """
+    if text is None:
+        return {}
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"{name} must be a JSON object, got {options!r}")
+    return options

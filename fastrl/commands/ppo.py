@@ -1,0 +1,358 @@
+"""The job behind ``fastrl ppo`` and ``fastrl grpo``: model, prompts and reward in, a better model
+and a report out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastrl.commands.checks import (
+    check_call,
+    check_causal,
+    check_dtype,
+    check_output,
+    check_seed,
+    check_trackers,
+    check_weights,
+)
+from fastrl.commands.fit import say_none_held_out
+from fastrl.commands.lora import lora_config
+from fastrl.config import PPOConfig, json_object
+from fastrl.data.tables import (
+    LONG_PROMPTS,
+    MOST_HELD_OUT,
+    PROMPT,
+    ROW,
+    count_prompts,
+    drop_prompts,
+    held_out_count,
+    load_table,
+    sample_rows,
+    take_prompts,
+)
+from fastrl.models.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from fastrl.run.report import Comparison
+
+
+def _help(text: str, default: Any = dataclasses.MISSING) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+# The flags that --help shows, see fastrl.commands.flags.parse.
+_WHAT = {
+    "what to train": ("model", "dataset", "reward", "output"),
+    "prompts and responses": (
+        "prompt_column",
+        "max_prompt_tokens",
+        "max_new_tokens",
+        "temperature",
+        "missing_eos_penalty",
+        "eval_dataset",
+        "eval_prompts",
+        "eval_every",
+    ),
+}
+_STEPS = (
+    "steps",
+    "batch_size",
+    "mini_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+)
+_RUN = ("lora_r", "dtype", "seed", "log_with")
+
+
+@dataclass
+class PPOJob:
+    """What to train, on which prompts, for which reward, and where the results go.
+
+    Raises:
+        ValueError: a size that is not positive, a LoRA rank below zero.
+    """
+
+    _argument_group_name: ClassVar[str] = "the job"
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
+        **_WHAT,
+        "PPO": (
+            *_STEPS,
+            "ppo_epochs",
+            "init_kl_coef",
+            "target",
+            "cliprange",
+            "reference",
+        ),
+        "model and run": _RUN,
+    }
+
+    model: str = _help(
+        "Causal language model: a directory (a run's, or of an adapter to train on) or a Hub id."
+    )
+    dataset: str = _help(
+        "Prompts: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
+        ".json, .csv, .tsv, .parquet or .txt."
+    )
+    reward: str = _help(
+        "Sequence classifier (a directory, a run's too, or a Hub id), or a function "
+        "(file.py:function). Functions are named as module:function or path/to/file.py:function, "
+        "and called with (prompts, completions, completion_ids, **columns)."
+    )
+    output: str = _help("Folder for the model, the metrics and the report.", "runs/ppo")
+
+    prompt_column: str | None = _help(
+        "Column of the prompts; by default the first of prompt, query and text.", None
+    )
+    dataset_split: str = _help("Split of a Hub data set.", "train")
+    prompt_words: int | None = _help("Take only the first words of each text as prompt.", None)
+    max_prompt_tokens: int | None = _help("Take only the first tokens of each prompt.", None)
+    long_prompts: str = _help(
+        "What becomes of prompts that with their new tokens exceed the model's context: refuse or "
+        "drop (they are counted).",
+        "refuse",
+    )
+
+    eval_dataset: str | None = _help(
+        "Data set to evaluate on; by default prompts are held out from --dataset.", None
+    )
+    eval_prompts: int | None = _help(
+        "Prompts held out for evaluation, 0 for none; by default a tenth, 256 at most. With "
+        "--eval-dataset: how many of its prompts; by default all, 256 at most.",
+        None,
+    )
+    eval_every: int = _help("Steps between evaluations; 0 is before and after only.", 0)
+
+    reward_label: str | None = _help(
+        "Label of the classifier whose logit is the reward, by name or index; by default the last.",
+        None,
+    )
+    reward_batch_size: int = _help("Texts that the classifier scores at a time.", 64)
+    missing_eos_penalty: float | None = _help(
+        "Subtracted from the reward of completions without an EOS token.", None
+    )
+
+    max_new_tokens: int = _help("Longest completion, in tokens.", 32)
+    top_k: int = _help("Sample among the k likeliest tokens; 0 is all of them.", 0)
+    top_p: float = _help("Sample among the likeliest tokens that make up this probability.", 1.0)
+
+    lora_r: int = _help("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
+    lora_alpha: int = _help("LoRA's scaling numerator.", 32)
+    lora_dropout: float = _help("Must be 0: a policy that PPO trains has no dropout.", 0.0)
+    dtype: str = _help("Type of the model's weights, such as float32 or bfloat16.", "float32")
+    samples: int = _help("Completions to show before and after training.", 8)
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "reward_batch_size", "prompt_words", "max_prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        for name in ("eval_prompts", "eval_every", "top_k", "lora_r", "samples"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must be 0 or more, got {value}")
+        check_dtype(self.dtype)
+        if self.missing_eos_penalty is not None and not math.isfinite(self.missing_eos_penalty):
+            raise ValueError(f"missing_eos_penalty must be finite, got {self.missing_eos_penalty}")
+        if self.lora_dropout:
+            raise ValueError(
+                f"lora_dropout must be 0, got {self.lora_dropout}: with dropout the probability "
+                "ratio would differ from 1 where nothing was learned, so the policy is trained in "
+                "evaluation mode; fastrl sft and reward take it"
+            )
+        if self.long_prompts not in LONG_PROMPTS:
+            raise ValueError(
+                f"unknown long_prompts {self.long_prompts!r}: choose one of "
+                f"{', '.join(LONG_PROMPTS)}"
+            )
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+    @property
+    def generation_kwargs(self) -> dict[str, Any]:
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+        }
+
+
+@dataclass
+class PPOFlags(PPOConfig):
+    """PPOConfig for a command line, where ``steps`` counts PPO steps, not samples."""
+
+    _argument_group_name: ClassVar[str] = "PPO"
+
+    steps: int = _help("Number of steps, each on batch_size completions.", 100)
+    # A saved adapter that is trained on is what a user starts from, as a whole model would be.
+    reference_adapter: str = _help(
+        PPOConfig.__dataclass_fields__["reference_adapter"].metadata["help"], "auto"
+    )
+
+    def config_for(self, job: PPOJob) -> PPOConfig:
+        """The trainer's settings; what the job knows is taken from it unless given."""
+        fields = {f.name: f.default for f in dataclasses.fields(self) if f.init}
+        settings = {name: getattr(self, name) for name in fields}
+        settings["steps"] = self.steps * self.batch_size
+        for name, value in (
+            ("model_name", job.model),
+            ("query_dataset", job.dataset),
+            ("reward_model", job.reward),
+            ("loss_norm_length", job.max_new_tokens),
+        ):
+            if settings[name] == fields[name]:
+                settings[name] = value
+        return PPOConfig(**settings)
+
+
+@dataclass
+class GRPOJob(PPOJob):
+    """A :class:`PPOJob` in a folder of its own."""
+
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
+        **_WHAT,
+        "GRPO": (
+            "advantage",
+            "group_size",
+            *_STEPS,
+            "ppo_epochs",
+            "init_kl_coef",
+            "kl_in",
+            "loss_aggregate",
+            "cliprange",
+        ),
+        "model and run": _RUN,
+    }
+
+    output: str = _help("Folder for the model, the metrics and the report.", "runs/grpo")
+
+
+def _but(name: str, default: Any) -> Any:
+    """A field of PPOConfig with another default."""
+    return _help(PPOConfig.__dataclass_fields__[name].metadata["help"], default)
+
+
+@dataclass
+class GRPOFlags(PPOFlags):
+    """The same settings with defaults for group baselines: no value function, the KL in the loss
+    with a fixed coefficient, one pass over each batch."""
+
+    _argument_group_name: ClassVar[str] = "GRPO"
+
+    advantage: str = _but("advantage", "grpo")
+    group_size: int = _but("group_size", 8)
+    kl_in: str = _but("kl_in", "loss")
+    init_kl_coef: float = _but("init_kl_coef", 0.04)  # that of DeepSeekMath
+    adap_kl_ctrl: bool = _but("adap_kl_ctrl", False)
+    ppo_epochs: int = _but("ppo_epochs", 1)
+    max_grad_norm: float | None = _but("max_grad_norm", 1.0)
+
+
+_FOR_ENCODER_DECODERS = (
+    "use the Python API, fastrl.PPOTrainer with "
+    "fastrl.AutoModelForSeq2SeqLMWithValueHead.from_pretrained"
+)
+
+
+def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
+    """Train, save and report; the change in held-out reward, None without evaluation prompts."""
+    from fastrl.core import set_seed
+    from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
+    from fastrl.models.load import model_folder
+    from fastrl.ppo import PPOTrainer
+    from fastrl.rewards.functions import ClassifierReward, load_reward
+    from fastrl.run.callbacks import JsonlCallback
+    from fastrl.run.report import finish_run
+
+    started = time.perf_counter()
+    command = "ppo" if flags.needs_values else "grpo"
+    check_output(job.output)
+    check_seed(flags.seed)
+    check_trackers("log_with", [flags.log_with] if flags.log_with else [])
+    set_seed(flags.seed)
+    policy, peft_config = model_folder(job.model), lora_config(job, "CAUSAL_LM")
+    reward = load_reward(job.reward, label=job.reward_label, batch_size=job.reward_batch_size)
+    tokenizer = load_tokenizer(policy)
+    check_causal(policy, command, _FOR_ENCODER_DECODERS)
+    check_weights(policy)
+    train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
+    columns = [name for name in train_rows.column_names if name not in (PROMPT, ROW, "input_ids")]
+    check_call(job.reward, reward, ("prompts", "completions", "completion_ids"), columns)
+    config = flags.config_for(job)
+    kind = AutoModelForCausalLMWithValueHead if config.needs_values else CausalLMPolicy
+    model = kind.from_pretrained(
+        job.model, dtype=job.dtype, peft_config=peft_config, is_trainable=True
+    )
+
+    output = Path(job.output)
+    if config.log_with is not None:  # tensorboard writes into a folder
+        json_object(config.project_kwargs).setdefault("logging_dir", str(output / "logs"))
+    trainer = PPOTrainer(config, model, tokenizer=tokenizer)
+    if isinstance(reward, ClassifierReward):
+        reward.to(trainer.current_device)
+    result = trainer.train(
+        reward,
+        steps=flags.steps,
+        dataset=train_rows,
+        prompt_column=PROMPT,
+        generation_kwargs=job.generation_kwargs,
+        eval_prompts=eval_rows,
+        eval_every=job.eval_every,
+        missing_eos_penalty=job.missing_eos_penalty,
+        long_prompts=job.long_prompts,
+        callbacks=[JsonlCallback(output / "metrics.jsonl")],
+    )
+    comparison = finish_run(
+        trainer,
+        result,
+        output,
+        title=f"{job.model}: {config.method} for {job.reward}",
+        samples=job.samples,
+        summary={
+            "job": dataclasses.asdict(job),
+            "ppo": flags.to_dict(),
+            "train_prompts": len(train_rows) - result.dropped_prompts,
+            "eval_prompts": 0
+            if eval_rows is None
+            else len(eval_rows) - result.dropped_eval_prompts,
+            "long_prompts_dropped": result.dropped_prompts + result.dropped_eval_prompts,
+            "seconds": time.perf_counter() - started,
+        },
+    )
+    trainer.accelerator.end_training()  # trackers are closed
+    return comparison
+
+
+def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Dataset | None]:
+    """Rows to train on and rows to evaluate on, with a column "prompt"; no prompt is in both."""
+
+    def rows_of(source: str) -> Dataset:
+        table = load_table(source, job.dataset_split)
+        return take_prompts(
+            table.add_column(ROW, list(range(len(table)))),
+            job.prompt_column,
+            words=job.prompt_words,
+            max_tokens=job.max_prompt_tokens,
+            tokenizer=tokenizer,
+        )
+
+    train_rows = rows_of(job.dataset)
+    if job.eval_prompts == 0:
+        return train_rows, None
+    if job.eval_dataset is not None:
+        source = rows_of(job.eval_dataset)
+        count = MOST_HELD_OUT if job.eval_prompts is None else job.eval_prompts
+    else:
+        source = train_rows
+        distinct = count_prompts(train_rows)
+        count = held_out_count(job.eval_prompts, distinct)
+        if count == 0:
+            say_none_held_out(distinct, "prompts")
+            return train_rows, None
+    eval_rows = sample_rows(source, count, seed)
+    return drop_prompts(train_rows, eval_rows[PROMPT]), eval_rows

@@ -1,0 +1,73 @@
+"""The job behind ``fastrl reward``: a model and preference pairs in, a reward model out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fastrl.commands.fit import (
+    HELD_OUT,
+    RUN,
+    TRAINING,
+    WHAT,
+    CommandFlags,
+    FitJob,
+    fit,
+    flag,
+    standard_error,
+)
+from fastrl.commands.lora import lora_config
+from fastrl.trainers.reward import RewardConfig
+
+
+@dataclass
+class RewardJob(FitJob):
+    """Pairs to learn from: chosen, rejected, and a prompt that they may share."""
+
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
+        "what to train": WHAT,
+        "data": (*HELD_OUT, "max_length"),
+        "training": TRAINING,
+        "model and run": RUN,
+    }
+
+    output: str = flag("Folder for the model, the metrics and the report.", "runs/reward")
+
+
+@dataclass
+class RewardFlags(CommandFlags, RewardConfig):
+    """RewardConfig with defaults for a command."""
+
+    _argument_group_name: ClassVar[str] = "reward modelling, and transformers' training arguments"
+
+    num_print_samples: int = flag("Pairs to show at each evaluation; -1 is all of them.", 0)
+
+
+def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
+    """Train, save and report."""
+    from fastrl.models.load import load_reward_model
+    from fastrl.trainers.reward import RewardTrainer
+
+    peft_config = lora_config(job, "SEQ_CLS")
+    train, held_out, tokenizer = job.begin(flags)
+    trainer = RewardTrainer(
+        load_reward_model(job.model, dtype=job.dtype),
+        flags,
+        None,
+        train,
+        held_out,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+    )
+    pairs: Any = trainer.eval_dataset
+
+    def judge(metrics: dict[str, float]) -> dict[str, float]:
+        accuracy = metrics["eval_accuracy"]
+        return {
+            "held_out_loss": metrics["eval_loss"],
+            "held_out_accuracy": accuracy,
+            "held_out_accuracy_sem": standard_error(accuracy, len(pairs)),
+        }
+
+    title = f"{job.model}: rewards from {job.dataset}"
+    return fit(trainer, job, flags, description="reward", title=title, judge=judge)

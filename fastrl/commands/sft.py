@@ -1,0 +1,65 @@
+"""The job behind ``fastrl sft``: a language model and texts in, a fitted model and a report out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fastrl.commands.checks import check_causal
+from fastrl.commands.fit import HELD_OUT, RUN, TRAINING, WHAT, CommandFlags, FitJob, fit, flag
+from fastrl.commands.lora import lora_config
+from fastrl.trainers.sft import SFTConfig
+
+
+@dataclass
+class SFTJob(FitJob):
+    """Texts to learn."""
+
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
+        "what to train": WHAT,
+        "data": (*HELD_OUT, "max_length", "dataset_text_field", "response_template", "packing"),
+        "training": TRAINING,
+        "model and run": RUN,
+    }
+
+    output: str = flag("Folder for the model, the metrics and the report.", "runs/sft")
+    response_template: str | None = flag(
+        "Learn only what follows this text in each example, such as '### Answer:'.", None
+    )
+
+
+@dataclass
+class SFTFlags(CommandFlags, SFTConfig):
+    """SFTConfig with defaults for a command."""
+
+    _argument_group_name: ClassVar[str] = "SFT, and transformers' training arguments"
+
+
+def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
+    """Train, save and report."""
+    from fastrl.data.texts import DataCollatorForCompletionOnlyLM
+    from fastrl.models.load import load_language_model
+    from fastrl.trainers.sft import SFTTrainer
+
+    peft_config = lora_config(job, "CAUSAL_LM")
+    train, held_out, tokenizer = job.begin(flags)
+    check_causal(job.model, "sft", "choose a decoder, such as GPT-2, Llama or Qwen")
+    trainer = SFTTrainer(
+        load_language_model(job.model, dtype=job.dtype, trainable=True),
+        flags,
+        None
+        if job.response_template is None
+        else DataCollatorForCompletionOnlyLM(job.response_template, tokenizer=tokenizer),
+        train,
+        held_out,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+    )
+
+    def judge(metrics: dict[str, float]) -> dict[str, float]:
+        loss = metrics["eval_loss"]
+        return {"held_out_loss": loss, "held_out_perplexity": math.exp(min(loss, 700.0))}
+
+    title = f"{job.model}: SFT on {job.dataset}"
+    return fit(trainer, job, flags, description="SFT", title=title, judge=judge)

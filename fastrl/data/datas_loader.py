@@ -1,0 +1,228 @@
+"""Data sets of prompts, answers, feedback or pairs, as examples for a model."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+from fastrl.data.columns import NEEDS, Parts, Roles, is_blank, read_label, read_parts
+from fastrl.data.encode import Encoder
+from fastrl.data.examples import Example
+from fastrl.data.tables import load_table
+from fastrl.data.tasks import ANSWERS, FEEDBACK, KINDS, PAIRS, PROMPTS
+from fastrl.trainers.supervised import as_dataset
+
+# What each kind of data can be read as.
+_SERVES = {
+    PROMPTS: (PROMPTS,),
+    ANSWERS: (ANSWERS, PROMPTS),
+    FEEDBACK: (FEEDBACK, ANSWERS, PROMPTS),
+    PAIRS: (PAIRS, FEEDBACK, ANSWERS, PROMPTS),
+}
+_DROPPED = {"empty": "have an empty response", "equal": "have equal sides"}
+
+
+class DatasLoader(Sequence[Example]):
+    """A sequence of examples of one kind.
+
+    ``prompts`` are read from a column of prompts; ``answers`` with a response beside it;
+    ``feedback`` with a response and a label; ``pairs`` with chosen and rejected. Richer data serve
+    as poorer: pairs as feedback (either side, desired or not), as answers (the chosen side) or as
+    prompts, feedback as answers (the desired ones), all of them as prompts; see :meth:`as_kind`.
+
+    Prompts and responses are texts or chat messages, which go through the tokenizer's template. The
+    prompt may also be inside the responses: messages, or chosen and rejected, may be conversations;
+    chosen and rejected may be texts of the form "\\n\\nHuman: …\\n\\nAssistant: …", whose prompt is
+    what both have up to their last common "\\n\\nAssistant:".
+
+    Texts are looked at once, here: examples with an empty response or with equal sides are left
+    out, and counted in a warning. They are tokenised when they are asked for; sides that a limit
+    makes equal stay.
+
+    Args:
+        source: a file, a folder or a Hub id, see :func:`fastrl.data.tables.load_table`; a Hugging
+            Face data set; a list of rows.
+        tokenizer: of the model that learns.
+        kind: "prompts", "answers", "feedback" or "pairs"; None takes the richest that the columns
+            make.
+        split: of a data set with several.
+        max_length, max_prompt_length, truncation, add_eos: see
+            :class:`fastrl.data.encode.Encoder`.
+        prompt_column: by default "prompt" or "query", or "text" where there are only prompts.
+        response_column: by default "response", "completion" or "messages".
+        label_column: of booleans, or of 1 and 0; by default "label" or "desired".
+        chosen_column, rejected_column: by default "chosen" and "rejected".
+
+    Raises:
+        ValueError: no such column, a kind that the columns do not make; something that is neither
+            text nor chat messages, an empty prompt, a label that is not boolean, named by row and
+            column; no example left.
+        TypeError: no data set, see :func:`fastrl.trainers.supervised.as_dataset`.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        tokenizer: Any,
+        kind: str | None = None,
+        *,
+        split: str = "train",
+        max_length: int | None = None,
+        max_prompt_length: int | None = None,
+        truncation: str = "keep_end",
+        add_eos: bool = True,
+        prompt_column: str | None = None,
+        response_column: str | None = None,
+        label_column: str | None = None,
+        chosen_column: str | None = None,
+        rejected_column: str | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.encoder = Encoder(tokenizer, max_length, max_prompt_length, truncation, add_eos)
+        self._rows = _open(source, split)
+        self.columns = _columns(self._rows)
+        named = {
+            "prompt": prompt_column,
+            "response": response_column,
+            "label": label_column,
+            "chosen": chosen_column,
+            "rejected": rejected_column,
+        }
+        self._roles = Roles.find(self.columns, named)
+        given = self._roles.kind()
+        if given is None:
+            raise ValueError(
+                f"the data set has columns {', '.join(self.columns)}: it needs {NEEDS[PROMPTS]} at "
+                "least; name its columns, with prompt_column say"
+            )
+        self._given: str = given
+        self._take(kind or given)
+
+    def as_kind(self, kind: str) -> DatasLoader:
+        """The same data as examples of another kind.
+
+        Raises:
+            ValueError: the columns do not make that.
+        """
+        if kind == self.kind:
+            return self
+        other = copy.copy(self)
+        other._take(kind)
+        return other
+
+    def __len__(self) -> int:
+        return len(self._picks)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        pick = self._picks[index]
+        row = self._rows[pick.row]
+        parts = read_parts(row, pick.row, self._roles, self._given)
+        chosen = Parts(parts.prompt, tuple(parts.answers[side] for side in pick.sides))
+        others = {k: v for k, v in row.items() if k not in self._roles.read(self.kind)}
+        try:
+            return self.encoder(chosen, pick.desired, others)
+        except ValueError as error:
+            raise ValueError(f"row {pick.row} of the data set: {error}") from error
+
+    def _take(self, kind: str) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"unknown kind {kind!r}: choose one of {', '.join(KINDS)}")
+        if kind not in _SERVES[self._given]:
+            raise ValueError(
+                f"{kind} are needed, which are made of {NEEDS[kind]}; the data set's columns make "
+                f"{self._given} only: {', '.join(self.columns)}"
+            )
+        self.kind = kind
+        self._picks, dropped = self._picked()
+        count = sum(dropped.values())
+        why = ", ".join(f"{dropped[x]} {said}" for x, said in _DROPPED.items() if dropped[x])
+        if not self._picks:
+            raise ValueError(
+                f"no example is left of {len(self._rows)} rows: {why or 'none is desired'}"
+            )
+        if count:
+            warnings.warn(f"{count} of {len(self._rows)} rows dropped: {why}", stacklevel=3)
+        self[0]  # a chat template that does not serve is seen now
+
+    def _picked(self) -> tuple[list[_Pick], Counter[str]]:
+        picks, dropped = [], Counter[str]()
+        for i, row in enumerate(_each(self._rows)):
+            parts = read_parts(row, i, self._roles, self._given)
+            useless = _why_useless(parts, self.kind)
+            if useless:
+                dropped[useless] += 1
+            elif self.kind == PROMPTS:
+                picks.append(_Pick(i))
+            elif self._given == PAIRS:
+                picks += _FROM_PAIRS[self.kind](i)
+            elif self._given == FEEDBACK:
+                assert self._roles.label is not None
+                desired = read_label(row, i, self._roles.label)
+                if desired or self.kind == FEEDBACK:
+                    picks.append(_Pick(i, (0,), desired if self.kind == FEEDBACK else None))
+            else:
+                picks.append(_Pick(i, (0,)))
+        return picks, dropped
+
+
+class _Pick(NamedTuple):
+    """Which answers of a row make an example."""
+
+    row: int
+    sides: tuple[int, ...] = ()
+    desired: bool | None = None
+
+
+_FROM_PAIRS = {
+    PAIRS: lambda i: [_Pick(i, (0, 1))],
+    FEEDBACK: lambda i: [_Pick(i, (0,), True), _Pick(i, (1,), False)],
+    ANSWERS: lambda i: [_Pick(i, (0,))],
+}
+
+
+def _why_useless(parts: Parts, kind: str) -> str:
+    if kind == PROMPTS:  # only where it would have been inside responses
+        return "empty" if is_blank(parts.prompt) else ""
+    if any(is_blank(answer) for answer in parts.answers):
+        return "empty"
+    return "equal" if len(parts.answers) == 2 and parts.answers[0] == parts.answers[1] else ""
+
+
+def _open(source: Any, split: str) -> Any:
+    """Rows by index. Lists stay what they are, so that what is wrong in them can be named."""
+    if isinstance(source, str | os.PathLike):
+        return load_table(os.fspath(source), split)
+    if isinstance(source, dict) and split in source:
+        source = source[split]
+    if isinstance(source, list | tuple) and source:
+        for i, row in enumerate(source):
+            if not isinstance(row, Mapping):
+                raise TypeError(f"row {i} is a {type(row).__name__}: rows are dicts by column")
+        return source
+    return as_dataset(source)
+
+
+def _columns(rows: Any) -> list[str]:
+    if hasattr(rows, "column_names"):
+        return list(rows.column_names)
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _each(rows: Any) -> Iterator[Mapping[str, Any]]:
+    """All rows; of a data set in batches, which is many times faster than one by one."""
+    if not hasattr(rows, "column_names"):
+        yield from rows
+        return
+    for batch in rows.iter(1000):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))

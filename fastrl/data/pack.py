@@ -1,0 +1,168 @@
+"""Several texts in one row, each as if it were alone."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fastrl.data.texts import IGNORED, targets_of
+from fastrl.models.modes import evaluating
+
+_ROWS = ((5, 3, 6), (4, 7))  # lengths of texts, of the check
+_TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and less
+
+
+def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Which texts share a row of ``room`` tokens: the longest first, each into the fullest row that
+    holds it."""
+    rows: list[list[int]] = []
+    by_space: dict[int, list[list[int]]] = {}  # rows by what is left in them
+    spaces: list[int] = []  # its keys, in order
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect.bisect_left(spaces, lengths[i])
+        if at < len(spaces):
+            space = spaces[at]
+            row = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[at]
+        else:
+            row, space = [], room
+            rows.append(row)
+        row.append(i)
+        left = space - lengths[i]
+        if left not in by_space:
+            bisect.insort(spaces, left)
+        by_space.setdefault(left, []).append(row)
+    return [sorted(row) for row in rows]
+
+
+class PackedTexts(Dataset):
+    """Rows of texts, joined when they are asked for: ``input_ids`` and ``labels`` one after the
+    other, and the ``lengths`` of the texts.
+
+    Args:
+        texts: a data set with ``input_ids`` and ``labels``.
+        room: tokens in a row.
+    """
+
+    def __init__(self, texts: Any, room: int):
+        self.texts = texts
+        self.rows = pack([len(ids) for ids in texts["input_ids"]], room)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        texts = self.texts[self.rows[index]]
+        return {
+            "input_ids": [token for ids in texts["input_ids"] for token in ids],
+            "labels": [label for labels in texts["labels"] for label in (IGNORED, *labels[1:])],
+            "lengths": [len(ids) for ids in texts["input_ids"]],
+        }
+
+
+@dataclass
+class PackedCollator:
+    """Rows of texts, padded on the right; ``position_ids`` begin anew with each text.
+
+    Args:
+        mask: also the mask [B, 1, T, T] by which a text sees itself alone, for models that do not
+            read it off the positions.
+    """
+
+    tokenizer: Any
+    mask: bool = False
+
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        width = max(len(f["input_ids"]) for f in features)
+        shape = len(features), width
+        ids = torch.full(shape, self.tokenizer.pad_token_id)
+        labels, positions, texts = (torch.full(shape, x) for x in (IGNORED, 0, -1))
+        for row, feature in enumerate(features):
+            end = len(feature["input_ids"])
+            ids[row, :end] = torch.as_tensor(feature["input_ids"])
+            labels[row, :end] = torch.as_tensor(feature["labels"])
+            # Padding is a text of its own.
+            parts = [*feature.get("lengths", [end]), width - end]
+            positions[row] = torch.cat([torch.arange(n) for n in parts])
+            texts[row] = torch.cat([torch.full((n,), i) for i, n in enumerate(parts)])
+        labels[:, 0] = IGNORED  # nothing predicts it
+        batch = {"input_ids": ids, "position_ids": positions, "labels": labels}
+        if self.mask:
+            same = texts[:, :, None] == texts[:, None, :]
+            batch["attention_mask"] = (same & torch.ones(width, width).tril().bool())[:, None]
+        return batch | targets_of(labels)
+
+
+@dataclass
+class JoinedCollator:
+    """A whole batch as one row without padding: [1, T]."""
+
+    packed: PackedCollator
+
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+        joined: dict[str, list[int]] = {"input_ids": [], "labels": [], "lengths": []}
+        for feature in features:
+            joined["input_ids"] += feature["input_ids"]
+            joined["labels"] += [IGNORED, *feature["labels"][1:]]
+            joined["lengths"] += feature.get("lengths", [len(feature["input_ids"])])
+        return self.packed([joined])
+
+
+def choose_packing(
+    model: Any, tokenizer: Any, autocast: contextlib.AbstractContextManager | None = None
+) -> PackedCollator:
+    """How this model is told where texts begin: by positions alone, or by a mask.
+
+    Raises:
+        ValueError: neither keeps a text from its neighbours.
+    """
+    with evaluating(model), torch.no_grad(), autocast or contextlib.nullcontext():
+        for mask in (False, True):
+            collator = PackedCollator(tokenizer, mask)
+            if _isolates(model, collator):
+                return collator
+    raise ValueError(
+        f"{type(model).__name__} lets packed texts see each other: pass packing=False, or a data "
+        "collator with padding_free=False"
+    )
+
+
+def _isolates(model: Any, collator: PackedCollator) -> bool:
+    """Whether texts in one row have the logits that they have alone."""
+    vocabulary = model.config.get_text_config().vocab_size
+    rows = [list(lengths) for lengths in _ROWS]
+    features = []
+    for row, lengths in enumerate(rows):
+        ids = [(row + 3 * i) % vocabulary for i in range(1, sum(lengths) + 1)]
+        features.append({"input_ids": ids, "labels": ids, "lengths": lengths})
+    batch = collator(features)
+    inputs = {
+        k: batch[k].to(model.device)
+        for k in ("input_ids", "position_ids", "attention_mask")
+        if k in batch
+    }
+    exact = not torch.is_autocast_enabled(model.device.type) and all(
+        p.dtype == torch.float32 for p in model.parameters() if p.is_floating_point()
+    )
+    tolerance = _TOLERANCE[0 if exact else 1]
+    try:
+        packed = model(**inputs, use_cache=False).logits
+    except (RuntimeError, ValueError, TypeError):
+        return False
+    for ids, logits, lengths in zip(inputs["input_ids"], packed, rows, strict=True):
+        used = sum(lengths)
+        for text, together in zip(
+            ids[:used].split(lengths), logits[:used].split(lengths), strict=True
+        ):
+            alone = model(input_ids=text[None], use_cache=False).logits[0]
+            if not torch.allclose(alone.float(), together.float(), tolerance, tolerance):
+                return False
+    return True

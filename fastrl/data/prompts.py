@@ -1,0 +1,269 @@
+"""The prompts of a training run: texts, chats or token ids, and the order in which they come."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastrl.data.chat import Said, encode, is_chat, prompt_text
+from fastrl.data.tables import ROW
+from fastrl.models.layout import Joined
+
+_PROMPT_COLUMNS = ("prompt", "query")
+_REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
+
+
+class Prompts:
+    """Prompts as text and token ids, with the columns that a reward function may want.
+
+    Attributes:
+        said: each prompt as it was given, a text or chat messages; token ids as their text.
+        texts: the same as one text each, chats through the tokenizer's chat template.
+        ids: token ids of these, 1-D int64.
+        columns: the other columns of the data set.
+        rows: where each prompt stands in what was passed.
+        name_of: calls such a row by name, for messages.
+    """
+
+    def __init__(
+        self,
+        said: list[Said],
+        texts: list[str],
+        ids: list[Tensor],
+        columns: dict[str, list[Any]],
+        rows: list[int],
+        name_of: Callable[[int], str],
+    ):
+        self.said, self.texts, self.ids = said, texts, ids
+        self.columns = columns
+        self.rows, self.name_of = rows, name_of
+
+    @classmethod
+    def from_list(
+        cls,
+        prompts: Sequence[Said | Tensor],
+        tokenizer: Any,
+        name_of: Callable[[int], str] = "prompts[{}]".format,
+        rows: list[int] | None = None,
+    ) -> Prompts:
+        """From texts, chat messages or 1-D token ids.
+
+        A chat goes through the tokenizer's chat template, up to where the assistant's answer
+        begins; the template brings the special tokens. A text gets those that the tokenizer adds,
+        unless it begins with BOS already.
+
+        Raises:
+            ValueError: a single text or chat; a prompt without a token; messages without a role or
+                a content of text, without anything said, or ending in the assistant's; a tokenizer
+                without a chat template. The message names the prompt.
+        """
+        if isinstance(prompts, str):
+            raise ValueError(f"prompts must be a list of texts, got the text {prompts!r}")
+        if len(prompts) and isinstance(prompts[0], Mapping):
+            raise ValueError(
+                "prompts must be a list of chats, got the messages of one: pass [messages]"
+            )
+        rows = list(range(len(prompts))) if rows is None else rows
+        said: list[Said] = []
+        texts, ids = [], []
+        prompt: Any
+        for row, prompt in zip(rows, prompts, strict=True):
+            name = name_of(row)
+            if isinstance(prompt, str) or is_chat(prompt):
+                text = prompt_text(prompt, tokenizer, name)
+                tokens = encode(text, tokenizer, chat=not isinstance(prompt, str))
+                said.append(prompt)
+            else:
+                tokens, text = prompt, tokenizer.decode(prompt)
+                said.append(text)
+            texts.append(text)
+            ids.append(torch.as_tensor(tokens, dtype=torch.long))
+            if len(ids[-1]) == 0:
+                raise ValueError(f"{name} is empty: every prompt needs at least one token")
+        return cls(said, texts, ids, {}, rows, name_of)
+
+    @classmethod
+    def from_dataset(
+        cls, dataset: Any, column: str | None, tokenizer: Any, of: str = ""
+    ) -> Prompts:
+        """From a data set with a column of texts or chats, or of token ids under ``input_ids``.
+
+        Args:
+            of: which data set it is, for messages.
+
+        Raises:
+            ValueError: no such column (the message lists those there are); as :meth:`from_list`.
+        """
+        if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"a {type(dataset).__name__} has no columns and rows to take prompts from: pass a "
+                "datasets.Dataset (Dataset.from_list makes one of rows), or a list as prompts"
+            )
+        names = list(dataset.column_names)
+        known = [c for c in (*_PROMPT_COLUMNS, "input_ids") if c in names]
+        if column is None and known:
+            column = known[0]
+        if column not in names:
+            wanted = repr(column) if column else "prompt, query or input_ids"
+            raise ValueError(
+                f"the dataset has no column {wanted}; its columns are {', '.join(names)}: name the "
+                "prompts' column with prompt_column"
+            )
+        reserved = [c for c in _REWARD_ARGUMENTS if c in names and c != column]
+        if reserved:
+            raise ValueError(
+                f"the dataset's column {reserved[0]!r} has the name of an argument of reward_fn: "
+                "rename it with dataset.rename_column"
+            )
+        found = cls.from_list(
+            list(dataset[column]),
+            tokenizer,
+            lambda row: f"row {row} of {of}column {column!r}",
+            list(dataset[ROW]) if ROW in names else None,
+        )
+        others = [c for c in names if c not in (column, "input_ids", ROW)]
+        found.columns = {c: list(dataset[c]) for c in others}
+        return found
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, indices: Sequence[int]) -> Prompts:
+        return Prompts(
+            [self.said[i] for i in indices],
+            [self.texts[i] for i in indices],
+            [self.ids[i] for i in indices],
+            {name: [values[i] for i in indices] for name, values in self.columns.items()},
+            [self.rows[i] for i in indices],
+            self.name_of,
+        )
+
+    def repeated(self, times: int) -> Prompts:
+        """Each prompt so many times in a row."""
+        return self.take([i for i in range(len(self)) for _ in range(times)])
+
+    def fitting(self, layout: Joined, new_tokens: int, long_prompts: str) -> Prompts:
+        """Those that leave room for ``new_tokens`` in the model's context.
+
+        Args:
+            long_prompts: "refuse" raises where one does not; "drop" leaves those out, with one
+                warning that counts them.
+
+        Raises:
+            ValueError: a prompt that is too long, named; with "drop", all of them.
+        """
+        limits = [layout.exceeded(len(tokens), new_tokens) for tokens in self.ids]
+        kept = [i for i, limit in enumerate(limits) if limit is None]
+        if len(kept) == len(self):
+            return self
+        first = next(i for i, limit in enumerate(limits) if limit is not None)
+        what = (
+            f"{self.name_of(self.rows[first])} has {len(self.ids[first])} tokens; with "
+            f"{new_tokens} new ones it exceeds the {limits[first]}"
+        )
+        count = len(self) - len(kept)
+        if long_prompts == "refuse":
+            others = f", and so do {count - 1} others" if count > 1 else ""
+            raise ValueError(
+                f"{what}{others}: shorten the prompt or max_new_tokens, or leave such prompts out "
+                "with long_prompts='drop'"
+            )
+        if not kept:
+            raise ValueError(f"no prompt is left: {what}, and so does every other prompt")
+        warnings.warn(
+            f"long_prompts='drop' leaves out {count} of {len(self)} prompts: {what}", stacklevel=4
+        )
+        return self.take(kept)
+
+    def fingerprint(self) -> str:
+        """The same for the same token ids in the same order."""
+        digest = hashlib.sha256()
+        for tokens in self.ids:
+            digest.update(len(tokens).to_bytes(8, "little"))
+            digest.update(tokens.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+
+class PromptStream:
+    """Batches of indices without end: every epoch in an order of its own, in whole batches.
+
+    The order of epoch e (from 0) is permutation e+1 of those that ``np.random.RandomState(seed)``
+    draws; what an epoch leaves that fills no batch is dropped. ``epoch`` and ``index`` say where
+    the stream stands.
+
+    Args:
+        count: number of prompts.
+        seed: of the orders.
+    """
+
+    def __init__(self, count: int, seed: int):
+        self.count, self.seed = count, seed
+        self.epoch = self.index = 0
+        self._go_to(0, 0)
+
+    def take(self, size: int) -> list[int]:
+        """The next ``size`` indices, all of one epoch.
+
+        Raises:
+            ValueError: more than there are prompts.
+        """
+        if size > self.count:
+            raise ValueError(f"a batch of {size} cannot be taken from {self.count} prompts")
+        if self.index + size > self.count:
+            self.epoch, self.index = self.epoch + 1, 0
+            self._order = self._draws.permutation(self.count)
+        chosen = self._order[self.index : self.index + size]
+        self.index += size
+        return chosen.tolist()
+
+    @contextlib.contextmanager
+    def kept_on_error(self) -> Iterator[None]:
+        """Leaves the stream where it stood if what was done with its prompts failed."""
+        epoch, index = self.epoch, self.index
+        try:
+            yield
+        except BaseException:
+            self._go_to(epoch, index)
+            raise
+
+    def state_dict(self) -> dict[str, int]:
+        """Numbers that JSON holds."""
+        return {
+            "count": self.count,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "index": self.index,
+        }
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """
+        Raises:
+            ValueError: the state of a stream of other prompts, or another seed.
+        """
+        for name, own in (("count", self.count), ("seed", self.seed)):
+            if state[name] != own:
+                raise ValueError(
+                    f"the stream's state has {name} {state[name]}, this one {own}: it belongs to "
+                    "another run"
+                )
+        self._go_to(state["epoch"], state["index"])
+
+    def _go_to(self, epoch: int, index: int) -> None:
+        self._draws = np.random.RandomState(self.seed)
+        for _ in range(epoch + 1):
+            self._order = self._draws.permutation(self.count)
+        self.epoch, self.index = epoch, index
+
+
+def read_eval_prompts(source: Any, column: str | None, tokenizer: Any) -> Prompts:
+    """From a data set, or a list."""
+    if hasattr(source, "column_names"):
+        return Prompts.from_dataset(source, column, tokenizer, "eval_prompts's ")
+    return Prompts.from_list(source, tokenizer, "eval_prompts[{}]".format)

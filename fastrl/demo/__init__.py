@@ -1,0 +1,1 @@
+"""The demonstration: two tiny models from scratch, then PPO on them, and a judgement of both."""

@@ -1,0 +1,140 @@
+"""What makes a token better than expected: estimated by a value function, or from a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+import fastrl_kernels
+from fastrl.config import PPOConfig
+from fastrl.data.batch import to_host
+
+EPS = 1e-4  # beside a group's standard deviation
+
+
+class GAE:
+    """Generalised advantage estimates, whitened over the batch (Schulman et al., 2016)."""
+
+    def __init__(self, config: PPOConfig):
+        self.gamma, self.lam = config.gamma, config.lam
+        self.whiten_rewards = config.whiten_rewards
+
+    def check(self, queries: Sequence[Tensor]) -> None:
+        """
+        Raises:
+            ValueError: samples that do not lie as the estimate needs them.
+        """
+
+    def __call__(
+        self, values: Tensor, rewards: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Values (zero where masked), advantages and returns, each [B, T-1]."""
+        values = torch.where(mask, values, 0.0)
+        if self.whiten_rewards:
+            rewards = fastrl_kernels.masked_whiten(rewards, mask, shift_mean=False)
+        advantages, returns = fastrl_kernels.gae(
+            rewards, values, mask, gamma=self.gamma, lam=self.lam, whiten=True
+        )
+        return values, advantages, returns
+
+    def statistics(self, scores: Tensor) -> dict[str, Tensor]:
+        """What there is to say of a batch's scores [B], NaN where there is none; 0-d tensors."""
+        return {}
+
+
+class GroupBaseline(GAE):
+    """The other responses to the same prompt are the baseline; no values are learnt.
+
+    R is the sum of a response's rewards, and all its tokens have the same advantage, a function of
+    the group's R. It is not whitened; where all R of a group are equal it is exactly 0. A response
+    of which no token counts is in no baseline; where fewer than two are left, the advantage is 0.
+
+    Args:
+        size: responses per prompt, which lie one after the other.
+        advantages_of: R less that of the group's first response that counts, and which count, both
+            [groups, size] -> [groups, size]; R is 0 where a response does not count, and what comes
+            out there is not read.
+    """
+
+    def __init__(self, size: int, advantages_of: Callable[[Tensor, Tensor], Tensor]):
+        self.size, self.advantages_of = size, advantages_of
+
+    def check(self, queries: Sequence[Tensor]) -> None:
+        """
+        Raises:
+            ValueError: queries of a group differ.
+        """
+        host = to_host(queries)
+        for start in range(0, len(host), self.size):
+            for i in range(start + 1, start + self.size):
+                if not torch.equal(host[start], host[i]):
+                    raise ValueError(
+                        f"group {start // self.size}: queries[{i}] is not queries[{start}]; with "
+                        f"group_size={self.size} the responses to a prompt lie one after the "
+                        "other: repeat each query that many times in a row"
+                    )
+
+    def __call__(
+        self, values: Tensor, rewards: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Zeros for values, advantages, and R for returns, each [B, T-1], zero where masked."""
+        if len(rewards) % self.size:
+            raise ValueError(
+                f"{len(rewards)} samples are not whole groups of {self.size}: pass all responses "
+                "to each prompt"
+            )
+        totals = torch.where(mask, rewards, 0.0).sum(-1)
+        groups, counts = totals.view(-1, self.size), mask.any(-1).view(-1, self.size)
+        first = groups.gather(-1, counts.int().argmax(-1, keepdim=True))
+        advantages = self.advantages_of(torch.where(counts, groups - first, 0.0), counts)
+        return (
+            torch.zeros_like(rewards),
+            torch.where(mask, advantages.view(-1, 1), 0.0),
+            torch.where(mask, totals[:, None], 0.0),
+        )
+
+    def statistics(self, scores: Tensor) -> dict[str, Tensor]:
+        """Share of groups whose scores are all equal, and the mean deviation within groups."""
+        groups = scores.view(-1, self.size)
+        counts = ~groups.isnan()
+        first = groups.gather(-1, counts.int().argmax(-1, keepdim=True))
+        differences = torch.where(counts, groups - first, 0.0)
+        return {
+            "groups/no_spread": (differences == 0).all(-1).float().mean(),
+            "groups/reward_std": _deviation(differences, counts).mean(),
+        }
+
+
+def centred(rewards: Tensor, counts: Tensor) -> Tensor:
+    """R - mean R (Liu et al., "Understanding R1-Zero-like training", 2025: Dr. GRPO)."""
+    return rewards - rewards.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
+
+
+def standardised(rewards: Tensor, counts: Tensor) -> Tensor:
+    """(R - mean R) / (std R + EPS), std unbiased (Shao et al., "DeepSeekMath", 2024: GRPO)."""
+    return centred(rewards, counts) / (_deviation(rewards, counts) + EPS)
+
+
+def left_out(rewards: Tensor, counts: Tensor) -> Tensor:
+    """R less the mean of the others' (Ahmadian et al., "Back to basics", 2024: RLOO)."""
+    others = (counts.sum(-1, keepdim=True) - 1).clamp(min=1)
+    return rewards - (rewards.sum(-1, keepdim=True) - rewards) / others
+
+
+def _deviation(x: Tensor, counts: Tensor) -> Tensor:
+    """Unbiased standard deviation of the last dimension's elements that count, kept as one; 0 of
+    fewer than two."""
+    squares = torch.where(counts, centred(x, counts), 0.0).square().sum(-1, keepdim=True)
+    return (squares / (counts.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
+
+
+_GROUP_BASELINES = {"grpo": standardised, "dr_grpo": centred, "rloo": left_out}
+
+
+def make_advantages(config: PPOConfig) -> GAE:
+    """By ``PPOConfig.advantage``."""
+    if config.advantage == "gae":
+        return GAE(config)
+    return GroupBaseline(config.group_size, _GROUP_BASELINES[config.advantage])

@@ -1,0 +1,177 @@
+"""What PPOTrainer is made of: checked arguments, accelerate, the default optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, ProjectConfiguration
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastrl.config import PPOConfig, json_object
+from fastrl.models import (
+    AutoModelForCausalLMWithValueHead,
+    AutoModelForSeq2SeqLMWithValueHead,
+    CausalLMPolicy,
+    PreTrainedModelWrapper,
+)
+from fastrl.models.layout import layout_of
+from fastrl.models.load import adapter_dropout, check_trainable
+from fastrl.models.modes import evaluating
+from fastrl.models.scoring import ScoringRequest
+from fastrl.ppo.stats import scalars
+from fastrl.processes import check_one_process
+
+# Where accelerate wraps models in DDP, whether or not there are other processes.
+_DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))
+
+
+def checked_policies(
+    config: Any, model: Any, ref_model: Any, tokenizer: Any, scheduler: Any
+) -> tuple[PreTrainedModelWrapper, PreTrainedModelWrapper | None]:
+    """Policy and reference as the advantages want them.
+
+    Where no values are learnt, plain causal language models become policies without values, and a
+    value head is frozen.
+
+    Raises:
+        TypeError: names the argument of PPOTrainer that has another type than it must.
+        ValueError: a policy whose language model has no weight to train.
+    """
+    if not isinstance(config, PPOConfig):
+        raise TypeError(f"config must be a PPOConfig, got {type(config).__name__}")
+    if not config.needs_values:
+        model, ref_model = _without_values(model), _without_values(ref_model)
+    _check_types(config, model, ref_model, tokenizer, scheduler)
+    if not config.needs_values and model.v_head is not None:
+        model.v_head.requires_grad_(False)
+    check_trainable(model.pretrained_model, " but the value head" if config.needs_values else "")
+    dropout = adapter_dropout(model.pretrained_model)
+    if dropout:
+        warnings.warn(
+            f"the adapter's lora_dropout={dropout:g} does not act: PPO trains the policy in "
+            "evaluation mode, because dropout would make the probability ratio differ from 1 where "
+            "nothing was learned",
+            stacklevel=3,
+        )
+    return model, ref_model
+
+
+def warn_of_a_single_response(config: PPOConfig) -> None:
+    """Warns of a batch that whitening makes useless."""
+    if config.advantage == "gae" and config.batch_size == 1:
+        warnings.warn(
+            "batch_size=1: advantages are whitened over the batch, so that those of a single "
+            "response add up to 0 whatever its score; set PPOConfig.batch_size to the number of "
+            "responses that each step() gets, 2 or more",
+            stacklevel=3,
+        )
+
+
+def _without_values(model: Any) -> Any:
+    plain = isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")
+    two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return CausalLMPolicy(model) if plain and not two else model
+
+
+def _check_types(
+    config: PPOConfig, model: Any, ref_model: Any, tokenizer: Any, scheduler: Any
+) -> None:
+    if not isinstance(model, PreTrainedModelWrapper):
+        two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        wanted = AutoModelForSeq2SeqLMWithValueHead if two else AutoModelForCausalLMWithValueHead
+        raise TypeError(
+            f"model must be an {wanted.__name__}, got {type(model).__name__}: wrap it with "
+            f"{wanted.__name__}.from_pretrained(model)"
+        )
+    if config.needs_values and not model.has_values:
+        raise TypeError(
+            f"model is a {type(model).__name__}, which has no values, and advantage='gae' needs "
+            "them: pass an AutoModelForCausalLMWithValueHead, or choose another advantage (grpo, "
+            "dr_grpo, rloo)"
+        )
+    kind = getattr(ref_model, "is_encoder_decoder", None)
+    if ref_model is not None and kind is not model.is_encoder_decoder:
+        raise TypeError(
+            f"ref_model must be an {type(model).__name__} or None, got {type(ref_model).__name__}"
+        )
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"tokenizer must be a Hugging Face tokenizer, got {type(tokenizer).__name__}"
+        )
+    if scheduler is not None and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise TypeError(
+            f"lr_scheduler must be a torch LRScheduler or None, got {type(scheduler).__name__}"
+        )
+
+
+def make_accelerator(config: PPOConfig) -> Accelerator:
+    """Devices, processes, precision and trackers, as the configuration says."""
+    settings = {
+        "log_with": config.log_with,
+        # A learning rate schedule counts calls of step(), not steps of the optimizer.
+        "step_scheduler_with_optimizer": False,
+        # By itself it would also step at the end of a dataloader, in the middle of a batch.
+        "gradient_accumulation_plugin": GradientAccumulationPlugin(
+            num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
+        "project_config": ProjectConfiguration(**json_object(config.project_kwargs)),
+        **json_object(config.accelerator_kwargs),
+    }
+    accelerator = Accelerator(**settings)
+    if config.log_with is not None:
+        accelerator.init_trackers(
+            config.tracker_project_name,
+            config=scalars(config.to_dict()),
+            init_kwargs=json_object(config.tracker_kwargs),
+        )
+    return accelerator
+
+
+def prepared(accelerator: Accelerator, model: nn.Module, *others: Any) -> tuple[Any, ...]:
+    """Model, and optimizer, dataloader and scheduler or None, as accelerate wraps them; without
+    DDP, which one process (``torchrun --nproc-per-node 1``) has no use for.
+
+    Raises:
+        ValueError: several processes under DDP.
+    """
+    if accelerator.distributed_type not in _DDP:
+        return accelerator.prepare(model, *others)
+    check_one_process("PPOTrainer", accelerator.num_processes)
+    model = accelerator.prepare_model(model, evaluation_mode=True)  # all but the wrapping
+    return (model, *accelerator.prepare(*others))
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """Adam without weight decay over what can be trained, fused where torch can."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    fused = {p.device.type for p in parameters} <= {"cpu", "cuda", "xpu", "mps"}
+    return torch.optim.Adam(parameters, lr=learning_rate, fused=fused)
+
+
+def precision_of(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
+    """The lowest that forwards compute in."""
+    autocast = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    dtypes |= {autocast[x] for x in [accelerator.mixed_precision] if x in autocast}
+    return min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
+
+
+@torch.no_grad()
+def choose_heads(device: torch.device, *models: nn.Module | None) -> None:
+    """Scores a few tokens with each model, which makes it choose how its LM head is run: what is
+    unusual about a model is said before training begins.
+
+    ``device``: where inputs are; an offloaded model's weights come there when it runs.
+    """
+    for model in models:
+        if model is None:
+            continue
+        tokens = torch.arange(8)
+        inputs, rows = layout_of(model).inputs([(tokens[:4], tokens[4:])])
+        request = ScoringRequest(rows=rows.to(device), labels=tokens[4:].to(device))
+        with evaluating(model):
+            model(**{name: x.to(device) for name, x in inputs.items()}, scoring=request)

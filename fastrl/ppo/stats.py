@@ -1,0 +1,109 @@
+"""Statistics of a step, fetched from the device in one transfer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fastrl_kernels
+from fastrl.data.batch import TokenBatch
+from fastrl.ppo.experience import Scored
+from fastrl.ppo.losses import MINIBATCH_FIELDS
+from fastrl.ppo.update import UpdateRecord
+
+_MINIBATCH = (len(MINIBATCH_FIELDS),)
+
+
+def fetch(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Tensors of any shape as fp32 arrays, in one transfer."""
+    flat = torch.cat([t.detach().float().flatten() for t in tensors.values()]).cpu().numpy()
+    ends = np.cumsum([t.numel() for t in tensors.values()])[:-1]
+    return {
+        name: part.reshape(tensor.shape)
+        for (name, tensor), part in zip(tensors.items(), np.split(flat, ends), strict=True)
+    }
+
+
+def device_stats(
+    batch: TokenBatch,
+    scored: Scored,
+    scores: Tensor,
+    non_score_reward: Tensor,
+    kls: Tensor,
+    record: UpdateRecord,
+) -> dict[str, Tensor]:
+    """The statistics that live on the device; log-probs and distributions among them.
+
+    Means are over samples of which a token counts, the update's over mini-batches whose loss is
+    finite, and NaN where there are none. ``scores`` [B] are NaN where there is none.
+    """
+    kl_per_sequence = kls.sum(-1)
+    samples = batch.mask.any(-1).sum()
+    known = (~scores.isnan()).sum()
+    mean_score = scores.nansum() / known
+    squares = (scores - mean_score).square().nansum()
+    update = torch.stack([*record.minibatches] or [scores.new_full(_MINIBATCH, torch.nan)]).mean(0)
+    stats = {
+        "objective/kl": kl_per_sequence.sum() / samples,
+        "objective/kl_dist": kl_per_sequence,
+        "objective/logprobs": scored.logprobs,
+        "objective/ref_logprobs": scored.ref_logprobs,
+        "objective/entropy": -scored.logprobs.sum() / samples,
+        "ppo/mean_non_score_reward": fastrl_kernels.masked_mean(non_score_reward, batch.mask),
+        "ppo/mean_scores": mean_score,
+        "ppo/std_scores": (squares / (known - 1).clamp(min=1)).sqrt(),
+        "ppo/policy/advantages": torch.cat([scores[:0], *record.advantages]),
+        "ppo/policy/ratio": torch.cat([scores[:0], *record.ratios]),
+    }
+    stats.update(minibatch_stats(update, record.names))
+    if "ppo/val/error" in stats:
+        variance = stats["ppo/returns/var"]
+        stats["ppo/val/var_explained"] = torch.where(
+            variance > 0, 1 - stats["ppo/val/error"] / variance, 0.0
+        )
+    return stats
+
+
+def minibatch_stats(vector: Tensor, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Of one mini-batch's vector of MINIBATCH_FIELDS those with a name."""
+    return {name: vector[MINIBATCH_FIELDS.index(field)] for name, field in names.items()}
+
+
+def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:
+    """The statistics that the host knows anyway; lengths of samples of which a token counts."""
+    stats: dict[str, Any] = {}
+    samples = batch.counting()
+    for name, lengths in (("queries", batch.prompt_lengths), ("responses", batch.response_lengths)):
+        values = np.asarray(lengths, dtype=np.float32)[samples]
+        stats[f"tokens/{name}_len_mean"] = float(values.mean()) if len(values) else math.nan
+        stats[f"tokens/{name}_len_std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
+        stats[f"tokens/{name}_dist"] = values
+    stats["ppo/optimizer_steps"] = float(record.optimizer_steps)
+    stats["ppo/skipped_minibatches"] = float(record.skipped)
+    stats["ppo/nonfinite_minibatches"] = float(record.nonfinite)
+    stats["ppo/nonfinite_steps"] = float(record.nonfinite_steps)
+    stats["ppo/early_stopped"] = float(record.stopped_early)
+    return stats
+
+
+def timing_stats(seconds: Mapping[str, float], batch: TokenBatch) -> dict[str, float]:
+    """``time/ppo/*`` in seconds, and throughput and peak memory under ``perf/``."""
+    stats = {f"time/ppo/{phase}": value for phase, value in seconds.items()}
+    stats["perf/step_tokens_per_second"] = sum(batch.response_lengths) / seconds["total"]
+    if batch.mask.device.type == "cuda":
+        stats["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return stats
+
+
+def scalars(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Only the plain numbers, as floats."""
+    return {
+        name: float(value)
+        for name, value in stats.items()
+        if isinstance(value, (int, float, np.number)) or getattr(value, "shape", None) == ()
+    }

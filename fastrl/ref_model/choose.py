@@ -1,0 +1,203 @@
+"""Which reference a trainer gets."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, TypeVar
+
+from transformers import PreTrainedModel
+
+from fastrl.config import PPOConfig
+from fastrl.models.boundaries import Budget
+from fastrl.models.value_head import PreTrainedModelWrapper
+from fastrl.ref_model.adapter import AdapterReference, StartAdapterReference, trained_before
+from fastrl.ref_model.base import Reference, cannot_follow
+from fastrl.ref_model.copy import CopyReference, frozen_copy
+from fastrl.ref_model.none import NoReference
+from fastrl.ref_model.offload import OffloadReference
+from fastrl.ref_model.trunk import TrunkReference, Unshareable, shared_copy, split_off
+
+Policy = PreTrainedModelWrapper
+_GIB = 2**30
+_RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by layer"
+
+
+Model = TypeVar("Model", PreTrainedModelWrapper, PreTrainedModel)
+
+
+def create_reference_model(
+    model: Model, num_shared_layers: int | None = None, pattern: str | None = None
+) -> Model:
+    """A frozen copy of ``model``, in evaluation mode.
+
+    Args:
+        model: a policy, or a plain transformers model.
+        num_shared_layers: the bottom layers and the embeddings are not copied but shared, and
+            frozen in ``model`` too. A model that cannot be run in two parts is copied whole, with a
+            warning.
+        pattern: in TRL the layers' name; here they are found without it.
+
+    Raises:
+        TypeError: another model.
+        ValueError: num_shared_layers out of range; a PEFT model (its base model is its reference
+            already).
+    """
+    language_model: Any = model
+    if isinstance(model, PreTrainedModelWrapper):
+        language_model = model.pretrained_model
+    if hasattr(language_model, "peft_config"):
+        raise ValueError(
+            "a PEFT model is its own reference with the adapter off: pass ref_model=None"
+        )
+    if not isinstance(language_model, PreTrainedModel):
+        raise TypeError(
+            "model must be a policy or a transformers model, got "
+            f"{type(language_model).__name__}: copy another module with copy.deepcopy"
+        )
+    if num_shared_layers is None:
+        return frozen_copy(model)
+    if getattr(language_model.config, "is_encoder_decoder", False):
+        raise ValueError(f"num_shared_layers={num_shared_layers}: {_RUN_WHOLE}; leave it None")
+    try:
+        trunk = split_off(language_model, num_shared_layers)
+    except Unshareable as cause:
+        warnings.warn(
+            f"{type(language_model).__name__} is copied whole, and none of its layers is frozen, "
+            f"because {cause}",
+            stacklevel=2,
+        )
+        return frozen_copy(model)
+    if isinstance(model, PreTrainedModelWrapper):
+        model.trunk = trunk
+    return shared_copy(model, trunk)
+
+
+def choose_reference(
+    config: PPOConfig,
+    policy: Policy,
+    ref_model: Policy | None = None,
+    num_shared_layers: int | None = None,
+) -> Reference:
+    """By ``PPOConfig.reference``, before anything is prepared or an optimizer made. Beside a
+    ``ref_model`` of its own weights ``num_shared_layers`` is ignored, with a warning.
+
+    Raises:
+        ValueError: a mode that the model cannot serve, arguments that contradict it, a reference
+            with another vocabulary.
+    """
+    layers = config.num_shared_layers if num_shared_layers is None else num_shared_layers
+    if layers is not None and ref_model is not None and not _shared(policy, ref_model):
+        warnings.warn(
+            f"num_shared_layers={layers} is ignored: ref_model is a model of its own, which shares "
+            "no layers with model; leave out ref_model, or make it with "
+            "create_reference_model(model, num_shared_layers=…)",
+            stacklevel=3,
+        )
+        layers = None
+    mode, why = _mode(config, policy, ref_model, layers)
+    _check(mode, config, policy, ref_model, layers)
+    if mode == "none":
+        return NoReference(why)
+    if mode == "adapter":
+        trained = trained_before(policy.pretrained_model)
+        kind = config.reference_adapter
+        if kind == "auto":  # one that follows the policy needs weights of its own
+            kind = "start" if trained or config.sync_ref_every else "off"
+        if kind == "start":
+            return StartAdapterReference(policy, policy, f"{why}: a copy of it as training begins")
+        why += ": the base model with it off"
+        if trained:
+            why += ", from which the policy differs already"
+        return AdapterReference(policy, policy, why)
+    if mode == "offload":
+        return OffloadReference(ref_model or frozen_copy(policy), policy, why)
+    if mode == "trunk":
+        ref_model = ref_model or create_reference_model(policy, layers)
+        if ref_model.trunk is None:
+            return CopyReference(ref_model, policy, "its layers cannot be shared")
+        gib = (config.trunk_cache_gib, config.trunk_cache_host_gib)
+        budget = Budget(*(int(each * _GIB) for each in gib))
+        return TrunkReference(ref_model, policy, budget, why)
+    return CopyReference(ref_model or create_reference_model(policy), policy, why)
+
+
+def _mode(
+    config: PPOConfig, policy: Policy, ref_model: Policy | None, layers: int | None
+) -> tuple[str, str]:
+    """The mode, and why."""
+    if config.reference != "auto":
+        return config.reference, "as configured"
+    if ref_model is not None:
+        if _shared(policy, ref_model):
+            return "trunk", "ref_model shares layers with the policy"
+        return "copy", "ref_model was given"
+    if policy.is_peft_model:
+        return "adapter", "the policy has an adapter"
+    if layers is not None:
+        return "trunk", f"num_shared_layers is {layers}"
+    if config.init_kl_coef == 0:
+        return "none", "the KL coefficient is 0"
+    return "copy", "a frozen copy of the policy"
+
+
+def _check(
+    mode: str, config: PPOConfig, policy: Policy, ref_model: Policy | None, layers: int | None
+) -> None:
+    asked = f"reference={mode!r}"
+    if policy.is_encoder_decoder and (layers is not None or mode in ("trunk", "offload")):
+        asked += "" if layers is None else f", num_shared_layers={layers}"
+        raise ValueError(
+            f"{asked}: {_RUN_WHOLE}; leave num_shared_layers None and choose reference='copy', "
+            "'adapter' or 'none'"
+        )
+    if layers is not None and mode != "trunk":
+        why = (
+            "a PEFT model shares its base already" if policy.is_peft_model else f"{asked} has none"
+        )
+        raise ValueError(
+            f"num_shared_layers={layers}: {why}; leave it None, or choose reference='trunk'"
+        )
+    if mode == "adapter" and not policy.is_peft_model:
+        raise ValueError(f"{asked} needs a PEFT model: choose 'copy', or pass peft_config")
+    if mode in ("copy", "trunk", "offload") and policy.is_peft_model and ref_model is None:
+        raise ValueError(
+            f"{asked} is not for a PEFT model: choose 'adapter', which costs no memory"
+        )
+    if mode == "none" and config.init_kl_coef != 0:
+        raise ValueError(
+            f"{asked}, but init_kl_coef is {config.init_kl_coef}: set it to 0, or choose another "
+            "reference"
+        )
+    if mode in ("adapter", "none") and ref_model is not None:
+        raise ValueError(f"{asked}, but ref_model was given: leave one of them out")
+    if mode == "trunk" and ref_model is None and layers is None:
+        raise ValueError(f"{asked} needs num_shared_layers: how many of the bottom layers to share")
+    if mode == "trunk" and ref_model is not None and not _shared(policy, ref_model):
+        raise ValueError(
+            f"{asked}, but ref_model shares no layers with model: make it with "
+            "create_reference_model(model, num_shared_layers=…), or leave it out"
+        )
+    follows = mode not in ("adapter", "none") or config.reference_adapter != "off"
+    if config.sync_ref_every and (mode == "none" or not follows):
+        raise ValueError(cannot_follow(mode))
+    if ref_model is not None:
+        _check_vocabulary(policy, ref_model)
+
+
+def _check_vocabulary(policy: Policy, ref_model: Policy) -> None:
+    ours, theirs = (m.config.get_text_config() for m in (policy, ref_model))
+    for name in ("vocab_size", "bos_token_id", "eos_token_id"):
+        mine, other = (getattr(config, name, None) for config in (ours, theirs))
+        if mine != other and None not in (mine, other):
+            raise ValueError(
+                f"ref_model has {name}={other}, model {mine}: the reference must be a model with "
+                "the same tokenizer"
+            )
+
+
+def _shared(policy: Policy, ref_model: Policy) -> bool:
+    """Whether the reference stands on the policy's trunk."""
+    if policy.trunk is None or ref_model.trunk is None:
+        return False
+    theirs = ref_model.trunk.parameters
+    return all(theirs.get(name) is p for name, p in policy.trunk.parameters.items())

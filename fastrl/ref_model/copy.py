@@ -1,0 +1,59 @@
+"""A second, frozen model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.ref_model.base import Reference
+
+Copied = TypeVar("Copied", bound=nn.Module)
+
+
+def frozen_copy(model: Copied, shared: dict[int, Any] | None = None) -> Copied:
+    """A copy in evaluation mode that is not trained; objects in ``shared``, by id, are the same."""
+    return copy.deepcopy(model, dict(shared or {})).requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def mix(targets: list[Tensor], sources: list[Tensor], weight: float) -> None:
+    """target ← weight·source + (1 - weight)·target, on whatever devices they lie."""
+    for target, source in zip(targets, sources, strict=True):
+        target.lerp_(source.to(target.device, target.dtype), weight)
+
+
+class CopyReference(Reference):
+    """A second model with weights of its own."""
+
+    mode = "copy"
+
+    def __init__(self, model: nn.Module, policy: nn.Module | None = None, why: str = ""):
+        self.model: Any = model.requires_grad_(False).eval()
+        self.why = why
+        self._copy, self._policy = model, policy
+
+    def place(self, policy: nn.Module, accelerator: Any) -> None:
+        self.model = accelerator.prepare_model(self.model, evaluation_mode=True)
+
+    @torch.no_grad()
+    def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
+        return self.model(**inputs, scoring=request)
+
+    @contextlib.contextmanager
+    def as_policy(self) -> Iterator[nn.Module]:
+        yield self.model
+
+    def follow(self, weight: float) -> None:
+        assert self._policy is not None
+        sources = dict(self._policy.named_parameters())
+        # A value head of its own is no part of a reference.
+        named = self._copy.named_parameters()
+        pairs = [(p, sources[name]) for name, p in named if name in sources]
+        own = [(p, source) for p, source in pairs if p is not source]
+        mix([p.data for p, _ in own], [source.data for _, source in own], weight)

@@ -1,0 +1,109 @@
+"""A reference that shares the policy's bottom layers: stored once, run once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.models.boundaries import Boundaries, Budget
+from fastrl.models.modes import evaluating
+from fastrl.models.trunk import Trunk
+from fastrl.models.value_head import PreTrainedModelWrapper
+from fastrl.ref_model.copy import Copied, CopyReference, frozen_copy
+
+_TOKENS = 8  # of the self-check
+_TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and less
+
+
+class Unshareable(Exception):
+    """A model that does not run in two parts as it does in one; the reason is the message."""
+
+
+def split_off(model: Any, layers: int) -> Trunk:
+    """Freezes a language model's bottom layers and the embeddings below them.
+
+    Raises:
+        ValueError: layers out of range.
+        Unshareable: the model computes something else when its layers are skipped.
+    """
+    try:
+        trunk = Trunk(model, layers)
+    except LookupError as error:
+        raise Unshareable(str(error)) from error
+    off, tolerance = _difference(trunk)
+    if not off <= tolerance:
+        raise Unshareable(
+            f"it is off by {off:.1e} when it starts at the output of layer {layers} (more than "
+            f"{tolerance:.0e})"
+        )
+    trunk.freeze()
+    if trunk.head_is_tied:
+        warnings.warn(
+            "the LM head shares its weight with the embeddings, and is frozen with them: with "
+            "num_shared_layers, give the model a head of its own (tie_word_embeddings=False) to "
+            "train it",
+            stacklevel=3,
+        )
+    return trunk
+
+
+def shared_copy(model: Copied, trunk: Trunk) -> Copied:
+    """A frozen copy of a policy or a plain model: the trunk's weights are the same objects."""
+    return frozen_copy(model, {id(p): p for p in trunk.parameters.values()})
+
+
+class TrunkReference(CopyReference):
+    """The bottom layers are the policy's own, frozen; both tops start at the same boundary."""
+
+    mode = "trunk"
+
+    def __init__(
+        self,
+        model: PreTrainedModelWrapper,
+        policy: PreTrainedModelWrapper,
+        budget: Budget,
+        why: str = "",
+    ):
+        super().__init__(model, policy, why)
+        assert policy.trunk is not None
+        self._trunk, self._budget = policy.trunk, budget
+        self._autocast: Any = None
+        self._checksum = self._trunk.checksum()
+
+    def place(self, policy: nn.Module, accelerator: Any) -> None:
+        super().place(policy, accelerator)
+        self._autocast = accelerator.autocast
+
+    def boundaries(self, sequences: Sequence[Tensor]) -> Boundaries:
+        return Boundaries(self._trunk, sequences, self._budget, self._autocast)
+
+    def verify(self) -> None:
+        if self._trunk.checksum() != self._checksum:
+            raise ValueError(
+                f"the {self._trunk.layers} shared layers have changed since training began, though "
+                "they are frozen: the reference has changed with them. Was something trained "
+                "beside the trainer, or weights loaded into the model?"
+            )
+
+
+@torch.no_grad()
+def _difference(trunk: Trunk) -> tuple[float, float]:
+    """Of logits, between the whole model and its two parts; and what is tolerated."""
+    model = trunk.model
+    ids = torch.arange(2 * _TOKENS, device=model.device).view(2, _TOKENS)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    with evaluating(model):
+        whole = model(**inputs).logits.float()
+        try:
+            boundary = trunk(ids)
+            with trunk.skipped(boundary):
+                parts = model(**inputs).logits.float()
+        # Whatever a model does that this is not made for, a full copy is.
+        except Exception as error:
+            raise Unshareable(f"{type(error).__name__}: {error}") from error
+    exact = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
+    return (parts - whole).abs().max().item(), _TOLERANCE[0 if exact else 1]

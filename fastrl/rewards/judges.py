@@ -1,0 +1,275 @@
+"""Language models as judges: what they are asked, and how their answers are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from string import Formatter
+from typing import Any
+
+import torch
+
+from fastrl.alignment.annotator import Counts, check_preferences
+from fastrl.data.chat import as_messages, encode, join
+from fastrl.models.layout import layout_of
+from fastrl.models.load import load_language_model
+from fastrl.models.tokenizer import load_tokenizer
+from fastrl.rewards.functions import check_rewards
+from fastrl.rollout import SamplingParams, choose_engine
+
+Judge = Callable[[list[str]], Sequence[str]]
+
+PAIRWISE = """\
+Which of two responses answers the request better? Their order and their length do not count.
+
+[Request]
+{prompt}
+
+[Response A]
+{first}
+
+[Response B]
+{second}
+
+Answer with nothing but [[A]] if response A is better, [[B]] if response B is, or [[C]] if neither
+is.
+"""
+POINTWISE = """\
+How well does the response answer the request, from 1 (not at all) to 10 (it could not be better)?
+
+[Request]
+{prompt}
+
+[Response]
+{response}
+
+Answer with nothing but your rating in double brackets, such as [[5]].
+"""
+
+_VERDICTS = {"A": 1.0, "B": 0.0, "C": 0.5, "TIE": 0.5}
+_NUMBER = r"[-+]?\d+(?:\.\d+)?"
+_UNPARSED = ("refuse", "skip", "tie")
+
+
+def parse_verdict(answer: str) -> float | None:
+    """1.0 for A, 0.0 for B, 0.5 for C or tie: the last that stands in double brackets, or else the
+    whole answer. None for anything else."""
+    marked = re.findall(r"\[\[(A|B|C|tie)\]\]", answer, re.IGNORECASE)
+    verdict = marked[-1] if marked else answer.strip(" \t\r\n.*\"'`[]()")
+    return _VERDICTS.get(verdict.upper())
+
+
+def parse_rating(answer: str) -> float | None:
+    """The last number in double brackets, or else the answer's only number, "out of 10" aside.
+    None where there is no such number."""
+    found = re.findall(rf"\[\[({_NUMBER})\]\]", answer)
+    if not found:
+        found = re.findall(_NUMBER, re.sub(r"\s*(/|out of)\s*10\b", "", answer))
+        if len(found) != 1:
+            return None
+    return float(found[-1])
+
+
+class JudgeAnnotator:
+    """Asks a judge in words, and reads its answers.
+
+    Args:
+        judge: gives an answer to each question, list[str] -> list[str]: a :class:`ModelJudge`, or a
+            function that asks some service.
+        template: of a question about a pair, with {prompt}, {first} and {second}; columns of the
+            data may be named too. Braces of its own are doubled.
+        parser: of an answer to that: 1.0 where the first is better, 0.0, 0.5, or None where it says
+            nothing.
+        score_template: of a question about one response, with {prompt} and {response}.
+        score_parser: of an answer to that: a number, or None.
+        swap: ask about each pair in both orders: what both say counts, and where they disagree it
+            is a tie (judges favour positions, arXiv:2306.05685).
+        unparsed: pairs of which an answer says nothing: "refuse" raises, "skip" leaves them out,
+            "tie" counts them as ties.
+        unparsed_score: what a response scores of which the answer says nothing, unless that is
+            refused.
+
+    Raises:
+        ValueError: a template without a response's place; another ``unparsed``.
+    """
+
+    def __init__(
+        self,
+        judge: Judge,
+        template: str = PAIRWISE,
+        parser: Callable[[str], float | None] = parse_verdict,
+        *,
+        score_template: str = POINTWISE,
+        score_parser: Callable[[str], float | None] = parse_rating,
+        swap: bool = True,
+        unparsed: str = "refuse",
+        unparsed_score: float | None = None,
+    ):
+        if unparsed not in _UNPARSED:
+            raise ValueError(f"unparsed must be one of {', '.join(_UNPARSED)}, got {unparsed!r}")
+        _check_template("template", template, ("first", "second"))
+        _check_template("score_template", score_template, ("response",))
+        self.judge, self.swap = judge, swap
+        self.template, self.parser = template, parser
+        self.score_template, self.score_parser = score_template, score_parser
+        self.unparsed, self.unparsed_score = unparsed, unparsed_score
+        self.name = f"JudgeAnnotator({getattr(judge, '__name__', type(judge).__name__)})"
+        self._counts = Counts(calls=0, unparsed=0, ties=0, swaps_disagree=0)
+
+    def score(self, prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
+        """
+        Raises:
+            ValueError: an answer without a number where there is no ``unparsed_score``.
+        """
+        questions = _filled(self.score_template, columns, prompt=prompts, response=responses)
+        refused = self.unparsed == "refuse" or self.unparsed_score is None
+        hint = "set unparsed='skip' with an unparsed_score" if refused else ""
+        scores = self._asked(questions, self.score_parser, hint)
+        return check_rewards(
+            [self.unparsed_score if score is None else score for score in scores],
+            len(prompts),
+            self.name,
+        )
+
+    def compare(
+        self, prompts: list[str], firsts: list[str], seconds: list[str], **columns: Any
+    ) -> list[float | None]:
+        """
+        Raises:
+            ValueError: an answer that says nothing, unless ``unparsed`` allows it.
+        """
+        questions = _filled(self.template, columns, prompt=prompts, first=firsts, second=seconds)
+        if self.swap:
+            questions += _filled(
+                self.template, columns, prompt=prompts, first=seconds, second=firsts
+            )
+        hint = "set unparsed='skip' or 'tie'" if self.unparsed == "refuse" else ""
+        said = self._asked(questions, self.parser, hint)
+        said = check_preferences(said, len(questions), self.name)
+        orders = said[: len(prompts)], said[len(prompts) :] or said[: len(prompts)]
+        preferences = []
+        for one, other in zip(*orders, strict=True):
+            preferences.append(self._joined(one, _swapped(other) if self.swap else other))
+        self._counts["ties"] += preferences.count(0.5)
+        return preferences
+
+    def statistics(self) -> dict[str, float]:
+        """Questions asked ("annotator/calls"), answers that say nothing ("annotator/unparsed"),
+        pairs whose two orders disagree ("annotator/swaps_disagree"), and pairs without a winner,
+        whatever the reason ("annotator/ties")."""
+        return self._counts.read()
+
+    def _joined(self, one: float | None, other: float | None) -> float | None:
+        """What both orders say of a pair, each as a preference for the first."""
+        if one is None or other is None:
+            return 0.5 if self.unparsed == "tie" else None
+        sides = [(preference > 0.5) - (preference < 0.5) for preference in (one, other)]
+        if sides[0] == sides[1]:
+            return (one + other) / 2
+        self._counts["swaps_disagree"] += 1
+        return 0.5
+
+    def _asked(
+        self, questions: list[str], parser: Callable[[str], float | None], hint: str
+    ) -> list[float | None]:
+        """The judge's answers, as numbers; a hint says what allows those that say nothing."""
+        answers = self.judge(questions)
+        self._counts["calls"] += len(questions)
+        single = isinstance(answers, str) or not hasattr(answers, "__len__")
+        if single or len(answers) != len(questions):
+            got = repr(answers) if single else f"{len(answers)} answers"
+            raise ValueError(
+                f"{self.name}: the judge gave {got} to {len(questions)} questions: it must give a "
+                "list with one text each"
+            )
+        read = []
+        for i, answer in enumerate(answers):
+            if not isinstance(answer, str):
+                raise ValueError(f"{self.name}: answer {i} is {answer!r}: answers must be texts")
+            read.append(parser(answer))
+            if read[i] is None:
+                self._counts["unparsed"] += 1
+                if hint:
+                    raise ValueError(
+                        f"{self.name}: answer {i} cannot be read: {answer!r}; mend the template or "
+                        f"the parser, or {hint}"
+                    )
+        return read
+
+
+class ModelJudge:
+    """A language model that answers questions, through its chat template if it has one.
+
+    Args:
+        model: is frozen and put into evaluation mode.
+        tokenizer: of the model.
+        params: how it answers; by default greedily, in 64 tokens at most.
+        engine: keyword arguments of :func:`fastrl.rollout.choose_engine`, such as ``max_slots``.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, params: SamplingParams | None = None, **engine: Any
+    ):
+        self.model, self.tokenizer = model.requires_grad_(False).eval(), tokenizer
+        self.params = params or SamplingParams(max_new_tokens=64, temperature=0)
+        if self.params.n != 1:
+            raise ValueError(f"a judge gives one answer, params.n is {self.params.n}: leave it 1")
+        self.engine = choose_engine(self.model, tokenizer, **engine)
+        self._layout = layout_of(model)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        params: SamplingParams | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | str = "auto",
+        **engine: Any,
+    ) -> ModelJudge:
+        """From a directory, a run's folder or the Hub, from safetensors only."""
+        model = load_language_model(name_or_path, dtype=dtype)
+        tokenizer = load_tokenizer(name_or_path)
+        return cls(model.to(device), tokenizer, params, **engine)
+
+    def __call__(self, questions: list[str]) -> list[str]:
+        if not questions:
+            return []
+        prompts = [torch.tensor(self._ids(question)) for question in questions]
+        made = self.engine.generate(prompts, self.params)
+        return [
+            self._layout.decode(self.tokenizer, prompt, sequence)
+            for prompt, sequence in zip(prompts, made.sequences, strict=True)
+        ]
+
+    def _ids(self, question: str) -> list[int]:
+        chat = self.tokenizer.chat_template is not None
+        said = as_messages(question) if chat else question
+        return encode(join(said, "", self.tokenizer), self.tokenizer, chat)
+
+
+def _swapped(preference: float | None) -> float | None:
+    return None if preference is None else 1 - preference
+
+
+def _check_template(name: str, template: str, places: Sequence[str]) -> None:
+    there = {field for _, field, _, _ in Formatter().parse(template)}
+    for place in places:
+        if place not in there:
+            raise ValueError(f"{name} has no {{{place}}}: it must say where that stands")
+
+
+def _filled(template: str, columns: dict[str, Any], **texts: list[str]) -> list[str]:
+    """The template with each row's texts; they may hold braces themselves."""
+    rows = zip(*texts.values(), strict=True)
+    filled = []
+    for i, row in enumerate(rows):
+        others = {name: values[i] for name, values in columns.items()}
+        try:
+            filled.append(template.format(**{**others, **dict(zip(texts, row, strict=True))}))
+        except (KeyError, IndexError) as error:
+            raise ValueError(
+                f"the judge's template names {error}, which is neither one of "
+                f"{', '.join(texts)} nor a column ({', '.join(others) or 'there is none'})"
+            ) from None
+    return filled

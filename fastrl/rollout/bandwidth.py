@@ -1,0 +1,60 @@
+"""The least that decoding reads, and how fast the device could read it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.rollout.kv_cache import Arena
+
+_COPIED = {"cuda": 1 << 28}  # bytes, more than its caches hold
+_COPIED_ELSEWHERE = 1 << 26
+_TIMES = 3
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Of all weights that a step reads whole: of a table that is looked up it reads some rows."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    tables -= {id(head.weight)}
+    return sum(p.nbytes for p in model.parameters() if id(p) not in tables)
+
+
+def kv_bytes(arena: Arena, samples: Iterable[tuple[int, int]]) -> int:
+    """Of the keys and values of live tokens, over all steps of samples (tokens of the prompt, of
+    the response).
+
+    Before its t-th token, t = 0, 1, …, a sample with a prompt of p tokens reads those of p + t; a
+    layer with a window the last ones of them.
+    """
+    contexts = torch.cat([torch.arange(p, p + n) for p, n in samples] or [torch.arange(0)])
+    longest = arena.length
+    tokens = {w: int(contexts.clamp(max=w or longest).sum()) for w in set(arena.windows)}
+    each = arena.keys[0].dtype.itemsize
+    return sum(
+        layer.heads * (layer.key_width + layer.value_width) * each * tokens[window]
+        for layer, window in zip(arena.layers, arena.windows, strict=True)
+    )
+
+
+@functools.cache
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy reads and writes, measured once; the best of a few."""
+    size = _COPIED.get(device.type, _COPIED_ELSEWHERE)
+    source = torch.ones(size // 4, device=device)
+    target = torch.ones_like(source)
+    return max(2 * size / _seconds(source, target) for _ in range(_TIMES))
+
+
+def _seconds(source: Tensor, target: Tensor) -> float:
+    if source.is_cuda:
+        torch.cuda.synchronize(source.device)
+    begin = time.perf_counter()
+    target.copy_(source)
+    if source.is_cuda:
+        torch.cuda.synchronize(source.device)
+    return time.perf_counter() - begin

@@ -1,0 +1,56 @@
+"""Which engine a model's rollouts go through: the fast one where it is right, or generate()."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+from fastrl.rollout.engine import RolloutEngine
+from fastrl.rollout.generate_engine import GenerateEngine
+from fastrl.rollout.model_runner import Autocast
+from fastrl.rollout.self_check import UnsupportedModel, unwrapped
+
+
+def choose_engine(
+    model: Any,
+    tokenizer: Any,
+    *,
+    autocast: Autocast = contextlib.nullcontext,
+    max_slots: int = 64,
+    max_length: int | None = None,
+    kv_cache_bytes: int | None = None,
+    cuda_graphs: bool = True,
+) -> RolloutEngine | GenerateEngine:
+    """An engine for the model: :class:`RolloutEngine` where it gives what plain forwards give, else
+    :class:`GenerateEngine` with the same outputs, and a warning that says why.
+
+    An encoder–decoder always has :class:`GenerateEngine`, without a warning.
+
+    Args:
+        model: a language model, or a value-head model around one.
+        autocast: makes the context in which the model runs.
+        max_slots: samples that run at a time, in either engine.
+        max_length, kv_cache_bytes, cuda_graphs: as :class:`RolloutEngine` has them.
+
+    Raises:
+        ValueError: a number below 1; a model on several devices.
+    """
+    if not getattr(model.config, "is_encoder_decoder", False):
+        try:
+            return RolloutEngine(
+                model,
+                tokenizer,
+                max_slots,
+                max_length,
+                autocast=autocast,
+                kv_cache_bytes=kv_cache_bytes,
+                cuda_graphs=cuda_graphs,
+            )
+        except UnsupportedModel as unsupported:
+            warnings.warn(
+                f"{type(unwrapped(model)).__name__}: rollouts go through model.generate, because "
+                f"{unsupported.cause}",
+                stacklevel=2,
+            )
+    return GenerateEngine(model, tokenizer, max_slots, autocast, scores=True)

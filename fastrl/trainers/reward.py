@@ -1,0 +1,289 @@
+"""RewardTrainer: a reward model from pairs of a preferred and another text."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+import fastrl_kernels
+from fastrl.data.pairs import (
+    SIDES,
+    RewardDataCollatorWithPadding,
+    both_sides,
+    missing_token_columns,
+    prepare_pairs,
+)
+from fastrl.models.load import load_reward_model, with_adapter
+from fastrl.models.modes import evaluating
+from fastrl.run.model_card import REWARD
+from fastrl.trainers.arguments import SupervisedArguments, setting, tokenizer_of
+from fastrl.trainers.supervised import SupervisedTrainer, loaded, longest, settings_of
+
+
+@dataclass
+class RewardConfig(SupervisedArguments):
+    """Settings of :class:`RewardTrainer`, beside those of ``transformers.TrainingArguments``."""
+
+    max_length: int | None = setting(
+        "Longest side, in tokens; pairs of texts with a longer one are dropped. None: the model's "
+        "limit.",
+        512,
+    )
+    center_rewards_coefficient: float | None = setting(
+        "Weight of mean((r_chosen + r_rejected)²), which keeps rewards around 0.", None
+    )
+    num_print_samples: int = setting("Pairs to show at each evaluation; -1 is all of them.", 4)
+
+
+def compute_accuracy(eval_pred: Any) -> dict[str, float]:
+    """Share of pairs whose preferred side has the higher probability; ties are wrong.
+
+    Args:
+        eval_pred: an ``EvalPrediction``, or a pair, of arrays or tensors: P(chosen) and P(rejected)
+            or the two rewards, [N, 2]; and which of the two is preferred, [N], by default 0 for all
+            (the chosen).
+    """
+    predictions, labels = (_as_array(x) for x in (*eval_pred,)[:2])
+    if labels is None:
+        labels = np.zeros(len(predictions))
+    ties = int(np.sum(predictions[:, 0] == predictions[:, 1]))
+    if ties:
+        warnings.warn(
+            f"{ties} of {len(predictions)} pairs have equal rewards: they count as wrong",
+            stacklevel=2,
+        )
+    lead = predictions[:, 0] - predictions[:, 1]
+    return {"accuracy": float(np.mean(np.where(labels.astype(bool), -lead, lead) > 0))}
+
+
+def _as_array(x: Any) -> Any:
+    return x.detach().float().cpu().numpy() if isinstance(x, Tensor) else x
+
+
+class RewardTrainer(SupervisedTrainer):
+    """Trains a model with one label to score the chosen side of each pair above the rejected one.
+
+    loss = -log σ(r_c - r_r - margin) + c·(r_c + r_r)², mean over pairs (Bradley–Terry; the margin
+    as in Llama 2, arXiv:2307.09288; c is ``center_rewards_coefficient``). Both sides go through the
+    model in one forward. Of a model with several labels each is a reward with this loss, and their
+    means are compared in evaluation, as in TRL 0.11; a warning says so.
+
+    Args:
+        model: an ``AutoModelForSequenceClassification`` with ``num_labels=1``, or its path; a saved
+            adapter of one, by its path, is trained on.
+        args: a :class:`RewardConfig`, or transformers' TrainingArguments.
+        data_collator: by default :class:`RewardDataCollatorWithPadding`; another gets the rows of
+            the data sets as they are, and makes such batches.
+        train_dataset, eval_dataset: see :func:`fastrl.data.pairs.prepare_pairs`.
+        tokenizer, processing_class: the same under its old and its new name; by default the one
+            beside the model's weights.
+        compute_metrics: by default :func:`compute_accuracy`.
+        max_length: in place of the configuration's.
+        peft_config: puts an adapter on the model; one that is quantised is prepared for it.
+
+    Raises:
+        FileNotFoundError: a path without a model.
+        ValueError: no weight to train, no pad token, data that cannot be used; from :meth:`train`,
+            token columns that the data collator cannot read.
+    """
+
+    _tag_names: ClassVar[list[str]] = ["fastrl", "reward-trainer"]  # of the model on the Hub
+    method = REWARD
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Callable | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        tokenizer: Any = None,
+        model_init: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        preprocess_logits_for_metrics: Callable | None = None,
+        max_length: int | None = None,
+        peft_config: Any = None,
+        *,
+        processing_class: Any = None,
+    ):
+        args = settings_of(args, RewardConfig, max_length=max_length)
+        self._own_collator = not isinstance(
+            data_collator, RewardDataCollatorWithPadding | type(None)
+        )
+        self._tokenizer = None
+        if not (self._own_collator and tokenizer is processing_class is None):
+            self._tokenizer = tokenizer_of(tokenizer, processing_class, model)
+        self._settings, self._peft_config = args, peft_config
+        if model is not None:
+            model = loaded(model, load_reward_model, args)
+            model = self.ready_model(model)
+        self._longest = longest(args, model, self._tokenizer)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator or RewardDataCollatorWithPadding(self._tokenizer),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=self._tokenizer,
+            model_init=model_init,
+            compute_metrics=compute_metrics or compute_accuracy,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        self.can_return_loss = True  # of pairs, for evaluation
+        self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
+
+    def ready_model(self, model: Any) -> Any:
+        """Checked, and with an adapter where one is asked for."""
+        config = getattr(model, "config", None)
+        labels = getattr(config, "num_labels", 1)
+        if labels != 1:
+            warnings.warn(
+                f"the model has {labels} labels, a reward model has one: each label is trained as "
+                "a reward, and their mean is what evaluation compares; load the model with "
+                "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)",
+                stacklevel=3,
+            )
+        if config is not None and config.pad_token_id is None and self._tokenizer is not None:
+            # By it a decoder's classifier finds each sequence's last token.
+            config.pad_token_id = self._tokenizer.pad_token_id
+        if getattr(self._peft_config, "task_type", "SEQ_CLS") != "SEQ_CLS":
+            warnings.warn(
+                "peft_config.task_type is not SEQ_CLS: the layer that makes the reward is frozen "
+                "unless modules_to_save names it",
+                stacklevel=3,
+            )
+        model = with_adapter(model, self._peft_config, self._settings)
+        if hasattr(model, "add_model_tags"):
+            model.add_model_tags([*self._tag_names])
+        return model
+
+    def ready_data(self, dataset: Any, training: bool) -> Any:
+        """Token columns, see :func:`fastrl.data.pairs.prepare_pairs`."""
+        if self._own_collator:
+            return dataset
+        missing = missing_token_columns(dataset)
+        if missing:
+            warnings.warn(
+                f"the data set has token columns, but lacks {', '.join(missing)}: training on it "
+                "fails unless trainer.data_collator is replaced; rename them with "
+                "dataset.rename_column",
+                stacklevel=5,
+            )
+            return dataset
+        num_proc = self._settings.dataset_num_proc
+        return prepare_pairs(dataset, self._tokenizer, self._longest, num_proc)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The mean loss of a batch; with ``return_outputs`` also both sides' rewards, [B, labels]
+        each."""
+        pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
+        rewards = model(**both_sides(inputs, pad), return_dict=True)["logits"]
+        chosen, rejected = rewards.reshape(len(rewards), -1).chunk(2)
+        margin = inputs.get("margin")  # [B] or [B, 1]: of a pair, the same for all its labels
+        if margin is not None:
+            margin = margin.reshape(len(margin), -1).expand_as(chosen).flatten()
+        loss = fastrl_kernels.reward_loss(
+            chosen.flatten(),
+            rejected.flatten(),
+            margin,
+            center_coef=self.args.center_rewards_coefficient or 0.0,
+        ).mean()
+        if return_outputs:
+            return loss, {"rewards_chosen": chosen, "rewards_rejected": rejected}
+        return loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Loss, P(chosen) and P(rejected) [B, 2] by a softmax over the two rewards (means over the
+        model's labels), and which side is preferred: 0, the chosen."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, rewards = self.compute_loss(model, inputs, return_outputs=True)
+        if prediction_loss_only:
+            return loss.detach(), None, None
+        sides = [reward.float().mean(-1) for reward in rewards.values()]
+        probabilities = torch.stack(sides, dim=-1).softmax(-1)
+        return loss.detach(), probabilities, probabilities.new_zeros(len(probabilities))
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        *,
+        num_print_samples: int | None = None,
+    ) -> dict[str, float]:
+        """As in ``Trainer``; prints some pairs first, as many as the configuration says."""
+        if num_print_samples is None:
+            num_print_samples = getattr(self.args, "num_print_samples", 4)
+        which = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(which, dict):
+            metrics: dict[str, float] = {}
+            for name, part in which.items():
+                metrics |= self.evaluate(
+                    name if eval_dataset is None else part,
+                    ignore_keys,
+                    f"{metric_key_prefix}_{name}",
+                    num_print_samples=num_print_samples,
+                )
+            return metrics
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self.once_ready(eval_dataset)
+        self.visualize_samples(num_print_samples, eval_dataset)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def visualize_samples(self, num_print_samples: int, eval_dataset: Any = None) -> None:
+        """A table of evaluation pairs and the model's probabilities; -1 shows all of them."""
+        if num_print_samples == 0 or self.processing_class is None:
+            return
+        rows: list[tuple[str, str, list[float]]] = []
+        with evaluating(self.model):
+            for inputs in self.get_eval_dataloader(eval_dataset):
+                _, probabilities, _ = self.prediction_step(self.model, inputs, False)
+                assert probabilities is not None
+                texts = (
+                    self.processing_class.batch_decode(
+                        inputs[f"input_ids_{side}"], skip_special_tokens=True
+                    )
+                    for side in SIDES
+                )
+                rows += gather_object(list(zip(*texts, probabilities.tolist(), strict=True)))
+                if 0 <= num_print_samples <= len(rows):
+                    break
+        if self.accelerator.is_main_process:
+            _print_pairs(rows if num_print_samples < 0 else rows[:num_print_samples])
+
+
+def _print_pairs(rows: list[tuple[str, str, list[float]]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from fastrl.run.report import run_console
+
+    table = Table("chosen", "rejected", "P(chosen)", "P(rejected)", show_lines=True)
+    for chosen, rejected, probabilities in rows:
+        # As text: brackets in it are no markup.
+        table.add_row(Text(chosen), Text(rejected), *(f"{p:.4f}" for p in probabilities))
+    run_console().print(table)

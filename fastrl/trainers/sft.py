@@ -1,0 +1,295 @@
+"""SFTTrainer: a language model from texts, without logits of the vocabulary's size."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DataCollatorForLanguageModeling
+
+from fastrl.data.pack import JoinedCollator, PackedTexts, choose_packing
+from fastrl.data.texts import (
+    DataCollatorForCompletionOnlyLM,
+    TextCollator,
+    Ways,
+    prepare_texts,
+    targets_of,
+)
+from fastrl.models.lm_head import Head, choose_head
+from fastrl.models.load import load_language_model, with_adapter
+from fastrl.models.modes import evaluating
+from fastrl.models.scoring import NLLObjective, ScoringRequest, score_logits
+from fastrl.run.model_card import SFT
+from fastrl.trainers.arguments import SupervisedArguments, setting, tokenizer_of
+from fastrl.trainers.supervised import SupervisedTrainer, loaded, longest, settings_of
+
+# Classic keywords that steered how texts were packed and mapped.
+_OF_OLD = (
+    "infinite",
+    "num_of_sequences",
+    "chars_per_token",
+    "dataset_batch_size",
+    "dataset_kwargs",
+)
+_TARGETS = ("rows", "targets", "labels")
+
+
+@dataclass
+class SFTConfig(SupervisedArguments):
+    """Settings of :class:`SFTTrainer`, beside those of ``transformers.TrainingArguments``."""
+
+    max_length: int | None = setting(
+        "Longest text, in tokens; longer ones are cut. None: the model's limit.", 1024
+    )
+    max_seq_length: int | None = setting("An older name of max_length.", None)
+    dataset_text_field: str = setting("Column of the texts.", "text")
+    packing: bool = setting(
+        "Put several texts into a row of max_length tokens; none sees another.", False
+    )
+    eval_packing: bool | None = setting("The same for evaluation; None: as packing.", None)
+    append_eos: bool = setting("End every text with EOS.", True)
+    completion_only_loss: bool = setting("Learn completions, not their prompts.", True)
+    assistant_only_loss: bool = setting(
+        "Learn the assistant's turns in messages; needs a chat template that marks them.", False
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_seq_length is not None:
+            self.max_length, self.max_seq_length = self.max_seq_length, None
+        super().__post_init__()
+
+
+class SFTTrainer(SupervisedTrainer):
+    """Trains a causal language model on texts.
+
+    loss = -Σ log p(token) / tokens, over the tokens that count: all of a text but its first, or its
+    completion; ``tokens`` are those of a whole step, however it is split up. The LM head is fused
+    with the loss (``fastrl_kernels.linear_nll_loss``), and runs on counted tokens alone.
+
+    Args:
+        model: a causal LM, or its path; a saved adapter, by its path, is trained on.
+        args: an :class:`SFTConfig`, or transformers' TrainingArguments.
+        data_collator: a :class:`DataCollatorForCompletionOnlyLM`, or one of your own, which gets
+            ``input_ids`` and ``labels``.
+        train_dataset, eval_dataset: with a column of texts (``dataset_text_field``), with
+            ``prompt`` and ``completion``, ``messages``, or ``input_ids``.
+        tokenizer, processing_class: the same under its old and its new name; by default the one
+            beside the model's weights.
+        peft_config: puts an adapter on the model; one that is quantised is prepared for it.
+        dataset_text_field, packing, max_seq_length, dataset_num_proc, eval_packing,
+            neftune_noise_alpha, model_init_kwargs: in place of the configuration's.
+        formatting_func: of a row, returns its text; or of a batch of rows, a list of texts.
+
+    Raises:
+        FileNotFoundError: a path without a model.
+        ValueError: no pad token, data that cannot be used, a model that cannot pack, has no weight
+            to train or is no causal language model.
+    """
+
+    method = SFT
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Callable | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        tokenizer: Any = None,
+        model_init: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        preprocess_logits_for_metrics: Callable | None = None,
+        peft_config: Any = None,
+        dataset_text_field: str | None = None,
+        packing: bool | None = None,
+        formatting_func: Callable | None = None,
+        max_seq_length: int | None = None,
+        *,
+        processing_class: Any = None,
+        dataset_num_proc: int | None = None,
+        eval_packing: bool | None = None,
+        neftune_noise_alpha: float | None = None,
+        model_init_kwargs: dict | None = None,
+        **of_old: Any,
+    ):
+        _refuse_unknown(of_old)
+        args = settings_of(
+            args,
+            SFTConfig,
+            dataset_text_field=dataset_text_field,
+            packing=packing,
+            max_length=max_seq_length,
+            dataset_num_proc=dataset_num_proc,
+            eval_packing=eval_packing,
+            neftune_noise_alpha=neftune_noise_alpha,
+            model_init_kwargs=model_init_kwargs,
+        )
+        self._tokenizer = tokenizer_of(tokenizer, processing_class, model)
+        self._settings, self._peft_config = args, peft_config
+        if model is not None:
+            model = self.ready_model(loaded(model, load_language_model, args, trainable=True))
+        completions, data_collator = _split_collator(data_collator)
+        self._ways = Ways(
+            args.dataset_text_field,
+            formatting_func,
+            completions,
+            args.append_eos,
+            args.completion_only_loss,
+            args.assistant_only_loss,
+        )
+        self._longest = longest(args, model, self._tokenizer)
+        packs = args.packing or bool(args.eval_packing)
+        if packs and data_collator is not None:
+            raise ValueError("packing makes its own batches: leave out data_collator")
+        if packs and self._longest is None:
+            raise ValueError("packing needs max_length: how many tokens a row holds")
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator or TextCollator(self._tokenizer),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=self._tokenizer,
+            model_init=model_init,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"one process with {self.args.n_gpu} GPUs splits batches behind the loss's back: "
+                "start one process per GPU (accelerate launch, torchrun)"
+            )
+        joins = completions is not None and completions.padding_free
+        if packs or joins:
+            autocast = self.compute_loss_context_manager()
+            packed = choose_packing(self.model, self._tokenizer, autocast)
+            self.data_collator = JoinedCollator(packed) if joins else packed
+        # Batches say how many tokens count: the loss is divided by those of a whole step, of which
+        # none is the first of its row.
+        self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
+        self._head: Head | None = None
+
+    def ready_model(self, model: Any) -> Any:
+        """Checked, and with an adapter where one is asked for."""
+        config = getattr(model, "config", None)
+        if getattr(config, "is_encoder_decoder", False) or not model.get_output_embeddings():
+            raise ValueError(
+                f"{type(model).__name__} is no causal language model: load it with "
+                "AutoModelForCausalLM"
+            )
+        model = with_adapter(model, self._peft_config, self._settings)
+        if any(c.is_prompt_learning for c in getattr(model, "peft_config", {}).values()):
+            raise ValueError("prompt tuning shifts the positions of tokens: use LoRA, say")
+        return model
+
+    def ready_data(self, dataset: Any, training: bool) -> Any:
+        """Token ids and labels, see :func:`fastrl.data.texts.prepare_texts`; packed where
+        that is asked for."""
+        if isinstance(dataset, PackedTexts):
+            return dataset
+        args = self._settings
+        texts = prepare_texts(
+            dataset, self._tokenizer, self._ways, self._longest, args.dataset_num_proc
+        )
+        packs = args.packing if training or args.eval_packing is None else args.eval_packing
+        return PackedTexts(texts, self._longest) if packs and self._longest else texts
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Mean negative log-likelihood; with ``return_outputs`` also the logits of all tokens."""
+        if "labels" not in inputs:
+            raise ValueError(f"batches need labels, the data collator makes {', '.join(inputs)}")
+        if "rows" not in inputs:  # a collator of the user's
+            inputs = {**inputs, **targets_of(inputs["labels"])}
+        whole_step = num_items_in_batch is not None
+        tokens = torch.as_tensor(num_items_in_batch if whole_step else len(inputs["rows"]))
+        # A scaler's factor has to reach gradients in fp16 before they are rounded.
+        objective = None if self.args.fp16 else NLLObjective(tokens.clamp(min=1))
+        request = ScoringRequest(
+            inputs["rows"], inputs["targets"], values=False, objective=objective
+        )
+        given = {k: v for k, v in inputs.items() if k not in _TARGETS} | {"use_cache": False}
+        outputs = None
+        if return_outputs:
+            outputs = model(**given)
+            scores = score_logits(outputs.logits.flatten(0, 1)[request.rows], request)
+        else:
+            scores, _ = self._scoring_head(given)(
+                _Called(model, self._plain(model)), request, given
+            )
+        loss = scores.loss
+        if loss is None:
+            loss = -scores.logprobs.sum() / tokens.clamp(min=1)
+        if whole_step and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # gradients are averaged over them
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """As in ``Trainer``; where the loss is all that is wanted, without logits."""
+        if not prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs).detach(), None, None
+
+    def _scoring_head(self, inputs: dict[str, Any]) -> Head:
+        """Chosen at the first use, on a few tokens: only then is the model in place."""
+        if self._head is None:
+            model = self._plain(self.model)
+            corner = {"input_ids": inputs["input_ids"][:1, :8], "use_cache": False}
+            with evaluating(model):
+                self._head = choose_head(model, corner)
+        return self._head
+
+    def _plain(self, model: nn.Module) -> Any:
+        return self.accelerator.unwrap_model(model, keep_torch_compile=False)
+
+
+class _Called:
+    """Runs a model through what it is wrapped in (DDP, say), and is itself in all else."""
+
+    def __init__(self, wrapped: nn.Module, model: Any):
+        self._wrapped, self._model = wrapped, model
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._wrapped(**inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _split_collator(given: Any) -> tuple[DataCollatorForCompletionOnlyLM | None, Any]:
+    """What a collator says of the labels, and the collator where it is one of the user's own."""
+    if isinstance(given, DataCollatorForCompletionOnlyLM):
+        return given, None
+    if type(given) is DataCollatorForLanguageModeling:
+        if given.mlm:
+            raise ValueError("the data collator masks tokens: pass mlm=False, or leave it out")
+        return None, None  # the default does the same
+    return None, given
+
+
+def _refuse_unknown(keywords: dict[str, Any]) -> None:
+    for name in keywords:
+        if name not in _OF_OLD:
+            raise TypeError(f"SFTTrainer has no argument {name!r}")
+        warnings.warn(f"{name} has no effect any more: leave it out", FutureWarning, stacklevel=3)

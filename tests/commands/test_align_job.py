@@ -1,0 +1,123 @@
+"""``fastrl align`` from end to end, on tiny models and local files."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from fastrl import cli
+from fastrl.demo.text import preference_pairs
+from tests import tiny_models
+
+JUDGE = (
+    "def first(questions):\n    return ['[[A]]' if i % 3 else '?' for i in range(len(questions))]\n"
+)
+WEIGHTS = "def half(batch):\n    return [0.5] * batch.size\n"
+# By task: what is needed beside the data, and what an evaluation says.
+TASKS = {
+    "sft": ({}, "held_out_loss"),
+    "reward-modelling": ({}, "held_out_accuracy"),
+    "reinforcement-learning": ({"annotator": "rewards.py:length"}, "held_out_reward"),
+    "offline-pointwise": ({}, "held_out_accuracy"),
+    "online-pointwise": ({"annotator": "rewards.py:length"}, "held_out_reward"),
+    "offline-pairwise": ({}, "held_out_accuracy"),
+    "online-pairwise": ({"judge": "judge.py:first"}, "win_rate_against_the_start"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(world):
+    rows = [
+        {"prompt": " ".join(a.split()[:2]) + " ", "chosen": a, "rejected": b}
+        for a, b in preference_pairs(60, seed=0)
+    ]
+    (world / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (world / "judge.py").write_text(JUDGE)
+    (world / "weights.py").write_text(WEIGHTS)
+    return world
+
+
+def arguments(folder, output, **flags):
+    settings = {
+        "model": folder / "lm", "dataset": folder / "pairs.jsonl", "output": output,
+        "eval-examples": 12, "per-device-train-batch-size": 16, "num-train-epochs": 1,
+        "learning-rate": "1e-2", "logging-steps": 1, "use-cpu": "true", "max-new-tokens": 6,
+        "max-length": 40, **flags,
+    }  # fmt: skip
+    for name in ("annotator", "judge", "reweighter"):
+        if ".py" in str(settings.get(name)):
+            settings[name] = folder / settings[name]
+    return ["align", *(word for k, v in settings.items() for word in (f"--{k}", str(v)))]
+
+
+@pytest.mark.filterwarnings("ignore:Some weights of GPT2ForSequenceClassification")
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_leaves_a_model_metrics_and_a_report(task, folder, tmp_path, capsys):
+    flags, told = TASKS[task]
+    run = tmp_path / "run"
+    assert cli.main(arguments(folder, run, task=task, **flags)) == 0
+    assert (run / "report.png").stat().st_size > 10_000
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {"step", "loss", "learning_rate"} <= set().union(*rows)
+    summary = json.loads((run / "summary.json").read_text())
+    assert {f"{told}_before", f"{told}_after"} <= set(summary)
+    assert summary["job"]["task"] == task
+    assert summary["steps"] == (
+        12 if task == "reinforcement-learning" else 3 * (1 + (task == "offline-pointwise"))
+    )
+    kind = (
+        AutoModelForSequenceClassification if task == "reward-modelling" else AutoModelForCausalLM
+    )
+    kind.from_pretrained(run / "model")
+    assert AutoTokenizer.from_pretrained(run / "model").eos_token == "<eos>"
+    shown = capsys.readouterr().out
+    assert ("Held-out prompts, before and after" in shown) == (
+        "online" in task or "inforce" in task
+    )
+
+
+@pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+def test_loss_coefficients_weights_and_an_adapter_are_flags(folder, tmp_path):
+    flags = {
+        "loss": "ipo",
+        "loss-args": '{"beta": 0.5, "length_means": true}',
+        "reweighter": "weights.py:half",
+        "lora-r": 2,
+        "eval-examples": 0,
+        "max-steps": 2,
+    }
+    assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 0
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["loss"] == pytest.approx(0.5 * (1 / (2 * 0.5)) ** 2)  # the weight, and h = 0
+    assert rows[0]["weights"] == 0.5
+    assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"task": "offline"}, "unknown task 'offline': choose one of sft"),
+        ({"loss": "kto"}, "kto does not fit the task offline-pairwise"),
+        ({"loss": "dqo"}, "unknown loss 'dqo'"),
+        ({"loss-args": "{beta: 1}"}, "loss_args is not valid JSON"),
+        ({"loss-args": "[1]"}, "loss_args must be a JSON object"),
+        ({"loss-args": '{"gamma": 1}'}, "the loss dpo has no coefficient 'gamma'"),
+        ({"task": "online-pairwise"}, "pass --annotator or --judge, one of the two"),
+        ({"annotator": "rewards.py:length"}, "leave out --annotator and --judge"),
+        ({"reweighter": "heavy"}, "unknown reweighter 'heavy'"),
+        ({"num-train-epochs": "1.5"}, "num_train_epochs must be a whole number"),
+        ({"task": "online-pairwise", "judge": "judge.py:first", "top-p": "2"}, "top_p must lie"),
+        ({"reference": "trunk"}, "needs num_shared_layers"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(folder, tmp_path, capsys, flags, message):
+    assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_a_judge_that_says_nothing_may_stop_the_run(folder, tmp_path, capsys):
+    flags = {"task": "online-pairwise", "judge": "judge.py:first", "judge-unparsed": "refuse"}
+    assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 2
+    assert "'?'" in capsys.readouterr().err

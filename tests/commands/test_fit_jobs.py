@@ -1,0 +1,130 @@
+"""``fastrl sft`` and ``fastrl reward`` from end to end, on tiny models and local files."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from fastrl import cli
+from fastrl.rewards.functions import ClassifierReward
+from tests import tiny_models
+
+COMMANDS = {"sft": ("lm", "reviews.jsonl"), "reward": ("clf1", "pairs.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def folder(world):
+    model = AutoModelForSequenceClassification.from_pretrained(
+        world / "clf", num_labels=1, ignore_mismatched_sizes=True
+    )
+    model.save_pretrained(world / "clf1")
+    AutoTokenizer.from_pretrained(world / "clf").save_pretrained(world / "clf1")
+    return world
+
+
+def arguments(command, folder, output, **flags):
+    model, data = COMMANDS[command]
+    settings = {
+        "model": folder / model, "dataset": folder / data, "output": output,
+        "eval-examples": 12, "per-device-train-batch-size": 8, "num-train-epochs": 1,
+        "learning-rate": "1e-2", "logging-steps": 1, "use-cpu": "true", "seed": 3, **flags,
+    }  # fmt: skip
+    return [command, *(word for k, v in settings.items() for word in (f"--{k}", str(v)))]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_leaves_a_model_metrics_and_a_report(command, folder, tmp_path, capsys):
+    assert cli.main(arguments(command, folder, tmp_path / "run")) == 0
+    run = tmp_path / "run"
+    assert (run / "report.png").stat().st_size > 10_000
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {"step", "loss", "learning_rate", "eval_loss"} <= set().union(*rows)
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["train_examples"], summary["eval_examples"], summary["steps"]) == (48, 12, 6)
+    assert summary["job"]["eval_examples"] == 12
+    assert summary["settings"]["learning_rate"] == 0.01
+    assert f"{command}" in capsys.readouterr().err.lower()  # the progress bar
+    if command == "sft":
+        assert summary["held_out_loss_after"] < summary["held_out_loss_before"]
+        tuned = AutoModelForCausalLM.from_pretrained(run / "model")
+        start = AutoModelForCausalLM.from_pretrained(folder / "lm")
+    else:
+        assert 0 <= summary["held_out_accuracy_after"] <= 1
+        tuned = AutoModelForSequenceClassification.from_pretrained(run / "model")
+        start = AutoModelForSequenceClassification.from_pretrained(folder / "clf1")
+        assert len(ClassifierReward.from_pretrained(str(run / "model")).score(["a film ."])) == 1
+    before, after = start.transformer.wte.weight, tuned.transformer.wte.weight
+    assert not torch.equal(before, after)
+    assert AutoTokenizer.from_pretrained(run / "model").eos_token == "<eos>"
+    assert not (run / "checkpoints").exists()
+    card = (run / "model" / "README.md").read_text()
+    start = folder / ("lm" if command == "sft" else "clf1")
+    assert "trained with fastrl" in card
+    assert f"**Base model:** `{start}`" in card
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_held_out_examples_all_are_trained_on(command, folder, tmp_path):
+    flags = {"eval-examples": 0, "max-steps": 1}
+    assert cli.main(arguments(command, folder, tmp_path / "run", **flags)) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["train_examples"], summary["eval_examples"]) == (60, 0)
+    assert not any(name.startswith("held_out") for name in summary)
+
+
+def test_another_data_set_may_be_held_out(folder, tmp_path):
+    flags = {"eval-dataset": folder / "reviews.jsonl", "eval-examples": 100, "max-steps": 1}
+    assert cli.main(arguments("sft", folder, tmp_path / "run", **flags)) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["train_examples"], summary["eval_examples"]) == (60, 60)
+
+
+@pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_adapter_may_be_trained(command, folder, tmp_path):
+    flags = {"lora-r": 2, "max-steps": 1}
+    assert cli.main(arguments(command, folder, tmp_path / "run", **flags)) == 0
+    assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
+
+
+def test_a_template_says_what_is_learned(folder, tmp_path, capsys):
+    flags = {"response-template": " nowhere to be found", "max-steps": 1}
+    assert cli.main(arguments("sft", folder, tmp_path / "run", **flags)) == 2
+    assert "does not occur" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"eval-examples": 60}, "60 held-out examples leave none of 60 to train on"),
+        ({"eval-examples": -1}, "eval_examples must be 0 or more, got -1"),
+        ({"lora-r": -2}, "lora_r must be 0 or more"),
+        ({"dataset": "nowhere.jsonl"}, "there is no data set at nowhere.jsonl"),
+        ({"packing": "true"}, "unknown argument '--packing'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(folder, tmp_path, capsys, flags, message):
+    assert cli.main(arguments("reward", folder, tmp_path / "run", **flags)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_yaml_file_holds_the_flags_and_help_explains_them(command, folder, tmp_path, capsys):
+    model, data = COMMANDS[command]
+    (tmp_path / "run.yaml").write_text(
+        f"model: {folder / model}\ndataset: {folder / data}\noutput: {tmp_path / 'run'}\n"
+        "eval_examples: 4\nmax_steps: 1\nuse_cpu: true\n"
+    )
+    assert cli.main([command, str(tmp_path / "run.yaml"), "--max-steps", "2"]) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    out = capsys.readouterr().out
+    assert "--eval-examples" in out
+    assert "--max-length" in out
+    assert "--output-dir" not in out

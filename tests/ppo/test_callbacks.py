@@ -1,0 +1,85 @@
+"""Hooks of ``train`` when it does not come to its end, and what results look like."""
+
+import pytest
+from tqdm.auto import tqdm
+
+from fastrl import PPOConfig, PPOTrainer, TrainCallback, TrainResult
+from fastrl.run.callbacks import Evaluation
+from tests import tiny_models
+from tests.golden import tiny
+
+TEXTS = ["w3 w4", "w5 w6 w7", "w8", "w9 w10"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:the KL estimate is negative")
+
+
+class Closing(TrainCallback):
+    closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+class Failing:
+    """A reward function that raises at its second call."""
+
+    def __init__(self, error):
+        self.error = error
+        self.calls = 0
+
+    def __call__(self, completions, **_):
+        self.calls += 1
+        if self.calls > 1:
+            raise self.error
+        return [0.0] * len(completions)
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    config = PPOConfig(batch_size=2, ppo_epochs=1)
+    return PPOTrainer(config, tiny_models.policy(), None, tiny.tokenizer())
+
+
+def train(trainer, reward_fn, **arguments):
+    settings = {"max_new_tokens": 2, "do_sample": True, "top_k": 0, "top_p": 1.0}
+    return trainer.train(
+        reward_fn, prompts=TEXTS, generation_kwargs=settings, **{"steps": 3, **arguments}
+    )
+
+
+@pytest.mark.parametrize("error", [RuntimeError("late"), KeyboardInterrupt()])
+def test_an_exception_leaves_no_bar_and_closes_every_callback(trainer, capsys, error):
+    callback = Closing()
+    with pytest.raises(type(error)):
+        train(trainer, Failing(error), callbacks=[callback])
+    assert not tqdm._instances
+    assert callback.closed == 1
+    err = capsys.readouterr().err
+    assert err.endswith("PPO: stopped after 1 of 3 steps\n")
+    assert err.replace("\r", "\n").split("\n")[-2] == "PPO: stopped after 1 of 3 steps"
+
+
+def test_a_whole_run_closes_its_callbacks_and_keeps_its_bar(trainer, capsys):
+    callback = Closing()
+    train(trainer, lambda completions, **_: [0.0] * len(completions), steps=1, callbacks=[callback])
+    assert callback.closed == 1
+    err = capsys.readouterr().err
+    assert "100%" in err.replace("\r", "\n").rstrip("\n").split("\n")[-1]
+    assert "stopped" not in err
+
+
+def evaluation(step: int, mean: float) -> Evaluation:
+    return Evaluation(step, mean, 0.01, 0.5, [mean] * 256, ["a prompt"] * 256, ["text"] * 256)
+
+
+def test_results_are_shown_in_a_line():
+    assert repr(evaluation(0, 0.12)) == (
+        "Evaluation(step=0, reward 0.120 ± 0.010, KL 0.50, prompts=256)"
+    )
+    history = [{"reward/mean": 0.1 + i, "ppo/loss": 1.0} for i in range(100)]
+    result = TrainResult(history, [evaluation(0, 0.12), evaluation(100, 0.8)])
+    assert repr(result) == "TrainResult(steps=100, reward 0.120 → 0.800, evaluations=2)"
+    assert repr(TrainResult(history)) == (
+        "TrainResult(steps=100, reward 0.100 → 99.100, evaluations=0)"
+    )
+    assert repr(TrainResult()) == "TrainResult(steps=0, evaluations=0)"

@@ -1,0 +1,317 @@
+"""What step() does with each kind of reference, and with checkpointed layers."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from fastrl import (
+    AutoModelForCausalLMWithValueHead,
+    PPOConfig,
+    PPOTrainer,
+    create_reference_model,
+)
+from fastrl.models.trunk import TRUNK_NAME, layer_stack
+from tests import tiny_models
+from tests.golden import tiny
+from tests.ppo.conftest import assert_learned_alike, make_batch, parameters
+from tests.ref_model.test_references import adapted, storage
+from tests.ref_model.test_trunk import FAMILIES, counted, deep
+
+pytestmark = [
+    pytest.mark.filterwarnings(tiny_models.PEFT_WARNING),
+    pytest.mark.filterwarnings("ignore:the LM head shares its weight with the embeddings"),
+]
+
+SAMPLES = 4
+
+
+def trainer_of(policy, ref_model=None, num_shared_layers=None, **settings):
+    settings = {"batch_size": SAMPLES, "mini_batch_size": 2, "learning_rate": 1e-3} | settings
+    return PPOTrainer(
+        PPOConfig(**settings),
+        policy,
+        ref_model,
+        tiny.tokenizer(),
+        num_shared_layers=num_shared_layers,
+    )
+
+
+def stepped(trainer, steps=2):
+    stats = [trainer.step(**make_batch(seed=seed)) for seed in range(steps)]
+    return stats, parameters(trainer)
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+# ---------------------------------------------------------------------- trunk
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shared_layer_runs_once_per_sample_and_not_in_the_update(family, epochs):
+    trainer = trainer_of(deep(family), num_shared_layers=2, ppo_epochs=epochs)
+    assert trainer.reference.mode == "trunk"
+    ours, theirs = counted(trainer.model), counted(trainer.ref_model)
+    in_update, update = {}, trainer._update
+
+    def watched(*args):
+        before = dict(ours)
+        record = update(*args)
+        in_update.update({i: n - before.get(i, 0) for i, n in ours.items()})
+        return record
+
+    trainer._update = watched
+    trainer.step(**make_batch())
+    scored = {i: n - in_update.get(i, 0) for i, n in ours.items()}
+    assert {i: scored[i] for i in (0, 1)} == {0: SAMPLES, 1: SAMPLES}
+    assert {i: scored[i] for i in (2, 3)} == {2: SAMPLES, 3: SAMPLES}
+    assert theirs == {2: SAMPLES, 3: SAMPLES}
+    assert in_update == {0: 0, 1: 0, 2: epochs * SAMPLES, 3: epochs * SAMPLES}
+
+
+def test_audited_samples_run_no_shared_layer_again():
+    trainer = trainer_of(deep("gpt2"), num_shared_layers=2, ppo_epochs=1)
+    queries = tiny_models.prompts(5, 3, 7, 2)
+    responses = trainer.generate(
+        queries, return_prompt=False, max_new_tokens=6, do_sample=True, top_k=0
+    )
+    ours = counted(trainer.model)
+    stats = trainer.step(queries, responses, [torch.tensor(float(i)) for i in range(SAMPLES)])
+    assert stats["rollout/reused"] == 1
+    assert ours == {0: SAMPLES, 1: SAMPLES, 2: 2 * SAMPLES, 3: 2 * SAMPLES}, "audit and update"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "opt"])
+@pytest.mark.parametrize("gib", [(0.0, 0.0), (0.0, 1.0), (1e-6, 0.0)], ids=["none", "host", "some"])
+def test_the_update_is_the_same_to_the_last_bit_whatever_is_kept(family, gib):
+    """What is kept was computed by the same operations on the same numbers, in storage that torch
+    aligns alike: all models here have their weights in such storage."""
+    settings = {"num_shared_layers": 2, "ppo_epochs": 3, "adap_kl_ctrl": False}
+    budget = dict(zip(("trunk_cache_gib", "trunk_cache_host_gib"), gib, strict=True))
+    kept, again = (trainer_of(deep(family), **settings, **extra) for extra in ({}, budget))
+    runs = counted(kept.model), counted(again.model)
+    (stats, weights), (stats_again, weights_again) = stepped(kept), stepped(again)
+    assert_same(weights, weights_again)
+    for a, b in zip(stats, stats_again, strict=True):
+        assert a["objective/kl"] == b["objective/kl"]
+        assert a["ppo/loss/total"] == b["ppo/loss/total"]
+    assert runs[0][0] == 2 * SAMPLES
+    assert (runs[1][0] > 2 * SAMPLES) == (gib[1] == 0)
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_a_trunk_learns_what_a_copy_with_the_same_layers_frozen_learns(padding_side):
+    plain, shared = deep("llama"), deep("llama")
+    trainer = trainer_of(shared, num_shared_layers=2, ppo_epochs=2)
+    for name, p in plain.named_parameters():
+        p.requires_grad_(dict(shared.named_parameters())[name].requires_grad)
+    reference = trainer_of(plain, ppo_epochs=2, reference="copy")
+    trainer.tokenizer.padding_side = reference.tokenizer.padding_side = padding_side
+    (stats, weights), (expected_stats, expected) = stepped(trainer), stepped(reference)
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], atol=1e-4, rtol=1e-4)
+    for a, b in zip(stats, expected_stats, strict=True):
+        assert a["objective/kl"] == pytest.approx(b["objective/kl"], abs=1e-4)
+    frozen = {n for n, p in shared.pretrained_model.named_parameters() if not p.requires_grad}
+    start = dict(deep("llama").pretrained_model.named_parameters())
+    assert frozen
+    assert all(torch.equal(weights[name], start[name]) for name in frozen)
+
+
+def test_a_reference_made_by_hand_is_recognised():
+    policy = deep("gpt2")
+    trainer = trainer_of(policy, create_reference_model(policy, num_shared_layers=3))
+    assert trainer.reference.mode == "trunk"
+    counts = counted(trainer.ref_model)
+    trainer.step(**make_batch())
+    assert counts == {3: SAMPLES}
+
+
+def test_memory_is_that_of_the_mode():
+    def share(policy, *args, **settings):
+        before = storage(policy)
+        trainer = trainer_of(policy, *args, **settings)
+        return storage(trainer.model, trainer.ref_model) / before
+
+    assert share(deep("gpt2")) == 2
+    assert share(deep("gpt2"), reference="offload") == 2  # of which half lies on the host
+    assert share(deep("gpt2"), init_kl_coef=0.0) == 1
+    assert share(adapted(r=1)) == 1
+    assert share(adapted(r=1), reference_adapter="start") <= 1.02
+    policy = deep("gpt2")
+    own = storage(policy.pretrained_model.transformer.h[3], policy.v_head)
+    own += storage(policy.pretrained_model.transformer.ln_f)
+    assert share(policy, num_shared_layers=3) == 1 + own / storage(policy)
+
+
+def test_changed_layers_are_refused_at_save_before_anything_is_written(tmp_path):
+    trainer = trainer_of(deep("gpt2"), num_shared_layers=2)
+    with torch.no_grad():
+        trainer.model.pretrained_model.transformer.h[0].ln_1.weight += 1e-3
+    with pytest.raises(ValueError, match="2 shared layers have changed"):
+        trainer.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_checkpoint_says_what_was_frozen_and_loading_looks(tmp_path):
+    trainer = trainer_of(deep("gpt2"), num_shared_layers=2)
+    trainer.step(**make_batch())
+    trainer.save_pretrained(tmp_path)
+    record = json.loads((tmp_path / TRUNK_NAME).read_text())
+    assert record["num_shared_layers"] == 2
+    load = AutoModelForCausalLMWithValueHead.from_pretrained
+    loaded = load(tmp_path)
+    assert_same(
+        {n: p.detach() for n, p in loaded.named_parameters()},
+        {n: p.detach().cpu() for n, p in trainer.model.named_parameters()},
+    )
+    assert all(p.requires_grad for p in loaded.parameters())
+    load(tmp_path, dtype="bfloat16")  # nothing to compare with
+    (tmp_path / TRUNK_NAME).write_text(json.dumps(record | {"num_shared_layers": 3}))
+    with pytest.raises(ValueError, match="3 layers that were shared with a reference have changed"):
+        load(tmp_path)
+
+
+# ---------------------------------------------------------------------- other modes
+
+
+@pytest.mark.parametrize("mode", ["offload", "trunk"])
+def test_scores_are_those_of_a_copy(mode):
+    settings = {"num_shared_layers": 2} if mode == "trunk" else {"reference": mode}
+    expected = trainer_of(deep("gpt2")).step(**make_batch())
+    found = trainer_of(deep("gpt2"), **settings).step(**make_batch())
+    for name in ("objective/logprobs", "objective/ref_logprobs"):
+        torch.testing.assert_close(
+            torch.from_numpy(found[name]), torch.from_numpy(expected[name]), atol=1e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+@pytest.mark.parametrize("kl_penalty", ["kl", "full"])
+def test_without_a_reference_the_score_is_the_reward(adaptive, kl_penalty):
+    settings = {"init_kl_coef": 0.0, "adap_kl_ctrl": adaptive, "kl_penalty": kl_penalty}
+    none = trainer_of(deep("gpt2"), **settings)
+    copy = trainer_of(deep("gpt2"), reference="copy", **settings)
+    assert none.reference.mode == "none"
+    (stats, weights), (expected_stats, expected) = stepped(none), stepped(copy)
+    assert_learned_alike(weights, expected)
+    for a, b in zip(stats, expected_stats, strict=True):
+        assert math.isnan(a["objective/kl"])
+        assert not math.isnan(b["objective/kl"])
+        assert a["ppo/mean_non_score_reward"] == b["ppo/mean_non_score_reward"] == 0
+        assert a["objective/kl_coef"] == 0
+        unknown = {k for k, v in a.items() if isinstance(v, float) and math.isnan(v)}
+        assert unknown == {"objective/kl"}
+    assert math.isnan(none.sequence_kl(*list(make_batch().values())[:2]))
+
+
+def test_a_run_without_a_reference_says_so_and_leaves_the_kl_out(tmp_path, capsys):
+    from fastrl import JsonlCallback
+    from fastrl.run.report import Comparison, finish_run
+
+    trainer = trainer_of(deep("gpt2"), init_kl_coef=0.0)
+    prompts = tiny_models.prompts(3, 4, 5, 2)
+    result = trainer.train(
+        lambda prompts, completions, completion_ids: [float(len(c)) for c in completion_ids],
+        steps=1, prompts=prompts, eval_prompts=prompts,
+        callbacks=[JsonlCallback(tmp_path / "metrics.jsonl")],
+    )  # fmt: skip
+    finish_run(trainer, result, tmp_path, title="none", summary={})
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    assert not any("kl" in name.split("/") for row in rows for name in row)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["reference"] == {"mode": "none", "why": "the KL coefficient is 0"}
+    assert "kl_after" not in summary
+    said = capsys.readouterr()
+    assert "PPO reference: none, the KL coefficient is 0" in said.out + said.err
+    assert "nan" not in said.out + said.err
+    assert "KL" not in str(Comparison.of(*result.evaluations))
+
+
+def test_the_starting_adapter_answers_for_the_reference():
+    policy = adapted()
+    query = torch.tensor([5, 6, 7])
+    start = trainer_of(policy, reference_adapter="start")
+    before = start.generate(query, max_new_tokens=8)
+    for _ in range(3):
+        start.step(**make_batch())
+    with torch.no_grad():
+        for name, p in policy.named_parameters():
+            if "lora_B.default" in name:
+                p.mul_(-20)
+    response, ref_response = start.generate(query, generate_ref_response=True, max_new_tokens=8)
+    assert torch.equal(ref_response, before)
+    assert not torch.equal(response, before)
+    stats = start.step(**make_batch())
+    assert abs(stats["objective/kl"]) > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["copy", "trunk"])
+def test_the_reference_follows_every_few_steps(mode):
+    settings = {"num_shared_layers": 2} if mode == "trunk" else {}
+    trainer = trainer_of(deep("gpt2"), sync_ref_every=2, reference=mode, **settings)
+    batch = make_batch()
+    trainer.step(**batch)
+    assert abs(trainer.sequence_kl(batch["queries"], batch["responses"])) > 1e-3
+    trainer.step(**batch)
+    assert trainer.sequence_kl(batch["queries"], batch["responses"]) == pytest.approx(0, abs=1e-5)
+    trainer.step(**batch)
+    assert abs(trainer.sequence_kl(batch["queries"], batch["responses"])) > 1e-3
+
+
+# ---------------------------------------------------------------------- gradient checkpointing
+
+MODES = {
+    "copy": {"reference": "copy"},
+    "trunk": {"num_shared_layers": 2},
+    "offload": {"reference": "offload"},
+    "none": {"init_kl_coef": 0.0},
+    "adapter": {},
+}
+
+
+def policy_of(mode):
+    return adapted() if mode == "adapter" else deep("gpt2", resid_pdrop=0.3, attn_pdrop=0.3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_checkpointed_layers_learn_the_same_without_dropout(mode):
+    settings = MODES[mode] | {"ppo_epochs": 2}
+    plain = trainer_of(policy_of(mode), **settings)
+    saving = trainer_of(policy_of(mode), gradient_checkpointing=True, **settings)
+    counts = counted(plain.model, inside="mlp"), counted(saving.model, inside="mlp")
+    (_, weights), (_, weights_saving) = stepped(plain), stepped(saving)
+    assert_learned_alike(weights_saving, weights)
+    last = max(counts[0])
+    trained = 2 * 2 * SAMPLES  # steps, epochs
+    assert counts[1][last] - counts[0][last] == trained, "once more, in the backward pass"
+    shared = mode == "trunk"
+    assert counts[1][0] - counts[0][0] == (0 if shared else trained)
+    assert not any("forward" in vars(layer) for layer in layer_stack(saving.model.pretrained_model))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_checkpointed_layers_keep_less(mode):
+    kept = []
+    for on in (False, True):
+        trainer = trainer_of(
+            policy_of(mode), gradient_checkpointing=on, ppo_epochs=1, **MODES[mode]
+        )
+        saved = {}
+
+        def keep(x, saved=saved):
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            trainer.step(**make_batch())
+        kept.append(sum(n for place, n in saved.items() if place not in weights))
+    assert kept[1] < 0.75 * kept[0]

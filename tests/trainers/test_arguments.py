@@ -1,0 +1,175 @@
+"""Arguments, tokenizers and adapters, under their old names and today's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import HfArgumentParser
+
+import fastrl
+from fastrl import AutoModelForCausalLMWithValueHead, RewardConfig, SFTConfig
+from fastrl.models.load import with_adapter
+from tests import tiny_models
+from tests.golden import tiny
+from tests.trainers.conftest import Make, reward_model, texts, weights
+
+
+def test_all_names_are_exported() -> None:
+    for name in fastrl.trainers.__all__:
+        assert getattr(fastrl, name) is getattr(fastrl.trainers, name)
+        assert name in fastrl.__all__
+
+
+def test_old_names_of_arguments_mean_the_new_ones(tmp_path: Path) -> None:
+    with pytest.warns(FutureWarning, match="evaluation_strategy is deprecated"):
+        args = SFTConfig(
+            output_dir=str(tmp_path), evaluation_strategy="epoch", max_seq_length=7, report_to=None
+        )
+    assert args.eval_strategy == "epoch"
+    assert args.max_length == 7
+    assert args.report_to == []
+
+
+def test_the_command_line_reads_every_setting(tmp_path: Path) -> None:
+    line = ["--output_dir", str(tmp_path), "--packing", "--max_length", "9"]
+    (args,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses(
+        [*line, "--model_init_kwargs", '{"dtype": "bfloat16"}']
+    )
+    assert (args.packing, args.max_length) == (True, 9)
+    assert args.model_init_kwargs == {"dtype": "bfloat16"}
+    (args,) = HfArgumentParser(RewardConfig).parse_args_into_dataclasses(
+        [*line[:2], "--center_rewards_coefficient", "0.1"]
+    )
+    assert args.center_rewards_coefficient == 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_length": 0}, "max_length must be at least 1"),
+        ({"label_smoothing_factor": 0.1}, "does not smooth labels"),
+        ({"tokenizer": tiny.tokenizer()}, "not both"),
+        ({"processing_class": None}, "pass the tokenizer as processing_class"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    make_sft: Make, make_reward: Make, settings: dict[str, Any], said: str
+) -> None:
+    for make in (make_sft, make_reward):
+        with pytest.raises(ValueError, match=said):
+            make(**settings)
+
+
+def test_a_tokenizer_without_a_pad_token_says_how_to_set_one(
+    make_sft: Make, make_reward: Make
+) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = None
+    for make in (make_sft, make_reward):
+        with pytest.raises(ValueError, match=r"set tokenizer\.pad_token = tokenizer\.eos_token"):
+            make(processing_class=tokenizer)
+
+
+def test_a_model_by_its_path_brings_its_tokenizer(make_sft: Make, tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    tiny_models.language_model(dtype=torch.bfloat16).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(folder)
+    for path in (folder, str(folder)):
+        trainer = make_sft(path, processing_class=None)
+        assert trainer.processing_class.pad_token == "<eos>"
+        assert trainer.model.dtype == torch.float32, "bf16 weights would not learn"
+    with pytest.warns(UserWarning, match="trainable weights are bfloat16"):
+        kept = make_sft(str(folder), model_init_kwargs={"dtype": torch.bfloat16})
+    assert kept.model.dtype == torch.bfloat16
+
+
+def test_adapters_train_and_what_is_below_them_does_not(make_sft: Make, make_reward: Make) -> None:
+    trainer = make_sft(peft_config=tiny_models.lora(), max_steps=2)
+    before = weights(trainer.model)
+    trainer.train()
+    moved = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+    trainer = make_reward(reward_model("gpt2"), peft_config=tiny_models.lora(task_type="SEQ_CLS"))
+    before = weights(trainer.model)
+    trainer.train()
+    moved = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
+    assert any("lora_" in name for name in moved)
+    assert any("score.modules_to_save" in name for name in moved)
+
+
+def test_an_adapter_of_another_task_leaves_the_reward_layer_frozen_and_says_so(
+    make_reward: Make,
+) -> None:
+    with pytest.warns(UserWarning, match="task_type is not SEQ_CLS"):
+        make_reward(reward_model("gpt2"), peft_config=tiny_models.lora(task_type=None))
+
+
+def test_two_adapters_and_shifted_positions_are_refused(make_sft: Make) -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    adapted = get_peft_model(tiny_models.language_model(), tiny_models.lora())
+    with pytest.raises(ValueError, match="has an adapter already"):
+        make_sft(adapted, peft_config=tiny_models.lora())
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="prompt tuning shifts"):
+        make_sft(peft_config=prompts)
+
+
+@pytest.mark.parametrize("flag", ["is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit"])
+def test_quantised_models_are_prepared_for_their_adapter(monkeypatch: Any, flag: str) -> None:
+    import peft
+
+    calls = []
+
+    def prepare(model: Any, **options: Any) -> Any:
+        calls.append(options)
+        return model
+
+    monkeypatch.setattr(peft, "prepare_model_for_kbit_training", prepare)
+    args = SimpleNamespace(gradient_checkpointing=True, gradient_checkpointing_kwargs=None)
+    plain = tiny_models.language_model()
+    with_adapter(plain, tiny_models.lora(), args)
+    assert calls == []
+    quantised = tiny_models.language_model()
+    setattr(quantised, flag, True)
+    args.gradient_checkpointing_kwargs = {"use_reentrant": False}
+    model = with_adapter(quantised, tiny_models.lora(), args)
+    assert calls == [
+        {
+            "use_gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        }
+    ]
+    assert hasattr(model, "peft_config")
+    wrapped = tiny_models.language_model()
+    setattr(wrapped, flag, True)
+    AutoModelForCausalLMWithValueHead.from_pretrained(wrapped, peft_config=tiny_models.lora())
+    assert calls[1:] == [{"use_gradient_checkpointing": False}]
+
+
+def test_neftune_noise_reaches_the_embeddings_in_training_alone(make_sft: Make) -> None:
+    from fastrl import SFTTrainer
+
+    changed = []
+    for alpha in (None, 5.0):
+        model = tiny_models.language_model()
+        trainer = make_sft(model, texts(4), eval_dataset=texts(4), neftune_noise_alpha=alpha)
+        clean = trainer.evaluate()["eval_loss"]
+        changed.append(trainer.train().training_loss - clean)
+    assert abs(changed[0]) < 1e-5
+    assert abs(changed[1]) > 1e-3
+    classic = SFTTrainer(
+        tiny_models.language_model(),
+        trainer.args,
+        train_dataset=texts(4),
+        tokenizer=tiny.tokenizer(),
+        neftune_noise_alpha=1.0,
+    )
+    assert classic.neftune_noise_alpha == 1.0

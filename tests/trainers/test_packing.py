@@ -1,0 +1,221 @@
+"""Packed texts are as if alone: their losses, and what their neighbours do to them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+import fastrl_kernels
+from fastrl import DataCollatorForCompletionOnlyLM
+from fastrl.data.pack import PackedCollator, PackedTexts, choose_packing, pack
+from fastrl.data.texts import IGNORED
+from fastrl.trainers import supervised as base
+from tests import tiny_models
+from tests.golden import tiny
+from tests.trainers.conftest import GRADIENT_STEP, Make, assert_moved_by, texts, weights
+from tests.trainers.test_sft import exact
+
+FAMILIES = ("gpt2", "llama", "opt", "gpt_neox", "qwen2", "gemma2", "phi3")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_text_is_in_one_row_and_rows_are_full(seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 40) for _ in range(200)]
+    rows = pack(lengths, 40)
+    assert sorted(i for row in rows for i in row) == list(range(200))
+    filled = [sum(lengths[i] for i in row) for row in rows]
+    assert max(filled) <= 40
+    # First-fit decreasing needs at most 11/9 of the best, plus one.
+    assert len(rows) <= sum(lengths) / 40 * 11 / 9 + 1
+
+
+def test_a_text_as_long_as_a_row_and_empty_input() -> None:
+    assert pack([4, 4, 1, 3], 4) == [[0], [1], [2, 3]]
+    assert pack([], 4) == []
+
+
+def test_positions_begin_anew_and_no_text_learns_the_next_ones_first_token() -> None:
+    texts = Dataset.from_dict({"input_ids": [[5, 6, 7], [8, 9]], "labels": [[5, 6, 7], [8, 9]]})
+    rows = PackedTexts(texts, 5)
+    assert len(rows) == 1
+    other = {"input_ids": [3, 4], "labels": [3, 4]}  # one that is not packed
+    batch = PackedCollator(tiny.tokenizer(), mask=True)([rows[0], other])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9], [3, 4, 2, 2, 2]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
+    x = IGNORED
+    assert batch["labels"].tolist() == [[x, 6, 7, x, 9], [x, 4, x, x, x]]
+    assert batch["rows"].tolist() == [0, 1, 3, 5]
+    assert batch["targets"].tolist() == [6, 7, 9, 4]
+    assert batch["attention_mask"].shape == (2, 1, 5, 5)
+    assert batch["attention_mask"][0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+
+
+class Scored:
+    """The log-probs of the batches that a trainer computes a loss of."""
+
+    def __init__(self, monkeypatch: Any, trainer: Any):
+        self.trainer, self._kept = trainer, []
+        op = fastrl_kernels.linear_nll_loss
+
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            found = op(*args, **kwargs)
+            self._kept.append(found[1])
+            return found
+
+        monkeypatch.setattr(fastrl_kernels, "linear_nll_loss", kept)
+
+    def __call__(self, rows: list[dict[str, Any]]) -> Tensor:
+        with torch.no_grad():
+            self.trainer.compute_loss(self.trainer.model, self.trainer.data_collator(rows))
+        return self._kept[-1].clone()
+
+
+@pytest.fixture
+def scored(monkeypatch: Any) -> Any:
+    return lambda trainer: Scored(monkeypatch, trainer)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_tokens_have_the_losses_that_they_have_alone(
+    make_sft: Make, scored: Any, family: str
+) -> None:
+    model = tiny_models.language_model(family)
+    trainer = make_sft(model, texts(12), packing=True, max_length=30)
+    packed = trainer.train_dataset
+    assert max(len(row) for row in packed.rows) > 2
+    score = scored(trainer)
+    together = score([packed[i] for i in range(len(packed))])
+    alone = torch.cat([score([packed.texts[i]]) for row in packed.rows for i in row])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_neighbours_text_never_changes_a_loss(make_sft: Make, scored: Any, family: str) -> None:
+    model = tiny_models.language_model(family)
+    trainer = make_sft(model, texts(12), packing=True, max_length=30)
+    score = scored(trainer)
+    row, other = trainer.train_dataset[0], trainer.train_dataset[1]
+    first, second, *_ = row["lengths"]
+    before = score([row, other])
+    changed = {**row, "input_ids": list(row["input_ids"])}
+    for i in range(first, first + second):  # of the text in the middle, on both sides of which
+        changed["input_ids"][i] = 3 + (changed["input_ids"][i] + 40) % 90
+    changed["labels"] = [
+        x if x == IGNORED else t for x, t in zip(row["labels"], changed["input_ids"], strict=True)
+    ]
+    after = score([changed, other])
+    its = slice(first - 1, first - 1 + second - 1)  # one target less than tokens
+    assert (before[its] - after[its]).abs().max() > 1e-2
+    before[its] = after[its] = 0
+    torch.testing.assert_close(before, after, rtol=0, atol=1e-5)  # rounding, as above
+
+
+@pytest.mark.parametrize("family", ["bloom"])
+def test_a_model_that_cannot_keep_texts_apart_is_refused(make_sft: Make, family: str) -> None:
+    model = tiny_models.language_model(family)
+    with pytest.raises(ValueError, match="lets packed texts see each other: pass packing=False"):
+        make_sft(model, packing=True)
+    make_sft(model)
+
+
+def test_positions_that_a_model_does_not_heed_are_found_out() -> None:
+    class Heedless(torch.nn.Module):
+        """Takes positions and masks, and uses neither."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny_models.language_model("llama")
+            self.config, self.device = self.inner.config, torch.device("cpu")
+
+        def forward(self, input_ids: Tensor, use_cache: bool, **_: Any) -> Any:
+            return self.inner(input_ids=input_ids, use_cache=use_cache)
+
+    with pytest.raises(ValueError, match="Heedless lets packed texts see each other"):
+        choose_packing(Heedless(), tiny.tokenizer())
+
+
+def test_a_packed_step_is_the_formulas(make_sft: Make) -> None:
+    from tests.trainers.conftest import GRADIENT_STEP
+
+    model, data = tiny_models.language_model("llama"), texts(6)
+    loss, gradients = exact(model, data)
+    before = weights(model)
+    trainer = make_sft(model, data, packing=True, max_length=30, **GRADIENT_STEP)
+    assert len(trainer.train_dataset) < 4
+    assert trainer.train().training_loss == pytest.approx(loss, rel=1e-5)
+    assert_moved_by(before, model, gradients)
+
+
+def test_evaluation_packs_as_training_does_unless_it_is_told(make_sft: Make) -> None:
+    losses = []
+    for packing, evaluation in ((False, None), (True, None), (True, False), (False, True)):
+        trainer = make_sft(
+            None,
+            texts(6),
+            eval_dataset=texts(6, seed=1),
+            packing=packing,
+            eval_packing=evaluation,
+            max_length=40,
+            per_device_eval_batch_size=16,
+        )
+        packs = packing if evaluation is None else evaluation
+        assert isinstance(trainer.eval_dataset, PackedTexts) == packs
+        assert isinstance(trainer.train_dataset, PackedTexts) == packing
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
+
+
+def test_packing_needs_a_length_and_its_own_batches(make_sft: Make, monkeypatch: Any) -> None:
+    with pytest.raises(ValueError, match="leave out data_collator"):
+        make_sft(packing=True, data_collator=lambda rows: rows)
+    endless = tiny_models.language_model("llama")
+    monkeypatch.setattr(base, "context_length", lambda _model: None)
+    with pytest.raises(ValueError, match="packing needs max_length"):
+        make_sft(endless, packing=True, max_length=None)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_batch_without_padding_trains_as_a_padded_one_does(
+    make_sft: Make, family: str, packing: bool
+) -> None:
+    rows = [{"text": f"w5 w{20 + i} w10" + f" w{30 + i}" * (i + 1)} for i in range(4)]
+    settings = {**GRADIENT_STEP, "packing": packing, "max_length": 20}
+    moved, losses = [], []
+    for padding_free in (False, True):
+        model = tiny_models.language_model(family)
+        before = weights(model)
+        collator = DataCollatorForCompletionOnlyLM(
+            "w10", tokenizer=tiny.tokenizer(), padding_free=padding_free
+        )
+        trainer = make_sft(model, Dataset.from_list(rows), data_collator=collator, **settings)
+        losses.append(trainer.train().training_loss)
+        moved.append({name: before[name] - p for name, p in weights(model).items()})
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["input_ids"].shape == (1, sum(3 + i + 1 + 1 for i in range(4)))  # EOS
+    assert len(batch["targets"]) == sum(i + 1 + 1 for i in range(4))
+    # Sums in fp32, in another order.
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for name, by in moved[0].items():
+        torch.testing.assert_close(by, moved[1][name], rtol=2e-4, atol=2e-6, msg=name)
+
+
+def test_a_model_that_cannot_keep_texts_apart_takes_no_batch_without_padding(
+    make_sft: Make,
+) -> None:
+    collator = DataCollatorForCompletionOnlyLM("w9", tokenizer=tiny.tokenizer(), padding_free=True)
+    rows = Dataset.from_list([{"text": "w5 w9 w6"}])
+    with pytest.raises(ValueError, match="a data collator with padding_free=False"):
+        make_sft(tiny_models.language_model("bloom"), rows, data_collator=collator)
