@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from fastrl_kernels import dispatch, scratch
+from fastrl_kernels import dispatch, workspace
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,7 @@ def _poison(x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def no_idle_workspace() -> None:
     """An earlier test's logits are no poison."""
-    scratch.clear()
+    workspace.clear()
 
 
 @pytest.fixture(autouse=True)

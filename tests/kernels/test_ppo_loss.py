@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl_kernels import KLTerm, LossStats, ValueTerm, ppo_loss, reference
-from fastrl_kernels.kl import KL_KINDS
-from fastrl_kernels.ppo_loss import AGGREGATES
+from fastrl_kernels.types import AGGREGATES, KL_KINDS
 from tests.kernels.judge import DTYPES, assert_close_to_exact, misaligned, names
 
 SHAPE = (9, 150)  # more than one block, and none of them full at the end

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastrl_kernels import KLTerm, LossStats, ValueTerm, ppo_loss
-from fastrl_kernels.ppo_loss import AGGREGATES
+from fastrl_kernels.types import AGGREGATES
 from tests.kernels.launches import (
     constants,
     floats_arrive_as_double,

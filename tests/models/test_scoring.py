@@ -10,9 +10,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import fastrl_kernels
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.models.heads import FullHead, FusedHead, RowHead, choose_head
-from fastrl.models.scoring import LogitTransform, PolicyObjective, ScoringRequest
+from fastrl.models.scoring import PolicyObjective, ScoringRequest
 from fastrl.trainers.data import TokenBatch, pad
 from fastrl.trainers.experience import scoring_request
+from fastrl_kernels.types import LogitTransform
 from tests import tiny_models
 from tests.golden import tiny
 

@@ -12,7 +12,7 @@ from datasets import Dataset
 import fastrl_kernels
 from fastrl import PPOConfig, PPOTrainer
 from fastrl.trainers.advantages import EPS, make_advantages
-from fastrl_kernels.ppo_loss import AGGREGATES
+from fastrl_kernels.types import AGGREGATES
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import make_policy

@@ -1,18 +1,16 @@
 """Fused ops for reinforcement learning on language models. Needs torch; triton where it is used."""
 
-from . import compiled, compiled_head, layers  # noqa: F401 (operators register themselves)
+from . import layers
 from .decode_attention import decode_attention
 from .dispatch import Choice, explain
 from .full_kl import full_kl
 from .gae import gae
-from .keys import sample_keys
 from .kl import kl_penalty, kl_rewards
-from .linear import Extras, linear_logprobs
-from .linear_loss import LinearLossStats, linear_ppo_loss
-from .linear_nll import linear_nll_loss
+from .linear_logprobs import linear_logprobs
+from .linear_loss import linear_nll_loss, linear_ppo_loss
 from .logprob import token_logprobs
-from .moments import Moments, masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
-from .ppo_loss import KLTerm, LossStats, ValueTerm, ppo_loss
+from .moments import masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
+from .ppo_loss import ppo_loss
 from .preference import (
     dpo_loss,
     ipo_loss,
@@ -22,7 +20,17 @@ from .preference import (
     simpo_loss,
     slic_loss,
 )
-from .sampling import SampledTokens, sample_tokens
+from .rng import sample_keys
+from .sampling import sample_tokens
+from .types import (
+    Extras,
+    KLTerm,
+    LinearLossStats,
+    LossStats,
+    Moments,
+    SampledTokens,
+    ValueTerm,
+)
 
 __all__ = [
     "Choice",

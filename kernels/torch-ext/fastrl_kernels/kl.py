@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_choice, check_float, check_mask, check_same_shape
+from .checks import check_choice, check_float, check_like, check_mask
 from .dispatch import choose
-
-KL_KINDS = ("kl", "abs", "mse", "k3", "k3+")
+from .types import KL_KINDS
 
 
 def kl_value(difference: Tensor, kind: str) -> Tensor:
@@ -197,5 +196,4 @@ def kl_rewards(
 def _check_pair(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> None:
     check_choice("kind", kind, KL_KINDS)
     check_float("logprobs", logprobs)
-    check_float("ref_logprobs", ref_logprobs)
-    check_same_shape("ref_logprobs", ref_logprobs, "logprobs", logprobs)
+    check_like("ref_logprobs", ref_logprobs, "logprobs", logprobs)

@@ -3,56 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checks import check_float, check_mask
 from .dispatch import choose
+from .types import Moments, SplitMoments
 
-WHITEN_EPS = 1e-8
-
-
-class Moments(NamedTuple):
-    """Count, mean and Σ(x - mean)² of counted elements: 0-d fp32, or [P] where P are stacked."""
-
-    count: Tensor  # type: ignore[assignment]  # instead of tuple's method
-    mean: Tensor
-    m2: Tensor
+Measure = Callable[[Tensor, Tensor], SplitMoments]
 
 
-class Measured(NamedTuple):
-    """Moments whose mean is ``mean + low``: one fp32 number is too coarse where mean ≫ std."""
-
-    count: Tensor  # type: ignore[assignment]  # instead of tuple's method
-    mean: Tensor
-    low: Tensor
-    m2: Tensor
-
-    def variance(self, unbiased: bool = True) -> Tensor:
-        return self.m2 / (self.count - 1 if unbiased else self.count).clamp(min=1)
-
-    def inverse_deviation(self) -> Tensor:
-        """rsqrt(variance + 1e-8); 0 with fewer than two elements, which have no deviation."""
-        rstd = torch.rsqrt(self.variance() + WHITEN_EPS)
-        return torch.where(self.count > 1, rstd, 0.0)
-
-    def centred(self, values: Tensor) -> Tensor:
-        return (values - self.mean) - self.low
-
-
-Measure = Callable[[Tensor, Tensor], Measured]
-
-
-def _measure(values: Tensor, mask: Tensor) -> Measured:
+def _measure(values: Tensor, mask: Tensor) -> SplitMoments:
     count = mask.sum().to(torch.float32)
     some = count.clamp(min=1)
     x = torch.where(mask, values.float(), 0.0)
     mean = x.sum() / some
     deviations = torch.where(mask, x - mean, 0.0)
     low = deviations.sum() / some
-    return Measured(count, mean, low, deviations.square().sum() - count * low.square())
+    return SplitMoments(count, mean, low, deviations.square().sum() - count * low.square())
 
 
 class _MaskedMean(torch.autograd.Function):
@@ -80,7 +50,7 @@ class _MaskedVar(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         values, mask, *saved = ctx.saved_tensors
-        measured = Measured(*saved)
+        measured = SplitMoments(*saved)
         n = measured.count - 1 if ctx.unbiased else measured.count
         scale = 2.0 * grads[0] / n.clamp(min=1)
         grad = torch.where(mask, measured.centred(values.float()) * scale, 0.0)
@@ -92,7 +62,7 @@ class _MaskedWhiten(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, mask: Tensor, shift_mean: bool, given: Measured | None
+        ctx: Any, values: Tensor, mask: Tensor, shift_mean: bool, given: SplitMoments | None
     ) -> Tensor:
         measured = _measure(values, mask) if given is None else given
         rstd = measured.inverse_deviation()
@@ -106,7 +76,7 @@ class _MaskedWhiten(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         values, mask, rstd, *saved = ctx.saved_tensors
-        measured = Measured(*saved)
+        measured = SplitMoments(*saved)
         grad = torch.where(mask, grads[0], 0.0)
         if ctx.constants:
             return torch.where(mask, grad * rstd, 0.0).to(values.dtype), None, None, None
@@ -192,7 +162,7 @@ def masked_whiten(
     given = None
     if moments is not None:
         count, mean, m2 = (m.detach().to(torch.float32) for m in moments)
-        given = Measured(count, mean, torch.zeros_like(mean), m2)
+        given = SplitMoments(count, mean, torch.zeros_like(mean), m2)
     if measure is not _measure:
         from ._triton.moments import whiten
 

@@ -2,112 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import check_choice, check_float, check_mask, check_same_shape
+from .checks import check_choice, check_constant, check_float, check_like, check_mask
 from .dispatch import choose
-from .kl import KL_KINDS, kl_slope, kl_value, masked_difference
+from .kl import kl_slope, kl_value, masked_difference
+from .types import (
+    AGGREGATES,
+    KL_KINDS,
+    LOG_RATIO_LIMIT,
+    KLTerm,
+    LossStats,
+    PPOConstants,
+    PPOSettings,
+    ValueTerm,
+)
 
-LOG_RATIO_LIMIT = 20.0
 _LOSSES = ("loss", "policy_loss", "value_loss", "kl_loss")
-AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-class ValueTerm(NamedTuple):
-    """coef·½·max((V - R)², (clip(V, V_old ± cliprange) - R)²); only ``values`` gets a gradient."""
-
-    values: Tensor  # [..., T] V of the policy that is being updated
-    old_values: Tensor  # [..., T] V at rollout time
-    returns: Tensor  # [..., T]
-    cliprange: float = 0.2
-    coef: float = 0.1
-
-
-class KLTerm(NamedTuple):
-    """coef·KL(π || ref) by an estimator of :func:`kl_penalty`; no gradient to the reference."""
-
-    ref_logprobs: Tensor  # [..., T]
-    coef: float
-    kind: str = "k3"
-
-
-class LossStats:
-    """The statistics of one loss in one small fp32 tensor on the device.
-
-    ``stats.clipfrac`` is a 0-d view of it: nothing synchronises before the caller reads a number.
-    ``stats.to_dict()`` fetches all of them in one transfer. Means are over counted tokens; the
-    losses are weighted as the loss itself, before their coefficients.
-    """
-
-    NAMES: ClassVar[tuple[str, ...]] = (
-        "loss",
-        "policy_loss",
-        "value_loss",
-        "kl_loss",
-        "clipfrac",  # share of tokens whose clipped objective is the one that counts
-        "clipfrac_low",
-        "clipfrac_high",
-        "value_clipfrac",
-        "approx_kl",  # ½·mean (log π - log π_old)²
-        "policy_kl",  # mean (log π_old - log π)
-        "mean_ratio",
-        "clamped_ratios",  # number of tokens with |log-ratio| > 20
-        "value_mean",
-        "value_error",  # mean (V - R)²
-        "tokens",
-    )
-    __slots__ = ("tensor",)
-
-    tensor: Tensor
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __getattr__(self, name: str) -> Tensor:
-        if name in self.NAMES:
-            return self.tensor[self.NAMES.index(name)]
-        raise AttributeError(f"LossStats has no field {name!r}: choose one of {self.NAMES}")
-
-    def to_dict(self) -> dict[str, float]:
-        """All statistics as floats: one transfer, and the one place that waits for the device."""
-        return dict(zip(self.NAMES, self.tensor.tolist(), strict=True))
-
-    def __repr__(self) -> str:
-        return f"LossStats({self.tensor!r})"
-
-
-class Settings(NamedTuple):
-    """What the loss takes besides tensors."""
-
-    low: float  # the ratio's bounds
-    high: float
-    dual_clip: float | None
-    aggregate: str
-    denominator: float | None  # None where it is a tensor, or follows from the mask
-    value_cliprange: float
-    value_coef: float
-    kl_coef: float
-    kl_kind: str
-
-
-class Constants(NamedTuple):
-    """The tensors that get no gradient."""
-
-    old_logprobs: Tensor
-    advantages: Tensor
-    mask: Tensor
-    weights: Tensor | None
-    old_values: Tensor | None
-    returns: Tensor | None
-    ref_logprobs: Tensor | None
-    denominator: Tensor | None
-    token_weights: Tensor | None = None
-
-
-def denominator_of(constants: Constants, settings: Settings) -> Tensor:
+def _denominator(constants: PPOConstants, settings: PPOSettings) -> Tensor:
     mask = constants.mask
     if constants.denominator is not None:
         return constants.denominator.to(torch.float32)
@@ -118,7 +35,13 @@ def denominator_of(constants: Constants, settings: Settings) -> Tensor:
     return mask.any(-1).sum().clamp(min=1).to(torch.float32)
 
 
-def token_weights_of(constants: Constants, settings: Settings) -> Tensor | None:
+def inverse_denominator(constants: PPOConstants, settings: PPOSettings) -> Tensor:
+    """0 where the denominator is: it comes from ranks that all count nothing, whose loss is 0."""
+    denominator = _denominator(constants, settings)
+    return torch.where(denominator == 0, 0.0, 1.0 / denominator)
+
+
+def token_weights_of(constants: PPOConstants, settings: PPOSettings) -> Tensor | None:
     """What each token weighs, [..., T] or [..., 1], beside the denominator; None where all weigh
     1."""
     mask, given = constants.mask, constants.token_weights
@@ -130,7 +53,7 @@ def token_weights_of(constants: Constants, settings: Settings) -> Tensor | None:
 
 
 def policy_slopes(
-    logprobs: Tensor, constants: Constants, settings: Settings, backend: str
+    logprobs: Tensor, constants: PPOConstants, settings: PPOSettings, backend: str
 ) -> Tensor:
     """d/d log π of each token's clipped objective and KL term, 0 where masked; fp32, no weights of
     tokens or rows and no denominator in it."""
@@ -148,7 +71,7 @@ def policy_slopes(
 
 
 def _surrogate(
-    log_ratio: Tensor, constants: Constants, settings: Settings
+    log_ratio: Tensor, constants: PPOConstants, settings: PPOSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The clipped objective per token, its derivative by log π, the ratio, and where it clips.
 
@@ -173,7 +96,7 @@ def _surrogate(
 
 
 def _value_error(
-    values: Tensor, constants: Constants, settings: Settings
+    values: Tensor, constants: PPOConstants, settings: PPOSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """½·the larger squared error, its derivative, where it clips, (V - R)², and V where counted."""
     assert constants.old_values is not None
@@ -195,8 +118,8 @@ class _PPOLoss(torch.autograd.Function):
         ctx: Any,
         logprobs: Tensor,
         values: Tensor | None,
-        constants: Constants,
-        settings: Settings,
+        constants: PPOConstants,
+        settings: PPOSettings,
     ) -> tuple[Tensor, Tensor]:
         mask = constants.mask
         token_weights = token_weights_of(constants, settings)
@@ -234,10 +157,8 @@ class _PPOLoss(torch.autograd.Function):
             slope = slope + settings.kl_coef * kl_slope(d, settings.kl_kind)
 
         stats["loss"] = objective
-        denominator = denominator_of(constants, settings)
-        # A denominator of 0 comes from ranks that all count nothing: their loss is 0.
-        inverse = torch.where(denominator == 0, 0.0, 1.0 / denominator)
-        numbers = _normalised(stats, denominator)
+        numbers = _normalised(stats, _denominator(constants, settings))
+        inverse = inverse_denominator(constants, settings)
 
         if token_weights is not None:
             slope = slope * token_weights
@@ -341,8 +262,8 @@ def ppo_loss(
 def apply(
     logprobs: Tensor,
     values: Tensor | None,
-    constants: Constants,
-    settings: Settings,
+    constants: PPOConstants,
+    settings: PPOSettings,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """The loss and LossStats' tensor, of checked arguments."""
@@ -367,7 +288,7 @@ def checked(
     token_weights: Tensor | None,
     aggregate: str,
     denominator: float | Tensor | None,
-) -> tuple[Tensor | None, Constants, Settings]:
+) -> tuple[Tensor | None, PPOConstants, PPOSettings]:
     low, high = cliprange if isinstance(cliprange, tuple | list) else (cliprange, cliprange)
     numbers = [low, high, dual_clip, *(value or ())[3:], *(kl or ())[1:2]]
     if any(isinstance(number, Tensor) for number in numbers):
@@ -393,7 +314,7 @@ def checked(
     if logprobs.dim() == 0:
         raise ValueError("logprobs has no time dimension: pass [..., T]")
     values = None if value is None else value.values
-    constants = Constants(
+    constants = PPOConstants(
         old_logprobs,
         advantages,
         mask,
@@ -407,14 +328,11 @@ def checked(
     floats = constants._replace(denominator=None)._asdict() | {"values": values}
     for name, tensor in floats.items():
         if tensor is not None and name != "mask":
-            check_float(name, tensor)
-            check_same_shape(name, tensor, "logprobs", logprobs)
+            check_like(name, tensor, "logprobs", logprobs)
     for name, tensor in constants._asdict().items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} requires a gradient, but is a constant of the loss: pass {name}.detach()"
-            )
-    settings = Settings(
+        if tensor is not None:
+            check_constant(name, tensor)
+    settings = PPOSettings(
         low=1.0 - low,
         high=1.0 + high,
         dual_clip=dual_clip,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..moments import WHITEN_EPS, Measured
+from ..types import WHITEN_EPS, SplitMoments
 from .tiles import TILE, device_of, load_counted, load_mask
 
 MAX_PARTIALS = 1024
@@ -128,7 +128,7 @@ def _moments_fwd_kernel(
 
 
 @triton.jit(do_not_specialize=["partials"])
-def _merge_fwd_kernel(
+def _moments_merge_kernel(
     partials_ptr,  # [4, partials]
     merged_ptr,  # [4, 1]
     partials,
@@ -156,15 +156,15 @@ def _partial_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def merged_partials(partials: torch.Tensor) -> torch.Tensor:
     """[4, partials] -> [4, 1] in one launch."""
     merged = torch.empty(4, 1, dtype=torch.float32, device=partials.device)
-    _merge_fwd_kernel[(1,)](partials, merged, partials.shape[1], CHUNK=TILE)
+    _moments_merge_kernel[(1,)](partials, merged, partials.shape[1], CHUNK=TILE)
     return merged
 
 
-def measure(values: torch.Tensor, mask: torch.Tensor) -> Measured:
+def measure(values: torch.Tensor, mask: torch.Tensor) -> SplitMoments:
     """Two launches: partials, and their merge."""
     with device_of(values):
         merged = merged_partials(_partial_moments(values.contiguous(), mask.contiguous()))
-    return Measured(*merged.view(4).unbind())
+    return SplitMoments(*merged.view(4).unbind())
 
 
 @triton.jit(do_not_specialize=["partials"])
@@ -353,5 +353,5 @@ class Whiten(torch.autograd.Function):
         return dx, None, None, None
 
 
-def whiten(values, mask, shift_mean: bool, given: Measured | None) -> torch.Tensor:
+def whiten(values, mask, shift_mean: bool, given: SplitMoments | None) -> torch.Tensor:
     return Whiten.apply(values, mask, shift_mean, given)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ppo_loss import LOG_RATIO_LIMIT, LossStats
+from ..types import LOG_RATIO_LIMIT, LossStats
 from .kl import kl_slope, kl_value
 from .tiles import TILE, device_of, exact_exp, load_counted, load_mask
 
