@@ -36,12 +36,12 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "entropy": {"entropy": True},
     "softcap": {"softcap": 30.0},
     "temperatures": {"temperature": torch.ones(ROWS)},
-    "extras": {"extras": ops.linear.EXTRAS},
+    "extras": {"extras": ops.Extras._fields},
     "all": {
         "entropy": True,
         "softcap": 30.0,
         "temperature": torch.ones(ROWS),
-        "extras": ops.linear.EXTRAS,
+        "extras": ops.Extras._fields,
     },
 }
 _FEW = ("", "all")

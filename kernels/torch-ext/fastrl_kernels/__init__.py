@@ -1,6 +1,6 @@
 """Fused ops for reinforcement learning on language models. Needs torch; triton where it is used."""
 
-from . import layers
+from . import layers, preference
 from .decode_attention import decode_attention
 from .dispatch import Choice, explain
 from .full_kl import full_kl
@@ -11,15 +11,7 @@ from .linear_loss import linear_nll_loss, linear_ppo_loss
 from .logprob import token_logprobs
 from .moments import masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
 from .ppo_loss import ppo_loss
-from .preference import (
-    dpo_loss,
-    ipo_loss,
-    kto_loss,
-    orpo_loss,
-    reward_loss,
-    simpo_loss,
-    slic_loss,
-)
+from .preference import *  # noqa: F403
 from .rng import sample_keys
 from .sampling import sample_tokens
 from .types import (
@@ -42,14 +34,11 @@ __all__ = [
     "SampledTokens",
     "ValueTerm",
     "decode_attention",
-    "dpo_loss",
     "explain",
     "full_kl",
     "gae",
-    "ipo_loss",
     "kl_penalty",
     "kl_rewards",
-    "kto_loss",
     "layers",
     "linear_logprobs",
     "linear_nll_loss",
@@ -59,12 +48,9 @@ __all__ = [
     "masked_var",
     "masked_whiten",
     "merge_moments",
-    "orpo_loss",
     "ppo_loss",
-    "reward_loss",
     "sample_keys",
     "sample_tokens",
-    "simpo_loss",
-    "slic_loss",
     "token_logprobs",
 ]
+__all__ += preference.__all__
