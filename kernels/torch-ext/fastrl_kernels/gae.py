@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._cpu.scan import Job, Steps, few_rows_at_a_time
 from .checks import check_float, check_like, check_mask
-from .dispatch import choose
+from .dispatch import Backend, choose
 from .moments import masked_whiten
 
 
@@ -67,6 +67,25 @@ def _gradients(
     return adjoint, by_values, torch.where(steps.bootstrapped, gamma * adjoint, 0.0)
 
 
+Tensors = tuple[Tensor | None, ...]
+Dtypes = tuple[torch.dtype | None, ...]
+
+
+def _torch_forward(
+    inputs: Tensors, flags: Tensors, gamma: float, lam: float, whiten: bool
+) -> tuple[Tensor, Tensor, Tensors]:
+    assert not whiten, "which another op does"
+    dtypes = (torch.float32, torch.float32)
+    job = Job(_advantages, flags, inputs, dtypes, (gamma, lam), from_end=True)
+    return (*few_rows_at_a_time(job), flags)  # type: ignore[return-value]
+
+
+def _torch_backward(
+    grads: Tensors, saved: Tensors, dtypes: Dtypes, gamma: float, lam: float
+) -> list[Tensor | None]:
+    return few_rows_at_a_time(Job(_gradients, saved, grads, dtypes, (gamma, lam), from_end=False))
+
+
 class _GAE(torch.autograd.Function):
     """Rows [N, T]."""
 
@@ -81,14 +100,15 @@ class _GAE(torch.autograd.Function):
         truncated: Tensor | None,
         gamma: float,
         lam: float,
+        whiten: bool,
+        backend: Backend,
     ) -> tuple[Tensor, Tensor]:
         inputs, flags = (rewards, values, bootstrap), (mask, terminated, truncated)
-        ctx.save_for_backward(*flags)
-        ctx.coefficients = gamma, lam
+        advantages, returns, saved = backend.forward(inputs, flags, gamma, lam, whiten)
+        ctx.save_for_backward(*saved)
+        ctx.coefficients, ctx.backward_of = (gamma, lam), backend.backward
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
-        results = (torch.float32, torch.float32)
-        job = Job(_advantages, flags, inputs, results, (gamma, lam), from_end=True)
-        return tuple(few_rows_at_a_time(job))  # type: ignore[return-value]
+        return advantages, returns
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,8 +116,8 @@ class _GAE(torch.autograd.Function):
             dtype if needed else None
             for needed, dtype in zip(ctx.needs_input_grad, ctx.dtypes, strict=False)
         )
-        job = Job(_gradients, ctx.saved_tensors, grads, dtypes, ctx.coefficients, from_end=False)
-        return *few_rows_at_a_time(job), *(None,) * 5
+        gradients = ctx.backward_of(grads, ctx.saved_tensors, dtypes, *ctx.coefficients)
+        return *gradients, *(None,) * 7
 
 
 def gae(
@@ -167,14 +187,14 @@ def gae(
     chosen = choose(backend, *inputs)
     shape = (-1, rewards.shape[-1]) if rewards.numel() else (0, 1)
     rows = [x if x is None else x.reshape(shape) for x in inputs]
+    passes, fused = Backend(_torch_forward, _torch_backward), False
     if chosen == "triton":
-        from ._triton.gae import GAE
+        from ._triton import gae
 
-        advantages, returns = GAE.apply(*rows, gamma, lam, whiten)
-    else:
-        advantages, returns = _GAE.apply(*rows, gamma, lam)
-        if whiten:
-            counted = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
-            counted = counted.reshape(advantages.shape)
-            advantages = masked_whiten(advantages, counted, backend="torch")
+        passes, fused = Backend(gae.forward, gae.backward), whiten
+    advantages, returns = _GAE.apply(*rows, gamma, lam, fused, passes)
+    if whiten and not fused:
+        counted = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
+        counted = counted.reshape(advantages.shape)
+        advantages = masked_whiten(advantages, counted, backend="torch")
     return advantages.view(rewards.shape), returns.view(rewards.shape)

@@ -23,7 +23,14 @@ from .lm_head import (
     split_head,
 )
 from .operators import new, operator, or_empty
-from .ppo_loss import apply, checked, inverse_denominator, policy_slopes, token_weights_of
+from .ppo_loss import (
+    apply,
+    checked,
+    denominator_of,
+    inverse_of,
+    policy_slopes,
+    token_weights_of,
+)
 from .types import (
     KLTerm,
     LinearLossStats,
@@ -64,7 +71,7 @@ class PPOObjective(NamedTuple):
 
     def token_gradients(self) -> TokenGradients:
         constants, settings = self.constants, self.settings
-        weights = inverse_denominator(constants, settings)
+        weights = inverse_of(denominator_of(constants, settings))
         by_tokens = token_weights_of(constants, settings)
         weights = weights if by_tokens is None else weights * by_tokens
         weights = weights.expand(constants.mask.shape).reshape(-1)
@@ -92,7 +99,7 @@ class NLLObjective(NamedTuple):
         return "linear_nll_loss"
 
     def _token_weights(self) -> Tensor:
-        return self.weights * torch.where(self.denominator == 0, 0.0, 1.0 / self.denominator)
+        return self.weights * inverse_of(self.denominator)
 
     def token_gradients(self) -> TokenGradients:
         weights = self._token_weights()

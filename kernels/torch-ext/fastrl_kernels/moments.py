@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_float, check_mask
-from .dispatch import choose
+from .dispatch import Backend, choose
 from .types import Moments, SplitMoments
 
 Measure = Callable[[Tensor, Tensor], SplitMoments]
@@ -57,37 +57,55 @@ class _MaskedVar(torch.autograd.Function):
         return grad.to(values.dtype), None, None, None
 
 
+def _whiten_forward(
+    values: Tensor, mask: Tensor, shift_mean: bool, given: SplitMoments | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    measured = _measure(values, mask) if given is None else given
+    rstd = measured.inverse_deviation()
+    whitened = measured.centred(values.float()) * rstd
+    if not shift_mean:
+        whitened = whitened + (measured.mean + measured.low)
+    return torch.where(mask, whitened, 0.0), (values, mask, rstd, *measured)
+
+
+def _whiten_backward(
+    grad: Tensor, saved: tuple[Tensor, ...], shift_mean: bool, constants: bool
+) -> Tensor:
+    values, mask, rstd, *moments = saved
+    measured = SplitMoments(*moments)
+    grad = torch.where(mask, grad, 0.0)
+    if constants:
+        return torch.where(mask, grad * rstd, 0.0).to(values.dtype)
+    n = measured.count
+    whitened = torch.where(mask, measured.centred(values.float()) * rstd, 0.0)
+    grad_mean = grad.sum() / n.clamp(min=1)
+    along = (grad * whitened).sum() / (n - 1).clamp(min=1)
+    result = (grad - grad_mean - whitened * along) * rstd
+    if not shift_mean:
+        result = result + grad_mean
+    return torch.where(mask, result, 0.0).to(values.dtype)
+
+
 class _MaskedWhiten(torch.autograd.Function):
     """y = (x - μ)·s; dx = s·(g - Σg/n - y·Σ(g·y)/(n - 1)), or s·g where μ and s were given."""
 
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, mask: Tensor, shift_mean: bool, given: SplitMoments | None
+        ctx: Any,
+        values: Tensor,
+        mask: Tensor,
+        shift_mean: bool,
+        given: SplitMoments | None,
+        backend: Backend,
     ) -> Tensor:
-        measured = _measure(values, mask) if given is None else given
-        rstd = measured.inverse_deviation()
-        ctx.save_for_backward(values, mask, rstd, *measured)
-        ctx.shift_mean, ctx.constants = shift_mean, given is not None
-        whitened = measured.centred(values.float()) * rstd
-        if not shift_mean:
-            whitened = whitened + (measured.mean + measured.low)
-        return torch.where(mask, whitened, 0.0)
+        whitened, saved = backend.forward(values, mask, shift_mean, given)
+        ctx.save_for_backward(*saved)
+        ctx.options, ctx.backward_of = (shift_mean, given is not None), backend.backward
+        return whitened
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        values, mask, rstd, *saved = ctx.saved_tensors
-        measured = SplitMoments(*saved)
-        grad = torch.where(mask, grads[0], 0.0)
-        if ctx.constants:
-            return torch.where(mask, grad * rstd, 0.0).to(values.dtype), None, None, None
-        n = measured.count
-        whitened = torch.where(mask, measured.centred(values.float()) * rstd, 0.0)
-        grad_mean = grad.sum() / n.clamp(min=1)
-        along = (grad * whitened).sum() / (n - 1).clamp(min=1)
-        result = (grad - grad_mean - whitened * along) * rstd
-        if not ctx.shift_mean:
-            result = result + grad_mean
-        return torch.where(mask, result, 0.0).to(values.dtype), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.backward_of(*grads, ctx.saved_tensors, *ctx.options), *(None,) * 4
 
 
 def _measure_on(backend: str, values: Tensor, mask: Tensor) -> Measure:
@@ -163,11 +181,12 @@ def masked_whiten(
     if moments is not None:
         count, mean, m2 = (m.detach().to(torch.float32) for m in moments)
         given = SplitMoments(count, mean, torch.zeros_like(mean), m2)
+    passes = Backend(_whiten_forward, _whiten_backward)
     if measure is not _measure:
-        from ._triton.moments import whiten
+        from ._triton import moments as kernels
 
-        return whiten(values, mask, shift_mean, given)
-    return _MaskedWhiten.apply(values, mask, shift_mean, given)
+        passes = Backend(kernels.whiten_forward, kernels.whiten_backward)
+    return _MaskedWhiten.apply(values, mask, shift_mean, given, passes)
 
 
 def masked_moments(values: Tensor, mask: Tensor, *, backend: str = "auto") -> Moments:

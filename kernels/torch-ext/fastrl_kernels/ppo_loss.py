@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_choice, check_constant, check_float, check_like, check_mask
-from .dispatch import choose
+from .dispatch import Backend, choose
 from .kl import kl_slope, kl_value, masked_difference
 from .types import (
     AGGREGATES,
@@ -24,7 +24,7 @@ from .types import (
 _LOSSES = ("loss", "policy_loss", "value_loss", "kl_loss")
 
 
-def _denominator(constants: PPOConstants, settings: PPOSettings) -> Tensor:
+def denominator_of(constants: PPOConstants, settings: PPOSettings) -> Tensor:
     mask = constants.mask
     if constants.denominator is not None:
         return constants.denominator.to(torch.float32)
@@ -35,9 +35,8 @@ def _denominator(constants: PPOConstants, settings: PPOSettings) -> Tensor:
     return mask.any(-1).sum().clamp(min=1).to(torch.float32)
 
 
-def inverse_denominator(constants: PPOConstants, settings: PPOSettings) -> Tensor:
+def inverse_of(denominator: Tensor) -> Tensor:
     """0 where the denominator is: it comes from ranks that all count nothing, whose loss is 0."""
-    denominator = _denominator(constants, settings)
     return torch.where(denominator == 0, 0.0, 1.0 / denominator)
 
 
@@ -112,76 +111,68 @@ def _value_error(
     return 0.5 * torch.where(is_clipped, near_error, error), slope, is_clipped, error, v
 
 
-class _PPOLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logprobs: Tensor,
-        values: Tensor | None,
-        constants: PPOConstants,
-        settings: PPOSettings,
-    ) -> tuple[Tensor, Tensor]:
-        mask = constants.mask
-        token_weights = token_weights_of(constants, settings)
+def _torch_forward(
+    logprobs: Tensor,
+    values: Tensor | None,
+    constants: PPOConstants,
+    settings: PPOSettings,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """The loss, LossStats' tensor, and its gradients by log-probs and values where wanted."""
+    mask = constants.mask
+    token_weights = token_weights_of(constants, settings)
 
-        def total(x: Tensor) -> Tensor:
-            return (x if token_weights is None else x * token_weights).sum()
+    def total(x: Tensor) -> Tensor:
+        return (x if token_weights is None else x * token_weights).sum()
 
-        log_ratio = masked_difference(logprobs, constants.old_logprobs, mask)
-        loss, slope, ratio, is_clipped = _surrogate(log_ratio, constants, settings)
-        stats = {
-            "policy_loss": total(loss),
-            "clipfrac": is_clipped.sum(),
-            "clipfrac_low": (is_clipped & (ratio < 1)).sum(),
-            "clipfrac_high": (is_clipped & (ratio > 1)).sum(),
-            "approx_kl": 0.5 * log_ratio.square().sum(),
-            "policy_kl": -log_ratio.sum(),
-            "mean_ratio": torch.where(mask, ratio, 0.0).sum(),
-            "clamped_ratios": (log_ratio.abs() > LOG_RATIO_LIMIT).sum(),
-            "tokens": mask.sum(),
-        }
-        objective = stats["policy_loss"]
-        value_slope = None
-        if values is not None:
-            value_loss, value_slope, clips, error, v = _value_error(values, constants, settings)
-            stats["value_loss"] = total(value_loss)
-            stats["value_clipfrac"] = clips.sum()
-            stats["value_error"] = error.sum()
-            stats["value_mean"] = v.sum()
-            objective = objective + settings.value_coef * stats["value_loss"]
-            value_slope = settings.value_coef * value_slope
-        if constants.ref_logprobs is not None:
-            d = masked_difference(logprobs, constants.ref_logprobs, mask)
-            stats["kl_loss"] = total(kl_value(d, settings.kl_kind))
-            objective = objective + settings.kl_coef * stats["kl_loss"]
-            slope = slope + settings.kl_coef * kl_slope(d, settings.kl_kind)
+    log_ratio = masked_difference(logprobs, constants.old_logprobs, mask)
+    loss, slope, ratio, is_clipped = _surrogate(log_ratio, constants, settings)
+    stats = {
+        "policy_loss": total(loss),
+        "clipfrac": is_clipped.sum(),
+        "clipfrac_low": (is_clipped & (ratio < 1)).sum(),
+        "clipfrac_high": (is_clipped & (ratio > 1)).sum(),
+        "approx_kl": 0.5 * log_ratio.square().sum(),
+        "policy_kl": -log_ratio.sum(),
+        "mean_ratio": torch.where(mask, ratio, 0.0).sum(),
+        "clamped_ratios": (log_ratio.abs() > LOG_RATIO_LIMIT).sum(),
+        "tokens": mask.sum(),
+    }
+    objective = stats["policy_loss"]
+    value_slope = None
+    if values is not None:
+        value_loss, value_slope, clips, error, v = _value_error(values, constants, settings)
+        stats["value_loss"] = total(value_loss)
+        stats["value_clipfrac"] = clips.sum()
+        stats["value_error"] = error.sum()
+        stats["value_mean"] = v.sum()
+        objective = objective + settings.value_coef * stats["value_loss"]
+        value_slope = settings.value_coef * value_slope
+    if constants.ref_logprobs is not None:
+        d = masked_difference(logprobs, constants.ref_logprobs, mask)
+        stats["kl_loss"] = total(kl_value(d, settings.kl_kind))
+        objective = objective + settings.kl_coef * stats["kl_loss"]
+        slope = slope + settings.kl_coef * kl_slope(d, settings.kl_kind)
 
-        stats["loss"] = objective
-        numbers = _normalised(stats, _denominator(constants, settings))
-        inverse = inverse_denominator(constants, settings)
+    stats["loss"] = objective
+    denominator = denominator_of(constants, settings)
+    numbers, inverse = _normalised(stats, denominator), inverse_of(denominator)
 
-        if token_weights is not None:
-            slope = slope * token_weights
-            value_slope = None if value_slope is None else value_slope * token_weights
-        needs_logprobs, needs_values = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(
-            torch.where(mask, slope * inverse, 0.0) if needs_logprobs else None,
-            value_slope * inverse if needs_values and value_slope is not None else None,
-        )
-        ctx.dtypes = logprobs.dtype, None if values is None else values.dtype
-        ctx.mark_non_differentiable(numbers)
-        return numbers[LossStats.NAMES.index("loss")].clone(), numbers
+    if token_weights is not None:
+        slope = slope * token_weights
+        value_slope = None if value_slope is None else value_slope * token_weights
+    gradients = (
+        torch.where(mask, slope * inverse, 0.0) if wanted[0] else None,
+        value_slope * inverse if wanted[1] and value_slope is not None else None,
+    )
+    return numbers[LossStats.NAMES.index("loss")].clone(), numbers, gradients
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        slope, value_slope = ctx.saved_tensors
-        grad = grads[0]
-        return (
-            None if slope is None else (slope * grad).to(ctx.dtypes[0]),
-            None if value_slope is None else (value_slope * grad).to(ctx.dtypes[1]),
-            None,
-            None,
-        )
+
+def _torch_backward(
+    grad: Tensor, saved: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype | None, ...]
+) -> tuple[Tensor | None, ...]:
+    pairs = zip(saved, dtypes, strict=True)
+    return tuple(None if x is None else (x * grad).to(dtype) for x, dtype in pairs)
 
 
 def _normalised(sums: dict[str, Tensor], denominator: Tensor) -> Tensor:
@@ -193,6 +184,30 @@ def _normalised(sums: dict[str, Tensor], denominator: Tensor) -> Tensor:
     return torch.stack([sums.get(name, zero).to(torch.float32) for name in LossStats.NAMES]) / (
         torch.stack([divisors.get(name, tokens) for name in LossStats.NAMES])
     )
+
+
+class _PPOLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logprobs: Tensor,
+        values: Tensor | None,
+        constants: PPOConstants,
+        settings: PPOSettings,
+        backend: Backend,
+    ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[:2]
+        loss, numbers, saved = backend.forward(logprobs, values, constants, settings, wanted)
+        ctx.save_for_backward(*saved)
+        ctx.dtypes = logprobs.dtype, None if values is None else values.dtype
+        ctx.backward_of = backend.backward
+        ctx.mark_non_differentiable(numbers)
+        ctx.set_materialize_grads(False)  # statistics have none, not even zeros
+        return loss, numbers
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.backward_of(grads[0], ctx.saved_tensors, ctx.dtypes), None, None, None
 
 
 def ppo_loss(
@@ -267,12 +282,12 @@ def apply(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """The loss and LossStats' tensor, of checked arguments."""
-    function: Any = _PPOLoss
+    passes = Backend(_torch_forward, _torch_backward)
     if backend == "triton":
-        from ._triton.ppo_loss import PPOLoss
+        from ._triton import ppo_loss
 
-        function = PPOLoss
-    return function.apply(logprobs, values, constants, settings)
+        passes = Backend(ppo_loss.forward, ppo_loss.backward)
+    return _PPOLoss.apply(logprobs, values, constants, settings, passes)
 
 
 def checked(

@@ -312,46 +312,27 @@ def _whiten_bwd_kernel(
     tl.store(dx_ptr + at, tl.where(counted, dx, 0.0), mask=inside)
 
 
-def _launch_whiten_bwd(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mask: torch.Tensor,
-    moments: torch.Tensor,
-    sums: torch.Tensor | None,
-    shift_mean: bool,
-) -> torch.Tensor:
+def whiten_forward(values, mask, shift_mean: bool, given: SplitMoments | None):
+    """What is whitened, and what backward takes."""
+    x, mask = values.contiguous(), mask.contiguous()
+    out = torch.empty_like(x, dtype=torch.float32)
+    with device_of(x):
+        partials = _partial_moments(x, mask) if given is None else torch.stack(given)[:, None]
+        moments = launch_whiten(x, mask, partials, out, shift_mean)
+    return out, (x, mask, moments)
+
+
+def whiten_backward(grad, saved, shift_mean: bool, constants: bool):
+    x, mask, moments = saved
+    grad = grad.contiguous()
     dx = torch.empty_like(x)
-    if x.numel():
-        _whiten_bwd_kernel[(triton.cdiv(x.numel(), TILE),)](
-            grad, x, mask, moments, sums, dx, x.numel(), 0 if sums is None else sums.shape[1],
-            SHIFT_MEAN=shift_mean, CHUNK=TILE, BLOCK=TILE,
-        )  # fmt: skip
+    with device_of(x):
+        sums = None
+        if not constants:
+            sums = launch_whiten_sums(grad, x, mask, moments, whitened=False)
+        if x.numel():
+            _whiten_bwd_kernel[(triton.cdiv(x.numel(), TILE),)](
+                grad, x, mask, moments, sums, dx, x.numel(), 0 if sums is None else sums.shape[1],
+                SHIFT_MEAN=shift_mean, CHUNK=TILE, BLOCK=TILE,
+            )  # fmt: skip
     return dx
-
-
-class Whiten(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values, mask, shift_mean, given):
-        x, mask = values.contiguous(), mask.contiguous()
-        out = torch.empty_like(x, dtype=torch.float32)
-        with device_of(x):
-            partials = _partial_moments(x, mask) if given is None else torch.stack(given)[:, None]
-            moments = launch_whiten(x, mask, partials, out, shift_mean)
-        ctx.save_for_backward(x, mask, moments)
-        ctx.shift_mean, ctx.constants = shift_mean, given is not None
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, mask, moments = ctx.saved_tensors
-        grad = grad.contiguous()
-        with device_of(x):
-            sums = None
-            if not ctx.constants:
-                sums = launch_whiten_sums(grad, x, mask, moments, whitened=False)
-            dx = _launch_whiten_bwd(grad, x, mask, moments, sums, ctx.shift_mean)
-        return dx, None, None, None
-
-
-def whiten(values, mask, shift_mean: bool, given: SplitMoments | None) -> torch.Tensor:
-    return Whiten.apply(values, mask, shift_mean, given)
