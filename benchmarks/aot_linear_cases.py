@@ -36,12 +36,12 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "entropy": {"entropy": True},
     "softcap": {"softcap": 30.0},
     "temperatures": {"temperature": torch.ones(ROWS)},
-    "extras": {"extras": ops.linear.EXTRAS},
+    "extras": {"extras": ops.Extras._fields},
     "all": {
         "entropy": True,
         "softcap": 30.0,
         "temperature": torch.ones(ROWS),
-        "extras": ops.linear.EXTRAS,
+        "extras": ops.Extras._fields,
     },
 }
 _FEW = ("", "all")
@@ -129,6 +129,6 @@ def _linear_nll_loss_cases() -> Iterator[Case]:
 
 def _scale_a_large_gradient() -> None:
     """Past 2 GiB, AMD addresses by pointer in place of buffer. The pages are never touched."""
-    from fastrl_kernels._triton.head_rows import TritonRows
+    from fastrl_kernels._triton.lm_head import TritonHead
 
-    TritonRows.scale_(torch.empty(2**30 + 2**20, dtype=torch.bfloat16), torch.ones(()))
+    TritonHead.scale_(torch.empty(2**30 + 2**20, dtype=torch.bfloat16), torch.ones(()))

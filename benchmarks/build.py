@@ -15,7 +15,7 @@ from benchmarks.attention import ragged_lengths
 from benchmarks.cases import Case
 from benchmarks.problem import Problem
 from benchmarks.timing import DTYPES
-from fastrl_kernels import reference, reference_attention
+from fastrl_kernels import reference
 
 GAMMA, LAM = 1.0, 0.95
 KL_COEF = 0.1
@@ -360,7 +360,7 @@ def _decode_attention(case: Case, generator: torch.Generator, backend: str) -> P
         inputs,
         ours=partial(call, partial(ops.decode_attention, backend=backend)),
         eager=partial(eager.decode_attention, **layer.options),
-        exact=partial(call, reference_attention.decode_attention),
+        exact=partial(call, reference.decode_attention),
         by_row=frozenset({*inputs, "out"}),
         row_bytes=8 * case.steps * layer.token_elements,
     )

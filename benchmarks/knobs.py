@@ -52,7 +52,7 @@ KNOBS = (
     Knob(
         "workspace",
         "logits at a time of the ops with a head",
-        (("fastrl_kernels.head_inputs", "DEFAULT_WORKSPACE_BYTES"),),
+        (("fastrl_kernels.lm_head", "DEFAULT_WORKSPACE_BYTES"),),
         tuple(n * MIB for n in (128, 256, 512, 1024)),
         ("linear_ppo_loss", "linear_logprobs"),
         "linear_ppo_loss walks 4096 rows in four chunks of 256 MiB and adds to the weight's "
@@ -64,7 +64,7 @@ KNOBS = (
     Knob(
         "columns",
         "of the vocabulary at a time, where logits are computed again",
-        (("fastrl_kernels.head", "COLUMNS"),),
+        (("fastrl_kernels.lm_head", "COLUMNS"),),
         (4096, 8192, 16384, 32768),
         ("linear_logprobs",),
         "The hidden states' gradient is read and written in fp32 once per chunk: 16 × 128 MiB, "
@@ -87,7 +87,7 @@ KNOBS = (
         "vectors that a program of an elementwise kernel walks",
         (
             ("fastrl_kernels._triton.rows", "PART_VECTORS"),
-            *(_row_parts(module) for module in ("logprob", "full_kl", "head_rows")),
+            *(_row_parts(module) for module in ("logprob", "full_kl", "lm_head")),
         ),
         tuple(128 * n for n in (8, 16, 32, 64)),
         ("token_logprobs", "full_kl"),
@@ -98,7 +98,7 @@ KNOBS = (
     Knob(
         "sampling tile",
         "logits that a program of the sampling kernels holds",
-        (("fastrl_kernels._triton.parts", "_TILE"),),
+        (("fastrl_kernels._triton.vocab_tiles", "_TILE"),),
         (2048, 4096, 8192),
         ("sample_tokens",),
         "Each part writes 5 figures and is merged once more: 0.1% of the bytes at 4096. 8192 "
@@ -108,7 +108,7 @@ KNOBS = (
     Knob(
         "sampling threads",
         "of such a program",
-        (("fastrl_kernels._triton.parts", "_THREADS"),),
+        (("fastrl_kernels._triton.vocab_tiles", "_THREADS"),),
         (128, 256, 512),
         ("sample_tokens",),
         "512 vectors of 16 bytes to a tile: two per thread at 256, the load being one pass "

@@ -29,7 +29,7 @@ from benchmarks.problem import (
     settled,
     worst_relative,
 )
-from fastrl_kernels import scratch
+from fastrl_kernels import workspace
 
 OURS, EAGER, LIMIT = "fastrl", "eager", "limit"
 EAGER_NOTES = {
@@ -112,7 +112,7 @@ def measure(
         }
 
     for name, call in calls.items():
-        scratch.clear()  # kept from the call before, it would not be counted
+        workspace.clear()  # kept from the call before, it would not be counted
         halves = (lambda call=call: forward(problem, call), lambda s: backward(s).values(), device)
         entry["implementations"][name]["memory"] = footprint(*halves)._asdict()
         entry["implementations"][name]["launches"] = launches(*halves)

@@ -28,7 +28,7 @@ from benchmarks.ops import device_name, file_of, free, start_of_result
 from benchmarks.planner import Outcome, Step, carry_out
 from benchmarks.problem import results
 from benchmarks.tune_tables import render
-from fastrl_kernels import scratch
+from fastrl_kernels import workspace
 
 ROUNDS, SECONDS = 15, 3.0  # of one case
 GUESS = 20.0  # seconds of a case, with compilation
@@ -104,7 +104,7 @@ class Session:
             return call
 
         for value in knob.values:
-            scratch.clear()
+            workspace.clear()
             with turned(knob, value):
                 wrong = _wrong(problem)
             if wrong:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastrl.core import flatten_dict
-from fastrl_kernels.ppo_loss import AGGREGATES
+from fastrl_kernels.types import AGGREGATES
 
 REFERENCES = ("auto", "copy", "adapter", "trunk", "offload", "none")
 REFERENCE_ADAPTERS = ("off", "start", "auto")

@@ -15,13 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.lookup import sparse_lookups
-from fastrl.models.scoring import (
-    LogitTransform,
-    ScoringRequest,
-    TokenScores,
-    score_hidden,
-    score_logits,
-)
+from fastrl.models.scoring import ScoringRequest, TokenScores, score_hidden, score_logits
+from fastrl_kernels.types import LogitTransform
 
 Inputs = dict[str, Any]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
+from fastrl_kernels.types import LogitTransform
 
 
 class PolicyObjective(NamedTuple):
@@ -61,13 +62,6 @@ class TokenScores(NamedTuple):
     values: Tensor | None  # [N]
     logits: Tensor | None  # [N, V], before the temperature
     loss: Tensor | None = None  # []
-
-
-class LogitTransform(NamedTuple):
-    """What a model makes of its head's output: c·tanh(s·x/c), without a cap s·x."""
-
-    softcap: float | None
-    logit_scale: float
 
 
 def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:

@@ -19,7 +19,7 @@ ROOF = timing.Roofline(1e10, {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11})
 COLUMNS = Knob(
     "columns",
     "at a time",
-    (("fastrl_kernels.head", "COLUMNS"),),
+    (("fastrl_kernels.lm_head", "COLUMNS"),),
     (1024, 8192),
     ("linear_logprobs",),
     "nothing much",

@@ -124,12 +124,10 @@ CASES: dict[str, Callable[..., Any]] = {
     "gae whitened": lambda x, b: ops.gae(
         x.new, x.values, x.mask, gamma=0.9, lam=0.8, whiten=True, backend=b
     ),
-    "ipo_loss": lambda x, b: ops.ipo_loss(x.chosen, x.rejected, x.old[0], x.old[1]),
     "kl_penalty": lambda x, b: ops.kl_penalty(x.new, x.ref, "k3", mask=x.mask, backend=b),
     "kl_rewards": lambda x, b: ops.kl_rewards(
         x.new, x.ref, x.scores, x.mask, coef=x.half, backend=b
     ),
-    "kto_loss": lambda x, b: ops.kto_loss(x.chosen, x.rejected.detach(), x.old[0] > 0, 0.1),
     "linear_logprobs": lambda x, b: _head(ops.linear_logprobs, x, backend=b),
     "linear_logprobs entropy": lambda x, b: _head(
         ops.linear_logprobs, x, entropy=True, bias=x.bias, mask=x.mask, softcap=3.0, backend=b
@@ -165,7 +163,6 @@ CASES: dict[str, Callable[..., Any]] = {
     "masked_var": lambda x, b: ops.masked_var(x.values, x.mask, backend=b),
     "masked_whiten": lambda x, b: ops.masked_whiten(x.values, x.mask, backend=b),
     "merge_moments": lambda x, b: ops.merge_moments(ops.Moments(x.old[0], x.old[1], x.old[0] + 1)),
-    "orpo_loss": lambda x, b: ops.orpo_loss(-x.chosen.exp(), -x.rejected.exp()),
     "ppo_loss": lambda x, b: _ppo(x, backend=b),
     "ppo_loss with everything": lambda x, b: _ppo(
         x, value=ops.ValueTerm(x.values, x.old, x.old + 1), kl=ops.KLTerm(x.old, 0.1),
@@ -183,8 +180,6 @@ CASES: dict[str, Callable[..., Any]] = {
         x, temperature=x.temperature.flatten(), top_k=x.labels.flatten().clamp(min=0),
         top_p=x.temperature.flatten().clamp(max=1), min_p=x.temperature.flatten() / 9, backend=b,
     ),
-    "simpo_loss": lambda x, b: ops.simpo_loss(x.chosen, x.rejected),
-    "slic_loss": lambda x, b: ops.slic_loss(x.chosen, x.rejected),
     "token_logprobs": lambda x, b: ops.token_logprobs(x.logits * 2, x.labels, backend=b),
     "token_logprobs entropy": lambda x, b: ops.token_logprobs(
         x.logits * 2, x.labels, mask=x.mask, temperature=x.temperature, entropy=True, backend=b
@@ -193,6 +188,22 @@ CASES: dict[str, Callable[..., Any]] = {
         x.logits[:, :-1], x.labels[:, 1:], temperature=x.half, entropy=True, backend=b
     ),
 }  # fmt: skip
+
+
+def _preference_loss(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A call with what it asks for."""
+    asked = [p.name for p in inspect.signature(op).parameters.values() if p.default is p.empty]
+
+    def call(x: Inputs, _: str) -> Tensor:
+        tensors = iter((-x.chosen.exp(), -x.rejected.exp(), x.old[0], x.old[1]))
+        given = {"desirable": x.old[0] > 0, "kl": 0.1}
+        return op(*(given[name] if name in given else next(tensors) for name in asked))
+
+    return call
+
+
+for _name in ops.preference.__all__:
+    CASES.setdefault(_name, _preference_loss(getattr(ops, _name)))
 
 
 def op_of(case: str) -> str:

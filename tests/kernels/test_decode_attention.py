@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastrl_kernels import decode_attention, reference_attention
+from fastrl_kernels import decode_attention, reference
 from tests.kernels.judge import DTYPES, assert_close_to_exact, names
 from tests.kernels.launches import constants, floats_arrive_as_double, interpreted, watched
 
@@ -64,7 +64,7 @@ def judge(query, keys, values, lengths, backend, slack=0.0, **options):
 
     def formula(dtype, values=values):
         inputs = (x.to(dtype) for x in (query, keys, values))
-        return reference_attention.decode_attention(*inputs, lengths, **options)
+        return reference.decode_attention(*inputs, lengths, **options)
 
     assert (out.dtype, out.device) == (query.dtype, query.device)
     assert out.is_contiguous()
@@ -261,8 +261,8 @@ def test_programs_do_not_outnumber_what_a_window_can_touch(device, monkeypatch):
     for window, splits in ((None, 4), (1, 1), (2, 2), (SPLIT + 1, 2), (SPLIT + 2, 3)):
         grids.clear()
         decode_attention(*inputs, window=window, backend="triton")
-        merge = [("_decode_merge_kernel", (66,))] if splits > 1 else []
-        assert grids == [("_decode_attention_kernel", (splits * 2 * 2,)), *merge]
+        merge = [("_decode_attention_merge_kernel", (66,))] if splits > 1 else []
+        assert grids == [("_decode_attention_fwd_kernel", (splits * 2 * 2,)), *merge]
 
 
 @interpreted
@@ -280,7 +280,7 @@ def test_only_the_model_is_compiled_in():
 
     shapes = {"D", "DV", "GROUP", "HEADS", "WIDTH", "VALUE_WIDTH", "SPLIT", "TILE", "PARTS"}
     assert constants(module) == shapes | {"DOT", "WIDE"}
-    for kernel in (module._decode_attention_kernel, module._decode_merge_kernel):
+    for kernel in (module._decode_attention_fwd_kernel, module._decode_attention_merge_kernel):
         found = inspect.signature(kernel.fn).parameters
         assert {"splits", "span", "window"} <= set(module._ARGUMENTS) & set(found)
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fastrl_kernels import linear_logprobs, linear_ppo_loss, scratch
+from fastrl_kernels import linear_logprobs, linear_ppo_loss, workspace
 from tests.kernels.launches import watched
-from tests.kernels.test_linear import LEAVES, Inputs, batch
+from tests.kernels.test_linear_logprobs import LEAVES, Inputs, batch
 
 OPS = pytest.mark.parametrize("op", [linear_logprobs, linear_ppo_loss], ids=["logprobs", "loss"])
 
@@ -57,7 +57,7 @@ def test_a_dtensor_is_refused_before_anything_is_done(backend, mesh, op, name, p
     with watched() as calls, pytest.raises(TypeError, match=message):
         op(**inputs, backend=backend)
     assert calls == []
-    assert scratch._idle == []
+    assert workspace._idle == []
 
 
 @OPS

@@ -190,7 +190,7 @@ def test_inputs_are_left_alone_and_the_graph_can_be_used_twice(backend, device):
 def test_only_the_policy_gets_a_gradient(backend, device):
     logits, ref_logits = pair(3, 50, device=device)
     ref_logits.requires_grad_()
-    with pytest.raises(ValueError, match="ref_logits requires grad"):
+    with pytest.raises(ValueError, match="ref_logits requires a gradient"):
         full_kl(logits, ref_logits, backend=backend)
     with torch.no_grad():
         full_kl(logits, ref_logits, backend=backend)
@@ -216,7 +216,7 @@ def test_no_tokens(backend, device, shape):
         ({"mask": torch.ones(3)}, TypeError, "mask must be boolean"),
         ({"mask": torch.ones(4, dtype=torch.bool)}, ValueError, "mask has shape"),
         ({"temperature": 0.0}, ValueError, "temperature must be positive"),
-        ({"temperature": torch.ones(3, requires_grad=True)}, ValueError, "detach it"),
+        ({"temperature": torch.ones(3, requires_grad=True)}, ValueError, "temperature requires"),
         ({"backend": "cuda"}, ValueError, "unknown backend"),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastrl_kernels import kl_penalty, kl_rewards, reference
-from fastrl_kernels.kl import KL_KINDS
+from fastrl_kernels.types import KL_KINDS
 from tests.kernels.judge import DTYPES, assert_close_to_exact, judge, misaligned, names
 from tests.kernels.launches import (
     constants,

@@ -16,15 +16,14 @@ from fastrl_kernels import (
     linear_ppo_loss,
     masked_mean,
     ppo_loss,
-    reference_linear,
-    scratch,
+    reference,
 )
-from fastrl_kernels.kl import KL_KINDS
-from fastrl_kernels.ppo_loss import AGGREGATES
-from tests.kernels import test_linear
+from fastrl_kernels.types import AGGREGATES, KL_KINDS
+from fastrl_kernels.workspace import clear
+from tests.kernels import test_linear_logprobs
 from tests.kernels.judge import DTYPES, assert_close_to_exact, names
 from tests.kernels.launches import allocations, watched
-from tests.kernels.test_linear import LAYOUTS, LEAVES, MANY, Inputs, assert_same_bits
+from tests.kernels.test_linear_logprobs import LAYOUTS, LEAVES, MANY, Inputs, assert_same_bits
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PER_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=names(DTYPES))
@@ -35,8 +34,8 @@ ROWS = 1500  # bytes: half of the rows of SMALL in fp32
 
 def batch(*shape: int, device="cpu", dtype=FP32, seed=0, **options: Any) -> Inputs:
     """Inputs of which every tensor is used: a policy near the old one, holes, labels of -100."""
-    inputs = test_linear.batch(*shape, device=device, dtype=dtype, seed=seed, **options)
-    inputs = test_linear.with_holes(inputs)
+    inputs = test_linear_logprobs.batch(*shape, device=device, dtype=dtype, seed=seed, **options)
+    inputs = test_linear_logprobs.with_holes(inputs)
     logprobs = linear_logprobs(**inputs, backend="torch").cpu()
     generator = torch.Generator().manual_seed(100 + seed)
 
@@ -73,7 +72,7 @@ def run(
     leaves = {k: inputs[k].detach().requires_grad_() for k in wrt if k in inputs}
     given = with_terms({**inputs, **leaves}, kl, plain=backend is None)
     if backend is None:
-        loss, stats = reference_linear.linear_ppo_loss(**given, **options)
+        loss, stats = reference.linear_ppo_loss(**given, **options)
     else:
         loss, stats = linear_ppo_loss(**given, **options, backend=backend)
         assert loss.dtype == stats.tensor.dtype == FP32
@@ -132,7 +131,7 @@ def test_loss_and_gradients(backend, device, dtype, workspace):
     inputs = batch(*MANY, dtype=dtype, device=device, bias=full)
     options = {"softcap": 8.0, "logit_scale": 1.5, "entropy": True} if full else {}
     if full:
-        inputs["temperature"] = test_linear.temperatures(inputs)
+        inputs["temperature"] = test_linear_logprobs.temperatures(inputs)
     check(inputs, backend, workspace, upstream=-1.7, **options)
 
 
@@ -271,7 +270,7 @@ def test_logits_never_exist(backend, device, dtype):
     inputs = batch(n, vocabulary, width=width, dtype=dtype, device=device, bias=True)
     limit = max(2 * workspace, 4 * vocabulary * width)
     assert limit < n * vocabulary
-    scratch.clear()  # of what made the batch
+    clear()  # of what made the batch
     with allocations(*inputs.values()) as found:
         run(inputs, backend, workspace_bytes=workspace, upstream=2.0, entropy=True)
     size, what = max(found)
@@ -289,7 +288,7 @@ def test_runs_give_the_same_bits(backend, device):
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_what_stands_at_masked_places_never_shows(backend, device, poison):
     inputs = batch(*SMALL, device=device, bias=True)
-    inputs["temperature"] = test_linear.temperatures(inputs)
+    inputs["temperature"] = test_linear_logprobs.temperatures(inputs)
     counted = counted_of(inputs)
     dirty = {**inputs, "labels": torch.where(inputs["mask"], inputs["labels"], 10**9)}
     for name in (
@@ -358,5 +357,5 @@ def test_nothing_waits_for_the_device(device, aggregate):
             )  # fmt: skip
             _ = stats.clipfrac, stats.entropy
             loss.backward()
-        assert calls.count("_head_fwd_kernel") == calls.count("_head_bwd_kernel") == 2
-        assert calls.count("_scale_kernel") == 3
+        assert calls.count("_lm_head_fwd_kernel") == calls.count("_lm_head_bwd_kernel") == 2
+        assert calls.count("_lm_head_scale_kernel") == 3

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl_kernels import linear_logprobs, linear_nll_loss, reference_linear, scratch
-from tests.kernels import test_linear
+from fastrl_kernels import linear_logprobs, linear_nll_loss, reference
+from fastrl_kernels.workspace import clear
+from tests.kernels import test_linear_logprobs
 from tests.kernels.judge import DTYPES, assert_close_to_exact, names
 from tests.kernels.launches import allocations, watched
-from tests.kernels.test_linear import LEAVES, Inputs, assert_same_bits
+from tests.kernels.test_linear_logprobs import LEAVES, Inputs, assert_same_bits
 from tests.kernels.test_linear_loss import counted_of, doubled
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -24,7 +25,9 @@ WORKSPACES = pytest.mark.parametrize("workspace", [None, 50_000], ids=["one chun
 
 def batch(*shape: int, weights: bool = False, device: Any = "cpu", **options: Any) -> Inputs:
     """A head's inputs with holes and labels of -100, and weights with zeros among them."""
-    inputs = test_linear.with_holes(test_linear.batch(*shape, device=device, **options))
+    inputs = test_linear_logprobs.with_holes(
+        test_linear_logprobs.batch(*shape, device=device, **options)
+    )
     if weights:
         generator = torch.Generator().manual_seed(7)
         drawn = torch.rand(inputs["labels"].shape, generator=generator)
@@ -39,7 +42,7 @@ def run(
     leaves = {k: inputs[k].detach().requires_grad_() for k in wrt if k in inputs}
     given = {**inputs, **leaves, **options}
     if backend is None:
-        loss, logprobs = reference_linear.linear_nll_loss(**given)
+        loss, logprobs = reference.linear_nll_loss(**given)
     else:
         loss, logprobs = linear_nll_loss(**given, backend=backend)
         assert loss.dtype == logprobs.dtype == FP32
@@ -131,7 +134,7 @@ def test_logits_never_exist(backend, device):
     inputs = batch(n, vocabulary, width=width, device=device, bias=True)
     limit = max(2 * workspace, 4 * vocabulary * width)
     assert limit < n * vocabulary
-    scratch.clear()  # of what made the batch
+    clear()  # of what made the batch
     with allocations(*inputs.values()) as found:
         run(inputs, backend, workspace_bytes=workspace, upstream=2.0)
     assert max(size for size, _ in found) <= limit, found
@@ -170,4 +173,4 @@ def test_nothing_waits_for_the_device(device):
     with watched() as calls:
         loss, _ = linear_nll_loss(**inputs, workspace_bytes=ROWS, backend="triton")
         loss.backward()
-    assert calls.count("_head_fwd_kernel") == calls.count("_head_bwd_kernel") == 2
+    assert calls.count("_lm_head_fwd_kernel") == calls.count("_lm_head_bwd_kernel") == 2

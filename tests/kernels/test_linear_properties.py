@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl_kernels import KLTerm, LossStats, linear_logprobs, linear_ppo_loss, reference_linear
-from fastrl_kernels.kl import KL_KINDS
-from fastrl_kernels.ppo_loss import AGGREGATES
+from fastrl_kernels import KLTerm, LossStats, linear_logprobs, linear_ppo_loss, reference
+from fastrl_kernels.types import AGGREGATES, KL_KINDS
 from tests.kernels.judge import judge, results
 from tests.kernels.test_properties import Draw, Op, examples, laid_out, luck
 
@@ -87,7 +86,7 @@ def test_linear_logprobs(backend, device, random):
     inputs["mask"] = draw.perhaps(draw.mask(leading), "masked")
     inputs["entropy"] = draw.sometimes("entropy")
     op = partial(linear_logprobs, backend=backend)
-    check(op, reference_linear.linear_logprobs, inputs, ["temperature"])
+    check(op, reference.linear_logprobs, inputs, ["temperature"])
 
 
 @examples(9)
@@ -123,7 +122,7 @@ def test_linear_ppo_loss(backend, device, random):
         return loss, *stats.tensor[: len(LossStats.NAMES)].unbind(), stats.logprobs
 
     def formula(**options: Any) -> tuple[Tensor, ...]:
-        loss, stats = reference_linear.linear_ppo_loss(**with_kl(options, lambda *term: term))
+        loss, stats = reference.linear_ppo_loss(**with_kl(options, lambda *term: term))
         return loss, *(stats[name] for name in (*LossStats.NAMES, "logprobs"))
 
     check(op, formula, inputs, per_token)

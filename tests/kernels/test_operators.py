@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._library.custom_ops import CustomOpDef
 
-from fastrl_kernels import compiled, compiled_head
+from fastrl_kernels.operators import NAMESPACE
 from tests.kernels.test_compile import CASES, Inputs, fresh_compiler, inputs, loss, outcome
 from tests.kernels.test_import import python
 
@@ -21,10 +22,11 @@ __all__ = ["fresh_compiler"]  # a fixture
 
 
 REGISTERED = {
-    operator._name: operator
-    for module in (compiled, compiled_head)
-    for operator in vars(module).values()
-    if isinstance(operator, CustomOpDef)
+    value._name: value
+    for name, module in sys.modules.items()
+    if name.startswith("fastrl_kernels.")
+    for value in vars(module).values()
+    if isinstance(value, CustomOpDef)
 }
 
 
@@ -34,7 +36,7 @@ def recorded(function: Callable[..., Any], x: Inputs) -> dict[str, tuple[Any, ..
 
     class Recorder(torch.fx.Interpreter):
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            if getattr(target, "namespace", None) == compiled.NAMESPACE:
+            if getattr(target, "namespace", None) == NAMESPACE:
                 found[target._opname] = args
             return super().call_function(target, args, kwargs)
 

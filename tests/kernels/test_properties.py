@@ -26,8 +26,7 @@ from fastrl_kernels import (
     reference,
     token_logprobs,
 )
-from fastrl_kernels.kl import KL_KINDS
-from fastrl_kernels.ppo_loss import AGGREGATES
+from fastrl_kernels.types import AGGREGATES, KL_KINDS
 from tests.kernels.judge import DTYPES, judge, misaligned, results
 from tests.kernels.test_moments import STATISTICS
 from tests.kernels.test_preference import CASES, both

@@ -296,13 +296,13 @@ def test_numbers_from_compiled_code(device):
 
 def test_only_shapes_are_compiled_in():
     """What changes from call to call is an argument: a constexpr would recompile each time."""
-    from fastrl_kernels._triton import cutoff, sampling
+    from fastrl_kernels._triton import sampling
 
     for kernel in (
         sampling._sample_statistics_kernel,
         sampling._sample_draw_kernel,
-        cutoff._sample_digit_kernel,
-        cutoff._sample_kept_kernel,
+        sampling._sample_digit_kernel,
+        sampling._sample_kept_kernel,
     ):
         parameters = inspect.signature(kernel.fn).parameters.values()
         compiled = {p.name for p in parameters if "constexpr" in str(p.annotation)}

@@ -19,6 +19,7 @@ from tests.kernels.draws import (
     z_score,
 )
 from tests.kernels.judge import misaligned, names
+from tests.kernels.launches import interpreted
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -131,6 +132,16 @@ def test_the_kernels_noise_is_exponential_and_independent(device):
     ):
         grid = torch.bincount(((here * 8).long() * 8 + (there * 8).long()).flatten(), minlength=64)
         assert abs(z_score(grid, torch.full((64,), 1 / 64))) < RARE
+
+
+@interpreted
+def test_the_interpreters_noise_is_tritons(monkeypatch, device):
+    """That of the fixture that computes it at once, and of Triton's own operations."""
+    from tests.kernels.noise import exponentials
+
+    at_once = exponentials(3, 64, 1, device)
+    monkeypatch.undo()
+    assert torch.equal(exponentials(3, 64, 1, device), at_once)
 
 
 # --- what a draw depends on ----------------------------------------------------------------------

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from fastrl_kernels import SampledTokens, reference, sample_keys, sample_tokens
 from tests.kernels.draws import assert_same_bits, formula, kept_by
-from tests.kernels.test_keys import key_of
 from tests.kernels.test_properties import (
     LAYOUTS,
     Draw,
@@ -22,6 +21,7 @@ from tests.kernels.test_properties import (
     laid_out,
     row_maxima,
 )
+from tests.kernels.test_rng import key_of
 
 LARGE = 5003
 VOCABULARIES = (1, 2, 17, 257, 507, 17, 257, 507)

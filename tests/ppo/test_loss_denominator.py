@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastrl import PPOConfig, PPOTrainer
-from fastrl_kernels.ppo_loss import AGGREGATES
+from fastrl_kernels.types import AGGREGATES
 from tests import tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import make_policy, perturbed

@@ -12,7 +12,7 @@ from fastrl import SamplingParams
 from fastrl.rollout import RolloutEngine, choose_engine, decode
 from fastrl.rollout.attention import Variant
 from fastrl.rollout.kv_cache import Arena, DecodeAttention, LayerShape
-from fastrl_kernels import reference_attention
+from fastrl_kernels import reference
 from tests import tiny_models
 from tests.golden import tiny
 from tests.kernels.judge import assert_close_to_exact
@@ -114,7 +114,7 @@ def test_it_attends_to_what_ours_does(flash, dtype, group, variant):
 
     rows, options = query.squeeze(2), Variant(*variant)._asdict()
     ours = fastrl_kernels.decode_attention(rows, *stored, lengths, **options, backend="torch")
-    exact = reference_attention.decode_attention(
+    exact = reference.decode_attention(
         rows.double(), *(x.double() for x in stored), lengths, **options
     )
     assert (out.dtype, out.shape) == (dtype, (len(LENGTHS), 1, 2 * group, 16))

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from .reference import IGNORE_LABEL
+from .operators import operator
+from .types import IGNORE_LABEL, Temperature
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,10 +27,17 @@ def check_same_shape(name: str, tensor: Tensor, like_name: str, like: Tensor) ->
         )
 
 
-def check_mask(mask: Tensor, like_name: str, like: Tensor) -> None:
+def check_like(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    """A floating-point tensor of another's shape."""
+    check_float(name, tensor)
+    check_same_shape(name, tensor, like_name, like)
+
+
+def check_mask(mask: Tensor, like_name: str, like: Tensor, name: str = "mask") -> None:
     if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be boolean (True = counts), got {mask.dtype}: pass mask.bool()")
-    check_same_shape("mask", mask, like_name, like)
+        counts = " (True = counts)" if name == "mask" else ""
+        raise TypeError(f"{name} must be boolean{counts}, got {mask.dtype}: pass {name}.bool()")
+    check_same_shape(name, mask, like_name, like)
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -55,22 +63,28 @@ def check_per_token(name: str, tensor: Tensor, like_name: str, like: Tensor) -> 
     check_device(name, tensor, like_name, like)
 
 
-def check_positive(name: str, number: float) -> float:
-    if not 0 < number < math.inf:  # as a compiler's symbol can be compared
-        raise ValueError(f"{name} must be positive and finite, got {number}")
+def check_positive(name: str, number: float, *, or_zero: bool = False) -> float:
+    if isinstance(number, Tensor):
+        raise TypeError(f"{name} must be a Python number: reading a tensor would wait for it")
+    # As a compiler's symbol can be compared.
+    if not (0 < number < math.inf or (or_zero and number == 0)):
+        wanted = "at least 0" if or_zero else "positive"
+        raise ValueError(f"{name} must be {wanted} and finite, got {number}")
     return float(number)
 
 
-def check_temperature(
-    temperature: float | Tensor, like_name: str, like: Tensor
-) -> tuple[Tensor | None, float]:
-    """The tensor or None, and the number that holds where it is None."""
+def check_constant(name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires a gradient, but is a constant: pass {name}.detach()")
+
+
+def check_temperature(temperature: float | Tensor, like_name: str, like: Tensor) -> Temperature:
+    """One for each vector of ``like``."""
     if not isinstance(temperature, Tensor):
-        return None, check_positive("temperature", temperature)
+        return Temperature(check_positive("temperature", temperature), None)
     check_per_token("temperature", temperature, like_name, like)
-    if temperature.requires_grad:
-        raise ValueError("temperature requires grad, but has no gradient here: detach it")
-    return temperature, 1.0
+    check_constant("temperature", temperature)
+    return Temperature(1.0, temperature.reshape(-1).float())
 
 
 def check_labels_of(labels: Tensor, like_name: str, like: Tensor) -> None:
@@ -94,12 +108,21 @@ def check_label_range(labels: Tensor, mask: Tensor | None, vocabulary: int) -> N
         )
 
 
+@operator()
+def _checked_labels(labels: Tensor, mask: Tensor | None, vocabulary: int) -> Tensor:
+    check_label_range(labels, mask, vocabulary)
+    return labels.clone()
+
+
+@_checked_labels.register_fake
+def _(labels: Tensor, mask: Tensor | None, vocabulary: int) -> Tensor:
+    return torch.empty_like(labels)
+
+
 def checked_labels(labels: Tensor, mask: Tensor | None, vocabulary: int) -> Tensor:
     """``labels`` after ``check_label_range``; where a graph is compiled, a step in it."""
     if torch.compiler.is_compiling():
-        from .compiled import checked_labels as run
-
-        return run(labels, mask, vocabulary)
+        return _checked_labels(labels, mask, vocabulary)
     check_label_range(labels, mask, vocabulary)
     return labels
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,30 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .checks import check_device, check_float, check_positive
 from .dispatch import choose
+from .types import DecodeAttention
 
 
-class Attention(NamedTuple):
-    """Checked: what a row's live tokens are, and what becomes of their scores."""
-
-    span: int
-    window: int  # at most the span, which is no window at all
-    scale: float
-    softcap: float | None
-
-    @property
-    def inner(self) -> float | None:
-        """With a cap, a score is c·tanh(inner·q·k), and scale·q·k without."""
-        return None if self.softcap is None else self.scale / self.softcap
-
-    @property
-    def outer(self) -> float:
-        return self.scale if self.softcap is None else self.softcap
-
-
-# --- the PyTorch path ----------------------------------------------------------------------------
-
-
-def _live(lengths: Tensor, a: Attention) -> Tensor:
+def _live(lengths: Tensor, a: DecodeAttention) -> Tensor:
     """Which tokens count, [B, 1, 1, span]."""
     position = torch.arange(a.span, device=lengths.device)
     lengths = lengths.view(-1, 1, 1, 1)
@@ -43,7 +22,9 @@ def _live(lengths: Tensor, a: Attention) -> Tensor:
     return live if a.window == a.span else live & (position >= lengths - a.window)
 
 
-def _capped(query: Tensor, keys: Tensor, values: Tensor, live: Tensor, a: Attention) -> Tensor:
+def _capped(
+    query: Tensor, keys: Tensor, values: Tensor, live: Tensor, a: DecodeAttention
+) -> Tensor:
     """softmax(cap(scale·q·kᵀ))·v in fp32."""
     scores = query.float() @ keys.float().mT
     scores = scores.mul_(a.scale if a.inner is None else a.inner)
@@ -54,7 +35,9 @@ def _capped(query: Tensor, keys: Tensor, values: Tensor, live: Tensor, a: Attent
     return (weights @ values.float()).to(query.dtype)
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: Attention) -> Tensor:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: DecodeAttention
+) -> Tensor:
     batch, heads, width = query.shape
     kv_heads = keys.shape[2]
     # The heads that share keys stand where a sequence would have its tokens.
@@ -67,9 +50,6 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: Att
         out = _capped(query, keys, values, live, a)
     out = out.masked_fill_(lengths.view(-1, 1, 1, 1) > a.span, math.nan)
     return out.reshape(batch, heads, values.shape[-1])
-
-
-# --- the public op -------------------------------------------------------------------------------
 
 
 def _check_tensors(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
@@ -117,14 +97,14 @@ def _checked(
     window: int | None,
     softcap: float | None,
     span: int | None,
-) -> Attention:
+) -> DecodeAttention:
     tokens = keys.shape[1]
     span = tokens if span is None else span
     if not 1 <= span <= tokens:
         raise ValueError(f"span must be in [1, {tokens}], the tokens of a slot, got {span}")
     if window is not None and window < 1:
         raise ValueError(f"window must be positive, or None for all tokens, got {window}")
-    return Attention(
+    return DecodeAttention(
         span,
         span if window is None else min(window, span),
         query.shape[-1] ** -0.5 if scale is None else check_positive("scale", scale),

@@ -14,12 +14,12 @@ BACKEND_VARIABLE = "FASTRL_KERNELS_BACKEND"
 _TRITON_DEVICES = ("cuda",)  # ROCm devices call themselves "cuda" in torch
 
 
-class Work(NamedTuple):
+class Backend(NamedTuple):
     """An op's two passes on one backend, tensors in and out; saved for backward is what the last
     result of ``forward`` holds."""
 
     forward: Callable[..., Any]
-    backward: Callable[..., torch.Tensor]
+    backward: Callable[..., Any]
 
 
 class Choice(NamedTuple):

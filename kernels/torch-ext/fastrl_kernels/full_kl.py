@@ -9,26 +9,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._cpu.row_chunks import chunks, wide, zero_rows
 from .checks import (
+    check_constant,
     check_device,
     check_logits,
     check_mask,
     check_same_shape,
     check_temperature,
 )
-from .dispatch import Work, choose
-from .rows import Temperature, chunks, wide, zero_rows
+from .dispatch import Backend, choose
+from .operators import dense, new, operator
+from .types import Temperature
 
 
-def full_kl_work(backend: str) -> Work:
-    if backend == "triton":
-        from ._triton import full_kl
-
-        return Work(full_kl.forward, full_kl.backward)
-    return Work(_full_kl_forward, _full_kl_backward)
-
-
-def _full_kl_forward(
+def _torch_forward(
     logits: Tensor,
     ref_logits: Tensor,
     mask: Tensor | None,
@@ -46,11 +41,11 @@ def _full_kl_forward(
     for rows, (x, y), memory in chunks(logits, ref_logits, buffers=3):
         y = wide(y, memory[1])
         ref_max[rows] = y.amax(-1, keepdim=True)
-        d_ref = divisor.divide_(torch.sub(y, ref_max[rows], out=memory[1]), rows)
+        d_ref = divisor.at(rows).divide_(torch.sub(y, ref_max[rows], out=memory[1]))
         ref_sum = torch.exp(d_ref, out=memory[2]).sum(-1, keepdim=True)
         x = wide(x, memory[0])
         row_max[rows] = x.amax(-1, keepdim=True)
-        d = divisor.divide_(torch.sub(x, row_max[rows], out=memory[0]), rows)
+        d = divisor.at(rows).divide_(torch.sub(x, row_max[rows], out=memory[0]))
         e = torch.exp(d, out=memory[2])
         row_sum[rows] = e.sum(-1, keepdim=True)
         log_ratio[rows] = (row_sum[rows] / ref_sum).log()
@@ -60,7 +55,7 @@ def _full_kl_forward(
     return kl.clone() if mask is None else torch.where(mask, kl, 0.0), saved
 
 
-def _full_kl_backward(
+def _torch_backward(
     grad: Tensor,
     logits: Tensor,
     ref_logits: Tensor,
@@ -77,13 +72,26 @@ def _full_kl_backward(
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     for rows, (x, y, dx), memory in chunks(logits, ref_logits, dlogits, buffers=3):
         d_ref = torch.sub(wide(y, memory[1]), ref_max[rows], out=memory[1])
-        d_ref = divisor.divide_(d_ref, rows)
+        d_ref = divisor.at(rows).divide_(d_ref)
         d = torch.sub(wide(x, memory[0]), row_max[rows], out=memory[0])
-        e = torch.exp(divisor.divide_(d, rows), out=memory[2])
+        e = torch.exp(divisor.at(rows).divide_(d), out=memory[2])
         d = _difference(d, d_ref, log_ratio[rows]).sub_(kl[rows])
         d.mul_(slope[rows]).mul_(e)
         dx.copy_(zero_rows(d, counted[rows]))
     return dlogits
+
+
+def _difference(d: Tensor, d_ref: Tensor, log_ratio: Tensor) -> Tensor:
+    """log p - log q in place of d; finite where d is -inf, for a token that weighs nothing."""
+    return d.sub_(d_ref).nan_to_num_(nan=0.0, posinf=math.inf, neginf=0.0).sub_(log_ratio)
+
+
+def _backend(name: str) -> Backend:
+    if name == "triton":
+        from ._triton import full_kl
+
+        return Backend(full_kl.forward, full_kl.backward)
+    return Backend(_torch_forward, _torch_backward)
 
 
 class _FullKL(torch.autograd.Function):
@@ -97,11 +105,11 @@ class _FullKL(torch.autograd.Function):
         number: float,
         backend: str,
     ) -> Tensor:
-        save, work = ctx.needs_input_grad[0], full_kl_work(backend)
-        kl, saved = work.forward(logits, ref_logits, mask, temperature, number, save=save)
+        save, passes = ctx.needs_input_grad[0], _backend(backend)
+        kl, saved = passes.forward(logits, ref_logits, mask, temperature, number, save=save)
         if save:
             ctx.save_for_backward(logits, ref_logits, mask, temperature, saved)
-            ctx.number, ctx.backward_of = number, work.backward
+            ctx.number, ctx.backward_of = number, passes.backward
         return kl
 
     @staticmethod
@@ -111,9 +119,58 @@ class _FullKL(torch.autograd.Function):
         return ctx.backward_of(*grads, *inputs, ctx.number, saved), *(None,) * 5
 
 
-def _difference(d: Tensor, d_ref: Tensor, log_ratio: Tensor) -> Tensor:
-    """log p - log q in place of d; finite where d is -inf, for a token that weighs nothing."""
-    return d.sub_(d_ref).nan_to_num_(nan=0.0, posinf=math.inf, neginf=0.0).sub_(log_ratio)
+@operator()
+def _full_kl(
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor | None,
+    number: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """The KL, and what is saved of the rows [5, N]."""
+    return _backend(backend).forward(logits, ref_logits, mask, temperature, number, save=True)
+
+
+@_full_kl.register_fake
+def _(logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    kl = new(logits, *logits.shape[:-1])
+    return kl, new(logits, 5, kl.numel())
+
+
+@operator()
+def _full_kl_backward(
+    grad: Tensor,
+    logits: Tensor,
+    ref_logits: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor | None,
+    number: float,
+    saved: Tensor,
+    backend: str,
+) -> Tensor:
+    return dense(
+        _backend(backend).backward(grad, logits, ref_logits, mask, temperature, number, saved)
+    )
+
+
+@_full_kl_backward.register_fake
+def _(_: Any, logits: Tensor, *others: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _save_full_kl(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.number, ctx.backend = inputs
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _full_kl_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    *inputs, saved = ctx.saved_tensors
+    dlogits = _full_kl_backward(grads[0], *inputs, ctx.number, saved, ctx.backend)
+    return dlogits, *(None,) * 5
+
+
+_full_kl.register_autograd(_full_kl_gradients, setup_context=_save_full_kl)
 
 
 def full_kl(
@@ -151,13 +208,12 @@ def full_kl(
     check_logits("ref_logits", ref_logits)
     check_same_shape("ref_logits", ref_logits, "logits", logits)
     check_device("ref_logits", ref_logits, "logits", logits)
-    if ref_logits.requires_grad and torch.is_grad_enabled():
-        raise ValueError("ref_logits requires grad, but gets no gradient: detach it")
-    tensor, number = check_temperature(temperature, "logits", logits)
+    check_constant("ref_logits", ref_logits)
+    number, temperatures = check_temperature(temperature, "logits", logits)
     if mask is not None:
         check_mask(mask, "logits[..., 0]", logits[..., 0])
         check_device("mask", mask, "logits", logits)
-    run: Any = _FullKL.apply
+    arguments = (logits, ref_logits, mask, temperatures, number, choose(backend, logits))
     if torch.compiler.is_compiling():
-        from .compiled import full_kl as run
-    return run(logits, ref_logits, mask, tensor, number, choose(backend, logits))
+        return _full_kl(*arguments)[0]
+    return _FullKL.apply(*arguments)

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_choice, check_float, check_mask, check_same_shape
-from .dispatch import choose
+from .checks import check_choice, check_float, check_like, check_mask
+from .dispatch import Backend, choose
+from .types import KL_KINDS
 
-KL_KINDS = ("kl", "abs", "mse", "k3", "k3+")
+Saved = tuple[Tensor | None, ...]
 
 
 def kl_value(difference: Tensor, kind: str) -> Tensor:
@@ -40,27 +41,84 @@ def masked_difference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | Non
     return difference if mask is None else torch.where(mask, difference, 0.0)
 
 
+def _penalty_forward(
+    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None, kind: str
+) -> tuple[Tensor, Saved]:
+    kl = kl_value(masked_difference(logprobs, ref_logprobs, mask), kind)
+    return kl, (logprobs, ref_logprobs, mask)
+
+
+def _penalty_backward(
+    grad: Tensor, saved: Saved, kind: str, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """By both log-probs."""
+    logprobs, ref_logprobs, mask = saved
+    assert logprobs is not None
+    assert ref_logprobs is not None
+    grad = grad * kl_slope(masked_difference(logprobs, ref_logprobs, mask), kind)
+    grad = grad if mask is None else torch.where(mask, grad, 0.0)
+    return (
+        grad.to(logprobs.dtype) if wanted[0] else None,
+        (-grad).to(ref_logprobs.dtype) if wanted[1] else None,
+    )
+
+
 class _KLPenalty(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor | None, kind: str
+        ctx: Any,
+        logprobs: Tensor,
+        ref_logprobs: Tensor,
+        mask: Tensor | None,
+        kind: str,
+        backend: Backend,
     ) -> Tensor:
-        ctx.save_for_backward(logprobs, ref_logprobs, mask)
-        ctx.kind = kind
-        return kl_value(masked_difference(logprobs, ref_logprobs, mask), kind)
+        kl, saved = backend.forward(logprobs, ref_logprobs, mask, kind)
+        ctx.save_for_backward(*saved)
+        ctx.kind, ctx.backward_of = kind, backend.backward
+        return kl
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        logprobs, ref_logprobs, mask = ctx.saved_tensors
-        grad = grads[0] * kl_slope(masked_difference(logprobs, ref_logprobs, mask), ctx.kind)
-        grad = grad if mask is None else torch.where(mask, grad, 0.0)
-        needs_logprobs, needs_ref = ctx.needs_input_grad[:2]
-        return (
-            grad.to(logprobs.dtype) if needs_logprobs else None,
-            (-grad).to(ref_logprobs.dtype) if needs_ref else None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[:2]
+        return *ctx.backward_of(*grads, ctx.saved_tensors, ctx.kind, wanted), *(None,) * 3
+
+
+def _rewards_forward(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    scores: Tensor,
+    mask: Tensor,
+    coef: float | Tensor,
+    kind: str,
+) -> tuple[Tensor, Tensor, Tensor, Saved]:
+    kls = kl_value(masked_difference(logprobs, ref_logprobs, mask), kind)
+    at_last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
+    rewards = torch.where(at_last, scores.float().unsqueeze(-1), 0.0) - coef * kls
+    return rewards, kls, kls.sum(-1), (logprobs, ref_logprobs, mask, at_last)
+
+
+def _rewards_backward(
+    grad_rewards: Tensor,
+    grad_kls: Tensor,
+    grad_sums: Tensor,
+    saved: tuple[Tensor, ...],
+    coef: float | Tensor,
+    kind: str,
+    score_dtype: torch.dtype,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """By both log-probs and the scores."""
+    logprobs, ref_logprobs, mask, at_last = saved
+    grad = grad_kls + grad_sums.unsqueeze(-1) - coef * grad_rewards
+    grad = grad * kl_slope(masked_difference(logprobs, ref_logprobs, mask), kind)
+    grad = torch.where(mask, grad, 0.0)
+    at_scores = torch.where(at_last, grad_rewards, 0.0).sum(-1) if wanted[2] else None
+    return (
+        grad.to(logprobs.dtype) if wanted[0] else None,
+        (-grad).to(ref_logprobs.dtype) if wanted[1] else None,
+        None if at_scores is None else at_scores.to(score_dtype),
+    )
 
 
 class _KLRewards(torch.autograd.Function):
@@ -73,31 +131,22 @@ class _KLRewards(torch.autograd.Function):
         mask: Tensor,
         coef: float | Tensor,
         kind: str,
+        backend: Backend,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kls = kl_value(masked_difference(logprobs, ref_logprobs, mask), kind)
-        at_last = mask & (mask.cumsum(-1) == mask.sum(-1, keepdim=True))
-        rewards = torch.where(at_last, scores.float().unsqueeze(-1), 0.0) - coef * kls
-        ctx.save_for_backward(logprobs, ref_logprobs, mask, at_last)
-        ctx.coef, ctx.kind, ctx.score_dtype = coef, kind, scores.dtype
-        return rewards, kls, kls.sum(-1)
+        *results, saved = backend.forward(logprobs, ref_logprobs, scores, mask, coef, kind)
+        ctx.save_for_backward(*saved, coef if isinstance(coef, Tensor) else None)
+        ctx.coef = None if isinstance(coef, Tensor) else coef
+        ctx.kind, ctx.score_dtype, ctx.backward_of = kind, scores.dtype, backend.backward
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logprobs, ref_logprobs, mask, at_last = ctx.saved_tensors
-        grad_rewards, grad_kls, grad_sums = grads
-        needs_logprobs, needs_ref, needs_scores = ctx.needs_input_grad[:3]
-        grad = grad_kls + grad_sums.unsqueeze(-1) - ctx.coef * grad_rewards
-        grad = grad * kl_slope(masked_difference(logprobs, ref_logprobs, mask), ctx.kind)
-        grad = torch.where(mask, grad, 0.0)
-        at_scores = torch.where(at_last, grad_rewards, 0.0).sum(-1) if needs_scores else None
-        return (
-            grad.to(logprobs.dtype) if needs_logprobs else None,
-            (-grad).to(ref_logprobs.dtype) if needs_ref else None,
-            None if at_scores is None else at_scores.to(ctx.score_dtype),
-            None,
-            None,
-            None,
+        *saved, coef = ctx.saved_tensors
+        coef = ctx.coef if coef is None else coef
+        gradients = ctx.backward_of(
+            *grads, saved, coef, ctx.kind, ctx.score_dtype, ctx.needs_input_grad[:3]
         )
+        return *gradients, *(None,) * 4
 
 
 def kl_penalty(
@@ -132,11 +181,12 @@ def kl_penalty(
     _check_pair(logprobs, ref_logprobs, kind)
     if mask is not None:
         check_mask(mask, "logprobs", logprobs)
+    passes = Backend(_penalty_forward, _penalty_backward)
     if choose(backend, logprobs, ref_logprobs, mask) == "triton":
-        from ._triton.kl import KLPenalty
+        from ._triton import kl
 
-        return KLPenalty.apply(logprobs, ref_logprobs, mask, kind)
-    return _KLPenalty.apply(logprobs, ref_logprobs, mask, kind)
+        passes = Backend(kl.penalty_forward, kl.penalty_backward)
+    return _KLPenalty.apply(logprobs, ref_logprobs, mask, kind, passes)
 
 
 def kl_rewards(
@@ -187,15 +237,15 @@ def kl_rewards(
         scores = scores.to(torch.float32)
     check_float("scores", scores)
     tensors = [logprobs, ref_logprobs, scores, mask, *([coef] if isinstance(coef, Tensor) else [])]
+    passes = Backend(_rewards_forward, _rewards_backward)
     if choose(backend, *tensors) == "triton":
-        from ._triton.kl import KLRewards
+        from ._triton import kl
 
-        return KLRewards.apply(logprobs, ref_logprobs, scores, mask, coef, kind)
-    return _KLRewards.apply(logprobs, ref_logprobs, scores, mask, coef, kind)
+        passes = Backend(kl.rewards_forward, kl.rewards_backward)
+    return _KLRewards.apply(logprobs, ref_logprobs, scores, mask, coef, kind, passes)
 
 
 def _check_pair(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> None:
     check_choice("kind", kind, KL_KINDS)
     check_float("logprobs", logprobs)
-    check_float("ref_logprobs", ref_logprobs)
-    check_same_shape("ref_logprobs", ref_logprobs, "logprobs", logprobs)
+    check_like("ref_logprobs", ref_logprobs, "logprobs", logprobs)

@@ -1,170 +1,113 @@
-"""The PPO loss from hidden states: the language-model head and the loss in one."""
+"""The PPO loss and the negative log-likelihood from hidden states: the language-model head and the
+loss in one."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .checks import check_device, check_float, check_same_shape, counts
-from .head import (
-    Workspace,
-    add_product_,
-    product,
+from .checks import check_constant, check_device, check_like, counts
+from .gemm import add_product_, product
+from .lm_head import (
+    HEAD_SCHEMA,
+    HeadInputs,
+    checked_head,
+    fake_gradients,
+    flat_head,
     row_chunks,
+    split_head,
 )
-from .head_inputs import HeadInputs, checked_head
-from .head_rows import RowStatistics, Slopes
+from .operators import new, operator, or_empty
 from .ppo_loss import (
-    Constants,
-    KLTerm,
-    LossStats,
-    Settings,
     apply,
     checked,
     denominator_of,
+    inverse_of,
     policy_slopes,
     token_weights_of,
 )
+from .types import (
+    KLTerm,
+    LinearLossStats,
+    LossStats,
+    PPOConstants,
+    PPOSettings,
+    RowGradients,
+    RowStatistics,
+)
+from .workspace import Workspace
+
+# d loss/d log π [r] of the log-probs [r] of some rows; NaN where the log-prob is.
+TokenGradients = Callable[[Tensor, slice], Tensor]
 
 
-class LinearLossStats(LossStats):
-    """:class:`LossStats` with the mean ``entropy``, NaN where it was not asked for.
+class TokenObjective(Protocol):
+    """What the head is fused with: a loss whose gradient by a token's log-prob needs no other's."""
 
-    Per token it has ``logprobs`` and ``entropies`` (or None) [..., T]: fp32, detached, 0 where
-    masked.
-    """
+    @property
+    def op(self) -> str: ...
 
-    NAMES: ClassVar[tuple[str, ...]] = (*LossStats.NAMES, "entropy")
-    __slots__ = ("entropies", "logprobs")
+    def token_gradients(self) -> TokenGradients: ...
 
-    def __init__(self, tensor: Tensor, logprobs: Tensor, entropies: Tensor | None) -> None:
-        super().__init__(tensor)
-        self.logprobs = logprobs
-        self.entropies = entropies
+    def loss(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and its statistics, from log-probs [..., T]."""
 
 
-class Objective(NamedTuple):
-    """The loss of N tokens as far as it is known before their log-probs are."""
+class PPOObjective(NamedTuple):
+    """The PPO loss of N tokens as far as it is known before their log-probs are."""
 
-    constants: Constants  # tensors [..., T]
-    settings: Settings
+    constants: PPOConstants  # tensors [..., T]
+    settings: PPOSettings
     backend: str
 
     @property
     def op(self) -> str:
         return "linear_ppo_loss"
 
-    def token_weights(self) -> Tensor:
-        """What each token's objective is multiplied with in the loss, [N]."""
-        denominator = denominator_of(self.constants, self.settings)
-        inverse = torch.where(denominator == 0, 0.0, 1.0 / denominator)
-        by_tokens = token_weights_of(self.constants, self.settings)
-        weights = inverse if by_tokens is None else inverse * by_tokens
-        return weights.expand(self.constants.mask.shape).reshape(-1)
+    def token_gradients(self) -> TokenGradients:
+        constants, settings = self.constants, self.settings
+        weights = inverse_of(denominator_of(constants, settings))
+        by_tokens = token_weights_of(constants, settings)
+        weights = weights if by_tokens is None else weights * by_tokens
+        weights = weights.expand(constants.mask.shape).reshape(-1)
+        flat = [x if x is None or x.dim() == 0 else x.reshape(-1) for x in constants]
 
-    def flat(self) -> Objective:
-        """The same tensors as [N]."""
-        tensors = (x if x is None or x.dim() == 0 else x.reshape(-1) for x in self.constants)
-        return self._replace(constants=Constants(*tensors))  # type: ignore[arg-type]
+        def gradients(logprobs: Tensor, rows: slice) -> Tensor:
+            at: Any = (x if x is None or x.dim() == 0 else x[rows] for x in flat)
+            slopes = policy_slopes(logprobs, PPOConstants(*at), settings, self.backend)
+            return slopes.mul_(weights[rows])
 
-    def slopes(self, logprobs: Tensor, rows: slice, weights: Tensor) -> Tensor:
-        """d loss/d log π of some tokens; of a flat objective."""
-        at = Constants(*(x if x is None or x.dim() == 0 else x[rows] for x in self.constants))  # type: ignore[arg-type]
-        return policy_slopes(logprobs, at, self.settings, self.backend).mul_(weights[rows])
+        return gradients
 
     def loss(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss and LossStats' tensor, from log-probs [..., T]."""
         return apply(logprobs, None, *self)
 
 
-class TokenObjective(Protocol):
-    """What the head is fused with: a loss whose slopes by a token's log-prob need no other's."""
+class NLLObjective(NamedTuple):
+    """-Σ w·log π / denominator over N tokens."""
+
+    weights: Tensor  # [N] fp32, 0 where a token does not count
+    denominator: Tensor  # 0-d fp32
 
     @property
-    def op(self) -> str: ...
+    def op(self) -> str:
+        return "linear_nll_loss"
 
-    def token_weights(self) -> Tensor: ...
+    def _token_weights(self) -> Tensor:
+        return self.weights * inverse_of(self.denominator)
 
-    def flat(self) -> TokenObjective: ...
+    def token_gradients(self) -> TokenGradients:
+        weights = self._token_weights()
+        return lambda logprobs, rows: torch.where(logprobs.isnan(), logprobs, -weights[rows])
 
-    def slopes(self, logprobs: Tensor, rows: slice, weights: Tensor) -> Tensor: ...
-
-    def loss(self, logprobs: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
-def forward(
-    inputs: HeadInputs, objective: TokenObjective, entropy: bool, wanted: tuple[bool, ...]
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor | None, ...]]:
-    """The loss, its statistics, log-probs and entropies, and the wanted gradients of the loss by
-    hidden states, weight and bias."""
-    hidden, weight, bias, work = inputs.hidden, inputs.weight, inputs.bias, inputs.rows
-    n, vocabulary = len(hidden), len(weight)
-    statistics = RowStatistics.empty(hidden, n, entropy, ())
-    dtype = work.chunk_dtype(hidden)
-    chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
-    longest = max((rows.stop - rows.start for rows in chunks), default=0)
-    workspace = Workspace(hidden, longest, vocabulary, dtype)
-    gradients = _Gradients(hidden, weight, bias, wanted, len(chunks))
-    flat, weights = objective.flat(), objective.token_weights()
-    for rows in chunks:
-        x, labels = workspace.chunk(rows.stop - rows.start), inputs.labels[rows]
-        transform, row = inputs.transform.at(rows), statistics.at(rows)
-        work.signals(x, hidden[rows], weight, bias, transform)
-        work.statistics(x, labels, transform, row, once=gradients.wanted)
-        if gradients.wanted:
-            # NaN where the log-prob is: where a label is out of range.
-            slopes = Slopes(flat.slopes(row.logprobs, rows, weights), None)
-            work.gradients_(x, 0, labels, transform, row, slopes, once=True)
-            gradients.add(x, rows)
-    workspace.release()
-
-    def per_token(x: Tensor) -> Tensor:
-        return x.masked_fill(~inputs.counted, 0).view(inputs.shape)
-
-    logprobs = per_token(statistics.logprobs)
-    entropies = None if statistics.entropies is None else per_token(statistics.entropies)
-    loss, numbers = objective.loss(logprobs)
-    return loss, numbers, logprobs, entropies, gradients.results()
-
-
-class LinearLoss(torch.autograd.Function):
-    """Gradients are computed forward, while the logits are there; backward hands them out."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        inputs: HeadInputs,
-        objective: TokenObjective,
-        entropy: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        *results, ctx.gradients = forward(inputs, objective, entropy, ctx.needs_input_grad[:3])
-        ctx.rows, ctx.op = inputs.rows, objective.op
-        ctx.mark_non_differentiable(*(x for x in results[1:] if x is not None))
-        ctx.set_materialize_grads(False)
-        return tuple(results)  # type: ignore[return-value]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * 6
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError(
-                f"{ctx.op} hands its gradients out once: call it again, or make the loss of "
-                "linear_logprobs where a graph is retained"
-            )
-        for x in gradients:
-            if x is not None:
-                ctx.rows.scale_(x, grad)
-        return *gradients, None, None, None
+    def loss(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss, and no statistics."""
+        return -(logprobs.reshape(-1) * self._token_weights()).sum(), logprobs.new_empty(0)
 
 
 class _Gradients:
@@ -207,6 +150,184 @@ class _Gradients:
             None if self.dweight is None else self.dweight.to(self.weight.dtype),
             None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype),
         )
+
+
+def _forward(
+    inputs: HeadInputs, objective: TokenObjective, entropy: bool, wanted: tuple[bool, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+    """The loss, its statistics, log-probs and entropies, and the wanted gradients of the loss by
+    hidden states, weight and bias."""
+    hidden, weight = inputs.hidden, inputs.weight
+    n, vocabulary = len(hidden), len(weight)
+    statistics = RowStatistics.empty(hidden, n, entropy, ())
+    dtype = inputs.head.chunk_dtype(hidden)
+    chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
+    longest = max((rows.stop - rows.start for rows in chunks), default=0)
+    workspace = Workspace(hidden, longest, vocabulary, dtype)
+    gradients = _Gradients(hidden, weight, inputs.bias, wanted, len(chunks))
+    token_gradients = objective.token_gradients() if gradients.wanted else None
+    for rows in chunks:
+        x = workspace.chunk(rows.stop - rows.start)
+        inputs.fill(x, rows)
+        inputs.statistics(x, rows, statistics, once=gradients.wanted)
+        if token_gradients is not None:
+            upstream = RowGradients(token_gradients(statistics.logprobs[rows], rows), None)
+            inputs.gradients_(x, rows, 0, statistics, upstream, once=True)
+            gradients.add(x, rows)
+    workspace.release()
+
+    def per_token(x: Tensor) -> Tensor:
+        return x.masked_fill(~inputs.counted, 0).view(inputs.shape)
+
+    logprobs = per_token(statistics.logprobs)
+    entropies = None if statistics.entropies is None else per_token(statistics.entropies)
+    loss, numbers = objective.loss(logprobs)
+    return loss, numbers, logprobs, entropies, gradients.results()
+
+
+class _LinearLoss(torch.autograd.Function):
+    """Gradients are computed forward, while the logits are there; backward hands them out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: HeadInputs,
+        objective: TokenObjective,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        *results, ctx.gradients = _forward(inputs, objective, entropy, ctx.needs_input_grad[:3])
+        ctx.head, ctx.op = inputs.head, objective.op
+        ctx.mark_non_differentiable(*(x for x in results[1:] if x is not None))
+        ctx.set_materialize_grads(False)
+        return tuple(results)  # type: ignore[return-value]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 6
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                f"{ctx.op} hands its gradients out once: call it again, or make the loss of "
+                "linear_logprobs where a graph is retained"
+            )
+        for x in gradients:
+            if x is not None:
+                ctx.head.scale_(x, grad)
+        return *gradients, None, None, None
+
+
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.wanted, ctx.arguments = inputs[-1], len(inputs)
+    ctx.save_for_backward(*output[-3:])
+    ctx.set_materialize_grads(False)
+
+
+def _scaled_gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * ctx.arguments
+    gradients = zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    scaled = ((x * grad).to(x.dtype) if want else None for x, want in gradients)
+    return *scaled, *(None,) * (ctx.arguments - 3)
+
+
+def _wanted(*tensors: Tensor | None) -> list[bool]:
+    return [x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors]
+
+
+@operator(
+    f"({HEAD_SCHEMA}, Tensor old_logprobs, Tensor advantages, Tensor mask, Tensor? weights, "
+    "Tensor? ref_logprobs, Tensor? denominator, Tensor? token_weights, float low, float high, "
+    "float? dual_clip, str aggregate, float? denominator_number, float kl_coef, str kl_kind, "
+    "bool entropy, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def _linear_ppo_loss(*arguments: Any) -> tuple[Tensor, ...]:
+    """The results, and the gradients that are wanted of the loss by the first three."""
+    inputs, others = split_head(arguments)
+    old_logprobs, advantages, mask, weights, *tensors = others[:7]
+    low, high, dual_clip, aggregate, number, kl_coef, kl_kind, entropy, wanted = others[7:]
+    constants = PPOConstants(old_logprobs, advantages, mask, weights, None, None, *tensors)
+    settings = PPOSettings(low, high, dual_clip, aggregate, number, 0.0, 0.0, kl_coef, kl_kind)
+    objective = PPOObjective(constants, settings, inputs.backend)
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        *results, entropies, gradients = _forward(
+            inputs._replace(shape=mask.shape), objective, entropy, tuple(wanted)
+        )
+    results.append(or_empty(entropies, results[0]))
+    return *results, *(or_empty(x, inputs.hidden) for x in gradients)
+
+
+@_linear_ppo_loss.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    hidden, mask, (entropy, wanted) = arguments[0], arguments[13], arguments[-2:]
+    return (
+        new(hidden),
+        new(hidden, len(LossStats.NAMES)),
+        new(hidden, *mask.shape),
+        new(hidden, *mask.shape, wanted=entropy),
+        *fake_gradients(arguments[:3], wanted),
+    )
+
+
+_linear_ppo_loss.register_autograd(_scaled_gradients, setup_context=_save_gradients)
+
+
+def _compiled_ppo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inputs: HeadInputs,
+    objective: PPOObjective,
+    entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    c = objective.constants
+    low, high, dual_clip, aggregate, number, _, _, kl_coef, kl_kind = objective.settings
+    loss, numbers, logprobs, entropies, *_ = _linear_ppo_loss(
+        *flat_head(inputs), c.old_logprobs, c.advantages, c.mask, c.weights, c.ref_logprobs,
+        c.denominator, c.token_weights, low, high, dual_clip, aggregate, number, kl_coef, kl_kind,
+        entropy, _wanted(hidden, weight, bias),
+    )  # fmt: skip
+    return loss, numbers.detach(), logprobs.detach(), entropies.detach() if entropy else None
+
+
+@operator(
+    f"({HEAD_SCHEMA}, Tensor weights, Tensor denominator, bool[] wanted) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def _linear_nll_loss(*arguments: Any) -> tuple[Tensor, ...]:
+    """Loss and log-probs, and the gradients that are wanted of the loss by the first three."""
+    inputs, (weights, denominator, wanted) = split_head(arguments)
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        loss, _, logprobs, _, gradients = _forward(
+            inputs, NLLObjective(weights, denominator), False, tuple(wanted)
+        )
+    return loss, logprobs, *(or_empty(x, inputs.hidden) for x in gradients)
+
+
+@_linear_nll_loss.register_fake
+def _(hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    gradients = fake_gradients((hidden, *others[:2]), others[-1])
+    return new(hidden), new(hidden, hidden.shape[0]), *gradients
+
+
+_linear_nll_loss.register_autograd(_scaled_gradients, setup_context=_save_gradients)
+
+
+def _compiled_nll_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inputs: HeadInputs,
+    objective: NLLObjective,
+    _entropy: bool,
+) -> tuple[Tensor, None, Tensor, None]:
+    wanted = _wanted(hidden, weight, bias)
+    loss, logprobs, *_ = _linear_nll_loss(*flat_head(inputs), *objective, wanted)
+    return loss, None, logprobs.detach().view(inputs.shape), None
 
 
 def linear_ppo_loss(
@@ -267,8 +388,7 @@ def linear_ppo_loss(
     )  # fmt: skip
     if labels.dim() == 0:
         raise ValueError("labels has no time dimension: pass hidden [..., T, H], labels [..., T]")
-    check_float("old_logprobs", old_logprobs)
-    check_same_shape("old_logprobs", old_logprobs, "labels", labels)
+    check_like("old_logprobs", old_logprobs, "labels", labels)
     _, constants, settings = checked(
         old_logprobs, old_logprobs, advantages, counts(labels, mask), cliprange, None, kl,
         dual_clip, weights, token_weights, aggregate, denominator,
@@ -276,10 +396,8 @@ def linear_ppo_loss(
     for name, tensor in constants._asdict().items():
         if tensor is not None:
             check_device(name, tensor, "hidden", hidden)
-    objective = Objective(constants, settings, inputs.backend)
-    run: Any = LinearLoss.apply
-    if torch.compiler.is_compiling():
-        from .compiled_head import linear_ppo_loss as run
+    objective = PPOObjective(constants, settings, inputs.backend)
+    run: Any = _compiled_ppo_loss if torch.compiler.is_compiling() else _LinearLoss.apply
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         loss, numbers, logprobs, entropies = run(
             inputs.hidden, inputs.weight, inputs.bias, inputs, objective, entropy
@@ -289,3 +407,69 @@ def linear_ppo_loss(
         tokens = numbers[LossStats.NAMES.index("tokens")].clamp(min=1)
         mean = (entropies.sum() / tokens).view(1)
     return loss, LinearLossStats(torch.cat([numbers, mean]), logprobs, entropies)
+
+
+def linear_nll_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    workspace_bytes: int | None = None,
+    check_labels: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """-Σ w·``linear_logprobs(hidden, weight, labels)`` / denominator.
+
+    As in ``linear_ppo_loss`` a chunk of logits gives log-probs and gradients while it is there:
+    6·N·V·H flops, and no logits are kept for backward, which multiplies gradients with its own,
+    once. The same goes for their rounding: under a GradScaler, use ``linear_logprobs``.
+
+    Args:
+        hidden, weight, labels, bias, softcap, logit_scale, mask: as for ``linear_logprobs``, and so
+            is the rounding. With several chunks of rows the weight's gradient is summed in fp32,
+            V·H·4 bytes.
+        weights: [...] of the tokens, 1 where None; not differentiable.
+        denominator: a number or a 0-d tensor; the number of tokens that count where None. Where it
+            is 0, so is the loss.
+        workspace_bytes, check_labels, backend: as for ``linear_logprobs``.
+
+    Returns:
+        The loss, 0-d fp32, differentiable with respect to ``hidden``, ``weight`` and ``bias``; and
+        the log-probs [...] fp32, detached, 0 where masked.
+
+    Raises:
+        TypeError, ValueError: as ``linear_logprobs``; weights of another shape or that require a
+            gradient.
+        RuntimeError: a second backward through the same call, unless it is compiled.
+    """
+    inputs = checked_head(
+        hidden, weight, labels, bias, 1.0, softcap, logit_scale, mask, workspace_bytes,
+        check_labels, backend,
+    )  # fmt: skip
+    token_weights = inputs.counted.float()
+    if weights is not None:
+        check_like("weights", weights, "labels", labels)
+        check_device("weights", weights, "hidden", hidden)
+        check_constant("weights", weights)
+        token_weights = torch.where(inputs.counted, weights.reshape(-1).float(), 0.0)
+    if denominator is None:
+        total = inputs.counted.sum().float()
+    elif isinstance(denominator, Tensor):
+        if denominator.dim() or denominator.requires_grad:
+            raise ValueError("denominator must be a number or a 0-d tensor without a gradient")
+        total = denominator.to(token_weights)
+    else:
+        total = torch.full((), float(denominator), device=hidden.device)
+    objective = NLLObjective(token_weights, total)
+    run: Any = _compiled_nll_loss if torch.compiler.is_compiling() else _LinearLoss.apply
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        loss, _, logprobs, _ = run(
+            inputs.hidden, inputs.weight, inputs.bias, inputs, objective, False
+        )
+    return loss, logprobs

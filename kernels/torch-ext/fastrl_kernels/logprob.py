@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._cpu.row_chunks import FLOOR, chunks, wide, zero_rows
 from .checks import (
     check_device,
     check_labels_of,
@@ -18,19 +19,12 @@ from .checks import (
     checked_labels,
     counts,
 )
-from .dispatch import Work, choose
-from .rows import FLOOR, Temperature, chunks, wide, zero_rows
+from .dispatch import Backend, choose
+from .operators import dense, new, operator, or_empty
+from .types import Temperature
 
 
-def token_logprobs_work(backend: str) -> Work:
-    if backend == "triton":
-        from ._triton import logprob
-
-        return Work(logprob.forward, logprob.backward)
-    return Work(_token_logprobs_forward, _token_logprobs_backward)
-
-
-def _token_logprobs_forward(
+def _torch_forward(
     logits: Tensor,
     labels: Tensor,
     mask: Tensor | None,
@@ -50,7 +44,7 @@ def _token_logprobs_forward(
     for rows, (x,), memory in chunks(logits, buffers=1 + entropy):
         x = wide(x, memory[0])
         row_max[rows] = x.amax(-1, keepdim=True)
-        d = divisor.divide_(torch.sub(x, row_max[rows], out=memory[0]), rows)
+        d = divisor.at(rows).divide_(torch.sub(x, row_max[rows], out=memory[0]))
         at_label[rows] = d.gather(-1, columns[rows])
         if entropy:
             e = torch.exp(d.clamp_(min=FLOOR), out=memory[1])
@@ -77,7 +71,7 @@ def _columns(labels: Tensor, mask: Tensor | None, vocabulary: int) -> tuple[Tens
     return flat, flat.clamp(0, vocabulary - 1), known, counts(labels, mask).reshape(-1, 1)
 
 
-def _token_logprobs_backward(
+def _torch_backward(
     grad_logprobs: Tensor | None,
     grad_entropies: Tensor | None,
     logits: Tensor,
@@ -105,7 +99,7 @@ def _token_logprobs_backward(
     buffers = 2 if g_entropy is not None else 1
     for rows, (x, dx), memory in chunks(logits, dlogits, buffers=buffers):
         d = torch.sub(wide(x, memory[0]), row_max[rows], out=memory[0])
-        d = divisor.divide_(d, rows)
+        d = divisor.at(rows).divide_(d)
         if g_entropy is not None:
             e = torch.exp(d.clamp_(min=FLOOR), out=memory[1])
             d.mul_(slope[rows]).add_(base[rows]).mul_(e)
@@ -114,6 +108,14 @@ def _token_logprobs_backward(
         d.scatter_add_(-1, columns[rows], g[rows])
         dx.copy_(zero_rows(d, counted[rows]))
     return dlogits
+
+
+def _backend(name: str) -> Backend:
+    if name == "triton":
+        from ._triton import logprob
+
+        return Backend(logprob.forward, logprob.backward)
+    return Backend(_torch_forward, _torch_backward)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -128,14 +130,14 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy: bool,
         backend: str,
     ) -> tuple[Tensor, Tensor | None]:
-        save, work = ctx.needs_input_grad[0], token_logprobs_work(backend)
-        logprobs, entropies, saved = work.forward(
+        save, passes = ctx.needs_input_grad[0], _backend(backend)
+        logprobs, entropies, saved = passes.forward(
             logits, labels, mask, temperature, number, entropy=entropy, save=save
         )
         if save:
             ctx.save_for_backward(logits, labels, mask, temperature, *saved)
             ctx.set_materialize_grads(False)
-            ctx.number, ctx.backward_of = number, work.backward
+            ctx.number, ctx.backward_of = number, passes.backward
         return logprobs, entropies
 
     @staticmethod
@@ -144,6 +146,94 @@ class _TokenLogprobs(torch.autograd.Function):
         *inputs, row_max, row_sum, mean = ctx.saved_tensors
         dlogits = ctx.backward_of(*grads, *inputs, ctx.number, [row_max, row_sum, mean])
         return dlogits, *(None,) * 6
+
+
+@operator()
+def _token_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor | None,
+    number: float,
+    entropy: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies, and what is saved of each row: max, sum and mean."""
+    logprobs, entropies, saved = _backend(backend).forward(
+        logits, labels, mask, temperature, number, entropy=entropy, save=True
+    )
+    return logprobs, *(or_empty(x, logprobs) for x in (entropies, *saved))
+
+
+@_token_logprobs.register_fake
+def _(logits: Tensor, labels: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    entropy, n = others[3], labels.numel()
+    return (
+        new(logits, *labels.shape),
+        new(logits, *labels.shape, wanted=entropy),
+        new(logits, n),
+        new(logits, n),
+        new(logits, n, wanted=entropy),
+    )
+
+
+@operator()
+def _token_logprobs_backward(
+    grad_logprobs: Tensor | None,
+    grad_entropies: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor | None,
+    number: float,
+    row_max: Tensor,
+    row_sum: Tensor,
+    mean: Tensor | None,
+    backend: str,
+) -> Tensor:
+    dlogits = _backend(backend).backward(
+        grad_logprobs, grad_entropies, logits, labels, mask, temperature, number,
+        [row_max, row_sum, mean],
+    )  # fmt: skip
+    return dense(dlogits)
+
+
+@_token_logprobs_backward.register_fake
+def _(_: Any, __: Any, logits: Tensor, *others: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _save_token_logprobs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.number, ctx.entropy, ctx.backend = inputs
+    ctx.save_for_backward(*tensors, *output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def _token_logprobs_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, row_max, row_sum, mean = ctx.saved_tensors
+    by_entropies, mean = (grads[1], mean) if ctx.entropy else (None, None)
+    dlogits = _token_logprobs_backward(
+        grads[0], by_entropies, *inputs, ctx.number, row_max, row_sum, mean, ctx.backend
+    )
+    return dlogits, *(None,) * 6
+
+
+_token_logprobs.register_autograd(_token_logprobs_gradients, setup_context=_save_token_logprobs)
+
+
+def _compiled(
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    temperature: Tensor | None,
+    number: float,
+    entropy: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    logprobs, entropies, *_ = _token_logprobs(
+        logits, labels, mask, temperature, number, entropy, backend
+    )
+    return logprobs, entropies if entropy else None
 
 
 @overload
@@ -230,15 +320,13 @@ def token_logprobs(
     """
     check_logits("logits", logits)
     check_labels_of(labels, "logits", logits)
-    tensor, number = check_temperature(temperature, "logits", logits)
+    number, temperatures = check_temperature(temperature, "logits", logits)
     if mask is not None:
         check_mask(mask, "labels", labels)
         check_device("mask", mask, "logits", logits)
     chosen = choose(backend, logits)
     if check_labels or (chosen == "torch" and logits.device.type == "cpu"):
         labels = checked_labels(labels, mask, logits.shape[-1])
-    run: Any = _TokenLogprobs.apply
-    if torch.compiler.is_compiling():
-        from .compiled import token_logprobs as run
-    logprobs, entropies = run(logits, labels, mask, tensor, number, entropy, chosen)
+    run: Any = _compiled if torch.compiler.is_compiling() else _TokenLogprobs.apply
+    logprobs, entropies = run(logits, labels, mask, temperatures, number, entropy, chosen)
     return (logprobs, entropies) if entropy else logprobs

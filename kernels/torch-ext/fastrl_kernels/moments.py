@@ -3,56 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checks import check_float, check_mask
-from .dispatch import choose
+from .dispatch import Backend, choose
+from .types import Moments, SplitMoments
 
-WHITEN_EPS = 1e-8
-
-
-class Moments(NamedTuple):
-    """Count, mean and Σ(x - mean)² of counted elements: 0-d fp32, or [P] where P are stacked."""
-
-    count: Tensor  # type: ignore[assignment]  # instead of tuple's method
-    mean: Tensor
-    m2: Tensor
+Measure = Callable[[Tensor, Tensor], SplitMoments]
 
 
-class Measured(NamedTuple):
-    """Moments whose mean is ``mean + low``: one fp32 number is too coarse where mean ≫ std."""
-
-    count: Tensor  # type: ignore[assignment]  # instead of tuple's method
-    mean: Tensor
-    low: Tensor
-    m2: Tensor
-
-    def variance(self, unbiased: bool = True) -> Tensor:
-        return self.m2 / (self.count - 1 if unbiased else self.count).clamp(min=1)
-
-    def inverse_deviation(self) -> Tensor:
-        """rsqrt(variance + 1e-8); 0 with fewer than two elements, which have no deviation."""
-        rstd = torch.rsqrt(self.variance() + WHITEN_EPS)
-        return torch.where(self.count > 1, rstd, 0.0)
-
-    def centred(self, values: Tensor) -> Tensor:
-        return (values - self.mean) - self.low
-
-
-Measure = Callable[[Tensor, Tensor], Measured]
-
-
-def _measure(values: Tensor, mask: Tensor) -> Measured:
+def _measure(values: Tensor, mask: Tensor) -> SplitMoments:
     count = mask.sum().to(torch.float32)
     some = count.clamp(min=1)
     x = torch.where(mask, values.float(), 0.0)
     mean = x.sum() / some
     deviations = torch.where(mask, x - mean, 0.0)
     low = deviations.sum() / some
-    return Measured(count, mean, low, deviations.square().sum() - count * low.square())
+    return SplitMoments(count, mean, low, deviations.square().sum() - count * low.square())
 
 
 class _MaskedMean(torch.autograd.Function):
@@ -80,11 +50,40 @@ class _MaskedVar(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         values, mask, *saved = ctx.saved_tensors
-        measured = Measured(*saved)
+        measured = SplitMoments(*saved)
         n = measured.count - 1 if ctx.unbiased else measured.count
         scale = 2.0 * grads[0] / n.clamp(min=1)
         grad = torch.where(mask, measured.centred(values.float()) * scale, 0.0)
         return grad.to(values.dtype), None, None, None
+
+
+def _whiten_forward(
+    values: Tensor, mask: Tensor, shift_mean: bool, given: SplitMoments | None
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    measured = _measure(values, mask) if given is None else given
+    rstd = measured.inverse_deviation()
+    whitened = measured.centred(values.float()) * rstd
+    if not shift_mean:
+        whitened = whitened + (measured.mean + measured.low)
+    return torch.where(mask, whitened, 0.0), (values, mask, rstd, *measured)
+
+
+def _whiten_backward(
+    grad: Tensor, saved: tuple[Tensor, ...], shift_mean: bool, constants: bool
+) -> Tensor:
+    values, mask, rstd, *moments = saved
+    measured = SplitMoments(*moments)
+    grad = torch.where(mask, grad, 0.0)
+    if constants:
+        return torch.where(mask, grad * rstd, 0.0).to(values.dtype)
+    n = measured.count
+    whitened = torch.where(mask, measured.centred(values.float()) * rstd, 0.0)
+    grad_mean = grad.sum() / n.clamp(min=1)
+    along = (grad * whitened).sum() / (n - 1).clamp(min=1)
+    result = (grad - grad_mean - whitened * along) * rstd
+    if not shift_mean:
+        result = result + grad_mean
+    return torch.where(mask, result, 0.0).to(values.dtype)
 
 
 class _MaskedWhiten(torch.autograd.Function):
@@ -92,32 +91,21 @@ class _MaskedWhiten(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, mask: Tensor, shift_mean: bool, given: Measured | None
+        ctx: Any,
+        values: Tensor,
+        mask: Tensor,
+        shift_mean: bool,
+        given: SplitMoments | None,
+        backend: Backend,
     ) -> Tensor:
-        measured = _measure(values, mask) if given is None else given
-        rstd = measured.inverse_deviation()
-        ctx.save_for_backward(values, mask, rstd, *measured)
-        ctx.shift_mean, ctx.constants = shift_mean, given is not None
-        whitened = measured.centred(values.float()) * rstd
-        if not shift_mean:
-            whitened = whitened + (measured.mean + measured.low)
-        return torch.where(mask, whitened, 0.0)
+        whitened, saved = backend.forward(values, mask, shift_mean, given)
+        ctx.save_for_backward(*saved)
+        ctx.options, ctx.backward_of = (shift_mean, given is not None), backend.backward
+        return whitened
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        values, mask, rstd, *saved = ctx.saved_tensors
-        measured = Measured(*saved)
-        grad = torch.where(mask, grads[0], 0.0)
-        if ctx.constants:
-            return torch.where(mask, grad * rstd, 0.0).to(values.dtype), None, None, None
-        n = measured.count
-        whitened = torch.where(mask, measured.centred(values.float()) * rstd, 0.0)
-        grad_mean = grad.sum() / n.clamp(min=1)
-        along = (grad * whitened).sum() / (n - 1).clamp(min=1)
-        result = (grad - grad_mean - whitened * along) * rstd
-        if not ctx.shift_mean:
-            result = result + grad_mean
-        return torch.where(mask, result, 0.0).to(values.dtype), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.backward_of(*grads, ctx.saved_tensors, *ctx.options), *(None,) * 4
 
 
 def _measure_on(backend: str, values: Tensor, mask: Tensor) -> Measure:
@@ -192,12 +180,13 @@ def masked_whiten(
     given = None
     if moments is not None:
         count, mean, m2 = (m.detach().to(torch.float32) for m in moments)
-        given = Measured(count, mean, torch.zeros_like(mean), m2)
+        given = SplitMoments(count, mean, torch.zeros_like(mean), m2)
+    passes = Backend(_whiten_forward, _whiten_backward)
     if measure is not _measure:
-        from ._triton.moments import whiten
+        from ._triton import moments as kernels
 
-        return whiten(values, mask, shift_mean, given)
-    return _MaskedWhiten.apply(values, mask, shift_mean, given)
+        passes = Backend(kernels.whiten_forward, kernels.whiten_backward)
+    return _MaskedWhiten.apply(values, mask, shift_mean, given, passes)
 
 
 def masked_moments(values: Tensor, mask: Tensor, *, backend: str = "auto") -> Moments:

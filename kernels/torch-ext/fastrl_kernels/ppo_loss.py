@@ -2,112 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import check_choice, check_float, check_mask, check_same_shape
-from .dispatch import choose
-from .kl import KL_KINDS, kl_slope, kl_value, masked_difference
+from .checks import check_choice, check_constant, check_float, check_like, check_mask
+from .dispatch import Backend, choose
+from .kl import kl_slope, kl_value, masked_difference
+from .types import (
+    AGGREGATES,
+    KL_KINDS,
+    LOG_RATIO_LIMIT,
+    KLTerm,
+    LossStats,
+    PPOConstants,
+    PPOSettings,
+    ValueTerm,
+)
 
-LOG_RATIO_LIMIT = 20.0
 _LOSSES = ("loss", "policy_loss", "value_loss", "kl_loss")
-AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
-class ValueTerm(NamedTuple):
-    """coef·½·max((V - R)², (clip(V, V_old ± cliprange) - R)²); only ``values`` gets a gradient."""
-
-    values: Tensor  # [..., T] V of the policy that is being updated
-    old_values: Tensor  # [..., T] V at rollout time
-    returns: Tensor  # [..., T]
-    cliprange: float = 0.2
-    coef: float = 0.1
-
-
-class KLTerm(NamedTuple):
-    """coef·KL(π || ref) by an estimator of :func:`kl_penalty`; no gradient to the reference."""
-
-    ref_logprobs: Tensor  # [..., T]
-    coef: float
-    kind: str = "k3"
-
-
-class LossStats:
-    """The statistics of one loss in one small fp32 tensor on the device.
-
-    ``stats.clipfrac`` is a 0-d view of it: nothing synchronises before the caller reads a number.
-    ``stats.to_dict()`` fetches all of them in one transfer. Means are over counted tokens; the
-    losses are weighted as the loss itself, before their coefficients.
-    """
-
-    NAMES: ClassVar[tuple[str, ...]] = (
-        "loss",
-        "policy_loss",
-        "value_loss",
-        "kl_loss",
-        "clipfrac",  # share of tokens whose clipped objective is the one that counts
-        "clipfrac_low",
-        "clipfrac_high",
-        "value_clipfrac",
-        "approx_kl",  # ½·mean (log π - log π_old)²
-        "policy_kl",  # mean (log π_old - log π)
-        "mean_ratio",
-        "clamped_ratios",  # number of tokens with |log-ratio| > 20
-        "value_mean",
-        "value_error",  # mean (V - R)²
-        "tokens",
-    )
-    __slots__ = ("tensor",)
-
-    tensor: Tensor
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __getattr__(self, name: str) -> Tensor:
-        if name in self.NAMES:
-            return self.tensor[self.NAMES.index(name)]
-        raise AttributeError(f"LossStats has no field {name!r}: choose one of {self.NAMES}")
-
-    def to_dict(self) -> dict[str, float]:
-        """All statistics as floats: one transfer, and the one place that waits for the device."""
-        return dict(zip(self.NAMES, self.tensor.tolist(), strict=True))
-
-    def __repr__(self) -> str:
-        return f"LossStats({self.tensor!r})"
-
-
-class Settings(NamedTuple):
-    """What the loss takes besides tensors."""
-
-    low: float  # the ratio's bounds
-    high: float
-    dual_clip: float | None
-    aggregate: str
-    denominator: float | None  # None where it is a tensor, or follows from the mask
-    value_cliprange: float
-    value_coef: float
-    kl_coef: float
-    kl_kind: str
-
-
-class Constants(NamedTuple):
-    """The tensors that get no gradient."""
-
-    old_logprobs: Tensor
-    advantages: Tensor
-    mask: Tensor
-    weights: Tensor | None
-    old_values: Tensor | None
-    returns: Tensor | None
-    ref_logprobs: Tensor | None
-    denominator: Tensor | None
-    token_weights: Tensor | None = None
-
-
-def denominator_of(constants: Constants, settings: Settings) -> Tensor:
+def denominator_of(constants: PPOConstants, settings: PPOSettings) -> Tensor:
     mask = constants.mask
     if constants.denominator is not None:
         return constants.denominator.to(torch.float32)
@@ -118,7 +35,12 @@ def denominator_of(constants: Constants, settings: Settings) -> Tensor:
     return mask.any(-1).sum().clamp(min=1).to(torch.float32)
 
 
-def token_weights_of(constants: Constants, settings: Settings) -> Tensor | None:
+def inverse_of(denominator: Tensor) -> Tensor:
+    """0 where the denominator is: it comes from ranks that all count nothing, whose loss is 0."""
+    return torch.where(denominator == 0, 0.0, 1.0 / denominator)
+
+
+def token_weights_of(constants: PPOConstants, settings: PPOSettings) -> Tensor | None:
     """What each token weighs, [..., T] or [..., 1], beside the denominator; None where all weigh
     1."""
     mask, given = constants.mask, constants.token_weights
@@ -130,7 +52,7 @@ def token_weights_of(constants: Constants, settings: Settings) -> Tensor | None:
 
 
 def policy_slopes(
-    logprobs: Tensor, constants: Constants, settings: Settings, backend: str
+    logprobs: Tensor, constants: PPOConstants, settings: PPOSettings, backend: str
 ) -> Tensor:
     """d/d log π of each token's clipped objective and KL term, 0 where masked; fp32, no weights of
     tokens or rows and no denominator in it."""
@@ -148,7 +70,7 @@ def policy_slopes(
 
 
 def _surrogate(
-    log_ratio: Tensor, constants: Constants, settings: Settings
+    log_ratio: Tensor, constants: PPOConstants, settings: PPOSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The clipped objective per token, its derivative by log π, the ratio, and where it clips.
 
@@ -173,7 +95,7 @@ def _surrogate(
 
 
 def _value_error(
-    values: Tensor, constants: Constants, settings: Settings
+    values: Tensor, constants: PPOConstants, settings: PPOSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """½·the larger squared error, its derivative, where it clips, (V - R)², and V where counted."""
     assert constants.old_values is not None
@@ -189,78 +111,68 @@ def _value_error(
     return 0.5 * torch.where(is_clipped, near_error, error), slope, is_clipped, error, v
 
 
-class _PPOLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logprobs: Tensor,
-        values: Tensor | None,
-        constants: Constants,
-        settings: Settings,
-    ) -> tuple[Tensor, Tensor]:
-        mask = constants.mask
-        token_weights = token_weights_of(constants, settings)
+def _torch_forward(
+    logprobs: Tensor,
+    values: Tensor | None,
+    constants: PPOConstants,
+    settings: PPOSettings,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """The loss, LossStats' tensor, and its gradients by log-probs and values where wanted."""
+    mask = constants.mask
+    token_weights = token_weights_of(constants, settings)
 
-        def total(x: Tensor) -> Tensor:
-            return (x if token_weights is None else x * token_weights).sum()
+    def total(x: Tensor) -> Tensor:
+        return (x if token_weights is None else x * token_weights).sum()
 
-        log_ratio = masked_difference(logprobs, constants.old_logprobs, mask)
-        loss, slope, ratio, is_clipped = _surrogate(log_ratio, constants, settings)
-        stats = {
-            "policy_loss": total(loss),
-            "clipfrac": is_clipped.sum(),
-            "clipfrac_low": (is_clipped & (ratio < 1)).sum(),
-            "clipfrac_high": (is_clipped & (ratio > 1)).sum(),
-            "approx_kl": 0.5 * log_ratio.square().sum(),
-            "policy_kl": -log_ratio.sum(),
-            "mean_ratio": torch.where(mask, ratio, 0.0).sum(),
-            "clamped_ratios": (log_ratio.abs() > LOG_RATIO_LIMIT).sum(),
-            "tokens": mask.sum(),
-        }
-        objective = stats["policy_loss"]
-        value_slope = None
-        if values is not None:
-            value_loss, value_slope, clips, error, v = _value_error(values, constants, settings)
-            stats["value_loss"] = total(value_loss)
-            stats["value_clipfrac"] = clips.sum()
-            stats["value_error"] = error.sum()
-            stats["value_mean"] = v.sum()
-            objective = objective + settings.value_coef * stats["value_loss"]
-            value_slope = settings.value_coef * value_slope
-        if constants.ref_logprobs is not None:
-            d = masked_difference(logprobs, constants.ref_logprobs, mask)
-            stats["kl_loss"] = total(kl_value(d, settings.kl_kind))
-            objective = objective + settings.kl_coef * stats["kl_loss"]
-            slope = slope + settings.kl_coef * kl_slope(d, settings.kl_kind)
+    log_ratio = masked_difference(logprobs, constants.old_logprobs, mask)
+    loss, slope, ratio, is_clipped = _surrogate(log_ratio, constants, settings)
+    stats = {
+        "policy_loss": total(loss),
+        "clipfrac": is_clipped.sum(),
+        "clipfrac_low": (is_clipped & (ratio < 1)).sum(),
+        "clipfrac_high": (is_clipped & (ratio > 1)).sum(),
+        "approx_kl": 0.5 * log_ratio.square().sum(),
+        "policy_kl": -log_ratio.sum(),
+        "mean_ratio": torch.where(mask, ratio, 0.0).sum(),
+        "clamped_ratios": (log_ratio.abs() > LOG_RATIO_LIMIT).sum(),
+        "tokens": mask.sum(),
+    }
+    objective = stats["policy_loss"]
+    value_slope = None
+    if values is not None:
+        value_loss, value_slope, clips, error, v = _value_error(values, constants, settings)
+        stats["value_loss"] = total(value_loss)
+        stats["value_clipfrac"] = clips.sum()
+        stats["value_error"] = error.sum()
+        stats["value_mean"] = v.sum()
+        objective = objective + settings.value_coef * stats["value_loss"]
+        value_slope = settings.value_coef * value_slope
+    if constants.ref_logprobs is not None:
+        d = masked_difference(logprobs, constants.ref_logprobs, mask)
+        stats["kl_loss"] = total(kl_value(d, settings.kl_kind))
+        objective = objective + settings.kl_coef * stats["kl_loss"]
+        slope = slope + settings.kl_coef * kl_slope(d, settings.kl_kind)
 
-        stats["loss"] = objective
-        denominator = denominator_of(constants, settings)
-        # A denominator of 0 comes from ranks that all count nothing: their loss is 0.
-        inverse = torch.where(denominator == 0, 0.0, 1.0 / denominator)
-        numbers = _normalised(stats, denominator)
+    stats["loss"] = objective
+    denominator = denominator_of(constants, settings)
+    numbers, inverse = _normalised(stats, denominator), inverse_of(denominator)
 
-        if token_weights is not None:
-            slope = slope * token_weights
-            value_slope = None if value_slope is None else value_slope * token_weights
-        needs_logprobs, needs_values = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(
-            torch.where(mask, slope * inverse, 0.0) if needs_logprobs else None,
-            value_slope * inverse if needs_values and value_slope is not None else None,
-        )
-        ctx.dtypes = logprobs.dtype, None if values is None else values.dtype
-        ctx.mark_non_differentiable(numbers)
-        return numbers[LossStats.NAMES.index("loss")].clone(), numbers
+    if token_weights is not None:
+        slope = slope * token_weights
+        value_slope = None if value_slope is None else value_slope * token_weights
+    gradients = (
+        torch.where(mask, slope * inverse, 0.0) if wanted[0] else None,
+        value_slope * inverse if wanted[1] and value_slope is not None else None,
+    )
+    return numbers[LossStats.NAMES.index("loss")].clone(), numbers, gradients
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        slope, value_slope = ctx.saved_tensors
-        grad = grads[0]
-        return (
-            None if slope is None else (slope * grad).to(ctx.dtypes[0]),
-            None if value_slope is None else (value_slope * grad).to(ctx.dtypes[1]),
-            None,
-            None,
-        )
+
+def _torch_backward(
+    grad: Tensor, saved: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype | None, ...]
+) -> tuple[Tensor | None, ...]:
+    pairs = zip(saved, dtypes, strict=True)
+    return tuple(None if x is None else (x * grad).to(dtype) for x, dtype in pairs)
 
 
 def _normalised(sums: dict[str, Tensor], denominator: Tensor) -> Tensor:
@@ -272,6 +184,30 @@ def _normalised(sums: dict[str, Tensor], denominator: Tensor) -> Tensor:
     return torch.stack([sums.get(name, zero).to(torch.float32) for name in LossStats.NAMES]) / (
         torch.stack([divisors.get(name, tokens) for name in LossStats.NAMES])
     )
+
+
+class _PPOLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logprobs: Tensor,
+        values: Tensor | None,
+        constants: PPOConstants,
+        settings: PPOSettings,
+        backend: Backend,
+    ) -> tuple[Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[:2]
+        loss, numbers, saved = backend.forward(logprobs, values, constants, settings, wanted)
+        ctx.save_for_backward(*saved)
+        ctx.dtypes = logprobs.dtype, None if values is None else values.dtype
+        ctx.backward_of = backend.backward
+        ctx.mark_non_differentiable(numbers)
+        ctx.set_materialize_grads(False)  # statistics have none, not even zeros
+        return loss, numbers
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.backward_of(grads[0], ctx.saved_tensors, ctx.dtypes), None, None, None
 
 
 def ppo_loss(
@@ -341,17 +277,17 @@ def ppo_loss(
 def apply(
     logprobs: Tensor,
     values: Tensor | None,
-    constants: Constants,
-    settings: Settings,
+    constants: PPOConstants,
+    settings: PPOSettings,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """The loss and LossStats' tensor, of checked arguments."""
-    function: Any = _PPOLoss
+    passes = Backend(_torch_forward, _torch_backward)
     if backend == "triton":
-        from ._triton.ppo_loss import PPOLoss
+        from ._triton import ppo_loss
 
-        function = PPOLoss
-    return function.apply(logprobs, values, constants, settings)
+        passes = Backend(ppo_loss.forward, ppo_loss.backward)
+    return _PPOLoss.apply(logprobs, values, constants, settings, passes)
 
 
 def checked(
@@ -367,7 +303,7 @@ def checked(
     token_weights: Tensor | None,
     aggregate: str,
     denominator: float | Tensor | None,
-) -> tuple[Tensor | None, Constants, Settings]:
+) -> tuple[Tensor | None, PPOConstants, PPOSettings]:
     low, high = cliprange if isinstance(cliprange, tuple | list) else (cliprange, cliprange)
     numbers = [low, high, dual_clip, *(value or ())[3:], *(kl or ())[1:2]]
     if any(isinstance(number, Tensor) for number in numbers):
@@ -393,7 +329,7 @@ def checked(
     if logprobs.dim() == 0:
         raise ValueError("logprobs has no time dimension: pass [..., T]")
     values = None if value is None else value.values
-    constants = Constants(
+    constants = PPOConstants(
         old_logprobs,
         advantages,
         mask,
@@ -407,14 +343,11 @@ def checked(
     floats = constants._replace(denominator=None)._asdict() | {"values": values}
     for name, tensor in floats.items():
         if tensor is not None and name != "mask":
-            check_float(name, tensor)
-            check_same_shape(name, tensor, "logprobs", logprobs)
+            check_like(name, tensor, "logprobs", logprobs)
     for name, tensor in constants._asdict().items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} requires a gradient, but is a constant of the loss: pass {name}.detach()"
-            )
-    settings = Settings(
+        if tensor is not None:
+            check_constant(name, tensor)
+    settings = PPOSettings(
         low=1.0 - low,
         high=1.0 + high,
         dual_clip=dual_clip,

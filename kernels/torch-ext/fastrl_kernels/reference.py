@@ -7,6 +7,9 @@ autograd. Masked positions are replaced before any arithmetic, never multiplied 
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +17,7 @@ from torch import Tensor
 IGNORE_LABEL = -100
 LOG_RATIO_LIMIT = 20.0
 WHITEN_EPS = 1e-8
+CERTAIN = -(2.0**-24)  # of ORPO: the largest log-prob, as its value
 
 
 def _zero_where_masked(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -47,6 +51,60 @@ def token_logprobs(
     safe = torch.where(possible, logp, torch.zeros_like(logp))
     entropies = -(torch.where(possible, safe.exp(), torch.zeros_like(safe)) * safe).sum(-1)
     return logprobs, _zero_where_masked(entropies, counted)
+
+
+def _head_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+) -> Tensor:
+    """z = c·tanh(s·(W h + b)/c)/T, or s·(W h + b)/T without a cap.
+
+    The product keeps the dtype that it is given; what follows is at least fp32.
+    """
+    logits = F.linear(hidden, weight, bias)
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    logits = logit_scale * logits
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return _scaled(logits, temperature)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    mask: Tensor | None = None,
+    entropy: bool = False,
+    extras: tuple[str, ...] = (),
+) -> Any:
+    """``token_logprobs`` of a head's logits; ``extras`` [log Σ p², mean z, label is the first of
+    the largest z], a tuple with None where not asked for, after the rest."""
+    counted = labels != IGNORE_LABEL if mask is None else (labels != IGNORE_LABEL) & mask
+    hidden = _zero_where_masked(hidden, counted.unsqueeze(-1))
+    logits = _head_logits(hidden, weight, bias, temperature, softcap, logit_scale)
+    results = token_logprobs(logits, labels, mask=mask, entropy=entropy)
+    if not extras:
+        return results
+    z = logits.detach()
+    found = {
+        "log_sum_sq_probs": (2 * F.log_softmax(z, dim=-1)).logsumexp(-1),
+        "mean_logit": z.mean(-1),
+        "is_top1": z.argmax(-1) == labels,
+    }
+    chosen = tuple(
+        _zero_where_masked(x, counted) if k in extras else None for k, x in found.items()
+    )
+    return (*results, chosen) if entropy else (results, chosen)
 
 
 def full_kl(
@@ -307,3 +365,170 @@ def ppo_loss(
         stats["kl_loss"] = kl_loss
     stats["loss"] = loss
     return loss, {name: stat.detach() for name, stat in stats.items()}
+
+
+def linear_ppo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    entropy: bool = False,
+    **options: Any,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """``ppo_loss`` of ``linear_logprobs``, which gets the other options; its statistics, the mean
+    entropy (NaN if not asked for), and per token "logprobs" and "entropies" among them."""
+    counted = mask & (labels != IGNORE_LABEL)
+    logprobs, entropies = linear_logprobs(
+        hidden, weight, labels, bias=bias, temperature=temperature, softcap=softcap,
+        logit_scale=logit_scale, mask=mask, entropy=True,
+    )  # fmt: skip
+    loss, stats = ppo_loss(logprobs, old_logprobs, advantages, counted, **options)
+    mean = masked_mean(entropies, counted)
+    per_token = {"logprobs": logprobs, "entropies": entropies}
+    stats |= {k: x.detach() for k, x in per_token.items() if entropy or k == "logprobs"}
+    stats["entropy"] = mean.detach() if entropy else torch.full_like(loss, torch.nan)
+    return loss, stats
+
+
+def linear_nll_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    denominator: float | Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """-Σ w·log π / denominator of ``linear_logprobs``, which gets the other options; and those."""
+    logprobs = linear_logprobs(hidden, weight, labels, mask=mask, **options)
+    counted = labels != IGNORE_LABEL if mask is None else mask & (labels != IGNORE_LABEL)
+    total = counted.sum() if denominator is None else torch.as_tensor(denominator)
+    weighted = logprobs if weights is None else logprobs * weights.to(logprobs)
+    loss = -weighted.sum() / total if total != 0 else 0.0 * weighted.sum()
+    return loss, logprobs.detach()
+
+
+def dpo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    kind: str = "sigmoid",
+) -> Tensor:
+    """-log σ(βh) with h = log π_w/π_l - log ref_w/ref_l, its mixtures with -log σ(-βh); a hinge."""
+    h = (policy_chosen - policy_rejected) - (ref_chosen - ref_rejected)
+    right, swapped = F.softplus(-beta * h, threshold=50), F.softplus(beta * h, threshold=50)
+    if kind == "sigmoid":
+        return (1 - label_smoothing) * right + label_smoothing * swapped
+    if kind == "robust":
+        unbiased = (1 - label_smoothing) * right - label_smoothing * swapped
+        return unbiased / (1 - 2 * label_smoothing)
+    if kind == "hinge":
+        return torch.relu(1 - beta * h)
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def ipo_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+) -> Tensor:
+    """(h - 1/(2β))²."""
+    h = (policy_chosen - policy_rejected) - (ref_chosen - ref_rejected)
+    return (h - 0.5 / beta) ** 2
+
+
+def simpo_loss(
+    mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float = 10.0, gamma: float = 3.0
+) -> Tensor:
+    """-log σ(β(p̄_w - p̄_l - γ/β))."""
+    return F.softplus(-beta * (mean_chosen - mean_rejected - gamma / beta), threshold=50)
+
+
+def orpo_loss(mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float = 0.1) -> Tensor:
+    """-β·log σ(log odds_w - log odds_l), odds = p/(1 - p), p at most 1 - 2⁻²⁴ and differentiated
+    there."""
+
+    def log_odds(logprobs: Tensor) -> Tensor:
+        at_most = logprobs + (logprobs.clamp(max=CERTAIN) - logprobs).detach()
+        return at_most - (-torch.expm1(at_most)).log()
+
+    return beta * F.softplus(log_odds(mean_rejected) - log_odds(mean_chosen), threshold=50)
+
+
+def slic_loss(
+    policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float = 1.0, lam: float = 0.1
+) -> Tensor:
+    """max(0, β - log p_w + log p_l) - λ·log p_w."""
+    return torch.relu(beta - policy_chosen + policy_rejected) - lam * policy_chosen
+
+
+def kto_loss(
+    policy: Tensor,
+    reference: Tensor,
+    desirable: Tensor,
+    kl: float | Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """λ_D(1 - σ(β(r - z))) where desirable, λ_U(1 - σ(β(z - r))) elsewhere, z = max(0, KL)."""
+    r, z = policy - reference, torch.as_tensor(kl).detach().to(policy).clamp(min=0)
+    gains = desirable_weight * (1 - torch.sigmoid(beta * (r - z)))
+    losses = undesirable_weight * (1 - torch.sigmoid(beta * (z - r)))
+    return torch.where(desirable, gains, losses)
+
+
+def reward_loss(
+    chosen: Tensor, rejected: Tensor, margin: Tensor | None = None, *, center_coef: float = 0.0
+) -> Tensor:
+    """-log σ(r_c - r_r - margin) + c·(r_c + r_r)²."""
+    above = chosen - rejected
+    if margin is not None:
+        above = above - margin
+    return F.softplus(-above, threshold=50) + center_coef * (chosen + rejected) ** 2
+
+
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """softmax(cap(scale·q·kᵀ))·v over each row's own live tokens, 0 where there is none."""
+    batch, heads, width = query.shape
+    kv_heads = keys.shape[2]
+    # [B, 1, 1, M]
+    position = torch.arange(keys.shape[1], device=query.device)
+    lengths = lengths.view(-1, 1, 1, 1)
+    live = position < lengths
+    if window is not None:
+        live = live & (position >= lengths - window)
+    # What is dead may hold anything: it is replaced before any arithmetic.
+    keys, values = (torch.where(live.mT, x[:batch].transpose(1, 2), 0.0) for x in (keys, values))
+    query = query.reshape(batch, kv_heads, heads // kv_heads, width)
+    scores = query @ keys.mT * (1 / math.sqrt(width) if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~live, -math.inf).softmax(-1)
+    weights = torch.where(live, weights, 0.0)  # NaN where nothing is live
+    return (weights @ values).reshape(batch, heads, values.shape[-1])

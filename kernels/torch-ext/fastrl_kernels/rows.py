@@ -1,18 +1,11 @@
-"""How tensors of shape [..., V] are walked as rows, and allocated so that 16-byte access works; and
-what the PyTorch paths of ops that walk them share."""
+"""How tensors of shape [..., V] are walked as rows, and allocated so that 16-byte access works."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 VECTOR_BYTES = 16
-# Logits that the PyTorch path works on at a time: 4 MiB in fp32, to stay in a cache.
-CHUNK_ELEMENTS = 1 << 20
-# exp of it is 0. It stands in for -inf where its product with that 0 has to be 0.
-FLOOR = -200.0
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -78,43 +71,3 @@ def aligned_alike(rows: Tensor, others: Tensor, vector: int) -> bool:
     apart = [starts[0] - starts[1]]
     apart += [rows.stride(d) - others.stride(d) for d in (0, 1) if rows.shape[d] > 1]
     return rows.shape == others.shape and all(n % vector == 0 for n in apart)
-
-
-def chunks(*tensors: Tensor, buffers: int) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
-    """Blocks of rows of [..., V] tensors: which rows, a view [r, V] of each tensor, and fp32
-    working memory [buffers, r, V], the same for all blocks."""
-    walks = as_rows_together(*tensors)
-    outer, inner, vocabulary = walks[0].shape
-    step = max(1, min(inner, CHUNK_ELEMENTS // vocabulary))
-    device = tensors[0].device
-    memory = torch.empty(buffers, step, vocabulary, dtype=torch.float32, device=device)
-    for i in range(outer):
-        for j in range(0, inner, step):
-            stop = min(j + step, inner)
-            rows = slice(i * inner + j, i * inner + stop)
-            yield rows, [x[i, j:stop] for x in walks], memory[:, : stop - j]
-
-
-class Temperature:
-    """One temperature for all rows, or one per row."""
-
-    def __init__(self, number: float, tensor: Tensor | None) -> None:
-        self.tensor = None if tensor is None else tensor.float().reshape(-1, 1)
-        self.number = number
-
-    def divide_(self, x: Tensor, rows: slice = slice(None)) -> Tensor:
-        """x/T in place, x [r, ...] being rows ``rows`` of all."""
-        if self.tensor is not None:
-            return x.div_(self.tensor[rows])
-        return x if self.number == 1.0 else x.div_(self.number)
-
-
-def wide(x: Tensor, out: Tensor) -> Tensor:
-    """x itself if it is fp32, else converted in ``out``."""
-    return x if x.dtype == torch.float32 else out.copy_(x)
-
-
-def zero_rows(x: Tensor, counted: Tensor) -> Tensor:
-    """Zeroes the fp32 rows that do not count, by their bits: NaN times 0 is NaN."""
-    x.view(torch.int32).bitwise_and_(-counted.int())
-    return x

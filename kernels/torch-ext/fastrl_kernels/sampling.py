@@ -3,76 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._cpu.row_chunks import FLOOR, rows_at_a_time
+from ._cpu.top_p import MANY, last_below, lowest_by_buckets, tempered
 from .checks import check_device, check_float
 from .dispatch import choose
-from .keys import GAMMA, is_integer, mixed, shifted
+from .operators import joined, new, operator, split
+from .rng import GAMMA, is_integer, mixed, shifted
 from .rows import as_rows
+from .types import COLDEST, SampledTokens, SamplingParameters
 
-# Logits that the PyTorch path works on at a time: 4 MiB in fp32, to stay in a cache.
-CHUNK_ELEMENTS = 1 << 20
-# A temperature below it is 0: its inverse would not be finite in fp32.
-COLDEST = 1e-30
 BLOCK = 128  # columns whose weights are summed up, before one among them is drawn
-# Of logits below the highest, where a CPU looks for top-p; from MANY logits on, it is the faster.
-BUCKETS, BUCKETS_PER_NAT, MANY = 1024, 32, 4096
-# exp of it is 0. It stands in for -inf where its product with that 0 has to be 0.
-_FLOOR = -200.0
 _INF = math.inf
-
-
-class SampledTokens(NamedTuple):
-    """One draw per row; everything [N], on the logits' device. Log-probs are in nats."""
-
-    tokens: Tensor
-    """int64; -1 where the row is no distribution."""
-    logprobs: Tensor
-    """fp32, under the whole softmax at the sampling temperature (at 1 where that is 0)."""
-    logprobs_t1: Tensor
-    """fp32, under the whole softmax at temperature 1."""
-    truncated_logprobs: Tensor
-    """fp32, under what was drawn from: at the sampling temperature, cut and renormalised."""
-    cutoffs: Tensor
-    """fp32, the lowest logit that was kept, as it stands in ``logits``; -inf where all were."""
-    entropies: Tensor
-    """fp32, of the whole softmax at the sampling temperature."""
-
-
-class Parameters(NamedTuple):
-    """Checked: each a number, or a tensor [N]."""
-
-    temperature: float | Tensor
-    top_k: int | Tensor
-    top_p: float | Tensor
-    min_p: float | Tensor
-
-    def cuts(self, vocabulary: int) -> tuple[bool, bool, bool]:
-        """Whether top-k, top-p and min-p may cut anything, as far as the host knows."""
-        if not isinstance(self.temperature, Tensor) and self.temperature < COLDEST:
-            return False, False, False
-        return (
-            isinstance(self.top_k, Tensor) or 0 < self.top_k < vocabulary,
-            isinstance(self.top_p, Tensor) or self.top_p < 1,
-            isinstance(self.min_p, Tensor) or self.min_p > 0,
-        )
-
-    def rows(self, chosen: slice) -> Parameters:
-        """Those of some rows; tensors become columns [r, 1], of fp32 but for top-k."""
-
-        def column(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            x = x[chosen].unsqueeze(-1)
-            return x.float() if x.is_floating_point() else x
-
-        return Parameters(*map(column, self))
-
-
-# --- the PyTorch path ----------------------------------------------------------------------------
 
 
 def _uniforms(keys: Tensor) -> Tensor:
@@ -102,24 +48,10 @@ def _drawn(weights: Tensor, keys: Tensor) -> Tensor:
     return block * BLOCK + column
 
 
-def _scaled(x: Tensor, temperature: float | Tensor) -> Tensor:
-    """x/T in place."""
-    one = not isinstance(temperature, Tensor) and temperature == 1.0
-    return x if one else x.div_(temperature)
-
-
-def _last_below(highest: Tensor, weights: Tensor, above: Tensor | float, limit: Tensor) -> Tensor:
-    """Of logits [..., r] in falling order, the last with less than ``limit`` above it; ``above`` is
-    what lies above them all."""
-    before = torch.cat([torch.zeros_like(weights[..., :1]), weights[..., :-1]], -1).cumsum(-1)
-    last = ((before + above) < limit).sum(-1, keepdim=True).clamp_(min=1) - 1
-    return highest.gather(-1, last)
-
-
-def _lowest_by_sorting(x: Tensor, e: Tensor, row_max: Tensor, p: Parameters) -> Tensor:
+def _lowest_by_sorting(x: Tensor, e: Tensor, row_max: Tensor, p: SamplingParameters) -> Tensor:
     """The lowest logit [r, 1] that top-k and then top-p keep; no shape depends on data."""
     vocabulary = x.shape[-1]
-    by_k, by_p, _ = p.cuts(vocabulary)
+    by_k, by_p, _ = p.truncates(vocabulary)
     if by_k and not isinstance(p.top_k, Tensor):
         highest = x.topk(int(p.top_k)).values
     else:
@@ -134,44 +66,21 @@ def _lowest_by_sorting(x: Tensor, e: Tensor, row_max: Tensor, p: Parameters) -> 
     if by_p:
         limit = torch.where(x >= lowest, e, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
         limit = limit * p.top_p
-        weights = _scaled(highest - row_max, p.temperature).exp_().double()
+        weights = tempered(highest - row_max, p.temperature).exp_().double()
         # Past the last that top-k kept there may be others: the last is as low as it gets.
-        found = torch.maximum(lowest, _last_below(highest, weights, 0.0, limit))
+        found = torch.maximum(lowest, last_below(highest, weights, 0.0, limit))
         off = isinstance(p.top_p, Tensor) and p.top_p >= 1
         lowest = torch.where(off, lowest, found) if isinstance(off, Tensor) else found
     return lowest
 
 
-def _lowest_by_buckets(
-    x: Tensor, e: Tensor, row_max: Tensor, temperature: float | Tensor, top_p: float
-) -> Tensor:
-    """The lowest logit [r, 1] that top-p keeps: weights are summed up by intervals of the logit,
-    and only those of the interval that holds the answer are sorted."""
-    bucket = _scaled(row_max - x, temperature).mul_(BUCKETS_PER_NAT).clamp_(max=BUCKETS - 1)
-    bucket = bucket.long().clamp_(min=0)  # NaN is the smallest integer
-    mass = torch.zeros(len(x), BUCKETS, dtype=torch.float64).scatter_add_(-1, bucket, e.double())
-    above = mass.cumsum(-1)
-    limit = above[:, -1:] * top_p
-    above = torch.cat([torch.zeros_like(limit), above[:, :-1]], -1)
-    holds = (above < limit).sum(-1, keepdim=True).clamp_(min=1) - 1
-    above = above.gather(-1, holds)
-    inside = bucket == holds
-    lowest = torch.empty_like(row_max)
-    for i in range(len(x)):
-        highest = x[i][inside[i]].sort(descending=True).values
-        t = temperature[i] if isinstance(temperature, Tensor) else temperature
-        weights = _scaled(highest - row_max[i], t).exp_().double()
-        lowest[i] = _last_below(highest, weights, above[i], limit[i])
-    return lowest
-
-
-def _kept(x: Tensor, e: Tensor, row_max: Tensor, p: Parameters) -> Tensor:
+def _kept(x: Tensor, e: Tensor, row_max: Tensor, p: SamplingParameters) -> Tensor:
     """Which logits top-k, top-p and min-p keep."""
-    by_k, by_p, by_min = p.cuts(x.shape[-1])
+    by_k, by_p, by_min = p.truncates(x.shape[-1])
     kept = torch.ones_like(x, dtype=torch.bool)
     alone = by_p and not by_k and x.device.type == "cpu" and x.shape[-1] >= MANY
     if alone and not isinstance(p.top_p, Tensor):
-        kept = x >= _lowest_by_buckets(x, e, row_max, p.temperature, p.top_p)
+        kept = x >= lowest_by_buckets(x, e, row_max, p.temperature, p.top_p)
     elif by_k or by_p:
         kept = x >= _lowest_by_sorting(x, e, row_max, p)
     if by_min:
@@ -179,7 +88,7 @@ def _kept(x: Tensor, e: Tensor, row_max: Tensor, p: Parameters) -> Tensor:
     return kept
 
 
-def _without_zero(p: Parameters) -> tuple[bool | Tensor, Parameters]:
+def _without_zero(p: SamplingParameters) -> tuple[bool | Tensor, SamplingParameters]:
     """Which rows are greedy, and their temperatures replaced by 1; NaN replaces impossible ones."""
     t = p.temperature
     if not isinstance(t, Tensor):
@@ -189,20 +98,20 @@ def _without_zero(p: Parameters) -> tuple[bool | Tensor, Parameters]:
     return greedy, p._replace(temperature=t)
 
 
-def _sample_rows(x: Tensor, keys: Tensor, p: Parameters, memory: Tensor) -> list[Tensor]:
+def _sample_rows(x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor) -> list[Tensor]:
     """All fields, as columns [r, 1], of fp32 logits [r, V]; ``memory`` [2, r, blocks, BLOCK] is 0
     from column V on."""
     vocabulary = x.shape[-1]
-    cuts, (greedy, p) = any(p.cuts(vocabulary)), _without_zero(p)
+    truncated, (greedy, p) = any(p.truncates(vocabulary)), _without_zero(p)
     row_max = x.amax(-1, keepdim=True)
     d, e = memory.flatten(2)[..., :vocabulary]
     torch.exp(torch.sub(x, row_max, out=d), out=e)
     row_sum = sum_t1 = e.sum(-1, keepdim=True)
     if isinstance(p.temperature, Tensor) or p.temperature != 1.0:
-        row_sum = torch.exp(_scaled(d, p.temperature), out=e).sum(-1, keepdim=True)
-    mean = d.clamp_(min=_FLOOR).mul_(e).sum(-1, keepdim=True) / row_sum
+        row_sum = torch.exp(tempered(d, p.temperature), out=e).sum(-1, keepdim=True)
+    mean = d.clamp_(min=FLOOR).mul_(e).sum(-1, keepdim=True) / row_sum
     kept_sum, cutoff = row_sum, torch.full_like(row_max, -_INF)
-    if cuts:
+    if truncated:
         kept = _kept(x, e, row_max, p)
         if isinstance(greedy, Tensor):
             kept |= greedy
@@ -216,16 +125,16 @@ def _sample_rows(x: Tensor, keys: Tensor, p: Parameters, memory: Tensor) -> list
         if isinstance(greedy, Tensor):
             column = torch.where(greedy, x.argmax(-1, keepdim=True), column)
     at = x.gather(-1, column) - row_max
-    scaled, log_sum = _scaled(at.clone(), p.temperature), row_sum.log()
+    scaled, log_sum = tempered(at.clone(), p.temperature), row_sum.log()
     fields = [scaled - log_sum, at - sum_t1.log(), scaled - kept_sum.log(), cutoff, log_sum - mean]
     sound = (row_sum > 0) & (row_sum < _INF)
     return [torch.where(sound, column, -1), *(torch.where(sound, f, math.nan) for f in fields)]
 
 
-def _sample(logits: Tensor, keys: Tensor, p: Parameters) -> SampledTokens:
+def _torch_sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> SampledTokens:
     rows = as_rows(logits)[0] if logits.numel() else logits
     n, vocabulary = rows.shape
-    step = max(1, CHUNK_ELEMENTS // vocabulary)
+    step = rows_at_a_time(vocabulary)
     blocks = -(-vocabulary // BLOCK)
     memory = torch.empty(2, min(step, n), blocks, BLOCK, dtype=torch.float32, device=logits.device)
     memory.flatten(2)[..., vocabulary:] = 0.0
@@ -239,8 +148,6 @@ def _sample(logits: Tensor, keys: Tensor, p: Parameters) -> SampledTokens:
             field[chunk] = result
     return SampledTokens(*(field.squeeze(-1) for field in fields))
 
-
-# --- the public op -------------------------------------------------------------------------------
 
 # name: whether it is an integer, what holds for its values, and how to say so
 _RULES = {
@@ -281,7 +188,7 @@ def _check_parameter(name: str, x: float | Tensor, logits: Tensor) -> None:
         raise ValueError(f"{name} must be {rule}, got {x}")
 
 
-def _check_values(parameters: Parameters) -> None:
+def _check_values(parameters: SamplingParameters) -> None:
     """Those of tensors."""
     for name, x in parameters._asdict().items():
         _, holds, rule = _RULES[name]
@@ -290,7 +197,9 @@ def _check_values(parameters: Parameters) -> None:
             raise ValueError(f"{name}[{row}] must be {rule}, got {x[row].item()}")
 
 
-def sample(logits: Tensor, keys: Tensor, parameters: Parameters, backend: str) -> SampledTokens:
+def _run(
+    logits: Tensor, keys: Tensor, parameters: SamplingParameters, backend: str
+) -> SampledTokens:
     """``sample_tokens`` of arguments that are checked but for the values of tensors."""
     if backend == "triton":
         from ._triton import sampling
@@ -298,7 +207,42 @@ def sample(logits: Tensor, keys: Tensor, parameters: Parameters, backend: str) -
         return sampling.sample(logits, keys, parameters)
     if logits.device.type == "cpu":
         _check_values(parameters)
-    return _sample(logits, keys, parameters)
+    return _torch_sample(logits, keys, parameters)
+
+
+@operator()
+def _sample_tokens(
+    logits: Tensor,
+    keys: Tensor,
+    temperature: Tensor | None,
+    temperature_number: float,
+    top_k: Tensor | None,
+    top_k_number: int,
+    top_p: Tensor | None,
+    top_p_number: float,
+    min_p: Tensor | None,
+    min_p_number: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    parameters = SamplingParameters(
+        joined(temperature, temperature_number),
+        joined(top_k, top_k_number),
+        joined(top_p, top_p_number),
+        joined(min_p, min_p_number),
+    )
+    return tuple(_run(logits, keys, parameters, backend))  # type: ignore[return-value]
+
+
+@_sample_tokens.register_fake
+def _(logits: Tensor, keys: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(keys), *(new(logits, keys.shape[0]) for _ in range(5))
+
+
+def _compiled(
+    logits: Tensor, keys: Tensor, parameters: SamplingParameters, backend: str
+) -> SampledTokens:
+    parts = (part for x in parameters for part in split(x))
+    return SampledTokens(*_sample_tokens(logits, keys, *parts, backend))
 
 
 @torch.no_grad()
@@ -359,10 +303,8 @@ def sample_tokens(
     if keys.dtype not in (torch.int64, torch.uint64):
         raise TypeError(f"keys must be int64 or uint64, got {keys.dtype}: see sample_keys")
     _check_per_row("keys", keys, logits)
-    parameters = Parameters(temperature, top_k, top_p, min_p)
+    parameters = SamplingParameters(temperature, top_k, top_p, min_p)
     for name, value in parameters._asdict().items():
         _check_parameter(name, value, logits)
-    run = sample
-    if torch.compiler.is_compiling():
-        from .compiled import sample_tokens as run
+    run = _compiled if torch.compiler.is_compiling() else _run
     return run(logits, keys.view(torch.int64), parameters, choose(backend, logits))

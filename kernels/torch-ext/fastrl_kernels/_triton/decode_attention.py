@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..decode_attention import Attention
 from ..dispatch import interpreting
+from ..types import DecodeAttention
 from .logprob import LOG2E, LOWEST
 from .tiles import accurate_tanh, device_of
 
@@ -61,7 +61,7 @@ def _dot(a, b, acc, WIDE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_ARGUMENTS)
-def _decode_attention_kernel(
+def _decode_attention_fwd_kernel(
     query_ptr,  # [B, Hq, D]
     keys_ptr,  # [S, M, Hkv, D]
     values_ptr,  # [S, M, Hkv, DV]
@@ -69,8 +69,8 @@ def _decode_attention_kernel(
     inner,  # number, or None: no softcap
     outer,  # number
     out_ptr,  # [B, Hq, DV], or None: there are splits to merge
-    max_ptr,  # [B, Hq, splits] fp32, or None: one split. max of signals: q·k or tanh(inner·q·k)
-    sum_ptr,  # [B, Hq, splits] fp32, likewise. Σ 2^a with a = (signal - max)·outer·log2(e)
+    max_ptr,  # [B, Hq, splits] fp32, or None: one split. max of q·k or tanh(inner·q·k)
+    sum_ptr,  # [B, Hq, splits] fp32, likewise. Σ 2^a with a = (score - max)·outer·log2(e)
     acc_ptr,  # [B, Hq, splits, DV] fp32, likewise. Σ 2^a·v
     kv_heads,
     splits,
@@ -162,7 +162,7 @@ def _decode_attention_kernel(
 
 
 @triton.jit(do_not_specialize=_ARGUMENTS)
-def _decode_merge_kernel(
+def _decode_attention_merge_kernel(
     lengths_ptr,  # [B] integer
     outer,  # number
     max_ptr,  # [B, Hq, splits] fp32
@@ -225,7 +225,9 @@ def _shapes(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Any]:
     }
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: Attention) -> Tensor:
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: DecodeAttention
+) -> Tensor:
     """``decode_attention`` of checked arguments; one launch where a split is all there is."""
     batch, heads, _ = query.shape
     kv_heads, width = values.shape[2:]
@@ -245,14 +247,14 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: Atte
         ]
     programs = batch * splits * kv_heads * triton.cdiv(shapes["GROUP"], shapes["HEADS"])
     with device_of(query):
-        _decode_attention_kernel[(programs,)](
+        _decode_attention_fwd_kernel[(programs,)](
             query, keys, values, lengths, a.inner, a.outer, None if splits > 1 else out, *parts,
             kv_heads, splits, a.span, a.window,
             *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
             **shapes,
         )  # fmt: skip
         if splits > 1:
-            _decode_merge_kernel[(batch * heads,)](
+            _decode_attention_merge_kernel[(batch * heads,)](
                 lengths, a.outer, *parts, out, heads, splits, a.span, a.window,
                 DV=width, VALUE_WIDTH=shapes["VALUE_WIDTH"], SPLIT=SPLIT, PARTS=_PARTS,
             )  # fmt: skip

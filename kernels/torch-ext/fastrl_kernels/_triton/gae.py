@@ -207,46 +207,39 @@ def _gae_bwd_kernel(
             tl.store(dbootstrap_ptr + at, dbootstrap, mask=inside)
 
 
-class GAE(torch.autograd.Function):
-    """Rows [N, T]; one launch forward and one backward, two each where the result is whitened."""
+def forward(inputs, flags, gamma, lam, whiten):
+    """Advantages and returns of rows [N, T], and what backward takes; one launch, or two where the
+    advantages are whitened."""
+    rows = [None if x is None else packed(x) for x in (*inputs, *flags)]
+    mask, terminated, truncated = rows[3:]
+    moments = None
+    with device_of(rows[0]):
+        advantages, returns, partials = _launch_gae_fwd(rows, gamma, lam, whiten)
+        if whiten:
+            moments = launch_whiten(advantages, mask, partials, advantages)
+    whitened = advantages if whiten else None
+    return advantages, returns, (mask, terminated, truncated, whitened, moments)
 
-    @staticmethod
-    def forward(ctx, rewards, values, bootstrap, mask, terminated, truncated, gamma, lam, whiten):
-        rows = [
-            None if x is None else packed(x)
-            for x in (rewards, values, bootstrap, mask, terminated, truncated)
-        ]
-        mask, terminated, truncated = rows[3:]
-        moments = None
-        with device_of(rewards):
-            advantages, returns, partials = _launch_gae_fwd(rows, gamma, lam, whiten)
-            if whiten:
-                moments = launch_whiten(advantages, mask, partials, advantages)
-        ctx.save_for_backward(mask, terminated, truncated, advantages if whiten else None, moments)
-        ctx.gamma, ctx.lam = float(gamma), float(lam)
-        ctx.dtypes = [None if x is None else x.dtype for x in rows[:3]]
-        return advantages, returns
 
-    @staticmethod
-    def backward(ctx, grad_advantages, grad_returns):
-        mask, terminated, truncated, whitened, moments = ctx.saved_tensors
-        grad_advantages, grad_returns = packed(grad_advantages), packed(grad_returns)
-        batch, length = grad_advantages.shape
-        gradients = [
-            torch.empty_like(grad_advantages, dtype=dtype) if needed else None
-            for needed, dtype in zip(ctx.needs_input_grad[:3], ctx.dtypes, strict=True)
-        ]
-        tile_rows, steps = row_tile(length)
-        sums = None
-        with device_of(grad_advantages):
-            if whitened is not None:
-                sums = launch_whiten_sums(grad_advantages, whitened, mask, moments, whitened=True)
-            if batch:
-                _gae_bwd_kernel[(triton.cdiv(batch, tile_rows),)](
-                    grad_advantages, grad_returns, mask, terminated, truncated,
-                    whitened, moments, sums, *gradients,
-                    *_coefficients(ctx.gamma, ctx.lam), batch, length,
-                    0 if sums is None else sums.shape[1],
-                    CHUNK=TILE, ROWS=tile_rows, STEPS=steps,
-                )  # fmt: skip
-        return (*gradients, *(None,) * 6)
+def backward(grads, saved, dtypes, gamma, lam):
+    mask, terminated, truncated, whitened, moments = saved
+    grad_advantages, grad_returns = (packed(grad) for grad in grads)
+    batch, length = grad_advantages.shape
+    gradients = [
+        None if dtype is None else torch.empty_like(grad_advantages, dtype=dtype)
+        for dtype in dtypes
+    ]
+    tile_rows, steps = row_tile(length)
+    sums = None
+    with device_of(grad_advantages):
+        if whitened is not None:
+            sums = launch_whiten_sums(grad_advantages, whitened, mask, moments, whitened=True)
+        if batch:
+            _gae_bwd_kernel[(triton.cdiv(batch, tile_rows),)](
+                grad_advantages, grad_returns, mask, terminated, truncated,
+                whitened, moments, sums, *gradients,
+                *_coefficients(gamma, lam), batch, length,
+                0 if sums is None else sums.shape[1],
+                CHUNK=TILE, ROWS=tile_rows, STEPS=steps,
+            )  # fmt: skip
+    return gradients

@@ -94,36 +94,32 @@ def _kl_penalty_bwd_kernel(
         tl.store(dref_ptr + at, -grad, mask=inside)
 
 
-class KLPenalty(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logprobs, ref_logprobs, mask, kind):
-        logprobs, ref_logprobs = logprobs.contiguous(), ref_logprobs.contiguous()
-        mask = None if mask is None else mask.contiguous()
-        out = torch.empty_like(logprobs, dtype=torch.float32)
-        n = logprobs.numel()
-        if n:
-            with device_of(logprobs):
-                _kl_penalty_fwd_kernel[(triton.cdiv(n, TILE),)](
-                    logprobs, ref_logprobs, mask, out, n, KIND=kind, BLOCK=TILE
-                )
-        ctx.save_for_backward(logprobs, ref_logprobs, mask)
-        ctx.kind = kind
-        return out
+def penalty_forward(logprobs, ref_logprobs, mask, kind):
+    """The KL per token, and what backward takes."""
+    logprobs, ref_logprobs = logprobs.contiguous(), ref_logprobs.contiguous()
+    mask = None if mask is None else mask.contiguous()
+    out = torch.empty_like(logprobs, dtype=torch.float32)
+    n = logprobs.numel()
+    if n:
+        with device_of(logprobs):
+            _kl_penalty_fwd_kernel[(triton.cdiv(n, TILE),)](
+                logprobs, ref_logprobs, mask, out, n, KIND=kind, BLOCK=TILE
+            )
+    return out, (logprobs, ref_logprobs, mask)
 
-    @staticmethod
-    def backward(ctx, grad):
-        logprobs, ref_logprobs, mask = ctx.saved_tensors
-        needs_logprobs, needs_ref = ctx.needs_input_grad[:2]
-        dlogprobs = torch.empty_like(logprobs) if needs_logprobs else None
-        dref = torch.empty_like(ref_logprobs) if needs_ref else None
-        n = logprobs.numel()
-        if n:
-            with device_of(logprobs):
-                _kl_penalty_bwd_kernel[(triton.cdiv(n, TILE),)](
-                    grad.contiguous(), logprobs, ref_logprobs, mask, dlogprobs, dref, n,
-                    KIND=ctx.kind, BLOCK=TILE,
-                )  # fmt: skip
-        return dlogprobs, dref, None, None
+
+def penalty_backward(grad, saved, kind, wanted):
+    logprobs, ref_logprobs, mask = saved
+    dlogprobs = torch.empty_like(logprobs) if wanted[0] else None
+    dref = torch.empty_like(ref_logprobs) if wanted[1] else None
+    n = logprobs.numel()
+    if n:
+        with device_of(logprobs):
+            _kl_penalty_bwd_kernel[(triton.cdiv(n, TILE),)](
+                grad.contiguous(), logprobs, ref_logprobs, mask, dlogprobs, dref, n,
+                KIND=kind, BLOCK=TILE,
+            )  # fmt: skip
+    return dlogprobs, dref
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -222,48 +218,45 @@ def _kl_rewards_bwd_kernel(
         tl.store(dscores_ptr + row, dscores, mask=in_batch)
 
 
-class KLRewards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logprobs, ref_logprobs, scores, mask, coef, kind):
-        logprobs, ref_logprobs = packed(logprobs), packed(ref_logprobs)
-        scores, mask = scores.contiguous(), packed(mask)
-        rewards = torch.empty_like(logprobs, dtype=torch.float32)
-        kls = torch.empty_like(rewards)
-        sums = torch.empty_like(scores, dtype=torch.float32)
-        last = torch.empty_like(scores, dtype=torch.int32)
-        ctx.by_tensor, ctx.kind = isinstance(coef, torch.Tensor), kind
-        ctx.score_dtype = scores.dtype
-        ctx.coef = None if ctx.by_tensor else float(coef)
-        ctx.save_for_backward(logprobs, ref_logprobs, mask, last, coef if ctx.by_tensor else None)
-        length = logprobs.shape[-1]
-        if not logprobs.numel():
-            return rewards, kls, sums.zero_()
+def rewards_forward(logprobs, ref_logprobs, scores, mask, coef, kind):
+    """Rewards, KL per token and its sums, and what backward takes."""
+    logprobs, ref_logprobs = packed(logprobs), packed(ref_logprobs)
+    scores, mask = scores.contiguous(), packed(mask)
+    rewards = torch.empty_like(logprobs, dtype=torch.float32)
+    kls = torch.empty_like(rewards)
+    sums = torch.empty_like(scores, dtype=torch.float32)
+    last = torch.empty_like(scores, dtype=torch.int32)
+    saved = logprobs, ref_logprobs, mask, last
+    length = logprobs.shape[-1]
+    if not logprobs.numel():
+        return rewards, kls, sums.zero_(), saved
+    rows, steps = row_tile(length)
+    by_tensor = isinstance(coef, torch.Tensor)
+    with device_of(logprobs):
+        _kl_rewards_fwd_kernel[(triton.cdiv(scores.numel(), rows),)](
+            logprobs, ref_logprobs, scores, mask, coef if by_tensor else float(coef),
+            rewards, kls, sums, last, scores.numel(), length,
+            COEF_IS_POINTER=by_tensor, KIND=kind, ROWS=rows, STEPS=steps,
+        )  # fmt: skip
+    return rewards, kls, sums, saved
+
+
+def rewards_backward(grad_rewards, grad_kls, grad_sums, saved, coef, kind, score_dtype, wanted):
+    logprobs, ref_logprobs, mask, last = saved
+    dlogprobs = torch.empty_like(logprobs) if wanted[0] else None
+    dref = torch.empty_like(ref_logprobs) if wanted[1] else None
+    dscores = torch.empty_like(last, dtype=score_dtype) if wanted[2] else None
+    length = logprobs.shape[-1]
+    by_tensor = isinstance(coef, torch.Tensor)
+    if logprobs.numel():
         rows, steps = row_tile(length)
         with device_of(logprobs):
-            _kl_rewards_fwd_kernel[(triton.cdiv(scores.numel(), rows),)](
-                logprobs, ref_logprobs, scores, mask, coef if ctx.by_tensor else ctx.coef,
-                rewards, kls, sums, last, scores.numel(), length,
-                COEF_IS_POINTER=ctx.by_tensor, KIND=kind, ROWS=rows, STEPS=steps,
+            _kl_rewards_bwd_kernel[(triton.cdiv(last.numel(), rows),)](
+                grad_rewards.contiguous(), grad_kls.contiguous(), grad_sums.contiguous(),
+                logprobs, ref_logprobs, mask, last, coef if by_tensor else float(coef),
+                dlogprobs, dref, dscores, last.numel(), length,
+                COEF_IS_POINTER=by_tensor, KIND=kind, ROWS=rows, STEPS=steps,
             )  # fmt: skip
-        return rewards, kls, sums
-
-    @staticmethod
-    def backward(ctx, grad_rewards, grad_kls, grad_sums):
-        logprobs, ref_logprobs, mask, last, coef = ctx.saved_tensors
-        needs_logprobs, needs_ref, needs_scores = ctx.needs_input_grad[:3]
-        dlogprobs = torch.empty_like(logprobs) if needs_logprobs else None
-        dref = torch.empty_like(ref_logprobs) if needs_ref else None
-        dscores = torch.empty_like(last, dtype=ctx.score_dtype) if needs_scores else None
-        length = logprobs.shape[-1]
-        if logprobs.numel():
-            rows, steps = row_tile(length)
-            with device_of(logprobs):
-                _kl_rewards_bwd_kernel[(triton.cdiv(last.numel(), rows),)](
-                    grad_rewards.contiguous(), grad_kls.contiguous(), grad_sums.contiguous(),
-                    logprobs, ref_logprobs, mask, last, coef if ctx.by_tensor else ctx.coef,
-                    dlogprobs, dref, dscores, last.numel(), length,
-                    COEF_IS_POINTER=ctx.by_tensor, KIND=ctx.kind, ROWS=rows, STEPS=steps,
-                )  # fmt: skip
-        elif dscores is not None:
-            dscores.zero_()
-        return dlogprobs, dref, dscores, None, None, None
+    elif dscores is not None:
+        dscores.zero_()
+    return dlogprobs, dref, dscores

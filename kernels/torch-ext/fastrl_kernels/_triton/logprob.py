@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference import IGNORE_LABEL
 from ..rows import as_rows, empty_rows_like
+from ..types import IGNORE_LABEL
 from .rows import (
     PART_VECTORS,
     ROW_ARGUMENTS,

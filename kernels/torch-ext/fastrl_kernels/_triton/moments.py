@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..moments import WHITEN_EPS, Measured
+from ..types import WHITEN_EPS, SplitMoments
 from .tiles import TILE, device_of, load_counted, load_mask
 
 MAX_PARTIALS = 1024
@@ -128,7 +128,7 @@ def _moments_fwd_kernel(
 
 
 @triton.jit(do_not_specialize=["partials"])
-def _merge_fwd_kernel(
+def _moments_merge_kernel(
     partials_ptr,  # [4, partials]
     merged_ptr,  # [4, 1]
     partials,
@@ -156,15 +156,15 @@ def _partial_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def merged_partials(partials: torch.Tensor) -> torch.Tensor:
     """[4, partials] -> [4, 1] in one launch."""
     merged = torch.empty(4, 1, dtype=torch.float32, device=partials.device)
-    _merge_fwd_kernel[(1,)](partials, merged, partials.shape[1], CHUNK=TILE)
+    _moments_merge_kernel[(1,)](partials, merged, partials.shape[1], CHUNK=TILE)
     return merged
 
 
-def measure(values: torch.Tensor, mask: torch.Tensor) -> Measured:
+def measure(values: torch.Tensor, mask: torch.Tensor) -> SplitMoments:
     """Two launches: partials, and their merge."""
     with device_of(values):
         merged = merged_partials(_partial_moments(values.contiguous(), mask.contiguous()))
-    return Measured(*merged.view(4).unbind())
+    return SplitMoments(*merged.view(4).unbind())
 
 
 @triton.jit(do_not_specialize=["partials"])
@@ -312,46 +312,27 @@ def _whiten_bwd_kernel(
     tl.store(dx_ptr + at, tl.where(counted, dx, 0.0), mask=inside)
 
 
-def _launch_whiten_bwd(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mask: torch.Tensor,
-    moments: torch.Tensor,
-    sums: torch.Tensor | None,
-    shift_mean: bool,
-) -> torch.Tensor:
+def whiten_forward(values, mask, shift_mean: bool, given: SplitMoments | None):
+    """What is whitened, and what backward takes."""
+    x, mask = values.contiguous(), mask.contiguous()
+    out = torch.empty_like(x, dtype=torch.float32)
+    with device_of(x):
+        partials = _partial_moments(x, mask) if given is None else torch.stack(given)[:, None]
+        moments = launch_whiten(x, mask, partials, out, shift_mean)
+    return out, (x, mask, moments)
+
+
+def whiten_backward(grad, saved, shift_mean: bool, constants: bool):
+    x, mask, moments = saved
+    grad = grad.contiguous()
     dx = torch.empty_like(x)
-    if x.numel():
-        _whiten_bwd_kernel[(triton.cdiv(x.numel(), TILE),)](
-            grad, x, mask, moments, sums, dx, x.numel(), 0 if sums is None else sums.shape[1],
-            SHIFT_MEAN=shift_mean, CHUNK=TILE, BLOCK=TILE,
-        )  # fmt: skip
+    with device_of(x):
+        sums = None
+        if not constants:
+            sums = launch_whiten_sums(grad, x, mask, moments, whitened=False)
+        if x.numel():
+            _whiten_bwd_kernel[(triton.cdiv(x.numel(), TILE),)](
+                grad, x, mask, moments, sums, dx, x.numel(), 0 if sums is None else sums.shape[1],
+                SHIFT_MEAN=shift_mean, CHUNK=TILE, BLOCK=TILE,
+            )  # fmt: skip
     return dx
-
-
-class Whiten(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values, mask, shift_mean, given):
-        x, mask = values.contiguous(), mask.contiguous()
-        out = torch.empty_like(x, dtype=torch.float32)
-        with device_of(x):
-            partials = _partial_moments(x, mask) if given is None else torch.stack(given)[:, None]
-            moments = launch_whiten(x, mask, partials, out, shift_mean)
-        ctx.save_for_backward(x, mask, moments)
-        ctx.shift_mean, ctx.constants = shift_mean, given is not None
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, mask, moments = ctx.saved_tensors
-        grad = grad.contiguous()
-        with device_of(x):
-            sums = None
-            if not ctx.constants:
-                sums = launch_whiten_sums(grad, x, mask, moments, whitened=False)
-            dx = _launch_whiten_bwd(grad, x, mask, moments, sums, ctx.shift_mean)
-        return dx, None, None, None
-
-
-def whiten(values, mask, shift_mean: bool, given: Measured | None) -> torch.Tensor:
-    return Whiten.apply(values, mask, shift_mean, given)

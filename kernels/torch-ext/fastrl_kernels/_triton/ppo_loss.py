@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ppo_loss import LOG_RATIO_LIMIT, LossStats
+from ..types import LOG_RATIO_LIMIT, LossStats
 from .kl import kl_slope, kl_value
 from .tiles import TILE, device_of, exact_exp, load_counted, load_mask
 
@@ -274,34 +274,27 @@ def _ppo_loss_bwd_kernel(
         tl.store(dvalues_ptr + at, dvalues, mask=inside)
 
 
-class PPOLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logprobs, values, constants, settings):
-        logprobs = logprobs.contiguous()
-        values = None if values is None else values.contiguous()
-        constants = type(constants)(*(x if x is None else x.contiguous() for x in constants))
-        with device_of(logprobs):
-            loss, stats, inverse, dlogprobs, dvalues = _launch_fwd(
-                logprobs, values, constants, settings, *ctx.needs_input_grad[:2]
-            )
-        ctx.save_for_backward(inverse, dlogprobs, dvalues)
-        ctx.dtypes = logprobs.dtype, None if values is None else values.dtype
-        ctx.mark_non_differentiable(stats)
-        ctx.set_materialize_grads(False)  # statistics have none, not even zeros
-        return loss, stats
+def forward(logprobs, values, constants, settings, wanted):
+    """The loss, LossStats' tensor, and what backward takes."""
+    logprobs = logprobs.contiguous()
+    values = None if values is None else values.contiguous()
+    constants = type(constants)(*(x if x is None else x.contiguous() for x in constants))
+    with device_of(logprobs):
+        loss, stats, *saved = _launch_fwd(logprobs, values, constants, settings, *wanted)
+    return loss, stats, saved
 
-    @staticmethod
-    def backward(ctx, grad, _):
-        inverse, *sums = ctx.saved_tensors
-        results = [
-            None if x is None else torch.empty_like(x, dtype=dtype)
-            for x, dtype in zip(sums, ctx.dtypes, strict=True)
-        ]
-        one = sums[1] if sums[0] is None else sums[0]
-        n = 0 if one is None else one.numel()
-        if n:
-            with device_of(inverse):
-                _ppo_loss_bwd_kernel[(triton.cdiv(n, TILE),)](
-                    grad, inverse, *sums, *results, n, BLOCK=TILE
-                )
-        return *results, None, None
+
+def backward(grad, saved, dtypes):
+    inverse, *sums = saved
+    results = [
+        None if x is None else torch.empty_like(x, dtype=dtype)
+        for x, dtype in zip(sums, dtypes, strict=True)
+    ]
+    one = sums[1] if sums[0] is None else sums[0]
+    n = 0 if one is None else one.numel()
+    if n:
+        with device_of(inverse):
+            _ppo_loss_bwd_kernel[(triton.cdiv(n, TILE),)](
+                grad, inverse, *sums, *results, n, BLOCK=TILE
+            )
+    return results

@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 from ..dispatch import interpreting
 from ..rows import as_rows, vector_length
-from ..sampling import COLDEST
+from ..types import COLDEST
 from .logprob import LOWEST, row_temperature
 from .rows import align_down, load_end, per_row, rotate
 
@@ -87,7 +87,7 @@ def row_argument(x: float | Tensor) -> tuple[Tensor | None, float]:
     return (per_row(x), 0.0) if isinstance(x, Tensor) else (None, float(x))
 
 
-class Parts:
+class VocabTiles:
     """[N, V] logits cut into parts, as the kernels take them, and the launches' shapes."""
 
     def __init__(self, logits: Tensor, temperature: float | Tensor) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .operators import joined, operator, split
+
 # The increment and the two multipliers of splitmix64, as signed integers.
 GAMMA, _FIRST, _SECOND = (
     x - (1 << 64) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -42,6 +44,22 @@ def hashed(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tensor) ->
     return state
 
 
+@operator()
+def _sample_keys(
+    seed: Tensor | None,
+    seed_number: int,
+    sample_ids: Tensor,
+    token_index: Tensor | None,
+    token_index_number: int,
+) -> Tensor:
+    return hashed(joined(seed, seed_number), sample_ids, joined(token_index, token_index_number))
+
+
+@_sample_keys.register_fake
+def _(seed: Tensor | None, _: int, ids: Tensor, token_index: Tensor | None, __: int) -> Tensor:
+    return hashed(joined(seed, 0), ids, joined(token_index, 0))
+
+
 def sample_keys(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tensor) -> Tensor:
     """The key of each draw, a hash of (seed, sample id, token index) and of nothing else:
 
@@ -71,8 +89,11 @@ def sample_keys(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tenso
         if not (is_integer(x) if isinstance(x, Tensor) else isinstance(x, int)):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name} must be integers, got {got}")
-    if torch.compiler.is_compiling():
-        from .compiled import sample_keys as run
-
-        return run(seed, sample_ids, token_index)
-    return hashed(seed, sample_ids, token_index)
+    if not torch.compiler.is_compiling():
+        return hashed(seed, sample_ids, token_index)
+    # An operator's integers are signed.
+    seed, token_index = (
+        x - (1 << 64) if not isinstance(x, Tensor) and x >= 1 << 63 else x
+        for x in (seed, token_index)
+    )
+    return _sample_keys(*split(seed), sample_ids, *split(token_index))

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl_kernels import Extras, KLTerm, linear_logprobs, linear_ppo_loss, reference_linear
-from fastrl_kernels.head import Transform, Workspace, column_chunks, row_chunks
-from fastrl_kernels.head_rows import RowStatistics, Slopes
+from fastrl_kernels import Extras, KLTerm, linear_logprobs, linear_ppo_loss, reference
+from fastrl_kernels.lm_head import column_chunks, row_chunks
+from fastrl_kernels.types import LogitTransform, RowGradients, RowStatistics, Temperature
+from fastrl_kernels.workspace import Workspace
 from tests.kernels.judge import assert_close_to_exact, names
 from tests.kernels.launches import (
     allocations,
@@ -19,7 +20,7 @@ from tests.kernels.launches import (
     interpreted,
     watched,
 )
-from tests.kernels.test_linear import LEAVES, assert_same_bits, batch, run, with_holes
+from tests.kernels.test_linear_logprobs import LEAVES, assert_same_bits, batch, run, with_holes
 
 BF16, FP32 = torch.bfloat16, torch.float32
 EXTRAS = ("log_sum_sq_probs", "mean_logit", "is_top1")
@@ -41,9 +42,7 @@ def test_extras_match_the_formula(backend, device, rows, vocabulary, workspace):
         **inputs, **options, workspace_bytes=workspace, backend=backend
     )
     double = {k: x.double() if x.is_floating_point() else x for k, x in inputs.items()}
-    (_, peers), (_, exact) = (
-        reference_linear.linear_logprobs(**x, **options) for x in (inputs, double)
-    )
+    (_, peers), (_, exact) = (reference.linear_logprobs(**x, **options) for x in (inputs, double))
     assert isinstance(extras, Extras)
     counted = inputs["mask"] & (inputs["labels"] != -100)
     for name, x, peer, right in zip(EXTRAS, extras, peers, exact, strict=True):
@@ -157,15 +156,15 @@ def statistics_and_gradients(
     products: Tensor, labels: Tensor, temperatures: Tensor, softcap: float | None
 ) -> list[Tensor]:
     """Every statistic of rows of products, and the gradients of the products, by the kernels."""
-    from fastrl_kernels._triton.head_rows import TritonRows
+    from fastrl_kernels._triton.lm_head import TritonHead
 
     n, vocabulary = products.shape
-    transform = Transform(softcap, 1.3, 1.0, temperatures)
+    how = LogitTransform(softcap, 1.3), Temperature(1.0, temperatures)
     x = Workspace(products, n, vocabulary, products.dtype).chunk(n).copy_(products)
     found = RowStatistics.empty(products, n, True, EXTRAS)
-    TritonRows.statistics(x, labels, transform, found)
-    slopes = (torch.full((n,), g, device=products.device) for g in (0.7, -0.3))
-    TritonRows.gradients_(x, 0, labels, transform, found, Slopes(*slopes))
+    TritonHead.statistics(x, labels, *how, found)
+    upstream = (torch.full((n,), g, device=products.device) for g in (0.7, -0.3))
+    TritonHead.gradients_(x, 0, labels, *how, found, RowGradients(*upstream))
     return [*found, x]
 
 
@@ -207,9 +206,9 @@ def test_floats_that_arrive_as_double_change_no_bit(device):
 
 
 def test_only_shapes_are_compiled_in():
-    from fastrl_kernels._triton import head_rows
+    from fastrl_kernels._triton import lm_head
 
-    assert constants(head_rows) == {"BLOCK", "VEC", "PART"}
+    assert constants(lm_head) == {"BLOCK", "VEC", "PART"}
 
 
 @OPS
@@ -232,18 +231,18 @@ def test_nothing_waits_for_the_device(device):
             **inputs, entropy=True, extras=EXTRAS, workspace_bytes=5_000, backend="triton"
         )
         torch.autograd.grad(results[0].sum(), leaves)
-    assert calls.count("_head_fwd_kernel") == calls.count("_head_bwd_kernel") == 5
+    assert calls.count("_lm_head_fwd_kernel") == calls.count("_lm_head_bwd_kernel") == 5
 
 
 @pytest.mark.parametrize("n", [0, 1, 4095, 4096, 3 * 4096 + 5])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=names([BF16, FP32]))
 def test_every_element_is_scaled_once(device, monkeypatch, n, dtype):
-    from fastrl_kernels._triton import head_rows
+    from fastrl_kernels._triton import lm_head
 
-    monkeypatch.setattr(head_rows, "_SCALE_PROGRAMS", 2)
+    monkeypatch.setattr(lm_head, "_SCALE_PROGRAMS", 2)
     x, factor = torch.randn(n).to(device, dtype), torch.tensor(-0.3, device=device)
     expected = (x.float() * factor).to(dtype)
-    head_rows.TritonRows.scale_(x, factor)
+    lm_head.TritonHead.scale_(x, factor)
     assert torch.equal(x, expected)
 
 

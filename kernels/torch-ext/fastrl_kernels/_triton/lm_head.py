@@ -1,4 +1,4 @@
-"""The element-wise work of a language-model head on a chunk of its logits: ``head_rows`` in Triton.
+"""The element-wise work of a language-model head on a chunk of its logits.
 
 Chunks are in the head's dtype and hold products; a soft cap is applied in registers. Their rows
 begin at 16-byte boundaries and are padded to whole vectors, so that vectors are moved whole.
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..head import Transform, multiply
-from ..head_rows import RowStatistics, Slopes
+from ..gemm import multiply
+from ..types import LogitTransform, RowGradients, RowStatistics, Temperature
 from .logprob import FLOOR, LN2, LOG2E, LOWEST, dlogits_of, online_softmax, row_temperature
 from .rows import PART_VECTORS, load_end, parts_of, window
 from .tiles import accurate_tanh, device_of
@@ -22,22 +22,22 @@ _SCALE_BLOCK = 4096
 
 
 @triton.jit
-def _signal(x, inner):
+def _unscaled(x, inner):
     return x if inner is None else accurate_tanh(x * tl.cast(inner, tl.float32))
 
 
 @triton.jit
 def _load_tail(ptr, columns, high, inner, VEC: tl.constexpr):
-    """Signals of a window that the row ends in, -inf after its end."""
+    """Unscaled logits of a window that the row ends in, -inf after its end."""
     x = load_end(ptr, columns, 0, high, VEC)
-    return tl.where(columns < high, _signal(x, inner), float("-inf"))
+    return tl.where(columns < high, _unscaled(x, inner), float("-inf"))
 
 
 @triton.jit
 def _earlier_maximum(x_ptr, columns, label, row_max, inner):
     """Whether a column before the label's holds the maximum as well."""
     x = tl.load(x_ptr + columns, mask=columns < label, other=float("-inf")).to(tl.float32)
-    return (columns < label) & (_signal(x, inner) >= row_max)
+    return (columns < label) & (_unscaled(x, inner) >= row_max)
 
 
 @triton.jit
@@ -54,14 +54,14 @@ def _fold(x, m, s, t, q, scale, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["V"])
-def _head_fwd_kernel(
+def _lm_head_fwd_kernel(
     x_ptr,  # [r, V] products
     labels_ptr,  # [r] int64
     temperatures_ptr,  # [r], or None: the number
     temperature,
     inner,  # s/c, or None: no soft cap
     outer,  # c, or s
-    signal_max_ptr,  # [r] fp32, and so all that follow but the last
+    unscaled_max_ptr,  # [r] fp32, and so all that follow but the last
     exp_sum_ptr,
     mean_ptr,  # or None
     logprobs_ptr,
@@ -92,7 +92,7 @@ def _head_fwd_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     whole = V // BLOCK
     for w in range(0, whole):
-        x = _signal(tl.load(x_ptr + (w * BLOCK + slots)).to(tl.float32), inner)
+        x = _unscaled(tl.load(x_ptr + (w * BLOCK + slots)).to(tl.float32), inner)
         m, s, t, q = _fold(x, m, s, t, q, scale, ENTROPY, SQUARES)
         if TOTAL:
             total += x
@@ -110,10 +110,10 @@ def _head_fwd_kernel(
     # A label outside [0, V) is never read: its log-probability is NaN.
     known = (label >= 0) & (label < V)
     at_label = tl.load(x_ptr + label, mask=known, other=float("nan")).to(tl.float32)
-    at_label = _signal(at_label, inner)
+    at_label = _unscaled(at_label, inner)
     log_prob = tl.div_rn((at_label - row_max) * outer, temperature) - log_sum
     tl.store(logprobs_ptr + row, tl.where(known, log_prob, float("nan")))
-    tl.store(signal_max_ptr + row, row_max)
+    tl.store(unscaled_max_ptr + row, row_max)
     tl.store(exp_sum_ptr + row, exp_sum)
     if ENTROPY:
         mean = tl.sum(e * tl.fma(s, tl.maximum(a, FLOOR), t), 0) / exp_sum * LN2
@@ -133,7 +133,7 @@ def _head_fwd_kernel(
 
 
 @triton.jit(do_not_specialize=["C", "first", "parts"])
-def _head_bwd_kernel(
+def _lm_head_bwd_kernel(
     x_ptr,  # [r, C] products; overwritten with their gradients
     labels_ptr,  # [r] int64
     temperatures_ptr,  # [r], or None: the number
@@ -141,7 +141,7 @@ def _head_bwd_kernel(
     inner,  # s/c, or None: no soft cap
     outer,  # c, or s
     logit_scale,  # s
-    signal_max_ptr,  # [r] fp32
+    unscaled_max_ptr,  # [r] fp32
     exp_sum_ptr,  # [r] fp32
     mean_ptr,  # [r] fp32, or None without entropies
     grad_logprobs_ptr,  # [r] fp32
@@ -161,7 +161,7 @@ def _head_bwd_kernel(
     temperature = row_temperature(temperatures_ptr, temperature, row)
     scale = tl.cast(outer, tl.float32) * LOG2E / temperature
     chain = tl.div_rn(tl.cast(logit_scale, tl.float32), temperature)
-    row_max = tl.load(signal_max_ptr + row)
+    row_max = tl.load(unscaled_max_ptr + row)
     per_sum = tl.div_rn(chain, tl.load(exp_sum_ptr + row))
     g = tl.load(grad_logprobs_ptr + row)
     base = g * per_sum
@@ -177,7 +177,7 @@ def _head_bwd_kernel(
     if begin + PART <= C:
         for w in range(PART // BLOCK):
             columns = w * BLOCK + slots
-            x = _signal(tl.load(x_ptr + columns).to(tl.float32), inner)
+            x = _unscaled(tl.load(x_ptr + columns).to(tl.float32), inner)
             d = dlogits_of(x, columns == label, row_max, scale, g * chain, base, slope, ENTROPY)
             if inner is not None:
                 d *= 1.0 - x * x
@@ -201,7 +201,7 @@ def _store_tail(ptr, columns, x, high, VEC: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n"])
-def _scale_kernel(
+def _lm_head_scale_kernel(
     x_ptr,  # [n]
     factor_ptr,  # []
     n,
@@ -222,29 +222,34 @@ def _scale_kernel(
             tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=at < n)
 
 
-class TritonRows:
-    """The functions of `head_rows.TorchRows`. Chunks keep their products either way: to compute
-    an exponential once more costs a GPU nothing."""
+class TritonHead:
+    """Chunks keep their products whether ``once`` or not: to compute an exponential once more
+    costs a GPU nothing."""
 
     @staticmethod
     def chunk_dtype(hidden: Tensor) -> torch.dtype:
         return hidden.dtype
 
     @staticmethod
-    def signals(
-        out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: Transform
+    def fill(
+        x: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
     ) -> None:
-        multiply(out, hidden, weight, bias)
+        multiply(x, hidden, weight, bias)
 
     @staticmethod
     def statistics(
-        x: Tensor, labels: Tensor, transform: Transform, out: RowStatistics, once: bool = False
+        x: Tensor,
+        labels: Tensor,
+        transform: LogitTransform,
+        temperature: Temperature,
+        out: RowStatistics,
+        once: bool = False,
     ) -> None:
         if not len(x):
             return
         with device_of(x):
-            _head_fwd_kernel[(len(x),)](
-                x, labels, transform.temperatures, transform.temperature,
+            _lm_head_fwd_kernel[(len(x),)](
+                x, labels, temperature.per_row, temperature.number,
                 None if transform.softcap is None else transform.inner, transform.outer,
                 *out, x.shape[1], x.stride(0), **window(x.shape[1], x.dtype),
             )  # fmt: skip
@@ -254,19 +259,20 @@ class TritonRows:
         x: Tensor,
         first: int,
         labels: Tensor,
-        transform: Transform,
+        transform: LogitTransform,
+        temperature: Temperature,
         saved: RowStatistics,
-        slopes: Slopes,
+        upstream: RowGradients,
         once: bool = False,
     ) -> None:
         shapes = window(x.shape[1], x.dtype)
         parts = parts_of(x.shape[1], shapes["VEC"])
         with device_of(x):
-            _head_bwd_kernel[(len(x) * parts,)](
-                x, labels, transform.temperatures, transform.temperature,
+            _lm_head_bwd_kernel[(len(x) * parts,)](
+                x, labels, temperature.per_row, temperature.number,
                 None if transform.softcap is None else transform.inner, transform.outer,
-                transform.logit_scale, saved.signal_max, saved.exp_sum,
-                None if slopes.entropies is None else saved.mean, *slopes,
+                transform.logit_scale, saved.unscaled_max, saved.exp_sum,
+                None if upstream.entropies is None else saved.mean, *upstream,
                 x.shape[1], first, parts, x.stride(0), **shapes, PART=PART_VECTORS * shapes["VEC"],
             )  # fmt: skip
 
@@ -277,4 +283,4 @@ class TritonRows:
         programs = min(_SCALE_PROGRAMS, triton.cdiv(len(flat), _SCALE_BLOCK))
         if programs:
             with device_of(x):
-                _scale_kernel[(programs,)](flat, factor, len(flat), BLOCK=_SCALE_BLOCK)
+                _lm_head_scale_kernel[(programs,)](flat, factor, len(flat), BLOCK=_SCALE_BLOCK)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastrl_kernels import linear_logprobs, reference, reference_linear
-from fastrl_kernels.head import column_chunks, row_chunks
+from fastrl_kernels import linear_logprobs, reference
+from fastrl_kernels.lm_head import column_chunks, row_chunks
 from tests.kernels.judge import DTYPES, assert_close_to_exact, judge, names
 from tests.kernels.launches import allocations
 
@@ -59,7 +59,7 @@ def judged(inputs: Inputs, backend: str, **options: Any) -> dict[str, Tensor]:
     options.setdefault("entropy", True)
     limits = {"workspace_bytes": options.pop("workspace_bytes", None), "backend": backend}
     op = functools.partial(linear_logprobs, **options, **limits)
-    formula = functools.partial(reference_linear.linear_logprobs, **options)
+    formula = functools.partial(reference.linear_logprobs, **options)
     wrt = [name for name in LEAVES if name in inputs]
     return judge(op, formula, inputs, wrt=wrt, own_dtypes=True)
 
@@ -130,7 +130,7 @@ def test_gradient_of_either_result_alone(backend, device, which):
         return function(**given, entropy=True, softcap=6.0)[which]
 
     op = functools.partial(of_one, functools.partial(linear_logprobs, backend=backend))
-    formula = functools.partial(of_one, reference_linear.linear_logprobs)
+    formula = functools.partial(of_one, reference.linear_logprobs)
     judge(op, formula, inputs, wrt=LEAVES, own_dtypes=True)
 
 
@@ -257,7 +257,7 @@ def test_a_retained_graph_gives_its_gradients_again(backend, device, workspace):
     assert_same_bits(*others)
     double = {k: x.detach().double() if k in LEAVES else x for k, x in inputs.items()}
     exact_leaves = [double[name].requires_grad_() for name in LEAVES]
-    results = reference_linear.linear_logprobs(**double, entropy=True)
+    results = reference.linear_logprobs(**double, entropy=True)
     exact = torch.autograd.grad(results, exact_leaves, [x.double() for x in upstream])
     for one, again, right, name in zip(first, others[0], exact, LEAVES, strict=True):
         assert_close_to_exact(again, one, right, name)
@@ -347,7 +347,7 @@ def test_a_gradient_flows_to_what_made_the_hidden_states(backend, device):
 
     inputs["weight"] = inputs["weight"][:, 1:]
     op = functools.partial(of_model, functools.partial(linear_logprobs, backend=backend))
-    formula = functools.partial(of_model, reference_linear.linear_logprobs)
+    formula = functools.partial(of_model, reference.linear_logprobs)
     judge(op, formula, inputs, wrt=["hidden", "weight"], own_dtypes=True)
 
 

@@ -1,0 +1,52 @@
+"""Rows of logits a few at a time, so that what is worked on stays in a CPU's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..rows import as_rows_together
+
+CHUNK_ELEMENTS = 1 << 20  # logits that are worked on at a time: 4 MiB in fp32
+# exp of it is 0. It stands in for -inf where its product with that 0 has to be 0.
+FLOOR = -200.0
+
+
+def rows_at_a_time(vocabulary: int) -> int:
+    return max(1, CHUNK_ELEMENTS // max(1, vocabulary))
+
+
+def chunks(*tensors: Tensor, buffers: int) -> Iterator[tuple[slice, list[Tensor], Tensor]]:
+    """Blocks of rows of [..., V] tensors: which rows, a view [r, V] of each tensor, and fp32
+    working memory [buffers, r, V], the same for all blocks."""
+    walks = as_rows_together(*tensors)
+    outer, inner, vocabulary = walks[0].shape
+    step = max(1, min(inner, rows_at_a_time(vocabulary)))
+    device = tensors[0].device
+    memory = torch.empty(buffers, step, vocabulary, dtype=torch.float32, device=device)
+    for i in range(outer):
+        for j in range(0, inner, step):
+            stop = min(j + step, inner)
+            rows = slice(i * inner + j, i * inner + stop)
+            yield rows, [x[i, j:stop] for x in walks], memory[:, : stop - j]
+
+
+def wide(x: Tensor, out: Tensor) -> Tensor:
+    """x itself if it is fp32, else converted in ``out``."""
+    return x if x.dtype == torch.float32 else out.copy_(x)
+
+
+def zero_rows(x: Tensor, counted: Tensor) -> Tensor:
+    """Zeroes the fp32 rows that do not count, by their bits: NaN times 0 is NaN."""
+    x.view(torch.int32).bitwise_and_(-counted.int())
+    return x
+
+
+def blocks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """x [r, C] a few rows at a time."""
+    step = rows_at_a_time(x.shape[1])
+    for start in range(0, len(x), step):
+        rows = slice(start, start + step)
+        yield rows, x[rows]

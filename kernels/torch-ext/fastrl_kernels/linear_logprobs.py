@@ -1,0 +1,343 @@
+"""Log-probabilities and entropies from hidden states: the language-model head fused in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .gemm import add_product_, product
+from .lm_head import (
+    HEAD_SCHEMA,
+    HeadInputs,
+    checked_head,
+    column_chunks,
+    fake_gradients,
+    flat_head,
+    row_chunks,
+    split_head,
+)
+from .operators import operator, or_empty
+from .types import Extras, RowGradients, RowStatistics
+from .workspace import Workspace
+
+
+class Kept(NamedTuple):
+    """The last chunk's logits, and the workspace that they lie in."""
+
+    rows: slice
+    x: Tensor
+    workspace: Workspace
+
+
+class _Gradients:
+    """Sums up the gradients that are wanted, chunk of columns by chunk of columns."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]
+    ) -> None:
+        self.hidden, self.weight = hidden, weight
+        self.dhidden = torch.zeros_like(hidden, dtype=torch.float32) if wanted[0] else None
+        new = torch.empty_like if len(hidden) else torch.zeros_like  # nobody writes it then
+        self.dweight = new(weight) if wanted[1] else None
+        self.dbias = (
+            torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        )
+        self._bias_dtype = None if bias is None else bias.dtype
+        self._sum: Tensor | None = None  # of a chunk of dweight, over chunks of rows
+
+    def add(self, x: Tensor, rows: slice, columns: slice) -> None:
+        """x [r, C], gradients of products; rows in order for each chunk of columns."""
+        if self.dhidden is not None:
+            add_product_(self.dhidden[rows], x, self.weight[columns])
+        if self.dbias is not None:
+            self.dbias[columns] += x.sum(0, dtype=torch.float32)
+        if self.dweight is None:
+            return
+        out, first, last = self.dweight[columns], rows.start == 0, rows.stop == len(self.hidden)
+        if first and last:
+            product(out, x.t(), self.hidden)
+            return
+        if first:
+            self._sum = (
+                out if out.dtype == torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
+            )
+            product(self._sum, x.t(), self.hidden[rows])
+            return
+        assert self._sum is not None
+        add_product_(self._sum, x.t(), self.hidden[rows])
+        if last and self._sum is not out:
+            out.copy_(self._sum)
+
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """By hidden states, weight and bias, in their dtypes."""
+        return (
+            None if self.dhidden is None else self.dhidden.to(self.hidden.dtype),
+            self.dweight,
+            None if self.dbias is None else self.dbias.to(self._bias_dtype),
+        )
+
+
+def _forward(
+    inputs: HeadInputs, entropy: bool, extras: tuple[str, ...]
+) -> tuple[list[Tensor | None], RowStatistics, Kept | None]:
+    """The last five of ``RowStatistics`` as they are returned, 0 where a row does not count; all of
+    them; and what backward may take, whose workspace is to be released where it does not."""
+    n, vocabulary = len(inputs.hidden), len(inputs.weight)
+    statistics = RowStatistics.empty(inputs.hidden, n, entropy, extras)
+    dtype = inputs.head.chunk_dtype(inputs.hidden)
+    chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
+    longest = max((rows.stop - rows.start for rows in chunks), default=0)
+    workspace = Workspace(inputs.hidden, longest, vocabulary, dtype)
+    for rows in chunks:
+        x = workspace.chunk(rows.stop - rows.start)
+        inputs.fill(x, rows)
+        inputs.statistics(x, rows, statistics)
+    results = [None if x is None else x.masked_fill(~inputs.counted, 0) for x in statistics[3:]]
+    return results, statistics, Kept(chunks[-1], x, workspace) if chunks else None
+
+
+def _backward(
+    grads: tuple[Tensor | None, ...],
+    inputs: HeadInputs,
+    saved: RowStatistics,
+    wanted: tuple[bool, ...],
+    kept: Kept | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients by hidden states, weight and bias, where wanted; ``kept`` is overwritten."""
+    upstream = _upstream(grads, inputs.labels, inputs.counted, len(inputs.weight))
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        gradients = _Gradients(inputs.hidden, inputs.weight, inputs.bias, wanted)
+        for x, rows, columns in _gradient_chunks(inputs, saved, upstream, kept):
+            gradients.add(x, rows, columns)
+    if kept is not None:
+        kept.workspace.release()
+    return gradients.results()
+
+
+def _upstream(
+    grads: tuple[Tensor | None, ...], labels: Tensor, counted: Tensor, vocabulary: int
+) -> RowGradients:
+    """Upstream gradients as the element-wise work takes them."""
+    flat = [
+        None if g is None else torch.where(counted, g.reshape(-1).float(), 0.0) for g in grads[:2]
+    ]
+    by_logprobs = torch.zeros_like(labels, dtype=torch.float32) if flat[0] is None else flat[0]
+    outside = counted & ((labels < 0) | (labels >= vocabulary))
+    return RowGradients(by_logprobs.masked_fill(outside, math.nan), flat[1])
+
+
+def _gradient_chunks(
+    inputs: HeadInputs, saved: RowStatistics, upstream: RowGradients, kept: Kept | None
+) -> Iterator[tuple[Tensor, slice, slice]]:
+    """Gradients of products [r, C] with their rows and columns, column by column of chunks. The
+    logits of ``kept`` need not be computed again."""
+    last, x_kept = (
+        (kept.rows, kept.x) if kept is not None else (slice(len(inputs.hidden), None), None)
+    )
+    dtype, again = inputs.head.chunk_dtype(inputs.hidden), last.start
+    if x_kept is not None:
+        inputs.gradients_(x_kept, last, 0, saved, upstream.at(last))
+        if again == 0:
+            yield x_kept, last, slice(0, len(inputs.weight))
+            return
+    column_walk = column_chunks(again, len(inputs.weight), dtype.itemsize, inputs.workspace)
+    widest = column_walk[0].stop
+    row_walk = row_chunks(again, widest, dtype.itemsize, inputs.workspace)
+    longest = row_walk[0].stop if row_walk else 0
+    memory = Workspace(inputs.hidden, longest, widest, dtype)
+    for columns in column_walk:
+        for rows in row_walk:
+            x = memory.chunk(rows.stop - rows.start, columns.stop - columns.start)
+            inputs.fill(x, rows, columns)
+            inputs.gradients_(x, rows, columns.start, saved, upstream.at(rows))
+            yield x, rows, columns
+        if x_kept is not None:
+            yield x_kept[:, columns], last, columns
+    memory.release()
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Logits of the last chunk of rows stay in the workspace for backward, which computes those of
+    the other rows once more, in chunks of columns."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        inputs: HeadInputs,
+        entropy: bool,
+        extras: tuple[str, ...],
+    ) -> tuple[Tensor | None, ...]:
+        results, statistics, kept = _forward(inputs, entropy, extras)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(hidden, weight, bias, *inputs.tensors()[3:], *statistics[:3])
+            ctx.inputs, ctx.kept = inputs.with_tensors(*(None,) * 6), kept
+            ctx.set_materialize_grads(False)
+        elif kept is not None:
+            kept.workspace.release()
+        results = [None if x is None else x.view(inputs.shape) for x in results]
+        ctx.mark_non_differentiable(*(x for x in results[2:] if x is not None))
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs = ctx.inputs.with_tensors(*ctx.saved_tensors[:6])
+        saved = RowStatistics(*ctx.saved_tensors[6:], *[None] * 5)
+        kept, ctx.kept = ctx.kept, None  # overwritten: another backward computes all rows again
+        return *_backward(grads, inputs, saved, ctx.needs_input_grad[:3], kept), None, None, None
+
+
+@operator(
+    f"({HEAD_SCHEMA}, bool entropy, str extras) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def _linear_logprobs(*arguments: Any) -> tuple[Tensor, ...]:
+    """The fields of ``RowStatistics``; logits are not kept."""
+    inputs, (entropy, extras) = split_head(arguments)
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        results, statistics, kept = _forward(inputs, entropy, tuple(extras.split()))
+    if kept is not None:
+        kept.workspace.release()
+    return tuple(or_empty(x, statistics.exp_sum) for x in (*statistics[:3], *results))
+
+
+@_linear_logprobs.register_fake
+def _(hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    *_, entropy, extras = others
+    empty = RowStatistics.empty(hidden, hidden.shape[0], entropy, tuple(extras.split()))
+    return tuple(or_empty(x, empty.exp_sum) for x in empty)
+
+
+@operator(
+    f"({HEAD_SCHEMA}, Tensor? grad_logprobs, Tensor? grad_entropies, Tensor unscaled_max, "
+    "Tensor exp_sum, Tensor? mean, bool[] wanted) -> (Tensor, Tensor, Tensor)"
+)
+def _linear_logprobs_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    inputs, (grad_logprobs, grad_entropies, *saved, wanted) = split_head(arguments)
+    statistics = RowStatistics(*saved, *[None] * 5)
+    gradients = _backward((grad_logprobs, grad_entropies), inputs, statistics, tuple(wanted), None)
+    return tuple(or_empty(x, inputs.hidden) for x in gradients)
+
+
+@_linear_logprobs_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    return fake_gradients(arguments[:3], arguments[-1])
+
+
+def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *head, ctx.entropy, _ = inputs
+    ctx.numbers = head[6:]
+    ctx.save_for_backward(*head[:6], *output[:3])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, unscaled_max, exp_sum, mean = ctx.saved_tensors
+    by_entropies, mean = (grads[4], mean) if ctx.entropy else (None, None)
+    wanted = list(ctx.needs_input_grad[:3])
+    gradients = _linear_logprobs_backward(
+        *tensors, *ctx.numbers, grads[3], by_entropies, unscaled_max, exp_sum, mean, wanted
+    )
+    kept = (x if want else None for x, want in zip(gradients, wanted, strict=True))
+    return *kept, *(None,) * 10
+
+
+_linear_logprobs.register_autograd(_gradients, setup_context=_save_for_gradients)
+
+
+def _compiled(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    inputs: HeadInputs,
+    entropy: bool,
+    extras: tuple[str, ...],
+) -> tuple[Tensor | None, ...]:
+    results = _linear_logprobs(*flat_head(inputs), entropy, " ".join(extras))[3:]
+    asked = (True, entropy, *(name in extras for name in Extras._fields))
+    logprobs, entropies, *others = (
+        x.view(inputs.shape) if want else None for x, want in zip(results, asked, strict=True)
+    )
+    return logprobs, entropies, *(None if x is None else x.detach() for x in others)
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    mask: Tensor | None = None,
+    entropy: bool = False,
+    extras: tuple[str, ...] = (),
+    workspace_bytes: int | None = None,
+    check_labels: bool = False,
+    backend: str = "auto",
+) -> Any:
+    """log softmax(z)[y] per token, z = c·tanh(s·(W h + b)/c)/T, and the entropy -Σ_v p_v log p_v.
+
+    The logits [N, V] never exist: forward computes them in chunks of rows, backward once more in
+    chunks of columns, which takes 8·N·V·H flops in all. Products are library GEMMs, rounded to the
+    head's dtype as a model rounds its own logits; everything after them is fp32, and gradients are
+    summed in fp32 and rounded once. Run twice, it gives the same bits.
+
+    Args:
+        hidden: [..., H] fp32, bf16 or fp16: the rows that are wanted (a mask only zeroes). Under
+            autocast, hidden states and weight are cast as ``nn.Linear`` would.
+        weight: [V, H], the head's, in the same dtype. Frozen weights cost no gradient GEMM.
+        labels: [...] integer token ids; -100 marks a token that does not count.
+        bias: [V], added to the product.
+        temperature: T > 0, a number or [...], not differentiable.
+        softcap: c > 0, as Gemma 2 has it; None for no cap.
+        logit_scale: s > 0, as Cohere and Granite have it.
+        mask: [...] bool, True = counts. Where it or the label says no, results and gradients are 0.
+        entropy: also return entropies, in nats, with their gradient.
+        extras: names out of "log_sum_sq_probs", "mean_logit", "is_top1".
+        workspace_bytes: of logits that exist at a time; by default 256 MiB, 96 MiB on a CPU.
+        check_labels: on a GPU, wait for it and raise where a label is out of range; without it
+            such a token's log-probability and gradient are NaN. CPU tensors are always checked.
+        backend: "auto", "triton" or "torch", for the work on logits; see ``explain``.
+
+    Returns:
+        Log-probabilities [...] fp32 in nats; with ``entropy`` also entropies [...] fp32; with
+        ``extras`` also an :class:`Extras`. A tuple where it is more than one.
+
+    Raises:
+        TypeError: tensors that are not fp32, bf16 or fp16, or of two dtypes; labels that are not
+            integers; a mask that is not boolean; a weight that is sharded (a DTensor).
+        ValueError: shapes or devices that do not fit, V = 0, a temperature, soft cap or scale that
+            is not positive and finite, a temperature that requires grad, unknown extras, a label
+            outside [0, V) other than -100 where checked.
+
+    Source: chunked heads are due to Hsu et al., 2024 (arXiv:2410.10989) and Wijmans et al., 2024
+    (arXiv:2411.09009).
+    """
+    unknown = [name for name in extras if name not in Extras._fields]
+    if unknown:
+        raise ValueError(f"unknown extras {unknown}: choose from {', '.join(Extras._fields)}")
+    inputs = checked_head(
+        hidden, weight, labels, bias, temperature, softcap, logit_scale, mask, workspace_bytes,
+        check_labels, backend,
+    )  # fmt: skip
+    run: Any = _compiled if torch.compiler.is_compiling() else _LinearLogprobs.apply
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        logprobs, entropies, *others = run(
+            inputs.hidden, inputs.weight, inputs.bias, inputs, entropy, tuple(extras)
+        )
+    results = [logprobs]
+    if entropy:
+        results.append(entropies)
+    if extras:
+        results.append(Extras(*others))
+    return results[0] if len(results) == 1 else tuple(results)

@@ -1,0 +1,421 @@
+"""A language-model head in chunks: what the ops on hidden states share.
+
+Logits exist a chunk at a time, in a workspace of bounded size. Products are library GEMMs
+(``gemm``); the element-wise work on a chunk is done by a :class:`HeadBackend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ._cpu.row_chunks import FLOOR, blocks, rows_at_a_time
+from .checks import (
+    check_device,
+    check_float,
+    check_labels_of,
+    check_mask,
+    check_positive,
+    check_temperature,
+    checked_labels,
+    counts,
+)
+from .dispatch import choose
+from .gemm import multiply
+from .types import LogitTransform, RowGradients, RowStatistics, Temperature
+from .workspace import KEPT_BYTES
+
+COLUMNS, FEWEST_COLUMNS = 8192, 1024  # of the vocabulary at a time, where logits are recomputed
+_ROW_STEP = 16  # chunks hold a multiple of as many rows
+# Of logits that exist at a time. Less on a CPU, where a chunk should stay near a cache, and where
+# memory is kept for the next call.
+WORKSPACE_BYTES = {"cpu": KEPT_BYTES}
+DEFAULT_WORKSPACE_BYTES = 256 << 20
+
+
+def row_chunks(n: int, columns: int, itemsize: int, budget: int) -> list[slice]:
+    """Rows in chunks whose [r, columns] fit the budget, of about the same length."""
+    most = max(1, budget // max(1, columns * itemsize))
+    if most > _ROW_STEP:
+        most -= most % _ROW_STEP
+    count = -(-n // most)
+    length = -(-n // max(1, count))
+    if length > _ROW_STEP:
+        length = min(most, -(-length // _ROW_STEP) * _ROW_STEP)
+    return [slice(start, min(start + length, n)) for start in range(0, n, max(1, length))]
+
+
+def column_chunks(n: int, vocabulary: int, itemsize: int, budget: int) -> list[slice]:
+    """Columns in chunks of 1k to 8k, as few as [n, C] fits the budget."""
+    width = COLUMNS
+    while width > FEWEST_COLUMNS and n * width * itemsize > budget:
+        width //= 2
+    return [slice(v, min(v + width, vocabulary)) for v in range(0, vocabulary, width)]
+
+
+class HeadBackend(Protocol):
+    """The element-wise work on a chunk x of logits, between products."""
+
+    @staticmethod
+    def chunk_dtype(hidden: Tensor) -> torch.dtype: ...
+
+    @staticmethod
+    def fill(
+        x: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
+    ) -> None:
+        """x [r, C] from hidden states [r, H] and rows of the weight [C, H]."""
+
+    @staticmethod
+    def statistics(
+        x: Tensor,
+        labels: Tensor,
+        transform: LogitTransform,
+        temperature: Temperature,
+        out: RowStatistics,
+        once: bool = False,
+    ) -> None:
+        """Fills ``out`` from whole rows [r, V]. ``once``: x need only serve `gradients_`."""
+
+    @staticmethod
+    def gradients_(
+        x: Tensor,
+        first: int,
+        labels: Tensor,
+        transform: LogitTransform,
+        temperature: Temperature,
+        saved: RowStatistics,
+        upstream: RowGradients,
+        once: bool = False,
+    ) -> None:
+        """Makes x [r, C], columns ``first`` + … of the rows, the gradients of its products.
+
+        ``once``: x comes from `statistics` with it, and entropies have no gradient.
+        """
+
+    @staticmethod
+    def scale_(x: Tensor, factor: Tensor) -> None:
+        """x·factor in place, free where the factor is 1."""
+
+
+class TorchHead:
+    """Element-wise work in PyTorch. Chunks are fp32 whatever the head is, and hold unscaled logits
+    (:class:`LogitTransform`)."""
+
+    @staticmethod
+    def chunk_dtype(hidden: Tensor) -> torch.dtype:
+        return torch.float32
+
+    @staticmethod
+    def fill(
+        x: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
+    ) -> None:
+        """The product is rounded to the head's dtype, as a model rounds its logits."""
+        multiply(x, hidden, weight, bias)
+        if transform.softcap is not None:
+            x.mul_(transform.inner).tanh_()
+
+    @staticmethod
+    def statistics(
+        x: Tensor,
+        labels: Tensor,
+        transform: LogitTransform,
+        temperature: Temperature,
+        out: RowStatistics,
+        once: bool = False,
+    ) -> None:
+        """With ``once`` and without a soft cap, x holds exp(z - max z) afterwards, which spares
+        `gradients_` the work."""
+        d, e = _buffers(x, 2)
+        once = once and transform.softcap is None
+        for rows, block in blocks(x):
+            exp = block if once else e[: len(block)]
+            _statistics(block, labels[rows], transform, temperature.at(rows), out.at(rows), d, exp)
+
+    @staticmethod
+    def gradients_(
+        x: Tensor,
+        first: int,
+        labels: Tensor,
+        transform: LogitTransform,
+        temperature: Temperature,
+        saved: RowStatistics,
+        upstream: RowGradients,
+        once: bool = False,
+    ) -> None:
+        """With d = z - max z and Σ = exp_sum: dz = g·1_y - exp(d)/Σ·[ g + g_H·(d - mean) ]."""
+        exps_given = once and transform.softcap is None
+        d, e = _buffers(x, 2) if not exps_given else (x, x)
+        for rows, block in blocks(x):
+            t, row, grads = temperature.at(rows), saved.at(rows), upstream.at(rows)
+            # From dz to the product's gradient: ·s/T here, and with a cap ·(1 - tanh²) below.
+            g = _times_(grads.logprobs.clone(), transform.logit_scale, t)
+            base = -g / row.exp_sum
+            if exps_given:
+                gradient = block.mul_(base[:, None])
+            else:
+                gradient = _gradients_by_z(block, base, transform, t, row, grads, d, e)
+            _add_at_labels_(gradient, labels[rows] - first, g)
+            if transform.softcap is not None:
+                block.square_().neg_().add_(1.0).mul_(gradient)
+
+    @staticmethod
+    def scale_(x: Tensor, factor: Tensor) -> None:
+        if factor.device.type != "cpu" or factor.item() != 1.0:
+            x.mul_(factor)
+
+
+def _buffers(x: Tensor, count: int) -> Tensor:
+    return x.new_empty(count, min(len(x), rows_at_a_time(x.shape[1])), x.shape[1])
+
+
+def _times_(x: Tensor, factor: float, temperature: Temperature) -> Tensor:
+    """x·factor/T in place."""
+    return temperature.divide_(x if factor == 1.0 else x.mul_(factor))
+
+
+def _shifted(
+    x: Tensor,
+    row_max: Tensor,
+    transform: LogitTransform,
+    temperature: Temperature,
+    out: Tensor,
+) -> Tensor:
+    """z - max z. Where a bias masks tokens out -inf becomes FLOOR: its product with exp of it,
+    which is 0, has to be 0."""
+    d = torch.sub(x, row_max[:, None], out=out[: len(x)])
+    return _times_(d, transform.outer, temperature).clamp_(min=FLOOR)
+
+
+def _statistics(
+    x: Tensor,
+    labels: Tensor,
+    transform: LogitTransform,
+    temperature: Temperature,
+    out: RowStatistics,
+    d: Tensor,
+    e: Tensor,
+) -> None:
+    known = (labels >= 0) & (labels < x.shape[1])
+    columns = labels.clamp(0, x.shape[1] - 1)[:, None]
+    torch.amax(x, -1, out=out.unscaled_max)
+    d = _shifted(x, out.unscaled_max, transform, temperature, d)
+    at_label = x.gather(1, columns)[:, 0] - out.unscaled_max
+    at_label = _times_(at_label, transform.outer, temperature)
+    if out.mean_logit is not None:
+        out.mean_logit.copy_(_times_(x.mean(-1), transform.outer, temperature))
+    if out.is_top1 is not None:
+        torch.eq(x.argmax(-1), labels, out=out.is_top1)
+    torch.exp(d, out=e)  # which may be x
+    torch.sum(e, -1, out=out.exp_sum)
+    log_sum = out.exp_sum.log()
+    out.logprobs.copy_(torch.where(known, at_label - log_sum, torch.nan))
+    if out.mean is not None and out.entropies is not None:
+        torch.div(torch.mul(e, d, out=d).sum(-1), out.exp_sum, out=out.mean)
+        torch.sub(log_sum, out.mean, out=out.entropies)
+    if out.log_sum_sq_probs is not None:
+        torch.sub(torch.square(e, out=d).sum(-1).log(), 2 * log_sum, out=out.log_sum_sq_probs)
+
+
+def _gradients_by_z(
+    x: Tensor,
+    base: Tensor,
+    transform: LogitTransform,
+    temperature: Temperature,
+    saved: RowStatistics,
+    upstream: RowGradients,
+    d: Tensor,
+    e: Tensor,
+) -> Tensor:
+    """exp(d)·(base + slope·(d - mean)), in x's place, or beside it where a cap still needs it."""
+    out = x if transform.softcap is None else d[: len(x)]
+    d = _shifted(x, saved.unscaled_max, transform, temperature, d)
+    e = torch.exp(d, out=e[: len(x)])
+    if upstream.entropies is None or saved.mean is None:
+        return torch.mul(e, base[:, None], out=out)
+    slope = _times_(-upstream.entropies / saved.exp_sum, transform.logit_scale, temperature)
+    base = base - slope * saved.mean
+    return torch.mul(d.mul_(slope[:, None]).add_(base[:, None]), e, out=out)
+
+
+def _add_at_labels_(x: Tensor, columns: Tensor, g: Tensor) -> None:
+    """Adds g where a row's label lies within x."""
+    here = (columns >= 0) & (columns < x.shape[1])
+    columns = columns.clamp(0, x.shape[1] - 1)[:, None]
+    x.scatter_add_(1, columns, torch.where(here, g, 0.0)[:, None])
+
+
+class HeadInputs(NamedTuple):
+    """A checked call: N rows, and the shape that results have."""
+
+    hidden: Tensor  # [N, H], 0 where a row does not count
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    labels: Tensor  # [N] int64, 0 where a row does not count
+    counted: Tensor  # [N] bool
+    temperature: Temperature
+    transform: LogitTransform
+    shape: torch.Size
+    backend: str
+    workspace: int  # bytes
+
+    @property
+    def head(self) -> type[HeadBackend]:
+        if self.backend == "triton":
+            from ._triton.lm_head import TritonHead
+
+            return TritonHead
+        return TorchHead
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return *self[:5], self.temperature.per_row
+
+    def with_tensors(self, *tensors: Any) -> HeadInputs:
+        """The same call with other tensors, or None where autograd keeps them."""
+        temperature = self.temperature._replace(per_row=tensors[5])
+        return HeadInputs(*(*tensors[:5], temperature, *self[6:]))
+
+    def fill(self, x: Tensor, rows: slice, columns: slice | None = None) -> None:
+        """Computes x, the logits of some rows, and of some columns or all, as the backend has
+        them."""
+        weight, bias = self.weight, self.bias
+        if columns is not None:
+            weight, bias = weight[columns], None if bias is None else bias[columns]
+        self.head.fill(x, self.hidden[rows], weight, bias, self.transform)
+
+    def statistics(self, x: Tensor, rows: slice, out: RowStatistics, once: bool = False) -> None:
+        """Fills the rows of ``out``."""
+        self.head.statistics(
+            x, self.labels[rows], self.transform, self.temperature.at(rows), out.at(rows), once
+        )
+
+    def gradients_(
+        self,
+        x: Tensor,
+        rows: slice,
+        first: int,
+        saved: RowStatistics,
+        upstream: RowGradients,
+        once: bool = False,
+    ) -> None:
+        """Makes x its products' gradients; ``saved`` is of all rows, ``upstream`` of these."""
+        self.head.gradients_(
+            x, first, self.labels[rows], self.transform, self.temperature.at(rows), saved.at(rows),
+            upstream, once,
+        )  # fmt: skip
+
+
+# HeadInputs as an operator's first arguments.
+HEAD_SCHEMA = (
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor counted, "
+    "Tensor? temperatures, float temperature, float? softcap, float logit_scale, int workspace, "
+    "str backend"
+)
+
+
+def flat_head(inputs: HeadInputs) -> tuple[Any, ...]:
+    """The arguments of ``HEAD_SCHEMA``."""
+    numbers = inputs.temperature.number, *inputs.transform, inputs.workspace, inputs.backend
+    return *inputs.tensors(), *numbers
+
+
+def split_head(arguments: Sequence[Any]) -> tuple[HeadInputs, Sequence[Any]]:
+    """The head of an operator's arguments, and the others."""
+    *tensors, temperatures, number, softcap, logit_scale, workspace, backend = arguments[:11]
+    numbers = Temperature(number, temperatures), LogitTransform(softcap, logit_scale)
+    inputs = HeadInputs(*(*tensors, *numbers, tensors[3].shape, backend, workspace))
+    return inputs, arguments[11:]
+
+
+def fake_gradients(leaves: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    """By hidden states, weight and bias, empty where they are not wanted."""
+    hidden = leaves[0]
+    assert hidden is not None
+    return tuple(
+        torch.empty_like(x) if x is not None and want else hidden.new_empty(0)
+        for x, want in zip(leaves, wanted, strict=True)
+    )
+
+
+def checked_head(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    mask: Tensor | None,
+    workspace_bytes: int | None,
+    check_labels: bool,
+    backend: str,
+) -> HeadInputs:
+    """
+    Raises:
+        TypeError, ValueError: as the public ops say.
+    """
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if x is not None and type(x).__name__ == "DTensor":
+            raise TypeError(
+                f"{name} is a DTensor: pass {name}.full_tensor(), or call where the module that "
+                "owns it has gathered it"
+            )
+    if weight.dim() != 2 or weight.shape[0] == 0:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be [V, H] with V > 0")
+    if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}: they must be "
+            "[..., H] and [V, H]"
+        )
+    check_float("hidden", hidden)
+    check_float("weight", weight)
+    kind = hidden.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
+    if hidden.dtype != weight.dtype:
+        raise TypeError(f"hidden is {hidden.dtype}, weight {weight.dtype}: convert one of them")
+    check_device("weight", weight, "hidden", hidden)
+    if bias is not None:
+        check_float("bias", bias)
+        check_device("bias", bias, "hidden", hidden)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be ({len(weight)},)")
+        bias = bias.to(hidden.dtype)
+    check_labels_of(labels, "hidden", hidden)
+    number, temperatures = check_temperature(temperature, "hidden", hidden)
+    if mask is not None:
+        check_mask(mask, "labels", labels)
+        check_device("mask", mask, "hidden", hidden)
+    if softcap is not None:
+        softcap = check_positive("softcap", softcap)
+    transform = LogitTransform(softcap, check_positive("logit_scale", logit_scale))
+    if workspace_bytes is None:
+        workspace_bytes = WORKSPACE_BYTES.get(kind, DEFAULT_WORKSPACE_BYTES)
+    elif workspace_bytes < 1:
+        raise ValueError(f"workspace_bytes must be at least 1, got {workspace_bytes}")
+    chosen = choose(backend, hidden, weight, labels)
+    if check_labels or (chosen == "torch" and kind == "cpu"):
+        labels = checked_labels(labels, mask, len(weight))
+
+    if not torch.is_grad_enabled():  # which a Function's ``needs_input_grad`` does not say
+        hidden, weight = hidden.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
+    counted = counts(labels, mask).reshape(-1)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    if temperatures is not None:
+        temperatures = torch.where(counted, temperatures, 1.0)
+    return HeadInputs(
+        # What lies in rows that do not count may be anything, and 0·NaN would reach the weight.
+        hidden=torch.where(counted[:, None], flat, 0.0),
+        weight=weight,
+        bias=bias,
+        labels=torch.where(counted, labels.reshape(-1), 0).long(),
+        counted=counted,
+        temperature=Temperature(number, temperatures),
+        transform=transform,
+        shape=labels.shape,
+        backend=chosen,
+        workspace=workspace_bytes,
+    )

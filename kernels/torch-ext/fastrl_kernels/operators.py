@@ -1,0 +1,59 @@
+"""Registration of ops as ``torch.library`` operators, which ``torch.compile`` does not look into.
+
+A public op over the vocabulary takes its operator while a graph is being traced, and only then.
+What runs is the code of eager mode: its loops over chunks are not unrolled, and its workspaces are
+not part of a graph.
+
+An operator takes tensors and plain values, and returns tensors of which none is a view of another;
+one that is not wanted is empty. Each has a fake, which says what comes back, and where it has a
+gradient an operator for backward, since backward is traced as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The Kernel Hub imports the package under names of its own, perhaps beside an installed one.
+NAMESPACE = re.sub(r"\W", "_", __package__ or "fastrl_kernels")
+
+
+def operator(schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Registers a function under its name; with the schema that its annotations say, or this."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        name = f"{NAMESPACE}::{function.__name__.strip('_')}"
+        return torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+
+    return register
+
+
+def dense(x: Tensor) -> Tensor:
+    """Contiguous from its memory's start on, as a fake says. The Triton kernels lay a gradient out
+    as its logits lie, which may be from an odd address on, or with padded rows."""
+    if x.is_contiguous() and x.storage_offset() == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def or_empty(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x
+
+
+def new(like: Tensor, *shape: Any, wanted: bool = True) -> Tensor:
+    """An fp32 tensor of a fake's result."""
+    return like.new_empty(shape if wanted else (0,), dtype=torch.float32)
+
+
+def split(x: Any) -> tuple[Tensor | None, Any]:
+    """A tensor or a number as an operator takes it: one of the two."""
+    return (x, 0) if isinstance(x, Tensor) else (None, x)
+
+
+def joined(x: Tensor | None, number: Any) -> Any:
+    """What was ``split``."""
+    return number if x is None else x

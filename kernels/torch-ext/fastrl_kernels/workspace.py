@@ -1,0 +1,61 @@
+"""Working memory, which CPU calls leave to the next one: there, memory that is new costs as much
+as the work that is done in it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+KEPT_BYTES = 96 << 20  # at most, and one piece of it
+_ALIGNED = 64  # elements: rows of a workspace begin at a multiple of it
+_idle: list[Tensor] = []
+
+
+def borrow(like: Tensor, nbytes: int) -> Tensor:
+    """At least ``nbytes`` of any content, uint8, on the device of ``like``."""
+    if like.device.type == "cpu":
+        try:
+            memory = _idle.pop()
+        except IndexError:
+            pass
+        else:
+            if memory.numel() >= nbytes:
+                return memory
+    return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+
+
+def give_back(memory: Tensor) -> None:
+    """Nothing looks at what was borrowed any more."""
+    if memory.device.type == "cpu" and memory.numel() <= KEPT_BYTES and not _idle:
+        _idle.append(memory)
+
+
+def clear() -> None:
+    """Frees what is kept."""
+    _idle.clear()
+
+
+class Workspace:
+    """Memory for one chunk of logits at a time, on the device of ``like``."""
+
+    def __init__(self, like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
+        self.columns, self.dtype = columns, dtype
+        needed = rows * self._stride(columns) * dtype.itemsize
+        self._memory: Tensor | None = borrow(like, needed)
+
+    @staticmethod
+    def _stride(columns: int) -> int:
+        return -(-columns // _ALIGNED) * _ALIGNED
+
+    def chunk(self, rows: int, columns: int | None = None) -> Tensor:
+        """[rows, columns] whose rows all begin at a 16-byte boundary, also where V is odd."""
+        assert self._memory is not None
+        stride = self._stride(self.columns)
+        flat = self._memory[: rows * stride * self.dtype.itemsize].view(self.dtype)
+        return flat.view(rows, stride)[:, : self.columns if columns is None else columns]
+
+    def release(self) -> None:
+        """Nothing looks at the chunks any more."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            give_back(memory)
