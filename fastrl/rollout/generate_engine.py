@@ -1,27 +1,38 @@
-"""Responses from the policy, through ``model.generate``."""
+"""Rollouts through ``model.generate``: any model, any of its keywords."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
+from fastrl.data.prompt_ids import Prompt, check_prompts, need_pad_token
 from fastrl.models.layout import layout_of
 from fastrl.models.modes import evaluating
-from fastrl.rollout.keywords import neutral_kwargs, unpacked
-from fastrl.rollout.prompts import Prompt, check_prompts, checked_call, end_tokens, need_pad_token
-from fastrl.rollout.rescoring import Scorer
-from fastrl.rollout.rules import Rules
-from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
-from fastrl.rollout.slots import FIELDS
-from fastrl.rollout.stopping import RecordedNaN, beams_of, ends_with, stops_of
+from fastrl.rollout.decode_step import LogitsProcessors
+from fastrl.rollout.generation_kwargs import neutral_kwargs, unpacked
+from fastrl.rollout.kv_cache import FIELDS
+from fastrl.rollout.rescoring import Rescorer
+from fastrl.rollout.sampling_params import (
+    RolloutOutput,
+    RolloutRequest,
+    SamplingParams,
+    check_stop,
+    end_tokens,
+)
 
-T = TypeVar("T")
+_STOPPING = ("stop", "stop_strings", "stopping_criteria", "max_time")
 
 
 class GenerateEngine:
@@ -55,7 +66,7 @@ class GenerateEngine:
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self._layout = layout_of(model)
-        self._scorer = Scorer(model) if scores else None
+        self._scorer = Rescorer(model) if scores else None
 
     def generate(
         self,
@@ -78,9 +89,9 @@ class GenerateEngine:
                 new tokens exceeds the model's context, named by its index.
         """
         params = params or SamplingParams()
-        tokens, limits, ids = checked_call(prompts, params, sample_ids, self.model, self.tokenizer)
-        n = params.n
-        tokens, limits, ids = _repeated(tokens, n), _repeated(limits, n), _repeated(ids, n)
+        request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
+        request = request.repeated(params.n)
+        tokens, limits, ids = request.prompts, request.limits, request.sample_ids
         parts = self._parts(tokens, limits)
         ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
         kwargs = self._kwargs(params, ends)
@@ -155,9 +166,6 @@ class GenerateEngine:
     def sleep(self) -> None:
         """Nothing to free: here to serve in the place of :class:`RolloutEngine`."""
 
-    def wake(self) -> None:
-        """Nothing to bring back."""
-
     def _kwargs(self, params: SamplingParams, ends: Tensor) -> dict[str, Any]:
         kwargs: dict[str, Any] = {"pad_token_id": self.tokenizer.pad_token_id}
         kwargs |= neutral_kwargs(self.model) | params.generation_kwargs()
@@ -219,8 +227,8 @@ class GenerateEngine:
         drawn from no distribution."""
         assert self._scorer is not None
         vocabulary = self.model.config.get_text_config().vocab_size
-        rules = Rules.of(params, ends, vocabulary, self.model.device)
-        figures = self._scorer(prompts, output.sequences, rules)
+        processors = LogitsProcessors.of(params, ends, vocabulary, self.model.device)
+        figures = self._scorer(prompts, output.sequences, processors)
         for name in FIELDS:
             columns = [x for x in (sample[name] for sample in figures) if x is not None]
             setattr(output, name, columns or None)
@@ -256,10 +264,6 @@ class _Ended(StoppingCriteria):
         return (self.limits <= new.shape[1]) | ends_with(new, self.stops)
 
 
-def _repeated(items: list[T], times: int) -> list[T]:
-    return [item for item in items for _ in range(times)]
-
-
 def _end(
     tokens: list[int], ends: list[int], stops: Sequence[Sequence[int]] = ()
 ) -> tuple[int, str]:
@@ -286,3 +290,142 @@ def _seeded(seed: int | None) -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
+
+
+class NoStops:
+    """Of a call in which nothing else ends a response."""
+
+    def __init__(self, rows: int):
+        self.rows = rows
+
+    def kwargs(self) -> dict[str, Any]:
+        """What ``generate`` is given."""
+        return {}
+
+    def lengths(self) -> list[int | None]:
+        """After how many new tokens each row was stopped; None where it was not."""
+        return [None] * self.rows
+
+
+class RecordedStops(NoStops, StoppingCriteria):
+    """Criteria in one, which remembers where each row was stopped: behind that ``generate`` pads
+    the row, with a token that may well be its EOS.
+
+    Args:
+        criteria: that stop a row.
+        front: tokens in front of the new ones.
+        rows: prompts of the call.
+        device: of the model.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, front: int, rows: int, device: torch.device):
+        super().__init__(rows)
+        self.criteria, self.front = criteria, front
+        self.stopped = torch.zeros(rows, dtype=torch.long, device=device)  # 0: not yet
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        done = self.criteria(input_ids, scores, **kwargs)
+        first = done & (self.stopped == 0)
+        self.stopped = torch.where(first, input_ids.shape[1] - self.front, self.stopped)
+        return done
+
+    def kwargs(self) -> dict[str, Any]:
+        return {"stopping_criteria": StoppingCriteriaList([self])}
+
+    def lengths(self) -> list[int | None]:
+        return [length or None for length in self.stopped.tolist()]
+
+
+class RecordedNaN(LogitsProcessor):
+    """Remembers after how many new tokens the logits of each row became NaN, from which nothing can
+    be drawn: ``generate`` would end the call for all rows. What it draws there is to be cut off.
+
+    Args:
+        front: tokens in front of the new ones.
+        rows: prompts of the call.
+        device: of the model.
+    """
+
+    def __init__(self, front: int, rows: int, device: torch.device):
+        self.front = front
+        self.at = torch.full((rows,), -1, dtype=torch.long, device=device)  # -1: not yet
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        bad = scores.isnan().any(-1)
+        self.at = torch.where(bad & (self.at < 0), input_ids.shape[1] - self.front, self.at)
+        return torch.where(bad[:, None], 0.0, scores)
+
+    def lengths(self) -> list[int | None]:
+        """New tokens in front of the first NaN of each row; None where there is none."""
+        return [None if at < 0 else at for at in self.at.tolist()]
+
+
+class _StopTokens(StoppingCriteria):
+    """Token sequences that end a response."""
+
+    def __init__(self, stops: Sequence[Sequence[int]], front: int, device: torch.device):
+        self.stops = [torch.tensor([int(t) for t in stop]).to(device) for stop in stops]
+        self.front = front
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return ends_with(input_ids[:, self.front :], self.stops)
+
+
+def ends_with(new: Tensor, stops: Sequence[Tensor]) -> Tensor:
+    """Which rows of [b, T] end with one of the sequences, [b] bool."""
+    done = torch.zeros(len(new), dtype=torch.bool, device=new.device)
+    for stop in stops:
+        if len(stop) <= new.shape[1]:
+            done = done | (new[:, -len(stop) :] == stop).all(1)
+    return done
+
+
+def beams_of(kwargs: Mapping[str, Any], model: Any) -> int:
+    """Of a call of ``generate``."""
+    config = getattr(model, "pretrained_model", model).generation_config
+    return kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
+
+
+def stops_of(
+    kwargs: dict[str, Any], model: Any, tokenizer: Any
+) -> Callable[[int, int, torch.device], NoStops]:
+    """What makes the stops of a call of ``generate`` from (tokens in front of the new ones, rows,
+    device). What they do themselves is taken out of ``kwargs``.
+
+    Raises:
+        ValueError: several beams, whose rows are not those of the prompts; ``stop`` is not a list
+            of token sequences.
+    """
+    config = getattr(model, "pretrained_model", model).generation_config
+    found = {
+        name: kwargs.pop(name) if name in kwargs else getattr(config, name, None)
+        for name in _STOPPING
+    }
+    for name in ("stop_strings", "max_time"):  # of the model's generation_config
+        if getattr(config, name, None) is not None:
+            kwargs[name] = None
+    check_stop(found["stop"] or ())
+    reader = kwargs.pop("tokenizer", None) or tokenizer
+    asked = [name for name, value in found.items() if value]
+    if not asked:
+        return lambda front, rows, device: NoStops(rows)
+    beams = beams_of(kwargs, model)
+    if beams > 1:
+        raise ValueError(
+            f"{asked[0]} with num_beams={beams} is not supported: where a beam was stopped is not "
+            "known; leave one of the two out"
+        )
+
+    def make(front: int, rows: int, device: torch.device) -> NoStops:
+        criteria = StoppingCriteriaList(found["stopping_criteria"] or [])
+        if found["stop"]:
+            criteria.append(_StopTokens(found["stop"], front, device))
+        if found["stop_strings"]:
+            criteria.append(
+                StopStringCriteria(tokenizer=reader, stop_strings=found["stop_strings"])
+            )
+        if found["max_time"]:
+            criteria.append(MaxTimeCriteria(max_time=found["max_time"]))
+        return RecordedStops(criteria, front, rows, device)
+
+    return make

@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastrl import RolloutEngine, SamplingParams
 from fastrl.rollout.decode_step import DecodeStep
-from fastrl.rollout.polls import Poll
-from fastrl.rollout.scheduler import Sample, Schedule, bucket_sizes
+from fastrl.rollout.scheduler import LookNow, RolloutSample, Scheduler, bucket_sizes
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -98,7 +97,7 @@ def test_a_step_writes_to_the_same_addresses(each_step):
 
     def watched(step, self, *args):
         step(self, *args)
-        held = [*self.slots.tensors(), self.slots.seed, *self.arena.keys, *self.arena.values]
+        held = [*self.slots.tensors(), self.slots.seed, *self.kv_cache.keys, *self.kv_cache.values]
         addresses.add(tuple(x.data_ptr() for x in held))
 
     engine = RolloutEngine(tiny_models.policy("gpt2"), tiny.tokenizer(), max_slots=4)
@@ -118,13 +117,13 @@ def test_the_host_reads_at_most_once_in_eight_steps(eos, monkeypatch):
     params = SamplingParams(max_new_tokens=40, seed=0, suppress_tokens=suppressed)
     engine.generate(prompts, params)
     looks = []
-    look = Poll._look
+    look = LookNow.__call__
 
     def counted(self):
         looks.append(1)
         return look(self)
 
-    monkeypatch.setattr(Poll, "_look", counted)
+    monkeypatch.setattr(LookNow, "__call__", counted)
     out = engine.generate(prompts, params)
     steps = out.stats["perf/decode_steps"]
     assert steps > 60
@@ -136,15 +135,15 @@ def test_the_host_reads_at_most_once_in_eight_steps(eos, monkeypatch):
 
 def simulated(limits, slots):
     """Useful tokens over rows run, if every sample runs to its limit."""
-    schedule = Schedule([Sample(i, i, n) for i, n in enumerate(limits)], slots)
+    scheduler = Scheduler([RolloutSample(i, i, n) for i, n in enumerate(limits)], slots)
     lengths = [1] * len(limits)
     order = []
-    while schedule.waiting or schedule.running:
-        order += [sample.index for _, sample in schedule.admit(lengths)]
-        schedule.pack()
-        schedule.release(schedule.advance(schedule.steps(8)))
+    while scheduler.waiting or scheduler.running:
+        order += [sample.index for _, sample in scheduler.admit(lengths)]
+        scheduler.pack()
+        scheduler.release(scheduler.advance(scheduler.steps(8)))
     assert order == sorted(order), "first in, first out"
-    return sum(limits) / schedule.rows_run
+    return sum(limits) / scheduler.rows_run
 
 
 def lognormal(count, median, seed):
@@ -170,15 +169,15 @@ def test_the_engine_is_as_economical_as_its_schedule():
 
 
 def test_running_samples_close_up():
-    schedule = Schedule([Sample(i, 0, 9) for i in range(6)], 6)
-    schedule.admit([4])
-    schedule.advance(2)
-    freed = schedule.release([0, 3, 4])
+    scheduler = Scheduler([RolloutSample(i, 0, 9) for i in range(6)], 6)
+    scheduler.admit([4])
+    scheduler.advance(2)
+    freed = scheduler.release([0, 3, 4])
     assert [sample.index for _, sample in freed] == [0, 3, 4]
-    assert schedule.pack() == [(5, 0, 6)]
-    assert schedule.running == [0, 1, 2]
-    assert schedule.bucket == 3
-    assert schedule.span(1) == 6
+    assert scheduler.pack() == [(5, 0, 6)]
+    assert scheduler.running == [0, 1, 2]
+    assert scheduler.bucket == 3
+    assert scheduler.span(1) == 6
 
 
 def test_buckets_grow_by_half():

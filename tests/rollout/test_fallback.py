@@ -7,7 +7,7 @@ import torch
 
 from fastrl import GenerateEngine, SamplingParams
 from fastrl.rollout import RolloutEngine
-from fastrl.rollout.slots import FIELDS
+from fastrl.rollout.kv_cache import FIELDS
 from tests import tiny_models
 from tests.golden import tiny
 

@@ -5,9 +5,15 @@ import torch
 
 from fastrl import RolloutEngine, SamplingParams
 from fastrl.rollout import engine as engine_module
-from fastrl.rollout.polls import POLL_STEPS, LatePoll, Poll
-from fastrl.rollout.scheduler import Sample, Schedule
-from fastrl.rollout.slots import EOS, RUNNING, Slots
+from fastrl.rollout.kv_cache import EOS, RUNNING, Slots
+from fastrl.rollout.scheduler import (
+    POLL_STEPS,
+    FinishPoll,
+    LookLate,
+    LookNow,
+    RolloutSample,
+    Scheduler,
+)
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -34,42 +40,42 @@ def cuda(monkeypatch):
 
 def polled(kind, samples, slots):
     state = Slots(slots, 64, torch.device("cpu"))
-    schedule = Schedule([Sample(i, i, 64) for i in range(samples)], slots)
-    schedule.admit([1] * samples)
-    state.rows.reason.fill_(RUNNING)
-    return state, schedule, kind(state, schedule)
+    scheduler = Scheduler([RolloutSample(i, i, 64) for i in range(samples)], slots)
+    scheduler.admit([1] * samples)
+    state.state.reason.fill_(RUNNING)
+    return state, scheduler, FinishPoll(kind(state, scheduler))
 
 
-@pytest.mark.parametrize("kind", [Poll, LatePoll])
+@pytest.mark.parametrize("kind", [LookNow, LookLate])
 def test_a_look_comes_every_few_steps_however_they_are_cut(kind):
     state, _, poll = polled(kind, 2, 2)
-    state.rows.reason[1] = EOS
+    state.state.reason[1] = EOS
     looks = []
     for _ in range(3 * POLL_STEPS):
         assert poll.due >= 1
         looks.append(bool(poll.after(1)))
-    first = POLL_STEPS if kind is Poll else 2 * POLL_STEPS
+    first = POLL_STEPS if kind is LookNow else 2 * POLL_STEPS
     assert looks.index(True) == first - 1
-    assert sum(looks) == (3 if kind is Poll else 2)
+    assert sum(looks) == (3 if kind is LookNow else 2)
 
 
 def test_a_late_look_follows_samples_to_their_new_slots():
-    state, schedule, poll = polled(LatePoll, 3, 3)
-    state.rows.reason[2] = EOS
+    state, scheduler, poll = polled(LookLate, 3, 3)
+    state.state.reason[2] = EOS
     assert poll.after(POLL_STEPS) == []
-    schedule.release([0])
-    assert [(a, b) for a, b, _ in schedule.pack()] == [(2, 0)]
-    state.rows.reason[:] = torch.tensor([EOS, RUNNING, RUNNING])
+    scheduler.release([0])
+    assert [(a, b) for a, b, _ in scheduler.pack()] == [(2, 0)]
+    state.state.reason[:] = torch.tensor([EOS, RUNNING, RUNNING])
     assert poll.after(POLL_STEPS) == [0]
 
 
 def test_a_late_look_spares_who_took_the_slot_meanwhile():
-    state, schedule, poll = polled(LatePoll, 3, 2)
-    state.rows.reason[0] = EOS
+    state, scheduler, poll = polled(LookLate, 3, 2)
+    state.state.reason[0] = EOS
     assert poll.after(POLL_STEPS) == []
-    schedule.release([0])  # its limit came first
-    schedule.admit([1] * 3)
-    state.rows.reason[0] = RUNNING
+    scheduler.release([0])  # its limit came first
+    scheduler.admit([1] * 3)
+    state.state.reason[0] = RUNNING
     assert poll.after(POLL_STEPS) == []
 
 
@@ -77,8 +83,10 @@ def test_looking_late_changes_no_sample(monkeypatch):
     prompts = tiny_models.prompts(*[3, 5, 1, 4, 2, 6] * 3)
     params = SamplingParams(max_new_tokens=40, seed=0, eos_token_ids=range(8))
     outputs = []
-    for kind in (Poll, LatePoll):
-        monkeypatch.setattr(engine_module, "make_poll", kind)
+    for kind in (LookNow, LookLate):
+        monkeypatch.setattr(
+            engine_module, "make_finish_poll", lambda *x, kind=kind: FinishPoll(kind(*x))
+        )
         engine = RolloutEngine(tiny_models.policy("gpt2"), tiny.tokenizer(), max_slots=4)
         outputs.append(engine.generate(prompts, params))
     at_once, late = outputs

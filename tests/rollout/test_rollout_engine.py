@@ -345,22 +345,21 @@ def test_nan_ends_its_sample_alone(gpt2):
 def test_memory_is_kept_grows_and_is_released(gpt2):
     engine = engine_of(gpt2, max_slots=4)
     engine.generate(tiny_models.prompts(3), SamplingParams(max_new_tokens=4))
-    small = engine._arena
+    small = engine._kv_cache
     engine.generate(tiny_models.prompts(3), SamplingParams(max_new_tokens=4))
-    assert engine._arena is small
+    assert engine._kv_cache is small
     prompts = tiny_models.prompts(*LENGTHS)
     engine.generate(prompts, SAMPLED)
-    assert engine._arena.slots == 4 > small.slots
+    assert engine._kv_cache.slots == 4 > small.slots
     engine.sleep()
-    assert engine._arena is None
-    engine.wake()
+    assert engine._kv_cache is None
     same(engine.generate(prompts, SAMPLED), engine_of(gpt2).generate(prompts, SAMPLED))
 
 
 def test_nobody_holds_keys_and_values_that_were_released(gpt2):
     engine = engine_of(gpt2)
     engine.generate(tiny_models.prompts(*LENGTHS), SAMPLED)
-    layers = [weakref.ref(x) for x in (*engine._arena.keys, *engine._arena.values)]
+    layers = [weakref.ref(x) for x in (*engine._kv_cache.keys, *engine._kv_cache.values)]
     engine.sleep()
     gc.collect()
     assert not any(layer() is not None for layer in layers)
@@ -370,10 +369,10 @@ def test_a_budget_bounds_the_slots(gpt2):
     engine = engine_of(gpt2, max_slots=6, max_length=32, kv_cache_bytes=3 * 32 * 2 * 2 * 16 * 4 + 9)
     prompts = tiny_models.prompts(*LENGTHS)
     same(engine.generate(prompts, SAMPLED), engine_of(gpt2).generate(prompts, SAMPLED))
-    assert engine._arena.slots == 3
-    first = engine._arena
+    assert engine._kv_cache.slots == 3
+    first = engine._kv_cache
     engine.generate(prompts, SAMPLED)
-    assert engine._arena is first
+    assert engine._kv_cache is first
 
 
 # ---------------------------------------------------------------------- bad input

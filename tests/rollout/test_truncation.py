@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fastrl_kernels
-from fastrl.rollout.truncation import truncated_logprobs
+from fastrl.rollout.rescoring import truncated_logprobs
 
 SETTINGS = [
     {},

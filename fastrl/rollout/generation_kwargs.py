@@ -1,4 +1,4 @@
-"""Keyword arguments of ``model.generate`` and what they mean to the engine."""
+"""Keyword arguments of ``model.generate``: as SamplingParams, and those that change the draw."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastrl.rollout.sampling_params import SamplingParams
+from fastrl.rollout.sampling_params import PROCESSORS, TRUNCATIONS, SamplingParams
 
 # Used where neither the caller nor the model's generation_config says anything.
 _DEFAULTS = {"max_new_tokens": 20, "do_sample": False, "top_k": 50}
@@ -60,7 +60,7 @@ _WITHOUT_EFFECT = (
     "assistant_ensemble_weight",
 )
 
-# What the engine has nothing for, and the value that asks for nothing; None always does.
+# What the engine does not implement, and the value that asks for nothing; None always does.
 _FOREIGN: dict[str, Any] = {
     "num_beams": 1,
     "num_beam_groups": 1,
@@ -115,13 +115,11 @@ _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 
 _FROM_THE_POLICY = {"do_sample": True, "top_k": 0, "top_p": 1.0}
 _NEW_TOKENS = 32
 
-# What makes tokens come from another distribution than softmax(logits / T), and the value that does
-# not; None never does. Sampling alone looks at the first.
-_TRUNCATIONS: dict[str, Any] = {"top_k": 0, "top_p": 1, "min_p": 0, **_FOREIGN_TO_SAMPLING}
+# What changes the draw, and the value that does not; None never does. Sampling alone looks at the
+# first.
+_TRUNCATIONS: dict[str, Any] = {**TRUNCATIONS, **_FOREIGN_TO_SAMPLING}
 _CHANGES: dict[str, Any] = {
-    "repetition_penalty": 1,
-    "min_new_tokens": 0,
-    "suppress_tokens": [],
+    **PROCESSORS,
     "bad_words_ids": [],
     **{
         name: _FOREIGN[name]
@@ -150,8 +148,8 @@ _CHANGES: dict[str, Any] = {
 
 
 def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> SamplingParams | str:
-    """What ``model.generate`` would do with these arguments, or the name of the first argument that
-    the engine has nothing for.
+    """SamplingParams for what ``model.generate`` would do with these arguments, or the name of the
+    first argument that the engine does not implement.
 
     What is not among them is taken from the model's generation_config, then from transformers'
     defaults: greedy, 20 new tokens, and when sampling top_k = 50.
