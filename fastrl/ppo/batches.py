@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data import batch as data
-from fastrl.data.batch import TokenBatch
-from fastrl.data.prompt_ids import need_pad_token
+from fastrl.data.batch import TokenBatch, need_pad_token
 from fastrl.models.layout import EncoderDecoder, Joined, layout_of
 
 if TYPE_CHECKING:

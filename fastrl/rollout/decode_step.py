@@ -67,12 +67,6 @@ class LogitsProcessors(NamedTuple):
         )
 
     @property
-    def truncates(self) -> bool:
-        """Whether draws come from less than all tokens."""
-        cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return cut and self.temperature > 0
-
-    @property
     def processes(self) -> bool:
         """Whether :meth:`process` changes logits."""
         return bool(

@@ -151,10 +151,7 @@ class RolloutEngine:
                     if ended:
                         results.take(slots, scheduler.release(ended))
                         slots.empty(ended)
-            output = results.output(
-                truncated=step.processors.truncates or step.processors.processes,
-                values=self.model_runner.v_head is not None,
-            )
+            output = results.output(values=self.model_runner.v_head is not None)
             per_sample = request.repeated(params.n)
             output.sample_ids = per_sample.sample_ids
             output.temperature = params.temperature or 1.0

@@ -11,7 +11,7 @@ from torch import Tensor
 RUNNING, EOS, LENGTH, STOP, NAN, IDLE = range(6)
 FINISH_REASONS = {EOS: "eos", LENGTH: "length", STOP: "stop", NAN: "nan"}
 # Numbers kept per token, fp32.
-FIELDS = ("logprobs", "logprobs_t1", "truncated_logprobs", "cutoffs", "entropies", "values")
+FIELDS = ("logprobs", "logprobs_t1", "entropies", "values")
 
 
 class LayerShape(NamedTuple):

@@ -180,10 +180,13 @@ class RolloutRequest:
             raise ValueError(f"sample_ids has {len(ids)} entries for {len(tokens)} prompts")
         return cls(tokens, limits, ids)
 
+    def select(self, indices: Sequence[int]) -> RolloutRequest:
+        fields = (self.prompts, self.limits, self.sample_ids)
+        return RolloutRequest(*([field[i] for i in indices] for field in fields))  # type: ignore[arg-type]
+
     def repeated(self, n: int) -> RolloutRequest:
         """Each prompt ``n`` times: an entry per sample."""
-        fields = (self.prompts, self.limits, self.sample_ids)
-        return RolloutRequest(*([x for x in field for _ in range(n)] for field in fields))  # type: ignore[arg-type]
+        return self.select([i for i in range(len(self.prompts)) for _ in range(n)])
 
 
 @dataclass
@@ -191,16 +194,15 @@ class RolloutOutput:
     """Samples in the order prompt 0 sample 0 … prompt 0 sample n-1, prompt 1 …, a list per field.
 
     Per token, each as long as its sequence, fp32 in nats: log-probs under the whole softmax at the
-    sampling temperature and at 1 (greedy: both at 1), under what was drawn from (None where nothing
-    is cut), entropies at the sampling temperature; and values (None without a value head).
+    sampling temperature and at 1 (greedy: both at 1), entropies at the sampling temperature; and
+    values (None without a value head). All are of the model's own distribution, before penalties
+    and truncation.
     """
 
     sequences: list[Tensor]  # generated tokens without the prompt, the EOS included
     finish_reasons: list[str]  # "eos", "length", "stop" or "nan"
     logprobs: list[Tensor] | None = None
     logprobs_t1: list[Tensor] | None = None
-    truncated_logprobs: list[Tensor] | None = None
-    cutoffs: list[Tensor] | None = None  # the lowest logit that was kept
     entropies: list[Tensor] | None = None
     values: list[Tensor] | None = None
     sample_ids: list[int] | None = None  # that keyed the draws

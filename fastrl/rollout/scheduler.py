@@ -206,7 +206,7 @@ class Results:
         self.counts[target] = slots.state.num_generated[source]
         self.reasons[target] = slots.state.reason[source]
 
-    def output(self, *, truncated: bool, values: bool) -> RolloutOutput:
+    def output(self, *, values: bool) -> RolloutOutput:
         counts = self.counts.tolist()
         reasons = [FINISH_REASONS[code] for code in self.reasons.tolist()]
         real = torch.arange(self.tokens.shape[1]) < self.counts.cpu()[:, None]
@@ -215,8 +215,7 @@ class Results:
             return list(rows[real].split(counts))
 
         output = RolloutOutput(sequences=split(self.tokens.cpu()), finish_reasons=reasons)
-        wanted = {"truncated_logprobs": truncated, "cutoffs": truncated, "values": values}
         for field, rows in zip(FIELDS, self.per_token.cpu(), strict=True):
-            if wanted.get(field, True):
+            if values or field != "values":
                 setattr(output, field, split(rows))
         return output

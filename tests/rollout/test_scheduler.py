@@ -1,4 +1,4 @@
-"""When the host learns that samples have ended: at once, or one look late."""
+"""Which sample runs where, and when the host learns that samples have finished."""
 
 import pytest
 import torch
@@ -13,9 +13,66 @@ from fastrl.rollout.scheduler import (
     LookNow,
     RolloutSample,
     Scheduler,
+    bucket_sizes,
 )
 from tests import tiny_models
 from tests.golden import tiny
+
+
+def simulated(limits, slots):
+    """Useful tokens over rows run, if every sample runs to its limit."""
+    scheduler = Scheduler([RolloutSample(i, i, n) for i, n in enumerate(limits)], slots)
+    lengths = [1] * len(limits)
+    order = []
+    while scheduler.waiting or scheduler.running:
+        order += [sample.index for _, sample in scheduler.admit(lengths)]
+        scheduler.pack()
+        scheduler.release(scheduler.advance(scheduler.steps(8)))
+    assert order == sorted(order), "first in, first out"
+    return sum(limits) / scheduler.rows_run
+
+
+def lognormal(count, median, seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = median * torch.randn(count, generator=generator).exp()
+    return lengths.round().long().clamp(min=1).tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_are_seldom_idle_with_lognormal_lengths(seed):
+    assert simulated(lognormal(256, 60, seed), slots=16) >= 0.95
+
+
+def test_the_engine_is_as_economical_as_its_schedule():
+    model = tiny_models.policy("gpt2", n_positions=600)
+    limits = [min(n, 500) for n in lognormal(256, 12, seed=0)]
+    engine = RolloutEngine(model, tiny.tokenizer(), max_slots=16)
+    params = SamplingParams(max_new_tokens=limits, suppress_tokens=[tiny.EOS], seed=0)
+    out = engine.generate(tiny_models.prompts(*[3, 5, 1, 4] * 64), params)
+    assert [len(s) for s in out.sequences] == limits
+    assert out.stats["perf/slot_utilisation"] == pytest.approx(simulated(limits, 16))
+    assert out.stats["perf/slot_utilisation"] >= 0.95
+
+
+def test_running_samples_close_up():
+    scheduler = Scheduler([RolloutSample(i, 0, 9) for i in range(6)], 6)
+    scheduler.admit([4])
+    scheduler.advance(2)
+    freed = scheduler.release([0, 3, 4])
+    assert [sample.index for _, sample in freed] == [0, 3, 4]
+    assert scheduler.pack() == [(5, 0, 6)]
+    assert scheduler.running == [0, 1, 2]
+    assert scheduler.bucket == 3
+    assert scheduler.span(1) == 6
+
+
+def test_buckets_grow_by_half():
+    assert bucket_sizes(16) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(21) == [1, 2, 3, 4, 6, 8, 12, 16, 21]
+
+
+# ---------------------------------------------------------------------- who has finished
 
 
 class Event:
@@ -95,3 +152,24 @@ def test_looking_late_changes_no_sample(monkeypatch):
     for a, b in zip(at_once.sequences, late.sequences, strict=True):
         assert torch.equal(a, b)
     assert late.stats["perf/decode_steps"] > at_once.stats["perf/decode_steps"]
+
+
+@pytest.mark.parametrize("eos", [True, False])
+def test_the_host_reads_at_most_once_in_eight_steps(eos, monkeypatch):
+    engine = RolloutEngine(tiny_models.policy("gpt2"), tiny.tokenizer(), max_slots=4)
+    prompts = tiny_models.prompts(*[3, 5, 1, 4, 2, 6] * 4)
+    suppressed = [] if eos else [tiny.EOS]
+    params = SamplingParams(max_new_tokens=40, seed=0, suppress_tokens=suppressed)
+    engine.generate(prompts, params)
+    looks = []
+    look = LookNow.__call__
+
+    def counted(self):
+        looks.append(1)
+        return look(self)
+
+    monkeypatch.setattr(LookNow, "__call__", counted)
+    out = engine.generate(prompts, params)
+    steps = out.stats["perf/decode_steps"]
+    assert steps > 60
+    assert 0 < len(looks) <= steps / 8
