@@ -174,7 +174,8 @@ class GenerateEngine:
             given = kwargs.get("logits_processor") or ()
             kwargs["logits_processor"] = LogitsProcessorList([*given, nans])
         generated = self._continued(prompts, kwargs)
-        cuts = zip(limits or [None] * rows, stops.lengths(), nans.lengths(), strict=True)
+        most: Sequence[int | None] = limits or [None] * rows
+        cuts = zip(most, stops.lengths(), nans.lengths(), strict=True)
         for row, (limit, stopped, lost) in zip(generated, cuts, strict=True):
             length, reason = _end(row[:limit].tolist(), ends, stopped, lost)
             output.sequences.append(row[:length])

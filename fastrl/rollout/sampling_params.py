@@ -1,4 +1,4 @@
-"""What a rollout is asked for, and what it gives back."""
+"""Input and output of a rollout: sampling parameters, a checked request, and the samples."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ def assert_same(out, expected):
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "qwen2"])
 def test_results_are_autocasts(family, monkeypatch):
     model = tiny_models.policy(family)
-    shadowed = engine_of(model).generate(PROMPTS, PARAMS)
+    cached = engine_of(model).generate(PROMPTS, PARAMS)
     monkeypatch.setattr(AutocastWeightCache, "in_place", lambda *_: contextlib.nullcontext())
-    assert_same(shadowed, engine_of(model).generate(PROMPTS, PARAMS))
+    assert_same(cached, engine_of(model).generate(PROMPTS, PARAMS))
 
 
 def test_copies_are_written_anew_in_their_places_after_an_update():
@@ -102,11 +102,11 @@ class Casts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("shadow", [True, False])
-def test_a_step_casts_no_weight(shadow, monkeypatch):
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_step_casts_no_weight(cached, monkeypatch):
     model = tiny_models.policy("gpt2")
     engine = engine_of(model)
-    if not shadow:  # so that it is seen that there were some
+    if not cached:  # so that it is seen that there were some
         monkeypatch.setattr(AutocastWeightCache, "in_place", lambda *_: contextlib.nullcontext())
     addresses = {p.data_ptr() for p in model.pretrained_model.parameters()}
     counts, call = [], DecodeStep.__call__
@@ -119,7 +119,7 @@ def test_a_step_casts_no_weight(shadow, monkeypatch):
 
     monkeypatch.setattr(DecodeStep, "__call__", watched)
     engine.generate(PROMPTS, PARAMS)
-    assert (max(counts) == 0) is shadow
+    assert (max(counts) == 0) is cached
 
 
 def test_autocast_may_come_and_go_between_calls():
