@@ -167,6 +167,19 @@ def pad(sequences: Sequence[Tensor], pad_token_id: int | None, side: str) -> dic
     return {"input_ids": input_ids, "attention_mask": real.long()}
 
 
+def need_pad_token(lengths: Iterable[int], pad_token_id: int | None, tokenizer: Any) -> None:
+    """Refuse to pad without a pad token; samples of one length need none.
+
+    Raises:
+        ValueError: lengths differ and the tokenizer has no pad token.
+    """
+    if pad_token_id is None and len(set(lengths)) > 1:
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no pad token and the samples differ in length: set "
+            "tokenizer.pad_token = tokenizer.eos_token, say, before making the trainer"
+        )
+
+
 def check_token_lists(
     queries: Any, responses: Any, response_masks: Any, *, vocab_size: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]:

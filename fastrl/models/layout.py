@@ -45,10 +45,6 @@ class Joined:
         """A response as ``return_prompt`` asks for it."""
         return torch.cat([prompt, response])
 
-    def seen(self, prompt: Tensor) -> Tensor:
-        """Tokens that a repetition penalty holds against the first one of the response."""
-        return prompt
-
     def shape(self, prompt: int, response: int) -> Hashable:
         """Pairs for which it is the same share a forward without padding."""
         return prompt + response
@@ -117,9 +113,6 @@ class EncoderDecoder(Joined):
 
     def with_prompt(self, prompt: Tensor, response: Tensor) -> Tensor:
         return response
-
-    def seen(self, prompt: Tensor) -> Tensor:
-        return torch.tensor([self.start])
 
     def shape(self, prompt: int, response: int) -> Hashable:
         return prompt, response

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from fastrl.data import batch as data
-from fastrl.data.batch import TokenBatch
+from fastrl.data.batch import TokenBatch, need_pad_token
 from fastrl.models.layout import EncoderDecoder, Joined, layout_of
-from fastrl.rollout.prompts import need_pad_token
 
 if TYPE_CHECKING:
     from typing import Self

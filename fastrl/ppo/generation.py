@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fastrl.data.prompt_ids import check_tensors
 from fastrl.ppo.batches import JoinedBatches
 from fastrl.ppo.reuse import RolloutMemory, told_by
 from fastrl.ppo.rollouts import GenerateRollouts, Request
 from fastrl.ppo.sampling import SamplingArguments
 from fastrl.ref_model import Reference
 from fastrl.rollout import RolloutOutput
-from fastrl.rollout.prompts import check_tensors
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastrl.rollout.keywords import (
+from fastrl.rollout.generation_kwargs import (
     Change,
     changes_of_the_draw,
     is_sampled,

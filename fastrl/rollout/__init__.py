@@ -3,7 +3,7 @@
 from fastrl.rollout.choose_engine import choose_engine
 from fastrl.rollout.engine import RolloutEngine
 from fastrl.rollout.generate_engine import GenerateEngine
-from fastrl.rollout.keywords import sampling_params
+from fastrl.rollout.generation_kwargs import sampling_params
 from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
 
 __all__ = [

@@ -1,21 +1,30 @@
-"""How a Hugging Face model attends while it is in a rollout: through its attention interface."""
+"""Attention in rollouts: how a Hugging Face model is made to attend to the KV cache, in prefill and
+in decode steps."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+import os
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Cache
+
+import fastrl_kernels
+from fastrl.rollout.kv_cache import KVCache
+from fastrl_kernels.dispatch import BACKEND_VARIABLE
 
 NAME = "fastrl_rollout"
 
 
 class Variant(NamedTuple):
-    """What a layer does to its scores q·k: ``scale`` None is D**-0.5; only the last ``window``
-    tokens count; c·tanh(x/c) with c = ``softcap``."""
+    """Scale, sliding window and soft cap of a layer's scores q·k: ``scale`` None is D**-0.5; only
+    the last ``window`` tokens count; c·tanh(x/c) with c = ``softcap``."""
 
     scale: float | None
     window: int | None
@@ -23,10 +32,10 @@ class Variant(NamedTuple):
 
 
 class Attention(Protocol):
-    """What a forward pass does with a layer's queries, keys and values."""
+    """Attention of one forward pass, layer by layer."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values [B, Hkv, T, D] of a layer; returns what `attend` will be given."""
+        """Stores keys and values [B, Hkv, T, D] of a layer; returns what `attend` is given."""
         ...
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
@@ -39,7 +48,7 @@ _active: ContextVar[Attention] = ContextVar("fastrl_rollout_attention")
 
 @contextlib.contextmanager
 def attending(attention: Attention) -> Iterator[None]:
-    """While open, models that are :func:`attached` attend like this."""
+    """Context in which models that are :func:`attached` use this attention."""
     token = _active.set(attention)
     try:
         yield
@@ -48,7 +57,7 @@ def attending(attention: Attention) -> Iterator[None]:
 
 
 class Unsupported(NotImplementedError):
-    """A layer attends in a way that the engine does not know."""
+    """A layer has a kind of attention that the engine does not implement."""
 
 
 def _attend(
@@ -77,7 +86,7 @@ AttentionInterface.register(NAME, _attend)
 
 @contextlib.contextmanager
 def attached(model: nn.Module) -> Iterator[None]:
-    """While open, the model attends through this module; its own setting is put back afterwards."""
+    """Context in which the model calls the attention of this module; puts its own setting back."""
     configs: dict[int, Any] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -91,3 +100,200 @@ def attached(model: nn.Module) -> Iterator[None]:
     finally:
         for config, name in before:
             config._attn_implementation_internal = name
+
+
+class SlotCache(Cache):
+    """The model's ``past_key_values``: hands keys and values to the attention of the pass in
+    progress."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.attention: Attention
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self.attention.write(layer_idx, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # every row has its own: models are told positions
+
+
+# [B, 1, Hq, D] of queries [B, Hq, 1, D]; keys and values [S, M, Hkv, D], row i attending slot i;
+# lengths [B] int32; a span that no length exceeds.
+DecodeKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, Variant], Tensor]
+
+
+class DecodeAttention:
+    """Attention of one new token in each of the first slots, at the positions [b].
+
+    Args:
+        kernel: as :func:`choose_decode_kernel` gives it.
+        span: tokens per slot that no position exceeds, the new one included.
+    """
+
+    def __init__(self, kernel: DecodeKernel, kv_cache: KVCache, positions: Tensor, span: int):
+        self.kernel, self.kv_cache, self.span = kernel, kv_cache, span
+        rows = torch.arange(len(positions), device=positions.device)
+        self.places = rows * kv_cache.length + positions
+        self.lengths = (positions + 1).int()  # the integers of all kernels, once for all layers
+        self.layer = 0  # that is being run
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.layer = layer
+        stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        for whole, new in zip(stored, (keys, values), strict=True):
+            whole.flatten(0, 1).index_copy_(0, self.places, new.squeeze(2).to(whole.dtype))
+        return stored
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
+        self.kv_cache.windows[self.layer] = variant.window
+        return self.kernel(query, keys, values, self.lengths, self.span, variant)
+
+
+class PrefillAttention:
+    """Attention of prompts packed in one row [1, T], each attending to itself alone.
+
+    Args:
+        lengths: of the prompts, Σ = T.
+        slots: of each prompt, those that get its keys and values.
+    """
+
+    def __init__(self, kv_cache: KVCache, lengths: list[int], slots: list[list[int]]):
+        self.kv_cache, self.longest = kv_cache, max(lengths)
+        device = kv_cache.keys[0].device
+        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        sources, places = [], []
+        for start, length, targets in zip(starts.tolist(), lengths, slots, strict=True):
+            tokens = torch.arange(length)
+            sources.append((start + tokens).repeat(len(targets)))
+            places.append((torch.tensor(targets)[:, None] * kv_cache.length + tokens).flatten())
+        self.sources, self.places = (torch.cat(x).to(device) for x in (sources, places))
+        # [prompts, longest] in the row; past a prompt's end its last token again: another prompt's
+        # might be NaN, which a weight of 0 does not hide
+        columns, ends = torch.arange(self.longest), torch.tensor(lengths)[:, None]
+        self.padded = (starts[:, None] + torch.minimum(columns, ends - 1)).to(device)
+        here = columns < ends
+        self.real = here.flatten().nonzero().squeeze(1).to(device)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        for whole, new in zip(stored, (keys, values), strict=True):
+            tokens = new[0].transpose(0, 1)[self.sources]
+            whole.flatten(0, 1).index_copy_(0, self.places, tokens.to(whole.dtype))
+        return keys, values
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
+        # Right-padded, so that causality alone keeps real tokens from padding.
+        q, k, v = (x[0].transpose(0, 1)[self.padded].transpose(1, 2) for x in (query, keys, values))
+        window = variant.window
+        if variant.softcap is not None:
+            out = _capped_attention(q, k, v, variant)
+        else:
+            masked = window is not None and window < self.longest
+            out = F.scaled_dot_product_attention(
+                q, k, v, scale=variant.scale, enable_gqa=True, is_causal=not masked,
+                attn_mask=_band(self.longest, window, q.device) if masked else None,
+            )  # fmt: skip
+        return out.transpose(1, 2).flatten(0, 1)[self.real].unsqueeze(0)
+
+
+def _band(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Mask [q, k] of the keys that a query sees."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return seen if window is None else seen.triu(1 - window)
+
+
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
+    scale, window, softcap = variant
+    assert softcap is not None
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~_band(q.shape[2], window, q.device), -torch.inf)
+    return scores.float().softmax(-1).to(v.dtype) @ v
+
+
+_WIDEST = 256  # of a head, in flash-attn 2
+_ARGUMENTS = ("cache_seqlens", "softmax_scale", "causal", "window_size", "softcap")
+
+
+def choose_decode_kernel(kv_cache: KVCache) -> DecodeKernel:
+    """flash-attn's kernel where it is installed and fits, else ours.
+
+    ``flash_attn_with_kvcache`` is hand-written for tensor cores and takes the KV cache as it is, so
+    that it is used where it can be: on NVIDIA GPUs from Ampere on, in fp16 and bf16, with keys as
+    wide as values, by multiples of 8 up to 256 (it would copy the cache to pad others). It may
+    split a row's tokens by how many rows there are, so that a row's last bits depend on that;
+    those of ``fastrl_kernels.decode_attention`` do not. A backend that ``FASTRL_KERNELS_BACKEND``
+    names is one of the latter.
+    """
+    stored = kv_cache.keys[0]
+    widths = [(layer.key_width, layer.value_width) for layer in kv_cache.layers]
+    fits = (
+        _runs_flash(stored.device)
+        and stored.dtype in (torch.float16, torch.bfloat16)
+        and all(k == v and k % 8 == 0 and k <= _WIDEST for k, v in widths)
+        and os.environ.get(BACKEND_VARIABLE, "auto") == "auto"
+    )
+    kernel = _flash_attn() if fits else None
+    return decode if kernel is None else FlashDecode(kernel)
+
+
+def decode(
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, span: int, variant: Variant
+) -> Tensor:
+    """Decode attention by ``fastrl_kernels.decode_attention``."""
+    out = fastrl_kernels.decode_attention(
+        query.squeeze(2), keys, values, lengths, span=span, **variant._asdict()
+    )
+    return out.unsqueeze(1)
+
+
+class FlashDecode:
+    """Decode attention by ``flash_attn_with_kvcache`` (flash-attn from 2.6 on)."""
+
+    def __init__(self, kernel: Callable[..., Any]):
+        self.kernel = kernel
+
+    def __call__(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        lengths: Tensor,
+        span: int,
+        variant: Variant,
+    ) -> Tensor:
+        rows, before = len(query), -1  # all tokens before the query's own
+        # A window that hides nothing would keep heads that share keys from being taken together.
+        if variant.window is not None and variant.window < span:
+            before = variant.window - 1
+        return self.kernel(
+            query.transpose(1, 2),
+            keys[:rows, :span],
+            values[:rows, :span],
+            cache_seqlens=lengths,
+            softmax_scale=variant.scale,
+            causal=True,
+            window_size=(before, min(before, 0)),
+            softcap=variant.softcap or 0.0,
+        )
+
+
+def _runs_flash(device: torch.device) -> bool:
+    """Whether flash-attn 2 has kernels for the device; ROCm has others, which nobody tried."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _flash_attn() -> Callable[..., Any] | None:
+    """``flash_attn_with_kvcache``, where it can be imported and has the arguments."""
+    try:
+        from flash_attn import flash_attn_with_kvcache
+    except ImportError:  # not there, or built for another torch
+        return None
+    known = inspect.signature(flash_attn_with_kvcache).parameters
+    return flash_attn_with_kvcache if known.keys() >= set(_ARGUMENTS) else None

@@ -1,4 +1,4 @@
-"""The least that decoding reads, and how fast the device could read it."""
+"""Bytes that decoding has to read, and the bandwidth at which the device could read them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from fastrl.rollout.kv_cache import Arena
+from fastrl.rollout.kv_cache import KVCache
 
 _COPIED = {"cuda": 1 << 28}  # bytes, more than its caches hold
 _COPIED_ELSEWHERE = 1 << 26
@@ -17,33 +17,33 @@ _TIMES = 3
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Of all weights that a step reads whole: of a table that is looked up it reads some rows."""
+    """Bytes of the weights that a step reads whole: of a table that is looked up it reads rows."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     tables -= {id(head.weight)}
     return sum(p.nbytes for p in model.parameters() if id(p) not in tables)
 
 
-def kv_bytes(arena: Arena, samples: Iterable[tuple[int, int]]) -> int:
-    """Of the keys and values of live tokens, over all steps of samples (tokens of the prompt, of
-    the response).
+def kv_bytes(kv_cache: KVCache, samples: Iterable[tuple[int, int]]) -> int:
+    """Bytes of the keys and values of live tokens, over all steps of samples (tokens of the prompt,
+    of the response).
 
     Before its t-th token, t = 0, 1, …, a sample with a prompt of p tokens reads those of p + t; a
     layer with a window the last ones of them.
     """
     contexts = torch.cat([torch.arange(p, p + n) for p, n in samples] or [torch.arange(0)])
-    longest = arena.length
-    tokens = {w: int(contexts.clamp(max=w or longest).sum()) for w in set(arena.windows)}
-    each = arena.keys[0].dtype.itemsize
+    longest = kv_cache.length
+    tokens = {w: int(contexts.clamp(max=w or longest).sum()) for w in set(kv_cache.windows)}
+    each = kv_cache.keys[0].dtype.itemsize
     return sum(
         layer.heads * (layer.key_width + layer.value_width) * each * tokens[window]
-        for layer, window in zip(arena.layers, arena.windows, strict=True)
+        for layer, window in zip(kv_cache.layers, kv_cache.windows, strict=True)
     )
 
 
 @functools.cache
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy reads and writes, measured once; the best of a few."""
+    """Bytes per second that a copy reads and writes, measured once per device; best of a few."""
     size = _COPIED.get(device.type, _COPIED_ELSEWHERE)
     source = torch.ones(size // 4, device=device)
     target = torch.ones_like(source)

@@ -1,4 +1,4 @@
-"""Which engine a model's rollouts go through: the fast one where it is right, or generate()."""
+"""Choice of a model's engine: the rollout engine where it is right, else ``model.generate``."""
 
 from __future__ import annotations
 

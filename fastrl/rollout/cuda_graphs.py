@@ -1,4 +1,4 @@
-"""How decode steps are run: called one by one, or captured in CUDA graphs and replayed."""
+"""Runners of decode steps: call after call, or captured in CUDA graphs and replayed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,100 +14,114 @@ from torch import Tensor, nn
 from fastrl.rollout.decode_step import DecodeStep
 
 
+class StepRunner(Protocol):
+    """Runs decode steps, for call after call of ``generate``."""
+
+    stats: dict[str, float]  # of the call in progress
+
+    def begin(self, step: DecodeStep) -> None:
+        """Begins a call, whose step this is."""
+        ...
+
+    def run(self, step: DecodeStep, bucket: int, span: int, steps: int) -> None:
+        """Runs the step so many times on the first ``bucket`` slots."""
+        ...
+
+    def free(self) -> None:
+        """Gives memory back."""
+        ...
+
+
 class EagerRunner:
     """Calls the step."""
 
-    def __init__(self, step: DecodeStep):
-        self.step = step
+    def __init__(self) -> None:
         self.stats: dict[str, float] = {}
 
-    def run(self, bucket: int, span: int, steps: int) -> None:
+    def begin(self, step: DecodeStep) -> None:
+        pass
+
+    def run(self, step: DecodeStep, bucket: int, span: int, steps: int) -> None:
         for _ in range(steps):
-            self.step(bucket, span)
+            step(bucket, span)
+
+    def free(self) -> None:
+        pass
 
 
-class GraphRunner(EagerRunner):
+class GraphRunner:
     """Captures the step once per bucket, lazily, in one memory pool, and replays it.
 
     A graph holds addresses and numbers: it is captured anew where a parameter has moved or a number
-    of the rules is another.
+    of the logits processors is another.
     """
 
-    def __init__(self, step: DecodeStep, graphs: Graphs):
-        super().__init__(step)
-        self.graphs, self.key = graphs, graphs.key(step)
-        self.stats = {"captures": 0.0, "replays": 0.0, "capture_seconds": 0.0}
+    def __init__(self) -> None:
+        self.free()
 
-    def run(self, bucket: int, span: int, steps: int) -> None:
-        # Live tokens alone are read whatever the span, so that one graph serves all lengths.
-        graph = None if self.graphs.failed else self._graph(bucket)
-        if graph is None:
-            super().run(bucket, span, steps)
+    def free(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()  # one for all: libraries keep a workspace for each
+        self.failed = False  # once is enough: another try would fail alike
+        self.stats: dict[str, float] = {}
+        self._graphs: dict[int, Any] = {}  # by bucket
+        self._key: tuple = ()
+
+    def begin(self, step: DecodeStep) -> None:
+        self.stats = {"captures": 0.0, "replays": 0.0, "capture_seconds": 0.0}
+        key = _baked_in(step)
+        if key != self._key:  # of other weights or processors: never to be replayed again
+            self._graphs.clear()
+            self._key = key
+
+    def run(self, step: DecodeStep, bucket: int, span: int, steps: int) -> None:
+        if bucket not in self._graphs and not self.failed:
+            try:
+                self._graphs[bucket] = self._capture(step, bucket)
+            except RuntimeError as error:
+                self.failed = True
+                warnings.warn(
+                    f"the decode step cannot be captured ({error}): it runs kernel by kernel, "
+                    "which is slower; cuda_graphs=False says so beforehand",
+                    stacklevel=3,
+                )
+        if self.failed:
+            EagerRunner().run(step, bucket, span, steps)
             return
         for _ in range(steps):
-            graph.replay()
+            self._graphs[bucket].replay()
         self.stats["replays"] += steps
 
-    def _graph(self, bucket: int) -> Any:
-        try:
-            return self.graphs.get((self.key, bucket), lambda: self._capture(bucket))
-        except RuntimeError as error:
-            self.graphs.failed = True
-            warnings.warn(
-                f"the decode step cannot be captured ({error}): it runs kernel by kernel, which is "
-                "slower; cuda_graphs=False says so beforehand",
-                stacklevel=6,
-            )
-            return None
-
-    def _capture(self, bucket: int) -> Any:
+    def _capture(self, step: DecodeStep, bucket: int) -> Any:
         begin = time.perf_counter()
-        length = self.step.arena.length
+        # Live tokens alone are read whatever the span, so that one graph serves all lengths.
+        span = step.kv_cache.length
         graph = torch.cuda.CUDAGraph()
-        with _unmoved(self.step.slots.tensors()):
-            stream = self.graphs.stream
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self.step(bucket, length)  # compiles kernels, makes libraries' workspaces
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, pool=self.graphs.pool, stream=stream):
-                self.step(bucket, length)
+        with _unchanged(step.slots.tensors()):
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                step(bucket, span)  # compiles kernels, makes libraries' workspaces
+            torch.cuda.current_stream().wait_stream(self.stream)
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                step(bucket, span)
         torch.cuda.synchronize()
         self.stats["captures"] += 1
         self.stats["capture_seconds"] += time.perf_counter() - begin
         return graph
 
 
-class Graphs:
-    """Captured steps by their key, and the memory pool that they share."""
-
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()  # one for all: libraries keep a workspace for each
-        self.failed = False  # once is enough: another try would fail alike
-        self._captured: dict[tuple, Any] = {}
-        self._key: tuple = ()
-
-    @staticmethod
-    def key(step: DecodeStep) -> tuple:
-        """Every number and every address that a captured step holds."""
-        rules = step.rules
-        tensors = [*step.slots.tensors(), *step.arena.keys, *step.arena.values]
-        tensors += [x for x in rules if isinstance(x, Tensor)]
-        return (rules.numbers(), addresses(step.policy.model), tuple(x.data_ptr() for x in tensors))
-
-    def get(self, key: tuple, capture: Any) -> Any:
-        if key[0] != self._key:  # of other weights or rules: never to be replayed again
-            self._captured.clear()
-            self._key = key[0]
-        if key not in self._captured:
-            self._captured[key] = capture()
-        return self._captured[key]
+def _baked_in(step: DecodeStep) -> tuple:
+    """Every number and every address that a captured step holds."""
+    processors = step.processors
+    tensors = [*step.slots.tensors(), *step.kv_cache.keys, *step.kv_cache.values]
+    tensors += [x for x in processors if isinstance(x, Tensor)]
+    where = _addresses(step.model_runner.model)
+    return processors.numbers(), where, tuple(x.data_ptr() for x in tensors)
 
 
 @contextlib.contextmanager
-def _unmoved(tensors: list[Tensor]) -> Iterator[None]:
-    """What is written to them while open is undone, after an error too."""
+def _unchanged(tensors: list[Tensor]) -> Iterator[None]:
+    """Context that undoes what is written to tensors in it, after an error too."""
     before = [x.clone() for x in tensors]
     try:
         yield
@@ -116,6 +130,6 @@ def _unmoved(tensors: list[Tensor]) -> Iterator[None]:
             x.copy_(old)
 
 
-def addresses(model: nn.Module) -> int:
+def _addresses(model: nn.Module) -> int:
     """A hash of where parameters and buffers lie."""
     return hash(tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers())))

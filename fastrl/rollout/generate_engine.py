@@ -1,27 +1,35 @@
-"""Responses from the policy, through ``model.generate``."""
+"""Rollouts through ``model.generate``: any model, any of its keywords."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
+from fastrl.data.batch import need_pad_token, pad
+from fastrl.data.prompt_ids import Prompt, check_prompts
 from fastrl.models.layout import layout_of
 from fastrl.models.modes import evaluating
-from fastrl.rollout.keywords import neutral_kwargs, unpacked
-from fastrl.rollout.prompts import Prompt, check_prompts, checked_call, end_tokens, need_pad_token
-from fastrl.rollout.rescoring import Scorer
-from fastrl.rollout.rules import Rules
-from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
-from fastrl.rollout.slots import FIELDS
-from fastrl.rollout.stopping import RecordedNaN, beams_of, ends_with, stops_of
-
-T = TypeVar("T")
+from fastrl.rollout.generation_kwargs import neutral_kwargs, unpacked
+from fastrl.rollout.rescoring import Rescorer
+from fastrl.rollout.sampling_params import (
+    RolloutOutput,
+    RolloutRequest,
+    SamplingParams,
+    check_stop,
+    end_tokens,
+)
 
 
 class GenerateEngine:
@@ -55,7 +63,7 @@ class GenerateEngine:
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         self._layout = layout_of(model)
-        self._scorer = Scorer(model) if scores else None
+        self._rescorer = Rescorer(model) if scores else None
 
     def generate(
         self,
@@ -78,28 +86,27 @@ class GenerateEngine:
                 new tokens exceeds the model's context, named by its index.
         """
         params = params or SamplingParams()
-        tokens, limits, ids = checked_call(prompts, params, sample_ids, self.model, self.tokenizer)
-        n = params.n
-        tokens, limits, ids = _repeated(tokens, n), _repeated(limits, n), _repeated(ids, n)
-        parts = self._parts(tokens, limits)
-        ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
-        kwargs = self._kwargs(params, ends)
+        request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
+        request = request.repeated(params.n)
+        kwargs: dict[str, Any] = {"pad_token_id": self.tokenizer.pad_token_id}
+        kwargs |= neutral_kwargs(self.model) | params.generation_kwargs()
+        ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids).tolist()
+        kwargs["eos_token_id"] = ends or None
+        stopping = _Stopping(stop=params.stop)
+        parts = [request.select(part) for part in self._parts(request.prompts, request.limits)]
         for part in parts:
-            need_pad_token([len(tokens[i]) for i in part], kwargs["pad_token_id"], self.tokenizer)
-
-        output = RolloutOutput([], [], sample_ids=ids, temperature=params.temperature or 1.0)
+            self._need_pad_token(part.prompts, kwargs)
+        temperature = params.temperature or 1.0
+        output = RolloutOutput([], [], sample_ids=request.sample_ids, temperature=temperature)
         begin = time.perf_counter()
         with evaluating(self.model), self.autocast():
             with _seeded(params.seed):
                 for part in parts:
-                    batch, most = [tokens[i] for i in part], [limits[i] for i in part]
-                    rows = self._continued(batch, kwargs | self._stopping(batch, most, params))
-                    for i, row in zip(part, rows, strict=True):
-                        length, reason = _end(row[: limits[i]].tolist(), ends.tolist(), params.stop)
-                        output.sequences.append(row[:length])
-                        output.finish_reasons.append(reason)
-            if self._scorer is not None:
-                self._score(output, tokens, params, ends)
+                    self._extend(output, part.prompts, kwargs, ends, stopping, part.limits)
+            if self._rescorer is not None:
+                scores = self._rescorer(request.prompts, output.sequences, temperature)
+                for name, column in scores.items():
+                    setattr(output, name, column)
         _time(output, begin)
         return output
 
@@ -121,62 +128,58 @@ class GenerateEngine:
             if kwargs.pop(name, None) not in (None, 1, False):
                 raise ValueError(f"{name} is not supported here: repeat the prompts instead")
         self._layout.check_generation(kwargs)
-        make_stops = stops_of(kwargs, self.model, self.tokenizer)
-        beams = beams_of(kwargs, self.model)
+        stopping = _Stopping.taken_from(kwargs, self.model, self.tokenizer)
         check_prompts(prompts, self.model, kwargs.get("max_new_tokens"))
         parts = [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
         for part in parts:
-            need_pad_token([len(p) for p in part], kwargs["pad_token_id"], self.tokenizer)
+            self._need_pad_token(part, kwargs)
         output = RolloutOutput(sequences=[], finish_reasons=[])
         ends = end_tokens(self.model, self.tokenizer, kwargs.get("eos_token_id")).tolist()
         begin = time.perf_counter()
         with evaluating(self.model), self.autocast():
             for part in parts:
-                front = self._layout.in_front(max(map(len, part)))
-                stops = make_stops(front, len(part), self.model.device)
-                nans = RecordedNaN(front, len(part), self.model.device)
-                recorded = stops.kwargs()
-                if beams == 1:  # else a row is not a prompt's
-                    given = kwargs.get("logits_processor") or ()
-                    recorded["logits_processor"] = LogitsProcessorList([*given, nans])
-                rows = self._continued(part, kwargs | recorded)
-                cuts = zip(rows, stops.lengths(), nans.lengths(), strict=True)
-                for row, stopped, lost in cuts:
-                    length, reason = _end(row[:stopped][:lost].tolist(), ends)
-                    if reason == "length" and length == stopped:
-                        reason = "stop"
-                    elif reason == "length" and length == lost:
-                        reason = "nan"
-                    output.sequences.append(row[:length])
-                    output.finish_reasons.append(reason)
+                self._extend(output, part, kwargs, ends, stopping)
         _time(output, begin)
         return output
 
     def sleep(self) -> None:
         """Nothing to free: here to serve in the place of :class:`RolloutEngine`."""
 
-    def wake(self) -> None:
-        """Nothing to bring back."""
+    def _need_pad_token(self, prompts: Sequence[Tensor], kwargs: Mapping[str, Any]) -> None:
+        need_pad_token([len(p) for p in prompts], kwargs["pad_token_id"], self.tokenizer)
 
-    def _kwargs(self, params: SamplingParams, ends: Tensor) -> dict[str, Any]:
-        kwargs: dict[str, Any] = {"pad_token_id": self.tokenizer.pad_token_id}
-        kwargs |= neutral_kwargs(self.model) | params.generation_kwargs()
-        kwargs["eos_token_id"] = ends.tolist() or None
-        if self._scorer is not None:
-            # So that a NaN in one sample stops no other; the scores then say where it was.
-            kwargs["remove_invalid_values"] = True
-        return kwargs
-
-    def _stopping(
-        self, prompts: Sequence[Tensor], limits: Sequence[int], params: SamplingParams
-    ) -> dict[str, Any]:
-        """Arguments by which ``generate`` ends as soon as all rows of a batch have."""
-        kwargs: dict[str, Any] = {"max_new_tokens": max(limits)}
-        if params.stop or min(limits) < max(limits):
-            width = max(len(prompt) for prompt in prompts)
-            ended = _Ended(self._layout.in_front(width), limits, params.stop, self.model.device)
-            kwargs["stopping_criteria"] = StoppingCriteriaList([ended])
-        return kwargs
+    def _extend(
+        self,
+        output: RolloutOutput,
+        prompts: Sequence[Tensor],
+        kwargs: dict[str, Any],
+        ends: Sequence[int],
+        stopping: _Stopping,
+        limits: Sequence[int] | None = None,
+    ) -> None:
+        """Appends the responses to prompts that share a call of ``generate``."""
+        rows, device = len(prompts), self.model.device
+        front = self._layout.in_front(max(map(len, prompts)))
+        stops = _RecordedStops(stopping.criteria(front, device), front, rows, device)
+        nans = _RecordedNaN(front, rows, device)
+        criteria: list[StoppingCriteria] = [stops] if stops.criteria else []
+        kwargs = dict(kwargs)
+        if limits is not None:
+            kwargs["max_new_tokens"] = max(limits)
+            if min(limits) < max(limits):
+                criteria.append(_Limits(limits, front, device))
+        if criteria:
+            kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
+        if _num_beams(kwargs, self.model) == 1:  # else a row is not a prompt's
+            given = kwargs.get("logits_processor") or ()
+            kwargs["logits_processor"] = LogitsProcessorList([*given, nans])
+        generated = self._continued(prompts, kwargs)
+        most: Sequence[int | None] = limits or [None] * rows
+        cuts = zip(most, stops.lengths(), nans.lengths(), strict=True)
+        for row, (limit, stopped, lost) in zip(generated, cuts, strict=True):
+            length, reason = _end(row[:limit].tolist(), ends, stopped, lost)
+            output.sequences.append(row[:length])
+            output.finish_reasons.append(reason)
 
     def _parts(self, prompts: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
         """Indices of samples that one call of ``generate`` continues: its longest prompt with its
@@ -195,81 +198,29 @@ class GenerateEngine:
     @torch.no_grad()
     def _continued(self, prompts: Sequence[Tensor], kwargs: dict[str, Any]) -> Iterable[Tensor]:
         """What ``generate`` appends to each prompt, padding at its end included."""
-        device = self.model.device
-        width = max(len(p) for p in prompts)
-        input_ids = torch.full((len(prompts), width), kwargs["pad_token_id"] or 0)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, prompt in enumerate(prompts):
-            first = width - len(prompt) if self._layout.prompts_padded == "left" else 0
-            input_ids[row, first : first + len(prompt)] = prompt
-            attention_mask[row, first : first + len(prompt)] = 1
-        generated = self.model.generate(
-            input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), **kwargs
-        )
-        return generated[:, self._layout.in_front(width) :].cpu()
-
-    def _score(
-        self,
-        output: RolloutOutput,
-        prompts: Sequence[Tensor],
-        params: SamplingParams,
-        ends: Tensor,
-    ) -> None:
-        """Fills in what the model says of every token; a sample ends in front of the first that was
-        drawn from no distribution."""
-        assert self._scorer is not None
-        vocabulary = self.model.config.get_text_config().vocab_size
-        rules = Rules.of(params, ends, vocabulary, self.model.device)
-        figures = self._scorer(prompts, output.sequences, rules)
-        for name in FIELDS:
-            columns = [x for x in (sample[name] for sample in figures) if x is not None]
-            setattr(output, name, columns or None)
-        assert output.logprobs is not None
-        for i, (sequence, scored) in enumerate(zip(output.sequences, output.logprobs, strict=True)):
-            if len(scored) < len(sequence):
-                output.sequences[i] = sequence[: len(scored)]
-                output.finish_reasons[i] = "nan"
-
-
-class _Ended(StoppingCriteria):
-    """Which rows are at a stop sequence or at a limit of their own, so that ``generate``, which
-    knows EOS and remembers who has ended, goes on no longer than a row of the batch does.
-
-    Args:
-        width: tokens in front of the new ones.
-        limits: new tokens, at most, of each row.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        limits: Sequence[int],
-        stops: Sequence[Sequence[int]],
-        device: torch.device,
-    ):
-        self.width = width
-        self.limits = torch.tensor(limits).to(device)
-        self.stops = [torch.tensor([int(t) for t in stop]).to(device) for stop in stops]
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        new = input_ids[:, self.width :]
-        return (self.limits <= new.shape[1]) | ends_with(new, self.stops)
-
-
-def _repeated(items: list[T], times: int) -> list[T]:
-    return [item for item in items for _ in range(times)]
+        padded = pad(prompts, kwargs["pad_token_id"], self._layout.prompts_padded)
+        inputs = {name: x.to(self.model.device) for name, x in padded.items()}
+        generated = self.model.generate(**inputs, **kwargs)
+        return generated[:, self._layout.in_front(inputs["input_ids"].shape[1]) :].cpu()
 
 
 def _end(
-    tokens: list[int], ends: list[int], stops: Sequence[Sequence[int]] = ()
+    tokens: list[int], ends: Sequence[int], stopped: int | None, lost: int | None
 ) -> tuple[int, str]:
-    """How many tokens of a response are its own, and why it ends there."""
-    for length, token in enumerate(tokens, start=1):
+    """How many tokens of a response are its own, and why it ends there.
+
+    Args:
+        tokens: up to the response's limit.
+        stopped: after how many tokens it was stopped.
+        lost: how many stand in front of the first that came from no distribution.
+    """
+    length = min(x for x in (len(tokens), stopped, lost) if x is not None)
+    for i, token in enumerate(tokens[:length], start=1):
         if token in ends:
-            return length, "eos"
-        if any(tokens[max(0, length - len(s)) : length] == [int(t) for t in s] for s in stops):
-            return length, "stop"
-    return len(tokens), "length"
+            return i, "eos"
+    if length == stopped:
+        return length, "stop"
+    return length, "length" if length == len(tokens) else "nan"
 
 
 def _time(output: RolloutOutput, begin: float) -> None:
@@ -286,3 +237,136 @@ def _seeded(seed: int | None) -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
+
+
+class _Stopping(NamedTuple):
+    """What ends responses besides EOS and their length, by the names of ``generate``."""
+
+    stop: Sequence[Sequence[int]] | None = None  # token sequences
+    stop_strings: Any = None
+    stopping_criteria: Any = None
+    max_time: float | None = None
+    tokenizer: Any = None  # reads stop_strings
+
+    @classmethod
+    def taken_from(cls, kwargs: dict[str, Any], model: Any, tokenizer: Any) -> _Stopping:
+        """What keyword arguments, and the model's generation_config, ask for; taken out of them.
+
+        Raises:
+            ValueError: several beams, whose rows are not those of the prompts; ``stop`` is not a
+                list of token sequences.
+        """
+        config = _generation_config(model)
+        found = {
+            name: kwargs.pop(name) if name in kwargs else getattr(config, name, None)
+            for name in cls._fields[:4]
+        }
+        for name in ("stop_strings", "max_time"):  # of the model's generation_config
+            if getattr(config, name, None) is not None:
+                kwargs[name] = None
+        check_stop(found["stop"] or ())
+        reader = kwargs.pop("tokenizer", None) or tokenizer
+        asked = [name for name, value in found.items() if value]
+        beams = _num_beams(kwargs, model)
+        if asked and beams > 1:
+            raise ValueError(
+                f"{asked[0]} with num_beams={beams} is not supported: where a beam was stopped is "
+                "not known; leave one of the two out"
+            )
+        return cls(**found, tokenizer=reader)
+
+    def criteria(self, front: int, device: torch.device) -> StoppingCriteriaList:
+        """Criteria of one call of ``generate`` with so many tokens in front of the new ones."""
+        criteria = StoppingCriteriaList(self.stopping_criteria or [])
+        if self.stop:
+            criteria.append(_StopTokens(self.stop, front, device))
+        if self.stop_strings:
+            criteria.append(StopStringCriteria(self.tokenizer, self.stop_strings))
+        if self.max_time:
+            criteria.append(MaxTimeCriteria(max_time=self.max_time))
+        return criteria
+
+
+class _StopTokens(StoppingCriteria):
+    """Stops rows that end with one of some token sequences."""
+
+    def __init__(self, stops: Sequence[Sequence[int]], front: int, device: torch.device):
+        self.stops = [torch.tensor([int(t) for t in stop]).to(device) for stop in stops]
+        self.front = front
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        new = input_ids[:, self.front :]
+        done = torch.zeros(len(new), dtype=torch.bool, device=new.device)
+        for stop in self.stops:
+            if len(stop) <= new.shape[1]:
+                done = done | (new[:, -len(stop) :] == stop).all(1)
+        return done
+
+
+class _Limits(StoppingCriteria):
+    """Stops each row at a number of new tokens of its own."""
+
+    def __init__(self, limits: Sequence[int], front: int, device: torch.device):
+        self.limits, self.front = torch.tensor(limits).to(device), front
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return self.limits <= input_ids.shape[1] - self.front
+
+
+class _RecordedStops(StoppingCriteria):
+    """Criteria in one, with a record of where each row was stopped: behind that ``generate`` pads
+    the row, with a token that may well be its EOS.
+
+    Args:
+        criteria: that stop a row.
+        front: tokens in front of the new ones.
+        rows: prompts of the call.
+        device: of the model.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, front: int, rows: int, device: torch.device):
+        self.criteria, self.front = criteria, front
+        self.stopped = torch.zeros(rows, dtype=torch.long, device=device)  # 0: not yet
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        done = self.criteria(input_ids, scores, **kwargs)
+        first = done & (self.stopped == 0)
+        self.stopped = torch.where(first, input_ids.shape[1] - self.front, self.stopped)
+        return done
+
+    def lengths(self) -> list[int | None]:
+        """After how many new tokens each row was stopped; None where it was not."""
+        return [length or None for length in self.stopped.tolist()]
+
+
+class _RecordedNaN(LogitsProcessor):
+    """Replaces logits that are no distribution (a NaN or inf among them, or all -inf) and records
+    where: ``generate`` would end the call for all rows. What it draws there is to be cut off.
+
+    Args:
+        front: tokens in front of the new ones.
+        rows: prompts of the call.
+        device: of the model.
+    """
+
+    def __init__(self, front: int, rows: int, device: torch.device):
+        self.front = front
+        self.at = torch.full((rows,), -1, dtype=torch.long, device=device)  # -1: not yet
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        highest = scores.amax(-1)
+        bad = ~((highest > -1e30) & (highest < torch.inf))  # as sample_tokens has it
+        self.at = torch.where(bad & (self.at < 0), input_ids.shape[1] - self.front, self.at)
+        return torch.where(bad[:, None], 0.0, scores)
+
+    def lengths(self) -> list[int | None]:
+        """New tokens in front of the first such logits of each row; None where there are none."""
+        return [None if at < 0 else at for at in self.at.tolist()]
+
+
+def _num_beams(kwargs: Mapping[str, Any], model: Any) -> int:
+    return kwargs.get("num_beams") or getattr(_generation_config(model), "num_beams", None) or 1
+
+
+def _generation_config(model: Any) -> Any:
+    return getattr(model, "pretrained_model", model).generation_config

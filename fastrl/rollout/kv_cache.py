@@ -1,28 +1,28 @@
-"""Memory for keys and values: a slot per running sample, a fixed number of tokens per slot."""
+"""Keys, values and state of running samples: buffers of fixed size and address, a row per slot."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache
 
-from fastrl.rollout.attention import Attention, Variant
-from fastrl.rollout.decode import choose_decode
+RUNNING, EOS, LENGTH, STOP, NAN, IDLE = range(6)
+FINISH_REASONS = {EOS: "eos", LENGTH: "length", STOP: "stop", NAN: "nan"}
+# Numbers kept per token, fp32.
+FIELDS = ("logprobs", "logprobs_t1", "entropies", "values")
 
 
 class LayerShape(NamedTuple):
-    """Of one token in one layer."""
+    """Shape of one token's keys and values in one layer."""
 
     heads: int
     key_width: int
     value_width: int
 
 
-class Arena:
+class KVCache:
     """Keys and values of all layers, [slots, length, heads, width] each, zero at first."""
 
     def __init__(
@@ -41,8 +41,6 @@ class Arena:
         self.keys = [zeros(layer.heads, layer.key_width) for layer in layers]
         self.values = [zeros(layer.heads, layer.value_width) for layer in layers]
         self.windows: list[int | None] = [None] * len(layers)  # filled in as layers attend
-        widths = [(layer.key_width, layer.value_width) for layer in layers]
-        self.decode = choose_decode(widths, dtype, device)
 
     @staticmethod
     def bytes_per_slot(layers: Sequence[LayerShape], length: int, dtype: torch.dtype) -> int:
@@ -50,7 +48,8 @@ class Arena:
         return widths * length * dtype.itemsize
 
     def clear(self, slots: Sequence[int]) -> None:
-        """What a sample left behind must not reach the next one: a weight of 0 hides no NaN."""
+        """Zeroes slots: what a sample left there must not reach the next one, as a weight of 0
+        hides no NaN."""
         where = torch.tensor(list(slots)).to(self.keys[0].device)
         for x in (*self.keys, *self.values):
             x.index_fill_(0, where, 0)
@@ -61,103 +60,87 @@ class Arena:
             x[target, :tokens] = x[source, :tokens]
 
 
-class SlotCache(Cache):
-    """What a model is given as its cache: hands keys and values to the pass in progress."""
+class SlotState(NamedTuple):
+    """State of the sample in each slot, int64 [S]; a step sees the first rows of it."""
 
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.attention: Attention
+    token: Tensor  # the last one, whose keys and values are not stored yet
+    position: Tensor  # of that token
+    num_generated: Tensor  # tokens generated so far
+    limit: Tensor  # of tokens to generate
+    sample: Tensor  # the sample's part of the keys of its draws
+    reason: Tensor  # RUNNING, or why it ended
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        return self.attention.write(layer_idx, key_states, value_states)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # every row has its own: models are told positions
+    def first(self, count: int) -> SlotState:
+        return SlotState(*(x[:count] for x in self))
 
 
-class DecodeAttention:
-    """One new token for each of the first slots, at the positions [b]."""
-
-    def __init__(self, arena: Arena, positions: Tensor, span: int):
-        self.arena, self.positions, self.span = arena, positions, span
-        rows = torch.arange(len(positions), device=positions.device)
-        self.places = rows * arena.length + positions
-        self.lengths = (positions + 1).int()  # the integers of all kernels, once for all layers
-        self.layer = 0  # that is being run
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self.layer = layer
-        stored = self.arena.keys[layer], self.arena.values[layer]
-        for whole, new in zip(stored, (keys, values), strict=True):
-            whole.flatten(0, 1).index_copy_(0, self.places, new.squeeze(2).to(whole.dtype))
-        return stored
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
-        self.arena.windows[self.layer] = variant.window
-        return self.arena.decode(query, keys, values, self.lengths, self.span, variant)
-
-
-class PrefillAttention:
-    """Prompts one after the other in one row [1, T], each attending to itself alone.
+class Slots:
+    """What decode steps read and write of all slots, keys and values aside.
 
     Args:
-        lengths: of the prompts, Σ = T.
-        slots: of each prompt, those that get its keys and values.
+        slots: S.
+        length: most generated tokens of a sample.
     """
 
-    def __init__(self, arena: Arena, lengths: list[int], slots: list[list[int]]):
-        self.arena, self.longest = arena, max(lengths)
-        device = arena.keys[0].device
-        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-        sources, places = [], []
-        for start, length, targets in zip(starts.tolist(), lengths, slots, strict=True):
-            tokens = torch.arange(length)
-            sources.append((start + tokens).repeat(len(targets)))
-            places.append((torch.tensor(targets)[:, None] * arena.length + tokens).flatten())
-        self.sources, self.places = (torch.cat(x).to(device) for x in (sources, places))
-        # [prompts, longest] in the row; past a prompt's end its last token again: another prompt's
-        # might be NaN, which a weight of 0 does not hide
-        columns, ends = torch.arange(self.longest), torch.tensor(lengths)[:, None]
-        self.padded = (starts[:, None] + torch.minimum(columns, ends - 1)).to(device)
-        here = columns < ends
-        self.real = here.flatten().nonzero().squeeze(1).to(device)
+    def __init__(self, slots: int, length: int, device: torch.device):
+        def zeros() -> Tensor:
+            return torch.zeros(slots, dtype=torch.long, device=device)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        stored = self.arena.keys[layer], self.arena.values[layer]
-        for whole, new in zip(stored, (keys, values), strict=True):
-            tokens = new[0].transpose(0, 1)[self.sources]
-            whole.flatten(0, 1).index_copy_(0, self.places, tokens.to(whole.dtype))
-        return keys, values
+        self.state = SlotState(*(zeros() for _ in SlotState._fields))
+        self.state.reason.fill_(IDLE)
+        # One column more than needed: rows that have ended write there.
+        self.tokens = torch.zeros(slots, length + 1, dtype=torch.long, device=device)
+        self.per_token = torch.zeros(len(FIELDS), slots, length + 1, device=device)
+        self.seed = torch.zeros((), dtype=torch.long, device=device)
+        self.seen: Tensor | None = None  # [S, V] bool, tokens that occurred
+        self.tail: Tensor | None = None  # [S, W] the last tokens, newest last; -1 before the first
 
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
-        # Right-padded, so that causality alone keeps real tokens from padding.
-        q, k, v = (x[0].transpose(0, 1)[self.padded].transpose(1, 2) for x in (query, keys, values))
-        window = variant.window
-        if variant.softcap is not None:
-            out = _capped_attention(q, k, v, variant)
-        else:
-            masked = window is not None and window < self.longest
-            out = F.scaled_dot_product_attention(
-                q, k, v, scale=variant.scale, enable_gqa=True, is_causal=not masked,
-                attn_mask=_band(self.longest, window, q.device) if masked else None,
-            )  # fmt: skip
-        return out.transpose(1, 2).flatten(0, 1)[self.real].unsqueeze(0)
+    def tensors(self) -> list[Tensor]:
+        """All that a step may write."""
+        all_ = (*self.state, self.tokens, self.per_token, self.seen, self.tail)
+        return [x for x in all_ if x is not None]
 
+    def begin(self, seed: int, vocabulary: int | None, tail: int | None) -> None:
+        """Prepares a new call: its seed, and what its logits processors and stop sequences need
+        remembered."""
+        self.seed.fill_(seed - (1 << 64) if seed >= 1 << 63 else seed)
+        self.seen = self._kept(self.seen, vocabulary, torch.bool)
+        self.tail = self._kept(self.tail, tail, torch.long)
+        self.empty(range(len(self.tokens)))
 
-def _band(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys [q, k] a query sees."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return seen if window is None else seen.triu(1 - window)
+    def _kept(self, x: Tensor | None, columns: int | None, dtype: torch.dtype) -> Tensor | None:
+        """The buffer that is there where it fits: captured steps hold its address."""
+        if columns is None or (x is not None and x.shape[1] == columns):
+            return None if columns is None else x
+        return torch.zeros(len(self.tokens), columns, dtype=dtype, device=self.tokens.device)
 
+    def remember(self, slots: Sequence[int], prompts: Sequence[Tensor]) -> None:
+        """Sets what occurred before the first token of new samples."""
+        if self.seen is None and self.tail is None:
+            return
+        for slot, prompt in zip(slots, prompts, strict=True):
+            if self.seen is not None:
+                self.seen[slot] = False
+                self.seen[slot, prompt.to(self.seen.device)] = True
+            if self.tail is not None:
+                self.tail[slot] = -1
 
-def _capped_attention(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
-    scale, window, softcap = variant
-    assert softcap is not None
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_band(q.shape[2], window, q.device), -torch.inf)
-    return scores.float().softmax(-1).to(v.dtype) @ v
+    def fill(self, slots: Sequence[int], **columns: Sequence[int]) -> None:
+        """Sets columns of the state, by name, for the given slots."""
+        where = torch.tensor(list(slots), dtype=torch.long).to(self.tokens.device)
+        for name, values in columns.items():
+            target: Tensor = getattr(self.state, name)
+            target[where] = torch.tensor(list(values), dtype=torch.long).to(target.device)
+
+    def empty(self, slots: Sequence[int]) -> None:
+        """Marks slots idle: their next steps write nothing that anybody looks at."""
+        zero = [0] * len(slots)
+        self.fill(slots, reason=[IDLE] * len(slots), position=zero, num_generated=zero, token=zero)
+
+    def move(self, source: int, target: int) -> None:
+        """Moves a running sample to another slot."""
+        for x in (*self.state, self.tokens, self.seen, self.tail):
+            if x is not None:
+                x[target] = x[source]
+        self.per_token[:, target] = self.per_token[:, source]
+        self.empty([source])

@@ -1,4 +1,5 @@
-"""A causal language model, with or without a value head, as rollouts run it."""
+"""Forwards of a causal language model in rollouts, with or without a value head: prefill and decode
+steps, and its weights under autocast."""
 
 from __future__ import annotations
 
@@ -8,18 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from fastrl.models.lm_head import in_front_of_head
 from fastrl.models.modes import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
-from fastrl.rollout.attention import Attention, attached, attending
-from fastrl.rollout.autocast_weight_cache import Shadow
-from fastrl.rollout.kv_cache import LayerShape, SlotCache
+from fastrl.rollout.attention import Attention, SlotCache, attached, attending
+from fastrl.rollout.kv_cache import LayerShape
 
 Autocast = Callable[[], contextlib.AbstractContextManager]
 
 
-class Policy:
+class ModelRunner:
     """Runs a model's forward on prompts and on single tokens, with attention of the engine's.
 
     Args:
@@ -37,7 +38,7 @@ class Policy:
         self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
         self._product = _head_product(self.language_model)
-        self.shadow = Shadow()
+        self.autocast_weights = AutocastWeightCache()
 
     @property
     def device(self) -> torch.device:
@@ -45,30 +46,30 @@ class Policy:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """While open: no dropout, no gradients, the engine's attention. All of it is put back."""
-        behind = self.language_model.get_output_embeddings().register_forward_hook(self._replace)
+        """Context of a rollout: no dropout, no gradients, the engine's attention; all put back."""
+        behind = self.language_model.get_output_embeddings().register_forward_hook(self._after_head)
         try:
             with (
                 torch.no_grad(),
                 evaluating(self.model),
                 attached(self.language_model),
-                in_front_of_head(self.language_model, self._see),
+                in_front_of_head(self.language_model, self._before_head),
                 self.autocast(),
-                self.shadow.in_place(self.language_model),
+                self.autocast_weights.in_place(self.language_model),
             ):
                 yield
         finally:
             behind.remove()
-            self._cache = SlotCache()  # the last pass's attention would keep the arena alive
+            self._cache = SlotCache()  # the last pass's attention would keep the KV cache alive
 
     def autocast_dtype(self) -> torch.dtype | None:
-        """That of products under autocast, the caller's own too; None where it is off."""
+        """Dtype of products under autocast, the caller's own too; None where it is off."""
         with self.autocast():
             kind = self.device.type
             return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def prefill(self, tokens: Tensor, positions: Tensor, attention: Attention) -> None:
-        """Keys and values of tokens [T] at positions [T]; the LM head sees none of them."""
+        """Computes keys and values of tokens [T] at positions [T], without the LM head."""
         self._hidden = None
         self._run(tokens.unsqueeze(0), positions.unsqueeze(0), attention, head=False)
 
@@ -97,23 +98,22 @@ class Policy:
                 use_cache=True,
             ).logits
 
-    def _see(self, head: Any, hidden: Tensor) -> Tensor:
+    def _before_head(self, head: Any, hidden: Tensor) -> Tensor:
         self._hidden = hidden
         if not self._with_head:
             return hidden[:, :0]
         self._logits = self._product(head, hidden)
         return hidden if self._logits is None else hidden[:, :0]
 
-    def _replace(self, _head: nn.Module, _args: Any, out: Tensor) -> Tensor:
-        """Where the head's product was computed in front of it, that is its output: what the model
-        does to its logits afterwards it does to these."""
+    def _after_head(self, _head: nn.Module, _args: Any, out: Tensor) -> Tensor:
+        """The head's output: the product of :meth:`_before_head` where that computed it, so that
+        what the model does to its logits afterwards it does to these."""
         logits, self._logits = self._logits, None
         return out if logits is None else logits
 
     @torch.no_grad()
     def layer_shapes(self) -> list[LayerShape]:
-        """What one token's keys and values look like, read off a forward with the model's own
-        cache."""
+        """Shapes of one token's keys and values, read off a forward with the model's own cache."""
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with evaluating(self.model), self.autocast():
             cache = self.language_model(
@@ -133,7 +133,8 @@ _FEW = range(5, 33)
 
 
 def _head_product(model: Any) -> Product:
-    """What computes a head's product h [b, 1, H] -> [b, 1, V] in its place; None: it does that."""
+    """A function for the head's product h [b, 1, H] -> [b, 1, V]; where that gives None, the head
+    computes it."""
     head = model.get_output_embeddings()
     plain = (
         type(head) is nn.Linear
@@ -150,3 +151,66 @@ def _tall_product(head: nn.Linear, hidden: Tensor) -> Tensor | None:
         return None
     logits = (head.weight @ hidden.squeeze(1).t()).t().contiguous().unsqueeze(1)
     return logits if head.bias is None else logits.add_(head.bias)
+
+
+_PRODUCTS = (nn.Linear, Conv1D)
+
+
+class AutocastWeightCache:
+    """Casts of the fp32 weights and biases of a model's matrix products, at fixed addresses; made
+    once per rollout, in place of once per step.
+
+    Autocast would make them anew for every product, or keep them where a captured step must not
+    look for them. Everything else, an embedding that shares its table with the head among it, stays
+    as it is: results are those of autocast, bit by bit.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, torch.dtype], nn.Parameter] = {}
+
+    @contextlib.contextmanager
+    def in_place(self, model: nn.Module) -> Iterator[None]:
+        """Context in which products use casts of the weights as they are now, if autocast is on."""
+        kind = next(model.parameters()).device.type
+        if not torch.is_autocast_enabled(kind):
+            yield
+            return
+        dtype = torch.get_autocast_dtype(kind)
+        caching = torch.is_autocast_cache_enabled()
+        places = list(_places(model))
+        copies = self._written([x for _, _, x in places], dtype)
+        try:
+            torch.set_autocast_cache_enabled(False)
+            for (module, name, _), copy in zip(places, copies, strict=True):
+                module._parameters[name] = copy
+            yield
+        finally:
+            for module, name, weight in places:
+                module._parameters[name] = weight
+            torch.set_autocast_cache_enabled(caching)
+
+    def free(self) -> None:
+        self._copies.clear()
+
+    @torch.no_grad()
+    def _written(self, weights: list[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
+        before, self._copies = self._copies, {}
+        for weight in weights:
+            copy = before.get((id(weight), dtype))
+            if copy is None or copy.shape != weight.shape or copy.device != weight.device:
+                empty = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
+                copy = nn.Parameter(empty, requires_grad=False)
+            self._copies[id(weight), dtype] = copy
+        copies = [self._copies[id(weight), dtype] for weight in weights]
+        targets: list[Tensor] = [copy.data for copy in copies]
+        torch._foreach_copy_(targets, [weight.data for weight in weights])
+        return copies
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Where fp32 weights and biases of plain products are kept."""
+    for module in model.modules():
+        if type(module) in _PRODUCTS and not nn.utils.parametrize.is_parametrized(module):
+            for name, weight in module.named_parameters(recurse=False):
+                if weight.dtype == torch.float32:
+                    yield module, name, weight

@@ -1,4 +1,5 @@
-"""What a model says of responses that are there already: the figures that the engine returns."""
+"""Rescoring: log-probs, entropies and values of responses that are there already, by forwards
+without padding."""
 
 from __future__ import annotations
 
@@ -13,17 +14,12 @@ from fastrl.models.layout import Inputs, layout_of
 from fastrl.models.lm_head import Head, choose_head, corner_of
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.value_head import PreTrainedModelWrapper
-from fastrl.rollout.rules import Rules
-from fastrl.rollout.slots import FIELDS
-from fastrl.rollout.truncation import truncated_logprobs
 
 SCORED_TOKENS = 2048  # in one forward, prompts included; a longer sample has one to itself
 
-Figures = dict[str, Tensor | None]  # of one sample, [R] each, by the names in FIELDS
 
-
-class Scorer:
-    """Scores every token of responses by forwards without padding.
+class Rescorer:
+    """Scores every token of responses.
 
     Samples of one shape share a forward, and no other: some models compute otherwise where there
     is padding.
@@ -35,85 +31,42 @@ class Scorer:
     def __init__(self, model: Any):
         self.model = model
         self._layout = layout_of(model)
+        self._has_values = getattr(model, "has_values", False)
         self._head: Head | None = None
 
     @torch.no_grad()
     def __call__(
-        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], rules: Rules
-    ) -> list[Figures]:
-        """Figures on the host, of each response up to the first token that came from no
-        distribution: there was a NaN among its logits."""
-        figures: list[Figures] = [{} for _ in prompts]
+        self, prompts: Sequence[Tensor], responses: Sequence[Tensor], temperature: float
+    ) -> dict[str, list[Tensor]]:
+        """Fields of :class:`RolloutOutput`: a tensor per response, fp32 on the host."""
+        names = ["logprobs", "logprobs_t1", "entropies", *["values"] * self._has_values]
+        fields = {name: [torch.zeros(0)] * len(responses) for name in names}
         for part in self._parts(prompts, responses):
-            pairs = [(prompts[i], responses[i]) for i in part]
-            scored, sound = self._score(pairs, rules)
-            start = 0
-            for i in part:
-                stop = start + len(responses[i])
-                figures[i] = {k: None if x is None else x[start:stop] for k, x in scored.items()}
-                if not sound[start:stop].all():
-                    figures[i] = self._sound_part(prompts[i], responses[i], rules)
-                start = stop
-        return figures
+            scored = self._score([(prompts[i], responses[i]) for i in part], temperature)
+            lengths = [len(responses[i]) for i in part]
+            for name, column in fields.items():
+                for i, row in zip(part, scored[name].float().cpu().split(lengths), strict=True):
+                    column[i] = row
+        return fields
 
-    def _sound_part(self, prompt: Tensor, response: Tensor, rules: Rules) -> Figures:
-        """By bisection: a NaN shows at earlier tokens too, as 0·NaN in attention."""
-        figures, _ = self._score([(prompt, response[:1])], rules)
-        figures = {k: None if x is None else x[:0] for k, x in figures.items()}
-        least, most = 0, len(response) - 1
-        while least < most:
-            middle = (least + most + 1) // 2
-            scored, sound = self._score([(prompt, response[:middle])], rules)
-            if sound.all():
-                least, figures = middle, scored
-            else:
-                most = middle - 1
-        return figures
-
-    def _score(
-        self, pairs: list[tuple[Tensor, Tensor]], rules: Rules
-    ) -> tuple[dict[str, Tensor | None], Tensor]:
-        """Figures of all responses, one after the other, and which tokens are sound."""
+    def _score(self, pairs: list[tuple[Tensor, Tensor]], temperature: float) -> dict[str, Any]:
+        """Scores [N] of all tokens, one response after the other."""
         device = self.model.device
         on_host, rows = self._layout.inputs(pairs)
-        inputs = {name: x.to(device) for name, x in on_host.items()}
         labels = torch.cat([response for _, response in pairs]).to(device)
-        temperature = rules.temperature if rules.temperature > 0 else 1.0
         request = ScoringRequest(
             rows.to(device),
             labels,
             temperature,
             entropy=True,
-            values=getattr(self.model, "has_values", False),
-            logits=True,
+            values=self._has_values,
+            logits=temperature != 1,
         )
-        scores = self._forward(request, inputs)
-        assert scores.logits is not None
-        logits = scores.logits.float()
-        at_one = scores.logprobs
-        if temperature != 1:
-            one: Any = fastrl_kernels.token_logprobs(logits, labels)
-            at_one = one
-        drawn_from = self._bent(logits, pairs, rules) if rules.bends else logits
-        highest = drawn_from.amax(-1)
-        by_name: dict[str, Tensor | None] = dict.fromkeys(FIELDS)
-        by_name |= {
-            "logprobs": scores.logprobs,
-            "logprobs_t1": at_one,
-            "entropies": scores.entropies,
-            "values": scores.values,
-        }
-        if rules.bends or rules.cuts:
-            by_name["truncated_logprobs"], by_name["cutoffs"] = truncated_logprobs(
-                drawn_from,
-                labels,
-                temperature=rules.temperature,
-                top_k=rules.top_k,
-                top_p=rules.top_p,
-                min_p=rules.min_p,
-            )
-        host = {name: None if x is None else x.float().cpu() for name, x in by_name.items()}
-        return host, ((highest > -1e30) & (highest < torch.inf)).cpu()
+        scores = self._forward(request, {name: x.to(device) for name, x in on_host.items()})
+        scored = scores._asdict() | {"logprobs_t1": scores.logprobs}
+        if scores.logits is not None:
+            scored["logprobs_t1"] = fastrl_kernels.token_logprobs(scores.logits.float(), labels)
+        return scored
 
     def _forward(self, request: ScoringRequest, inputs: Inputs) -> TokenScores:
         if isinstance(self.model, PreTrainedModelWrapper):
@@ -122,26 +75,12 @@ class Scorer:
             self._head = choose_head(self.model, {**corner_of(inputs), "use_cache": False})
         return self._head(self.model, request, {**inputs, "use_cache": False})[0]
 
-    def _bent(self, logits: Tensor, pairs: list[tuple[Tensor, Tensor]], rules: Rules) -> Tensor:
-        """Logits [N, V] after penalties and suppression, each row with what came before it."""
-        parts = []
-        lengths = [len(response) for _, response in pairs]
-        for part, (prompt, response) in zip(logits.split(lengths), pairs, strict=True):
-            count = torch.arange(len(response), device=logits.device)
-            seen = None
-            if rules.repetition_penalty != 1:
-                new = torch.zeros(part.shape, dtype=torch.int32, device=logits.device)
-                new[0, self._layout.seen(prompt).to(logits.device)] = 1
-                new[count[1:], response[:-1].to(logits.device)] = 1
-                seen = new.cumsum(0, dtype=torch.int32) > 0
-            parts.append(rules.bend(part, count, seen))
-        return torch.cat(parts)
-
     def _parts(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Iterator[list[int]]:
-        """Indices of samples that share a forward."""
+        """Indices of samples that share a forward; an empty response needs none."""
         by_shape: dict[Hashable, list[int]] = {}
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-            by_shape.setdefault(self._layout.shape(len(prompt), len(response)), []).append(i)
+            if len(response):
+                by_shape.setdefault(self._layout.shape(len(prompt), len(response)), []).append(i)
         for indices in by_shape.values():
             first = indices[0]
             size = max(1, SCORED_TOKENS // (len(prompts[first]) + len(responses[first])))

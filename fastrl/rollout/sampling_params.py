@@ -1,12 +1,20 @@
-"""What a rollout is asked for, and what it gives back."""
+"""Input and output of a rollout: sampling parameters, a checked request, and the samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from fastrl.data.prompt_ids import Prompt, check_prompts, token_ids
+
+# What makes tokens come from another distribution than softmax(logits / T), under the names of
+# ``model.generate``, and the value that does not. Greedy decoding does not look at the first.
+TRUNCATIONS: dict[str, Any] = {"top_k": 0, "top_p": 1, "min_p": 0}
+PROCESSORS: dict[str, Any] = {"repetition_penalty": 1, "min_new_tokens": 0, "suppress_tokens": []}
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class SamplingParams:
         return [most] if isinstance(most, int) else most
 
     def limits(self, prompts: int) -> list[int]:
-        """max_new_tokens of each prompt.
+        """Gives max_new_tokens of each prompt.
 
         Raises:
             ValueError: a list of another length.
@@ -85,8 +93,16 @@ class SamplingParams:
             )
         return list(self.max_new_tokens)
 
+    def changes_of_the_draw(self) -> dict[str, Any]:
+        """Fields, with their values, that make tokens come from another distribution than
+        softmax(logits / temperature)."""
+        fields = {name: getattr(self, name) for name in TRUNCATIONS | PROCESSORS}
+        fields["suppress_tokens"] = list(self.suppress_tokens)
+        neutral = TRUNCATIONS | PROCESSORS
+        return {name: value for name, value in fields.items() if value != neutral[name]}
+
     def generation_kwargs(self) -> dict[str, Any]:
-        """The same as arguments of ``model.generate``; the longest of several limits."""
+        """Arguments of ``model.generate`` for the same; the longest of several limits."""
         kwargs: dict[str, Any] = {"max_new_tokens": max(self._limits()), "do_sample": False}
         if self.temperature > 0:
             kwargs |= {
@@ -108,7 +124,8 @@ class SamplingParams:
 
 
 def check_stop(stop: Any) -> None:
-    """
+    """Checks stop sequences.
+
     Raises:
         ValueError: not a list of sequences of one token id or more.
     """
@@ -122,21 +139,70 @@ def check_stop(stop: Any) -> None:
         raise ValueError("stop holds an empty sequence: each needs at least one token")
 
 
+def end_tokens(model: Any, tokenizer: Any, asked: Any = None) -> Tensor:
+    """Ids that end a response: those asked for, by default those at which the model's ``generate``
+    stops; and the tokenizer's EOS."""
+    if asked is None:
+        asked = getattr(model, "pretrained_model", model).generation_config.eos_token_id
+    ids = [*(asked if isinstance(asked, Sequence) else [asked]), tokenizer.eos_token_id]
+    return torch.tensor(sorted({int(i) for i in ids if i is not None and i >= 0}), dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """A checked call of an engine's ``generate``: lists with an entry per prompt."""
+
+    prompts: list[Tensor]  # token ids on the host
+    limits: list[int]  # max_new_tokens
+    sample_ids: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        sample_ids: Sequence[int] | None,
+        model: Any,
+        tokenizer: Any,
+    ) -> RolloutRequest:
+        """
+        Raises:
+            ValueError: as :func:`check_prompts` and :func:`token_ids`; lists that have not one
+                number per prompt.
+        """
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping)):
+            raise ValueError("prompts must be a list, got a single one: pass [prompt]")
+        tokens = [token_ids(p, tokenizer, f"prompts[{i}]") for i, p in enumerate(prompts)]
+        limits = params.limits(len(tokens))
+        check_prompts(tokens, model, limits)
+        ids = list(range(len(tokens))) if sample_ids is None else list(sample_ids)
+        if len(ids) != len(tokens):
+            raise ValueError(f"sample_ids has {len(ids)} entries for {len(tokens)} prompts")
+        return cls(tokens, limits, ids)
+
+    def select(self, indices: Sequence[int]) -> RolloutRequest:
+        fields = (self.prompts, self.limits, self.sample_ids)
+        return RolloutRequest(*([field[i] for i in indices] for field in fields))  # type: ignore[arg-type]
+
+    def repeated(self, n: int) -> RolloutRequest:
+        """Each prompt ``n`` times: an entry per sample."""
+        return self.select([i for i in range(len(self.prompts)) for _ in range(n)])
+
+
 @dataclass
 class RolloutOutput:
     """Samples in the order prompt 0 sample 0 … prompt 0 sample n-1, prompt 1 …, a list per field.
 
     Per token, each as long as its sequence, fp32 in nats: log-probs under the whole softmax at the
-    sampling temperature and at 1 (greedy: both at 1), under what was drawn from (None where nothing
-    is cut), entropies at the sampling temperature; and values (None without a value head).
+    sampling temperature and at 1 (greedy: both at 1), entropies at the sampling temperature; and
+    values (None without a value head). All are of the model's own distribution, before penalties
+    and truncation.
     """
 
     sequences: list[Tensor]  # generated tokens without the prompt, the EOS included
     finish_reasons: list[str]  # "eos", "length", "stop" or "nan"
     logprobs: list[Tensor] | None = None
     logprobs_t1: list[Tensor] | None = None
-    truncated_logprobs: list[Tensor] | None = None
-    cutoffs: list[Tensor] | None = None  # the lowest logit that was kept
     entropies: list[Tensor] | None = None
     values: list[Tensor] | None = None
     sample_ids: list[int] | None = None  # that keyed the draws
@@ -144,7 +210,7 @@ class RolloutOutput:
     stats: dict[str, float] = field(default_factory=dict)
 
     def logprobs_at(self, temperature: float) -> list[Tensor] | None:
-        """log softmax(z/T) of the tokens; None where the rollout did not compute it at this T."""
+        """Log-probs log softmax(z/T) of the tokens; None where none were computed at this T."""
         if temperature == 1:
             return self.logprobs_t1
         return self.logprobs if temperature == self.temperature else None

@@ -1,24 +1,34 @@
-"""Which sample runs in which slot: first in, first out, on the host."""
+"""Continuous batching: which sample runs in which slot, first in, first out; how the host learns
+that samples have finished; and where their tokens go."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastrl.rollout.kv_cache import FIELDS, FINISH_REASONS, RUNNING, Slots
+from fastrl.rollout.sampling_params import RolloutOutput
+
+POLL_STEPS = 8  # between looks at who has finished
 
 
 @dataclass
-class Sample:
+class RolloutSample:
     """One response to be generated."""
 
     index: int  # in the output
     prompt: int  # which of the prompts
     limit: int  # most tokens
+    key: int = 0  # its part of the keys of its draws
 
 
 @dataclass
 class _Running:
-    sample: Sample
+    sample: RolloutSample
     left: int  # steps until the limit ends it
     tokens: int  # at most, that its slot holds before the next step, plus the one to come
 
@@ -31,10 +41,10 @@ def bucket_sizes(slots: int) -> list[int]:
     return sorted(size for size in sizes if size <= slots)
 
 
-class Schedule:
+class Scheduler:
     """Queue and slots. Running samples lie in the first slots, without gaps after :meth:`pack`."""
 
-    def __init__(self, samples: Iterable[Sample], slots: int):
+    def __init__(self, samples: Iterable[RolloutSample], slots: int):
         self.waiting = deque(samples)
         self.slots: list[_Running | None] = [None] * slots
         self._sizes = bucket_sizes(slots)
@@ -46,11 +56,11 @@ class Schedule:
         return [slot for slot, running in enumerate(self.slots) if running is not None]
 
     @property
-    def samples(self) -> list[Sample | None]:
-        """By slot."""
+    def samples(self) -> list[RolloutSample | None]:
+        """Samples by slot."""
         return [None if running is None else running.sample for running in self.slots]
 
-    def admit(self, prompt_lengths: list[int]) -> list[tuple[int, Sample]]:
+    def admit(self, prompt_lengths: list[int]) -> list[tuple[int, RolloutSample]]:
         """Fills free slots; returns which sample came where."""
         admitted = []
         for slot, running in enumerate(self.slots):
@@ -81,15 +91,15 @@ class Schedule:
         return next(size for size in self._sizes if size >= highest)
 
     def span(self, steps: int) -> int:
-        """What the longest slot holds after so many steps."""
+        """Tokens of the longest slot after so many steps."""
         return max(running.tokens for running in self.slots if running is not None) + steps - 1
 
     def steps(self, most: int) -> int:
-        """How many to run before somebody reaches a limit, at most ``most``."""
+        """How many to run before a sample reaches its limit, at most ``most``."""
         return min(most, *(running.left for running in self.slots if running is not None))
 
     def advance(self, steps: int) -> list[int]:
-        """After so many steps: the slots whose samples have reached their limit."""
+        """Counts steps that have run; returns the slots whose samples have reached their limit."""
         self.decode_steps += steps
         self.rows_run += steps * self.bucket
         ended = []
@@ -101,7 +111,7 @@ class Schedule:
                     ended.append(slot)
         return ended
 
-    def release(self, slots: Iterable[int]) -> list[tuple[int, Sample]]:
+    def release(self, slots: Iterable[int]) -> list[tuple[int, RolloutSample]]:
         """Frees slots; returns which sample was where."""
         freed = []
         for slot in slots:
@@ -110,3 +120,102 @@ class Schedule:
             self.slots[slot] = None
             freed.append((slot, running.sample))
         return freed
+
+
+class FinishPoll:
+    """Asks which samples have finished, once in ``POLL_STEPS`` decode steps.
+
+    Args:
+        look: the answer, as slots: :class:`LookNow` or :class:`LookLate`.
+    """
+
+    def __init__(self, look: Callable[[], list[int]]):
+        self.look = look
+        self.due = POLL_STEPS  # steps until the next look
+
+    def after(self, steps: int) -> list[int]:
+        """Slots whose samples are known to have finished, once so many more steps have run."""
+        self.due -= steps
+        if self.due:
+            return []
+        self.due = POLL_STEPS
+        return self.look()
+
+
+class LookNow:
+    """Reads finish reasons at once: on a CPU the steps are done when it does."""
+
+    def __init__(self, slots: Slots, scheduler: Scheduler):
+        self.slots, self.scheduler = slots, scheduler
+
+    def __call__(self) -> list[int]:
+        reasons = self.slots.state.reason.tolist()
+        return [slot for slot in self.scheduler.running if reasons[slot] != RUNNING]
+
+
+class LookLate:
+    """Reads the finish reasons of one look ago: the device has its next steps already and is never
+    idle. Two buffers in pinned memory take turns."""
+
+    def __init__(self, slots: Slots, scheduler: Scheduler):
+        self.slots, self.scheduler = slots, scheduler
+        reason = slots.state.reason
+        self._buffers = [
+            torch.empty_like(reason, device="cpu", pin_memory=reason.is_cuda) for _ in range(2)
+        ]
+        self._before: tuple[torch.cuda.Event, Tensor, list[RolloutSample | None]] | None = None
+
+    def __call__(self) -> list[int]:
+        buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        buffer.copy_(self.slots.state.reason, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        before, self._before = self._before, (copied, buffer, self.scheduler.samples)
+        if before is None:
+            return []
+        copied, buffer, samples = before
+        copied.synchronize()
+        reasons = zip(buffer.tolist(), samples, strict=True)
+        ended = {id(sample) for reason, sample in reasons if sample and reason != RUNNING}
+        # Since then samples have moved to other slots, and others have taken theirs.
+        return [slot for slot, now in enumerate(self.scheduler.samples) if id(now) in ended]
+
+
+def make_finish_poll(slots: Slots, scheduler: Scheduler) -> FinishPoll:
+    look = LookLate if slots.tokens.is_cuda else LookNow
+    return FinishPoll(look(slots, scheduler))
+
+
+class Results:
+    """Finished samples, collected on the device and brought to the host once."""
+
+    def __init__(self, samples: int, length: int, device: torch.device):
+        self.tokens = torch.zeros(samples, length, dtype=torch.long, device=device)
+        self.per_token = torch.zeros(len(FIELDS), samples, length, device=device)
+        self.counts = torch.zeros(samples, dtype=torch.long, device=device)
+        self.reasons = torch.zeros(samples, dtype=torch.long, device=device)
+
+    def take(self, slots: Slots, ended: list[tuple[int, RolloutSample]]) -> None:
+        """Copies samples out of their slots."""
+        device, length = self.tokens.device, self.tokens.shape[1]
+        source = torch.tensor([slot for slot, _ in ended]).to(device)
+        target = torch.tensor([sample.index for _, sample in ended]).to(device)
+        self.tokens[target] = slots.tokens[source, :length]
+        self.per_token[:, target] = slots.per_token[:, source, :length]
+        self.counts[target] = slots.state.num_generated[source]
+        self.reasons[target] = slots.state.reason[source]
+
+    def output(self, *, values: bool) -> RolloutOutput:
+        counts = self.counts.tolist()
+        reasons = [FINISH_REASONS[code] for code in self.reasons.tolist()]
+        real = torch.arange(self.tokens.shape[1]) < self.counts.cpu()[:, None]
+
+        def split(rows: Tensor) -> list[Tensor]:
+            return list(rows[real].split(counts))
+
+        output = RolloutOutput(sequences=split(self.tokens.cpu()), finish_reasons=reasons)
+        for field, rows in zip(FIELDS, self.per_token.cpu(), strict=True):
+            if values or field != "values":
+                setattr(output, field, split(rows))
+        return output

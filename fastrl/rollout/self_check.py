@@ -1,4 +1,4 @@
-"""Whether the rollout engine runs a model as the model's own forward does."""
+"""Self-check of the rollout engine: does it run a model as the model's own forward does?"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class UnsupportedModel(ValueError):
 
 
 def check_weights_and_kind(model: Any) -> None:
-    """What can be told without running the model.
+    """Refuses models that the engine cannot run, as far as weights and configuration tell.
 
     Raises:
         UnsupportedModel: sharded weights, an encoder–decoder, attention or positions of its own.
@@ -69,8 +69,8 @@ def unwrapped(model: Any) -> Any:
 
 
 def _why_not_by_weights(model: Any) -> str | None:
-    """Those of which a process holds a part, if not always: torch's FSDP and tensor parallelism,
-    DeepSpeed's ZeRO-3. Only the model's own forward knows how to put them together."""
+    """Finds sharded weights: torch's FSDP and tensor parallelism, DeepSpeed's ZeRO-3. Only the
+    model's own forward knows how to gather them."""
     for name, weight in model.named_parameters():
         if type(weight).__name__ == "DTensor":
             return f"its weights are sharded ({name} is a DTensor)"
@@ -107,14 +107,14 @@ def _dynamic_rope(config: Any) -> str | None:
 
 def _why_not_by_numbers(engine: RolloutEngine) -> str | None:
     """Lets an engine of two slots generate from three prompts, and looks at what it says of it."""
-    model = engine.policy.language_model
+    model = engine.model_runner.language_model
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(vocabulary, (n,), generator=generator) for n in _LENGTHS]
     params = SamplingParams(
         max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS, temperature=0, seed=0
     )
-    devices = [engine.policy.device] if engine.policy.device.type == "cuda" else []
+    devices = [engine.model_runner.device] if engine.model_runner.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         try:
             output = engine.generate(prompts, params)
@@ -139,13 +139,13 @@ def _differences(
 ) -> tuple[float, float]:
     """The largest and the mean difference from forwards of one sample each, of the tokens whose
     distribution such a forward has: broken weights are no fault of the engine's."""
-    model, device = engine.policy.language_model, engine.policy.device
+    model, device = engine.model_runner.language_model, engine.model_runner.device
     assert output.logprobs is not None
     assert output.entropies is not None
     differences = [torch.zeros(1)]
     for i, (prompt, sequence) in enumerate(zip(prompts, output.sequences, strict=True)):
         ids = torch.cat([prompt, sequence]).unsqueeze(0).to(device)
-        with evaluating(engine.model), engine.policy.autocast():
+        with evaluating(engine.model), engine.model_runner.autocast():
             logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :]
         every = logits.float().log_softmax(-1).cpu()
         sound = ~every.isnan().any(-1)
@@ -162,8 +162,8 @@ def _differences(
 
 def _is_exact(engine: RolloutEngine) -> bool:
     """Whether the model computes in fp32 throughout."""
-    device = engine.policy.device.type
-    with engine.policy.autocast():
+    device = engine.model_runner.device.type
+    with engine.model_runner.autocast():
         rounded = torch.is_autocast_enabled(device)
     single = all(p.dtype in (torch.float32, torch.float64) for p in engine.model.parameters())
     tf32 = device == "cuda" and torch.get_float32_matmul_precision() != "highest"

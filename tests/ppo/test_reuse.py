@@ -260,7 +260,7 @@ def test_the_engine_stays_within_the_memory_that_the_configuration_gives():
     responses = [rolled_out(trainer)[1] for trainer in (free, tight)]
     for a, b in zip(*responses, strict=True):
         assert torch.equal(a, b)
-    slots = [next(iter(t._rollouts._engines.values()))._arena.slots for t in (free, tight)]
+    slots = [next(iter(t._rollouts._engines.values()))._kv_cache.slots for t in (free, tight)]
     assert slots[0] == 4 > slots[1]
 
 
@@ -269,9 +269,9 @@ def test_the_engine_sleeps_through_updates_where_asked(sleep):
     trainer = make_trainer(rollout_sleep=sleep)
     batch = rolled_out(trainer)
     engine = next(iter(trainer._rollouts._engines.values()))
-    assert engine._arena is not None
+    assert engine._kv_cache is not None
     held, update = [], trainer._update
-    trainer._update = lambda *x: held.append(engine._arena) or update(*x)
+    trainer._update = lambda *x: held.append(engine._kv_cache) or update(*x)
     trainer.step(*batch)
     assert (held[0] is None) is sleep
     rolled_out(trainer)

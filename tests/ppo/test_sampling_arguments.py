@@ -381,7 +381,7 @@ def test_a_stop_string_ends_a_response_there():
 
 @pytest.mark.parametrize("family", ["llama", "t5_untied"])
 def test_responses_that_something_stopped_say_so(family):
-    from fastrl.rollout.prompts import end_tokens
+    from fastrl.rollout.sampling_params import end_tokens
     from tests import seq2seq_models
 
     make = seq2seq_models.policy if family.startswith("t5") else tiny_models.policy

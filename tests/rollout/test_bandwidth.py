@@ -5,23 +5,23 @@ import torch
 
 from fastrl import RolloutEngine, SamplingParams
 from fastrl.rollout import bandwidth
-from fastrl.rollout.kv_cache import Arena, LayerShape
+from fastrl.rollout.kv_cache import KVCache, LayerShape
 from tests import tiny_models
 from tests.golden import tiny
 
 
 def test_keys_and_values_of_live_tokens_are_counted_and_no_others():
-    arena = Arena(
+    kv_cache = KVCache(
         [LayerShape(2, 4, 6), LayerShape(1, 8, 8)], 3, 64, torch.float32, torch.device("cpu")
     )
-    arena.windows = [None, 5]
+    kv_cache.windows = [None, 5]
     samples = [(3, 7), (1, 1), (6, 2)]
     expected = 0
     for prompt, made in samples:
         for context in range(prompt, prompt + made):
             expected += 4 * 2 * (4 + 6) * context + 4 * (8 + 8) * min(context, 5)
-    assert bandwidth.kv_bytes(arena, samples) == expected
-    assert bandwidth.kv_bytes(arena, []) == 0
+    assert bandwidth.kv_bytes(kv_cache, samples) == expected
+    assert bandwidth.kv_bytes(kv_cache, []) == 0
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_windows_are_those_of_the_layers(family):
     expected = [window] * config.num_hidden_layers
     if kinds:
         expected = [window if kind == "sliding_attention" else None for kind in kinds]
-    assert engine._arena.windows == expected
+    assert engine._kv_cache.windows == expected
 
 
 def test_the_share_is_what_was_read_over_what_could_have_been(monkeypatch):
@@ -56,7 +56,7 @@ def test_the_share_is_what_was_read_over_what_could_have_been(monkeypatch):
     params = SamplingParams(max_new_tokens=5, n=2, suppress_tokens=[tiny.EOS])
     out = engine.generate(tiny_models.prompts(3, 6), params)
     weights = out.stats["perf/decode_steps"] * bandwidth.weight_bytes(model.pretrained_model)
-    keys_and_values = bandwidth.kv_bytes(engine._arena, [(3, 5), (3, 5), (6, 5), (6, 5)])
+    keys_and_values = bandwidth.kv_bytes(engine._kv_cache, [(3, 5), (3, 5), (6, 5), (6, 5)])
     seconds = out.stats["time/rollout/decode"]
     share = out.stats["perf/bandwidth_share"]
     assert share == pytest.approx((weights + keys_and_values) / seconds / 1e9)

@@ -1,4 +1,4 @@
-"""The decode step as a function of static buffers; schedules; what the draws are distributed as."""
+"""The decode step as a function of static buffers, and what its draws are distributed as."""
 
 import math
 
@@ -9,8 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastrl import RolloutEngine, SamplingParams
 from fastrl.rollout.decode_step import DecodeStep
-from fastrl.rollout.polls import Poll
-from fastrl.rollout.scheduler import Sample, Schedule, bucket_sizes
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -98,7 +96,7 @@ def test_a_step_writes_to_the_same_addresses(each_step):
 
     def watched(step, self, *args):
         step(self, *args)
-        held = [*self.slots.tensors(), self.slots.seed, *self.arena.keys, *self.arena.values]
+        held = [*self.slots.tensors(), self.slots.seed, *self.kv_cache.keys, *self.kv_cache.values]
         addresses.add(tuple(x.data_ptr() for x in held))
 
     engine = RolloutEngine(tiny_models.policy("gpt2"), tiny.tokenizer(), max_slots=4)
@@ -108,83 +106,6 @@ def test_a_step_writes_to_the_same_addresses(each_step):
             tiny_models.prompts(3, 5, 1, 4, 2, 6), SamplingParams(max_new_tokens=9, seed=seed)
         )
     assert len(addresses) == 1
-
-
-@pytest.mark.parametrize("eos", [True, False])
-def test_the_host_reads_at_most_once_in_eight_steps(eos, monkeypatch):
-    engine = RolloutEngine(tiny_models.policy("gpt2"), tiny.tokenizer(), max_slots=4)
-    prompts = tiny_models.prompts(*[3, 5, 1, 4, 2, 6] * 4)
-    suppressed = [] if eos else [tiny.EOS]
-    params = SamplingParams(max_new_tokens=40, seed=0, suppress_tokens=suppressed)
-    engine.generate(prompts, params)
-    looks = []
-    look = Poll._look
-
-    def counted(self):
-        looks.append(1)
-        return look(self)
-
-    monkeypatch.setattr(Poll, "_look", counted)
-    out = engine.generate(prompts, params)
-    steps = out.stats["perf/decode_steps"]
-    assert steps > 60
-    assert 0 < len(looks) <= steps / 8
-
-
-# ---------------------------------------------------------------------- schedules
-
-
-def simulated(limits, slots):
-    """Useful tokens over rows run, if every sample runs to its limit."""
-    schedule = Schedule([Sample(i, i, n) for i, n in enumerate(limits)], slots)
-    lengths = [1] * len(limits)
-    order = []
-    while schedule.waiting or schedule.running:
-        order += [sample.index for _, sample in schedule.admit(lengths)]
-        schedule.pack()
-        schedule.release(schedule.advance(schedule.steps(8)))
-    assert order == sorted(order), "first in, first out"
-    return sum(limits) / schedule.rows_run
-
-
-def lognormal(count, median, seed):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = median * torch.randn(count, generator=generator).exp()
-    return lengths.round().long().clamp(min=1).tolist()
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_rows_are_seldom_idle_with_lognormal_lengths(seed):
-    assert simulated(lognormal(256, 60, seed), slots=16) >= 0.95
-
-
-def test_the_engine_is_as_economical_as_its_schedule():
-    model = tiny_models.policy("gpt2", n_positions=600)
-    limits = [min(n, 500) for n in lognormal(256, 12, seed=0)]
-    engine = RolloutEngine(model, tiny.tokenizer(), max_slots=16)
-    params = SamplingParams(max_new_tokens=limits, suppress_tokens=[tiny.EOS], seed=0)
-    out = engine.generate(tiny_models.prompts(*[3, 5, 1, 4] * 64), params)
-    assert [len(s) for s in out.sequences] == limits
-    assert out.stats["perf/slot_utilisation"] == pytest.approx(simulated(limits, 16))
-    assert out.stats["perf/slot_utilisation"] >= 0.95
-
-
-def test_running_samples_close_up():
-    schedule = Schedule([Sample(i, 0, 9) for i in range(6)], 6)
-    schedule.admit([4])
-    schedule.advance(2)
-    freed = schedule.release([0, 3, 4])
-    assert [sample.index for _, sample in freed] == [0, 3, 4]
-    assert schedule.pack() == [(5, 0, 6)]
-    assert schedule.running == [0, 1, 2]
-    assert schedule.bucket == 3
-    assert schedule.span(1) == 6
-
-
-def test_buckets_grow_by_half():
-    assert bucket_sizes(16) == [1, 2, 3, 4, 6, 8, 12, 16]
-    assert bucket_sizes(1) == [1]
-    assert bucket_sizes(21) == [1, 2, 3, 4, 6, 8, 12, 16, 21]
 
 
 # ---------------------------------------------------------------------- distributions

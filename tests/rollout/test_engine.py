@@ -1,26 +1,23 @@
-"""Rollouts through ``model.generate``, and ``PPOTrainer.generate`` on top of them."""
+"""The rollout engine: its samples and figures against plain, unpadded forwards."""
+
+import gc
+import warnings
+import weakref
 
 import pytest
 import torch
 
-from fastrl import (
-    AutoModelForCausalLMWithValueHead,
-    GenerateEngine,
-    LengthSampler,
-    PPOConfig,
-    PPOTrainer,
-    SamplingParams,
-)
+from fastrl import GenerateEngine, RolloutEngine, SamplingParams
+from fastrl.rollout.attention import NAME
 from tests import tiny_models
 from tests.golden import tiny
 
-pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+LENGTHS = (5, 1, 9, 3, 7, 2)
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
+SAMPLED = SamplingParams(max_new_tokens=8, seed=3)
 
-LENGTHS = (5, 1, 9, 3, 7)
-GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
-
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=tiny_models.FAMILIES)
 def policy(request):
     return tiny_models.policy(request.param)
 
@@ -30,371 +27,429 @@ def gpt2():
     return tiny_models.policy("gpt2")
 
 
-@pytest.fixture
-def engine(gpt2):
-    return GenerateEngine(gpt2, tiny.tokenizer(), batch_size=2)
+def engine_of(model, **options):
+    return RolloutEngine(model, tiny.tokenizer(), **{"max_slots": 3, **options})
 
 
-def unpadded(model, prompt, **settings):
-    """What ``generate`` of the language model returns for one prompt by itself."""
+@torch.no_grad()
+def unpadded(model, prompt, sequence):
+    """Log-softmax [T, V] before each token of the sequence, and values, from a plain forward."""
+    model.eval()
+    ids = torch.cat([prompt, sequence])[None]
+    logits, _, values = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    here = slice(len(prompt) - 1, -1)
+    return logits[0, here].double(), values[0, here]
+
+
+def by_generate(model, prompt, **settings):
     out = model.pretrained_model.generate(
         input_ids=prompt[None],
         attention_mask=torch.ones_like(prompt)[None],
         pad_token_id=tiny.PAD,
-        **{**GREEDY, **settings},
+        **settings,
     )
     return out[0, len(prompt) :]
 
 
-class Scripted(torch.nn.Module):
-    """Stands in for a model: ``generate`` appends what it was given, row after row."""
-
-    def __init__(self, rows, eos_token_id=tiny.EOS):
-        super().__init__()
-        self.rows = torch.tensor(rows)
-        self.device = torch.device("cpu")
-        self.config = tiny_models.config("gpt2")
-        self.generation_config = tiny_models.language_model().generation_config
-        self.generation_config.eos_token_id = eos_token_id
-        self.calls = []
-
-    def generate(self, input_ids, attention_mask, **kwargs):
-        self.calls.append((input_ids, attention_mask, kwargs, self.training))
-        rows, self.rows = self.rows[: len(input_ids)], self.rows[len(input_ids) :]
-        return torch.cat([input_ids, rows], dim=1)
-
-
-def scripted_sequences(rows, prompts=None, model_stops_at=tiny.EOS, **generation_kwargs):
-    """(sequences, finish reasons) where the model appends ``rows`` to the prompts."""
-    engine = GenerateEngine(Scripted(rows, model_stops_at), tiny.tokenizer())
-    out = engine.generate_with(prompts or tiny_models.prompts(*[2] * len(rows)), generation_kwargs)
-    return [s.tolist() for s in out.sequences], out.finish_reasons
+def check_figures(model, prompts, params, out, atol=1e-5):
+    for i, sequence in enumerate(out.sequences):
+        logits, values = unpadded(model, prompts[i // params.n], sequence)
+        at = sequence[:, None]
+        at_one = logits.log_softmax(-1)
+        tempered = (logits / (params.temperature or 1.0)).log_softmax(-1)
+        expected = {
+            "logprobs": tempered.gather(1, at)[:, 0],
+            "logprobs_t1": at_one.gather(1, at)[:, 0],
+            "entropies": -(tempered.exp() * tempered).sum(-1),
+            "values": values.double(),
+        }
+        for name, right in expected.items():
+            got = getattr(out, name)[i]
+            assert got.dtype == torch.float32
+            assert (got - right).abs().max() <= atol, name
 
 
-# ---------------------------------------------------------------------- sequences
+# ---------------------------------------------------------------------- against plain forwards
 
 
-def test_greedy_responses_are_those_of_each_prompt_alone(policy):
+def test_greedy_responses_are_those_of_generate_for_each_prompt_alone(policy):
     prompts = tiny_models.prompts(*LENGTHS)
-    engine = GenerateEngine(policy, tiny.tokenizer(), batch_size=3)
-    out = engine.generate(prompts, SamplingParams(max_new_tokens=6, temperature=0))
-    assert len(out.sequences) == len(prompts)
-    for prompt, got in zip(prompts, out.sequences, strict=True):
-        assert torch.equal(got, unpadded(policy, prompt))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = engine_of(policy).generate(prompts, GREEDY)
+    for prompt, sequence in zip(prompts, out.sequences, strict=True):
+        expected = by_generate(policy, prompt, max_new_tokens=6, do_sample=False)
+        assert torch.equal(sequence, expected)
+    check_figures(policy, prompts, GREEDY, out)
 
 
-def test_prompts_may_be_lists_of_numbers(engine):
-    prompts = tiny_models.prompts(3, 4)
-    params = SamplingParams(max_new_tokens=4, temperature=0)
-    expected = engine.generate(prompts, params).sequences
-    got = engine.generate([p.tolist() for p in prompts], params).sequences
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_figures_of_samples_are_those_of_a_plain_forward(policy, temperature):
+    prompts = tiny_models.prompts(*LENGTHS)
+    params = SamplingParams(max_new_tokens=8, temperature=temperature, n=2, seed=1)
+    out = engine_of(policy).generate(prompts, params)
+    assert len(out.sequences) == 2 * len(prompts)
+    check_figures(policy, prompts, params, out)
+    assert out.sample_ids == [i for i in range(len(prompts)) for _ in range(2)]
 
 
-def test_responses_end_with_their_first_eos():
-    rows = [[7, tiny.EOS, 9, tiny.EOS], [7, 8, 9, 10], [tiny.EOS, 2, 2, 2], [7, 8, 9, tiny.EOS]]
-    assert scripted_sequences(rows) == (
-        [[7, tiny.EOS], [7, 8, 9, 10], [tiny.EOS], [7, 8, 9, tiny.EOS]],
-        ["eos", "length", "eos", "eos"],
-    )
+def test_a_sliding_window_is_kept_over_its_end():
+    model = tiny_models.policy("mistral", sliding_window=4)
+    prompts = tiny_models.prompts(11, 3, 6)
+    params = SamplingParams(max_new_tokens=12, seed=0)
+    out = engine_of(model).generate(prompts, params)
+    check_figures(model, prompts, params, out)
+    wide = tiny_models.policy("mistral", sliding_window=None)
+    different = engine_of(wide).generate(prompts, params)
+    assert not torch.equal(out.logprobs[0], different.logprobs[0])
 
 
-def test_an_eos_in_the_prompt_does_not_end_the_response():
-    prompts = [torch.tensor([5, tiny.EOS, 6]), torch.tensor([tiny.EOS])]
-    sequences, reasons = scripted_sequences([[7, 8], [9, tiny.EOS]], prompts)
-    assert sequences == [[7, 8], [9, tiny.EOS]]
-    assert reasons == ["length", "eos"]
+def test_a_bare_language_model_has_no_values(gpt2):
+    prompts = tiny_models.prompts(*LENGTHS)
+    bare = engine_of(gpt2.pretrained_model).generate(prompts, SAMPLED)
+    whole = engine_of(gpt2).generate(prompts, SAMPLED)
+    assert bare.values is None
+    for a, b in zip(bare.logprobs, whole.logprobs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_pad_tokens_inside_a_response_are_kept():
-    assert scripted_sequences([[7, tiny.PAD, 8]])[0] == [[7, tiny.PAD, 8]]
+def test_figures_are_of_the_whole_distribution_where_draws_are_truncated(gpt2):
+    prompts = tiny_models.prompts(*LENGTHS)
+    params = SamplingParams(max_new_tokens=6, temperature=0.8, top_k=5, top_p=0.9, seed=0)
+    out = engine_of(gpt2).generate(prompts, params)
+    check_figures(gpt2, prompts, params, out)
+    for i, sequence in enumerate(out.sequences):
+        logits, _ = unpadded(gpt2, prompts[i], sequence)
+        lowest = logits.topk(5).values[:, -1:]
+        assert (logits.gather(1, sequence[:, None]) >= lowest - 1e-6).all()
+
+
+# ---------------------------------------------------------------------- when a response ends
+
+
+def test_ends_are_reported_and_kept(gpt2):
+    prompts = tiny_models.prompts(*LENGTHS)
+    params = SamplingParams(max_new_tokens=30, n=8, seed=0)
+    out = engine_of(gpt2, max_slots=5).generate(prompts, params)
+    for sequence, reason in zip(out.sequences, out.finish_reasons, strict=True):
+        ends = (sequence == tiny.EOS).nonzero().flatten().tolist()
+        assert ends == ([len(sequence) - 1] if reason == "eos" else [])
+        assert reason == "eos" or len(sequence) == 30
+    assert {"eos", "length"} == set(out.finish_reasons)
+
+
+def test_every_prompt_may_have_a_limit_of_its_own(gpt2):
+    prompts = tiny_models.prompts(*LENGTHS)
+    limits = [1, 7, 3, 12, 2, 5]
+    params = SamplingParams(max_new_tokens=limits, suppress_tokens=[tiny.EOS], seed=0)
+    out = engine_of(gpt2).generate(prompts, params)
+    assert [len(s) for s in out.sequences] == limits
+    assert out.finish_reasons == ["length"] * 6
+
+
+def test_stop_sequences_end_a_response_and_stay_in_it(gpt2):
+    prompts = tiny_models.prompts(4, 6)
+    free = SamplingParams(max_new_tokens=16, seed=5, suppress_tokens=[tiny.EOS])
+    whole = engine_of(gpt2).generate(prompts, free).sequences
+    stop = [whole[0][4:6].tolist(), [whole[1][2].item()]]
+    params = SamplingParams(max_new_tokens=16, seed=5, suppress_tokens=[tiny.EOS], stop=stop)
+    out = engine_of(gpt2).generate(prompts, params)
+
+    def first_end(tokens):
+        return next(
+            i + 1
+            for i in range(len(tokens))
+            if any(tokens[max(0, i + 1 - len(s)) : i + 1] == s for s in stop)
+        )
+
+    for got, free_sequence in zip(out.sequences, whole, strict=True):
+        assert got.tolist() == free_sequence.tolist()[: first_end(free_sequence.tolist())]
+    assert out.finish_reasons == ["stop", "stop"]
 
 
 @pytest.mark.parametrize(
-    "where", [{"model_stops_at": [20, 30]}, {"model_stops_at": 99, "eos_token_id": [20, 30]}]
+    "settings",
+    [
+        {"min_new_tokens": 5},
+        {"repetition_penalty": 1.8},
+        {"suppress_tokens": [3, 7, 9, 12]},
+        {"min_new_tokens": 3, "repetition_penalty": 0.7, "suppress_tokens": [11]},
+    ],
+    ids=str,
 )
-def test_all_tokens_that_generate_stops_at_are_ends(where):
-    rows = [[7, 20, 9], [7, 30, 9], [7, tiny.EOS, 9]]
-    assert scripted_sequences(rows, **where) == ([[7, 20], [7, 30], [7, tiny.EOS]], ["eos"] * 3)
+def test_changes_to_logits_are_those_of_generate(gpt2, settings):
+    prompts = tiny_models.prompts(*LENGTHS)
+    params = SamplingParams(max_new_tokens=9, temperature=0, **settings)
+    out = engine_of(gpt2).generate(prompts, params)
+    for prompt, sequence in zip(prompts, out.sequences, strict=True):
+        expected = by_generate(gpt2, prompt, max_new_tokens=9, do_sample=False, **settings)
+        assert torch.equal(sequence, expected)
+    check_figures(gpt2, prompts, params, out)  # of the model's own distribution
 
 
-def test_batches_are_padded_on_the_left_in_order():
-    model = Scripted([[7], [8], [9]])
-    engine = GenerateEngine(model, tiny.tokenizer("right"), batch_size=2)
-    a, b, c = tiny_models.prompts(1, 3, 2)
-    out = engine.generate_with([a, b, c], {"max_new_tokens": 1})
-    (ids, mask, kwargs, _), (last, last_mask, _, _) = model.calls
-    assert ids.tolist() == [[tiny.PAD, tiny.PAD, *a.tolist()], b.tolist()]
-    assert mask.tolist() == [[0, 0, 1], [1, 1, 1]]
-    assert last.tolist() == [c.tolist()]
-    assert last_mask.tolist() == [[1, 1]]
-    assert kwargs.pop("logits_processor")  # which looks for NaN
-    assert kwargs == {"max_new_tokens": 1, "pad_token_id": tiny.PAD}
-    assert [s.tolist() for s in out.sequences] == [[7], [8], [9]]
+# ---------------------------------------------------------------------- what a draw depends on
 
 
-def test_samples_of_a_prompt_stand_together(engine):
-    prompts = tiny_models.prompts(3, 5)
-    greedy = SamplingParams(max_new_tokens=4, temperature=0)
-    single = engine.generate(prompts, greedy).sequences
-    params = SamplingParams(max_new_tokens=4, temperature=0, n=3)
-    several = engine.generate(prompts, params).sequences
-    assert len(several) == 6
-    for i, got in enumerate(several):
-        assert torch.equal(got, single[i // 3])
+def same(a, b, order=None):
+    order = range(len(a.sequences)) if order is None else order
+    for i, j in enumerate(order):
+        assert torch.equal(a.sequences[i], b.sequences[j])
+        torch.testing.assert_close(a.logprobs[i], b.logprobs[j], rtol=0, atol=1e-6)
 
 
-def test_samples_of_a_prompt_differ(engine):
-    out = engine.generate(tiny_models.prompts(3), SamplingParams(max_new_tokens=6, n=4, seed=0))
-    assert len({tuple(s.tolist()) for s in out.sequences}) > 1
+@pytest.mark.parametrize("slots", [1, 2, 4, 5, 64])
+def test_samples_do_not_depend_on_the_number_of_slots(gpt2, slots):
+    prompts = tiny_models.prompts(*LENGTHS)
+    params = SamplingParams(max_new_tokens=12, n=3, seed=7)
+    same(
+        engine_of(gpt2, max_slots=slots).generate(prompts, params),
+        engine_of(gpt2, max_slots=3).generate(prompts, params),
+    )
 
 
-def test_an_output_reports_tokens_per_second_and_no_logprobs(engine):
-    out = engine.generate(tiny_models.prompts(3), SamplingParams(max_new_tokens=4, temperature=0))
-    tokens = sum(len(s) for s in out.sequences)
-    speed = out.stats["perf/rollout_tokens_per_second"]
-    assert speed == pytest.approx(tokens / out.stats["time/rollout"])
-    assert out.logprobs is out.values is out.entropies is None
+def test_samples_do_not_depend_on_the_order_of_prompts(gpt2):
+    prompts = tiny_models.prompts(*LENGTHS)
+    order = [3, 0, 5, 1, 4, 2]
+    ids = [10 + i for i in range(6)]
+    straight = engine_of(gpt2).generate(prompts, SAMPLED, sample_ids=ids)
+    mixed = engine_of(gpt2).generate(
+        [prompts[i] for i in order], SAMPLED, sample_ids=[ids[i] for i in order]
+    )
+    same(mixed, straight, order)
+    assert mixed.sample_ids == [ids[i] for i in order]
 
 
-# ---------------------------------------------------------------------- state
+def test_prompts_may_be_shared_among_processes(gpt2):
+    prompts = tiny_models.prompts(*LENGTHS)
+    whole = engine_of(gpt2).generate(prompts, SAMPLED)
+    for part in (range(0, 6, 2), range(1, 6, 2)):
+        mine = engine_of(gpt2, max_slots=2).generate(
+            [prompts[i] for i in part], SAMPLED, sample_ids=list(part)
+        )
+        same(mine, whole, part)
 
 
-def test_a_seed_reproduces_and_leaves_the_global_generator_alone(engine):
-    prompts = tiny_models.prompts(3, 4)
-
-    def sample(seed):
-        params = SamplingParams(max_new_tokens=8, seed=seed)
-        return [s.tolist() for s in engine.generate(prompts, params).sequences]
-
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    first = sample(11)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(6)
-    assert sample(11) == first
-    assert sample(12) != first
+def test_another_seed_and_another_sample_are_other_draws(gpt2):
+    prompt = tiny_models.prompts(4) * 2
+    engine = engine_of(gpt2)
+    params = SamplingParams(max_new_tokens=20, n=2, seed=1, suppress_tokens=[tiny.EOS])
+    out = engine.generate(prompt, params)
+    other = engine.generate(prompt, SamplingParams(**{**vars(params), "seed": 2}))
+    rows = [tuple(s.tolist()) for s in out.sequences + other.sequences]
+    assert len(set(rows)) == 8
 
 
-def test_without_a_seed_the_global_generator_is_drawn_on(engine):
-    before = torch.get_rng_state()
-    engine.generate(tiny_models.prompts(3), SamplingParams(max_new_tokens=2))
-    assert not torch.equal(torch.get_rng_state(), before)
+def test_without_a_seed_torchs_generator_decides(gpt2):
+    prompts, engine = tiny_models.prompts(*LENGTHS), engine_of(gpt2)
+    params = SamplingParams(max_new_tokens=10)
+    torch.manual_seed(0)
+    first, second = (engine.generate(prompts, params) for _ in range(2))
+    torch.manual_seed(0)
+    same(engine.generate(prompts, params), first)
+    assert any(
+        not torch.equal(a, b) for a, b in zip(first.sequences, second.sequences, strict=True)
+    )
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_dropout_is_off_and_the_mode_comes_back(training):
-    model = Scripted([[7], [8]]).train(training)
-    engine = GenerateEngine(model, tiny.tokenizer(), batch_size=1)
-    engine.generate_with(tiny_models.prompts(2, 2), {})
-    assert [call[3] for call in model.calls] == [False, False]
-    assert model.training == training
+def test_long_lists_of_prompts_are_prefilled_in_parts(gpt2, monkeypatch):
+    prompts = tiny_models.prompts(*LENGTHS * 3)
+    whole = engine_of(gpt2, max_slots=18).generate(prompts, SAMPLED)
+    monkeypatch.setattr("fastrl.rollout.engine.PREFILL_TOKENS", 7)
+    same(engine_of(gpt2, max_slots=18).generate(prompts, SAMPLED), whole)
 
 
-def test_the_mode_comes_back_after_an_error(gpt2):
-    model = Scripted([[7]]).train()
-    model.generate = lambda **_: (_ for _ in ()).throw(RuntimeError("out of memory"))
-    with pytest.raises(RuntimeError, match="out of memory"):
-        GenerateEngine(model, tiny.tokenizer()).generate_with(tiny_models.prompts(2), {})
+# ---------------------------------------------------------------------- the model is left alone
+
+
+def test_dropout_is_off_and_all_is_put_back():
+    model = tiny_models.policy("gpt2", resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5)
+    model.train()
+    before = model.config._attn_implementation
+    prompts = tiny_models.prompts(*LENGTHS)
+    out = engine_of(model).generate(prompts, SAMPLED)
     assert model.training
+    assert model.pretrained_model.training
+    assert model.config._attn_implementation == before != NAME
+    assert not model.get_output_embeddings()._forward_pre_hooks
+    check_figures(model, prompts, SAMPLED, out)
 
 
-def test_the_autocast_context_is_open_during_generation():
-    model = Scripted([[7]])
-    seen = []
-    model.register_buffer("probe", torch.ones(1))
-    original = model.generate
-    model.generate = lambda **kw: (seen.append(torch.is_autocast_enabled("cpu")), original(**kw))[1]
-    engine = GenerateEngine(
-        model, tiny.tokenizer(), autocast=lambda: torch.autocast("cpu", torch.bfloat16)
-    )
-    engine.generate_with(tiny_models.prompts(2), {})
-    assert seen == [True]
-    assert not torch.is_autocast_enabled("cpu")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_all_is_put_back_after_an_exception(gpt2, error, monkeypatch):
+    from fastrl.rollout.decode_step import DecodeStep
+
+    calls = []
+
+    def fail(self, *args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise error
+
+    engine = engine_of(gpt2)
+    gpt2.train()
+    before = gpt2.config._attn_implementation
+    with monkeypatch.context() as patched:
+        patched.setattr(DecodeStep, "__call__", fail)
+        with pytest.raises(error):
+            engine.generate(tiny_models.prompts(3), SAMPLED)
+    assert gpt2.training
+    assert gpt2.config._attn_implementation == before
+    assert not gpt2.get_output_embeddings()._forward_pre_hooks
+    prompts = tiny_models.prompts(*LENGTHS)
+    same(engine.generate(prompts, SAMPLED), engine_of(gpt2).generate(prompts, SAMPLED))
 
 
-# ---------------------------------------------------------------------- refusals
+def test_new_weights_are_used_at_once():
+    model = tiny_models.policy("llama")
+    prompts, engine = tiny_models.prompts(*LENGTHS), engine_of(model)
+    engine.generate(prompts, SAMPLED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    check_figures(model, prompts, SAMPLED, engine.generate(prompts, SAMPLED))
+
+
+def test_nan_ends_its_sample_alone(gpt2):
+    """A NaN in the embedding of one token poisons the samples that contain it, and their slots'
+    next tenants not at all."""
+    model = tiny_models.policy("llama")
+    bad = 17
+    prompts = tiny_models.prompts(5, 4, 6, 3, 5, 7)
+    for prompt in prompts:
+        prompt[prompt == bad] = bad + 1
+    params = SamplingParams(max_new_tokens=8, seed=0, suppress_tokens=[bad])
+    expected = engine_of(model, max_slots=2).generate(prompts, params)
+    poisoned = [p.clone() for p in prompts]
+    poisoned[1][2] = poisoned[2][0] = bad
+    with torch.no_grad():
+        model.get_output_embeddings()
+        model.pretrained_model.get_input_embeddings().weight[bad] = torch.nan
+    out = engine_of(model, max_slots=2).generate(poisoned, params)
+    assert out.finish_reasons[1] == out.finish_reasons[2] == "nan"
+    assert len(out.sequences[1]) == len(out.sequences[2]) == 0
+    for i in (0, 3, 4, 5):
+        assert torch.equal(out.sequences[i], expected.sequences[i])
+        assert out.finish_reasons[i] == expected.finish_reasons[i]
+    assert out.stats["perf/nan_samples"] == 2
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def test_memory_is_kept_grows_and_is_released(gpt2):
+    engine = engine_of(gpt2, max_slots=4)
+    engine.generate(tiny_models.prompts(3), SamplingParams(max_new_tokens=4))
+    small = engine._kv_cache
+    engine.generate(tiny_models.prompts(3), SamplingParams(max_new_tokens=4))
+    assert engine._kv_cache is small
+    prompts = tiny_models.prompts(*LENGTHS)
+    engine.generate(prompts, SAMPLED)
+    assert engine._kv_cache.slots == 4 > small.slots
+    engine.sleep()
+    assert engine._kv_cache is None
+    same(engine.generate(prompts, SAMPLED), engine_of(gpt2).generate(prompts, SAMPLED))
+
+
+def test_nobody_holds_keys_and_values_that_were_released(gpt2):
+    engine = engine_of(gpt2)
+    engine.generate(tiny_models.prompts(*LENGTHS), SAMPLED)
+    layers = [weakref.ref(x) for x in (*engine._kv_cache.keys, *engine._kv_cache.values)]
+    engine.sleep()
+    gc.collect()
+    assert not any(layer() is not None for layer in layers)
+
+
+def test_a_budget_bounds_the_slots(gpt2):
+    engine = engine_of(gpt2, max_slots=6, max_length=32, kv_cache_bytes=3 * 32 * 2 * 2 * 16 * 4 + 9)
+    prompts = tiny_models.prompts(*LENGTHS)
+    same(engine.generate(prompts, SAMPLED), engine_of(gpt2).generate(prompts, SAMPLED))
+    assert engine._kv_cache.slots == 3
+    first = engine._kv_cache
+    engine.generate(prompts, SAMPLED)
+    assert engine._kv_cache is first
+
+
+# ---------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("prompts", "params", "message"),
     [
-        (torch.tensor([], dtype=torch.long), r"prompts\[1\] must be a 1-D tensor of at least one"),
-        (torch.ones(1, 3, dtype=torch.long), r"prompts\[1\] must be a 1-D.*got shape \(1, 3\)"),
-        (torch.ones(3), r"prompts\[1\] must hold integer token ids, got torch.float32"),
-        (torch.ones(45, dtype=torch.long), r"prompts\[1\] has 45 tokens; with 4 new .* of 48"),
+        ([], {}, "prompts is empty"),
+        ([[1, 2], []], {}, r"prompts\[1\] must be .*at least one token"),
+        ([[1, 2], [1] * 45], {"max_new_tokens": 4}, r"prompts\[1\] has 45 tokens.*context of 48"),
+        ([[1, 2], [3]], {"max_new_tokens": [50, 1]}, r"prompts\[0\] has 2 tokens; with 50"),
+        ([[1, 2]], {"max_new_tokens": [3, 4]}, "2 numbers for 1 prompts"),
+        ([[1, tiny.VOCABULARY]], {}, r"prompts\[0\] holds token id"),
+        ([[1.5]], {}, r"prompts\[0\] must hold integer"),
     ],
+    ids=lambda x: str(x)[:30],
 )
-def test_a_bad_prompt_is_named_by_its_index(engine, bad, message):
+def test_prompts_that_cannot_be_continued_are_refused_by_name(gpt2, prompts, params, message):
     with pytest.raises(ValueError, match=message):
-        engine.generate(tiny_models.prompts(3)[:1] + [bad], SamplingParams(max_new_tokens=4))
+        engine_of(gpt2).generate(prompts, SamplingParams(**{"max_new_tokens": 4, **params}))
 
 
-def test_a_prompt_may_fill_the_context_to_the_last_token(engine):
-    (prompt,) = tiny_models.prompts(44)
-    params = SamplingParams(max_new_tokens=4, temperature=0)
-    assert len(engine.generate([prompt], params).sequences) == 1
-
-
-def test_no_prompts_are_refused(engine):
-    with pytest.raises(ValueError, match="prompts is empty"):
-        engine.generate([], SamplingParams())
-
-
-def test_prompts_of_two_lengths_need_a_pad_token(gpt2):
-    tokenizer = tiny.tokenizer()
-    tokenizer.pad_token = None
-    engine = GenerateEngine(gpt2, tokenizer, batch_size=2)
-    params = SamplingParams(max_new_tokens=2, temperature=0)
-    with pytest.raises(ValueError, match=r"no pad token.*tokenizer\.pad_token"):
-        engine.generate(tiny_models.prompts(2, 3), params)
-    one_each = GenerateEngine(gpt2, tokenizer, batch_size=1)
-    assert len(one_each.generate(tiny_models.prompts(2, 3), params).sequences) == 2
-    with_keyword = engine.generate_with(
-        tiny_models.prompts(2, 3), {"pad_token_id": tiny.EOS, **GREEDY}
-    )
-    assert len(with_keyword.sequences) == 2
+def test_a_prompt_that_no_slot_holds_is_refused(gpt2):
+    with pytest.raises(ValueError, match=r"prompts\[1\] has 9 tokens.*max_length of 12"):
+        engine_of(gpt2, max_length=12).generate(
+            tiny_models.prompts(8, 9), SamplingParams(max_new_tokens=4)
+        )
 
 
 @pytest.mark.parametrize(
-    ("setting", "name"),
+    ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"n": 0}, "n must"),
-        ({"top_k": -1}, "top_k"),
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"min_p": 1.0}, "min_p"),
-        ({"min_p": -0.1}, "min_p"),
+        ({"max_slots": 0}, "max_slots must be at least 1"),
+        ({"max_length": 0}, "max_length must be at least 1"),
+        ({"kv_cache_bytes": 0}, "kv_cache_bytes must be at least 1"),
     ],
 )
-def test_sampling_parameters_out_of_range_are_refused(setting, name):
-    with pytest.raises(ValueError, match=name):
-        SamplingParams(**setting)
+def test_an_engine_without_room_is_refused(gpt2, options, message):
+    with pytest.raises(ValueError, match=message):
+        engine_of(gpt2, **options)
 
 
-def test_sampling_parameters_as_keywords_of_generate():
-    assert SamplingParams(max_new_tokens=5, temperature=0, top_k=3).generation_kwargs() == {
-        "max_new_tokens": 5,
-        "do_sample": False,
-    }
-    assert SamplingParams(temperature=0.7, top_p=0.9, min_p=0.1).generation_kwargs() == {
-        "max_new_tokens": 32,
-        "do_sample": True,
-        "temperature": 0.7,
-        "top_k": 0,
-        "top_p": 0.9,
-        "min_p": 0.1,
-    }
-    assert "min_p" not in SamplingParams().generation_kwargs()
+def test_a_budget_for_no_slot_is_refused(gpt2):
+    with pytest.raises(ValueError, match="leaves no room for a slot"):
+        engine_of(gpt2, kv_cache_bytes=100).generate(tiny_models.prompts(3), GREEDY)
 
 
-# ---------------------------------------------------------------------- PPOTrainer.generate
+def test_a_model_on_two_devices_is_refused(gpt2):
+    model = tiny_models.policy("gpt2")
+    model.v_head.to("meta")
+    with pytest.raises(ValueError, match="several devices"):
+        engine_of(model)
 
 
-def make_trainer(model, reference=None):
-    return PPOTrainer(PPOConfig(batch_size=2), model, reference, tiny.tokenizer())
+# ---------------------------------------------------------------------- texts and chats
 
 
-@pytest.fixture(scope="module")
-def trainer():
-    """A policy that differs from its reference."""
-    return make_trainer(tiny_models.policy(), tiny_models.policy(perturbation=0.2))
+def written(engine, prompts):
+    return [sequence.tolist() for sequence in engine.generate(prompts, GREEDY).sequences]
 
 
-def test_a_list_gives_a_list_of_prompts_with_their_responses(trainer):
-    queries = tiny_models.prompts(*LENGTHS)
-    responses = trainer.generate(queries, batch_size=2, **GREEDY)
-    assert isinstance(responses, list)
-    for query, got in zip(queries, responses, strict=True):
-        expected = torch.cat([query, unpadded(trainer.model, query)])
-        assert torch.equal(got, expected)
+@pytest.mark.parametrize("kind", [RolloutEngine, GenerateEngine])
+def test_texts_are_tokenised(gpt2, kind):
+    engine = kind(gpt2, tiny.tokenizer())
+    texts = ["w5 w6 w7", "w9"]
+    ids = [torch.tensor([5, 6, 7]), torch.tensor([9])]
+    assert written(engine, texts) == written(engine, ids)
 
 
-def test_return_prompt_false_leaves_the_prompts_out(trainer):
-    queries = tiny_models.prompts(*LENGTHS)
-    responses = trainer.generate(queries, return_prompt=False, **GREEDY)
-    for query, got in zip(queries, responses, strict=True):
-        assert torch.equal(got, unpadded(trainer.model, query))
-
-
-def test_one_query_gives_a_tensor_of_two_dimensions(trainer):
-    (query,) = tiny_models.prompts(4)
-    got = trainer.generate(query, return_prompt=False, **GREEDY)
-    assert torch.equal(got, unpadded(trainer.model, query)[None])
-    assert trainer.generate(query, **GREEDY).shape == (1, 4 + got.shape[1])
-
-
-def test_without_do_sample_generation_is_greedy(trainer):
-    (query,) = tiny_models.prompts(4)
-    got = trainer.generate(query, return_prompt=False, max_new_tokens=6)
-    assert torch.equal(got[0], unpadded(trainer.model, query))
-
-
-def test_the_models_generation_config_holds_unless_overridden():
-    model = tiny_models.policy()
-    model.pretrained_model.generation_config.max_new_tokens = 3
-    trainer = make_trainer(model)
-    (query,) = tiny_models.prompts(4)
-    assert trainer.generate(query, return_prompt=False).shape[1] <= 3
-    longer = trainer.generate(query, return_prompt=False, max_new_tokens=5, min_new_tokens=5)
-    assert longer.shape == (1, 5)
-
-
-def test_a_length_sampler_is_drawn_once_per_call_of_the_model(trainer):
-    lengths = iter([2, 5, 3])
-    responses = trainer.generate(
-        tiny_models.prompts(3, 3, 3, 3, 3),
-        length_sampler=lambda: next(lengths),
-        batch_size=2,
-        return_prompt=False,
-        eos_token_id=-1,
+@pytest.mark.parametrize("kind", [RolloutEngine, GenerateEngine])
+def test_chats_go_through_the_template(gpt2, kind):
+    tokenizer = tiny.tokenizer()
+    chat = [{"role": "user", "content": "w5 w6"}]
+    with pytest.raises(ValueError, match=r"prompts\[0\] holds chat messages.* no chat template"):
+        kind(gpt2, tokenizer).generate([chat])
+    tokenizer.chat_template = (
+        "{% for m in messages %}w3 {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}w4{% endif %}"
     )
-    assert [len(r) for r in responses] == [2, 2, 5, 5, 3]
-    drawn = trainer.generate(
-        tiny_models.prompts(3)[0],
-        length_sampler=LengthSampler(4, 5),
-        return_prompt=False,
-        eos_token_id=-1,
-    )
-    assert drawn.shape == (1, 4)
-
-
-def test_responses_of_the_reference_come_second(trainer):
-    queries = tiny_models.prompts(4, 6)
-    settings = {"return_prompt": False, **GREEDY}
-    responses, of_reference = trainer.generate(queries, generate_ref_response=True, **settings)
-    for query, got, from_reference in zip(queries, responses, of_reference, strict=True):
-        assert torch.equal(got, unpadded(trainer.model, query))
-        assert torch.equal(from_reference, unpadded(trainer.ref_model, query))
-    assert any(not torch.equal(a, b) for a, b in zip(responses, of_reference, strict=True))
-
-
-def test_with_peft_the_reference_is_the_base_model():
-    base = tiny_models.policy()
-    torch.manual_seed(1)
-    model = AutoModelForCausalLMWithValueHead.from_pretrained(
-        tiny_models.language_model(), peft_config=tiny_models.lora()
-    )
-    trainer = make_trainer(model)
-    assert trainer.ref_model is None
-    (query,) = tiny_models.prompts(6)
-    settings = {"return_prompt": False, **GREEDY}
-    response, of_reference = trainer.generate(query, generate_ref_response=True, **settings)
-    assert torch.equal(of_reference[0], unpadded(base, query))
-    assert not torch.equal(response[0], of_reference[0])
-    assert torch.equal(trainer.generate(query, **settings), response)  # the adapter is back
-    assert trainer.model.training
-
-
-def test_queries_that_are_no_tensors_are_refused(trainer):
-    with pytest.raises(ValueError, match=r"prompts\[1\] must be a 1-D tensor, got list"):
-        trainer.generate([torch.tensor([5]), [5, 6]], **GREEDY)
-
-
-def test_an_eos_in_the_query_is_kept_with_it(trainer):
-    query = torch.tensor([5, tiny.EOS, 6, 7])
-    got = trainer.generate([query], **GREEDY)[0]
-    assert torch.equal(got, torch.cat([query, unpadded(trainer.model, query)]))
+    engine = kind(gpt2, tokenizer)
+    assert written(engine, [chat]) == written(engine, [torch.tensor([3, 5, 6, 4])])
+    with pytest.raises(ValueError, match=r"got a single one: pass \[prompt\]"):
+        engine.generate(chat)
+    with pytest.raises(ValueError, match=r"got a single one: pass \[prompt\]"):
+        engine.generate("w5")

@@ -259,14 +259,14 @@ def test_sleep_gives_memory_back_and_changes_no_sample(device, half):
     model = tiny_models.policy("gpt2", n_positions=length).to(device)
     options = {"autocast": lambda: torch.autocast(device.type, torch.bfloat16)} if half else {}
     engine = engine_of(model, max_length=length, **options)
-    arena = SLOTS * length * 2 * 2 * 16 * (2 if half else 4)  # layers, keys and values, width
+    kv = SLOTS * length * 2 * 2 * 16 * (2 if half else 4)  # layers, keys and values, width
     first = rollout(engine, SAMPLED)
     engine.sleep()
     before = allocated()
     again = rollout(engine, SAMPLED)
-    assert torch.cuda.memory_allocated() - before >= arena
+    assert torch.cuda.memory_allocated() - before >= kv
     engine.sleep()
-    assert allocated() - before <= arena // 16
+    assert allocated() - before <= kv // 16
     third = rollout(engine, SAMPLED)
     for out in (again, third):
         assert captures(out) == BUCKETS

@@ -60,18 +60,13 @@ def test_a_repetition_penalty_sees_what_the_decoder_reads(family):
     prompts = tiny_models.prompts(6, 6)
     params = SamplingParams(max_new_tokens=6, temperature=0, repetition_penalty=1.7)
     output = engine(model).generate(prompts, params)
-    for i, (prompt, sequence) in enumerate(zip(prompts, output.sequences, strict=True)):
+    for prompt, sequence in zip(prompts, output.sequences, strict=True):
         logits, _ = plain(model, family, prompt, sequence)
         for t, row in enumerate(logits):
             read = [seq2seq_models.START[family], *sequence[:t].tolist()]
             seen = torch.tensor(read).unique()
             row[seen] = torch.where(row[seen] > 0, row[seen] / 1.7, row[seen] * 1.7)
         assert logits.argmax(-1).tolist() == sequence.tolist()
-        bent = logits.log_softmax(-1).gather(1, sequence[:, None])[:, 0]
-        assert output.truncated_logprobs is not None
-        torch.testing.assert_close(
-            output.truncated_logprobs[i].double(), bent, atol=1e-5, rtol=1e-5
-        )
 
 
 @FAMILIES

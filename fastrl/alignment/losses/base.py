@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.logprobs import ResponseLogprobs
 from fastrl.data.tasks import Task
 from fastrl.rollout import SamplingParams
 
@@ -24,12 +23,6 @@ class LossOutput(NamedTuple):
 
     loss: Tensor  # 0-d fp32, with the samples' weights in it
     metrics: dict[str, Tensor]  # detached; [B] where they are per sample, else 0-d
-
-
-class HasLogprobs(Protocol):
-    """A policy or a reference, as losses see it."""
-
-    def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]: ...
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,9 +25,6 @@ from fastrl.ppo.losses import (
 from fastrl.ppo.update import minibatch_loss, minibatch_of
 from fastrl.ref_model.none import NoReference
 from fastrl.rollout import SamplingParams
-
-# Fields of SamplingParams that make tokens come from another distribution.
-_CHANGES = ("top_k", "top_p", "min_p", "min_new_tokens", "repetition_penalty", "suppress_tokens")
 
 
 @register
@@ -101,14 +97,11 @@ class PPO(Loss):
                 f"responses are sampled at temperature={params.temperature}, the loss ppo learns "
                 f"softmax(logits / {self.temperature:g}): give both the same, PPO(temperature=...)"
             )
-        changed = [
-            f"{field.name}={getattr(params, field.name)}"
-            for field in dataclasses.fields(params)
-            if field.name in _CHANGES and getattr(params, field.name) != field.default
-        ]
-        if changed:
+        changes = params.changes_of_the_draw()
+        if changes:
+            changed = ", ".join(f"{name}={value}" for name, value in changes.items())
             warnings.warn(
-                f"{', '.join(changed)}: responses are not drawn from the policy itself, whose "
+                f"{changed}: responses are not drawn from the policy itself, whose "
                 "log-probs the ratio, the clip range and the KL are of: these are approximate; "
                 "leave it out for exact ones",
                 stacklevel=3,

@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastrl import RolloutEngine, SamplingParams
-from fastrl.rollout.autocast_weight_cache import Shadow
 from fastrl.rollout.decode_step import DecodeStep
+from fastrl.rollout.model_runner import AutocastWeightCache
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -36,22 +36,24 @@ def assert_same(out, expected):
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "qwen2"])
 def test_results_are_autocasts(family, monkeypatch):
     model = tiny_models.policy(family)
-    shadowed = engine_of(model).generate(PROMPTS, PARAMS)
-    monkeypatch.setattr(Shadow, "in_place", lambda *_: contextlib.nullcontext())
-    assert_same(shadowed, engine_of(model).generate(PROMPTS, PARAMS))
+    cached = engine_of(model).generate(PROMPTS, PARAMS)
+    monkeypatch.setattr(AutocastWeightCache, "in_place", lambda *_: contextlib.nullcontext())
+    assert_same(cached, engine_of(model).generate(PROMPTS, PARAMS))
 
 
 def test_copies_are_written_anew_in_their_places_after_an_update():
     model = tiny_models.policy("gpt2")
     engine = engine_of(model)
     before = engine.generate(PROMPTS, PARAMS)
-    places = [copy.data_ptr() for copy in engine.policy.shadow._copies.values()]
+    places = [copy.data_ptr() for copy in engine.model_runner.autocast_weights._copies.values()]
     assert len(places) == len(set(places)) > 8
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     after = engine.generate(PROMPTS, PARAMS)
-    assert [copy.data_ptr() for copy in engine.policy.shadow._copies.values()] == places
+    assert [
+        copy.data_ptr() for copy in engine.model_runner.autocast_weights._copies.values()
+    ] == places
     assert_same(after, engine_of(model).generate(PROMPTS, PARAMS))
     assert not torch.equal(after.logprobs[0], before.logprobs[0])
 
@@ -100,12 +102,12 @@ class Casts(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("shadow", [True, False])
-def test_a_step_casts_no_weight(shadow, monkeypatch):
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_step_casts_no_weight(cached, monkeypatch):
     model = tiny_models.policy("gpt2")
     engine = engine_of(model)
-    if not shadow:  # so that it is seen that there were some
-        monkeypatch.setattr(Shadow, "in_place", lambda *_: contextlib.nullcontext())
+    if not cached:  # so that it is seen that there were some
+        monkeypatch.setattr(AutocastWeightCache, "in_place", lambda *_: contextlib.nullcontext())
     addresses = {p.data_ptr() for p in model.pretrained_model.parameters()}
     counts, call = [], DecodeStep.__call__
 
@@ -117,7 +119,7 @@ def test_a_step_casts_no_weight(shadow, monkeypatch):
 
     monkeypatch.setattr(DecodeStep, "__call__", watched)
     engine.generate(PROMPTS, PARAMS)
-    assert (max(counts) == 0) is shadow
+    assert (max(counts) == 0) is cached
 
 
 def test_autocast_may_come_and_go_between_calls():
@@ -132,11 +134,11 @@ def test_autocast_may_come_and_go_between_calls():
 def test_without_autocast_nothing_is_copied():
     engine = RolloutEngine(tiny_models.policy("gpt2"), tiny.tokenizer())
     engine.generate(PROMPTS, PARAMS)
-    assert not engine.policy.shadow._copies
+    assert not engine.model_runner.autocast_weights._copies
 
 
 def test_sleep_frees_the_copies():
     engine = engine_of(tiny_models.policy("gpt2"))
     engine.generate(PROMPTS, PARAMS)
     engine.sleep()
-    assert not engine.policy.shadow._copies
+    assert not engine.model_runner.autocast_weights._copies

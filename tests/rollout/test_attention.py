@@ -9,9 +9,15 @@ import torch
 
 import fastrl_kernels
 from fastrl import SamplingParams
-from fastrl.rollout import RolloutEngine, choose_engine, decode
-from fastrl.rollout.attention import Variant
-from fastrl.rollout.kv_cache import Arena, DecodeAttention, LayerShape
+from fastrl.rollout import RolloutEngine, attention, choose_engine
+from fastrl.rollout.attention import (
+    DecodeAttention,
+    FlashDecode,
+    Variant,
+    choose_decode_kernel,
+    decode,
+)
+from fastrl.rollout.kv_cache import KVCache, LayerShape
 from fastrl_kernels import reference
 from tests import tiny_models
 from tests.golden import tiny
@@ -75,18 +81,18 @@ def flash(monkeypatch):
     """As if it were installed, and this were a GPU that it knows."""
     module = FlashAttn()
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(decode, "_runs_flash", lambda device: True)
-    monkeypatch.setattr(decode, "BACKEND_VARIABLE", UNSET)  # tests on a CPU name a backend
+    monkeypatch.setattr(attention, "_runs_flash", lambda device: True)
+    monkeypatch.setattr(attention, "BACKEND_VARIABLE", UNSET)  # tests on a CPU name a backend
     return module
 
 
-def arena_of(widths, dtype=BF16, heads=2):
-    return Arena([LayerShape(heads, *widths)], 6, 16, dtype, CPU)
+def cache_of(widths, dtype=BF16, heads=2):
+    return KVCache([LayerShape(heads, *widths)], 6, 16, dtype, CPU)
 
 
-def step_of(arena, positions):
+def step_of(cache, positions):
     """As it is when keys and values of the first layer have been written."""
-    step = DecodeAttention(arena, positions, SPAN)
+    step = DecodeAttention(choose_decode_kernel(cache), cache, positions, SPAN)
     step.layer = 0
     return step
 
@@ -99,16 +105,16 @@ VARIANTS = list(itertools.product([None, 0.3], [None, 1, 3, 11, 12, 100], [None,
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_it_attends_to_what_ours_does(flash, dtype, group, variant):
     """No worse than twice our own error against float64."""
-    arena = arena_of((16, 16), dtype)
+    cache = cache_of((16, 16), dtype)
     generator = torch.Generator().manual_seed(0)
-    for x in (*arena.keys, *arena.values):
+    for x in (*cache.keys, *cache.values):
         x.copy_(torch.randn(x.shape, generator=generator))
         for slot, length in enumerate(LENGTHS):
             x[slot, length:] = 7.5
     query = torch.randn(len(LENGTHS), 2 * group, 1, 16, generator=generator).to(dtype)
     lengths = torch.tensor(LENGTHS)
-    stored = arena.keys[0], arena.values[0]
-    step = step_of(arena, lengths - 1)
+    stored = cache.keys[0], cache.values[0]
+    step = step_of(cache, lengths - 1)
     out = step.attend(query, *stored, Variant(*variant))
     assert len(flash.calls) == 1
 
@@ -123,10 +129,10 @@ def test_it_attends_to_what_ours_does(flash, dtype, group, variant):
 
 @pytest.mark.parametrize("window", [None, 12, 100])
 def test_a_window_that_hides_nothing_is_none(flash, window):
-    arena = arena_of((8, 8))
-    step = step_of(arena, torch.tensor([3, 11]))
+    cache = cache_of((8, 8))
+    step = step_of(cache, torch.tensor([3, 11]))
     query = torch.zeros(2, 2, 1, 8, dtype=BF16)
-    step.attend(query, arena.keys[0], arena.values[0], Variant(None, window, None))
+    step.attend(query, cache.keys[0], cache.values[0], Variant(None, window, None))
     assert flash.calls[0][2] == (-1, -1)
 
 
@@ -149,11 +155,11 @@ def test_an_engine_decodes_through_it(flash):
 
 
 def test_the_host_reads_nothing_for_it(flash):
-    arena = arena_of((8, 8))
+    cache = cache_of((8, 8))
     positions, query = torch.tensor([3, 11]), torch.zeros(2, 2, 1, 8, dtype=BF16)
     with Watch(forbid_reads=True) as watch:
-        step = step_of(arena, positions)
-        step.attend(query, arena.keys[0], arena.values[0], Variant(None, 4, 2.0))
+        step = step_of(cache, positions)
+        step.attend(query, cache.keys[0], cache.values[0], Variant(None, 4, 2.0))
     assert watch.operators > 5, "the watch saw nothing"
     assert len(flash.calls) == 1
 
@@ -164,28 +170,28 @@ def test_the_host_reads_nothing_for_it(flash):
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("width", [8, 64, 80, 256])
 def test_it_is_taken_where_it_fits(flash, width, dtype):
-    assert isinstance(arena_of((width, width), dtype).decode, decode.FlashDecode)
+    assert isinstance(choose_decode_kernel(cache_of((width, width), dtype)), FlashDecode)
 
 
 @pytest.mark.parametrize("widths", [(264, 264), (512, 512), (16, 8), (8, 16), (4, 4), (12, 12)])
 def test_ours_is_taken_for_other_widths(flash, widths):
-    assert arena_of(widths).decode is decode.decode
+    assert choose_decode_kernel(cache_of(widths)) is decode
 
 
 def test_one_layer_of_another_width_is_enough(flash):
     layers = [LayerShape(2, 8, 8), LayerShape(2, 8, 16)]
-    assert Arena(layers, 1, 4, BF16, CPU).decode is decode.decode
+    assert choose_decode_kernel(KVCache(layers, 1, 4, BF16, CPU)) is decode
 
 
 def test_ours_is_taken_in_fp32(flash):
-    assert arena_of((8, 8), FP32).decode is decode.decode
+    assert choose_decode_kernel(cache_of((8, 8), FP32)) is decode
 
 
 def test_ours_is_taken_where_flash_attn_cannot_be_imported(flash, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # import raises ImportError
-    assert arena_of((8, 8)).decode is decode.decode
+    assert choose_decode_kernel(cache_of((8, 8))) is decode
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))  # without the function
-    assert arena_of((8, 8)).decode is decode.decode
+    assert choose_decode_kernel(cache_of((8, 8))) is decode
 
 
 def test_ours_is_taken_where_flash_attn_is_too_old(flash, monkeypatch):
@@ -194,16 +200,16 @@ def test_ours_is_taken_where_flash_attn_is_too_old(flash, monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(flash, "flash_attn_with_kvcache", without_softcap)
-    assert arena_of((8, 8)).decode is decode.decode
+    assert choose_decode_kernel(cache_of((8, 8))) is decode
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_a_backend_that_the_environment_names_is_ours(flash, backend, monkeypatch):
-    monkeypatch.setattr(decode, "BACKEND_VARIABLE", "FASTRL_KERNELS_BACKEND")
+    monkeypatch.setattr(attention, "BACKEND_VARIABLE", "FASTRL_KERNELS_BACKEND")
     monkeypatch.setenv("FASTRL_KERNELS_BACKEND", backend)
-    assert arena_of((8, 8)).decode is decode.decode
+    assert choose_decode_kernel(cache_of((8, 8))) is decode
     monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "auto")
-    assert isinstance(arena_of((8, 8)).decode, decode.FlashDecode)
+    assert isinstance(choose_decode_kernel(cache_of((8, 8))), FlashDecode)
 
 
 @pytest.mark.parametrize(
@@ -219,4 +225,4 @@ def test_a_backend_that_the_environment_names_is_ours(flash, backend, monkeypatc
 def test_devices_that_it_runs_on(device, hip, capability, runs, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert decode._runs_flash(torch.device(device)) == runs
+    assert attention._runs_flash(torch.device(device)) == runs

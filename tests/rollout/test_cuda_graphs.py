@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastrl import RolloutEngine, SamplingParams
-from fastrl.rollout import cuda_graphs as runner
+from fastrl.rollout.cuda_graphs import GraphRunner
 from fastrl.rollout.decode_step import DecodeStep
 from tests import tiny_models
 from tests.golden import tiny
@@ -61,7 +61,7 @@ def cuda(monkeypatch):
 def engines(model, slots=4):
     """One that captures, and one that does not."""
     both = [RolloutEngine(model, tiny.tokenizer(), slots) for _ in range(2)]
-    both[0]._graphs = runner.Graphs()
+    both[0]._runner = GraphRunner()
     return both
 
 

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fastrl import AutoModelForCausalLMWithValueHead, GenerateEngine, SamplingParams
 from fastrl.rollout import RolloutEngine, choose_engine
-from fastrl.rollout.kv_cache import DecodeAttention, PrefillAttention
-from fastrl.rollout.model_runner import Policy
+from fastrl.rollout.attention import DecodeAttention, PrefillAttention
+from fastrl.rollout.model_runner import ModelRunner
 from fastrl.rollout.self_check import UnsupportedModel
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
@@ -126,7 +126,7 @@ def untouched(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("an engine looked at sharded weights")
 
-    monkeypatch.setattr(Policy, "__init__", refuse)
+    monkeypatch.setattr(ModelRunner, "__init__", refuse)
 
 
 def sharded(model, mesh, layers=True):

@@ -1,4 +1,4 @@
-"""Keyword arguments of ``model.generate`` and what they mean to the engine."""
+"""Keyword arguments of ``model.generate``: as SamplingParams, and those that change the draw."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastrl.rollout.sampling_params import SamplingParams
+from fastrl.rollout.sampling_params import PROCESSORS, TRUNCATIONS, SamplingParams
 
 # Used where neither the caller nor the model's generation_config says anything.
 _DEFAULTS = {"max_new_tokens": 20, "do_sample": False, "top_k": 50}
 
-_HONOURED = (
+_SUPPORTED = (
     "max_new_tokens",
     "max_length",
     "min_new_tokens",
@@ -29,7 +29,7 @@ _HONOURED = (
     "stop",  # ours: token sequences, as in SamplingParams
 )
 
-# They change how tokens come about, or what is returned beside them, but not which they are.
+# They change how tokens are computed, or what is returned beside them, but not which they are.
 _WITHOUT_EFFECT = (
     "pad_token_id",
     "bos_token_id",
@@ -60,8 +60,8 @@ _WITHOUT_EFFECT = (
     "assistant_ensemble_weight",
 )
 
-# What the engine has nothing for, and the value that asks for nothing; None always does.
-_FOREIGN: dict[str, Any] = {
+# What the engine does not implement, and the value that asks for nothing; None always does.
+_UNSUPPORTED: dict[str, Any] = {
     "num_beams": 1,
     "num_beam_groups": 1,
     "num_return_sequences": 1,
@@ -101,8 +101,8 @@ _FOREIGN: dict[str, Any] = {
     "custom_generate": None,
 }
 
-# The same among what greedy decoding does not look at.
-_FOREIGN_TO_SAMPLING: dict[str, Any] = {
+# The same for arguments that greedy decoding ignores.
+_UNSUPPORTED_SAMPLING: dict[str, Any] = {
     "typical_p": 1,
     "epsilon_cutoff": 0,
     "eta_cutoff": 0,
@@ -115,16 +115,14 @@ _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 
 _FROM_THE_POLICY = {"do_sample": True, "top_k": 0, "top_p": 1.0}
 _NEW_TOKENS = 32
 
-# What makes tokens come from another distribution than softmax(logits / T), and the value that does
-# not; None never does. Sampling alone looks at the first.
-_TRUNCATIONS: dict[str, Any] = {"top_k": 0, "top_p": 1, "min_p": 0, **_FOREIGN_TO_SAMPLING}
+# What changes the draw, and the value that does not; None never does. Greedy decoding ignores the
+# first.
+_TRUNCATIONS: dict[str, Any] = {**TRUNCATIONS, **_UNSUPPORTED_SAMPLING}
 _CHANGES: dict[str, Any] = {
-    "repetition_penalty": 1,
-    "min_new_tokens": 0,
-    "suppress_tokens": [],
+    **PROCESSORS,
     "bad_words_ids": [],
     **{
-        name: _FOREIGN[name]
+        name: _UNSUPPORTED[name]
         for name in (
             "num_beams",
             "penalty_alpha",
@@ -150,8 +148,8 @@ _CHANGES: dict[str, Any] = {
 
 
 def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> SamplingParams | str:
-    """What ``model.generate`` would do with these arguments, or the name of the first argument that
-    the engine has nothing for.
+    """SamplingParams for what ``model.generate`` would do with these arguments, or the name of the
+    first argument that the engine does not implement.
 
     What is not among them is taken from the model's generation_config, then from transformers'
     defaults: greedy, 20 new tokens, and when sampling top_k = 50.
@@ -162,8 +160,8 @@ def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> Samplin
     Raises:
         ValueError: max_new_tokens below 1.
     """
-    asked = _Asked(generation_kwargs, model)
-    return asked.foreign() or asked.unlike_the_engine() or asked.params()
+    asked = _EffectiveKwargs(generation_kwargs, model)
+    return asked.unsupported() or asked.unsupported_value() or asked.params()
 
 
 def unpacked(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +179,7 @@ def unpacked(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def neutral_kwargs(model: Any) -> dict[str, Any]:
     """Arguments that undo what the model's generation_config does to tokens, but for its ends."""
     config = _settings(model)
-    off = _FOREIGN | _FOREIGN_TO_SAMPLING | dict.fromkeys(_HONOURED) | _NEUTRAL
+    off = _UNSUPPORTED | _UNSUPPORTED_SAMPLING | dict.fromkeys(_SUPPORTED) | _NEUTRAL
     kept = ("eos_token_id", "do_sample")
     return {name: off[name] for name in config if name in off and name not in kept}
 
@@ -227,9 +225,9 @@ class Change(NamedTuple):
 def changes_of_the_draw(
     generation_kwargs: Mapping[str, Any], model: Any, temperature: float
 ) -> list[Change]:
-    """What makes ``model.generate`` draw from another distribution than softmax(logits / T). Of a
-    greedy call, which draws nothing, only what the caller did not ask for."""
-    asked = _Asked(generation_kwargs, model)
+    """Lists what makes ``model.generate`` draw from another distribution than softmax(logits / T).
+    Of a greedy call, which draws nothing, only what the caller did not ask for."""
+    asked = _EffectiveKwargs(generation_kwargs, model)
     neutral = _CHANGES
     if asked.sampled:
         neutral = {"temperature": temperature, **_TRUNCATIONS, **_CHANGES}
@@ -246,10 +244,10 @@ def changes_of_the_draw(
 
 def is_sampled(generation_kwargs: Mapping[str, Any], model: Any) -> bool:
     """Whether ``model.generate`` would sample with these arguments."""
-    return _Asked(generation_kwargs, model).sampled
+    return _EffectiveKwargs(generation_kwargs, model).sampled
 
 
-class _Asked:
+class _EffectiveKwargs:
     """Arguments of one call, by their effective values."""
 
     def __init__(self, kwargs: Mapping[str, Any], model: Any):
@@ -259,7 +257,7 @@ class _Asked:
         self.sampled = bool(self["do_sample"])
 
     def __getitem__(self, name: str) -> Any:
-        """None, given as such, is no request."""
+        """The effective value; a None that is given hides the model's own."""
         if name in self.kwargs:
             return self.kwargs[name]
         return self.settings.get(name, _DEFAULTS.get(name))
@@ -270,23 +268,23 @@ class _Asked:
             return ""
         return "the model's generation_config" if name in self.settings else "transformers' default"
 
-    def foreign(self) -> str | None:
-        """The first argument that the engine does not know."""
-        foreign = _FOREIGN | (_FOREIGN_TO_SAMPLING if self.sampled else {})
-        known = {*_HONOURED, *_WITHOUT_EFFECT, *_FOREIGN, *_FOREIGN_TO_SAMPLING}
+    def unsupported(self) -> str | None:
+        """The first argument that the engine does not implement."""
+        unsupported = _UNSUPPORTED | (_UNSUPPORTED_SAMPLING if self.sampled else {})
+        known = {*_SUPPORTED, *_WITHOUT_EFFECT, *_UNSUPPORTED, *_UNSUPPORTED_SAMPLING}
         for name in self.kwargs:
             if name not in known and name != "cache_implementation":
                 return name
         for name in {**self.kwargs, **self.settings}:
             value = self[name]
-            if name in foreign and value is not None and value != foreign[name]:
+            if name in unsupported and value is not None and value != unsupported[name]:
                 return name
             if name == "cache_implementation" and value == "quantized":
                 return name
         return None
 
-    def unlike_the_engine(self) -> str | None:
-        """The first argument that the engine knows, with a value that it would take otherwise."""
+    def unsupported_value(self) -> str | None:
+        """The first argument with a value that the engine would interpret otherwise."""
         checks = {
             # Both count the prompt, and give way to those that do not.
             "max_length": self["max_length"] is None or self._most_new() is not None,
@@ -339,7 +337,7 @@ class _Asked:
         return otherwise if self[name] is None else self[name]
 
     def _bad_words(self) -> list[int] | None:
-        """Single tokens that are barred; None where longer words are. Ends never are."""
+        """Single tokens that are barred, ends never; None where longer words are barred."""
         words = self["bad_words_ids"] or []
         if not all(len(word) == 1 and 0 <= word[0] < self.vocabulary for word in words):
             return None
@@ -350,13 +348,13 @@ class _Asked:
 
 
 def _settings(model: Any) -> dict[str, Any]:
-    """What the model's generation_config sets."""
+    """Fields that the model's generation_config sets."""
     config = getattr(model, "pretrained_model", model).generation_config
     return {name: value for name, value in config.to_dict().items() if value is not None}
 
 
 def _ids(ids: Any) -> list[int]:
-    """Of a number, a list or a tensor of them, or None."""
+    """Ids as a list, from a number, a list or a tensor of them, or None."""
     if ids is None:
         return []
     if isinstance(ids, torch.Tensor):

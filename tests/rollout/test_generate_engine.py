@@ -1,17 +1,17 @@
-"""Rollouts through ``model.generate`` return what the engine returns."""
+"""The engine on ``model.generate``: its samples, what it says of them, and where they end."""
 
 import contextlib
 
 import pytest
 import torch
 
-from fastrl import GenerateEngine, SamplingParams
-from fastrl.rollout import RolloutEngine
-from fastrl.rollout.slots import FIELDS
+from fastrl import GenerateEngine, RolloutEngine, SamplingParams
+from fastrl.rollout.kv_cache import FIELDS
 from tests import tiny_models
 from tests.golden import tiny
 
 LENGTHS = (5, 1, 9, 3, 7)
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
 FAMILIES = ("gpt2", "llama", "gemma2", *tiny_models.WITHOUT_INTERFACE)
 SAMPLINGS = {
     "plain": {},
@@ -24,9 +24,243 @@ SAMPLINGS = {
 }
 
 
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def policy(request):
+    return tiny_models.policy(request.param)
+
+
 @pytest.fixture(scope="module")
 def gpt2():
     return tiny_models.policy("gpt2")
+
+
+@pytest.fixture
+def engine(gpt2):
+    return GenerateEngine(gpt2, tiny.tokenizer(), batch_size=2)
+
+
+def alone(model, prompt, **settings):
+    """What ``generate`` of the language model returns for one prompt by itself."""
+    out = model.pretrained_model.generate(
+        input_ids=prompt[None],
+        attention_mask=torch.ones_like(prompt)[None],
+        pad_token_id=tiny.PAD,
+        **{**GREEDY, **settings},
+    )
+    return out[0, len(prompt) :]
+
+
+class Scripted(torch.nn.Module):
+    """Stands in for a model: ``generate`` appends what it was given, row after row."""
+
+    def __init__(self, rows, eos_token_id=tiny.EOS):
+        super().__init__()
+        self.rows = torch.tensor(rows)
+        self.device = torch.device("cpu")
+        self.config = tiny_models.config("gpt2")
+        self.generation_config = tiny_models.language_model().generation_config
+        self.generation_config.eos_token_id = eos_token_id
+        self.calls = []
+
+    def generate(self, input_ids, attention_mask, **kwargs):
+        self.calls.append((input_ids, attention_mask, kwargs, self.training))
+        rows, self.rows = self.rows[: len(input_ids)], self.rows[len(input_ids) :]
+        return torch.cat([input_ids, rows], dim=1)
+
+
+def scripted_sequences(rows, prompts=None, model_stops_at=tiny.EOS, **generation_kwargs):
+    """(sequences, finish reasons) where the model appends ``rows`` to the prompts."""
+    engine = GenerateEngine(Scripted(rows, model_stops_at), tiny.tokenizer())
+    out = engine.generate_with(prompts or tiny_models.prompts(*[2] * len(rows)), generation_kwargs)
+    return [s.tolist() for s in out.sequences], out.finish_reasons
+
+
+# ---------------------------------------------------------------------- sequences
+
+
+def test_greedy_responses_are_those_of_each_prompt_alone(policy):
+    prompts = tiny_models.prompts(*LENGTHS)
+    engine = GenerateEngine(policy, tiny.tokenizer(), batch_size=3)
+    out = engine.generate(prompts, SamplingParams(max_new_tokens=6, temperature=0))
+    assert len(out.sequences) == len(prompts)
+    for prompt, got in zip(prompts, out.sequences, strict=True):
+        assert torch.equal(got, alone(policy, prompt))
+
+
+def test_prompts_may_be_lists_of_numbers(engine):
+    prompts = tiny_models.prompts(3, 4)
+    params = SamplingParams(max_new_tokens=4, temperature=0)
+    expected = engine.generate(prompts, params).sequences
+    got = engine.generate([p.tolist() for p in prompts], params).sequences
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_responses_end_with_their_first_eos():
+    rows = [[7, tiny.EOS, 9, tiny.EOS], [7, 8, 9, 10], [tiny.EOS, 2, 2, 2], [7, 8, 9, tiny.EOS]]
+    assert scripted_sequences(rows) == (
+        [[7, tiny.EOS], [7, 8, 9, 10], [tiny.EOS], [7, 8, 9, tiny.EOS]],
+        ["eos", "length", "eos", "eos"],
+    )
+
+
+def test_an_eos_in_the_prompt_does_not_end_the_response():
+    prompts = [torch.tensor([5, tiny.EOS, 6]), torch.tensor([tiny.EOS])]
+    sequences, reasons = scripted_sequences([[7, 8], [9, tiny.EOS]], prompts)
+    assert sequences == [[7, 8], [9, tiny.EOS]]
+    assert reasons == ["length", "eos"]
+
+
+def test_pad_tokens_inside_a_response_are_kept():
+    assert scripted_sequences([[7, tiny.PAD, 8]])[0] == [[7, tiny.PAD, 8]]
+
+
+@pytest.mark.parametrize(
+    "where", [{"model_stops_at": [20, 30]}, {"model_stops_at": 99, "eos_token_id": [20, 30]}]
+)
+def test_all_tokens_that_generate_stops_at_are_ends(where):
+    rows = [[7, 20, 9], [7, 30, 9], [7, tiny.EOS, 9]]
+    assert scripted_sequences(rows, **where) == ([[7, 20], [7, 30], [7, tiny.EOS]], ["eos"] * 3)
+
+
+def test_batches_are_padded_on_the_left_in_order():
+    model = Scripted([[7], [8], [9]])
+    engine = GenerateEngine(model, tiny.tokenizer("right"), batch_size=2)
+    a, b, c = tiny_models.prompts(1, 3, 2)
+    out = engine.generate_with([a, b, c], {"max_new_tokens": 1})
+    (ids, mask, kwargs, _), (last, last_mask, _, _) = model.calls
+    assert ids.tolist() == [[tiny.PAD, tiny.PAD, *a.tolist()], b.tolist()]
+    assert mask.tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert last.tolist() == [c.tolist()]
+    assert last_mask.tolist() == [[1, 1]]
+    assert kwargs.pop("logits_processor")  # which looks for NaN
+    assert kwargs == {"max_new_tokens": 1, "pad_token_id": tiny.PAD}
+    assert [s.tolist() for s in out.sequences] == [[7], [8], [9]]
+
+
+def test_samples_of_a_prompt_stand_together(engine):
+    prompts = tiny_models.prompts(3, 5)
+    greedy = SamplingParams(max_new_tokens=4, temperature=0)
+    single = engine.generate(prompts, greedy).sequences
+    params = SamplingParams(max_new_tokens=4, temperature=0, n=3)
+    several = engine.generate(prompts, params).sequences
+    assert len(several) == 6
+    for i, got in enumerate(several):
+        assert torch.equal(got, single[i // 3])
+
+
+def test_samples_of_a_prompt_differ(engine):
+    out = engine.generate(tiny_models.prompts(3), SamplingParams(max_new_tokens=6, n=4, seed=0))
+    assert len({tuple(s.tolist()) for s in out.sequences}) > 1
+
+
+def test_an_output_reports_tokens_per_second_and_no_logprobs(engine):
+    out = engine.generate(tiny_models.prompts(3), SamplingParams(max_new_tokens=4, temperature=0))
+    tokens = sum(len(s) for s in out.sequences)
+    speed = out.stats["perf/rollout_tokens_per_second"]
+    assert speed == pytest.approx(tokens / out.stats["time/rollout"])
+    assert out.logprobs is out.values is out.entropies is None
+
+
+# ---------------------------------------------------------------------- state
+
+
+def test_a_seed_reproduces_and_leaves_the_global_generator_alone(engine):
+    prompts = tiny_models.prompts(3, 4)
+
+    def sample(seed):
+        params = SamplingParams(max_new_tokens=8, seed=seed)
+        return [s.tolist() for s in engine.generate(prompts, params).sequences]
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = sample(11)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert sample(11) == first
+    assert sample(12) != first
+
+
+def test_without_a_seed_the_global_generator_is_drawn_on(engine):
+    before = torch.get_rng_state()
+    engine.generate(tiny_models.prompts(3), SamplingParams(max_new_tokens=2))
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_is_off_and_the_mode_comes_back(training):
+    model = Scripted([[7], [8]]).train(training)
+    engine = GenerateEngine(model, tiny.tokenizer(), batch_size=1)
+    engine.generate_with(tiny_models.prompts(2, 2), {})
+    assert [call[3] for call in model.calls] == [False, False]
+    assert model.training == training
+
+
+def test_the_mode_comes_back_after_an_error(gpt2):
+    model = Scripted([[7]]).train()
+    model.generate = lambda **_: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        GenerateEngine(model, tiny.tokenizer()).generate_with(tiny_models.prompts(2), {})
+    assert model.training
+
+
+def test_the_autocast_context_is_open_during_generation():
+    model = Scripted([[7]])
+    seen = []
+    model.register_buffer("probe", torch.ones(1))
+    original = model.generate
+    model.generate = lambda **kw: (seen.append(torch.is_autocast_enabled("cpu")), original(**kw))[1]
+    engine = GenerateEngine(
+        model, tiny.tokenizer(), autocast=lambda: torch.autocast("cpu", torch.bfloat16)
+    )
+    engine.generate_with(tiny_models.prompts(2), {})
+    assert seen == [True]
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.tensor([], dtype=torch.long), r"prompts\[1\] must be a 1-D tensor of at least one"),
+        (torch.ones(1, 3, dtype=torch.long), r"prompts\[1\] must be a 1-D.*got shape \(1, 3\)"),
+        (torch.ones(3), r"prompts\[1\] must hold integer token ids, got torch.float32"),
+        (torch.ones(45, dtype=torch.long), r"prompts\[1\] has 45 tokens; with 4 new .* of 48"),
+    ],
+)
+def test_a_bad_prompt_is_named_by_its_index(engine, bad, message):
+    with pytest.raises(ValueError, match=message):
+        engine.generate(tiny_models.prompts(3)[:1] + [bad], SamplingParams(max_new_tokens=4))
+
+
+def test_a_prompt_may_fill_the_context_to_the_last_token(engine):
+    (prompt,) = tiny_models.prompts(44)
+    params = SamplingParams(max_new_tokens=4, temperature=0)
+    assert len(engine.generate([prompt], params).sequences) == 1
+
+
+def test_no_prompts_are_refused(engine):
+    with pytest.raises(ValueError, match="prompts is empty"):
+        engine.generate([], SamplingParams())
+
+
+def test_prompts_of_two_lengths_need_a_pad_token(gpt2):
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = None
+    engine = GenerateEngine(gpt2, tokenizer, batch_size=2)
+    params = SamplingParams(max_new_tokens=2, temperature=0)
+    with pytest.raises(ValueError, match=r"no pad token.*tokenizer\.pad_token"):
+        engine.generate(tiny_models.prompts(2, 3), params)
+    one_each = GenerateEngine(gpt2, tokenizer, batch_size=1)
+    assert len(one_each.generate(tiny_models.prompts(2, 3), params).sequences) == 2
+    with_keyword = engine.generate_with(
+        tiny_models.prompts(2, 3), {"pad_token_id": tiny.EOS, **GREEDY}
+    )
+    assert len(with_keyword.sequences) == 2
+
+
+# ---------------------------------------------------------------------- scores
 
 
 def scored(model, **options):
@@ -83,26 +317,18 @@ def test_figures_are_those_of_an_unpadded_forward(family, sampling):
         }
         for name, x in expected.items():
             torch.testing.assert_close(getattr(out, name)[i], x, atol=1e-5, rtol=0)
-        if bends or truncates(params):
-            drawn_from = bend(logits, prompt, sequence, params) if bends else logits
-            kept, cutoff = cut(drawn_from, temperature, params)
-            truncated = of_tokens(
-                (drawn_from / temperature).where(kept, -torch.inf).log_softmax(-1)
-            )
-            torch.testing.assert_close(out.truncated_logprobs[i], truncated, atol=1e-5, rtol=0)
-            torch.testing.assert_close(out.cutoffs[i], cutoff, atol=1e-5, rtol=1e-6)
-        else:
-            assert out.truncated_logprobs is out.cutoffs is None
+        drawn_from = bend(logits, prompt, sequence, params) if bends else logits
+        kept = keep(drawn_from, temperature, params)
+        assert kept.gather(1, sequence[:, None]).all()
 
 
 def truncates(params):
     return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
-def cut(logits, temperature, params):
-    """Which logits are kept, token by token, and the lowest of them."""
+def keep(logits, temperature, params):
+    """Which logits are kept, token by token."""
     kept = logits > -torch.inf
-    possible = kept.clone()
     if truncates(params):
         p = (logits / temperature).softmax(-1)
         for row, probabilities in enumerate(p):
@@ -116,8 +342,7 @@ def cut(logits, temperature, params):
                     kept[row, token] = False
                 above += float(probabilities[token] * kept[row, token])
             kept[row] &= probabilities >= params.min_p * probabilities.max()
-    lowest = logits.where(kept, torch.inf).amin(-1)
-    return kept, torch.where((possible & ~kept).any(-1), lowest, -torch.inf).float()
+    return kept
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "bent", "bent_greedy"])
@@ -357,6 +582,17 @@ def test_a_nan_ends_its_sample_alone(temperature, after):
     same = RolloutEngine(model, tiny.tokenizer()).generate(prompts, params)
     assert out.finish_reasons == same.finish_reasons
     assert [s.tolist() for s in out.sequences] == [s.tolist() for s in same.sequences]
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_response_ends_where_nothing_is_left_to_draw(gpt2, scores):
+    prompts = tiny_models.prompts(3, 4)
+    params = SamplingParams(max_new_tokens=3, suppress_tokens=range(tiny.VOCABULARY))
+    out = GenerateEngine(gpt2, tiny.tokenizer(), scores=scores).generate(prompts, params)
+    assert out.finish_reasons == ["nan", "nan"]
+    assert [len(s) for s in out.sequences] == [0, 0]
+    same = RolloutEngine(gpt2, tiny.tokenizer()).generate(prompts, params)
+    assert out.finish_reasons == same.finish_reasons
 
 
 # ---------------------------------------------------------------------- what else holds

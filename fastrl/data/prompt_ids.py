@@ -1,8 +1,8 @@
-"""Checks of prompts before anything is generated from them."""
+"""Token ids of prompts to generate from: made of texts and chats, and checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,35 +10,13 @@ from torch import Tensor
 
 from fastrl.data.chat import Said, encode, is_chat, prompt_text
 from fastrl.models.layout import layout_of
-from fastrl.rollout.sampling_params import SamplingParams
 
 Prompt = Said | Tensor | Sequence[int]
 
 
-def need_pad_token(lengths: Iterable[int], pad_token_id: int | None, tokenizer: Any) -> None:
-    """Refuse to pad without a pad token; samples of one length need none.
-
-    Raises:
-        ValueError: lengths differ and the tokenizer has no pad token.
-    """
-    if pad_token_id is None and len(set(lengths)) > 1:
-        raise ValueError(
-            f"{type(tokenizer).__name__} has no pad token and the samples differ in length: set "
-            "tokenizer.pad_token = tokenizer.eos_token, say, before making the trainer"
-        )
-
-
-def end_tokens(model: Any, tokenizer: Any, asked: Any = None) -> Tensor:
-    """Ids that end a response: those asked for, by default those at which the model's ``generate``
-    stops; and the tokenizer's EOS."""
-    if asked is None:
-        asked = getattr(model, "pretrained_model", model).generation_config.eos_token_id
-    ids = [*(asked if isinstance(asked, Sequence) else [asked]), tokenizer.eos_token_id]
-    return torch.tensor(sorted({int(i) for i in ids if i is not None and i >= 0}), dtype=torch.long)
-
-
 def check_tensors(prompts: Sequence[Any]) -> None:
-    """
+    """Refuses what is not tokenised.
+
     Raises:
         ValueError: a prompt that is not a tensor, named by its index.
     """
@@ -54,7 +32,7 @@ def check_tensors(prompts: Sequence[Any]) -> None:
 def check_prompts(
     prompts: Sequence[Tensor], model: Any, max_new_tokens: int | Sequence[int] | None
 ) -> None:
-    """Refuse prompts that cannot be continued, by their index.
+    """Refuses prompts that cannot be continued, by their index.
 
     Raises:
         ValueError: a prompt that is empty or not 1-D integers, or leaves no room to generate.
@@ -100,28 +78,3 @@ def token_ids(prompt: Prompt, tokenizer: Any, name: str = "prompt") -> Tensor:
         ids = encode(text, tokenizer, chat=not isinstance(prompt, str))
         return torch.tensor(ids, dtype=torch.long)
     return torch.as_tensor(prompt).cpu()
-
-
-def checked_call(
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    sample_ids: Sequence[int] | None,
-    model: Any,
-    tokenizer: Any,
-) -> tuple[list[Tensor], list[int], list[int]]:
-    """What both engines' ``generate`` begins with: prompts as tensors on the host, the most new
-    tokens and the sample id of each.
-
-    Raises:
-        ValueError: as :func:`check_prompts` and :func:`token_ids`; lists that have not one number
-            per prompt.
-    """
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping)):
-        raise ValueError("prompts must be a list, got a single one: pass [prompt]")
-    tokens = [token_ids(p, tokenizer, f"prompts[{i}]") for i, p in enumerate(prompts)]
-    limits = params.limits(len(tokens))
-    check_prompts(tokens, model, limits)
-    ids = list(range(len(tokens))) if sample_ids is None else list(sample_ids)
-    if len(ids) != len(tokens):
-        raise ValueError(f"sample_ids has {len(ids)} entries for {len(tokens)} prompts")
-    return tokens, limits, ids

@@ -1,0 +1,55 @@
+"""Sampling parameters: their ranges, as keywords of ``generate``, and which change the draw."""
+
+import pytest
+
+from fastrl import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"max_new_tokens": [3, 0]}, r"max_new_tokens\[1\] must be at least 1"),
+        ({"n": 0}, "n must"),
+        ({"top_k": -1}, "top_k"),
+        ({"temperature": -0.1}, "temperature must"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p must"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"min_p": 1.0}, "min_p must"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty must"),
+        ({"stop": [[1], []]}, "stop holds an empty"),
+    ],
+)
+def test_parameters_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**arguments)
+
+
+def test_sampling_parameters_as_keywords_of_generate():
+    assert SamplingParams(max_new_tokens=5, temperature=0, top_k=3).generation_kwargs() == {
+        "max_new_tokens": 5,
+        "do_sample": False,
+    }
+    assert SamplingParams(temperature=0.7, top_p=0.9, min_p=0.1).generation_kwargs() == {
+        "max_new_tokens": 32,
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 0.9,
+        "min_p": 0.1,
+    }
+    assert "min_p" not in SamplingParams().generation_kwargs()
+
+
+def test_changes_of_the_draw_are_what_differs_from_the_policy():
+    assert (
+        SamplingParams(suppress_tokens=[], temperature=0.7, stop=[[3]]).changes_of_the_draw() == {}
+    )
+    changed = SamplingParams(top_p=0.9, min_new_tokens=2, suppress_tokens=(5,))
+    assert changed.changes_of_the_draw() == {
+        "top_p": 0.9,
+        "min_new_tokens": 2,
+        "suppress_tokens": [5],
+    }

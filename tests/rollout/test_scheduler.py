@@ -1,0 +1,175 @@
+"""Which sample runs where, and when the host learns that samples have finished."""
+
+import pytest
+import torch
+
+from fastrl import RolloutEngine, SamplingParams
+from fastrl.rollout import engine as engine_module
+from fastrl.rollout.kv_cache import EOS, RUNNING, Slots
+from fastrl.rollout.scheduler import (
+    POLL_STEPS,
+    FinishPoll,
+    LookLate,
+    LookNow,
+    RolloutSample,
+    Scheduler,
+    bucket_sizes,
+)
+from tests import tiny_models
+from tests.golden import tiny
+
+
+def simulated(limits, slots):
+    """Useful tokens over rows run, if every sample runs to its limit."""
+    scheduler = Scheduler([RolloutSample(i, i, n) for i, n in enumerate(limits)], slots)
+    lengths = [1] * len(limits)
+    order = []
+    while scheduler.waiting or scheduler.running:
+        order += [sample.index for _, sample in scheduler.admit(lengths)]
+        scheduler.pack()
+        scheduler.release(scheduler.advance(scheduler.steps(8)))
+    assert order == sorted(order), "first in, first out"
+    return sum(limits) / scheduler.rows_run
+
+
+def lognormal(count, median, seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = median * torch.randn(count, generator=generator).exp()
+    return lengths.round().long().clamp(min=1).tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_are_seldom_idle_with_lognormal_lengths(seed):
+    assert simulated(lognormal(256, 60, seed), slots=16) >= 0.95
+
+
+def test_the_engine_is_as_economical_as_its_schedule():
+    model = tiny_models.policy("gpt2", n_positions=600)
+    limits = [min(n, 500) for n in lognormal(256, 12, seed=0)]
+    engine = RolloutEngine(model, tiny.tokenizer(), max_slots=16)
+    params = SamplingParams(max_new_tokens=limits, suppress_tokens=[tiny.EOS], seed=0)
+    out = engine.generate(tiny_models.prompts(*[3, 5, 1, 4] * 64), params)
+    assert [len(s) for s in out.sequences] == limits
+    assert out.stats["perf/slot_utilisation"] == pytest.approx(simulated(limits, 16))
+    assert out.stats["perf/slot_utilisation"] >= 0.95
+
+
+def test_running_samples_close_up():
+    scheduler = Scheduler([RolloutSample(i, 0, 9) for i in range(6)], 6)
+    scheduler.admit([4])
+    scheduler.advance(2)
+    freed = scheduler.release([0, 3, 4])
+    assert [sample.index for _, sample in freed] == [0, 3, 4]
+    assert scheduler.pack() == [(5, 0, 6)]
+    assert scheduler.running == [0, 1, 2]
+    assert scheduler.bucket == 3
+    assert scheduler.span(1) == 6
+
+
+def test_buckets_grow_by_half():
+    assert bucket_sizes(16) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(21) == [1, 2, 3, 4, 6, 8, 12, 16, 21]
+
+
+# ---------------------------------------------------------------------- who has finished
+
+
+class Event:
+    """Refuses to be waited for twice, or before it was recorded."""
+
+    def __init__(self):
+        self.recorded = self.waited = False
+
+    def record(self):
+        self.recorded = True
+
+    def synchronize(self):
+        assert self.recorded
+        assert not self.waited
+        self.waited = True
+
+
+@pytest.fixture(autouse=True)
+def cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+
+def polled(kind, samples, slots):
+    state = Slots(slots, 64, torch.device("cpu"))
+    scheduler = Scheduler([RolloutSample(i, i, 64) for i in range(samples)], slots)
+    scheduler.admit([1] * samples)
+    state.state.reason.fill_(RUNNING)
+    return state, scheduler, FinishPoll(kind(state, scheduler))
+
+
+@pytest.mark.parametrize("kind", [LookNow, LookLate])
+def test_a_look_comes_every_few_steps_however_they_are_cut(kind):
+    state, _, poll = polled(kind, 2, 2)
+    state.state.reason[1] = EOS
+    looks = []
+    for _ in range(3 * POLL_STEPS):
+        assert poll.due >= 1
+        looks.append(bool(poll.after(1)))
+    first = POLL_STEPS if kind is LookNow else 2 * POLL_STEPS
+    assert looks.index(True) == first - 1
+    assert sum(looks) == (3 if kind is LookNow else 2)
+
+
+def test_a_late_look_follows_samples_to_their_new_slots():
+    state, scheduler, poll = polled(LookLate, 3, 3)
+    state.state.reason[2] = EOS
+    assert poll.after(POLL_STEPS) == []
+    scheduler.release([0])
+    assert [(a, b) for a, b, _ in scheduler.pack()] == [(2, 0)]
+    state.state.reason[:] = torch.tensor([EOS, RUNNING, RUNNING])
+    assert poll.after(POLL_STEPS) == [0]
+
+
+def test_a_late_look_spares_who_took_the_slot_meanwhile():
+    state, scheduler, poll = polled(LookLate, 3, 2)
+    state.state.reason[0] = EOS
+    assert poll.after(POLL_STEPS) == []
+    scheduler.release([0])  # its limit came first
+    scheduler.admit([1] * 3)
+    state.state.reason[0] = RUNNING
+    assert poll.after(POLL_STEPS) == []
+
+
+def test_looking_late_changes_no_sample(monkeypatch):
+    prompts = tiny_models.prompts(*[3, 5, 1, 4, 2, 6] * 3)
+    params = SamplingParams(max_new_tokens=40, seed=0, eos_token_ids=range(8))
+    outputs = []
+    for kind in (LookNow, LookLate):
+        monkeypatch.setattr(
+            engine_module, "make_finish_poll", lambda *x, kind=kind: FinishPoll(kind(*x))
+        )
+        engine = RolloutEngine(tiny_models.policy("gpt2"), tiny.tokenizer(), max_slots=4)
+        outputs.append(engine.generate(prompts, params))
+    at_once, late = outputs
+    assert "eos" in at_once.finish_reasons
+    assert at_once.finish_reasons == late.finish_reasons
+    for a, b in zip(at_once.sequences, late.sequences, strict=True):
+        assert torch.equal(a, b)
+    assert late.stats["perf/decode_steps"] > at_once.stats["perf/decode_steps"]
+
+
+@pytest.mark.parametrize("eos", [True, False])
+def test_the_host_reads_at_most_once_in_eight_steps(eos, monkeypatch):
+    engine = RolloutEngine(tiny_models.policy("gpt2"), tiny.tokenizer(), max_slots=4)
+    prompts = tiny_models.prompts(*[3, 5, 1, 4, 2, 6] * 4)
+    suppressed = [] if eos else [tiny.EOS]
+    params = SamplingParams(max_new_tokens=40, seed=0, suppress_tokens=suppressed)
+    engine.generate(prompts, params)
+    looks = []
+    look = LookNow.__call__
+
+    def counted(self):
+        looks.append(1)
+        return look(self)
+
+    monkeypatch.setattr(LookNow, "__call__", counted)
+    out = engine.generate(prompts, params)
+    steps = out.stats["perf/decode_steps"]
+    assert steps > 60
+    assert 0 < len(looks) <= steps / 8
