@@ -175,7 +175,7 @@ def test_golden_figures_hold_wherever_weights_lie(monkeypatch: pytest.MonkeyPatc
 
 def test_a_trunk_that_lies_elsewhere_still_gives_its_own_bits() -> None:
     """What is kept of a trunk is what it would give again: the same weights in the same place."""
-    from fastrl.models.boundaries import Budget
+    from fastrl.models.trunk import Budget
     from tests.ref_model.test_trunk import LENGTHS, boundaries
 
     model = misaligned(deep("gpt2"), shift=2)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fastrl.models.checkpoints import ADAPTER_WEIGHTS, find_file
-from fastrl.models.modes import evaluating, hidden_width
+from fastrl.models.load import ADAPTER_WEIGHTS, find_file
+from fastrl.models.utils import evaluating, hidden_width
 
 REFERENCE_ADAPTER = "fastrl_reference"  # a frozen copy of the adapter that training began with
 REWARD_ADAPTER = "reward_model_adapter"  # TRL's name
@@ -47,6 +47,16 @@ def add_adapter(peft_model: Any, name: str, config: Any) -> None:
     peft_model.add_adapter(name, config)
     for each, parameter in peft_model.named_parameters():
         parameter.requires_grad_(trained.get(each, False))
+
+
+def adapter_dropout(model: Any) -> float:
+    """The largest dropout of the adapters that are active; 0 without one."""
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return 0.0
+    # A property of PEFT's models, a method of transformers' own.
+    active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
+    return max((getattr(configs[name], "lora_dropout", 0.0) for name in active), default=0.0)
 
 
 class RewardAdapter(nn.Module):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.models.lookup import sparse_lookups
 from fastrl.models.scoring import (
     LogitTransform,
     ScoringRequest,
@@ -22,6 +21,7 @@ from fastrl.models.scoring import (
     score_hidden,
     score_logits,
 )
+from fastrl.models.tied_embedding import sparse_embedding_gradient
 
 Inputs = dict[str, Any]
 
@@ -43,9 +43,9 @@ class FusedHead:
             return RowHead(self.scale)(model, request, inputs)
         seen: list[tuple[TokenScores, Tensor]] = []
 
-        # A loss gives the head's weight its gradient; then that of lookups may be sparse.
-        lookups = sparse_lookups(model) if request.objective is not None else nullcontext()
-        with lookups as tied:
+        # A loss gives the head's weight its gradient; the embedding's may then be sparse.
+        with_loss = request.objective is not None
+        with sparse_embedding_gradient(model) if with_loss else nullcontext() as tied:
 
             def score(head: nn.Module, hidden: Tensor) -> Tensor:
                 assert isinstance(head, nn.Linear)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastrl.config import PPOConfig
 from fastrl.core import entropy_from_logits
 from fastrl.data import batch as data
-from fastrl.models.modes import evaluating
+from fastrl.models.utils import evaluating
 from fastrl.ppo import stats, tracking
 from fastrl.ppo.advantages import GAE
 from fastrl.ppo.batches import JoinedBatches

@@ -17,8 +17,7 @@ from fastrl.data.batch import TokenBatch
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.models import PreTrainedModelWrapper
-from fastrl.models.modes import evaluating
-from fastrl.models.precision import warn_of_lost_updates
+from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.ppo import stats
 from fastrl.ppo.advantages import make_advantages
 from fastrl.ppo.batches import make_batches

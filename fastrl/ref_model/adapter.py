@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.adapters import REFERENCE_ADAPTER, acting, add_adapter, trainability_kept
-from fastrl.models.modes import evaluating
 from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.ref_model.base import Reference
 from fastrl.ref_model.copy import mix

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fastrl.models.boundaries import Boundaries
 from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.trunk import TrunkCache
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -41,7 +41,7 @@ class Reference:
         """The reference as a model to generate with."""
         raise NotImplementedError
 
-    def boundaries(self, sequences: Sequence[Tensor]) -> Boundaries | None:
+    def boundaries(self, sequences: Sequence[Tensor]) -> TrunkCache | None:
         """What policy and reference have in common for sequences of a batch; None: nothing."""
         return None
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from fastrl.config import PPOConfig
-from fastrl.models.boundaries import Budget
+from fastrl.models.trunk import Budget
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.ref_model.adapter import AdapterReference, StartAdapterReference, trained_before
 from fastrl.ref_model.base import Reference, cannot_follow

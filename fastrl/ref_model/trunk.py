@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.models.boundaries import Boundaries, Budget
-from fastrl.models.modes import evaluating
-from fastrl.models.trunk import Trunk
+from fastrl.models.trunk import Budget, Trunk, TrunkCache
+from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.ref_model.copy import Copied, CopyReference, frozen_copy
 
@@ -78,8 +77,8 @@ class TrunkReference(CopyReference):
         super().place(policy, accelerator)
         self._autocast = accelerator.autocast
 
-    def boundaries(self, sequences: Sequence[Tensor]) -> Boundaries:
-        return Boundaries(self._trunk, sequences, self._budget, self._autocast)
+    def boundaries(self, sequences: Sequence[Tensor]) -> TrunkCache:
+        return TrunkCache(self._trunk, sequences, self._budget, self._autocast)
 
     def verify(self) -> None:
         if self._trunk.checksum() != self._checksum:

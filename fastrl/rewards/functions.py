@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from fastrl.models.load import load_classifier
-from fastrl.models.tokenizer import load_tokenizer
+from fastrl.models.load import load_classifier, load_tokenizer
 from fastrl.user_code import named, running
 
 RewardFunction = Callable[..., Sequence[float]]

@@ -12,8 +12,7 @@ import torch
 from fastrl.alignment.annotator import Counts, check_preferences
 from fastrl.data.chat import as_messages, encode, join
 from fastrl.models.layout import layout_of
-from fastrl.models.load import load_language_model
-from fastrl.models.tokenizer import load_tokenizer
+from fastrl.models.load import load_language_model, load_tokenizer
 from fastrl.rewards.functions import check_rewards
 from fastrl.rollout import SamplingParams, choose_engine
 

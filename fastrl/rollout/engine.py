@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
-from fastrl.models.modes import context_length
+from fastrl.models.utils import context_length
 from fastrl.rollout import bandwidth
 from fastrl.rollout.cuda_graphs import EagerRunner, GraphRunner, Graphs
 from fastrl.rollout.decode_step import DecodeStep

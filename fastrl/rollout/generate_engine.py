@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from fastrl.models.layout import layout_of
-from fastrl.models.modes import evaluating
+from fastrl.models.utils import evaluating
 from fastrl.rollout.keywords import neutral_kwargs, unpacked
 from fastrl.rollout.prompts import Prompt, check_prompts, checked_call, end_tokens, need_pad_token
 from fastrl.rollout.rescoring import Scorer

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.lm_head import in_front_of_head
-from fastrl.models.modes import evaluating
+from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.rollout.attention import Attention, attached, attending
 from fastrl.rollout.autocast_weight_cache import Shadow

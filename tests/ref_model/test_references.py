@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, create_reference_model
-from fastrl.models.boundaries import Budget
 from fastrl.models.scoring import ScoringRequest
+from fastrl.models.trunk import Budget
 from fastrl.ref_model import (
     AdapterReference,
     CopyReference,

@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 
-from fastrl.models.boundaries import Boundaries, Budget
 from fastrl.models.scoring import ScoringRequest
-from fastrl.models.trunk import Trunk, layer_stack
+from fastrl.models.trunk import Budget, Trunk, TrunkCache, layer_stack
 from tests import tiny_models
 
 DEPTH = {"gpt2": "n_layer"}  # elsewhere num_hidden_layers
@@ -122,7 +121,7 @@ def test_a_layer_is_shared_and_a_layer_is_left(layers):
 
 def boundaries(model, lengths, budget):
     trunk = Trunk(model.pretrained_model, 2)
-    return Boundaries(trunk, tiny_models.prompts(*lengths), budget)
+    return TrunkCache(trunk, tiny_models.prompts(*lengths), budget)
 
 
 LENGTHS = (3, 40, 7, 12, 1, 33)
@@ -184,7 +183,7 @@ def test_sequences_run_together_as_far_as_the_budget_and_a_pass_hold_them(monkey
     passes.clear()
     kept.of([3], False)
     assert passes == [(4, 32), (2, 48)]
-    monkeypatch.setattr("fastrl.models.boundaries._TOKENS", 100)
+    monkeypatch.setattr("fastrl.models.trunk._TOKENS_PER_FORWARD", 100)
     kept = boundaries(model, LENGTHS, Budget(1 << 20))
     passes.clear()
     kept.of([3], False)

@@ -14,7 +14,7 @@ from fastrl.alignment.batch import Batch
 from fastrl.alignment.losses.base import Loss, LossOutput, register
 from fastrl.config import PPOConfig
 from fastrl.data.tasks import Task
-from fastrl.models.modes import evaluating
+from fastrl.models.utils import evaluating
 from fastrl.ppo.advantages import GAE
 from fastrl.ppo.experience import Experience, Scorer, make_kl_penalty
 from fastrl.ppo.losses import (
