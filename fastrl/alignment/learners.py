@@ -32,7 +32,7 @@ from fastrl.models.load import (
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import check_trainable, evaluating
 from fastrl.ppo.batches import make_batches
-from fastrl.ref_model import Reference, choose_reference
+from fastrl.ref_model import RefModel, choose_ref_model
 from fastrl.trainers.supervised import loaded
 
 
@@ -126,7 +126,7 @@ class PolicyLearner(Learner):
 
     def __init__(self, args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any):
         super().__init__(args, loss, task, tokenizer)
-        self.reference: Reference
+        self.reference: RefModel
         self._tokens: Tokens
         self._compared: ReferencePolicy | CachedReference
 
@@ -143,7 +143,7 @@ class PolicyLearner(Learner):
         settings = reference_settings(
             self.args, ("adapter" if model.is_peft_model else "none") if self._cached else mode
         )
-        self.reference = choose_reference(settings, model, ref_model)
+        self.reference = choose_ref_model(settings, model, ref_model)
         return model
 
     def _mode(self, model: PreTrainedModelWrapper, ref_model: Any) -> str:

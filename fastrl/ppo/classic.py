@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from fastrl.models import PreTrainedModelWrapper
-    from fastrl.ref_model import Reference
+    from fastrl.ref_model import RefModel
 
 
 _LOOP_COLUMNS = ("label", "query", "response")
@@ -44,7 +44,7 @@ class ClassicSurface:
     optimizer: Any
     current_device: torch.device
     current_step: int
-    reference: Reference
+    reference: RefModel
     _unwrapped: PreTrainedModelWrapper
     _batches: JoinedBatches
     _advantages: GAE

@@ -24,7 +24,7 @@ from fastrl.ppo.losses import (
     make_kl_place,
 )
 from fastrl.ppo.update import minibatch_loss, minibatch_of
-from fastrl.ref_model.none import NoReference
+from fastrl.ref_model.none import NoRefModel
 from fastrl.rollout import SamplingParams
 
 # Fields of SamplingParams that make tokens come from another distribution.
@@ -145,7 +145,7 @@ class PPO(Loss):
     @torch.no_grad()
     def _experience(self, batch: Batch, policy: Any, reference: Any) -> Experience:
         tokens, config = policy.tokens(batch), self._settings
-        compared = NoReference() if reference is None else reference.reference
+        compared = NoRefModel() if reference is None else reference.reference
         penalty = make_kl_penalty("kl", compared)
         scorer = Scorer(policy.model, compared, penalty, batch.size, temperature=self.temperature)
         with evaluating(policy.model):
