@@ -257,7 +257,8 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
     from fastrl.models.load import model_folder
     from fastrl.ppo import PPOTrainer
-    from fastrl.rewards.functions import ClassifierReward, load_reward
+    from fastrl.rewards.classifier import ClassifierReward
+    from fastrl.rewards.functions import load_reward
     from fastrl.run.callbacks import JsonlCallback
     from fastrl.run.report import finish_run
 

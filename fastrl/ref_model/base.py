@@ -32,6 +32,7 @@ class RefModel(Protocol):
 
     def place(self, policy: nn.Module, accelerator: Accelerator) -> None:
         """Moves it to the device where it computes, once the policy is prepared."""
+        return
 
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
         """Its log-probs of a batch, without gradients; inputs are those of the policy."""
@@ -59,6 +60,7 @@ class RefModel(Protocol):
         Raises:
             ValueError: what is shared and must not change has changed.
         """
+        return
 
 
 def cannot_follow(mode: str) -> str:

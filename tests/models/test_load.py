@@ -34,7 +34,7 @@ from fastrl.models.load import (
     model_folder,
     own_storage,
 )
-from fastrl.rewards.functions import ClassifierReward
+from fastrl.rewards.classifier import ClassifierReward
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 from tests.weights import aligned
