@@ -1,4 +1,4 @@
-"""A PEFT policy's further adapters: which one acts, and one that makes it a reward model."""
+"""Several adapters on one PEFT model: which one is active, and one that scores responses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fastrl.models.utils import evaluating, hidden_width
 
 REFERENCE_ADAPTER = "fastrl_reference"  # a frozen copy of the adapter that training began with
 REWARD_ADAPTER = "reward_model_adapter"  # TRL's name
-NOT_THE_POLICYS = (REFERENCE_ADAPTER, REWARD_ADAPTER)
+NOT_TRAINED = (REFERENCE_ADAPTER, REWARD_ADAPTER)
 
 
 @contextlib.contextmanager
 def trainability_kept(model: nn.Module) -> Iterator[None]:
-    """PEFT makes adapters trainable, or not, as it switches them: that is put back as it was."""
+    """Restores every ``requires_grad`` afterwards: PEFT changes them as it switches adapters."""
     trained = [(p, p.requires_grad) for p in model.parameters()]
     try:
         yield
@@ -31,7 +31,7 @@ def trainability_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def acting(peft_model: Any, adapter: str) -> Iterator[None]:
-    """While open, another adapter acts in the policy's place; an error puts that back too."""
+    """While open, another adapter is active than the policy's."""
     own = peft_model.active_adapter
     with trainability_kept(peft_model):
         try:
@@ -42,7 +42,7 @@ def acting(peft_model: Any, adapter: str) -> Iterator[None]:
 
 
 def add_adapter(peft_model: Any, name: str, config: Any) -> None:
-    """A further adapter, which is not trained; what was trained stays so."""
+    """Adds an adapter that is not trained; what was trained stays so."""
     trained = {name: p.requires_grad for name, p in peft_model.named_parameters()}
     peft_model.add_adapter(name, config)
     for each, parameter in peft_model.named_parameters():

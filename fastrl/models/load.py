@@ -31,13 +31,13 @@ CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
+# A remedy, for messages.
+MERGE_ADAPTER = "merge it into its base first (peft: merge_and_unload(), then save_pretrained())"
+
 Model = TypeVar("Model", bound=nn.Module)
 
-_HEADS = ("score", "classifier")  # modules that PEFT saves with a SEQ_CLS adapter
-_ADAPTER_LOCATION = (
-    "revision",
-    "subfolder",
-)  # options that say where an adapter lies, not its base
+_CLASSIFIER_HEADS = ("score", "classifier")  # modules that PEFT saves with a SEQ_CLS adapter
+_OF_THE_ADAPTER = ("revision", "subfolder")  # options that do not hold for its base
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
 _QUANTISED = ("quantized", "loaded_in_8bit", "loaded_in_4bit")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -47,7 +47,6 @@ _MEND_BASE = (
     f"write the base's place into {ADAPTER_CONFIG} (base_model_name_or_path; relative to the "
     "working directory)"
 )
-_MERGE = "merge it into its base first (peft: merge_and_unload(), then save_pretrained())"
 _CHOOSE_A_DECODER = "choose a decoder, such as GPT-2, Llama or Qwen"
 
 
@@ -279,7 +278,7 @@ class _Checkpoint:
         if os.path.isdir(base) and is_adapter(base):
             raise ValueError(
                 f"the adapter in {self.folder} was trained on {base}, which is an adapter itself: "
-                f"{_MERGE}"
+                f"{MERGE_ADAPTER}"
             )
         return base
 
@@ -297,9 +296,8 @@ class _Checkpoint:
             _check_weights(name, options.get("subfolder"))
             if self.adapter is not None:
                 saved = self._saved_whole()
-            model, loading = loader.from_pretrained(
-                name, *model_args, **options, **more, output_loading_info=True
-            )
+            options |= {**more, "output_loading_info": True}
+            model, loading = loader.from_pretrained(name, *model_args, **options)
         missing = sorted(set(loading["missing_keys"]) - set(saved))
         if self.adapter is not None and not missing:
             model = self._with_adapter(model, trainable)
@@ -315,7 +313,7 @@ class _Checkpoint:
                 raise ValueError(
                     f"{self.folder} is not a trained sequence classifier but an adapter {of}: that "
                     "of a reward model has task_type='SEQ_CLS' (fastrl reward --lora-r); to train "
-                    f"one from a language model's adapter, {_MERGE}"
+                    f"one from a language model's adapter, {MERGE_ADAPTER}"
                 )
             matrices = [shape for shape in self._saved_whole().values() if len(shape) == 2]
             if matrices:
@@ -332,7 +330,7 @@ class _Checkpoint:
         """The whole model's folder or Hub id, and options to load it with."""
         if self.adapter is None:
             return self.folder, dict(self.options)
-        options = {k: v for k, v in self.options.items() if k not in _ADAPTER_LOCATION}
+        options = {k: v for k, v in self.options.items() if k not in _OF_THE_ADAPTER}
         if self.adapter.revision:
             options["revision"] = self.adapter.revision
         return self.base(), options
@@ -346,7 +344,8 @@ class _Checkpoint:
                 f"the adapter in {self.folder} holds no {ADAPTER_WEIGHTS}: save it with "
                 "safetensors, no other format is read"
             )
-        modules = {*_HEADS, *(self.adapter.modules_to_save or ())}
+        _check_weights(self.folder, self.options.get("subfolder"))
+        modules = {*_CLASSIFIER_HEADS, *(self.adapter.modules_to_save or ())}
         found = {}
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dict
@@ -369,7 +368,7 @@ class _Checkpoint:
 
     @contextlib.contextmanager
     def _naming_the_adapter(self) -> Iterator[None]:
-        """A base that cannot be loaded is an error that says which adapter names it."""
+        """While open, errors of loading a base say which adapter names it."""
         try:
             yield
         except OSError as error:
@@ -393,6 +392,7 @@ def check_causal(model: Any) -> None:
     Raises:
         ValueError: such a model.
     """
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
     config: Any = getattr(model, "config", None)
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
         return

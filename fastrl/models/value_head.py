@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from fastrl.models.adapters import NOT_THE_POLICYS, RewardAdapter
+from fastrl.models.adapters import NOT_TRAINED, RewardAdapter
 from fastrl.models.lm_head import Head, choose_head, corner_of, last_hidden
 from fastrl.models.load import (
     check_causal,
@@ -325,7 +325,7 @@ class PreTrainedModelWrapper(nn.Module):
 
     def _own_adapters(self) -> list[str]:
         """Those of the policy: not the copy that a reference keeps, nor the reward's."""
-        return [n for n in self.pretrained_model.peft_config if n not in NOT_THE_POLICYS]
+        return [n for n in self.pretrained_model.peft_config if n not in NOT_TRAINED]
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Upload what :meth:`save_pretrained` saves and a model card, in one commit.

@@ -300,6 +300,14 @@ def test_a_dtype_is_taken_by_its_old_name_too(whole, load, name, base, tmp_path)
     assert load(folder, **{name: torch.bfloat16}).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("load", [load_language_model, load_reward_model])
+def test_options_reach_the_model_under_an_adapter_too(load, base, tmp_path):
+    make = adapter if load is load_language_model else reward_adapter
+    for folder in (base, make(base, tmp_path / "lora")):
+        model = load(folder, attn_implementation="eager", output_loading_info=True)
+        assert model.config._attn_implementation == "eager"
+
+
 def test_a_reward_adapter_is_trained_on_with_its_head(base, tmp_path):
     loaded = load_reward_model(reward_adapter(base, tmp_path / "reward"))
     trained = {name for name, p in loaded.named_parameters() if p.requires_grad}
@@ -366,8 +374,17 @@ def test_half_of_an_encoder_decoder_is_no_language_model(base, tmp_path):
 def test_weights_that_are_cut_short_are_named(load, base):
     file = base / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
+    with pytest.raises(ValueError, match=r"/model\.safetensors cannot be read"):
         load(base)
+
+
+@pytest.mark.parametrize("load", [load_language_model, load_reward_model, load_classifier])
+def test_an_adapters_weights_that_are_cut_short_are_named(load, base, tmp_path):
+    make = adapter if load is load_language_model else reward_adapter
+    file = make(base, tmp_path / "lora") / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors cannot be read"):
+        load(file.parent)
 
 
 # ---------------------------------------------------------------------- in PPO
