@@ -1,5 +1,4 @@
-"""Language models with a scalar value for every token: causal ones and encoder–decoders; and causal
-ones as policies without values."""
+"""Policies: language models with a value head, and causal ones without values."""
 
 from __future__ import annotations
 
@@ -215,7 +214,8 @@ class PreTrainedModelWrapper(nn.Module):
         return self.trunk.skipped(boundary)
 
     def _scoring_head(self, inputs: dict[str, Any]) -> Head:
-        """Chosen at the first use, on a corner of that batch: only then is the model in place."""
+        """The LM head's way of scoring rows, chosen at the first use on a few tokens of that batch:
+        only then is the model on its device."""
         if self._head is None:
             corner = {**corner_of(inputs), "use_cache": False}
             with evaluating(self.pretrained_model):  # dropout would make all heads disagree
@@ -250,8 +250,8 @@ class PreTrainedModelWrapper(nn.Module):
         raise NotImplementedError
 
     def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """As of the language model; trainers of transformers call it, by its old name or its new
-        one."""
+        """Checkpoints the language model's activations; transformers' trainers call it by its old
+        name or its new one."""
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
         name = next(name for name in names if hasattr(self.pretrained_model, name))
         getattr(self.pretrained_model, name)(*args, **kwargs)
@@ -265,8 +265,8 @@ class PreTrainedModelWrapper(nn.Module):
     def compute_reward_score(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """What the reward adapter makes of every token, [B, T, labels], without gradients; a
-        sample's score is that of its last token.
+        """Scores every token with the reward adapter, [B, T, labels], without gradients; a sample's
+        score is that of its last token.
 
         Raises:
             ValueError: there is no reward adapter.
@@ -324,7 +324,8 @@ class PreTrainedModelWrapper(nn.Module):
             self.v_head.load_state_dict(_read_value_head(os.fspath(folder), {}))
 
     def _own_adapters(self) -> list[str]:
-        """Those of the policy: not the copy that a reference keeps, nor the reward's."""
+        """Names of the policy's adapters: not the starting one that a reference model keeps, nor
+        the reward's."""
         return [n for n in self.pretrained_model.peft_config if n not in NOT_TRAINED]
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
