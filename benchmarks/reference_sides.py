@@ -25,7 +25,7 @@ from benchmarks.reference_cases import (
     samples,
 )
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
-from fastrl.models.modes import evaluating
+from fastrl.models.utils import evaluating
 
 # What step() spends, by its own clock; the trunk's pass over a batch is part of its first phase.
 TIMERS = {"scores": "time/ppo/forward_pass", "update": "time/ppo/optimize_step"}

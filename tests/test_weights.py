@@ -22,9 +22,9 @@ from fastrl.rollout import RolloutEngine, SamplingParams
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 from tests.golden.reader import CASES, GoldenCase
+from tests.models.conftest import deep
 from tests.ppo import test_golden
 from tests.ppo.conftest import assert_learned_alike, make_batch, make_trainer, parameters
-from tests.ref_model.test_trunk import deep
 from tests.trainers.conftest import SETTINGS, pairs, reward_model, texts
 from tests.weights import aligned, assert_same_weights, misaligned
 
@@ -175,10 +175,10 @@ def test_golden_figures_hold_wherever_weights_lie(monkeypatch: pytest.MonkeyPatc
 
 def test_a_trunk_that_lies_elsewhere_still_gives_its_own_bits() -> None:
     """What is kept of a trunk is what it would give again: the same weights in the same place."""
-    from fastrl.models.boundaries import Budget
-    from tests.ref_model.test_trunk import LENGTHS, boundaries
+    from fastrl.models.trunk import Budget
+    from tests.models.conftest import LENGTHS, trunk_cache
 
     model = misaligned(deep("gpt2"), shift=2)
-    kept, again = (boundaries(model, LENGTHS, Budget(size)) for size in (1 << 20, 0))
+    kept, again = (trunk_cache(model, LENGTHS, Budget(size)) for size in (1 << 20, 0))
     for i, n in enumerate(LENGTHS):
         assert kept.of(range(len(LENGTHS)), False)[i, :n].equal(again.of([i], False)[0])

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from fastrl.rewards.functions import RewardFunction, as_number, check_rewards, load_reward
+from fastrl.rewards.functions import (
+    RewardFunction,
+    check_preferences,
+    check_rewards,
+    load_reward,
+)
+from fastrl.rewards.judges import Counts
 
 
 @runtime_checkable
@@ -62,41 +67,9 @@ def ask_preferences(
     return check_preferences(said, len(prompts), f"{name_of(annotator)}.compare")
 
 
-def check_preferences(said: Any, count: int, who: str) -> list[float | None]:
-    """What ``who`` returned for pairs, as numbers.
-
-    Raises:
-        ValueError: not ``count`` numbers in [0, 1] or None; names the first that is wrong.
-    """
-    if not hasattr(said, "__len__") or len(said) != count:
-        got = f"{len(said)} numbers" if hasattr(said, "__len__") else repr(said)
-        raise ValueError(f"{who} returned {got} for {count} pairs: it must return one number each")
-    preferences: list[float | None] = []
-    for i, one in enumerate(said):
-        preference = None if one is None else as_number(one)
-        if preference is not None and not 0 <= preference <= 1:  # NaN is not either
-            raise ValueError(
-                f"{who} returned {one!r} for pair {i}: it must be 1.0 where the first response is "
-                "preferred, 0.0 where the second is, something between, or None to leave it out"
-            )
-        preferences.append(preference)
-    return preferences
-
-
 def name_of(annotator: Any) -> str:
     """For messages."""
     return getattr(annotator, "name", None) or type(annotator).__name__
-
-
-class Counts(Counter[str]):
-    """Counts of an annotator, read once."""
-
-    def read(self) -> dict[str, float]:
-        """All of them, which are 0 afterwards; names that were counted once stay."""
-        counted = {f"annotator/{name}": float(count) for name, count in self.items()}
-        for name in self:
-            self[name] = 0
-        return counted
 
 
 class RewardAnnotator:
@@ -104,7 +77,7 @@ class RewardAnnotator:
 
     Args:
         reward: called as ``reward(prompts=, completions=, completion_ids=, **columns)``, a
-            :class:`fastrl.rewards.functions.ClassifierReward` or any other; see
+            :class:`fastrl.rewards.classifier.ClassifierReward` or any other; see
             :mod:`fastrl.rewards.functions`.
         tokenizer: gives ``completion_ids`` where the caller has no column of that name; without
             either, a reward function that needs none is called without them.

@@ -55,7 +55,7 @@ class AlignmentConfig(SupervisedArguments):
 
 
 def reference_settings(args: Any, mode: str) -> PPOConfig:
-    """What :func:`fastrl.ref_model.choose_reference` reads."""
+    """What :func:`fastrl.ref_model.choose_ref_model` reads."""
     return PPOConfig(
         reference=mode,
         num_shared_layers=args.num_shared_layers,

@@ -5,16 +5,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from fastrl.alignment.arguments import AlignmentConfig, reference_settings
 from fastrl.alignment.batch import Batch
@@ -26,18 +22,17 @@ from fastrl.models import (
     CausalLMPolicy,
     PreTrainedModelWrapper,
 )
-from fastrl.models.checkpoints import ADAPTER_WEIGHTS, read_value_head
+from fastrl.models.adapters import adapter_dropout
 from fastrl.models.load import (
-    adapter_dropout,
-    check_trainable,
     load_language_model,
     load_reward_model,
+    load_weights,
     with_adapter,
 )
-from fastrl.models.modes import evaluating
 from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.utils import check_trainable, evaluating
 from fastrl.ppo.batches import make_batches
-from fastrl.ref_model import Reference, choose_reference
+from fastrl.ref_model import RefModel, choose_ref_model
 from fastrl.trainers.supervised import loaded
 
 
@@ -90,16 +85,7 @@ class Learner:
 
     def load(self, model: Any, folder: str) -> None:
         """Puts the weights of a checkpoint into the model."""
-        adapter = Path(folder) / ADAPTER_WEIGHTS
-        if adapter.exists():
-            from peft import set_peft_model_state_dict
-
-            set_peft_model_state_dict(language_model(model), load_file(adapter))
-            return
-        with _quiet():
-            kind = type(language_model(model))
-            saved = kind.from_pretrained(folder, use_safetensors=True, dtype="auto")
-        language_model(model).load_state_dict(saved.state_dict())
+        raise NotImplementedError
 
 
 class RewardLearner(Learner):
@@ -129,6 +115,9 @@ class RewardLearner(Learner):
     def save(self, model: Any, folder: str, state_dict: dict[str, Tensor] | None) -> None:
         model.save_pretrained(folder, state_dict=state_dict)
 
+    def load(self, model: Any, folder: str) -> None:
+        load_weights(model, folder)
+
 
 class PolicyLearner(Learner):
     """A causal language model without values, and a reference where the loss compares."""
@@ -137,7 +126,7 @@ class PolicyLearner(Learner):
 
     def __init__(self, args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any):
         super().__init__(args, loss, task, tokenizer)
-        self.reference: Reference
+        self.reference: RefModel
         self._tokens: Tokens
         self._compared: ReferencePolicy | CachedReference
 
@@ -154,7 +143,7 @@ class PolicyLearner(Learner):
         settings = reference_settings(
             self.args, ("adapter" if model.is_peft_model else "none") if self._cached else mode
         )
-        self.reference = choose_reference(settings, model, ref_model)
+        self.reference = choose_ref_model(settings, model, ref_model)
         return model
 
     def _mode(self, model: PreTrainedModelWrapper, ref_model: Any) -> str:
@@ -212,15 +201,14 @@ class PolicyLearner(Learner):
         self.reference.verify()
         model.save_pretrained(folder, state_dict=state_dict)
 
+    def load(self, model: Any, folder: str) -> None:
+        model.load_weights(folder)
+
 
 class ActorCriticLearner(PolicyLearner):
     """A causal language model with a value head."""
 
     wrapper = AutoModelForCausalLMWithValueHead
-
-    def load(self, model: Any, folder: str) -> None:
-        super().load(model, folder)
-        model.v_head.load_state_dict(read_value_head(folder, {}))
 
 
 LEARNERS: dict[str, type[Learner]] = {
@@ -238,17 +226,6 @@ def make_learner(args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any) 
 def language_model(model: Any) -> Any:
     """A model of transformers or PEFT, out of its wrapper."""
     return model.pretrained_model if isinstance(model, PreTrainedModelWrapper) else model
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """A value head among a language model's weights is no news."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def switch_off_dropout(model: nn.Module) -> None:

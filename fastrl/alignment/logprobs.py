@@ -13,7 +13,7 @@ from fastrl.data.batch import TokenBatch
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.ppo.batches import JoinedBatches
 from fastrl.ppo.experience import scoring_request
-from fastrl.ref_model import Reference
+from fastrl.ref_model import RefModel
 
 Score = Callable[[dict[str, Any], ScoringRequest], TokenScores]
 
@@ -44,7 +44,7 @@ class Tokens:
         reference: whose layers may be shared with the policy.
     """
 
-    def __init__(self, batches: JoinedBatches, device: torch.device, reference: Reference):
+    def __init__(self, batches: JoinedBatches, device: torch.device, reference: RefModel):
         self.batches, self.device, self.reference = batches, device, reference
 
     def __call__(self, batch: Batch) -> TokenBatch:
@@ -53,7 +53,7 @@ class Tokens:
             responses = [response for i in which for response in batch.responses(i)]
             tokens = self.batches(batch.prompts() * batch.generations, responses)
             tokens = tokens.to(self.device)
-            batch.tokens = tokens.on(self.reference.boundaries(tokens.sequences()))
+            batch.tokens = tokens.on(self.reference.trunk_cache(tokens.sequences()))
         return batch.tokens
 
 
@@ -80,7 +80,7 @@ class Policy:
 class ReferencePolicy:
     """What the policy is compared with; never with gradients."""
 
-    def __init__(self, reference: Reference, tokens: Tokens):
+    def __init__(self, reference: RefModel, tokens: Tokens):
         self.reference, self.tokens = reference, tokens
 
     @torch.no_grad()

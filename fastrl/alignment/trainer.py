@@ -21,8 +21,7 @@ from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.evaluation import Means, OfflineEvaluation, OnlineEvaluation, make_evaluation
 from fastrl.alignment.learners import make_learner
 from fastrl.alignment.losses import Loss, make_loss
-from fastrl.models.modes import evaluating
-from fastrl.models.precision import warn_of_lost_updates
+from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.rollout import choose_engine
 from fastrl.run.model_card import Method, OwnModelCard
 from fastrl.trainers.supervised import MIXED_PRECISION, settings_of

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.losses import LOSSES, Loss, describe_losses, make_loss
-from fastrl.commands.checks import check_causal
 from fastrl.commands.fit import (
     HELD_OUT,
     RUN,
@@ -191,8 +190,6 @@ def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
     _check_dropout(job, flags, loss)
     train, held_out, tokenizer = job.begin(flags)
     factory, eval_factory = _factories(job, flags, train, held_out, tokenizer)
-    if loss.learns != "reward model":
-        check_causal(job.model, "align", "choose a decoder, such as GPT-2, Llama or Qwen")
     trainer = Trainer(
         _model(job, loss),
         flags,

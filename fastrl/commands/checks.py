@@ -86,56 +86,6 @@ def check_trackers(flag: str, names: Iterable[str]) -> None:
             raise ImportError(f"{flag}={name} needs a package: pip install {package}")
 
 
-def check_causal(path: str, command: str, remedy: str) -> None:
-    """Refuses what is not a causal language model, by its configuration alone.
-
-    Args:
-        path: of a model, or of an adapter, whose base counts.
-        remedy: what to use for an encoder–decoder.
-
-    Raises:
-        FileNotFoundError: no model at the path, or no base at the place that an adapter names.
-        ValueError: a configuration that cannot be read, or a model that is not a causal language
-            model.
-    """
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    from fastrl.models.load import base_folder
-
-    model = base_folder(path)
-    try:
-        config = AutoConfig.from_pretrained(model)
-    except Exception as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"the configuration of {model} cannot be loaded: {said}") from error
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):  # of some, such as BART, half is a causal LM
-        raise ValueError(
-            f"{model} is an encoder–decoder ({kind}), and fastrl {command} trains causal language "
-            f"models: {remedy}"
-        )
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
-        return
-    raise ValueError(f"{model} ({kind}) is not a causal language model, which {command} trains")
-
-
-def check_weights(model: str) -> None:
-    """Refuses a folder whose weights are damaged, by their headers alone.
-
-    Raises:
-        ValueError: a file of weights in a model's folder that is cut short or is something else.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    for file in sorted(Path(model).glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):  # reads the header, and the length that it tells
-                pass
-        except SafetensorError as error:
-            raise ValueError(f"{file} cannot be read: {error}") from error
-
-
 def check_call(
     name: str, function: Callable[..., Any], arguments: Sequence[str], columns: Sequence[str]
 ) -> None:

@@ -20,12 +20,11 @@ from fastrl.commands.checks import (
     check_output,
     check_seed,
     check_trackers,
-    check_weights,
 )
 from fastrl.commands.lora import check_dropout
 from fastrl.commands.progress import showing
 from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table
-from fastrl.models.tokenizer import load_tokenizer
+from fastrl.models.load import load_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -135,9 +134,7 @@ class FitJob:
         train, held_out = self.load(flags.seed)
         if held_out is None:
             flags.eval_strategy = type(flags.eval_strategy)("no")
-        tokenizer = load_tokenizer(model)
-        check_weights(model)
-        return train, held_out, tokenizer
+        return train, held_out, load_tokenizer(model)
 
 
 def _said(name: str, text: str) -> Any:

@@ -31,13 +31,12 @@ def lora_config(job: Any, task_type: str) -> Any:
         return None
     from peft import LoraConfig
 
-    from fastrl.models.load import is_adapter
+    from fastrl.models.load import MERGE_ADAPTER, is_adapter
 
     if is_adapter(job.model):
         raise ValueError(
             f"lora_r={job.lora_r} asks for a new adapter, but {job.model} is one: leave out lora_r "
-            "to train on that one, or merge it into its base first (peft: merge_and_unload(), then "
-            "save_pretrained())"
+            f"to train on that one, or {MERGE_ADAPTER}"
         )
     return LoraConfig(
         r=job.lora_r,

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.commands.checks import (
     check_call,
-    check_causal,
     check_dtype,
     check_output,
     check_seed,
     check_trackers,
-    check_weights,
 )
 from fastrl.commands.fit import say_none_held_out
 from fastrl.commands.lora import lora_config
@@ -34,7 +32,7 @@ from fastrl.data.tables import (
     sample_rows,
     take_prompts,
 )
-from fastrl.models.tokenizer import load_tokenizer
+from fastrl.models.load import load_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -253,24 +251,18 @@ class GRPOFlags(PPOFlags):
     max_grad_norm: float | None = _but("max_grad_norm", 1.0)
 
 
-_FOR_ENCODER_DECODERS = (
-    "use the Python API, fastrl.PPOTrainer with "
-    "fastrl.AutoModelForSeq2SeqLMWithValueHead.from_pretrained"
-)
-
-
 def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     """Train, save and report; the change in held-out reward, None without evaluation prompts."""
     from fastrl.core import set_seed
     from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
     from fastrl.models.load import model_folder
     from fastrl.ppo import PPOTrainer
-    from fastrl.rewards.functions import ClassifierReward, load_reward
+    from fastrl.rewards.classifier import ClassifierReward
+    from fastrl.rewards.functions import load_reward
     from fastrl.run.callbacks import JsonlCallback
     from fastrl.run.report import finish_run
 
     started = time.perf_counter()
-    command = "ppo" if flags.needs_values else "grpo"
     check_output(job.output)
     check_seed(flags.seed)
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
@@ -278,8 +270,6 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     policy, peft_config = model_folder(job.model), lora_config(job, "CAUSAL_LM")
     reward = load_reward(job.reward, label=job.reward_label, batch_size=job.reward_batch_size)
     tokenizer = load_tokenizer(policy)
-    check_causal(policy, command, _FOR_ENCODER_DECODERS)
-    check_weights(policy)
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
     columns = [name for name in train_rows.column_names if name not in (PROMPT, ROW, "input_ids")]
     check_call(job.reward, reward, ("prompts", "completions", "completion_ids"), columns)

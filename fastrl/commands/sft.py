@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fastrl.commands.checks import check_causal
 from fastrl.commands.fit import HELD_OUT, RUN, TRAINING, WHAT, CommandFlags, FitJob, fit, flag
 from fastrl.commands.lora import lora_config
 from fastrl.trainers.sft import SFTConfig
@@ -44,7 +43,6 @@ def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
 
     peft_config = lora_config(job, "CAUSAL_LM")
     train, held_out, tokenizer = job.begin(flags)
-    check_causal(job.model, "sft", "choose a decoder, such as GPT-2, Llama or Qwen")
     trainer = SFTTrainer(
         load_language_model(job.model, dtype=job.dtype, trainable=True),
         flags,

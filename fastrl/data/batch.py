@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastrl.models.boundaries import Boundaries
+from fastrl.models.trunk import TrunkCache
 
 if TYPE_CHECKING:
     from typing import Self
@@ -33,7 +33,7 @@ class TokenBatch:
     response_lengths: list[int]
     left_padded: bool
     # What a reference's trunk makes of these samples, and which of them these are.
-    boundaries: Boundaries | None = None
+    boundaries: TrunkCache | None = None
     samples: Sequence[int] = ()
 
     @classmethod
@@ -87,7 +87,7 @@ class TokenBatch:
         rows = zip(self.input_ids, lengths, strict=True)
         return [row[-length:] if self.left_padded else row[:length] for row, length in rows]
 
-    def on(self, boundaries: Boundaries | None) -> Self:
+    def on(self, boundaries: TrunkCache | None) -> Self:
         """The same, whose model inputs hold boundaries where there are any."""
         return replace(self, boundaries=boundaries, samples=range(len(self)))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastrl.data.texts import IGNORED, targets_of
-from fastrl.models.modes import evaluating
+from fastrl.models.utils import evaluating
 
 _ROWS = ((5, 3, 6), (4, 7))  # lengths of texts, of the check
 _TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and less

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastrl.data.chat import Said, encode, is_chat, prompt_text
 from fastrl.data.tables import ROW
-from fastrl.models.layout import Joined
+from fastrl.models.layout import Layout
 
 _PROMPT_COLUMNS = ("prompt", "query")
 _REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -149,7 +149,7 @@ class Prompts:
         """Each prompt so many times in a row."""
         return self.take([i for i in range(len(self)) for _ in range(times)])
 
-    def fitting(self, layout: Joined, new_tokens: int, long_prompts: str) -> Prompts:
+    def fitting(self, layout: Layout, new_tokens: int, long_prompts: str) -> Prompts:
         """Those that leave room for ``new_tokens`` in the model's context.
 
         Args:

@@ -27,7 +27,7 @@ from fastrl.demo.models import build_tokenizer, train_language_model, train_rewa
 from fastrl.demo.text import polarity, preference_pairs, reviews, split_openings
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.ppo import PPOTrainer
-from fastrl.rewards.functions import ClassifierReward
+from fastrl.rewards.classifier import ClassifierReward
 from fastrl.run.callbacks import Evaluation, JsonlCallback, TrainResult
 from fastrl.run.figures import draw_road
 from fastrl.run.report import Comparison, finish_run, run_console

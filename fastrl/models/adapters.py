@@ -1,4 +1,4 @@
-"""A PEFT policy's further adapters: which one acts, and one that makes it a reward model."""
+"""Several adapters on one PEFT model: which one is active, and one that scores responses."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fastrl.models.checkpoints import ADAPTER_WEIGHTS, find_file
-from fastrl.models.modes import evaluating, hidden_width
+from fastrl.models.load import ADAPTER_WEIGHTS, find_file
+from fastrl.models.utils import evaluating, hidden_width
 
 REFERENCE_ADAPTER = "fastrl_reference"  # a frozen copy of the adapter that training began with
 REWARD_ADAPTER = "reward_model_adapter"  # TRL's name
-NOT_THE_POLICYS = (REFERENCE_ADAPTER, REWARD_ADAPTER)
+NOT_TRAINED = (REFERENCE_ADAPTER, REWARD_ADAPTER)
 
 
 @contextlib.contextmanager
 def trainability_kept(model: nn.Module) -> Iterator[None]:
-    """PEFT makes adapters trainable, or not, as it switches them: that is put back as it was."""
+    """Restores every ``requires_grad`` afterwards: PEFT changes them as it switches adapters."""
     trained = [(p, p.requires_grad) for p in model.parameters()]
     try:
         yield
@@ -31,7 +31,7 @@ def trainability_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def acting(peft_model: Any, adapter: str) -> Iterator[None]:
-    """While open, another adapter acts in the policy's place; an error puts that back too."""
+    """While open, another adapter is active than the policy's."""
     own = peft_model.active_adapter
     with trainability_kept(peft_model):
         try:
@@ -42,11 +42,21 @@ def acting(peft_model: Any, adapter: str) -> Iterator[None]:
 
 
 def add_adapter(peft_model: Any, name: str, config: Any) -> None:
-    """A further adapter, which is not trained; what was trained stays so."""
+    """Adds an adapter that is not trained; what was trained stays so."""
     trained = {name: p.requires_grad for name, p in peft_model.named_parameters()}
     peft_model.add_adapter(name, config)
     for each, parameter in peft_model.named_parameters():
         parameter.requires_grad_(trained.get(each, False))
+
+
+def adapter_dropout(model: Any) -> float:
+    """The largest dropout of the adapters that are active; 0 without one."""
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return 0.0
+    # A property of PEFT's models, a method of transformers' own.
+    active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
+    return max((getattr(configs[name], "lora_dropout", 0.0) for name in active), default=0.0)
 
 
 class RewardAdapter(nn.Module):

@@ -1,35 +1,30 @@
-"""How a prompt and a response are given to a model: one behind the other, or to two stacks.
+"""How a model reads a prompt and a response: one sequence in a decoder-only model, two in an
+encoder–decoder.
 
-:func:`layout_of` chooses, once per model, what everything that builds inputs asks.
+:func:`layout_of` chooses, once per model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fastrl.models.modes import context_length
+from fastrl.models.utils import context_length
 
 Pair = tuple[Tensor, Tensor]  # a prompt and its response, token ids on the host
 Inputs = dict[str, Tensor]
 
 
-class Joined:
-    """A causal model reads one sequence: the prompt, and the response behind it."""
+class Layout(Protocol):
+    """What a model's kind decides about prompts and responses."""
 
-    prompts_padded = "left"  # where ``generate`` wants the padding of a batch of prompts
-
-    def __init__(self, model: Any):
-        self.context = context_length(model)
+    prompts_padded: str  # "left" or "right": where ``generate`` wants a batch of prompts padded
 
     def exceeded(self, prompt: int, response: int) -> str | None:
         """The limit that so many tokens exceed, in words; None where they fit."""
-        if self.context is None or prompt + response <= self.context:
-            return None
-        return f"model's context of {self.context}"
 
     def check_generation(self, kwargs: Mapping[str, Any]) -> None:
         """
@@ -39,18 +34,46 @@ class Joined:
 
     def in_front(self, width: int) -> int:
         """Columns in front of the response in what ``generate`` returns for prompts [B, width]."""
-        return width
 
     def with_prompt(self, prompt: Tensor, response: Tensor) -> Tensor:
         """A response as ``return_prompt`` asks for it."""
-        return torch.cat([prompt, response])
 
     def shape(self, prompt: int, response: int) -> Hashable:
         """Pairs for which it is the same share a forward without padding."""
-        return prompt + response
 
     def inputs(self, pairs: Sequence[Pair]) -> tuple[Inputs, Tensor]:
         """Model inputs of pairs of one shape, and the flat positions that predict responses."""
+
+    def decode(self, tokenizer: Any, prompt: Tensor, response: Tensor) -> str:
+        """A response as text."""
+
+
+class DecoderOnly:
+    """A causal model reads one sequence: the prompt, then the response."""
+
+    prompts_padded = "left"
+
+    def __init__(self, model: Any):
+        self.context = context_length(model)
+
+    def exceeded(self, prompt: int, response: int) -> str | None:
+        if self.context is None or prompt + response <= self.context:
+            return None
+        return f"model's context of {self.context}"
+
+    def check_generation(self, kwargs: Mapping[str, Any]) -> None:
+        pass  # none of them moves the response
+
+    def in_front(self, width: int) -> int:
+        return width
+
+    def with_prompt(self, prompt: Tensor, response: Tensor) -> Tensor:
+        return torch.cat([prompt, response])
+
+    def shape(self, prompt: int, response: int) -> Hashable:
+        return prompt + response
+
+    def inputs(self, pairs: Sequence[Pair]) -> tuple[Inputs, Tensor]:
         tokens = torch.stack([torch.cat(pair)[:-1] for pair in pairs])
         width = tokens.shape[1]
         starts = [i * width + len(prompt) - 1 for i, (prompt, _) in enumerate(pairs)]
@@ -58,8 +81,7 @@ class Joined:
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, torch.cat(rows)
 
     def decode(self, tokenizer: Any, prompt: Tensor, response: Tensor) -> str:
-        """A response as text, decoded behind its prompt: SentencePiece drops a first token's
-        leading space."""
+        # Decoded behind its prompt: SentencePiece drops the first token's leading space.
         before = tokenizer.decode(prompt, skip_special_tokens=True)
         whole = tokenizer.decode(torch.cat([prompt, response]), skip_special_tokens=True)
         if whole.startswith(before):
@@ -67,8 +89,8 @@ class Joined:
         return tokenizer.decode(response, skip_special_tokens=True)
 
 
-class EncoderDecoder(Joined):
-    """The encoder reads the prompt; the decoder its start token, and the response behind that.
+class EncoderDecoder:
+    """The encoder reads the prompt; the decoder its start token, then the response.
 
     Padding goes to the end on both sides: many encoders count positions from the first column, and
     take no others.
@@ -136,14 +158,14 @@ class EncoderDecoder(Joined):
         return torch.cat([response.new_tensor([self.start]), response])
 
 
-def layout_of(model: Any) -> Joined:
-    """Of a language model, with or without a value head."""
+def layout_of(model: Any) -> Layout:
+    """The layout of a language model, with or without a value head."""
     two = getattr(model.config, "is_encoder_decoder", False)
-    return EncoderDecoder(model) if two else Joined(model)
+    return EncoderDecoder(model) if two else DecoderOnly(model)
 
 
 def _start_token(model: Any) -> int:
-    """What ``model.generate`` begins a response with."""
+    """The token that ``model.generate`` begins a response with."""
     model = getattr(model, "pretrained_model", model)
     settings = getattr(model, "generation_config", None)
     for config, name in (

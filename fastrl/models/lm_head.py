@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.models.lookup import sparse_lookups
 from fastrl.models.scoring import ScoringRequest, TokenScores, score_hidden, score_logits
+from fastrl.models.tied_embedding import sparse_embedding_gradient
 from fastrl_kernels.types import LogitTransform
 
 Inputs = dict[str, Any]
@@ -38,9 +38,9 @@ class FusedHead:
             return RowHead(self.scale)(model, request, inputs)
         seen: list[tuple[TokenScores, Tensor]] = []
 
-        # A loss gives the head's weight its gradient; then that of lookups may be sparse.
-        lookups = sparse_lookups(model) if request.objective is not None else nullcontext()
-        with lookups as tied:
+        # A loss gives the head's weight its gradient; the embedding's may then be sparse.
+        with_loss = request.objective is not None
+        with sparse_embedding_gradient(model) if with_loss else nullcontext() as tied:
 
             def score(head: nn.Module, hidden: Tensor) -> Tensor:
                 assert isinstance(head, nn.Linear)

@@ -1,7 +1,7 @@
-"""Models from a folder, a run's folder, a Hub id or the folder of an adapter.
+"""Loads models and tokenizers from a folder, a run's folder, a Hub id, or an adapter's folder.
 
-Every model that the library loads comes through here: weights are read from safetensors only, into
-storage of their own; an adapter is put on the base model that it names.
+Every command and trainer loads through this file. Weights are read from safetensors only, into
+memory of their own; an adapter is put on the base model that it names.
 """
 
 from __future__ import annotations
@@ -13,29 +13,176 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
 )
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
-from fastrl.models.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG_NAME, find_file
+CONFIG_NAME = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+# A remedy, for messages.
+MERGE_ADAPTER = "merge it into its base first (peft: merge_and_unload(), then save_pretrained())"
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_HEADS = ("score", "classifier")  # modules that PEFT saves with a SEQ_CLS adapter
-_OF_AN_ADAPTERS_REPOSITORY = ("revision", "subfolder")
+_CLASSIFIER_HEADS = ("score", "classifier")  # modules that PEFT saves with a SEQ_CLS adapter
+_OF_THE_ADAPTER = ("revision", "subfolder")  # options that do not hold for its base
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
 _QUANTISED = ("quantized", "loaded_in_8bit", "loaded_in_4bit")
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+_TOKENIZER_FILES_ON_THE_HUB = ("tokenizer_config.json", "tokenizer.json")
 
 _MEND_BASE = (
     f"write the base's place into {ADAPTER_CONFIG} (base_model_name_or_path; relative to the "
     "working directory)"
 )
-_MERGE = "merge it into its base first (peft: merge_and_unload(), then save_pretrained())"
+_CHOOSE_A_DECODER = "choose a decoder, such as GPT-2, Llama or Qwen"
+
+
+def load_language_model(
+    path: str | os.PathLike,
+    loader: Any = AutoModelForCausalLM,
+    *model_args: Any,
+    trainable: bool = False,
+    **options: Any,
+) -> Any:
+    """Loads a language model; where the path holds an adapter, a PEFT model on its base.
+
+    Args:
+        loader: transformers' class for the model's kind, which has ``from_pretrained``.
+        trainable: whether an adapter that is loaded is trained on; a whole model always can be.
+        options: of ``from_pretrained``, such as ``dtype`` (float32 unless given; that of an
+            adapter's weights is at least float32) and ``attn_implementation``.
+
+    Raises:
+        FileNotFoundError: no model at the path, or no base at the place that the adapter names.
+        OSError: a Hub id that cannot be loaded.
+        ValueError: another kind of model, an encoder whose attention is bidirectional, the adapter
+            of a reward model; weights that are damaged or incomplete; an adapter of another base,
+            or without safetensors.
+    """
+    checkpoint = _Checkpoint(path, {"dtype": torch.float32} | _renamed(options))
+    if checkpoint.adapter is not None and checkpoint.adapter.task_type == "SEQ_CLS":
+        raise ValueError(
+            f"the adapter in {checkpoint.folder} is a reward model's (task_type SEQ_CLS), not a "
+            "language model's: name the folder of a language model"
+        )
+    model, missing = checkpoint.load(loader, *model_args, trainable=trainable)
+    check_causal(model)
+    if missing:  # transformers draws what a checkpoint lacks
+        raise ValueError(
+            f"{checkpoint.folder} is not a trained language model: it has no weights for "
+            f"{', '.join(missing)}"
+        )
+    return model
+
+
+def load_reward_model(path: str | os.PathLike, **options: Any) -> Any:
+    """Loads a sequence classifier with one label, to be trained: a reward model, whole or as an
+    adapter that is trained on, or a language model that gets a new head.
+
+    Args:
+        options: of ``from_pretrained``. ``dtype`` is float32 unless given.
+
+    Raises:
+        FileNotFoundError: as :func:`load_language_model`.
+        ValueError: a classifier with more labels; the adapter of a language model, of another base,
+            or without safetensors.
+    """
+    options = {"dtype": torch.float32, "num_labels": 1} | _renamed(options)
+    checkpoint = _Checkpoint(path, options)
+    try:
+        model, missing = checkpoint.load_classifier(trainable=True)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"{os.fspath(path)} is a classifier whose number of labels is not "
+            f"{options['num_labels']}: start a reward model from a language model, or from a "
+            "reward model"
+        ) from error
+    if missing and checkpoint.adapter is not None:
+        _refuse_headless(path, missing)
+    return model
+
+
+def load_classifier(path: str | os.PathLike, **options: Any) -> Any:
+    """Loads a trained sequence classifier with as many labels as it was trained with, whole or as
+    an adapter on its base.
+
+    Args:
+        options: of ``from_pretrained``. ``dtype`` is the checkpoint's unless given; the base of an
+            adapter is float32, as the adapter's weights are: in the bfloat16 in which most bases
+            are saved its scores would not be those that it was trained to.
+
+    Raises:
+        FileNotFoundError: as :func:`load_language_model`.
+        ValueError: a checkpoint or an adapter without a classification head; an adapter of another
+            base, or without safetensors.
+    """
+    checkpoint = _Checkpoint(path, _renamed(options))
+    if checkpoint.adapter is not None:
+        checkpoint.options.setdefault("dtype", torch.float32)
+    model, missing = checkpoint.load_classifier(trainable=False)
+    if missing:
+        _refuse_headless(path, missing)
+    return model
+
+
+def load_tokenizer(path: str | os.PathLike) -> Any:
+    """Loads the tokenizer of a model's folder, a run's folder or a Hub id, whose EOS pads where it
+    has no pad token; that of the base where an adapter came without one.
+
+    Raises:
+        FileNotFoundError: a folder without a model or without a tokenizer.
+        ValueError: one that cannot be read, or an id that leads nowhere.
+    """
+    checkpoint = _Checkpoint(path, {})
+    model = checkpoint.folder
+    if checkpoint.adapter is not None and not _holds_a_tokenizer(model):
+        model = checkpoint.base()
+    folder = Path(model)
+    missing = (
+        f"{model} has no tokenizer: save one there with tokenizer.save_pretrained({model!r}), or "
+        "copy tokenizer.json and tokenizer_config.json from the model that it was made of"
+    )
+    if folder.is_dir() and not _holds_a_tokenizer(model):
+        raise FileNotFoundError(missing)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # tokenizers raises bare Exceptions for files that it cannot read
+        what = model if folder.is_dir() else f"{model!r}, which is no folder here,"
+        raise ValueError(f"the tokenizer of {what} cannot be loaded: {_line(error)}") from error
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made of a configuration alone
+        raise FileNotFoundError(missing)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_weights(model: Any, folder: str | os.PathLike) -> None:
+    """Puts the weights that ``model.save_pretrained(folder)`` wrote back into a model of
+    transformers or PEFT, to resume a run."""
+    adapter = Path(folder) / ADAPTER_WEIGHTS
+    if adapter.exists():
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_file(adapter))
+        return
+    with _quiet():  # a value head among a language model's weights is no news
+        saved = type(model).from_pretrained(folder, use_safetensors=True, dtype="auto")
+    model.load_state_dict(saved.state_dict())
 
 
 # ---------------------------------------------------------------------- where a model lies
@@ -71,67 +218,170 @@ def model_folder(path: str | os.PathLike, subfolder: str | None = None) -> str:
     )
 
 
-def base_folder(path: str | os.PathLike) -> str:
-    """The folder or Hub id of a whole model: of an adapter, of the base that it names.
-
-    Raises:
-        FileNotFoundError: as :func:`model_folder`, also of the base.
-        ValueError: an adapter that names no base, or one that is an adapter itself.
-    """
-    folder = model_folder(path)
-    return _base_of(_adapter_config(folder, {}), folder) if is_adapter(folder) else folder
-
-
 def is_adapter(path: str | os.PathLike, **options: Any) -> bool:
     """Whether a folder or a Hub id holds a PEFT adapter; ``options`` are from_pretrained's."""
     folder = model_folder(path, options.get("subfolder"))
     return find_file(folder, ADAPTER_CONFIG, options) is not None
 
 
-# ---------------------------------------------------------------------- loading
-
-
-def load_language_model(
-    path: str | os.PathLike,
-    loader: Any = AutoModelForCausalLM,
-    *model_args: Any,
-    trainable: bool = False,
-    **options: Any,
-) -> Any:
-    """A language model; a PEFT model on its base where the path holds an adapter.
+def find_file(path: str, name: str, options: dict[str, Any]) -> str | None:
+    """The path of a file in a local folder or on the Hub; None where there is none.
 
     Args:
-        loader: transformers' class for the model's kind, which has ``from_pretrained``.
-        trainable: whether an adapter that is loaded is trained on; a whole model always can be.
-        options: of ``from_pretrained``. ``dtype`` is float32 unless given; that of an adapter's
-            weights is at least float32 (PEFT).
-
-    Raises:
-        FileNotFoundError: no model at the path, or no base at the place that the adapter names.
-        ValueError: the adapter of a reward model, of another base, or without safetensors; an
-            encoder whose attention is bidirectional; a checkpoint without a head for its words.
+        options: of ``from_pretrained``: revision, token, cache_dir and subfolder are read.
     """
-    options = {"dtype": torch.float32, "use_safetensors": True, **_named_anew(options)}
-    folder = model_folder(path, options.get("subfolder"))
-    if not is_adapter(folder, **options):
-        options["output_loading_info"] = True
-        model, loading = loader.from_pretrained(folder, *model_args, **options)
-        check_causal(model)
-        if loading["missing_keys"]:  # transformers draws what a checkpoint lacks
+    if os.path.isdir(path):
+        file = Path(path) / (options.get("subfolder") or "") / name
+        return str(file) if file.is_file() else None
+    return cached_file(
+        path,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_connection_errors=False,
+        **_hub(options),
+    )
+
+
+class _Checkpoint:
+    """A whole model, or an adapter and the base that it names.
+
+    Attributes:
+        folder: where it lies, or a Hub id.
+        adapter: the adapter's PEFT configuration; None for a whole model.
+        options: of ``from_pretrained``.
+    """
+
+    def __init__(self, path: str | os.PathLike, options: dict[str, Any]):
+        self.options: dict[str, Any] = {"use_safetensors": True} | options
+        self.folder = model_folder(path, options.get("subfolder"))
+        self.adapter: Any = None
+        if find_file(self.folder, ADAPTER_CONFIG, options) is not None:
+            from peft import PeftConfig
+
+            self.adapter = PeftConfig.from_pretrained(self.folder, **_hub(options))
+
+    def base(self) -> str:
+        """The folder or Hub id of the model that the adapter was trained on."""
+        name = self.adapter.base_model_name_or_path
+        if not name:
             raise ValueError(
-                f"{folder} is not a trained language model: it has no weights for "
-                f"{', '.join(sorted(loading['missing_keys']))}"
+                f"the adapter in {self.folder} names no base model: load that yourself, put the "
+                "adapter on it with peft.PeftModel.from_pretrained, and pass or wrap the result"
             )
-        return own_storage(model)
-    config = _adapter_config(folder, options)
-    if config.task_type == "SEQ_CLS":
-        raise ValueError(
-            f"the adapter in {folder} is a reward model's (task_type SEQ_CLS), not a language "
-            "model's: name the folder of a language model"
-        )
-    base = _load_base(loader, config, folder, *model_args, **options)
-    check_causal(base)
-    return _with_saved_adapter(base, config, folder, trainable, options)
+        try:
+            base = model_folder(name)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"the adapter in {self.folder} was trained on {name}, but {error}: {_MEND_BASE}"
+            ) from error
+        if os.path.isdir(base) and is_adapter(base):
+            raise ValueError(
+                f"the adapter in {self.folder} was trained on {base}, which is an adapter itself: "
+                f"{MERGE_ADAPTER}"
+            )
+        return base
+
+    def load(
+        self, loader: Any, *model_args: Any, trainable: bool, **more: Any
+    ) -> tuple[Any, list[str]]:
+        """The model, and the names of weights that neither the checkpoint nor the adapter has."""
+        name, options = self._whole()
+        saved: dict[str, Any] = {}
+        # Of an adapter's base nothing has to be reported: what it lacks is looked at below.
+        quiet = contextlib.nullcontext() if self.adapter is None else _quiet()
+        with self._naming_the_adapter(), quiet:
+            if loader is AutoModelForCausalLM:
+                _check_decoder(name, options)
+            _check_weights(name, options.get("subfolder"))
+            if self.adapter is not None:
+                saved = self._saved_whole()
+            options |= {**more, "output_loading_info": True}
+            model, loading = loader.from_pretrained(name, *model_args, **options)
+        missing = sorted(set(loading["missing_keys"]) - set(saved))
+        if self.adapter is not None and not missing:
+            model = self._with_adapter(model, trainable)
+        return own_storage(model), missing
+
+    def load_classifier(self, trainable: bool) -> tuple[Any, list[str]]:
+        """The same of a sequence classifier."""
+        more: dict[str, Any] = {}
+        if self.adapter is not None:
+            kind = self.adapter.task_type
+            if kind != "SEQ_CLS":
+                of = f"of task_type {kind}" if kind else "without a task_type"
+                raise ValueError(
+                    f"{self.folder} is not a trained sequence classifier but an adapter {of}: that "
+                    "of a reward model has task_type='SEQ_CLS' (fastrl reward --lora-r); to train "
+                    f"one from a language model's adapter, {MERGE_ADAPTER}"
+                )
+            matrices = [shape for shape in self._saved_whole().values() if len(shape) == 2]
+            if matrices:
+                labels = min(shape[0] for shape in matrices)
+                if self.options.setdefault("num_labels", labels) != labels:
+                    raise ValueError(
+                        f"the adapter in {self.folder} has {labels} labels, a reward model has "
+                        f"{self.options['num_labels']}: train a new one"
+                    )
+                more["ignore_mismatched_sizes"] = True  # the base's head is replaced
+        return self.load(AutoModelForSequenceClassification, trainable=trainable, **more)
+
+    def _whole(self) -> tuple[str, dict[str, Any]]:
+        """The whole model's folder or Hub id, and options to load it with."""
+        if self.adapter is None:
+            return self.folder, dict(self.options)
+        options = {k: v for k, v in self.options.items() if k not in _OF_THE_ADAPTER}
+        if self.adapter.revision:
+            options["revision"] = self.adapter.revision
+        return self.base(), options
+
+    def _saved_whole(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights that the adapter brings as they are (a classification head, and
+        what ``modules_to_save`` names) by their names in the base model."""
+        file = find_file(self.folder, ADAPTER_WEIGHTS, self.options)
+        if file is None:
+            raise ValueError(
+                f"the adapter in {self.folder} holds no {ADAPTER_WEIGHTS}: save it with "
+                "safetensors, no other format is read"
+            )
+        _check_weights(self.folder, self.options.get("subfolder"))
+        modules = {*_CLASSIFIER_HEADS, *(self.adapter.modules_to_save or ())}
+        found = {}
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a dict
+                name = key.removeprefix("base_model.model.")
+                if "lora_" not in name and modules & set(name.split(".")):
+                    found[name] = tuple(tensors.get_slice(key).get_shape())
+        return found
+
+    def _with_adapter(self, base: Any, trainable: bool) -> Any:
+        from peft import PeftModel
+
+        hub = _hub(self.options)
+        try:
+            return PeftModel.from_pretrained(base, self.folder, is_trainable=trainable, **hub)
+        except (RuntimeError, KeyError) as error:  # weights of other shapes or names
+            raise ValueError(
+                f"the adapter in {self.folder} does not fit "
+                f"{self.adapter.base_model_name_or_path}, the base that it names: {error}"
+            ) from error
+
+    @contextlib.contextmanager
+    def _naming_the_adapter(self) -> Iterator[None]:
+        """While open, errors of loading a base say which adapter names it."""
+        try:
+            yield
+        except OSError as error:
+            if self.adapter is None:
+                raise
+            raise OSError(
+                f"the adapter in {self.folder} was trained on "
+                f"{self.adapter.base_model_name_or_path}, which cannot be loaded ({error}): "
+                f"{_MEND_BASE}"
+            ) from error
+
+
+# ---------------------------------------------------------------------- what is loaded
 
 
 def check_causal(model: Any) -> None:
@@ -142,6 +392,7 @@ def check_causal(model: Any) -> None:
     Raises:
         ValueError: such a model.
     """
+    model = model.get_base_model() if hasattr(model, "peft_config") else model
     config: Any = getattr(model, "config", None)
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
         return
@@ -153,184 +404,6 @@ def check_causal(model: Any) -> None:
         "of tokens that it has seen: choose a causal language model, or load one that was trained "
         "as a decoder with is_decoder=True"
     )
-
-
-def load_reward_model(path: str | os.PathLike, **options: Any) -> Any:
-    """A sequence classifier with one label, to be trained: a reward model, whole or as an adapter
-    that is trained on, or a language model that gets a new head.
-
-    Args:
-        options: of ``from_pretrained``. ``dtype`` is float32 unless given.
-
-    Raises:
-        FileNotFoundError: as :func:`load_language_model`.
-        ValueError: a classifier with more labels; the adapter of a language model, of another base,
-            or without safetensors.
-    """
-    options = {"dtype": torch.float32, "num_labels": 1, **_named_anew(options)}
-    labels = options["num_labels"]
-    try:
-        model, missing = _load_classifier(path, True, options)
-    except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
-        raise ValueError(
-            f"{os.fspath(path)} is a classifier whose number of labels is not {labels}: start a "
-            "reward model from a language model, or from a reward model"
-        ) from error
-    if missing and is_adapter(path, **options):
-        _refuse_headless(path, missing)
-    return model
-
-
-def load_classifier(path: str | os.PathLike, **options: Any) -> Any:
-    """A trained sequence classifier with as many labels as it was trained with, whole or as an
-    adapter on its base.
-
-    Args:
-        options: of ``from_pretrained``. ``dtype`` is the checkpoint's unless given; the base of an
-            adapter is float32, as the adapter's weights are: in the bfloat16 in which most bases
-            are saved its scores would not be those that it was trained to.
-
-    Raises:
-        FileNotFoundError: as :func:`load_language_model`.
-        ValueError: a checkpoint or an adapter without a classification head; an adapter of another
-            base, or without safetensors.
-    """
-    options = _named_anew(options)
-    if is_adapter(path, **options):
-        options = {"dtype": torch.float32, **options}
-    model, missing = _load_classifier(path, False, options)
-    if missing:
-        _refuse_headless(path, missing)
-    return model
-
-
-def _refuse_headless(path: str | os.PathLike, missing: list[str]) -> NoReturn:
-    raise ValueError(
-        f"{os.fspath(path)} is not a trained sequence classifier: it has no weights for "
-        f"{', '.join(missing)}"
-    )
-
-
-def _load_classifier(
-    path: str | os.PathLike, trainable: bool, options: dict[str, Any]
-) -> tuple[Any, list[str]]:
-    """The model, and the names of weights that neither a checkpoint nor an adapter has."""
-    options = {"use_safetensors": True, **options, "output_loading_info": True}
-    loader = AutoModelForSequenceClassification
-    folder = model_folder(path, options.get("subfolder"))
-    if not is_adapter(folder, **options):
-        model, loading = loader.from_pretrained(folder, **options)
-        return own_storage(model), sorted(loading["missing_keys"])
-    config = _adapter_config(folder, options)
-    if config.task_type != "SEQ_CLS":
-        kind = f"of task_type {config.task_type}" if config.task_type else "without a task_type"
-        raise ValueError(
-            f"{folder} is not a trained sequence classifier but an adapter {kind}: that of a "
-            "reward model has task_type='SEQ_CLS' (fastrl reward --lora-r); to train one from a "
-            f"language model's adapter, {_MERGE}"
-        )
-    head = _head_of(_adapter_file(folder, options), config)
-    labels = min((shape[0] for shape in head.values() if len(shape) == 2), default=None)
-    if labels is not None:
-        if options.get("num_labels", labels) != labels:
-            raise ValueError(
-                f"the adapter in {folder} has {labels} labels, a reward model has "
-                f"{options['num_labels']}: train a new one"
-            )
-        # The head is the adapter's; what the base has in its place is replaced.
-        options |= {"num_labels": labels, "ignore_mismatched_sizes": True}
-    with _quiet() if head else contextlib.nullcontext():
-        base, loading = _load_base(loader, config, folder, **options)
-    missing = sorted(set(loading["missing_keys"]) - set(head))
-    if missing:
-        return base, missing
-    return _with_saved_adapter(base, config, folder, trainable, options), []
-
-
-def _load_base(loader: Any, config: Any, folder: str, *model_args: Any, **options: Any) -> Any:
-    base = _base_of(config, folder)
-    options = {k: v for k, v in options.items() if k not in _OF_AN_ADAPTERS_REPOSITORY}
-    if config.revision:
-        options["revision"] = config.revision
-    try:
-        return loader.from_pretrained(base, *model_args, **options)
-    except OSError as error:
-        raise OSError(
-            f"the adapter in {folder} was trained on {base}, which cannot be loaded ({error}): "
-            f"{_MEND_BASE}"
-        ) from error
-
-
-def _base_of(config: Any, folder: str) -> str:
-    """The folder or Hub id of the model that an adapter was trained on."""
-    name = config.base_model_name_or_path
-    if not name:
-        raise ValueError(
-            f"the adapter in {folder} names no base model: load that yourself, put the adapter on "
-            "it with peft.PeftModel.from_pretrained, and pass or wrap the result"
-        )
-    try:
-        base = model_folder(name)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"the adapter in {folder} was trained on {name}, but {error}: {_MEND_BASE}"
-        ) from error
-    if os.path.isdir(base) and is_adapter(base):
-        raise ValueError(
-            f"the adapter in {folder} was trained on {base}, which is an adapter itself: {_MERGE}"
-        )
-    return base
-
-
-def _adapter_config(folder: str, options: dict[str, Any]) -> Any:
-    from peft import PeftConfig
-
-    return PeftConfig.from_pretrained(folder, **_hub(options))
-
-
-def _adapter_file(folder: str, options: dict[str, Any]) -> str:
-    file = find_file(folder, ADAPTER_WEIGHTS, options)
-    if file is None:
-        raise ValueError(
-            f"the adapter in {folder} holds no {ADAPTER_WEIGHTS}: save it with safetensors, no "
-            "other format is read"
-        )
-    return file
-
-
-def _with_saved_adapter(
-    base: Any, config: Any, folder: str, trainable: bool, options: dict[str, Any]
-) -> Any:
-    from peft import PeftModel
-
-    _adapter_file(folder, options)
-    hub = _hub(options)
-    try:
-        model = PeftModel.from_pretrained(base, folder, is_trainable=trainable, **hub)
-    except (RuntimeError, KeyError) as error:  # weights of other shapes or names
-        raise ValueError(
-            f"the adapter in {folder} does not fit {config.base_model_name_or_path}, the base that "
-            f"it names: {error}"
-        ) from error
-    return own_storage(model)
-
-
-def _head_of(file: str, config: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of a classification head's weights by their names in the base model; {} where the
-    adapter has none."""
-    modules = {*_HEADS, *(config.modules_to_save or ())}
-    found = {}
-    with safe_open(file, framework="pt") as tensors:
-        for key in tensors.keys():  # noqa: SIM118 - not a dict
-            name = key.removeprefix("base_model.model.")
-            if "lora_" not in name and modules & set(name.split(".")):
-                found[name] = tuple(tensors.get_slice(key).get_shape())
-    return found
-
-
-# ---------------------------------------------------------------------- adapters, and training
 
 
 def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
@@ -364,38 +437,6 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
     return get_peft_model(model, peft_config)
 
 
-def check_trainable(model: nn.Module, but: str = "") -> None:
-    """Refuses a model without a trainable weight.
-
-    Args:
-        but: what else there is to train, for the message.
-
-    Raises:
-        ValueError: no weight of the model can be trained.
-    """
-    if any(p.requires_grad for p in model.parameters()):
-        return
-    remedy = (
-        "load its adapter with is_trainable=True (peft.PeftModel.from_pretrained has the same "
-        "argument), or put a new one on the base model with peft_config"
-        if hasattr(model, "peft_config")
-        else "set requires_grad of what is to be trained, or pass peft_config for an adapter"
-    )
-    raise ValueError(
-        f"nothing of the model can be trained{but}: all its weights are frozen; {remedy}"
-    )
-
-
-def adapter_dropout(model: Any) -> float:
-    """The largest dropout of the adapters that are active; 0 without one."""
-    configs = getattr(model, "peft_config", None)
-    if not configs:
-        return 0.0
-    # A property of PEFT's models, a method of transformers' own.
-    active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
-    return max((getattr(configs[name], "lora_dropout", 0.0) for name in active), default=0.0)
-
-
 def own_storage(model: Model) -> Model:
     """Copies every parameter and buffer into memory that belongs to it alone; returns the model.
 
@@ -423,9 +464,55 @@ def own_storage(model: Model) -> Model:
     return model
 
 
+def _refuse_headless(path: str | os.PathLike, missing: list[str]) -> NoReturn:
+    raise ValueError(
+        f"{os.fspath(path)} is not a trained sequence classifier: it has no weights for "
+        f"{', '.join(missing)}"
+    )
+
+
+def _check_decoder(name: str, options: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: by its configuration not a causal language model. Of some encoder–decoders, such
+            as BART, AutoModelForCausalLM would load the decoder.
+    """
+    config = options.get("config")
+    if config is None or isinstance(config, (str, os.PathLike)):
+        rest = {key: x for key, x in options.items() if key != "config"}
+        try:
+            config = AutoConfig.from_pretrained(config or name, **rest)
+        except (OSError, ValueError) as error:
+            kind = OSError if isinstance(error, OSError) else ValueError
+            raise kind(f"the configuration of {name} cannot be loaded: {_line(error)}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{name} is an encoder–decoder ({config.model_type}), not a causal language model: "
+            f"{_CHOOSE_A_DECODER}, or train it by PPO in Python (fastrl.PPOTrainer with "
+            "fastrl.AutoModelForSeq2SeqLMWithValueHead.from_pretrained)"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+        raise ValueError(
+            f"{name} ({config.model_type}) is not a causal language model: {_CHOOSE_A_DECODER}"
+        )
+
+
+def _check_weights(folder: str, subfolder: str | None) -> None:
+    """
+    Raises:
+        ValueError: a file of weights in a local folder that is cut short or is something else.
+    """
+    for file in sorted((Path(folder) / (subfolder or "")).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):  # reads the header, and the length that it tells
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No report that the base lacks the head: the adapter brings it."""
+    """While open, transformers reports no missing or unknown weights."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -434,21 +521,32 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _named_anew(options: dict[str, Any]) -> dict[str, Any]:
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     """With ``dtype`` under that name, and not the older ``torch_dtype``."""
     return {"dtype" if name == "torch_dtype" else name: x for name, x in options.items()}
 
 
 def _hub(options: dict[str, Any]) -> dict[str, Any]:
-    names = ("revision", "token", "cache_dir", "subfolder")
-    return {name: options[name] for name in names if options.get(name) is not None}
+    return {name: options[name] for name in _HUB_OPTIONS if options.get(name) is not None}
 
 
 def _holds_a_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (CONFIG_NAME, ADAPTER_CONFIG))
 
 
+def _holds_a_tokenizer(model: str) -> bool:
+    folder = Path(model)
+    if folder.is_dir():
+        return any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
+    return any(find_file(model, name, {}) for name in _TOKENIZER_FILES_ON_THE_HUB)
+
+
 def _is_local(name: str) -> bool:
     """Whether a name can only be meant as a path: Hub ids have one slash at most."""
     path = Path(name)
     return path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2
+
+
+def _line(error: Exception) -> str:
+    """An error's message in one line."""
+    return " ".join(str(error).split())

@@ -1,35 +1,41 @@
-"""Language models with a scalar value for every token: causal ones and encoder–decoders; and causal
-ones as policies without values."""
+"""Policies: language models with a value head, and causal ones without values."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
-from fastrl.models.adapters import NOT_THE_POLICYS, RewardAdapter
-from fastrl.models.checkpoints import (
-    HEAD_PREFIX,
-    REWARD_PREFIX,
-    WEIGHTS_NAME,
-    find_file,
-    read_value_head,
-)
+from fastrl.models.adapters import NOT_TRAINED, RewardAdapter
 from fastrl.models.lm_head import Head, choose_head, corner_of, last_hidden
-from fastrl.models.load import check_causal, load_language_model, model_folder, with_adapter
-from fastrl.models.modes import evaluating, hidden_width
+from fastrl.models.load import (
+    check_causal,
+    find_file,
+    load_language_model,
+    load_weights,
+    model_folder,
+    with_adapter,
+)
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.state_names import name_as_language_model, parts_of
 from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
+from fastrl.models.utils import evaluating, hidden_width
 from fastrl.run import hub
 from fastrl.run.model_card import write_model_card
+
+WEIGHTS_NAME = "model.safetensors"
+HEAD_PREFIX = "v_head."
+REWARD_PREFIX = "reward."  # of the reward adapter's score head, which is not saved
+LANGUAGE_MODEL = "pretrained_model."
 
 Wrapper = TypeVar("Wrapper", bound="PreTrainedModelWrapper")
 
@@ -104,7 +110,10 @@ class PreTrainedModelWrapper(nn.Module):
         self.reward: RewardAdapter | None = None
         self._head: Head | None = None
         self.trunk: Trunk | None = None  # bottom layers that are shared with a reference
-        name_as_language_model(self)
+        # Functions, not methods: a copy of the module takes them along for itself.
+        self.register_state_dict_post_hook(_shorten)
+        self.register_load_state_dict_pre_hook(_lengthen)
+        self.register_load_state_dict_post_hook(_shorten_missing)
 
     @classmethod
     def from_pretrained(
@@ -143,7 +152,7 @@ class PreTrainedModelWrapper(nn.Module):
                 path, cls.transformers_parent_class, *model_args, trainable=is_trainable, **kwargs
             )
             verify_record(base, find_file(path, TRUNK_NAME, kwargs))
-            saved_head = read_value_head(path, kwargs)
+            saved_head = _read_value_head(path, kwargs)
         elif isinstance(pretrained_model_name_or_path, nn.Module):
             base, saved_head = pretrained_model_name_or_path, {}
         else:
@@ -205,7 +214,8 @@ class PreTrainedModelWrapper(nn.Module):
         return self.trunk.skipped(boundary)
 
     def _scoring_head(self, inputs: dict[str, Any]) -> Head:
-        """Chosen at the first use, on a corner of that batch: only then is the model in place."""
+        """The LM head's way of scoring rows, chosen at the first use on a few tokens of that batch:
+        only then is the model on its device."""
         if self._head is None:
             corner = {**corner_of(inputs), "use_cache": False}
             with evaluating(self.pretrained_model):  # dropout would make all heads disagree
@@ -240,8 +250,8 @@ class PreTrainedModelWrapper(nn.Module):
         raise NotImplementedError
 
     def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """As of the language model; trainers of transformers call it, by its old name or its new
-        one."""
+        """Checkpoints the language model's activations; transformers' trainers call it by its old
+        name or its new one."""
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
         name = next(name for name in names if hasattr(self.pretrained_model, name))
         getattr(self.pretrained_model, name)(*args, **kwargs)
@@ -255,8 +265,8 @@ class PreTrainedModelWrapper(nn.Module):
     def compute_reward_score(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """What the reward adapter makes of every token, [B, T, labels], without gradients; a
-        sample's score is that of its last token.
+        """Scores every token with the reward adapter, [B, T, labels], without gradients; a sample's
+        score is that of its last token.
 
         Raises:
             ValueError: there is no reward adapter.
@@ -292,7 +302,7 @@ class PreTrainedModelWrapper(nn.Module):
                 in ``state_dict()`` or as in ``named_parameters()``.
         """
         state = self.state_dict() if state_dict is None else state_dict
-        base, own = parts_of(state, (HEAD_PREFIX, REWARD_PREFIX))
+        base, own = _split_state(state, (HEAD_PREFIX, REWARD_PREFIX))
         head = {k: v.contiguous() for k, v in own.items() if k.startswith(HEAD_PREFIX)}
         if self.is_peft_model:
             # PEFT names its own entries; given a whole state it sorts them out.
@@ -307,9 +317,16 @@ class PreTrainedModelWrapper(nn.Module):
         if self.trunk is not None:
             (Path(save_directory) / TRUNK_NAME).write_text(self.trunk.record())
 
+    def load_weights(self, folder: str | os.PathLike) -> None:
+        """Puts the weights that :meth:`save_pretrained` wrote back into this model."""
+        load_weights(self.pretrained_model, folder)
+        if self.v_head is not None:
+            self.v_head.load_state_dict(_read_value_head(os.fspath(folder), {}))
+
     def _own_adapters(self) -> list[str]:
-        """Those of the policy: not the copy that a reference keeps, nor the reward's."""
-        return [n for n in self.pretrained_model.peft_config if n not in NOT_THE_POLICYS]
+        """Names of the policy's adapters: not the starting one that a reference model keeps, nor
+        the reward's."""
+        return [n for n in self.pretrained_model.peft_config if n not in NOT_TRAINED]
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Upload what :meth:`save_pretrained` saves and a model card, in one commit.
@@ -331,6 +348,79 @@ def _initialise(head: ValueHead, strategy: str | None, spread: float) -> None:
         nn.init.zeros_(head.summary.bias)
     elif strategy is not None:
         raise ValueError(f"unknown v_head_init_strategy {strategy!r}: choose None or 'normal'")
+
+
+def _read_value_head(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The value head's weights in a checkpoint; {} where it has none."""
+    weights: dict[str, Tensor] = {}
+    for file in _weight_files(path, options):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - not a dict
+                if key.startswith(HEAD_PREFIX):
+                    weights[key.removeprefix(HEAD_PREFIX)] = tensors.get_tensor(key)
+    return weights
+
+
+def _weight_files(path: str, options: dict[str, Any]) -> Iterator[str]:
+    whole = find_file(path, WEIGHTS_NAME, options)
+    if whole is not None:
+        yield whole
+        return
+    index = find_file(path, f"{WEIGHTS_NAME}.index.json", options)
+    if index is None:
+        return
+    weight_map = json.loads(Path(index).read_text())["weight_map"]
+    for shard in sorted({f for k, f in weight_map.items() if k.startswith(HEAD_PREFIX)}):
+        found = find_file(path, shard, options)
+        if found is not None:
+            yield found
+
+
+# The names of a wrapper's weights in a state dict are the language model's own, as in TRL 0.11
+# (transformer.wte.weight), beside v_head.* and reward.*; load_state_dict() also takes those of the
+# modules (pretrained_model.transformer.wte.weight). Where the wrapper is a part of something else,
+# such as FSDP, DDP or a module of the user's, names are those of the modules: what gathers sharded
+# weights finds them by their path.
+
+
+def _split_state(state: dict[str, Any], own: tuple[str, ...]) -> tuple[dict, dict]:
+    """The language model's entries by its own names, and those of the wrapper's ``own`` modules;
+    from a state dict with either naming."""
+    of_wrapper = {name: x for name, x in state.items() if name.startswith(own)}
+    of_model = {
+        name.removeprefix(LANGUAGE_MODEL): x for name, x in state.items() if name not in of_wrapper
+    }
+    return of_model, of_wrapper
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether fully_shard was applied, to the wrapper or to a module in it: that makes a module's
+    class one of its own."""
+    kinds = {type(part) for part in module.modules()}
+    return any(base.__name__ == "FSDPModule" for kind in kinds for base in kind.__mro__)
+
+
+def _shorten(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    if prefix or _is_sharded(module):
+        return
+    entries = list(state.items())
+    state.clear()  # in place, and in the same order
+    state.update((name.removeprefix(LANGUAGE_MODEL), x) for name, x in entries)
+
+
+def _lengthen(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    own = tuple(f"{prefix}{name}." for name, _child in module.named_children())
+    for name in list(state):
+        if name.startswith(prefix) and not name.startswith(own):
+            state[f"{prefix}{LANGUAGE_MODEL}{name.removeprefix(prefix)}"] = state.pop(name)
+
+
+def _shorten_missing(module: nn.Module, incompatible: Any) -> None:
+    """What is missing or too much is named as in the state dict."""
+    if _is_sharded(module):
+        return
+    for names in incompatible:
+        names[:] = [name.removeprefix(LANGUAGE_MODEL) for name in names]
 
 
 class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):

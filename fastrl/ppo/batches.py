@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastrl.data import batch as data
 from fastrl.data.batch import TokenBatch, need_pad_token
-from fastrl.models.layout import EncoderDecoder, Joined, layout_of
+from fastrl.models.layout import EncoderDecoder, Layout, layout_of
 
 if TYPE_CHECKING:
     from typing import Self
@@ -31,7 +31,7 @@ class JoinedBatches:
     """
 
     def __init__(
-        self, layout: Joined, vocab_size: int, tokenizer: Any, collator: Collator | None = None
+        self, layout: Layout, vocab_size: int, tokenizer: Any, collator: Collator | None = None
     ):
         self.layout, self.vocab_size = layout, vocab_size
         self.tokenizer, self.collator = tokenizer, collator

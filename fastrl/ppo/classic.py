@@ -14,7 +14,7 @@ from torch import Tensor
 from fastrl.config import PPOConfig
 from fastrl.core import entropy_from_logits
 from fastrl.data import batch as data
-from fastrl.models.modes import evaluating
+from fastrl.models.utils import evaluating
 from fastrl.ppo import stats, tracking
 from fastrl.ppo.advantages import GAE
 from fastrl.ppo.batches import JoinedBatches
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from fastrl.models import PreTrainedModelWrapper
-    from fastrl.ref_model import Reference
+    from fastrl.ref_model import RefModel
 
 
 _LOOP_COLUMNS = ("label", "query", "response")
@@ -44,7 +44,7 @@ class ClassicSurface:
     optimizer: Any
     current_device: torch.device
     current_step: int
-    reference: Reference
+    reference: RefModel
     _unwrapped: PreTrainedModelWrapper
     _batches: JoinedBatches
     _advantages: GAE

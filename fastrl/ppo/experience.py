@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fastrl_kernels
 from fastrl.data.batch import TokenBatch
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.ref_model import Reference
+from fastrl.ref_model import RefModel
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class NoPenalty(SampledKL):
         return rewards, nothing, torch.where(mask, torch.nan, nothing)
 
 
-def make_kl_penalty(kind: str, reference: Reference, temperature: float = 1.0) -> SampledKL:
+def make_kl_penalty(kind: str, reference: RefModel, temperature: float = 1.0) -> SampledKL:
     """By ``PPOConfig.kl_penalty``; the policies are softmax(logits / temperature)."""
     if reference.mode == "none":
         return NoPenalty()
@@ -153,7 +153,7 @@ class Scorer:
     def __init__(
         self,
         policy: nn.Module,
-        reference: Reference,
+        reference: RefModel,
         penalty: SampledKL,
         samples_per_pass: int,
         precision: torch.dtype = torch.float32,

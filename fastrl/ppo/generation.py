@@ -15,7 +15,7 @@ from fastrl.ppo.batches import JoinedBatches
 from fastrl.ppo.reuse import RolloutMemory, told_by
 from fastrl.ppo.rollouts import GenerateRollouts, Request
 from fastrl.ppo.sampling import SamplingArguments
-from fastrl.ref_model import Reference
+from fastrl.ref_model import RefModel
 from fastrl.rollout import RolloutOutput
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Generation:
     accelerator: Accelerator
     model: Any
     tokenizer: Any
-    reference: Reference
+    reference: RefModel
     current_device: torch.device
     _batches: JoinedBatches
     _rollouts: GenerateRollouts

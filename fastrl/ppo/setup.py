@@ -18,10 +18,10 @@ from fastrl.models import (
     CausalLMPolicy,
     PreTrainedModelWrapper,
 )
+from fastrl.models.adapters import adapter_dropout
 from fastrl.models.layout import layout_of
-from fastrl.models.load import adapter_dropout, check_trainable
-from fastrl.models.modes import evaluating
 from fastrl.models.scoring import ScoringRequest
+from fastrl.models.utils import check_trainable, evaluating
 from fastrl.ppo.stats import scalars
 from fastrl.processes import check_one_process
 

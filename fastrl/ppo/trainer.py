@@ -17,8 +17,7 @@ from fastrl.data.batch import TokenBatch
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.models import PreTrainedModelWrapper
-from fastrl.models.modes import evaluating
-from fastrl.models.precision import warn_of_lost_updates
+from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.ppo import stats
 from fastrl.ppo.advantages import make_advantages
 from fastrl.ppo.batches import make_batches
@@ -44,7 +43,7 @@ from fastrl.ppo.setup import (
 from fastrl.ppo.tracking import TrackerCallback
 from fastrl.ppo.update import PPOUpdate
 from fastrl.processes import check_one_process
-from fastrl.ref_model import choose_reference
+from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.functions import RewardFunction
 from fastrl.rollout import RolloutOutput
 from fastrl.run.callbacks import ProgressCallback, TrainCallback, TrainResult
@@ -119,7 +118,7 @@ class PPOTrainer(Generation, ClassicSurface):
         self._batches = make_batches(model, tokenizer, training_data_collator)
 
         # Before there is an optimizer: what is shared with the reference is not trained.
-        self.reference = choose_reference(config, model, ref_model, num_shared_layers)
+        self.reference = choose_ref_model(config, model, ref_model, num_shared_layers)
         warn_of_lost_updates(model, _MIXED_PRECISION)
         if optimizer is None:
             optimizer = make_optimizer(model, config.learning_rate)
@@ -434,7 +433,7 @@ class PPOTrainer(Generation, ClassicSurface):
     def _make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
         """One checked, padded batch on the device."""
         batch = self._batches(queries, responses, response_masks).to(self.current_device)
-        return batch.on(self.reference.boundaries(batch.sequences()))
+        return batch.on(self.reference.trunk_cache(batch.sequences()))
 
     def _move_reference(self) -> None:
         every = self.config.sync_ref_every

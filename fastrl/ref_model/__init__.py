@@ -1,21 +1,22 @@
-"""The policy that training is held near to: kept and computed as cheaply as the model allows."""
+"""Reference models of the KL penalty: a copy, the policy without its adapter, shared layers, a copy
+in host memory, or none."""
 
-from fastrl.ref_model.adapter import AdapterReference, StartAdapterReference
-from fastrl.ref_model.base import Reference
-from fastrl.ref_model.choose import choose_reference, create_reference_model
-from fastrl.ref_model.copy import CopyReference
-from fastrl.ref_model.none import NoReference
-from fastrl.ref_model.offload import OffloadReference
-from fastrl.ref_model.trunk import TrunkReference
+from fastrl.ref_model.adapter import AdapterOffRefModel, StartAdapterRefModel
+from fastrl.ref_model.base import RefModel
+from fastrl.ref_model.choose import choose_ref_model, create_reference_model
+from fastrl.ref_model.copy import CopyRefModel
+from fastrl.ref_model.none import NoRefModel
+from fastrl.ref_model.offload import OffloadRefModel
+from fastrl.ref_model.trunk import TrunkRefModel
 
 __all__ = [
-    "AdapterReference",
-    "CopyReference",
-    "NoReference",
-    "OffloadReference",
-    "Reference",
-    "StartAdapterReference",
-    "TrunkReference",
-    "choose_reference",
+    "AdapterOffRefModel",
+    "CopyRefModel",
+    "NoRefModel",
+    "OffloadRefModel",
+    "RefModel",
+    "StartAdapterRefModel",
+    "TrunkRefModel",
+    "choose_ref_model",
     "create_reference_model",
 ]

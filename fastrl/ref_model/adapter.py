@@ -1,4 +1,4 @@
-"""A PEFT policy's base model, or the adapter that its training began with."""
+"""Reference models of a PEFT policy: its base model, or the adapter that training began with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.adapters import REFERENCE_ADAPTER, acting, add_adapter, trainability_kept
-from fastrl.models.modes import evaluating
 from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
-from fastrl.ref_model.base import Reference
+from fastrl.ref_model.base import RefModel
 from fastrl.ref_model.copy import mix
 
 _B = ("lora_B", "lora_embedding_B")  # LoRA's factors that begin at 0
@@ -31,8 +31,8 @@ def trained_before(peft_model: Any) -> bool:
     return not factors or any(bool(p.any()) for p in factors)
 
 
-class AdapterReference(Reference):
-    """The policy with its adapter switched off: no further weights."""
+class SwitchedAdapter(RefModel):
+    """The policy itself, with its adapter switched off or exchanged meanwhile."""
 
     mode = "adapter"
 
@@ -48,22 +48,29 @@ class AdapterReference(Reference):
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
         # A policy that is learning with dropout must not be compared with one that has it too.
         still = evaluating(self.policy) if self.policy.training else contextlib.nullcontext()
-        with still, self._instead():
+        with still, self._switched():
             return self.policy(**inputs, scoring=request)
 
     @contextlib.contextmanager
     def as_policy(self) -> Iterator[nn.Module]:
-        with self._instead():
+        with self._switched():
             yield self.policy
 
-    @contextlib.contextmanager
-    def _instead(self) -> Iterator[None]:
+    def _switched(self) -> contextlib.AbstractContextManager[None]:
         """While open, the policy is the reference."""
+        raise NotImplementedError
+
+
+class AdapterOffRefModel(SwitchedAdapter):
+    """The policy with its adapter off, which is its base model: no further weights."""
+
+    @contextlib.contextmanager
+    def _switched(self) -> Iterator[None]:
         with trainability_kept(self._unwrapped), self._unwrapped.disable_adapter():
             yield
 
 
-class StartAdapterReference(AdapterReference):
+class StartAdapterRefModel(SwitchedAdapter):
     """The policy with a frozen copy of the adapter that it had when training began."""
 
     def __init__(self, policy: nn.Module, unwrapped: PreTrainedModelWrapper, why: str = ""):
@@ -77,10 +84,8 @@ class StartAdapterReference(AdapterReference):
     def follow(self, weight: float) -> None:
         mix(self._own, self._theirs, weight)
 
-    @contextlib.contextmanager
-    def _instead(self) -> Iterator[None]:
-        with acting(self._peft, REFERENCE_ADAPTER):
-            yield
+    def _switched(self) -> contextlib.AbstractContextManager[None]:
+        return acting(self._peft, REFERENCE_ADAPTER)
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
         """The copy's weights, and those of the adapter that is trained."""

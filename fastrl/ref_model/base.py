@@ -1,24 +1,24 @@
-"""What every reference does for a trainer."""
+"""The interface of reference models."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from fastrl.models.boundaries import Boundaries
 from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.trunk import TrunkCache
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-class Reference:
+class RefModel(Protocol):
     """The policy that the KL penalty measures against.
 
-    Chosen once, when a trainer is made (:func:`fastrl.ref_model.choose_reference`).
+    Chosen once, when a trainer is made (:func:`fastrl.ref_model.choose_ref_model`).
 
     Attributes:
         mode: its name in ``PPOConfig.reference``.
@@ -31,18 +31,20 @@ class Reference:
     model: Any = None
 
     def place(self, policy: nn.Module, accelerator: Accelerator) -> None:
-        """Brings it where it computes, once the policy is prepared."""
+        """Moves it to the device where it computes, once the policy is prepared."""
+        return
 
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
-        """What it says of a batch, without gradients; inputs are those of the policy."""
+        """Its log-probs of a batch, without gradients; inputs are those of the policy."""
         raise NotImplementedError
 
     def as_policy(self) -> AbstractContextManager[nn.Module]:
         """The reference as a model to generate with."""
         raise NotImplementedError
 
-    def boundaries(self, sequences: Sequence[Tensor]) -> Boundaries | None:
-        """What policy and reference have in common for sequences of a batch; None: nothing."""
+    def trunk_cache(self, sequences: Sequence[Tensor]) -> TrunkCache | None:
+        """Activations of the layers that policy and reference share, for the sequences of a batch;
+        None where they share none."""
         return None
 
     def follow(self, weight: float) -> None:
@@ -58,6 +60,7 @@ class Reference:
         Raises:
             ValueError: what is shared and must not change has changed.
         """
+        return
 
 
 def cannot_follow(mode: str) -> str:

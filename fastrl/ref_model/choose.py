@@ -1,4 +1,4 @@
-"""Which reference a trainer gets."""
+"""Chooses a trainer's reference model, and copies models for it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from fastrl.config import PPOConfig
-from fastrl.models.boundaries import Budget
+from fastrl.models.trunk import Budget
 from fastrl.models.value_head import PreTrainedModelWrapper
-from fastrl.ref_model.adapter import AdapterReference, StartAdapterReference, trained_before
-from fastrl.ref_model.base import Reference, cannot_follow
-from fastrl.ref_model.copy import CopyReference, frozen_copy
-from fastrl.ref_model.none import NoReference
-from fastrl.ref_model.offload import OffloadReference
-from fastrl.ref_model.trunk import TrunkReference, Unshareable, shared_copy, split_off
+from fastrl.ref_model.adapter import AdapterOffRefModel, StartAdapterRefModel, trained_before
+from fastrl.ref_model.base import RefModel, cannot_follow
+from fastrl.ref_model.copy import CopyRefModel, frozen_copy
+from fastrl.ref_model.none import NoRefModel
+from fastrl.ref_model.offload import OffloadRefModel
+from fastrl.ref_model.trunk import TrunkRefModel, Unshareable, shared_copy, split_off
 
-Policy = PreTrainedModelWrapper
 _GIB = 2**30
 _RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by layer"
 
@@ -72,14 +71,15 @@ def create_reference_model(
     return shared_copy(model, trunk)
 
 
-def choose_reference(
+def choose_ref_model(
     config: PPOConfig,
-    policy: Policy,
-    ref_model: Policy | None = None,
+    policy: PreTrainedModelWrapper,
+    ref_model: PreTrainedModelWrapper | None = None,
     num_shared_layers: int | None = None,
-) -> Reference:
-    """By ``PPOConfig.reference``, before anything is prepared or an optimizer made. Beside a
-    ``ref_model`` of its own weights ``num_shared_layers`` is ignored, with a warning.
+) -> RefModel:
+    """Chooses the reference by ``PPOConfig.reference``, before anything is prepared or an optimizer
+    made. Beside a ``ref_model`` of its own weights ``num_shared_layers`` is ignored, with a
+    warning.
 
     Raises:
         ValueError: a mode that the model cannot serve, arguments that contradict it, a reference
@@ -97,32 +97,35 @@ def choose_reference(
     mode, why = _mode(config, policy, ref_model, layers)
     _check(mode, config, policy, ref_model, layers)
     if mode == "none":
-        return NoReference(why)
+        return NoRefModel(why)
     if mode == "adapter":
         trained = trained_before(policy.pretrained_model)
         kind = config.reference_adapter
         if kind == "auto":  # one that follows the policy needs weights of its own
             kind = "start" if trained or config.sync_ref_every else "off"
         if kind == "start":
-            return StartAdapterReference(policy, policy, f"{why}: a copy of it as training begins")
+            return StartAdapterRefModel(policy, policy, f"{why}: a copy of it as training begins")
         why += ": the base model with it off"
         if trained:
             why += ", from which the policy differs already"
-        return AdapterReference(policy, policy, why)
+        return AdapterOffRefModel(policy, policy, why)
     if mode == "offload":
-        return OffloadReference(ref_model or frozen_copy(policy), policy, why)
+        return OffloadRefModel(ref_model or frozen_copy(policy), policy, why)
     if mode == "trunk":
         ref_model = ref_model or create_reference_model(policy, layers)
         if ref_model.trunk is None:
-            return CopyReference(ref_model, policy, "its layers cannot be shared")
+            return CopyRefModel(ref_model, policy, "its layers cannot be shared")
         gib = (config.trunk_cache_gib, config.trunk_cache_host_gib)
         budget = Budget(*(int(each * _GIB) for each in gib))
-        return TrunkReference(ref_model, policy, budget, why)
-    return CopyReference(ref_model or create_reference_model(policy), policy, why)
+        return TrunkRefModel(ref_model, policy, budget, why)
+    return CopyRefModel(ref_model or create_reference_model(policy), policy, why)
 
 
 def _mode(
-    config: PPOConfig, policy: Policy, ref_model: Policy | None, layers: int | None
+    config: PPOConfig,
+    policy: PreTrainedModelWrapper,
+    ref_model: PreTrainedModelWrapper | None,
+    layers: int | None,
 ) -> tuple[str, str]:
     """The mode, and why."""
     if config.reference != "auto":
@@ -141,7 +144,11 @@ def _mode(
 
 
 def _check(
-    mode: str, config: PPOConfig, policy: Policy, ref_model: Policy | None, layers: int | None
+    mode: str,
+    config: PPOConfig,
+    policy: PreTrainedModelWrapper,
+    ref_model: PreTrainedModelWrapper | None,
+    layers: int | None,
 ) -> None:
     asked = f"reference={mode!r}"
     if policy.is_encoder_decoder and (layers is not None or mode in ("trunk", "offload")):
@@ -184,7 +191,7 @@ def _check(
         _check_vocabulary(policy, ref_model)
 
 
-def _check_vocabulary(policy: Policy, ref_model: Policy) -> None:
+def _check_vocabulary(policy: PreTrainedModelWrapper, ref_model: PreTrainedModelWrapper) -> None:
     ours, theirs = (m.config.get_text_config() for m in (policy, ref_model))
     for name in ("vocab_size", "bos_token_id", "eos_token_id"):
         mine, other = (getattr(config, name, None) for config in (ours, theirs))
@@ -195,7 +202,7 @@ def _check_vocabulary(policy: Policy, ref_model: Policy) -> None:
             )
 
 
-def _shared(policy: Policy, ref_model: Policy) -> bool:
+def _shared(policy: PreTrainedModelWrapper, ref_model: PreTrainedModelWrapper) -> bool:
     """Whether the reference stands on the policy's trunk."""
     if policy.trunk is None or ref_model.trunk is None:
         return False

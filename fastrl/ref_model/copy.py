@@ -1,4 +1,4 @@
-"""A second, frozen model."""
+"""A frozen copy of the policy as reference model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.ref_model.base import Reference
+from fastrl.ref_model.base import RefModel
 
 Copied = TypeVar("Copied", bound=nn.Module)
 
@@ -28,10 +28,8 @@ def mix(targets: list[Tensor], sources: list[Tensor], weight: float) -> None:
         target.lerp_(source.to(target.device, target.dtype), weight)
 
 
-class CopyReference(Reference):
-    """A second model with weights of its own."""
-
-    mode = "copy"
+class SecondModel(RefModel):
+    """A frozen model beside the policy."""
 
     def __init__(self, model: nn.Module, policy: nn.Module | None = None, why: str = ""):
         self.model: Any = model.requires_grad_(False).eval()
@@ -57,3 +55,9 @@ class CopyReference(Reference):
         pairs = [(p, sources[name]) for name, p in named if name in sources]
         own = [(p, source) for p, source in pairs if p is not source]
         mix([p.data for p, _ in own], [source.data for _, source in own], weight)
+
+
+class CopyRefModel(SecondModel):
+    """A second model with weights of its own."""
+
+    mode = "copy"

@@ -1,4 +1,4 @@
-"""No reference: for KL coefficients that are 0."""
+"""No reference model: for KL coefficients that are 0."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.ref_model.base import Reference
+from fastrl.ref_model.base import RefModel
 
 
-class NoReference(Reference):
-    """Nothing is known of a reference: its log-probs are NaN, and nothing is computed."""
+class NoRefModel(RefModel):
+    """No reference: its log-probs are NaN, and nothing is computed."""
 
     mode = "none"
 

@@ -1,4 +1,4 @@
-"""A frozen copy in host memory, of which the device holds one layer at a time."""
+"""A frozen copy in host memory as reference model: the device holds one layer at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastrl.models.trunk import layer_stack
 from fastrl.models.value_head import PreTrainedModelWrapper
-from fastrl.ref_model.copy import CopyReference
+from fastrl.ref_model.copy import SecondModel
 
 
 class Unit:
@@ -32,7 +32,7 @@ class Unit:
             weight.data = on_host
 
 
-class OffloadReference(CopyReference):
+class OffloadRefModel(SecondModel):
     """A copy whose layers are brought over one by one as it runs; embeddings and head stay on the
     device from the beginning of a forward to its end."""
 

@@ -1,4 +1,4 @@
-"""A reference that shares the policy's bottom layers: stored once, run once."""
+"""A reference model that shares the policy's bottom layers: stored once, run once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.models.boundaries import Boundaries, Budget
-from fastrl.models.modes import evaluating
-from fastrl.models.trunk import Trunk
+from fastrl.models.trunk import Budget, Trunk, TrunkCache
+from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
-from fastrl.ref_model.copy import Copied, CopyReference, frozen_copy
+from fastrl.ref_model.copy import Copied, SecondModel, frozen_copy
 
 _TOKENS = 8  # of the self-check
 _TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and less
@@ -56,7 +55,7 @@ def shared_copy(model: Copied, trunk: Trunk) -> Copied:
     return frozen_copy(model, {id(p): p for p in trunk.parameters.values()})
 
 
-class TrunkReference(CopyReference):
+class TrunkRefModel(SecondModel):
     """The bottom layers are the policy's own, frozen; both tops start at the same boundary."""
 
     mode = "trunk"
@@ -78,8 +77,8 @@ class TrunkReference(CopyReference):
         super().place(policy, accelerator)
         self._autocast = accelerator.autocast
 
-    def boundaries(self, sequences: Sequence[Tensor]) -> Boundaries:
-        return Boundaries(self._trunk, sequences, self._budget, self._autocast)
+    def trunk_cache(self, sequences: Sequence[Tensor]) -> TrunkCache:
+        return TrunkCache(self._trunk, sequences, self._budget, self._autocast)
 
     def verify(self) -> None:
         if self._trunk.checksum() != self._checksum:

@@ -1,20 +1,20 @@
-"""Language models as judges: what they are asked, and how their answers are read."""
+"""Language models and services that judge responses: questions to them, and reading of their
+answers."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from string import Formatter
 from typing import Any
 
 import torch
 
-from fastrl.alignment.annotator import Counts, check_preferences
 from fastrl.data.chat import as_messages, encode, join
 from fastrl.models.layout import layout_of
-from fastrl.models.load import load_language_model
-from fastrl.models.tokenizer import load_tokenizer
-from fastrl.rewards.functions import check_rewards
+from fastrl.models.load import load_language_model, load_tokenizer
+from fastrl.rewards.functions import check_preferences, check_rewards
 from fastrl.rollout import SamplingParams, choose_engine
 
 Judge = Callable[[list[str]], Sequence[str]]
@@ -68,6 +68,17 @@ def parse_rating(answer: str) -> float | None:
         if len(found) != 1:
             return None
     return float(found[-1])
+
+
+class Counts(Counter[str]):
+    """Counts of an annotator, read once."""
+
+    def read(self) -> dict[str, float]:
+        """All of them, which are 0 afterwards; names that were counted once stay."""
+        counted = {f"annotator/{name}": float(count) for name, count in self.items()}
+        for name in self:
+            self[name] = 0
+        return counted
 
 
 class JudgeAnnotator:

@@ -12,7 +12,7 @@ import torch
 
 import fastrl_kernels
 from fastrl.data.prompt_ids import Prompt
-from fastrl.models.modes import context_length
+from fastrl.models.utils import context_length
 from fastrl.rollout import bandwidth
 from fastrl.rollout.attention import PrefillAttention
 from fastrl.rollout.cuda_graphs import EagerRunner, GraphRunner, StepRunner

@@ -20,7 +20,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStrin
 from fastrl.data.batch import need_pad_token, pad
 from fastrl.data.prompt_ids import Prompt, check_prompts
 from fastrl.models.layout import layout_of
-from fastrl.models.modes import evaluating
+from fastrl.models.utils import evaluating
 from fastrl.rollout.generation_kwargs import neutral_kwargs, unpacked
 from fastrl.rollout.rescoring import Rescorer
 from fastrl.rollout.sampling_params import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fastrl.models.lm_head import in_front_of_head
-from fastrl.models.modes import evaluating
+from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.rollout.attention import Attention, SlotCache, attached, attending
 from fastrl.rollout.kv_cache import LayerShape

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastrl.models.modes import evaluating
+from fastrl.models.utils import evaluating
 from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
 
 if TYPE_CHECKING:

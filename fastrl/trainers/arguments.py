@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from fastrl.models.tokenizer import load_tokenizer
+from fastrl.models.load import load_tokenizer
 
 
 def setting(text: str, default: Any) -> Any:

@@ -21,7 +21,7 @@ from fastrl.data.pairs import (
     prepare_pairs,
 )
 from fastrl.models.load import load_reward_model, with_adapter
-from fastrl.models.modes import evaluating
+from fastrl.models.utils import evaluating
 from fastrl.run.model_card import REWARD
 from fastrl.trainers.arguments import SupervisedArguments, setting, tokenizer_of
 from fastrl.trainers.supervised import SupervisedTrainer, loaded, longest, settings_of

@@ -21,8 +21,8 @@ from fastrl.data.texts import (
 )
 from fastrl.models.lm_head import Head, choose_head
 from fastrl.models.load import load_language_model, with_adapter
-from fastrl.models.modes import evaluating
 from fastrl.models.scoring import NLLObjective, ScoringRequest, score_logits
+from fastrl.models.utils import evaluating
 from fastrl.run.model_card import SFT
 from fastrl.trainers.arguments import SupervisedArguments, setting, tokenizer_of
 from fastrl.trainers.supervised import SupervisedTrainer, loaded, longest, settings_of

@@ -14,9 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from fastrl.models.load import check_trainable
-from fastrl.models.modes import context_length
-from fastrl.models.precision import warn_of_lost_updates
+from fastrl.models.utils import check_trainable, context_length, warn_of_lost_updates
 from fastrl.run.model_card import OwnModelCard
 from fastrl.trainers.arguments import SupervisedArguments, is_path
 

@@ -17,7 +17,7 @@ from fastrl.alignment import LOSSES, Sample, make_loss
 from fastrl.alignment.logprobs import Policy, ReferencePolicy, Tokens
 from fastrl.models import CausalLMPolicy
 from fastrl.ppo.batches import make_batches
-from fastrl.ref_model.copy import CopyReference
+from fastrl.ref_model.copy import CopyRefModel
 from tests import tiny_models
 from tests.alignment.conftest import (
     GRADIENT_STEP,
@@ -300,6 +300,6 @@ def test_a_tie_is_half_of_each_order(name: str) -> None:
 def plain_views(loss: Any) -> tuple[Any, Any]:
     """A policy and a reference without a trainer, as a user's own loop would have them."""
     policy = CausalLMPolicy(tiny_models.language_model())
-    reference = CopyReference(CausalLMPolicy(tiny_models.language_model(perturbation=0.3)))
+    reference = CopyRefModel(CausalLMPolicy(tiny_models.language_model(perturbation=0.3)))
     tokens = Tokens(make_batches(policy, tiny.tokenizer(), None), policy.device, reference)
     return Policy(policy, tokens, lambda x: x), ReferencePolicy(reference, tokens)

@@ -29,7 +29,7 @@ from benchmarks.reference_cases import (
 )
 from benchmarks.reference_sides import Side, own_accelerate, sides, storage_bytes, trainer
 from benchmarks.rollout_cases import Shape
-from fastrl.ref_model import AdapterReference, CopyReference, NoReference
+from fastrl.ref_model import AdapterOffRefModel, CopyRefModel, NoRefModel
 from fastrl.ref_model.trunk import Unshareable
 
 CPU = torch.device("cpu")
@@ -200,19 +200,19 @@ def test_boundaries_that_are_run_again_show_no_figures(tiny_case, monkeypatch, c
 
 def _off_by(amount: float):
     def change(monkeypatch: pytest.MonkeyPatch) -> None:
-        honest = CopyReference.score
+        honest = CopyRefModel.score
 
         def score(self, inputs, request):
             scored = honest(self, inputs, request)
             return scored._replace(logprobs=scored.logprobs + amount)
 
-        monkeypatch.setattr(CopyReference, "score", score)
+        monkeypatch.setattr(CopyRefModel, "score", score)
 
     return change
 
 
 def _adapter_left_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdapterReference, "_instead", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(AdapterOffRefModel, "_switched", lambda self: contextlib.nullcontext())
 
 
 def _policy_in_place_of_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def _policy_in_place_of_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.no_grad():
             return self._policy(**inputs, scoring=request)
 
-    monkeypatch.setattr(CopyReference, "score", score)
+    monkeypatch.setattr(CopyRefModel, "score", score)
 
 
 def _cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,13 +238,13 @@ def _one_layer_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = NoReference.score
+    honest = NoRefModel.score
 
     def score(self, inputs, request):
         unknown = honest(self, inputs, request)
         return unknown._replace(logprobs=unknown.logprobs.nan_to_num())
 
-    monkeypatch.setattr(NoReference, "score", score)
+    monkeypatch.setattr(NoRefModel, "score", score)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastrl import cli
 from fastrl.demo.text import preference_pairs
-from fastrl.rewards.functions import ClassifierReward, load_reward
+from fastrl.rewards.classifier import ClassifierReward
+from fastrl.rewards.functions import load_reward
 from tests import tiny_models
 
 pytestmark = [

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fastrl import cli
-from fastrl.rewards.functions import ClassifierReward
+from fastrl.rewards.classifier import ClassifierReward
 from tests import tiny_models
 
 COMMANDS = {"sft": ("lm", "reviews.jsonl"), "reward": ("clf1", "pairs.jsonl")}

@@ -14,7 +14,7 @@ from transformers import (
 
 from fastrl import cli
 from fastrl.models import AutoModelForCausalLMWithValueHead
-from fastrl.rewards.functions import ClassifierReward
+from fastrl.rewards.classifier import ClassifierReward
 
 
 def arguments(world, output, reward=None, /, **flags) -> list[str]:

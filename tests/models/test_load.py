@@ -12,6 +12,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertLMHeadModel,
 )
@@ -28,11 +30,11 @@ from fastrl.models.load import (
     load_classifier,
     load_language_model,
     load_reward_model,
+    load_tokenizer,
     model_folder,
     own_storage,
 )
-from fastrl.models.tokenizer import load_tokenizer
-from fastrl.rewards.functions import ClassifierReward
+from fastrl.rewards.classifier import ClassifierReward
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 from tests.weights import aligned
@@ -298,6 +300,14 @@ def test_a_dtype_is_taken_by_its_old_name_too(whole, load, name, base, tmp_path)
     assert load(folder, **{name: torch.bfloat16}).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("load", [load_language_model, load_reward_model])
+def test_options_reach_the_model_under_an_adapter_too(load, base, tmp_path):
+    make = adapter if load is load_language_model else reward_adapter
+    for folder in (base, make(base, tmp_path / "lora")):
+        model = load(folder, attn_implementation="eager", output_loading_info=True)
+        assert model.config._attn_implementation == "eager"
+
+
 def test_a_reward_adapter_is_trained_on_with_its_head(base, tmp_path):
     loaded = load_reward_model(reward_adapter(base, tmp_path / "reward"))
     trained = {name for name, p in loaded.named_parameters() if p.requires_grad}
@@ -345,6 +355,36 @@ def test_an_encoder_that_reads_both_ways_is_no_language_model(tmp_path):
         before = model(ids).logits[:, :2]
         ids[0, 2] = 4
         assert torch.allclose(model(ids).logits[:, :2], before, atol=1e-6)  # a causal mask
+
+
+def test_half_of_an_encoder_decoder_is_no_language_model(base, tmp_path):
+    """transformers would load BART's decoder alone."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 32}
+    BartForConditionalGeneration(BartConfig(**sizes)).save_pretrained(tmp_path / "bart")
+    for load in (load_language_model, AutoModelForCausalLMWithValueHead.from_pretrained):
+        with pytest.raises(ValueError, match=r"encoder–decoder \(bart\).*choose a decoder"):
+            load(tmp_path / "bart")
+    file = base / "config.json"
+    file.write_text(file.read_text().replace('"gpt2"', '"vit"'))
+    with pytest.raises(ValueError, match=r"base \(vit\) is not a causal language model"):
+        load_language_model(base)
+
+
+@pytest.mark.parametrize("load", [load_language_model, load_reward_model, load_classifier])
+def test_weights_that_are_cut_short_are_named(load, base):
+    file = base / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"/model\.safetensors cannot be read"):
+        load(base)
+
+
+@pytest.mark.parametrize("load", [load_language_model, load_reward_model, load_classifier])
+def test_an_adapters_weights_that_are_cut_short_are_named(load, base, tmp_path):
+    make = adapter if load is load_language_model else reward_adapter
+    file = make(base, tmp_path / "lora") / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors cannot be read"):
+        load(file.parent)
 
 
 # ---------------------------------------------------------------------- in PPO
@@ -417,3 +457,18 @@ def test_no_random_head_writes(kind, tmp_path):
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"not a trained language model.* lm_head.weight"):
         kind.from_pretrained(tmp_path)
+
+
+def test_no_random_head_writes_under_an_adapter(tmp_path):
+    """Unless the adapter brings the head that its base lacks."""
+    config = tiny_models.config("llama", num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "base")
+    for name, whole in (("lora", None), ("head", ["lm_head"])):
+        lora = LoraConfig(r=2, task_type="CAUSAL_LM", modules_to_save=whole)
+        adapter(tmp_path / "base", tmp_path / name, lora=lora)
+    with pytest.raises(ValueError, match=r"not a trained language model.* lm_head.weight"):
+        load_language_model(tmp_path / "lora")
+    brought = load_file(tmp_path / "head" / "adapter_model.safetensors")
+    loaded = load_language_model(tmp_path / "head").get_output_embeddings()
+    expected = brought["base_model.model.lm_head.weight"]
+    assert torch.equal(loaded.modules_to_save["default"].weight, expected)

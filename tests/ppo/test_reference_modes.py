@@ -15,9 +15,9 @@ from fastrl import (
 from fastrl.models.trunk import TRUNK_NAME, layer_stack
 from tests import tiny_models
 from tests.golden import tiny
+from tests.models.conftest import FAMILIES, counted, deep
 from tests.ppo.conftest import assert_learned_alike, make_batch, parameters
-from tests.ref_model.test_references import adapted, storage
-from tests.ref_model.test_trunk import FAMILIES, counted, deep
+from tests.ref_model.conftest import adapted, storage
 
 pytestmark = [
     pytest.mark.filterwarnings(tiny_models.PEFT_WARNING),

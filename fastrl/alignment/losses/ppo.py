@@ -13,7 +13,7 @@ from fastrl.alignment.batch import Batch
 from fastrl.alignment.losses.base import Loss, LossOutput, register
 from fastrl.config import PPOConfig
 from fastrl.data.tasks import Task
-from fastrl.models.modes import evaluating
+from fastrl.models.utils import evaluating
 from fastrl.ppo.advantages import GAE
 from fastrl.ppo.experience import Experience, Scorer, make_kl_penalty
 from fastrl.ppo.losses import (
@@ -23,7 +23,7 @@ from fastrl.ppo.losses import (
     make_kl_place,
 )
 from fastrl.ppo.update import minibatch_loss, minibatch_of
-from fastrl.ref_model.none import NoReference
+from fastrl.ref_model.none import NoRefModel
 from fastrl.rollout import SamplingParams
 
 
@@ -138,7 +138,7 @@ class PPO(Loss):
     @torch.no_grad()
     def _experience(self, batch: Batch, policy: Any, reference: Any) -> Experience:
         tokens, config = policy.tokens(batch), self._settings
-        compared = NoReference() if reference is None else reference.reference
+        compared = NoRefModel() if reference is None else reference.reference
         penalty = make_kl_penalty("kl", compared)
         scorer = Scorer(policy.model, compared, penalty, batch.size, temperature=self.temperature)
         with evaluating(policy.model):

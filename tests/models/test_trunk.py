@@ -5,31 +5,10 @@ import copy
 import pytest
 import torch
 
-from fastrl.models.boundaries import Boundaries, Budget
 from fastrl.models.scoring import ScoringRequest
-from fastrl.models.trunk import Trunk, layer_stack
+from fastrl.models.trunk import Budget, Trunk, layer_stack
 from tests import tiny_models
-
-DEPTH = {"gpt2": "n_layer"}  # elsewhere num_hidden_layers
-FAMILIES = (
-    "gpt2", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3",
-)  # fmt: skip
-
-
-def deep(family, layers=4, **changes):
-    """A policy of more layers."""
-    return tiny_models.policy(family, **{DEPTH.get(family, "num_hidden_layers"): layers, **changes})
-
-
-def counted(model, inside=None):
-    """How many samples each layer, or a module inside of it, has run on."""
-    counts = {}
-    for i, layer in enumerate(layer_stack(model.pretrained_model)):
-        module = layer if inside is None else getattr(layer, inside)
-        module.register_forward_pre_hook(
-            lambda _m, args, i=i: counts.__setitem__(i, counts.get(i, 0) + len(args[0]))
-        )
-    return counts
+from tests.models.conftest import FAMILIES, LENGTHS, counted, deep, trunk_cache
 
 
 def inputs(*lengths):
@@ -117,22 +96,14 @@ def test_a_layer_is_shared_and_a_layer_is_left(layers):
         Trunk(deep("llama").pretrained_model, layers)
 
 
-# ---------------------------------------------------------------------- boundaries of a batch
-
-
-def boundaries(model, lengths, budget):
-    trunk = Trunk(model.pretrained_model, 2)
-    return Boundaries(trunk, tiny_models.prompts(*lengths), budget)
-
-
-LENGTHS = (3, 40, 7, 12, 1, 33)
+# ---------------------------------------------------------------------- the cache
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gemma2"])
 @pytest.mark.parametrize("left", [True, False])
-def test_boundaries_are_those_of_the_sequences_alone(family, left):
+def test_activations_are_those_of_the_sequences_alone(family, left):
     model = deep(family)
-    found = boundaries(model, LENGTHS, Budget(1 << 20)).of([4, 1, 3], left)
+    found = trunk_cache(model, LENGTHS, Budget(1 << 20)).of([4, 1, 3], left)
     assert found.shape[:2] == (3, 40)
     trunk = Trunk(model.pretrained_model, 2)
     sequences = tiny_models.prompts(*LENGTHS)
@@ -156,7 +127,7 @@ def test_boundaries_are_those_of_the_sequences_alone(family, left):
 )
 def test_what_the_budget_holds_is_not_run_again_and_the_rest_gives_the_same_bits(budget, again):
     model = deep("gpt2")
-    kept = boundaries(model, LENGTHS, budget)
+    kept = trunk_cache(model, LENGTHS, budget)
     counts = counted(model)
     first = kept.of([1, 0, 2], False), kept.of([5, 3, 4], True)
     assert counts[0] == 6
@@ -168,8 +139,8 @@ def test_what_the_budget_holds_is_not_run_again_and_the_rest_gives_the_same_bits
 
 def test_bits_do_not_depend_on_company():
     model = deep("gpt2")
-    together = boundaries(model, LENGTHS, Budget(1 << 20))
-    alone = boundaries(model, LENGTHS, Budget(0))
+    together = trunk_cache(model, LENGTHS, Budget(1 << 20))
+    alone = trunk_cache(model, LENGTHS, Budget(0))
     for i, n in enumerate(LENGTHS):
         assert together.of(range(6), False)[i, :n].equal(alone.of([i], False)[0])
 
@@ -180,16 +151,16 @@ def test_sequences_run_together_as_far_as_the_budget_and_a_pass_hold_them(monkey
     layer_stack(model.pretrained_model)[0].register_forward_pre_hook(
         lambda _m, args: passes.append(args[0].shape[:2])
     )
-    kept = boundaries(model, LENGTHS, Budget(1 << 20))
+    kept = trunk_cache(model, LENGTHS, Budget(1 << 20))
     passes.clear()
     kept.of([3], False)
     assert passes == [(4, 32), (2, 48)]
-    monkeypatch.setattr("fastrl.models.boundaries._TOKENS", 100)
-    kept = boundaries(model, LENGTHS, Budget(1 << 20))
+    monkeypatch.setattr("fastrl.models.trunk._TOKENS_PER_FORWARD", 100)
+    kept = trunk_cache(model, LENGTHS, Budget(1 << 20))
     passes.clear()
     kept.of([3], False)
     assert passes == [(3, 32), (1, 32), (2, 48)]
-    kept = boundaries(model, LENGTHS, Budget(sum(LENGTHS) * 16 * 4 - 1))
+    kept = trunk_cache(model, LENGTHS, Budget(sum(LENGTHS) * 16 * 4 - 1))
     passes.clear()
     kept.of([3], False)
     assert passes == [(1, 32)]

@@ -6,19 +6,20 @@ import pytest
 import torch
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, create_reference_model
-from fastrl.models.boundaries import Budget
 from fastrl.models.scoring import ScoringRequest
+from fastrl.models.trunk import Budget
 from fastrl.ref_model import (
-    AdapterReference,
-    CopyReference,
-    NoReference,
-    OffloadReference,
-    StartAdapterReference,
-    TrunkReference,
-    choose_reference,
+    AdapterOffRefModel,
+    CopyRefModel,
+    NoRefModel,
+    OffloadRefModel,
+    StartAdapterRefModel,
+    TrunkRefModel,
+    choose_ref_model,
 )
 from tests import seq2seq_models, tiny_models
-from tests.ref_model.test_trunk import FAMILIES, counted, deep
+from tests.models.conftest import FAMILIES, counted, deep
+from tests.ref_model.conftest import adapted, storage
 
 pytestmark = [
     pytest.mark.filterwarnings(tiny_models.PEFT_WARNING),
@@ -38,14 +39,6 @@ def policy():
     return tiny_models.policy("gpt2").train()
 
 
-def adapted(**changes):
-    torch.manual_seed(1)
-    base = tiny_models.language_model()
-    return AutoModelForCausalLMWithValueHead.from_pretrained(
-        base, peft_config=tiny_models.lora(**changes)
-    ).eval()
-
-
 def request(inputs):
     return ScoringRequest(ROWS, inputs["input_ids"].roll(-1, 1).flatten()[ROWS])
 
@@ -56,7 +49,7 @@ def expected_logprobs(language_model, inputs):
 
 
 def choose(policy, ref_model=None, num_shared_layers=None, **settings):
-    return choose_reference(PPOConfig(**settings), policy, ref_model, num_shared_layers)
+    return choose_ref_model(PPOConfig(**settings), policy, ref_model, num_shared_layers)
 
 
 def move(policy):
@@ -66,17 +59,6 @@ def move(policy):
         for p in policy.parameters():
             if p.requires_grad:
                 p.add_(0.5 * torch.randn_like(p))
-
-
-def storage(*models):
-    """Bytes of all weights, each storage once."""
-    weights = {
-        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
-        for model in models
-        if model is not None
-        for p in model.parameters()
-    }
-    return sum(weights.values())
 
 
 # ---------------------------------------------------------------------- copies
@@ -100,7 +82,7 @@ def test_tied_embeddings_stay_tied_in_the_copy(policy):
 
 
 def test_a_copy_scores_without_gradients(policy, inputs):
-    reference = CopyReference(tiny_models.policy("gpt2", perturbation=0.05))
+    reference = CopyRefModel(tiny_models.policy("gpt2", perturbation=0.05))
     scores = reference.score(inputs, request(inputs))
     assert not scores.logprobs.requires_grad
     language_model = reference.model.pretrained_model
@@ -134,7 +116,7 @@ def test_a_trunk_runs_once_for_both_and_scores_as_a_copy_does(family):
     policy = deep(family)
     plain = copy.deepcopy(policy)
     reference = choose(policy, num_shared_layers=2)
-    assert type(reference) is TrunkReference
+    assert type(reference) is TrunkRefModel
     sequences = tiny_models.prompts(9, 9)
     ids = torch.stack(sequences)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -144,7 +126,7 @@ def test_a_trunk_runs_once_for_both_and_scores_as_a_copy_does(family):
     reference.score(batch, asked)  # the head is chosen
     ours, theirs = counted(policy), counted(reference.model)
     reference._autocast = torch.no_grad
-    shared = {**batch, "boundary": reference.boundaries(sequences).of([0, 1], False)}
+    shared = {**batch, "boundary": reference.trunk_cache(sequences).of([0, 1], False)}
     found = reference.score(shared, asked).logprobs, policy(**shared, scoring=asked).logprobs
     torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
@@ -190,10 +172,10 @@ def test_a_model_that_runs_otherwise_in_parts_is_copied_whole_and_that_is_said(m
     monkeypatch.setattr(transformer, "forward", looks_at_its_first_layer)
     with pytest.warns(UserWarning, match=r"GPT2LMHeadModel is copied whole.*is off by"):
         reference = choose(policy, num_shared_layers=2)
-    assert type(reference) is CopyReference
+    assert type(reference) is CopyRefModel
     assert policy.trunk is None
     assert all(p.requires_grad for p in policy.parameters())
-    assert reference.boundaries(tiny_models.prompts(3)) is None
+    assert reference.trunk_cache(tiny_models.prompts(3)) is None
 
 
 def test_a_frozen_part_that_changed_is_noticed():
@@ -213,7 +195,7 @@ def test_a_frozen_part_that_changed_is_noticed():
 
 def test_an_adapter_reference_scores_as_the_base_and_restores_the_adapter(inputs):
     model = adapted()
-    reference = AdapterReference(model, model)
+    reference = AdapterOffRefModel(model, model)
     before = model(**inputs)[0]
     base = tiny_models.language_model()
     torch.testing.assert_close(
@@ -250,7 +232,7 @@ def test_the_starting_adapter_is_kept_beside_the_trained_one(inputs, tmp_path):
     start = model(**inputs)[0]
     before = storage(model)
     reference = choose(model, reference_adapter="start")
-    assert type(reference) is StartAdapterReference
+    assert type(reference) is StartAdapterRefModel
     own = [p for p in model.pretrained_model.parameters() if p.requires_grad]
     assert storage(model) - before == sum(p.nbytes for p in own)
     move(model)
@@ -293,7 +275,7 @@ def test_adapters_cost_next_to_nothing():
 def test_an_offloaded_copy_visits_layer_by_layer(inputs):
     policy = deep("gpt2")
     reference = choose(policy, reference="offload")
-    assert type(reference) is OffloadReference
+    assert type(reference) is OffloadRefModel
     expected = policy(**inputs, scoring=request(inputs)).logprobs
     here, most = set(), [0]
     for unit in reference.units:
@@ -345,7 +327,7 @@ def test_an_offloaded_copy_leaves_the_device_as_it_was(inputs):
 
 def test_without_a_reference_nothing_is_known(inputs):
     reference = choose(tiny_models.policy("gpt2"), init_kl_coef=0.0)
-    assert type(reference) is NoReference
+    assert type(reference) is NoRefModel
     assert reference.score(inputs, request(inputs)).logprobs.isnan().all()
     assert reference.model is None
     with pytest.raises(ValueError, match="no reference to generate with"):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastrl.models.lookup import sparse_lookups
 from fastrl.models.scoring import PolicyObjective, ScoringRequest
+from fastrl.models.tied_embedding import sparse_embedding_gradient
 from fastrl_kernels.linear_loss import _Gradients
 from tests import tiny_models
 from tests.golden import tiny
@@ -96,8 +96,8 @@ def test_a_tied_weight_has_one_dense_gradient(ids, tied, monkeypatch):
 def test_the_hook_is_gone_afterwards(ids):
     model = tiny_models.language_model()
     embedding = model.get_input_embeddings()
-    with sparse_lookups(model):
+    with sparse_embedding_gradient(model):
         assert len(embedding._forward_hooks) == 1
     assert not embedding._forward_hooks
-    with torch.no_grad(), sparse_lookups(model):
+    with torch.no_grad(), sparse_embedding_gradient(model):
         assert not embedding._forward_hooks

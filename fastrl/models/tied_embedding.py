@@ -1,9 +1,8 @@
-"""Gradients of a tied embedding's lookups, without a second gradient of the vocabulary's size.
+"""The gradient of an embedding that is tied to the LM head, without a second dense [V, H] tensor.
 
-Where the LM head's weight is the embedding's, its gradient is the sum of two: the head's, which is
-dense, and that of the lookups, a few rows. As a dense tensor the second would be as large as the
-weight, nearly all zeros, to be allocated, cleared and added. Autograd adds in place instead if it
-is sparse and comes first.
+The weight's gradient is the sum of the head's, which is dense, and the embedding's, which has a few
+rows. As a dense tensor the second would be as large as the weight and nearly all zeros, to be
+allocated, cleared and added. Autograd adds it in place if it is sparse and comes first.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 
-class _Lookup(torch.autograd.Function):
-    """weight[ids], whose gradient by the weight is sparse."""
+class _SparseEmbedding(torch.autograd.Function):
+    """weight[ids]; its gradient with respect to the weight is sparse."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
@@ -39,8 +38,8 @@ class _Lookup(torch.autograd.Function):
         )
 
 
-class _PassedOn(torch.autograd.Function):
-    """The same tensor; its gradient waits for what is younger in the graph."""
+class _Identity(torch.autograd.Function):
+    """A view of x. As an older node of the graph its backward runs after those of younger ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -52,11 +51,11 @@ class _PassedOn(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def sparse_lookups(model: Any) -> Iterator[Tensor | None]:
-    """While open, lookups in an embedding that is tied to the head have sparse gradients.
+def sparse_embedding_gradient(model: Any) -> Iterator[Tensor | None]:
+    """While open, an input embedding that is tied to the head has a sparse gradient.
 
-    Yields the weight that the head has to be computed with: a view, whose gradient autograd passes
-    on last, since it is older than the lookups. None where nothing is tied, and on GPUs: clearing
+    Yields the weight to compute the head with: a view that is older than the embedding's output, so
+    that autograd adds the head's gradient last. None where nothing is tied, and on GPUs: clearing
     is cheap there, and adding sparse rows is not deterministic.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -67,17 +66,17 @@ def sparse_lookups(model: Any) -> Iterator[Tensor | None]:
         and embedding.max_norm is None
         and not embedding.scale_grad_by_freq
         and not embedding.sparse
-        and not embedding._forward_hooks  # NEFTune's noise, say, which a lookup would undo
+        and not embedding._forward_hooks  # such as NEFTune's noise, which would be lost
     )
     if not plain or not torch.is_grad_enabled() or not embedding.weight.requires_grad:
         yield None
         return
 
-    def look_up(module: nn.Embedding, args: tuple[Tensor, ...], _out: Tensor) -> Tensor:
-        return _Lookup.apply(module.weight, args[0], module.padding_idx)
+    def embed(module: nn.Embedding, args: tuple[Tensor, ...], _out: Tensor) -> Tensor:
+        return _SparseEmbedding.apply(module.weight, args[0], module.padding_idx)
 
-    weight = _PassedOn.apply(head.weight)
-    handle = embedding.register_forward_hook(look_up)
+    weight = _Identity.apply(head.weight)
+    handle = embedding.register_forward_hook(embed)
     try:
         yield weight
     finally:

@@ -1,0 +1,89 @@
+"""Facts about a model, and its training and evaluation modes."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def context_length(model: Any) -> int | None:
+    """Number of positions that the model has; None where its configuration does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def hidden_width(config: Any) -> int:
+    """Width of the last hidden state.
+
+    Raises:
+        ValueError: the configuration does not say.
+    """
+    # OPT projects its last hidden state down to the width of its word embeddings.
+    for name in ("word_embed_proj_dim", "hidden_size"):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    text = config.get_text_config()
+    if text is not config:
+        return hidden_width(text)
+    raise ValueError(f"{type(config).__name__} states no hidden_size: the value head needs one")
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode (dropout off) while open; afterwards, and after an error, every module has
+    the mode that it had."""
+    # A new adapter is in training mode on a base that is not: the model has no single mode.
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+
+
+def check_trainable(model: nn.Module, but: str = "") -> None:
+    """Refuses a model without a trainable weight.
+
+    Args:
+        but: what else there is to train, for the message.
+
+    Raises:
+        ValueError: no weight of the model can be trained.
+    """
+    if any(p.requires_grad for p in model.parameters()):
+        return
+    remedy = (
+        "load its adapter with is_trainable=True (peft.PeftModel.from_pretrained has the same "
+        "argument), or put a new one on the base model with peft_config"
+        if hasattr(model, "peft_config")
+        else "set requires_grad of what is to be trained, or pass peft_config for an adapter"
+    )
+    raise ValueError(
+        f"nothing of the model can be trained{but}: all its weights are frozen; {remedy}"
+    )
+
+
+def warn_of_lost_updates(model: nn.Module, remedy: str, stacklevel: int = 2) -> None:
+    """Warns once where trainable weights are bf16 or fp16: updates below half their spacing (2^-9
+    and 2^-12 of a weight) are rounded away.
+
+    Args:
+        remedy: how the trainer computes in low precision over float32 weights.
+    """
+    low = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in _LOW_PRECISION}
+    if not low:
+        return
+    names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in low))
+    warnings.warn(
+        f"trainable weights are {names}: updates below half their spacing are lost (in bfloat16 at "
+        f"a learning rate of 1e-6 some 98% of the weights never change). Load the model in float32 "
+        f"and {remedy}; or train a LoRA adapter, whose weights are float32",
+        stacklevel=stacklevel + 1,
+    )

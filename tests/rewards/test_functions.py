@@ -1,0 +1,39 @@
+"""Reward functions by name."""
+
+import sys
+
+import pytest
+
+from fastrl.rewards.functions import load_reward
+
+
+def test_function_from_a_file_and_from_a_module(tmp_path, monkeypatch):
+    code = "def length(prompts, completions, completion_ids, **columns):\n"
+    code += "    return [float(len(c)) for c in completions]\n"
+    (tmp_path / "my_rewards.py").write_text(code + "SCALE = 2\n")
+    from_file = load_reward(f"{tmp_path / 'my_rewards.py'}:length")
+    assert from_file(["a"], ["bcd"], [[1]]) == [3.0]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_rewards")
+    assert load_reward("my_rewards:length")(["a"], ["bc"], [[1]]) == [2.0]
+    assert load_reward("operator:add") is not None
+
+    with pytest.raises(ImportError, match="my_rewards has no function 'gone'"):
+        load_reward("my_rewards:gone")
+    with pytest.raises(TypeError, match="my_rewards:SCALE is not a function but int"):
+        load_reward("my_rewards:SCALE")
+
+
+def test_reward_names_that_lead_nowhere(tmp_path):
+    with pytest.raises(ImportError, match="no module 'no_such_module'"):
+        load_reward("no_such_module:f")
+    with pytest.raises(FileNotFoundError, match=r"no file .*gone\.py"):
+        load_reward(f"{tmp_path}/gone.py:f")
+    with pytest.raises(ValueError, match=r"as rewards\.py:function"):
+        load_reward("rewards.py")
+
+
+def test_an_id_that_leads_nowhere_is_named():
+    with pytest.raises(OSError, match="'nobodys/reward' is neither a folder here nor a function"):
+        load_reward("nobodys/reward")
