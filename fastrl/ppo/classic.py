@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+import fastrl_kernels
 from fastrl.config import PPOConfig
 from fastrl.core import entropy_from_logits
 from fastrl.data import batch as data
 from fastrl.models.modes import evaluating
+from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.ppo import stats, tracking
 from fastrl.ppo.advantages import GAE
 from fastrl.ppo.batches import JoinedBatches
-from fastrl.ppo.experience import Experience, scoring_request
-from fastrl.ppo.losses import MINIBATCH_FIELDS
+from fastrl.ppo.experience import scoring_request
 from fastrl.ppo.update import PPOUpdate
 from fastrl.run import hub
 from fastrl.run.model_card import policy_gradient, write_model_card
@@ -139,40 +140,37 @@ class ClassicSurface:
         Each of the two losses carries its own gradient. ``step()`` computes both in one pass, with
         the same figures. A KL term (``kl_in="loss"``) is not part of it.
         """
-        loss = self._update.loss
-        entropies = torch.zeros_like(logprobs)
+        loss = self._update.gradient.loss
+        mask = torch.atleast_2d(mask.bool())
+        weights = loss.aggregate.weights(mask, None)
+
+        def flat(x: Tensor) -> Tensor:
+            return torch.atleast_2d(x).expand_as(mask)[mask]
+
+        new = flat(logprobs)
+        objective = PolicyObjective(
+            flat(old_logprobs),
+            flat(advantages),
+            loss.cliprange,
+            token_weights=None if weights is None else flat(weights[:, None]),
+            denominator=loss.aggregate.denominator(mask.sum(-1), weights),
+        )
+        policy_loss, policy_stats = fastrl_kernels.ppo_loss(
+            new,
+            objective.old_logprobs,
+            objective.advantages,
+            torch.ones_like(new, dtype=torch.bool),
+            **objective.options,
+        )
+        entropies = torch.zeros_like(new)
         if logits is not None:
-            entropies = entropy_from_logits(logits, self.config.temperature)
-        old_logprobs, values, vpreds, logprobs, mask, advantages, returns, entropies = (
-            torch.atleast_2d(x)
-            for x in (
-                old_logprobs,
-                values,
-                vpreds,
-                logprobs,
-                mask.bool(),
-                advantages,
-                returns,
-                entropies,
-            )
-        )
-        entropies = entropies.expand_as(mask)  # one number per sample will do
-        weights = loss.aggregate.sample_weights(mask, None)
-        old = Experience(old_logprobs, values, advantages, returns, weights=weights)
-        arguments = (entropies.detach(), mask)
-        joint, vector = loss(old, logprobs, vpreds, *arguments)
-        of_policy, _ = loss(old, logprobs, vpreds.detach(), *arguments)
-        policy_loss = vector[MINIBATCH_FIELDS.index("policy_loss")]
-        value_loss = self.config.vf_coef * vector[MINIBATCH_FIELDS.index("value_loss")]
-        # Values from the statistics, gradients from the joint loss: the constants cancel.
-        gradient_of_policy = of_policy - of_policy.detach()
-        gradient_of_values = (joint - joint.detach()) - gradient_of_policy
-        named = stats.minibatch_stats(vector, loss.stats)
-        return (
-            policy_loss + gradient_of_policy,
-            value_loss + gradient_of_values,
-            {name.removeprefix("ppo/"): value for name, value in named.items()},
-        )
+            entropies = flat(entropy_from_logits(logits, self.config.temperature)).detach()
+        scores = TokenScores(new, entropies, flat(vpreds), None, policy_loss, policy_stats)
+        value_loss, named = loss.value_loss(scores, objective, flat(values), flat(returns))
+        value_loss = self.config.vf_coef * value_loss
+        named["ppo/loss/total"] = (policy_loss + value_loss).detach()
+        statistics = {name.removeprefix("ppo/"): value for name, value in named.items()}
+        return policy_loss, value_loss, statistics
 
     def train_minibatch(
         self,

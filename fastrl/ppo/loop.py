@@ -123,7 +123,7 @@ class Loop:
     def _rewards(self, batch: Prompts, rollout: RolloutOutput, completions: list[str]) -> Tensor:
         """Rewards [B] in fp32, checked; a chat's completion is a message too. The function is asked
         about samples that did not end in NaN logits; the others' are NaN."""
-        nonfinite = self.trainer._update.nonfinite
+        nonfinite = self.trainer._update.gradient.nonfinite
         left_out = set(samples_left_out(rollout, nonfinite, lambda i: repr(batch.texts[i])))
         sound = [i for i in range(len(batch)) if i not in left_out]
         asked = batch.take(sound)

@@ -27,7 +27,6 @@ from fastrl.ppo.control import RunningMoments, ScoreTransform, make_kl_controlle
 from fastrl.ppo.experience import Experience, Scorer, make_kl_penalty
 from fastrl.ppo.generation import Generation
 from fastrl.ppo.loop import Loop
-from fastrl.ppo.losses import UpdateLoss, make_aggregate, make_kl_place
 from fastrl.ppo.nonfinite import samples_left_out
 from fastrl.ppo.reuse import RolloutMemory, make_reuse, without_figures
 from fastrl.ppo.rollouts import make_rollouts
@@ -42,7 +41,7 @@ from fastrl.ppo.setup import (
     warn_of_a_single_response,
 )
 from fastrl.ppo.tracking import TrackerCallback
-from fastrl.ppo.update import PPOUpdate
+from fastrl.ppo.update import GradientStep, PPOUpdate, UpdateLoss, make_aggregate, make_kl_place
 from fastrl.processes import check_one_process
 from fastrl.ref_model import choose_reference
 from fastrl.rewards.functions import RewardFunction
@@ -154,8 +153,16 @@ class PPOTrainer(Generation, ClassicSurface):
         # The KL over the vocabulary needs the policy's logits, and hence its forward.
         kind = "recompute" if self._kl_penalty.needs_logits else config.old_logprobs
         self._score_or_reuse = make_reuse(kind, self._score)
-        loss = UpdateLoss(config, self._aggregate, self._kl_place)
-        self._update = PPOUpdate(config, self.accelerator, self.model, self.optimizer, loss)
+        self._update = PPOUpdate(
+            config,
+            GradientStep(
+                config,
+                self.accelerator,
+                self.model,
+                self.optimizer,
+                UpdateLoss(config, self._aggregate),
+            ),
+        )
         self.current_step = 0
         self._streams: dict[str, PromptStream] = {}  # by what they are of
         self._best_mean_score = -float("inf")
@@ -241,7 +248,7 @@ class PPOTrainer(Generation, ClassicSurface):
                     advantages,
                     returns,
                     self._kl_place.term(scored.ref_logprobs, self.kl_ctl.value),
-                    self._aggregate.sample_weights(batch.mask, checked_weights),
+                    self._aggregate.weights(batch.mask, checked_weights),
                 )
                 record = self._update(batch, experience)
         with clock("calc_stats"):
@@ -429,7 +436,7 @@ class PPOTrainer(Generation, ClassicSurface):
         def name(i: int) -> str:
             return repr(self.tokenizer.decode(queries[i]))
 
-        return samples_left_out(rollout, self._update.nonfinite, name)
+        return samples_left_out(rollout, self._update.gradient.nonfinite, name)
 
     def _make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
         """One checked, padded batch on the device."""

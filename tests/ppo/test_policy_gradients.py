@@ -215,7 +215,6 @@ def test_the_classic_loss_agrees_with_the_kernels_aggregate(aggregate):
 
 
 def test_a_steps_loss_is_that_of_its_statistics():
-    """The loss comes from rows of sequences, its gradient from flat rows."""
     _, result = gradients(make_trainer(kl_in="loss", init_kl_coef=0.5), *groups())
     expected = result["ppo/loss/policy"] + 0.5 * result["ppo/loss/kl"]
     assert result["ppo/loss/total"] == pytest.approx(expected, rel=1e-5)
