@@ -54,16 +54,17 @@ class FusedHead:
                 assert isinstance(head, nn.Linear)
                 options["bias"] = head.bias
                 hidden = args[0].flatten(0, -2)[request.rows]
-                given = (hidden, head.weight if tied is None else tied, labels)
-                stats: Any = None
+                weight = head.weight if tied is None else tied
                 if isinstance(objective, NLLObjective):
                     loss, logprobs = fastrl_kernels.linear_nll_loss(
-                        *given, denominator=objective.denominator, **options
+                        hidden, weight, labels, denominator=objective.denominator, **options
                     )
                     scores = TokenScores(logprobs, None, None, None, loss)
                 elif objective is not None:
                     loss, stats = fastrl_kernels.linear_ppo_loss(
-                        *given,
+                        hidden,
+                        weight,
+                        labels,
                         objective.old_logprobs,
                         objective.advantages,
                         torch.ones_like(labels, dtype=torch.bool),
@@ -74,11 +75,16 @@ class FusedHead:
                     )
                     scores = TokenScores(stats.logprobs, stats.entropies, None, None, loss, stats)
                 else:
-                    logprobs = fastrl_kernels.linear_logprobs(
-                        *given, temperature=request.temperature, entropy=request.entropy, **options
+                    scored: Any = fastrl_kernels.linear_logprobs(
+                        hidden,
+                        weight,
+                        labels,
+                        temperature=request.temperature,
+                        entropy=request.entropy,
+                        **options,
                     )
-                    pair = logprobs if request.entropy else (logprobs, None)
-                    scores = TokenScores(*pair, None, None)
+                    logprobs, entropies = scored if request.entropy else (scored, None)
+                    scores = TokenScores(logprobs, entropies, None, None)
                 seen.append((scores, _unscaled(hidden, self.scale)))
                 return args[0][:, :0]
 

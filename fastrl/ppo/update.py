@@ -229,7 +229,7 @@ class UpdateLoss:
     ) -> MinibatchLoss:
         """By one forward of the model."""
         tokens, old = minibatch
-        where = tokens.counted.flatten().nonzero()[:, 0].to(tokens.mask.device)
+        where = tokens.response_mask.flatten().nonzero()[:, 0].to(tokens.mask.device)
 
         def flat(x: Tensor) -> Tensor:
             return x.flatten()[where]
@@ -557,7 +557,7 @@ class PPOUpdate:
     def __init__(self, config: PPOConfig, gradient: GradientStep):
         self.config = config
         self.gradient = gradient
-        self.accelerator, self.optimizer = gradient.accelerator, gradient.optimizer
+        self.accelerator = gradient.accelerator
         self.shuffle = np.random.RandomState(config.seed)
 
     def __call__(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
@@ -612,8 +612,9 @@ class PPOUpdate:
     def _optimizer_step(self, record: UpdateRecord) -> None:
         if self.accelerator.scaler is not None and self.config.max_grad_norm is not None:
             self.gradient.clip()
-        self.optimizer.step()
-        record.optimizer_steps += not getattr(self.optimizer, "step_was_skipped", False)
+        optimizer = self.gradient.optimizer
+        optimizer.step()
+        record.optimizer_steps += not getattr(optimizer, "step_was_skipped", False)
         self.gradient.zero()
 
     def _memory_saved(self) -> AbstractContextManager[None]:

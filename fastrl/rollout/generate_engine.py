@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from fastrl.data.batch import need_pad_token
 from fastrl.models.layout import layout_of
 from fastrl.models.modes import evaluating
 from fastrl.rollout.keywords import neutral_kwargs, unpacked
-from fastrl.rollout.prompts import Prompt, check_prompts, checked_call, end_tokens, need_pad_token
+from fastrl.rollout.prompts import Prompt, check_prompts, checked_call, end_tokens
 from fastrl.rollout.rescoring import Scorer
 from fastrl.rollout.rules import Rules
 from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams

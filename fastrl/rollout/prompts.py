@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +13,6 @@ from fastrl.models.layout import layout_of
 from fastrl.rollout.sampling_params import SamplingParams
 
 Prompt = Said | Tensor | Sequence[int]
-
-
-def need_pad_token(lengths: Iterable[int], pad_token_id: int | None, tokenizer: Any) -> None:
-    """Refuse to pad without a pad token; samples of one length need none.
-
-    Raises:
-        ValueError: lengths differ and the tokenizer has no pad token.
-    """
-    if pad_token_id is None and len(set(lengths)) > 1:
-        raise ValueError(
-            f"{type(tokenizer).__name__} has no pad token and the samples differ in length: set "
-            "tokenizer.pad_token = tokenizer.eos_token, say, before making the trainer"
-        )
 
 
 def end_tokens(model: Any, tokenizer: Any, asked: Any = None) -> Tensor:

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 import fastrl_kernels
 from fastrl import PPOConfig, PPOTrainer
-from fastrl.ppo.advantages import EPS, make_advantages
+from fastrl.ppo.experience import EPS, make_advantages
 from fastrl_kernels.ppo_loss import AGGREGATES
 from tests import tiny_models
 from tests.golden import tiny
@@ -302,7 +302,7 @@ def test_a_weight_of_two_is_a_sample_twice_and_of_zero_none(advantage):
     def step(responses, weights, advantages):
         model = make_policy() if advantage == "gae" else None
         trainer = make_trainer(model, reference(advantage), **settings)
-        trainer._advantages = _Fixed(advantages)
+        trainer.advantages = _Fixed(advantages)
         scores = [torch.tensor(0.0)] * 4
         return gradients(trainer, queries, responses, scores, weights=weights)[0]
 
