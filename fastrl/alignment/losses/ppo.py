@@ -15,8 +15,7 @@ from fastrl.alignment.losses.base import Loss, LossOutput, register
 from fastrl.config import PPOConfig
 from fastrl.data.tasks import Task
 from fastrl.models.modes import evaluating
-from fastrl.ppo.advantages import GAE
-from fastrl.ppo.experience import Experience, Scorer, make_kl_penalty
+from fastrl.ppo.experience import GAE, Experience, Scorer, make_kl_penalty
 from fastrl.ppo.update import GradientStep, Minibatch, UpdateLoss, UpdateRecord, make_aggregate
 from fastrl.ref_model.none import NoReference
 from fastrl.rollout import SamplingParams
