@@ -74,15 +74,15 @@ class Side:
 
     def reference_logprobs(self) -> Tensor:
         """Of all response tokens, [N], sample by sample."""
-        batch = self.trainer._make_batch(self.data.queries, self.data.responses, None)
+        batch = self.trainer.make_batch(self.data.queries, self.data.responses, None)
         with evaluating(self.trainer.model):
-            return self.trainer._score(batch).ref_logprobs[batch.mask]
+            return self.trainer.scorer(batch).ref_logprobs[batch.mask]
 
     def observe(self) -> Observation:
         """What is kept and needed, by a further step."""
         device = self.trainer.current_device
         seen = self._weights()
-        update = self.trainer._update
+        update = self.trainer.update
 
         def watched(batch: Any, experience: Any) -> Any:
             if batch.boundaries is not None:
@@ -96,11 +96,11 @@ class Side:
             seen.peak = used.peak
             return done[0]
 
-        self.trainer._update = watched  # type: ignore[assignment]
+        self.trainer.update = watched  # type: ignore[assignment]
         try:
             self.step()
         finally:
-            self.trainer._update = update
+            self.trainer.update = update
         return seen
 
     def _weights(self) -> Observation:

@@ -40,7 +40,7 @@ def reward(prompts: list[str], completions: list[str], **_) -> list[float]:
 def exact_match(trainer: PPOTrainer, prompts: list[str], do_sample: bool) -> float:
     """Share of sums that are right."""
     ids = [torch.tensor(trainer.tokenizer(p).input_ids) for p in prompts]
-    sequences = trainer.rollout(ids, {**SAMPLING, "do_sample": do_sample}).sequences
+    sequences = trainer.rollouts.sample(ids, {**SAMPLING, "do_sample": do_sample}).sequences
     given = trainer.tokenizer.batch_decode(sequences, skip_special_tokens=True)
     return sum(reward(prompts, given)) / len(prompts)
 

@@ -16,6 +16,7 @@ from fastrl.alignment.arguments import AlignmentConfig, reference_settings
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.logprobs import CachedReference, Policy, ReferencePolicy, RewardModel, Tokens
 from fastrl.alignment.losses import Loss
+from fastrl.data.batch import make_batches
 from fastrl.data.tasks import Task
 from fastrl.models import (
     AutoModelForCausalLMWithValueHead,
@@ -31,7 +32,6 @@ from fastrl.models.load import (
 )
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import check_trainable, evaluating
-from fastrl.ppo.batches import make_batches
 from fastrl.ref_model import RefModel, choose_ref_model
 from fastrl.trainers.supervised import loaded
 

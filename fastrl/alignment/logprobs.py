@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.alignment.batch import Batch
-from fastrl.data.batch import TokenBatch
+from fastrl.data.batch import BatchMaker, TokenBatch
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.ppo.batches import JoinedBatches
 from fastrl.ppo.experience import scoring_request
 from fastrl.ref_model import RefModel
 
@@ -44,7 +43,7 @@ class Tokens:
         reference: whose layers may be shared with the policy.
     """
 
-    def __init__(self, batches: JoinedBatches, device: torch.device, reference: RefModel):
+    def __init__(self, batches: BatchMaker, device: torch.device, reference: RefModel):
         self.batches, self.device, self.reference = batches, device, reference
 
     def __call__(self, batch: Batch) -> TokenBatch:
@@ -182,7 +181,7 @@ def response_logprobs(
     """Sums over the counted tokens of each response, in a fixed order."""
     request = scoring_request(tokens, values=False)
     scores = score(tokens.model_inputs, request)
-    sums = tokens.spread(scores.logprobs, request.rows).sum(-1)
+    sums = tokens.scatter(scores.logprobs, request.rows).sum(-1)
     counts = tokens.mask.sum(-1)
     pairs = zip(sums.chunk(generations), counts.chunk(generations), strict=True)
     return tuple(ResponseLogprobs(*pair) for pair in pairs)

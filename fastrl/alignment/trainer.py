@@ -115,6 +115,8 @@ class Trainer(OwnModelCard, transformers.Trainer):
         if eval_factory is not None:
             self.evaluation = make_evaluation(eval_factory, self.loss)
         self._means = Means()
+        self._step: list[Batch] = []  # of the optimizer step that is not complete yet
+        self._enough = False  # of the batch whose parts are being learned
         self._engine: Any = None
 
     # ------------------------------------------------------------------ the algorithm
@@ -128,7 +130,11 @@ class Trainer(OwnModelCard, transformers.Trainer):
                 with torch.no_grad(), evaluating(self.model):
                     self.reweighter(batch, policy)
             self._means.add(self._numbers(batch))
-            yield from self.loss.parts(batch, policy, reference)
+            self._enough = False
+            for part in self.loss.parts(batch, policy, reference):
+                yield part
+                if self._enough:
+                    break
 
     def compute_loss(
         self,
@@ -142,6 +148,24 @@ class Trainer(OwnModelCard, transformers.Trainer):
         self._means.add(metrics)
         return (loss, metrics) if return_outputs else loss
 
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """The gradient of one batch; of a loss with ``whole_steps``, that of all batches of an
+        optimizer step, with the last of them."""
+        if not self.loss.whole_steps:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._step.append(inputs)
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        parts, self._step = self._step, []
+        model.train()
+        (loss, metrics), self._enough = self.loss.backward(
+            parts, model, self.accelerator, self.optimizer
+        )
+        self._means.add(metrics)
+        return loss
+
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As in transformers."""
         steps = self._steps_done(resume_from_checkpoint)
@@ -152,6 +176,7 @@ class Trainer(OwnModelCard, transformers.Trainer):
             updates = math.ceil(self._epoch_length() / self.args.gradient_accumulation_steps)
             self.args.max_steps = updates * self._epochs
         self._look_ahead()
+        self._step = []
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(

@@ -1,24 +1,27 @@
-"""From lists of queries, responses and scores to one checked, padded batch."""
+"""Queries and responses as one checked, padded batch, for the kind of model that reads it."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fastrl.models.layout import EncoderDecoder, layout_of
 from fastrl.models.trunk import TrunkCache
 
 if TYPE_CHECKING:
     from typing import Self
 
+Collator = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
+
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Queries and responses, padded to [B, T]. What is counted is known on the host.
+    """Queries and responses, padded to [B, T]. Which tokens are learned is known on the host.
 
     Per-token quantities have shape [B, T-1]: position t belongs to the token at t+1, so a
     response's first token stands at len(query)-1.
@@ -28,7 +31,7 @@ class TokenBatch:
     attention_mask: Tensor  # [B, T] int64
     position_ids: Tensor | None  # [B, T] int64; None where positions simply count columns
     mask: Tensor  # [B, T-1] bool, True where a response token counts
-    counted: Tensor  # the same on the CPU
+    response_mask: Tensor  # the same on the CPU
     query_lengths: list[int]
     response_lengths: list[int]
     left_padded: bool
@@ -50,17 +53,17 @@ class TokenBatch:
         columns = torch.arange(input_ids.shape[1])
         begin = (first + torch.tensor(query_lengths) - 1)[:, None]
         end = begin + torch.tensor(response_lengths)[:, None]
-        counted = (columns[:-1] >= begin) & (columns[:-1] < end)
+        response_mask = (columns[:-1] >= begin) & (columns[:-1] < end)
         if response_masks is not None:
-            inside = counted.clone()
-            counted[inside] = torch.cat(list(response_masks)).bool()
+            inside = response_mask.clone()
+            response_mask[inside] = torch.cat(list(response_masks)).bool()
         left_padded = bool(first.any())
         return cls(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=(columns - first[:, None]).clamp(min=0) if left_padded else None,
-            mask=counted,
-            counted=counted,
+            mask=response_mask,
+            response_mask=response_mask,
             query_lengths=query_lengths,
             response_lengths=response_lengths,
             left_padded=left_padded,
@@ -96,7 +99,7 @@ class TokenBatch:
 
     def counting(self) -> list[int]:
         """Samples of which at least one token counts; the others take no part in anything."""
-        return self.counted.any(-1).nonzero()[:, 0].tolist()
+        return self.response_mask.any(-1).nonzero()[:, 0].tolist()
 
     def to(self, device: torch.device) -> Self:
         moved = {
@@ -109,22 +112,22 @@ class TokenBatch:
         )
 
     def rows(self) -> Tensor:
-        """Flat positions b·T + t of the counted tokens, [N] on the batch's device."""
-        flat = self.counted.nonzero()
+        """Flat positions b·T + t that predict the response tokens, [N] on the batch's device."""
+        flat = self.response_mask.nonzero()
         rows = flat[:, 0] * self.input_ids.shape[1] + flat[:, 1]
         return rows.to(self.input_ids.device, non_blocking=True)
 
-    def counted_of_responses(self) -> Tensor:
+    def mask_of_responses(self) -> Tensor:
         """Which of all responses' tokens, one after the other, count; on the CPU."""
-        columns = torch.arange(self.counted.shape[1])
+        columns = torch.arange(self.response_mask.shape[1])
         width = self.input_ids.shape[1]
         lengths = torch.tensor([self.query_lengths, self.response_lengths])
         first = width - lengths.sum(0) if self.left_padded else torch.zeros_like(lengths[0])
         begin = (first + lengths[0] - 1)[:, None]
         inside = (columns >= begin) & (columns < begin + lengths[1][:, None])
-        return self.counted[inside]
+        return self.response_mask[inside]
 
-    def spread(self, per_row: Tensor, rows: Tensor) -> Tensor:
+    def scatter(self, per_row: Tensor, rows: Tensor) -> Tensor:
         """[N] values of ``rows()`` as [B, T-1], zero elsewhere; differentiable."""
         flat = per_row.new_zeros(self.input_ids.numel()).index_copy(0, rows, per_row)
         return flat.view(self.input_ids.shape)[:, :-1]
@@ -148,11 +151,225 @@ class TokenBatch:
             attention_mask=self.attention_mask[there, columns],
             position_ids=None if positions is None else positions[there, columns],
             mask=self.mask[there, shifted],
-            counted=self.counted[index, shifted],
+            response_mask=self.response_mask[index, shifted],
             query_lengths=[self.query_lengths[i] for i in indices],
             response_lengths=[self.response_lengths[i] for i in indices],
             samples=[self.samples[i] for i in indices] if self.boundaries is not None else (),
         )
+
+
+@dataclass(frozen=True)
+class EncodedBatch(TokenBatch):
+    """[B, T] is what the decoder reads, its start token in the query's place; queries lie apart."""
+
+    encoder_ids: Tensor = field(kw_only=True)  # [B, S] int64
+    encoder_mask: Tensor = field(kw_only=True)  # [B, S] int64
+    encoder_lengths: list[int] = field(kw_only=True)
+
+    @property
+    def model_inputs(self) -> dict[str, Tensor]:
+        return {
+            "input_ids": self.encoder_ids,
+            "attention_mask": self.encoder_mask,
+            "decoder_input_ids": self.input_ids,
+            "decoder_attention_mask": self.attention_mask,
+        }
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        return self.encoder_lengths
+
+    def to(self, device: torch.device) -> Self:
+        return replace(
+            super().to(device),
+            encoder_ids=self.encoder_ids.to(device, non_blocking=True),
+            encoder_mask=self.encoder_mask.to(device, non_blocking=True),
+        )
+
+    def select(self, indices: Sequence[int]) -> Self:
+        lengths = [self.encoder_lengths[i] for i in indices]
+        there = torch.as_tensor(list(indices)).to(self.encoder_ids.device, non_blocking=True)
+        return replace(
+            super().select(indices),
+            encoder_ids=self.encoder_ids[there, : max(lengths)],
+            encoder_mask=self.encoder_mask[there, : max(lengths)],
+            encoder_lengths=lengths,
+        )
+
+
+class BatchMaker:
+    """Makes checked, padded batches of queries and responses for one model; the base of what each
+    kind of model has.
+
+    Args:
+        layout: of the model.
+        vocab_size: of the model.
+        tokenizer: gives the pad token and the padding side.
+        collator: pads in place of that; gets dicts of ``input_ids`` and ``attention_mask``.
+    """
+
+    def __init__(
+        self, layout: Any, vocab_size: int, tokenizer: Any, collator: Collator | None = None
+    ):
+        self.layout, self.vocab_size = layout, vocab_size
+        self.tokenizer, self.collator = tokenizer, collator
+        self._warned = False
+
+    def __call__(self, queries: Any, responses: Any, response_masks: Any = None) -> TokenBatch:
+        """One batch on the CPU.
+
+        Raises:
+            ValueError: names the list and the element that is wrong, and says how.
+        """
+        queries, responses, response_masks = check_token_lists(
+            queries, responses, response_masks, vocab_size=self.vocab_size
+        )
+        responses, response_masks = self.own(responses, response_masks)
+        for i, (query, response) in enumerate(zip(queries, responses, strict=True)):
+            limit = self.layout.exceeded(len(query), len(response))
+            if limit is not None:
+                raise ValueError(
+                    f"queries[{i}] and responses[{i}] have {len(query)} + {len(response)} tokens, "
+                    f"beyond the {limit}: shorten the prompt or generate fewer tokens"
+                )
+        inputs = self.model_inputs(queries, responses)
+        self._warn_of_prompts(queries, responses)
+        return self.from_inputs(inputs, queries, responses, response_masks)
+
+    def model_inputs(
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """What the model's forward takes, padded, on the CPU."""
+        raise NotImplementedError
+
+    def from_inputs(
+        self,
+        inputs: dict[str, Tensor],
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        response_masks: Sequence[Tensor] | None = None,
+    ) -> TokenBatch:
+        """One batch on the CPU, from what :meth:`model_inputs` made of these queries."""
+        raise NotImplementedError
+
+    def own(
+        self, responses: Sequence[Tensor], response_masks: Sequence[Tensor] | None = None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
+        """Responses and masks without what is not the response's."""
+        return responses, response_masks
+
+    def _warn_of_prompts(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
+        """Warns of responses that hold their query, where that is hardly meant."""
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(what, stacklevel=6)
+
+    def _pad(self, sequences: Sequence[Tensor], side: str | None = None) -> dict[str, Tensor]:
+        need_pad_token(map(len, sequences), self.tokenizer.pad_token_id, self.tokenizer)
+        if self.collator is not None:
+            examples = [{"input_ids": s, "attention_mask": torch.ones_like(s)} for s in sequences]
+            collated = self.collator(examples)
+            return {name: collated[name] for name in ("input_ids", "attention_mask")}
+        return pad(sequences, self.tokenizer.pad_token_id, side or self.tokenizer.padding_side)
+
+
+class DecoderOnlyBatches(BatchMaker):
+    """For a causal model: responses behind their queries, padded where the tokenizer says."""
+
+    def model_inputs(
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        return self._pad([torch.cat(pair).cpu() for pair in zip(queries, responses, strict=True)])
+
+    def from_inputs(
+        self,
+        inputs: dict[str, Tensor],
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        response_masks: Sequence[Tensor] | None = None,
+    ) -> TokenBatch:
+        return TokenBatch.from_padded(
+            inputs["input_ids"].cpu(),
+            inputs["attention_mask"].cpu(),
+            [len(q) for q in queries],
+            [len(r) for r in responses],
+            None if response_masks is None else [m.cpu() for m in response_masks],
+        )
+
+    def _warn_of_prompts(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
+        for i, (q, r) in enumerate(zip(queries, responses, strict=True)):
+            if len(r) > len(q) > 1 and torch.equal(r[: len(q)], q):
+                self._warn(
+                    f"responses[{i}] begins with its query: the prompt is trained on as part of "
+                    "the response. generate(..., return_prompt=False) leaves it out"
+                )
+                return
+
+
+class EncoderDecoderBatches(BatchMaker):
+    """For an encoder–decoder: queries go to the encoder, responses to the decoder.
+
+    Both are padded at their ends, whatever the tokenizer's side: there no position depends on it.
+    """
+
+    def model_inputs(
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        started = [self.layout.started(r.cpu()) for r in responses]
+        read, written = self._pad([q.cpu() for q in queries], "right"), self._pad(started, "right")
+        return {**read, **{f"decoder_{name}": tensor for name, tensor in written.items()}}
+
+    def from_inputs(
+        self,
+        inputs: dict[str, Tensor],
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        response_masks: Sequence[Tensor] | None = None,
+    ) -> TokenBatch:
+        # a collator may have padded them on the other side
+        read = _to_the_front(inputs["input_ids"].cpu(), inputs["attention_mask"].cpu())
+        written = _to_the_front(
+            inputs["decoder_input_ids"].cpu(), inputs["decoder_attention_mask"].cpu()
+        )
+        of_decoder = TokenBatch.from_padded(
+            *written,
+            [1] * len(responses),  # the start token stands for the query
+            [len(r) for r in responses],
+            None if response_masks is None else [m.cpu() for m in response_masks],
+        )
+        lengths = [len(q) for q in queries]
+        return EncodedBatch(
+            **vars(of_decoder), encoder_ids=read[0], encoder_mask=read[1], encoder_lengths=lengths
+        )
+
+    def own(
+        self, responses: Sequence[Tensor], response_masks: Sequence[Tensor] | None = None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
+        # A response that is the start token alone is one: BART's ends a response too.
+        if not all(len(r) > 1 and int(r[0]) == self.layout.start for r in responses):
+            return responses, response_masks
+        self._warn(
+            f"all responses begin with the decoder's start token ({self.layout.start}), as "
+            "model.generate returns them: it is left out, being no part of a response. "
+            "PPOTrainer.generate does so too"
+        )
+        masks = None if response_masks is None else [mask[1:] for mask in response_masks]
+        return [r[1:] for r in responses], masks
+
+
+def make_batches(model: Any, tokenizer: Any, collator: Collator | None) -> BatchMaker:
+    """By the kind of model."""
+    layout, vocab_size = layout_of(model), model.config.get_text_config().vocab_size
+    kind = EncoderDecoderBatches if isinstance(layout, EncoderDecoder) else DecoderOnlyBatches
+    return kind(layout, vocab_size, tokenizer, collator)
+
+
+def _to_the_front(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows whose padding comes last; their tokens keep their order."""
+    order = mask.argsort(dim=1, descending=True, stable=True)
+    return ids.gather(1, order), mask.gather(1, order)
 
 
 def pad(sequences: Sequence[Tensor], pad_token_id: int | None, side: str) -> dict[str, Tensor]:

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.models.scoring import ScoringRequest, TokenScores, score_hidden, score_logits
+import fastrl_kernels
+from fastrl.models.scoring import (
+    NLLObjective,
+    ScoringRequest,
+    TokenScores,
+    score_logits,
+)
 from fastrl.models.tied_embedding import sparse_embedding_gradient
 from fastrl_kernels.types import LogitTransform
 
@@ -36,21 +42,53 @@ class FusedHead:
         """Scores, values apart, and the hidden states [N, H] that values are read from."""
         if request.logits:
             return RowHead(self.scale)(model, request, inputs)
+        objective, labels = request.objective, request.labels
+        options: dict[str, Any] = self.transform._asdict()
         seen: list[tuple[TokenScores, Tensor]] = []
 
-        # A loss gives the head's weight its gradient; the embedding's may then be sparse.
-        with_loss = request.objective is not None
-        with sparse_embedding_gradient(model) if with_loss else nullcontext() as tied:
+        # A loss gives the head's weight its gradient; then that of lookups may be sparse.
+        lookups = sparse_embedding_gradient(model) if objective is not None else nullcontext()
+        with lookups as tied:
 
-            def score(head: nn.Module, hidden: Tensor) -> Tensor:
+            def score(head: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
                 assert isinstance(head, nn.Linear)
+                options["bias"] = head.bias
+                hidden = args[0].flatten(0, -2)[request.rows]
                 weight = head.weight if tied is None else tied
-                picked = hidden.flatten(0, -2)[request.rows]
-                scores = score_hidden(picked, weight, head.bias, self.transform, request)
-                seen.append((scores, _unscaled(picked, self.scale)))
-                return hidden[:, :0]
+                if isinstance(objective, NLLObjective):
+                    loss, logprobs = fastrl_kernels.linear_nll_loss(
+                        hidden, weight, labels, denominator=objective.denominator, **options
+                    )
+                    scores = TokenScores(logprobs, None, None, None, loss)
+                elif objective is not None:
+                    loss, stats = fastrl_kernels.linear_ppo_loss(
+                        hidden,
+                        weight,
+                        labels,
+                        objective.old_logprobs,
+                        objective.advantages,
+                        torch.ones_like(labels, dtype=torch.bool),
+                        temperature=request.temperature,
+                        entropy=request.entropy,
+                        **objective.options,
+                        **options,
+                    )
+                    scores = TokenScores(stats.logprobs, stats.entropies, None, None, loss, stats)
+                else:
+                    scored: Any = fastrl_kernels.linear_logprobs(
+                        hidden,
+                        weight,
+                        labels,
+                        temperature=request.temperature,
+                        entropy=request.entropy,
+                        **options,
+                    )
+                    logprobs, entropies = scored if request.entropy else (scored, None)
+                    scores = TokenScores(logprobs, entropies, None, None)
+                seen.append((scores, _unscaled(hidden, self.scale)))
+                return args[0][:, :0]
 
-            with in_front_of_head(model, score):
+            with _hooked_head(model, score):
                 model(**inputs)
         return _only(seen, model)
 
@@ -224,9 +262,14 @@ def _why_other_transform(model: Any, transform: LogitTransform, inputs: Inputs) 
 def in_front_of_head(model: Any, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
     """While open, the LM head is given what ``change`` makes of its input [B, T, H]."""
 
-    def hook(head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (change(head, args[0]), *args[1:])
+    with _hooked_head(model, lambda head, args: (change(head, args[0]), *args[1:])):
+        yield
 
+
+@contextmanager
+def _hooked_head(
+    model: Any, hook: Callable[[nn.Module, tuple[Tensor, ...]], Any]
+) -> Iterator[None]:
     handle = model.get_output_embeddings().register_forward_pre_hook(hook)
     try:
         yield

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
-from fastrl_kernels.types import LogitTransform
 
 
 class PolicyObjective(NamedTuple):
@@ -27,6 +26,11 @@ class PolicyObjective(NamedTuple):
     kl: fastrl_kernels.KLTerm | None = None  # its reference's log-probs [N]
     token_weights: Tensor | None = None  # [N]
     denominator: Tensor | float | None = None  # None: N
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the kernels' losses take by name."""
+        return dict(zip(self._fields[2:], self[2:], strict=True))
 
 
 class NLLObjective(NamedTuple):
@@ -54,7 +58,8 @@ class ScoringRequest(NamedTuple):
 class TokenScores(NamedTuple):
     """What a model says of the requested tokens, fp32 but for the logits; None where not asked.
 
-    With an objective its gradient is in the loss: log-probs and entropies have none.
+    With an objective its gradient is in the loss: log-probs and entropies have none. The loss of a
+    :class:`PolicyObjective` comes with its statistics.
     """
 
     logprobs: Tensor  # [N]
@@ -62,6 +67,7 @@ class TokenScores(NamedTuple):
     values: Tensor | None  # [N]
     logits: Tensor | None  # [N, V], before the temperature
     loss: Tensor | None = None  # []
+    stats: fastrl_kernels.LossStats | None = None
 
 
 def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
@@ -70,60 +76,15 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
         logits, request.labels, temperature=request.temperature, entropy=request.entropy
     )
     logprobs, entropies = scored if request.entropy else (scored, None)
-    loss = None
-    if isinstance(request.objective, NLLObjective):
-        loss = -logprobs.sum() / request.objective.denominator
-        logprobs = logprobs.detach()
-    elif request.objective is not None:
-        old, advantages, *_ = request.objective
+    objective, loss, stats = request.objective, None, None
+    if isinstance(objective, NLLObjective):
+        loss = -logprobs.sum() / objective.denominator
+    elif objective is not None:
         every = torch.ones_like(request.labels, dtype=torch.bool)
-        terms = _terms_of(request.objective)
-        loss, _ = fastrl_kernels.ppo_loss(logprobs, old, advantages, every, **terms)
-        logprobs, entropies = (
-            logprobs.detach(),
-            entropies if entropies is None else entropies.detach(),
+        loss, stats = fastrl_kernels.ppo_loss(
+            logprobs, objective.old_logprobs, objective.advantages, every, **objective.options
         )
-    return TokenScores(logprobs, entropies, None, logits if request.logits else None, loss)
-
-
-def score_hidden(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    transform: LogitTransform,
-    request: ScoringRequest,
-) -> TokenScores:
-    """The same from what the LM head would be given, [N, H], and its weight: no logits are kept."""
-    options: dict[str, Any] = {
-        "bias": bias,
-        "temperature": request.temperature,
-        "entropy": request.entropy,
-        **transform._asdict(),
-    }
-    if request.objective is None:
-        scored: Any = fastrl_kernels.linear_logprobs(hidden, weight, request.labels, **options)
-        logprobs, entropies = scored if request.entropy else (scored, None)
-        return TokenScores(logprobs, entropies, None, None)
-    if isinstance(request.objective, NLLObjective):
-        loss, logprobs = fastrl_kernels.linear_nll_loss(
-            hidden,
-            weight,
-            request.labels,
-            bias=bias,
-            denominator=request.objective.denominator,
-            **transform._asdict(),
-        )
-        return TokenScores(logprobs, None, None, None, loss)
-    old, advantages, *_ = request.objective
-    every = torch.ones_like(request.labels, dtype=torch.bool)
-    options |= _terms_of(request.objective)
-    loss, stats = fastrl_kernels.linear_ppo_loss(
-        hidden, weight, request.labels, old, advantages, every, **options
-    )
-    return TokenScores(stats.logprobs, stats.entropies, None, None, loss)
-
-
-def _terms_of(objective: PolicyObjective) -> dict[str, Any]:
-    """What the kernels' losses take by name."""
-    names = ("cliprange", "kl", "token_weights", "denominator")
-    return {name: getattr(objective, name) for name in names}
+        entropies = entropies if entropies is None else entropies.detach()
+    if loss is not None:
+        logprobs = logprobs.detach()
+    return TokenScores(logprobs, entropies, None, logits if request.logits else None, loss, stats)

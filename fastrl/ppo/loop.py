@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fastrl.data.chat import Said
-from fastrl.data.prompts import Prompts, PromptStream
+from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
+from fastrl.data.tables import LONG_PROMPTS
 from fastrl.ppo.nonfinite import samples_left_out
 from fastrl.ppo.stats import scalars
+from fastrl.ppo.tracking import TrackerCallback
+from fastrl.processes import check_one_process
 from fastrl.rewards.functions import RewardFunction, check_rewards
 from fastrl.rollout import RolloutOutput
 from fastrl.run.callbacks import (
     Evaluation,
+    ProgressCallback,
     Samples,
     TrainCallback,
     TrainResult,
@@ -72,7 +76,7 @@ class Loop:
 
     def _step(self, batch: Prompts) -> tuple[dict[str, float], Samples]:
         size = self.trainer.config.group_size
-        rollout = self.trainer.rollout(batch.ids, self.generation_kwargs, size)
+        rollout = self.trainer.rollouts.sample(batch.ids, self.generation_kwargs, size)
         batch = batch.repeated(size)
         begin = time.perf_counter()
         completions = self._decode(batch, rollout)
@@ -100,7 +104,7 @@ class Loop:
             return
         with torch.random.fork_rng():
             torch.manual_seed(self.trainer.config.seed)
-            rollout = self.trainer.rollout(self.eval_prompts.ids, self.generation_kwargs)
+            rollout = self.trainer.rollouts.sample(self.eval_prompts.ids, self.generation_kwargs)
             completions = self._decode(self.eval_prompts, rollout)
             rewards = self._rewards(self.eval_prompts, rollout, completions)
         sound = (~rewards.isnan()).nonzero()[:, 0].tolist()
@@ -123,7 +127,7 @@ class Loop:
     def _rewards(self, batch: Prompts, rollout: RolloutOutput, completions: list[str]) -> Tensor:
         """Rewards [B] in fp32, checked; a chat's completion is a message too. The function is asked
         about samples that did not end in NaN logits; the others' are NaN."""
-        nonfinite = self.trainer._update.nonfinite
+        nonfinite = self.trainer.nonfinite
         left_out = set(samples_left_out(rollout, nonfinite, lambda i: repr(batch.texts[i])))
         sound = [i for i in range(len(batch)) if i not in left_out]
         asked = batch.take(sound)
@@ -140,13 +144,83 @@ class Loop:
     def _decode(self, batch: Prompts, rollout: RolloutOutput) -> list[str]:
         """Completions; behind a prompt such that the two are the text, spaces included."""
         return [
-            self.trainer.decode_response(prompt, response)
+            self.trainer.rollouts.decode(prompt, response)
             for prompt, response in zip(batch.ids, rollout.sequences, strict=True)
         ]
 
     def _tell(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self.trainer, *args)
+
+
+def make_loop(
+    trainer: PPOTrainer,
+    reward_fn: RewardFunction,
+    steps: int,
+    *,
+    prompts: Any,
+    dataset: Any,
+    prompt_column: str | None,
+    generation_kwargs: dict[str, Any],
+    eval_prompts: Any,
+    missing_eos_penalty: float | None,
+    long_prompts: str,
+    callbacks: Iterable[TrainCallback],
+    progress: bool,
+) -> Loop:
+    """From the arguments of :meth:`fastrl.PPOTrainer.train`.
+
+    Raises:
+        ValueError: as it does.
+    """
+    check_one_process("PPOTrainer.train()", trainer.accelerator.num_processes)
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    if prompts is not None and dataset is not None:
+        raise ValueError("pass prompts or dataset, not both")
+    if long_prompts not in LONG_PROMPTS:
+        raise ValueError(
+            f"unknown long_prompts {long_prompts!r}: choose one of {', '.join(LONG_PROMPTS)}"
+        )
+    source = trainer.dataset if dataset is None else dataset
+    if prompts is None and source is None:
+        raise ValueError("nothing to train on: pass prompts or dataset")
+    kwargs = trainer.rollouts.arguments.of_training(generation_kwargs)
+    # max_length in its place counts the prompt.
+    room = (trainer.rollouts.layout, kwargs.get("max_new_tokens") or 1, long_prompts)
+    given = (
+        Prompts.from_dataset(source, prompt_column, trainer.tokenizer)
+        if prompts is None
+        else Prompts.from_list(prompts, trainer.tokenizer)
+    )
+    found = given.fitting(*room)
+    if len(found) < trainer.config.prompts_per_step:
+        wanted, size = f"batch_size={trainer.config.batch_size}", trainer.config.group_size
+        wanted += "" if size == 1 else f" / group_size={size}"
+        raise ValueError(
+            f"{len(found)} prompts are fewer than {wanted}: lower batch_size or bring more prompts"
+        )
+    result, held_out = TrainResult(dropped_prompts=len(given) - len(found)), None
+    if eval_prompts is not None:
+        given = read_eval_prompts(eval_prompts, prompt_column, trainer.tokenizer)
+        held_out = given.fitting(*room)
+        result.dropped_eval_prompts = len(given) - len(held_out)
+    new = PromptStream(len(found), trainer.config.seed)
+    return Loop(
+        trainer,
+        reward_fn,
+        prompts=found,
+        stream=trainer._streams.setdefault(found.fingerprint(), new),
+        eval_prompts=held_out,
+        generation_kwargs=kwargs,
+        missing_eos_penalty=missing_eos_penalty,
+        callbacks=[
+            *([ProgressCallback(trainer.config.method)] if progress else []),
+            *([] if trainer.config.log_with is None else [TrackerCallback()]),
+            *callbacks,
+        ],
+        result=result,
+    )
 
 
 def _answer(prompt: Said, completion: str) -> Said:

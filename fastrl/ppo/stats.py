@@ -13,10 +13,7 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.data.batch import TokenBatch
 from fastrl.ppo.experience import Scored
-from fastrl.ppo.losses import MINIBATCH_FIELDS
 from fastrl.ppo.update import UpdateRecord
-
-_MINIBATCH = (len(MINIBATCH_FIELDS),)
 
 
 def fetch(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
@@ -47,7 +44,6 @@ def device_stats(
     known = (~scores.isnan()).sum()
     mean_score = scores.nansum() / known
     squares = (scores - mean_score).square().nansum()
-    update = torch.stack([*record.minibatches] or [scores.new_full(_MINIBATCH, torch.nan)]).mean(0)
     stats = {
         "objective/kl": kl_per_sequence.sum() / samples,
         "objective/kl_dist": kl_per_sequence,
@@ -60,18 +56,13 @@ def device_stats(
         "ppo/policy/advantages": torch.cat([scores[:0], *record.advantages]),
         "ppo/policy/ratio": torch.cat([scores[:0], *record.ratios]),
     }
-    stats.update(minibatch_stats(update, record.names))
+    stats.update(record.means(scores.device))
     if "ppo/val/error" in stats:
         variance = stats["ppo/returns/var"]
         stats["ppo/val/var_explained"] = torch.where(
             variance > 0, 1 - stats["ppo/val/error"] / variance, 0.0
         )
     return stats
-
-
-def minibatch_stats(vector: Tensor, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Of one mini-batch's vector of MINIBATCH_FIELDS those with a name."""
-    return {name: vector[MINIBATCH_FIELDS.index(field)] for name, field in names.items()}
 
 
 def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,24 +16,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastrl.config import PPOConfig, json_object
 from fastrl.core import PPODecorators, set_seed
 from fastrl.data import batch as data
-from fastrl.data.batch import TokenBatch
-from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
-from fastrl.data.tables import LONG_PROMPTS
+from fastrl.data.batch import TokenBatch, make_batches
+from fastrl.data.prompts import PromptStream
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.utils import evaluating, warn_of_lost_updates
-from fastrl.ppo import stats
-from fastrl.ppo.advantages import make_advantages
-from fastrl.ppo.batches import make_batches
-from fastrl.ppo.classic import ClassicSurface
+from fastrl.ppo import classic, stats, tracking
 from fastrl.ppo.control import RunningMoments, ScoreTransform, make_kl_controller
-from fastrl.ppo.experience import Experience, Scorer, make_kl_penalty
-from fastrl.ppo.generation import Generation
-from fastrl.ppo.loop import Loop
-from fastrl.ppo.losses import UpdateLoss, make_aggregate, make_kl_place
+from fastrl.ppo.experience import (
+    Experience,
+    Scorer,
+    make_advantages,
+    make_kl_penalty,
+    make_old_logprobs,
+    without_figures,
+)
+from fastrl.ppo.loop import make_loop
 from fastrl.ppo.nonfinite import samples_left_out
-from fastrl.ppo.reuse import RolloutMemory, make_reuse, without_figures
-from fastrl.ppo.rollouts import make_rollouts
-from fastrl.ppo.sampling import SamplingArguments
+from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.setup import (
     checked_policies,
     choose_heads,
@@ -40,22 +42,23 @@ from fastrl.ppo.setup import (
     prepared,
     warn_of_a_single_response,
 )
-from fastrl.ppo.tracking import TrackerCallback
-from fastrl.ppo.update import PPOUpdate
-from fastrl.processes import check_one_process
+from fastrl.ppo.update import GradientStep, PPOUpdate, UpdateLoss, make_aggregate, make_kl_place
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.functions import RewardFunction
 from fastrl.rollout import RolloutOutput
-from fastrl.run.callbacks import ProgressCallback, TrainCallback, TrainResult
+from fastrl.run import hub
+from fastrl.run.callbacks import TrainCallback, TrainResult
+from fastrl.run.model_card import policy_gradient, write_model_card
 from fastrl.timing import start_clock
 
 _MIXED_PRECISION = (
     'set accelerator_kwargs={"mixed_precision": "bf16"} (commands: --dtype float32 '
     """--accelerator-kwargs '{"mixed_precision": "bf16"}')"""
 )
+_LOOP_COLUMNS = ("label", "query", "response")
 
 
-class PPOTrainer(Generation, ClassicSurface):
+class PPOTrainer:
     """Proximal policy optimisation of a language model from scored responses.
 
     The classic loop: ``generate`` responses to queries, score them, ``step``; or :meth:`train` for
@@ -80,6 +83,13 @@ class PPOTrainer(Generation, ClassicSurface):
         lr_scheduler: stepped once per step(); wrapped by accelerate afterwards.
         training_data_collator: pads model inputs in place of the trainer; gets dicts of
             ``input_ids`` and ``attention_mask``.
+
+    Attributes:
+        rollouts: generates, and remembers the log-probs of what it has generated.
+        reference: the reference policy, of which ``ref_model`` is the model.
+        scorer: runs policy and reference over a batch.
+        update: minimises the clipped loss over a batch's experience.
+        kl_ctl: the KL coefficient; ``running``: the moments of all scores so far.
 
     Raises:
         TypeError: config, model, ref_model, tokenizer or lr_scheduler of another type.
@@ -115,7 +125,7 @@ class PPOTrainer(Generation, ClassicSurface):
         if dataset is not None:
             self.dataloader = self.prepare_dataloader(dataset, data_collator)
         self.training_data_collator = training_data_collator
-        self._batches = make_batches(model, tokenizer, training_data_collator)
+        self.batches = make_batches(model, tokenizer, training_data_collator)
 
         # Before there is an optimizer: what is shared with the reference is not trained.
         self.reference = choose_ref_model(config, model, ref_model, num_shared_layers)
@@ -133,13 +143,14 @@ class PPOTrainer(Generation, ClassicSurface):
 
         self.kl_ctl = make_kl_controller(config)
         self.running = RunningMoments()
-        self._transform_scores = ScoreTransform(config, self.running, self.accelerator)
+        self.transform_scores = ScoreTransform(config, self.running, self.accelerator)
+        # TRL's name, called with log-probs.
         self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference, config.temperature)
-        self._kl_place = make_kl_place(config)
-        self._advantages = make_advantages(config)
-        self._aggregate = make_aggregate(config)
+        self.kl_place = make_kl_place(config)
+        self.advantages = make_advantages(config)
+        self.aggregate = make_aggregate(config)
         choose_heads(self.current_device, self.model, self.ref_model)
-        self._score = Scorer(
+        self.scorer = Scorer(
             self.model,
             self.reference,
             self._kl_penalty,
@@ -147,14 +158,16 @@ class PPOTrainer(Generation, ClassicSurface):
             precision_of(model, self.accelerator),
             config.temperature,
         )
-        self._rollouts = make_rollouts(config, tokenizer, self.accelerator.autocast)
-        self._sampling = SamplingArguments(model, config.temperature)
-        self._memory = RolloutMemory(model, optimizer, config.temperature)
         # The KL over the vocabulary needs the policy's logits, and hence its forward.
         kind = "recompute" if self._kl_penalty.needs_logits else config.old_logprobs
-        self._score_or_reuse = make_reuse(kind, self._score)
-        loss = UpdateLoss(config, self._aggregate, self._kl_place)
-        self._update = PPOUpdate(config, self.accelerator, self.model, self.optimizer, loss)
+        self.score_or_reuse = make_old_logprobs(kind, self.scorer)
+        self.rollouts = Rollouts(
+            config, model, self.model, tokenizer, self.reference, optimizer, self.accelerator
+        )
+        loss = UpdateLoss(config, self.aggregate)
+        gradient = GradientStep(config, self.accelerator, self.model, self.optimizer, loss)
+        self.update = PPOUpdate(config, gradient)
+        self.nonfinite = gradient.nonfinite
         self.current_step = 0
         self._streams: dict[str, PromptStream] = {}  # by what they are of
         self._best_mean_score = -float("inf")
@@ -210,21 +223,21 @@ class PPOTrainer(Generation, ClassicSurface):
             responses, response_masks = data.without_tokens(
                 queries, responses, response_masks, left_out
             )
-        batch = self._make_batch(queries, responses, response_masks)
-        self._advantages.check(queries)
-        known = self._known(queries, generated, rollout)
+        batch = self.make_batch(queries, responses, response_masks)
+        self.advantages.check(queries)
+        rollout_logprobs = self.rollouts.logprobs(queries, generated, rollout)
         if left_out:
-            known = without_figures(known, responses, left_out)
-        self._score_or_reuse.check(known)
+            rollout_logprobs = without_figures(rollout_logprobs, responses, left_out)
+        self.score_or_reuse.check(rollout_logprobs)
 
-        final_scores, moments = self._transform_scores(checked_scores)
+        final_scores, moments = self.transform_scores(checked_scores)
         final_scores = final_scores.to(self.current_device)
         self._push_if_best(final_scores)
-        self._rollouts.before_update()
+        self.rollouts.before_update()
         clock = start_clock(self.current_device)
         with evaluating(self.model), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
-                scored, reuse_stats = self._score_or_reuse(batch, known)
+                scored, reuse_stats = self.score_or_reuse(batch, rollout_logprobs)
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
                     final_scores.nan_to_num(), *self._kl_penalty.operands(scored), batch.mask
@@ -239,10 +252,10 @@ class PPOTrainer(Generation, ClassicSurface):
                     values,
                     advantages,
                     returns,
-                    self._kl_place.term(scored.ref_logprobs, self.kl_ctl.value),
-                    self._aggregate.sample_weights(batch.mask, checked_weights),
+                    self.kl_place.term(scored.ref_logprobs, self.kl_ctl.value),
+                    self.aggregate.weights(batch.mask, checked_weights),
                 )
-                record = self._update(batch, experience)
+                record = self.update(batch, experience)
         with clock("calc_stats"):
             result = self.record_step_stats(
                 kl_coef=self.kl_ctl.value,
@@ -285,7 +298,7 @@ class PPOTrainer(Generation, ClassicSurface):
         Returns:
             rewards, their part without the score, and the KL penalties, each [B, T-1].
         """
-        coef = self._kl_place.reward_coef(self.kl_ctl.value)
+        coef = self.kl_place.reward_coef(self.kl_ctl.value)
         scores = scores.to(logprobs.device)
         return self._kl_penalty.rewards(scores, logprobs, ref_logprobs, masks.bool(), coef)
 
@@ -298,7 +311,46 @@ class PPOTrainer(Generation, ClassicSurface):
         Returns:
             values (zero where masked), advantages, returns.
         """
-        return self._advantages(values, rewards, mask.bool())
+        return self.advantages(values, rewards, mask.bool())
+
+    # ------------------------------------------------------------------ rollouts
+
+    def generate(
+        self,
+        query_tensor: Tensor | list[Tensor],
+        length_sampler: Callable[[], int] | None = None,
+        batch_size: int = 4,
+        return_prompt: bool = True,
+        generate_ref_response: bool = False,
+        **generation_kwargs: Any,
+    ) -> Any:
+        """Responses to one query or several; keyword arguments as in ``model.generate``.
+
+        As there, what they leave out is taken from the model's generation_config: a warning names
+        each field that makes the draw another one than softmax(logits / T) with T
+        ``PPOConfig.temperature``, which is what ``step()`` scores. That temperature is the default
+        here where it is not 1. ``stop`` is beside them: token sequences that end a response.
+
+        Args:
+            query_tensor: 1-D token ids, or a list of such.
+            length_sampler: draws max_new_tokens, once per call of the model.
+            batch_size: queries per call of the model.
+            return_prompt: whether the responses begin with their query; those of an
+                encoder–decoder never do, nor with its start token.
+            generate_ref_response: return the reference's responses as well, as a second result.
+
+        Returns:
+            for a list, a list of 1-D tensors, each cut after the first EOS of its response; for one
+            query a tensor [1, L].
+        """
+        return self.rollouts.generate(
+            query_tensor,
+            length_sampler,
+            batch_size,
+            return_prompt,
+            generate_ref_response,
+            **generation_kwargs,
+        )
 
     # ------------------------------------------------------------------ the whole loop
 
@@ -358,64 +410,247 @@ class PPOTrainer(Generation, ClassicSurface):
                  temperature than the configuration's in ``generation_kwargs``, rewards that are not
                  one finite number per completion.
         """
-        check_one_process("PPOTrainer.train()", self.accelerator.num_processes)
-        if steps < 1:
-            raise ValueError(f"steps must be at least 1, got {steps}")
-        if prompts is not None and dataset is not None:
-            raise ValueError("pass prompts or dataset, not both")
-        if long_prompts not in LONG_PROMPTS:
-            raise ValueError(
-                f"unknown long_prompts {long_prompts!r}: choose one of {', '.join(LONG_PROMPTS)}"
-            )
-        source = self.dataset if dataset is None else dataset
-        if prompts is None and source is None:
-            raise ValueError("nothing to train on: pass prompts or dataset")
-        kwargs = self._sampling.of_training(generation_kwargs or {})
-        # max_length in its place counts the prompt.
-        room = (self._batches.layout, kwargs.get("max_new_tokens") or 1, long_prompts)
-        given = (
-            Prompts.from_dataset(source, prompt_column, self.tokenizer)
-            if prompts is None
-            else Prompts.from_list(prompts, self.tokenizer)
-        )
-        found = given.fitting(*room)
-        if len(found) < self.config.prompts_per_step:
-            wanted, size = f"batch_size={self.config.batch_size}", self.config.group_size
-            wanted += "" if size == 1 else f" / group_size={size}"
-            raise ValueError(
-                f"{len(found)} prompts are fewer than {wanted}: lower batch_size or bring more "
-                "prompts"
-            )
-        result, held_out = TrainResult(dropped_prompts=len(given) - len(found)), None
-        if eval_prompts is not None:
-            given = read_eval_prompts(eval_prompts, prompt_column, self.tokenizer)
-            held_out = given.fitting(*room)
-            result.dropped_eval_prompts = len(given) - len(held_out)
-        new = PromptStream(len(found), self.config.seed)
-        loop = Loop(
+        loop = make_loop(
             self,
             reward_fn,
-            prompts=found,
-            stream=self._streams.setdefault(found.fingerprint(), new),
-            eval_prompts=held_out,
-            generation_kwargs=kwargs,
+            steps,
+            prompts=prompts,
+            dataset=dataset,
+            prompt_column=prompt_column,
+            generation_kwargs=generation_kwargs or {},
+            eval_prompts=eval_prompts,
             missing_eos_penalty=missing_eos_penalty,
-            callbacks=[
-                *([ProgressCallback(self.config.method)] if progress else []),
-                *([] if self.config.log_with is None else [TrackerCallback()]),
-                *callbacks,
-            ],
-            result=result,
+            long_prompts=long_prompts,
+            callbacks=callbacks,
+            progress=progress,
         )
         return loop.run(steps, eval_every)
+
+    # ------------------------------------------------------------------ single phases
+
+    def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> Any:
+        """A shuffled loader of whole batches: of ``batch_size`` samples, or as many as there are
+        groups in that.
+
+        Of a ``datasets.Dataset``, columns that neither the model's forward nor the classic loop
+        reads are dropped, unless ``remove_unused_columns`` is off. By default dicts become a dict
+        of lists, and tuples and tensors what torch's ``default_collate`` makes of them (a list of
+        tensors where their shapes differ). Fewer samples than a batch give an empty loader, and a
+        warning.
+        """
+        arguments = inspect.signature(self._unwrapped.forward).parameters
+        keep = (*arguments, *_LOOP_COLUMNS) if self.config.remove_unused_columns else None
+        return data.make_dataloader(dataset, self.config.prompts_per_step, data_collator, keep)
+
+    def prepare_model_inputs(
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """Queries and responses joined and padded: input_ids and attention_mask, [B, T] int64.
+
+        The tokenizer's padding_side decides where the padding goes. For an encoder–decoder these
+        are the queries', and decoder_input_ids and decoder_attention_mask those of the responses,
+        behind the decoder's start token; padding goes to the end.
+        """
+        inputs = self.batches.model_inputs(queries, self.batches.own(responses)[0])
+        return {name: tensor.to(self.current_device) for name, tensor in inputs.items()}
+
+    def batched_forward_pass(
+        self,
+        model: Any,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        model_inputs: dict[str, Tensor],
+        return_logits: bool = False,
+        response_masks: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Log-probs at ``PPOConfig.temperature``, logits (before it) or None, values and masks of
+        the responses, without gradients.
+
+        Args:
+            model_inputs: what :meth:`prepare_model_inputs` returned for these queries.
+
+        Returns:
+            [B, T-1], [B, T-1, V] or None, [B, T-1], [B, T-1] bool; zero where the mask is False.
+        """
+        responses, response_masks = self.batches.own(responses, response_masks)
+        batch = self.batches.from_inputs(model_inputs, queries, responses, response_masks)
+        return classic.batched_forward_pass(
+            model,
+            batch.to(self.current_device),
+            self.config.mini_batch_size,
+            self.config.temperature,
+            return_logits,
+        )
+
+    def loss(
+        self,
+        old_logprobs: Tensor,
+        values: Tensor,
+        logits: Tensor | None,
+        vpreds: Tensor,
+        logprobs: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Policy loss, vf_coef × value loss, and statistics; inputs [B, T-1], or [T-1] of a single
+        sample, and logits with the vocabulary as one more dimension, for the entropy at
+        ``PPOConfig.temperature``.
+
+        Each of the two losses carries its own gradient. ``step()`` computes both in one pass, with
+        the same figures. A KL term (``kl_in="loss"``) is not part of it.
+        """
+        return classic.loss(
+            self.update.gradient.loss,
+            *(old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns),
+        )
+
+    def train_minibatch(
+        self,
+        old_logprobs: Tensor,
+        values: Tensor,
+        logprobs: Tensor,
+        logits: Tensor | None,
+        vpreds: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+    ) -> dict[str, Tensor]:
+        """One optimizer step on :meth:`loss`; returns its statistics.
+
+        It is left out, with a warning, where the loss or its gradient is not finite.
+        """
+        policy_loss, value_loss, statistics = self.loss(
+            old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
+        )
+        self.update.minimise(policy_loss + value_loss)
+        return statistics
+
+    def _step_safety_checker(
+        self,
+        batch_size: int,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: list[Tensor],
+        masks: list[Tensor] | None = None,
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
+        """The checks of :meth:`step` under TRL's name; what was given, on the device, with scores
+        as 0-D tensors.
+
+        Raises:
+            ValueError: as step() does.
+        """
+        return classic.checked_step(
+            self.batches, self.current_device, batch_size, queries, responses, scores, masks
+        )
+
+    # ------------------------------------------------------------------ statistics
+
+    def record_step_stats(self, kl_coef: float, **step: Any) -> dict[str, Any]:
+        """The statistics of a step, fetched from the device in one transfer."""
+        batch, record = step["batch"], step["record"]
+        of_groups = self.advantages.statistics(step["scores"])
+        on_device = self.gather_stats({**stats.device_stats(**step), **of_groups})
+        result: dict[str, Any] = {
+            name: value.item() if value.ndim == 0 else value
+            for name, value in stats.fetch(on_device).items()
+        }
+        result.update(stats.host_stats(batch, record))
+        result["objective/kl_coef"] = kl_coef
+        result["ppo/learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        return result
+
+    def gather_stats(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Scalars averaged over processes, in one reduction; arrays stay each process's own."""
+        if self.accelerator.num_processes == 1:
+            return statistics
+        names = [name for name, value in statistics.items() if value.dim() == 0]
+        joined = torch.stack([statistics[name].float() for name in names])
+        means = self.accelerator.reduce(joined, reduction="mean")
+        return {**statistics, **dict(zip(names, means, strict=True))}
+
+    def log_stats(
+        self,
+        stats: dict[str, Any],
+        batch: dict[str, Any],
+        rewards: Sequence[Tensor | float] | Tensor,
+        columns_to_log: Iterable[str] = ("query", "response"),
+    ) -> None:
+        """Log a step: to the tracker of ``log_with``, else as a table of samples on the console.
+
+        Args:
+            stats: what ``step()`` returned.
+            batch: columns of texts, such as query and response.
+            rewards: one number per sample.
+            columns_to_log: the columns of ``batch`` that the table shows.
+        """
+        tracking.log_stats(
+            self.accelerator,
+            self.config.log_with,
+            self.current_step,
+            stats,
+            batch,
+            rewards,
+            columns_to_log,
+        )
+
+    # ------------------------------------------------------------------ saving
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Save model with value head, tokenizer, and a model card where there is none.
+
+        Raises:
+            ValueError: layers that are shared with the reference have changed.
+        """
+        self.reference.verify()
+        state_dict = self.accelerator.get_state_dict(self.model)
+        if not self.accelerator.is_main_process:
+            return
+        card = Path(save_directory) / "README.md"
+        own = card.read_bytes() if card.exists() else None
+        self._unwrapped.save_pretrained(save_directory, state_dict=state_dict)
+        self.tokenizer.save_pretrained(save_directory)
+        # PEFT writes a card of its own.
+        if own is None:
+            self.create_model_card(save_directory)
+        else:
+            card.write_bytes(own)
+
+    def create_model_card(self, path: str | Path, model_name: str | None = None) -> None:
+        """Write ``README.md``: what the model is, how it was trained, and how to load it.
+
+        The base model is what the model itself names, or else ``PPOConfig.model_name`` where that
+        was set.
+        """
+        name = model_name or Path(path).absolute().name
+        unset = PPOConfig.__dataclass_fields__["model_name"].default
+        given = None if self.config.model_name == unset else self.config.model_name
+        method = policy_gradient(self.config.method)
+        write_model_card(path, name, self._unwrapped, method, given)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Upload model, tokenizer and model card, in one commit.
+
+        Args:
+            kwargs: see :func:`fastrl.run.hub.upload`, such as ``private``, ``token`` and
+                ``commit_message``.
+        """
+        hub.check_options(kwargs)
+        with tempfile.TemporaryDirectory() as folder:
+            if self.accelerator.is_main_process:
+                self.create_model_card(folder, repo_id)
+            self.save_pretrained(folder)
+            if self.accelerator.is_main_process:
+                return hub.upload(folder, repo_id, **kwargs)
+        return None
 
     # ------------------------------------------------------------------ internals
 
     def sequence_kl(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
         """Mean over samples of Σ_t KL(policy || reference), by the configured penalty."""
-        batch = self._make_batch(list(queries), list(responses), None)
+        batch = self.make_batch(list(queries), list(responses), None)
         with evaluating(self.model):
-            scored = self._score(batch)
+            scored = self.scorer(batch)
         no_scores = torch.zeros(len(batch), device=self.current_device)
         operands = self._kl_penalty.operands(scored)
         return float(self.compute_rewards(no_scores, *operands, batch.mask)[2].sum(-1).mean())
@@ -428,11 +663,11 @@ class PPOTrainer(Generation, ClassicSurface):
         def name(i: int) -> str:
             return repr(self.tokenizer.decode(queries[i]))
 
-        return samples_left_out(rollout, self._update.nonfinite, name)
+        return samples_left_out(rollout, self.nonfinite, name)
 
-    def _make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
+    def make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
         """One checked, padded batch on the device."""
-        batch = self._batches(queries, responses, response_masks).to(self.current_device)
+        batch = self.batches(queries, responses, response_masks).to(self.current_device)
         return batch.on(self.reference.trunk_cache(batch.sequences()))
 
     def _move_reference(self) -> None:

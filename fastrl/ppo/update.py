@@ -1,13 +1,14 @@
-"""The PPO update: epochs over a batch, in mini-batches."""
+"""The PPO update: epochs over a batch of experience, in mini-batches of the clipped loss."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,65 +18,326 @@ from torch import Tensor, nn
 from fastrl.config import PPOConfig
 from fastrl.data.batch import TokenBatch
 from fastrl.models.activation_checkpointing import all_layers, checkpointed
+from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.ppo.experience import Experience, scoring_request
-from fastrl.ppo.losses import MINIBATCH_FIELDS, UpdateLoss, make_denominator
 from fastrl.ppo.nonfinite import make_nonfinite
+from fastrl_kernels import KLTerm
 
-_JUDGED = ("loss", "mean_ratio", "policy_kl")
-
-
-@dataclass
-class UpdateRecord:
-    """What an update leaves behind, on the device; of mini-batches whose loss is finite."""
-
-    names: dict[str, str]  # of the statistics, by MINIBATCH_FIELDS
-    minibatches: list[Tensor] = field(default_factory=list)  # each [len(MINIBATCH_FIELDS)]
-    ratios: list[Tensor] = field(default_factory=list)  # each [counted tokens]
-    advantages: list[Tensor] = field(default_factory=list)  # each [counted tokens]
-    optimizer_steps: int = 0
-    skipped: int = 0  # mini-batches whose mean ratio exceeded the threshold
-    nonfinite: int = 0  # mini-batches whose loss is not finite
-    nonfinite_steps: int = 0  # optimizer steps left out for their gradient
-    stopped_early: bool = False
-
-    def add(self, minibatch: _Minibatch) -> None:
-        self.minibatches.append(minibatch.vector)
-        self.ratios.append(minibatch.ratios)
-        self.advantages.append(minibatch.advantages)
+# ------------------------------------------------------------------ what the loss is made of
 
 
-class _Minibatch(NamedTuple):
-    """What a mini-batch says once its gradient has been added."""
+class KLPlace(Protocol):
+    """Where the KL penalty acts: on rewards or in the loss."""
 
-    vector: Tensor  # [len(MINIBATCH_FIELDS)]
-    ratios: Tensor  # [counted tokens]
-    advantages: Tensor  # [counted tokens]
+    def reward_coef(self, coef: float) -> float:
+        """β of the penalty in the rewards."""
 
-
-class _Verdict(NamedTuple):
-    """What the host knows of mini-batches and of their gradients' sum."""
-
-    losses: list[float]
-    ratios: list[float]  # means
-    policy_kls: list[float]
-    gradient_norm: float
+    def term(self, ref_logprobs: Tensor, coef: float) -> KLTerm | None:
+        """What is added to the loss."""
 
 
-class PPOUpdate:
-    """Runs ``ppo_epochs`` over an experience and leaves the policy improved.
+class KLInReward:
+    """Each token's reward is less by β times its KL penalty, as in classic PPO."""
 
-    The model stays in evaluation mode: dropout would make the ratio differ from 1 where nothing
-    changed. Samples of which no token counts are not run.
+    def reward_coef(self, coef: float) -> float:
+        return coef
 
-    One small read per optimizer step, after its backward passes, decides what becomes of it. A
-    mini-batch takes no part where its mean ratio exceeds ``ratio_threshold`` or its loss is not
-    finite: the gradient of the others is then computed once more without it, divided by what is
-    left (the others' tokens or samples, or their number). Where nothing is left, or the gradient is
-    not finite, the step is not taken; with early stopping no more are once mean(old - new log-prob)
-    exceeds 1.5·target_kl.
+    def term(self, ref_logprobs: Tensor, coef: float) -> KLTerm | None:
+        return None
 
-    An exception leaves no gradient behind, and the order of the samples as it was before the call;
-    optimizer steps that were taken stay.
+
+class KLInLoss:
+    """β·(exp(-d) - 1 + d) is added to each token's loss, d = log π - log ref: "k3"."""
+
+    def reward_coef(self, coef: float) -> float:
+        return 0.0
+
+    def term(self, ref_logprobs: Tensor, coef: float) -> KLTerm | None:
+        return KLTerm(ref_logprobs, coef, "k3")
+
+
+def make_kl_place(config: PPOConfig) -> KLPlace:
+    """By ``PPOConfig.kl_in``."""
+    return KLInLoss() if _kl_in_loss(config) else KLInReward()
+
+
+def _kl_in_loss(config: PPOConfig) -> bool:
+    # A coefficient that is 0 stays 0, and there need not be a reference.
+    return config.kl_in == "loss" and config.init_kl_coef > 0
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """How a loss sums over tokens: Σ_t w_t·ℓ_t / denominator.
+
+    Attributes:
+        sample_weights: from the numbers of response tokens [B], what each token of a sample weighs,
+            [B]; None: 1.
+        denominator: of some samples, from their numbers of response tokens and their weights or
+            None, [b] each; that of several mini-batches is that of all their samples.
+    """
+
+    sample_weights: Callable[[Tensor], Tensor | None]
+    denominator: Callable[[Tensor, Tensor | None], Tensor]
+
+    def weights(self, mask: Tensor, given: Tensor | None) -> Tensor | None:
+        """What each token of a sample weighs, [B], times what is ``given``; None: 1."""
+        own = self.sample_weights(mask.sum(-1))
+        return given if own is None else own if given is None else own * given
+
+
+def _unweighted(lengths: Tensor) -> None:
+    return None
+
+
+def _over_length(lengths: Tensor) -> Tensor:
+    return lengths.clamp(min=1).reciprocal()
+
+
+def _over_fixed_length(lengths: Tensor, length: int | None) -> Tensor:
+    norm = lengths.max().clamp(min=1) if length is None else length
+    return torch.ones_like(lengths) / norm
+
+
+def _tokens(lengths: Tensor, weights: Tensor | None) -> Tensor:
+    return lengths.sum() if weights is None else (weights * lengths).sum()
+
+
+def _samples_with_tokens(lengths: Tensor, weights: Tensor | None) -> Tensor:
+    counts = lengths > 0 if weights is None else (lengths > 0) & (weights > 0)
+    return counts.sum().clamp(min=1)
+
+
+def _weighted_samples(lengths: Tensor, weights: Tensor | None) -> Tensor:
+    assert weights is not None
+    return (weights > 0).sum().clamp(min=1)
+
+
+def make_aggregate(config: PPOConfig) -> Aggregate:
+    """By ``PPOConfig.loss_aggregate``, one of the kernels' AGGREGATES; sums over flat rows, whose
+    sequences a kernel cannot see, come out the same."""
+    by_norm = partial(_over_fixed_length, length=config.loss_norm_length)
+    return {
+        # all tokens of a mini-batch weigh the same
+        "token-mean": Aggregate(_unweighted, _tokens),
+        # Σ over tokens / samples that have a response token, and a weight above 0
+        "seq-mean-token-sum": Aggregate(_unweighted, _samples_with_tokens),
+        # the mean over such samples of the means over their tokens
+        "seq-mean-token-mean": Aggregate(_over_length, _samples_with_tokens),
+        # Σ over tokens / (samples of a weight above 0 × length), a length that is the same for all
+        "seq-mean-token-sum-norm": Aggregate(by_norm, _weighted_samples),
+    }[config.loss_aggregate]
+
+
+class Minibatch(NamedTuple):
+    """Some samples of a batch, without the padding that none of them needs."""
+
+    tokens: TokenBatch
+    old: Experience
+
+    @classmethod
+    def of(cls, batch: TokenBatch, experience: Experience, indices: Sequence[int]) -> Minibatch:
+        """Samples ``indices`` of a batch with their experience."""
+        columns = batch.columns(indices)
+        shifted = slice(columns.start, columns.stop - 1)
+        return cls(batch.select(indices), experience.select(indices, shifted))
+
+
+class MinibatchLoss(NamedTuple):
+    """The loss of a mini-batch under the policy as it is now."""
+
+    loss: Tensor  # []
+    stats: dict[str, Tensor]  # [] each, by their classic names
+    mean_ratio: Tensor  # []
+    ratios: Tensor  # [N], of the response tokens
+    advantages: Tensor  # [N]
+
+
+# Statistics of the policy's loss, and the fields of the kernels' LossStats that they are.
+_POLICY_STATS = {
+    "ppo/loss/policy": "policy_loss",
+    "ppo/policy/approxkl": "approx_kl",
+    "ppo/policy/policykl": "policy_kl",
+    "ppo/policy/clipfrac": "clipfrac",
+    "ppo/policy/clamped_ratios": "clamped_ratios",
+}
+_OTHER_STATS = (
+    "ppo/loss/total",
+    "ppo/policy/entropy",
+    "ppo/policy/advantages_mean",
+    "ppo/returns/mean",
+    "ppo/returns/var",
+)
+_VALUE_STATS = (
+    "ppo/loss/value",
+    "ppo/val/vpred",
+    "ppo/val/error",
+    "ppo/val/clipfrac",
+    "ppo/val/mean",
+    "ppo/val/var",
+)
+
+
+class UpdateLoss:
+    """The loss of a mini-batch, and its statistics.
+
+    Σ_t w_t·[max(-A·ρ, -A·clip(ρ, 1 - low, 1 + high)) + vf_coef·½·max((v-R)², (clip(v, v_old ±
+    c) - R)²) + KL term] / denominator over the response tokens; without a value function the second
+    is not there. The policy's part, with the KL term, is computed by the LM head's kernel.
+
+    Attributes:
+        aggregate: gives w and the denominator.
+        per_step: whether all mini-batches of an optimizer step have one denominator.
+        temperature: T of the policy softmax(logits / T).
+        names: the classic names of its statistics.
+    """
+
+    def __init__(self, config: PPOConfig, aggregate: Aggregate):
+        high = config.cliprange if config.cliprange_high is None else config.cliprange_high
+        self.cliprange = (config.cliprange, high)
+        self.aggregate = aggregate
+        self.has_values = config.needs_values
+        self.cliprange_value, self.vf_coef = config.cliprange_value, config.vf_coef
+        kind = config.loss_denominator  # "auto" is TRL's for GAE
+        self.per_step = kind == "step" or (kind == "auto" and not config.needs_values)
+        self.temperature = config.temperature
+        self.names = (
+            *_POLICY_STATS,
+            *_OTHER_STATS,
+            *(_VALUE_STATS if self.has_values else ()),
+            *(("ppo/loss/kl",) if _kl_in_loss(config) else ()),
+        )
+
+    def denominators(self, minibatches: Sequence[Minibatch]) -> list[Tensor]:
+        """What the losses of an optimizer step's mini-batches are divided by; the step's loss is
+        their mean.
+
+        Each by its own tokens (or samples), as in TRL: tokens of a short mini-batch weigh more. Or,
+        ``per_step``, by those of all n mini-batches over n: Σ_j S_j / D is the mean of
+        S_j / (D / n), so that the step does not depend on how many mini-batches there are.
+        """
+        lengths = [minibatch.tokens.mask.sum(-1) for minibatch in minibatches]
+        weights = [minibatch.old.weights for minibatch in minibatches]
+        if self.per_step and len(minibatches) > 1:
+            joined = None if weights[0] is None else torch.cat(weights)  # type: ignore[arg-type]
+            whole = self.aggregate.denominator(torch.cat(lengths), joined)
+            return [whole / len(minibatches)] * len(minibatches)
+        return list(map(self.aggregate.denominator, lengths, weights))
+
+    def __call__(
+        self, model: nn.Module, minibatch: Minibatch, denominator: Tensor
+    ) -> MinibatchLoss:
+        """By one forward of the model."""
+        tokens, old = minibatch
+        where = tokens.response_mask.flatten().nonzero()[:, 0].to(tokens.mask.device)
+
+        def flat(x: Tensor) -> Tensor:
+            return x.flatten()[where]
+
+        weights = old.weights
+        objective = PolicyObjective(
+            flat(old.logprobs),
+            flat(old.advantages),
+            self.cliprange,
+            None if old.kl is None else old.kl._replace(ref_logprobs=flat(old.kl.ref_logprobs)),
+            None if weights is None else flat(weights[:, None].expand(tokens.mask.shape)),
+            denominator,
+        )
+        request = scoring_request(
+            tokens,
+            temperature=self.temperature,
+            entropy=True,
+            values=self.has_values,
+            objective=objective,
+        )
+        new = model(**tokens.model_inputs, scoring=request)
+        value_loss, stats = self.value_loss(new, objective, flat(old.values), flat(old.returns))
+        loss = new.loss + self.vf_coef * value_loss
+        stats["ppo/loss/total"] = loss.detach()
+        ratios = (new.logprobs - objective.old_logprobs).exp()
+        return MinibatchLoss(loss, stats, new.stats.mean_ratio, ratios, objective.advantages)
+
+    def value_loss(
+        self, new: TokenScores, objective: PolicyObjective, old_values: Tensor, returns: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Σ_t w_t·½·max((v-R)², (clip(v, v_old ± c) - R)²) / denominator, 0 without a value
+        function; and all statistics but the whole loss.
+
+        Args:
+            new: with the policy's loss and its statistics.
+            objective: which that is of; its denominator is a tensor, where 0 gives 0.
+            old_values, returns: [N].
+        """
+        assert new.stats is not None
+        assert new.entropies is not None
+        returns_mean, returns_var = _moments(returns)
+        stats = {name: getattr(new.stats, field) for name, field in _POLICY_STATS.items()}
+        stats |= {
+            "ppo/policy/entropy": new.entropies.mean(),
+            "ppo/policy/advantages_mean": objective.advantages.mean(),
+            "ppo/returns/mean": returns_mean,
+            "ppo/returns/var": returns_var,
+        }
+        if objective.kl is not None:
+            stats["ppo/loss/kl"] = new.stats.kl_loss
+        if not self.has_values:
+            return torch.zeros_like(returns_mean), stats
+        values, weights, denominator = new.values, objective.token_weights, objective.denominator
+        assert isinstance(values, Tensor)
+        assert isinstance(denominator, Tensor)
+        c = self.cliprange_value
+        near = torch.clamp(values, old_values - c, old_values + c)
+        error, near_error = (values - returns).square(), (near - returns).square()
+        clips = near_error > error
+        losses = 0.5 * torch.where(clips, near_error, error)
+        total = (losses if weights is None else weights * losses).sum()
+        loss = total * torch.where(denominator == 0, 0.0, 1.0 / denominator)
+        values_mean, values_var = _moments(old_values)
+        return loss, stats | {
+            "ppo/loss/value": loss.detach(),
+            "ppo/val/vpred": values.detach().mean(),
+            "ppo/val/error": error.detach().mean(),
+            "ppo/val/clipfrac": clips.float().mean(),
+            "ppo/val/mean": values_mean,
+            "ppo/val/var": values_var,
+        }
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of [N]; that of one number is 0."""
+    variance, mean = torch.var_mean(x, correction=0)
+    return mean, variance * (len(x) / max(len(x) - 1, 1))
+
+
+# ------------------------------------------------------------------ one optimizer step
+
+
+class StepOutcome(NamedTuple):
+    """What became of an optimizer step's mini-batches."""
+
+    minibatches: list[MinibatchLoss]  # whose loss is finite
+    nonfinite: int  # mini-batches whose loss is not
+    skipped: int  # mini-batches whose mean ratio exceeds the threshold
+    finite_gradient: bool
+    moved_too_far: bool  # early stopping: no more steps are to be taken
+    taken: bool  # whether the gradient is there to be stepped along; else there is none
+
+
+class GradientStep:
+    """The gradient of one optimizer step, without what must not be learned from.
+
+    One small read, after the backward passes, decides what becomes of it. A mini-batch takes no
+    part where its mean ratio exceeds ``ratio_threshold`` or its loss is not finite: the gradient of
+    the others is then computed once more without it, divided by what is left (the others' tokens or
+    samples, or their number). Where nothing is left, or the gradient is not finite, or with early
+    stopping mean(old - new log-prob) exceeds 1.5·target_kl, there is none.
+
+    The step itself is taken by whoever owns the optimizer: :class:`PPOUpdate`, or transformers'
+    Trainer.
+
+    Args:
+        config: its ``max_grad_norm`` clips the gradient; None leaves that to the owner.
+        optimizer: whose gradients are zeroed; as accelerate has wrapped it, like the model.
     """
 
     def __init__(
@@ -91,51 +353,76 @@ class PPOUpdate:
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
-        self.denominator = make_denominator(config, loss.aggregate)
         self.nonfinite = make_nonfinite(config)
-        self.shuffle = np.random.RandomState(config.seed)
 
-    def __call__(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
-        order = self.shuffle.get_state()
-        try:
-            with self._memory_saved():
-                record = self._epochs(batch, experience)
-        except BaseException:
-            self.shuffle.set_state(order)
-            self.discard()
-            raise
-        self._warn(record)
-        return record
+    def __call__(self, minibatches: Sequence[Minibatch]) -> StepOutcome:
+        """Adds up the gradient of the mini-batches' mean loss, clipped."""
+        first: list[MinibatchLoss] = []
+        kept = list(minibatches)
+        while True:
+            losses = []
+            denominators = self.loss.denominators(kept)
+            for i, minibatch in enumerate(kept):
+                with self._accumulating(last=i + 1 == len(kept)):
+                    losses.append(self.loss(self.model, minibatch, denominators[i]))
+                    self.add(losses[-1].loss, of=len(kept))
+            totals, ratios, kls, norm = self._read(losses)
+            if first:
+                break
+            first = losses
+            finite = [i for i, total in enumerate(totals) if math.isfinite(total)]
+            near = [i for i in finite if ratios[i] <= self.config.ratio_threshold]
+            if len(finite) < len(first):
+                self.nonfinite.losses(len(first) - len(finite))
+            policy_kl = sum(kls[i] for i in finite) / len(finite) if finite else math.nan
+            if len(near) in (0, len(first)):
+                break
+            # What is left out is in the gradient already, and may be NaN there.
+            self.zero()
+            kept = [minibatches[i] for i in near]
+        finite_gradient = not near or math.isfinite(norm)
+        if not finite_gradient:
+            self.nonfinite.gradients()
+        too_far = self.config.early_stopping and policy_kl > 1.5 * self.config.target_kl
+        taken = bool(near) and finite_gradient and not too_far
+        if not taken:
+            self.zero()
+        return StepOutcome(
+            [first[i] for i in finite],
+            len(first) - len(finite),
+            len(finite) - len(near),
+            finite_gradient,
+            too_far,
+            taken,
+        )
 
-    def minimise(self, loss: Tensor) -> bool:
-        """One optimizer step on a loss; not taken, with a warning, where the loss or its gradient
-        is not finite."""
-        record = UpdateRecord({})
-        try:
-            with self._accumulating(last=True):
-                self._add_gradient(loss, of=1)
-            value, norm = torch.stack([loss.detach().float(), self._gradient_norm()]).tolist()
-            if not math.isfinite(value):
-                record.nonfinite = 1
-                self.nonfinite.losses(1)
-            finite = math.isfinite(value) and self._has_finite_gradient(norm, record)
-            self._optimizer_step(finite, record)
-        except BaseException:
-            self.discard()
-            raise
-        self._warn(record)
-        return finite
+    def of_loss(self, loss: Tensor) -> StepOutcome:
+        """The gradient of a loss that is there already."""
+        with self._accumulating(last=True):
+            self.add(loss, of=1)
+        value, norm = torch.stack([loss.detach().float(), self._gradient_norm()]).tolist()
+        finite = math.isfinite(value)
+        if not finite:
+            self.nonfinite.losses(1)
+        finite_gradient = not finite or math.isfinite(norm)
+        if not finite_gradient:
+            self.nonfinite.gradients()
+        taken = finite and finite_gradient
+        if not taken:
+            self.zero()
+        return StepOutcome([], int(not finite), 0, finite_gradient, False, taken)
 
-    def discard(self) -> None:
-        """Gradients that were not learned from, and a GradScaler's note that they were unscaled."""
-        self.accelerator.sync_gradients = True
-        self._zero_gradients()
-        scaler = self.accelerator.scaler
-        if scaler is not None:
-            scaler.scale(torch.zeros((), device=self.accelerator.device))  # it may be unused yet
-            scaler.update(scaler.get_scale())
+    def add(self, loss: Tensor, of: int) -> None:
+        """The gradient of loss / of; accelerate divides by a number of mini-batches that is
+        fixed."""
+        scale = self.accelerator.gradient_accumulation_steps / of
+        self.accelerator.backward(loss if scale == 1 else loss * scale)
 
-    def _zero_gradients(self) -> None:
+    def clip(self) -> Tensor | None:
+        """Clips to ``max_grad_norm``; the norm before that."""
+        return self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+
+    def zero(self) -> None:
         """As the optimizer does it; and of weights that it, a user's own say, does not have: their
         gradients would add up, and what is NaN would stay."""
         self.optimizer.zero_grad()
@@ -144,106 +431,40 @@ class PPOUpdate:
             if id(parameter) not in own:
                 parameter.grad = None
 
-    def _memory_saved(self) -> AbstractContextManager[None]:
-        """Activations of layers are not kept, where ``gradient_checkpointing`` asks for it."""
-        if not self.config.gradient_checkpointing:
-            return nullcontext()
-        unwrapped: Any = self.accelerator.unwrap_model(self.model)
-        return checkpointed(all_layers(unwrapped.pretrained_model))
-
-    def _epochs(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
-        record = UpdateRecord(self.loss.stats)
-        counting = set(batch.counting())
-        for _ in range(self.config.ppo_epochs):
-            for parts in self._backward_batches(counting):
-                keep, policy_kl = self._accumulate(batch, experience, parts, record)
-                if self._moved_too_far(policy_kl):
-                    self._zero_gradients()
-                    record.stopped_early = True
-                    return record
-                self._optimizer_step(keep, record)
-        return record
-
-    def _backward_batches(self, counting: set[int]) -> Iterator[list[list[int]]]:
-        """The samples of each mini-batch of an optimizer step; those that do not count are none."""
-        order = self.shuffle.permutation(self.config.batch_size).tolist()
-        size, all_of_a_step = self.config.mini_batch_size, self.config.backward_batch_size
-        for begin in range(0, len(order), all_of_a_step):
-            end = begin + all_of_a_step
-            parts = [
-                [i for i in order[start : start + size] if i in counting]
-                for start in range(begin, end, size)
-            ]
-            parts = [part for part in parts if part]
-            if parts:
-                yield parts
-
-    def _accumulate(
-        self,
-        batch: TokenBatch,
-        experience: Experience,
-        parts: list[list[int]],
-        record: UpdateRecord,
-    ) -> tuple[bool, float]:
-        """The gradient of one optimizer step; (whether it is to be taken, mean policy KL)."""
-        minibatches, verdict = self._backward(batch, experience, parts)
-        finite = [i for i, loss in enumerate(verdict.losses) if math.isfinite(loss)]
-        kept = [i for i in finite if verdict.ratios[i] <= self.config.ratio_threshold]
-        record.skipped += len(finite) - len(kept)
-        if len(finite) < len(parts):
-            record.nonfinite += len(parts) - len(finite)
-            self.nonfinite.losses(len(parts) - len(finite))
-        for i in finite:
-            record.add(minibatches[i])
-        kls = [verdict.policy_kls[i] for i in finite]
-        policy_kl = sum(kls) / len(kls) if kls else math.nan
-        if 0 < len(kept) < len(parts):
-            # What is left out is in the gradient already, and may be NaN there.
-            self._zero_gradients()
-            _, verdict = self._backward(batch, experience, [parts[i] for i in kept])
-        keep = bool(kept) and self._has_finite_gradient(verdict.gradient_norm, record)
-        return keep, policy_kl
-
-    def _backward(
-        self, batch: TokenBatch, experience: Experience, parts: list[list[int]]
-    ) -> tuple[list[_Minibatch], _Verdict]:
-        """Adds up the gradient of some mini-batches' mean loss, clipped, and reads what there is to
-        know; every process reads the same."""
-        denominator = self.denominator(batch.mask, experience.weights, parts)
-        minibatches = []
-        for i, part in enumerate(parts):
-            with self._accumulating(last=i + 1 == len(parts)):
-                tokens, old = minibatch_of(batch, experience, part)
-                if denominator is not None:
-                    old = replace(old, denominator=denominator)
-                loss, *told = minibatch_loss(self.model, self.loss, tokens, old)
-                self._add_gradient(loss, of=len(parts))
-                minibatches.append(_Minibatch(*told))
-        vectors = torch.stack([minibatch.vector for minibatch in minibatches])
-        figures = [vectors[:, MINIBATCH_FIELDS.index(name)] for name in _JUDGED]
-        judged = torch.cat([*figures, self._gradient_norm().view(1)])
-        # The step's one host read; every process comes to the same decision.
-        if self.accelerator.num_processes > 1:
-            judged = self.accelerator.reduce(judged, reduction="mean")
-        numbers, n = judged.tolist(), len(parts)
-        verdict = _Verdict(numbers[:n], numbers[n : 2 * n], numbers[2 * n : 3 * n], numbers[-1])
-        return minibatches, verdict
-
-    def _add_gradient(self, loss: Tensor, of: int) -> None:
-        """That of loss / of; accelerate divides by a number of mini-batches that is fixed."""
-        scale = self.accelerator.gradient_accumulation_steps / of
-        self.accelerator.backward(loss if scale == 1 else loss * scale)
+    def discard(self) -> None:
+        """Gradients that were not learned from, and a GradScaler's note that they were unscaled."""
+        self.accelerator.sync_gradients = True
+        self.zero()
+        scaler = self.accelerator.scaler
+        if scaler is not None:
+            scaler.scale(torch.zeros((), device=self.accelerator.device))  # it may be unused yet
+            scaler.update(scaler.get_scale())
 
     @contextmanager
     def _accumulating(self, last: bool) -> Iterator[None]:
-        """A backward pass, the last of an optimizer step or not.
+        """Gradients add up in the weights; other processes' come in with the last of them.
 
-        ``Accelerator.accumulate`` counts its calls instead, and would be out of step after an
+        accelerate counts mini-batches by itself for ``accumulate()``, which would be off after an
         exception, and with a step that has fewer mini-batches.
         """
         self.accelerator.sync_gradients = last
         with nullcontext() if last else self.accelerator.no_sync(self.model):
             yield
+
+    def _read(
+        self, losses: Sequence[MinibatchLoss]
+    ) -> tuple[list[float], list[float], list[float], float]:
+        """Losses, mean ratios and policy KLs of mini-batches, and the gradient's norm: the step's
+        one host read. Every process reads the same, and comes to the same decision."""
+        judged = [
+            (each.loss.detach(), each.mean_ratio, each.stats["ppo/policy/policykl"])
+            for each in losses
+        ]
+        figures = torch.stack([*(x for each in judged for x in each), self._gradient_norm()])
+        if self.accelerator.num_processes > 1:
+            figures = self.accelerator.reduce(figures, reduction="mean")
+        *numbers, norm = figures.tolist()
+        return numbers[::3], numbers[1::3], numbers[2::3], norm
 
     def _gradient_norm(self) -> Tensor:
         """Of all weights' gradient before it is clipped to ``max_grad_norm``, which happens here;
@@ -256,7 +477,7 @@ class PPOUpdate:
         if self.accelerator.scaler is not None:
             return nothing
         if self.config.max_grad_norm is not None:
-            clipped = self._clip()
+            clipped = self.clip()
             return nothing if clipped is None else clipped.float()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if not gradients:
@@ -268,74 +489,137 @@ class PPOUpdate:
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of sharded weights
         return norm.float().to(nothing.device)
 
-    def _clip(self) -> Tensor | None:
-        return self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
 
-    def _has_finite_gradient(self, norm: float, record: UpdateRecord) -> bool:
-        if math.isfinite(norm):
-            return True
-        record.nonfinite_steps += 1
-        self.nonfinite.gradients()
-        return False
+# ------------------------------------------------------------------ the whole update
 
-    def _moved_too_far(self, policy_kl: float) -> bool:
-        return self.config.early_stopping and policy_kl > 1.5 * self.config.target_kl
 
-    def _optimizer_step(self, keep: bool, record: UpdateRecord) -> None:
-        if keep:
-            if self.accelerator.scaler is not None and self.config.max_grad_norm is not None:
-                self._clip()
-            self.optimizer.step()
-            record.optimizer_steps += not getattr(self.optimizer, "step_was_skipped", False)
-        self._zero_gradients()
+@dataclass
+class UpdateRecord:
+    """What an update leaves behind, on the device; of mini-batches whose loss is finite."""
 
-    def _warn(self, record: UpdateRecord) -> None:
+    names: Sequence[str] = ()  # of the statistics
+    minibatches: list[Tensor] = field(default_factory=list)  # each [len(names)]
+    ratios: list[Tensor] = field(default_factory=list)  # each [N]
+    advantages: list[Tensor] = field(default_factory=list)  # each [N]
+    optimizer_steps: int = 0
+    skipped: int = 0  # mini-batches whose mean ratio exceeded the threshold
+    nonfinite: int = 0  # mini-batches whose loss is not finite
+    nonfinite_steps: int = 0  # optimizer steps left out for their gradient
+    stopped_early: bool = False
+
+    def add(self, outcome: StepOutcome) -> None:
+        for minibatch in outcome.minibatches:
+            self.minibatches.append(torch.stack([minibatch.stats[name] for name in self.names]))
+            self.ratios.append(minibatch.ratios)
+            self.advantages.append(minibatch.advantages)
+        self.skipped += outcome.skipped
+        self.nonfinite += outcome.nonfinite
+        self.nonfinite_steps += not outcome.finite_gradient
+        self.stopped_early |= outcome.moved_too_far
+
+    def means(self, device: torch.device) -> dict[str, Tensor]:
+        """Each statistic's mean over the mini-batches, [] each; NaN where there are none."""
+        if not self.minibatches:
+            return dict.fromkeys(self.names, torch.tensor(math.nan, device=device))
+        return dict(zip(self.names, torch.stack(self.minibatches).mean(0), strict=True))
+
+    def warn(self, ratio_threshold: float) -> None:
         """One warning for each kind of what took no part."""
-        if record.skipped:
+        if self.skipped:
             warnings.warn(
-                f"{record.skipped} mini-batch(es) skipped: their mean probability ratio exceeds "
-                f"ratio_threshold={self.config.ratio_threshold}",
+                f"{self.skipped} mini-batch(es) skipped: their mean probability ratio exceeds "
+                f"ratio_threshold={ratio_threshold}",
                 stacklevel=4,
             )
-        if record.nonfinite:
+        if self.nonfinite:
             warnings.warn(
-                f"non-finite loss in {record.nonfinite} mini-batch(es): they are left out",
+                f"non-finite loss in {self.nonfinite} mini-batch(es): they are left out",
                 stacklevel=4,
             )
-        if record.nonfinite_steps:
+        if self.nonfinite_steps:
             warnings.warn(
-                f"non-finite gradient norm: {record.nonfinite_steps} optimizer step(s) left out",
+                f"non-finite gradient norm: {self.nonfinite_steps} optimizer step(s) left out",
                 stacklevel=4,
             )
 
 
-def minibatch_of(
-    batch: TokenBatch, experience: Experience, indices: Sequence[int]
-) -> tuple[TokenBatch, Experience]:
-    """Some samples, without the padding that none of them needs."""
-    columns = batch.columns(indices)
-    shifted = slice(columns.start, columns.stop - 1)
-    return batch.select(indices), experience.select(indices, shifted)
+class PPOUpdate:
+    """Runs ``ppo_epochs`` over an experience and leaves the policy improved.
 
+    The model stays in evaluation mode: dropout would make the ratio differ from 1 where nothing
+    changed. Samples without response tokens are not run. Which mini-batches and steps are left out
+    :class:`GradientStep` says.
 
-def minibatch_loss(
-    model: nn.Module, loss: UpdateLoss, part: TokenBatch, old: Experience
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss of a mini-batch under the model as it is now, its statistics as one vector of
-    MINIBATCH_FIELDS, and of the counted tokens the ratios and the advantages."""
-    counted = part.counted.flatten().nonzero()[:, 0].to(part.mask.device)
-    objective = loss.objective(old, part.mask, counted)
-    request = scoring_request(part, entropy=True, objective=objective, temperature=loss.temperature)
-    new = model(**part.model_inputs, scoring=request)
-    value, vector = loss(
-        old,
-        part.spread(new.logprobs, request.rows),
-        part.spread(new.values, request.rows),
-        part.spread(new.entropies, request.rows),
-        part.mask,
-    )
-    # The log-probs have no gradient here: the policy's comes with its own loss, which counts in the
-    # value of this one already.
-    value = value + (new.loss - new.loss.detach())
-    ratios = (new.logprobs - objective.old_logprobs).exp()
-    return value, vector, ratios, objective.advantages
+    An exception leaves no gradient behind, and the order of the samples as it was before the call;
+    optimizer steps that were taken stay.
+    """
+
+    def __init__(self, config: PPOConfig, gradient: GradientStep):
+        self.config = config
+        self.gradient = gradient
+        self.accelerator = gradient.accelerator
+        self.shuffle = np.random.RandomState(config.seed)
+
+    def __call__(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
+        order = self.shuffle.get_state()
+        record = UpdateRecord(self.gradient.loss.names)
+        try:
+            with self._memory_saved():
+                for indices in self._optimizer_steps(set(batch.counting())):
+                    outcome = self.gradient([Minibatch.of(batch, experience, i) for i in indices])
+                    record.add(outcome)
+                    if outcome.moved_too_far:
+                        break
+                    if outcome.taken:
+                        self._optimizer_step(record)
+        except BaseException:
+            self.shuffle.set_state(order)
+            self.gradient.discard()
+            raise
+        record.warn(self.config.ratio_threshold)
+        return record
+
+    def minimise(self, loss: Tensor) -> bool:
+        """One optimizer step on a loss; not taken, with a warning, where the loss or its gradient
+        is not finite."""
+        record = UpdateRecord()
+        try:
+            outcome = self.gradient.of_loss(loss)
+            record.add(outcome)
+            if outcome.taken:
+                self._optimizer_step(record)
+        except BaseException:
+            self.gradient.discard()
+            raise
+        record.warn(self.config.ratio_threshold)
+        return outcome.taken
+
+    def _optimizer_steps(self, counting: set[int]) -> Iterator[list[list[int]]]:
+        """The samples of each mini-batch of an optimizer step, epoch after epoch; those that do not
+        count are none."""
+        size, all_of_a_step = self.config.mini_batch_size, self.config.backward_batch_size
+        for _ in range(self.config.ppo_epochs):
+            order = self.shuffle.permutation(self.config.batch_size).tolist()
+            for begin in range(0, len(order), all_of_a_step):
+                minibatches = [
+                    [i for i in order[start : start + size] if i in counting]
+                    for start in range(begin, begin + all_of_a_step, size)
+                ]
+                minibatches = [indices for indices in minibatches if indices]
+                if minibatches:
+                    yield minibatches
+
+    def _optimizer_step(self, record: UpdateRecord) -> None:
+        if self.accelerator.scaler is not None and self.config.max_grad_norm is not None:
+            self.gradient.clip()
+        optimizer = self.gradient.optimizer
+        optimizer.step()
+        record.optimizer_steps += not getattr(optimizer, "step_was_skipped", False)
+        self.gradient.zero()
+
+    def _memory_saved(self) -> AbstractContextManager[None]:
+        """Activations of layers are not kept, where ``gradient_checkpointing`` asks for it."""
+        if not self.config.gradient_checkpointing:
+            return nullcontext()
+        unwrapped: Any = self.accelerator.unwrap_model(self.gradient.model)
+        return checkpointed(all_layers(unwrapped.pretrained_model))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fastrl.alignment import LOSSES, Sample, make_loss
 from fastrl.alignment.logprobs import Policy, ReferencePolicy, Tokens
+from fastrl.data.batch import make_batches
 from fastrl.models import CausalLMPolicy
-from fastrl.ppo.batches import make_batches
 from fastrl.ref_model.copy import CopyRefModel
 from tests import tiny_models
 from tests.alignment.conftest import (

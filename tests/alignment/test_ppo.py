@@ -124,18 +124,97 @@ def test_a_batch_is_learned_in_mini_batches_epoch_after_epoch(make_trainer: Make
     factory = make_factory("reinforcement-learning", engine=Recites(), examples=8)
     trainer = make_trainer(PPO(epochs=3, mini_batches=2), tiny_models.policy(), factory=factory)
     seen: list[list[int]] = []
-    loss = trainer.compute_loss
+    learn = trainer.training_step
 
-    def noted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted(model: Any, inputs: Any, *args: Any) -> Any:
         seen.append([sample.example.columns["number"] for sample in inputs.samples])
-        return loss(model, inputs, *args, **kwargs)
+        return learn(model, inputs, *args)
 
-    trainer.compute_loss = noted  # type: ignore[method-assign]
+    trainer.training_step = noted  # type: ignore[method-assign]
     trainer.train()
     assert trainer.state.global_step == len(seen) == 2 * 3 * 2
     assert all(len(part) == 2 for part in seen)
     for i in range(0, len(seen), 2):
         assert sorted(seen[i] + seen[i + 1]) == list(range(4))
+
+
+def test_accumulated_mini_batches_are_one_step(make_trainer: Make) -> None:
+    """Of equal numbers of tokens: each is divided by its own."""
+    engine = Recites()
+    rng = random.Random(11)
+    engine.responses = [response(rng, 4, 4) for _ in range(4)]
+    policies = []
+    for mini_batches in (1, 2):
+        policies.append(tiny_models.policy())
+        settings = {"gradient_accumulation_steps": mini_batches, **GRADIENT_STEP}
+        factory = make_factory("reinforcement-learning", engine=engine)
+        loss = PPO(epochs=1, mini_batches=mini_batches)
+        trainer = make_trainer(loss, policies[-1], factory=factory, **settings)
+        trainer.train()
+        assert trainer.state.global_step == 1
+    for name, whole in weights(policies[0]).items():
+        torch.testing.assert_close(weights(policies[1])[name], whole, rtol=1e-5, atol=1e-6)
+
+
+def poisoned(policy: Any, marked: int) -> Any:
+    """Hidden states of samples that have a token are NaN where gradients are computed."""
+
+    def poison(_module: Any, args: Any, kwargs: Any, out: Any) -> None:
+        ids = args[0] if args else kwargs["input_ids"]
+        where = (ids == marked).any(-1)[:, None, None]
+        if torch.is_grad_enabled():
+            out.last_hidden_state = torch.where(where, torch.nan, 1.0) * out.last_hidden_state
+
+    policy.pretrained_model.base_model.register_forward_hook(poison, with_kwargs=True)
+    return policy
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_a_loss_that_is_not_finite_reaches_no_weight(make_trainer: Make, accumulated: int) -> None:
+    """The others of its step are learned; where there are none the step is not taken."""
+    engine = Recites()
+    (marked, *_) = set(engine.responses[1].ids) - {
+        i for k in (0, 2, 3) for i in engine.responses[k].ids
+    }
+    policy = poisoned(tiny_models.policy(), marked)
+    before = weights(policy)
+    factory = make_factory("reinforcement-learning", engine=engine)
+    loss = PPO(epochs=1, mini_batches=4)
+    settings = {"gradient_accumulation_steps": accumulated, **GRADIENT_STEP, "logging_steps": 1}
+    trainer = make_trainer(loss, policy, factory=factory, **settings)
+    with pytest.warns(UserWarning, match="non-finite loss in 1 mini-batch"):
+        trainer.train()
+    assert trainer.state.global_step == 4 // accumulated
+    after = weights(policy)
+    assert all(x.isfinite().all() for x in after.values())
+    assert any(not torch.equal(x, before[name]) for name, x in after.items())
+
+
+def test_a_mini_batch_whose_ratio_is_too_large_is_left_out(make_trainer: Make) -> None:
+    policy = tiny_models.policy()
+    before = weights(policy)
+    factory = make_factory("reinforcement-learning", engine=Recites())
+    loss = PPO(epochs=2, ratio_threshold=0.9)  # at first it is 1
+    trainer = make_trainer(loss, policy, factory=factory, learning_rate=0.05)
+    with pytest.warns(UserWarning, match=r"mean probability ratio exceeds ratio_threshold=0.9"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert all(torch.equal(x, before[name]) for name, x in weights(policy).items())
+
+
+def test_early_stopping_goes_on_to_the_next_batch(make_trainer: Make) -> None:
+    """The step that has moved too far is not taken, nor are the rest of its batch."""
+    settings = {"learning_rate": 0.05, "optim": "sgd", "logging_steps": 1}
+    factory = make_factory("reinforcement-learning", engine=Recites(), examples=8)
+    loss = PPO(epochs=4, early_stopping=True, target_kl=1e-9, kl_coef=0.0)
+    trainer = make_trainer(loss, tiny_models.policy(), factory=factory, **settings)
+    trainer.train()
+    assert trainer.state.max_steps == 8
+    assert trainer.state.global_step < 8
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    stopped = [log for log in logs if log["ppo/policy/policykl"] > 1.5e-9]
+    assert stopped
+    assert all(log["grad_norm"] == 0 for log in stopped)
 
 
 def test_the_ratio_moves_from_1_within_a_batch(make_trainer: Make) -> None:

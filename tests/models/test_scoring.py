@@ -11,8 +11,9 @@ import fastrl_kernels
 from fastrl.data.batch import TokenBatch, pad
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.models.lm_head import FullHead, FusedHead, RowHead, choose_head
-from fastrl.models.scoring import LogitTransform, PolicyObjective, ScoringRequest
+from fastrl.models.scoring import PolicyObjective, ScoringRequest
 from fastrl.ppo.experience import scoring_request
+from fastrl_kernels.types import LogitTransform
 from tests import tiny_models
 from tests.golden import tiny
 

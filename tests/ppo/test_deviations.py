@@ -13,6 +13,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from fastrl import PPOTrainer, create_reference_model
+from fastrl.ppo.update import GradientStep
 from tests.golden import tiny
 from tests.ppo.conftest import (
     BATCH,
@@ -203,18 +204,17 @@ def test_early_stopping_acts_before_the_offending_update(monkeypatch: Any) -> No
 
     # The policy KL of the first update is 0 (nothing moved yet), that of a later one is not.
     stopped = make_trainer(early_stopping=True, target_kl=1e-3, **settings)
-    kls = []
-    original = stopped._update._accumulate
-    monkeypatch.setattr(
-        stopped._update, "_accumulate", lambda *a: kls.append(r := original(*a)) or r
-    )
+    outcomes = []
+    call = GradientStep.__call__
+    monkeypatch.setattr(GradientStep, "__call__", lambda *a: outcomes.append(r := call(*a)) or r)
     stats = stopped.step(**batch)
     taken = int(stats["ppo/optimizer_steps"])
     assert stats["ppo/early_stopped"] == 1
     assert taken < 8
-    assert len(kls) == taken + 1  # the last one was looked at and not applied
-    assert kls[-1][1] > 1.5e-3
-    assert all(kl <= 1.5e-3 for _, kl in kls[:-1])
+    assert len(outcomes) == taken + 1  # the last one was looked at and not applied
+    kls = [float(outcome.minibatches[0].stats["ppo/policy/policykl"]) for outcome in outcomes]
+    assert kls[-1] > 1.5e-3
+    assert all(kl <= 1.5e-3 for kl in kls[:-1])
     same = make_trainer(**{**settings, "ppo_epochs": taken})
     same.step(**batch)
     assert_learned_alike(parameters(stopped), parameters(same), tolerance=1e-4)  # a step is 0.05

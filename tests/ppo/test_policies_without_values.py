@@ -114,7 +114,7 @@ def test_old_logprobs_come_from_the_rollout(how, policy_scores):  # noqa: F811
     trainer = make_trainer(kl_in="loss", old_logprobs="rollout" if how == "rollout" else "auto")
     prompts = tiny_models.prompts(5, 3)
     queries = [q for q in prompts for _ in range(2)]
-    rollout = trainer.rollout(prompts, SAMPLING, samples=2)
+    rollout = trainer.rollouts.sample(prompts, SAMPLING, samples=2)
     assert rollout.values is None
     given = {"rollout": rollout} if how == "rollout" else {}
     result = trainer.step(queries, rollout.sequences, [torch.tensor(1.0)] * 4, **given)

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 import fastrl_kernels
 from fastrl import PPOConfig, PPOTrainer
-from fastrl.ppo.advantages import EPS, make_advantages
+from fastrl.ppo.experience import EPS, make_advantages
 from fastrl_kernels.ppo_loss import AGGREGATES
 from tests import tiny_models
 from tests.golden import tiny
@@ -215,7 +215,6 @@ def test_the_classic_loss_agrees_with_the_kernels_aggregate(aggregate):
 
 
 def test_a_steps_loss_is_that_of_its_statistics():
-    """The loss comes from rows of sequences, its gradient from flat rows."""
     _, result = gradients(make_trainer(kl_in="loss", init_kl_coef=0.5), *groups())
     expected = result["ppo/loss/policy"] + 0.5 * result["ppo/loss/kl"]
     assert result["ppo/loss/total"] == pytest.approx(expected, rel=1e-5)
@@ -303,7 +302,7 @@ def test_a_weight_of_two_is_a_sample_twice_and_of_zero_none(advantage):
     def step(responses, weights, advantages):
         model = make_policy() if advantage == "gae" else None
         trainer = make_trainer(model, reference(advantage), **settings)
-        trainer._advantages = _Fixed(advantages)
+        trainer.advantages = _Fixed(advantages)
         scores = [torch.tensor(0.0)] * 4
         return gradients(trainer, queries, responses, scores, weights=weights)[0]
 

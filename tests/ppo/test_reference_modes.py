@@ -58,7 +58,7 @@ def test_a_shared_layer_runs_once_per_sample_and_not_in_the_update(family, epoch
     trainer = trainer_of(deep(family), num_shared_layers=2, ppo_epochs=epochs)
     assert trainer.reference.mode == "trunk"
     ours, theirs = counted(trainer.model), counted(trainer.ref_model)
-    in_update, update = {}, trainer._update
+    in_update, update = {}, trainer.update
 
     def watched(*args):
         before = dict(ours)
@@ -66,7 +66,7 @@ def test_a_shared_layer_runs_once_per_sample_and_not_in_the_update(family, epoch
         in_update.update({i: n - before.get(i, 0) for i, n in ours.items()})
         return record
 
-    trainer._update = watched
+    trainer.update = watched
     trainer.step(**make_batch())
     scored = {i: n - in_update.get(i, 0) for i, n in ours.items()}
     assert {i: scored[i] for i in (0, 1)} == {0: SAMPLES, 1: SAMPLES}

@@ -110,21 +110,21 @@ def test_anything_else_is_recomputed(kind, policy_scores):
 
 
 def test_the_latest_samples_alone_are_remembered(monkeypatch):
-    monkeypatch.setattr("fastrl.ppo.reuse.REMEMBERED", 6)
+    monkeypatch.setattr("fastrl.ppo.rollouts.REMEMBERED", 6)
     trainer = make_trainer()
     old, _, _ = first = rolled_out(trainer)
     queries = [query + 1 for query in old]
     responses = trainer.generate(queries, return_prompt=False, **SAMPLING)
-    assert len(trainer._memory._known) == 6
-    assert trainer._memory.find(queries, responses) is not None
-    assert trainer._memory.find(*first[:2]) is None
+    assert len(trainer.rollouts.memory._known) == 6
+    assert trainer.rollouts.memory.find(queries, responses) is not None
+    assert trainer.rollouts.memory.find(*first[:2]) is None
 
 
 def test_a_rollout_may_be_handed_over(policy_scores):
     trainer = make_trainer()
     queries = tiny_models.prompts(5, 3, 7, 2)
-    out = trainer.rollout(queries, SAMPLING)
-    trainer._memory._known.clear()
+    out = trainer.rollouts.sample(queries, SAMPLING)
+    trainer.rollouts.memory._known.clear()
     scores = [torch.tensor(1.0)] * 4
     result = trainer.step(queries, out.sequences, scores, rollout=out)
     assert result["rollout/reused"] == 1.0
@@ -138,7 +138,7 @@ def test_an_audit_that_fails_recomputes_the_step(what, wrong, policy_scores):
     queries, responses, scores = rolled_out(trainer)
     expected = honest.step(queries, responses, scores)
     policy_scores.clear()
-    out = trainer.rollout(queries, SAMPLING)
+    out = trainer.rollouts.sample(queries, SAMPLING)
     out.sequences = [r.cpu() for r in responses]
     told = [torch.zeros(len(r)) for r in responses]
     out.logprobs_t1, out.values = list(told), list(told)
@@ -154,7 +154,7 @@ def test_an_audit_that_fails_recomputes_the_step(what, wrong, policy_scores):
 def test_a_rollout_of_other_responses_is_refused(change):
     trainer = make_trainer()
     queries, responses, scores = rolled_out(trainer)
-    out = trainer.rollout(queries, SAMPLING)
+    out = trainer.rollouts.sample(queries, SAMPLING)
     if change == "fewer":
         out.sequences.pop()
     else:
@@ -192,7 +192,7 @@ def test_the_kl_over_the_vocabulary_needs_the_policys_forward(policy_scores):
 
 
 def engines_of(trainer):
-    return [type(engine) for engine in trainer._rollouts._engines.values()]
+    return [type(engine) for engine in trainer.rollouts.backend._engines.values()]
 
 
 def test_the_engine_generates_by_default():
@@ -204,7 +204,7 @@ def test_the_engine_generates_by_default():
 def test_generate_is_there_for_whoever_asks():
     trainer = make_trainer(rollout_backend="generate")
     result = trainer.step(*rolled_out(trainer))
-    assert not hasattr(trainer._rollouts, "_engines")
+    assert not hasattr(trainer.rollouts.backend, "_engines")
     assert result["rollout/reused"] == 0.0
 
 
@@ -268,10 +268,10 @@ def test_the_engine_stays_within_the_memory_that_the_configuration_gives():
 def test_the_engine_sleeps_through_updates_where_asked(sleep):
     trainer = make_trainer(rollout_sleep=sleep)
     batch = rolled_out(trainer)
-    engine = next(iter(trainer._rollouts._engines.values()))
+    engine = next(iter(trainer.rollouts.backend._engines.values()))
     assert engine._kv_cache is not None
-    held, update = [], trainer._update
-    trainer._update = lambda *x: held.append(engine._kv_cache) or update(*x)
+    held, update = [], trainer.update
+    trainer.update = lambda *x: held.append(engine._kv_cache) or update(*x)
     trainer.step(*batch)
     assert (held[0] is None) is sleep
     rolled_out(trainer)

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from fastrl import GenerateEngine
-from fastrl.ppo.sampling import SamplingArguments
+from fastrl.ppo.rollouts import SamplingArguments
 from tests import tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import make_trainer
@@ -44,7 +44,7 @@ def trainer_of(policy, **settings):
 
 def rollout(trainer, **generation_kwargs):
     torch.manual_seed(3)
-    return trainer.rollout(
+    return trainer.rollouts.sample(
         tiny_models.prompts(5, 3, 7, 2), {"max_new_tokens": 8, **generation_kwargs}
     )
 
@@ -63,7 +63,7 @@ def drawn_ones(policy, backend):
     trainer = make_trainer(policy, rollout_backend=backend)
     torch.manual_seed(5)
     (prompt,) = tiny_models.prompts(4)
-    out = trainer.rollout([prompt] * 2000, {"max_new_tokens": 1})
+    out = trainer.rollouts.sample([prompt] * 2000, {"max_new_tokens": 1})
     return torch.stack(out.sequences).flatten().bincount(minlength=tiny.VOCABULARY)
 
 
@@ -219,11 +219,11 @@ def test_a_generation_config_that_is_given_acts():
     trainer = trainer_of(instruct())
     config = GenerationConfig(max_new_tokens=4, top_k=1)
     with pytest.warns(UserWarning, match=r"generation_kwargs: top_k=1 changes"):
-        out = trainer.rollout(tiny_models.prompts(5), {"generation_config": config})
+        out = trainer.rollouts.sample(tiny_models.prompts(5), {"generation_config": config})
     assert len(out.sequences[0]) <= 4
     assert out.logprobs is not None, "the engine wrote it"
     with pytest.raises(ValueError, match=r"temperature=0.4, the policy that is trained"):
-        trainer.rollout(
+        trainer.rollouts.sample(
             tiny_models.prompts(5), {"generation_config": GenerationConfig(temperature=0.4)}
         )
 
@@ -455,7 +455,7 @@ def test_a_generation_config_that_is_given_ends_responses():
 def test_a_stop_that_is_no_list_of_token_sequences_is_refused(backend, stop):
     trainer = make_trainer(stopped_model(), rollout_backend=backend)
     with pytest.raises(ValueError, match=r"stop must be a list of token seq|an empty sequence"):
-        trainer.rollout(tiny_models.prompts(3), {"max_new_tokens": 2, "stop": stop})
+        trainer.rollouts.sample(tiny_models.prompts(3), {"max_new_tokens": 2, "stop": stop})
 
 
 def test_stops_with_several_beams_are_refused():
@@ -471,8 +471,8 @@ def test_trainers_take_token_sequences_that_stop(backend):
     trainer = make_trainer(stopped_model(), rollout_backend=backend)
     prompts = tiny_models.prompts(5, 3)
     settings = {"max_new_tokens": 12, "do_sample": False}
-    free = trainer.rollout(prompts, settings)
+    free = trainer.rollouts.sample(prompts, settings)
     stop = free.sequences[0][1:3].tolist()
-    out = trainer.rollout(prompts, {**settings, "stop": [stop]})
+    out = trainer.rollouts.sample(prompts, {**settings, "stop": [stop]})
     assert out.sequences[0].tolist() == free.sequences[0][:3].tolist()
     assert out.finish_reasons[0] == "stop"

@@ -201,9 +201,9 @@ def test_generate_gives_the_models_own_responses_without_the_start_token(family:
 def test_finish_reasons_tell_an_end_from_a_limit() -> None:
     trainer = make_trainer("bart", policy=(policy := seq2seq_models.policy("bart")))
     queries = tiny_models.prompts(3, 5)
-    assert trainer.rollout(queries, {"max_new_tokens": 3}).finish_reasons == ["length"] * 2
+    assert trainer.rollouts.sample(queries, {"max_new_tokens": 3}).finish_reasons == ["length"] * 2
     policy.pretrained_model.final_logits_bias[0, tiny.EOS] = 100.0
-    rollout = trainer.rollout(queries, {"max_new_tokens": 3})
+    rollout = trainer.rollouts.sample(queries, {"max_new_tokens": 3})
     assert rollout.finish_reasons == ["eos"] * 2
     assert [s.tolist() for s in rollout.sequences] == [[tiny.EOS]] * 2
 

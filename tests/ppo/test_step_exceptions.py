@@ -55,7 +55,7 @@ def state(trainer: PPOTrainer) -> tuple[Any, ...]:
         trainer.kl_ctl.value,
         trainer.current_step,
         trainer.model.training,
-        [s.tolist() if hasattr(s, "tolist") else s for s in trainer._update.shuffle.get_state()],
+        [s.tolist() if hasattr(s, "tolist") else s for s in trainer.update.shuffle.get_state()],
     )
 
 
@@ -181,7 +181,7 @@ def test_rollouts_are_forgotten_where_an_optimizer_step_fails(monkeypatch):
     with pytest.raises(Failure):
         trainer.step(queries, responses, scores)
     monkeypatch.undo()
-    assert trainer._memory.find(queries, responses) is None
+    assert trainer.rollouts.memory.find(queries, responses) is None
     assert trainer.step(queries, responses, scores)["ppo/optimizer_steps"] == 1
 
 
@@ -216,7 +216,7 @@ def test_a_scaler_goes_on_too(where, monkeypatch):
 
 def test_moments_are_read_and_not_moved_by_the_transform():
     trainer = trainer_of()
-    scores, moments = trainer._transform_scores(torch.tensor([1.0, 3.0, torch.nan]))
+    scores, moments = trainer.transform_scores(torch.tensor([1.0, 3.0, torch.nan]))
     assert trainer.running == control.RunningMoments()
     assert (moments.mean, moments.count) == (pytest.approx(2.0), pytest.approx(2.0))
     assert scores.isnan().tolist() == [False, False, True]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -37,12 +37,15 @@ class Loss:
         tasks: names of tasks that it fits.
         compares: whether it reads the reference.
         learns: what is trained: "policy", "policy with values" or "reward model".
+        whole_steps: whether :meth:`backward` computes the gradient of an optimizer step; else it
+            is the sum of those of :meth:`__call__`.
     """
 
     name: ClassVar[str]
     tasks: ClassVar[tuple[str, ...]]
     compares: ClassVar[bool] = False
     learns: ClassVar[str] = "policy"
+    whole_steps: ClassVar[bool] = False
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
         """
@@ -60,6 +63,21 @@ class Loss:
     def parts_of(self, size: int) -> int:
         """How many parts a batch of ``size`` samples has."""
         return 1
+
+    def backward(
+        self, parts: Sequence[Batch], model: Any, accelerator: Any, optimizer: Any
+    ) -> tuple[LossOutput, bool]:
+        """Leaves the gradient of one optimizer step in the weights, or none where the step is not
+        to be taken.
+
+        Args:
+            parts: what :meth:`parts` yielded for the step.
+            model, optimizer: as accelerate has wrapped them; the step is the caller's to take.
+
+        Returns:
+            means over the parts, and whether the rest of their batch is not to be learned.
+        """
+        raise NotImplementedError
 
     def compared(self, batch: Batch) -> tuple[Batch, ...]:
         """Whose log-probs the loss asks the reference for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,15 +14,14 @@ from fastrl.alignment.losses.base import Loss, LossOutput, register
 from fastrl.config import PPOConfig
 from fastrl.data.tasks import Task
 from fastrl.models.utils import evaluating
-from fastrl.ppo.advantages import GAE
-from fastrl.ppo.experience import Experience, Scorer, make_kl_penalty
-from fastrl.ppo.losses import (
-    MINIBATCH_FIELDS,
+from fastrl.ppo.experience import GAE, Experience, Scorer, make_kl_penalty
+from fastrl.ppo.update import (
+    GradientStep,
+    Minibatch,
     UpdateLoss,
+    UpdateRecord,
     make_aggregate,
-    make_kl_place,
 )
-from fastrl.ppo.update import minibatch_loss, minibatch_of
 from fastrl.ref_model.none import NoRefModel
 from fastrl.rollout import SamplingParams
 
@@ -34,7 +33,8 @@ class PPO(Loss):
 
     A batch is scored by policy and reference once; advantages are GAE's, whitened; then it is
     learned ``epochs`` times, in mini-batches, each of which is a step. A sample's weight multiplies
-    its tokens. See :class:`fastrl.PPOTrainer`, which has more to choose.
+    its tokens. A mini-batch whose loss is not finite or whose mean ratio is too large takes no part
+    in its step. This is the update of :class:`fastrl.PPOTrainer`, which has more to choose.
 
     Args:
         epochs: passes over each batch.
@@ -46,11 +46,16 @@ class PPO(Loss):
         cliprange_value: of the value function's change.
         vf_coef: c.
         temperature: T of the policy softmax(logits / T), at which responses are sampled.
+        ratio_threshold: mini-batches whose mean ratio exceeds this are left out.
+        early_stopping: go on to the next batch once mean(log π_old - log π) exceeds
+            1.5·target_kl.
+        target_kl: see there.
     """
 
     name: ClassVar[str] = "ppo"
     tasks: ClassVar[tuple[str, ...]] = ("reinforcement-learning",)
     learns: ClassVar[str] = "policy with values"
+    whole_steps: ClassVar[bool] = True
     epochs: int = 4
     mini_batches: int = 1
     kl_coef: float = 0.05
@@ -60,6 +65,9 @@ class PPO(Loss):
     cliprange_value: float = 0.2
     vf_coef: float = 0.1
     temperature: float = 1.0
+    ratio_threshold: float = 10.0
+    early_stopping: bool = False
+    target_kl: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "mini_batches"):
@@ -81,7 +89,14 @@ class PPO(Loss):
             cliprange_value=self.cliprange_value,
             vf_coef=self.vf_coef,
             temperature=self.temperature,
+            ratio_threshold=self.ratio_threshold,
+            early_stopping=self.early_stopping,
+            target_kl=self.target_kl,
         )
+
+    @property
+    def _update_loss(self) -> UpdateLoss:
+        return UpdateLoss(self._settings, make_aggregate(self._settings))
 
     def check(self, task: Task, batch_size: int) -> None:
         super().check(task, batch_size)
@@ -120,20 +135,28 @@ class PPO(Loss):
             for start in range(0, size * self.mini_batches, size):
                 chosen = order[start : start + size]
                 part = batch.select(chosen)
-                part.tokens, part.experience = minibatch_of(batch.tokens, experience, chosen)
+                part.tokens, part.experience = Minibatch.of(batch.tokens, experience, chosen)
                 yield part
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
         if batch.experience is None:  # nobody has gone through parts: an evaluation, say
             batch.experience = self._experience(batch, policy, reference)
-        config = self._settings
-        loss = UpdateLoss(config, make_aggregate(config), make_kl_place(config))
-        value, vector, _, _ = minibatch_loss(
-            policy.model, loss, policy.tokens(batch), batch.experience
-        )
-        fields = loss.stats.items()
-        metrics = {name: vector[MINIBATCH_FIELDS.index(field)] for name, field in fields}
-        return LossOutput(value, metrics)
+        loss, minibatch = self._update_loss, Minibatch(policy.tokens(batch), batch.experience)
+        (denominator,) = loss.denominators([minibatch])
+        found = loss(policy.model, minibatch, denominator)
+        return LossOutput(found.loss, found.stats)
+
+    def backward(
+        self, parts: Sequence[Batch], model: Any, accelerator: Any, optimizer: Any
+    ) -> tuple[LossOutput, bool]:
+        loss = self._update_loss
+        gradient = GradientStep(self._settings, accelerator, model, optimizer, loss)
+        outcome = gradient([Minibatch(part.tokens, part.experience) for part in parts])  # type: ignore[arg-type]
+        record = UpdateRecord(loss.names)
+        record.add(outcome)
+        record.warn(self.ratio_threshold)
+        means = record.means(accelerator.device)
+        return LossOutput(means["ppo/loss/total"], means), outcome.moved_too_far
 
     @torch.no_grad()
     def _experience(self, batch: Batch, policy: Any, reference: Any) -> Experience:
