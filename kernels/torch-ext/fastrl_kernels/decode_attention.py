@@ -140,7 +140,7 @@ def decode_attention(
     Args:
         query: [B, Hq, D] fp32, bf16 or fp16.
         keys: [S, M, Hkv, D] of the query's dtype, with S ≥ B slots of M tokens and Hq a multiple of
-            Hkv. Any strides, but for a last one of 1: views of a larger arena.
+            Hkv. Any strides, but for a last one of 1: views of a larger cache.
         values: [S, M, Hkv, Dv], likewise.
         lengths: [B] int32 or int64, live tokens of each row, the new one included; 0 gives zeros.
             The Triton path reads no others. PyTorch's gives them weights of 0, so that they have to
