@@ -13,7 +13,7 @@ from torch import Tensor
 from fastrl.rollout.kv_cache import FIELDS, FINISH_REASONS, RUNNING, Slots
 from fastrl.rollout.sampling_params import RolloutOutput
 
-POLL_STEPS = 8  # between looks at who has finished
+POLL_STEPS = 8  # decode steps between polls
 
 
 @dataclass
@@ -126,12 +126,12 @@ class FinishPoll:
     """Asks which samples have finished, once in ``POLL_STEPS`` decode steps.
 
     Args:
-        look: the answer, as slots: :class:`LookNow` or :class:`LookLate`.
+        read: gives their slots: :class:`SynchronousRead` or :class:`AsynchronousRead`.
     """
 
-    def __init__(self, look: Callable[[], list[int]]):
-        self.look = look
-        self.due = POLL_STEPS  # steps until the next look
+    def __init__(self, read: Callable[[], list[int]]):
+        self.read = read
+        self.due = POLL_STEPS  # steps until the next poll
 
     def after(self, steps: int) -> list[int]:
         """Slots whose samples are known to have finished, once so many more steps have run."""
@@ -139,10 +139,10 @@ class FinishPoll:
         if self.due:
             return []
         self.due = POLL_STEPS
-        return self.look()
+        return self.read()
 
 
-class LookNow:
+class SynchronousRead:
     """Reads finish reasons at once: on a CPU the steps are done when it does."""
 
     def __init__(self, slots: Slots, scheduler: Scheduler):
@@ -153,8 +153,8 @@ class LookNow:
         return [slot for slot in self.scheduler.running if reasons[slot] != RUNNING]
 
 
-class LookLate:
-    """Reads the finish reasons of one look ago: the device has its next steps already and is never
+class AsynchronousRead:
+    """Reads the finish reasons of one poll ago: the device has its next steps already and is never
     idle. Two buffers in pinned memory take turns."""
 
     def __init__(self, slots: Slots, scheduler: Scheduler):
@@ -183,8 +183,8 @@ class LookLate:
 
 
 def make_finish_poll(slots: Slots, scheduler: Scheduler) -> FinishPoll:
-    look = LookLate if slots.tokens.is_cuda else LookNow
-    return FinishPoll(look(slots, scheduler))
+    read = AsynchronousRead if slots.tokens.is_cuda else SynchronousRead
+    return FinishPoll(read(slots, scheduler))
 
 
 class Results:

@@ -8,11 +8,11 @@ from fastrl.rollout import engine as engine_module
 from fastrl.rollout.kv_cache import EOS, RUNNING, Slots
 from fastrl.rollout.scheduler import (
     POLL_STEPS,
+    AsynchronousRead,
     FinishPoll,
-    LookLate,
-    LookNow,
     RolloutSample,
     Scheduler,
+    SynchronousRead,
     bucket_sizes,
 )
 from tests import tiny_models
@@ -103,7 +103,7 @@ def polled(kind, samples, slots):
     return state, scheduler, FinishPoll(kind(state, scheduler))
 
 
-@pytest.mark.parametrize("kind", [LookNow, LookLate])
+@pytest.mark.parametrize("kind", [SynchronousRead, AsynchronousRead])
 def test_a_look_comes_every_few_steps_however_they_are_cut(kind):
     state, _, poll = polled(kind, 2, 2)
     state.state.reason[1] = EOS
@@ -111,13 +111,13 @@ def test_a_look_comes_every_few_steps_however_they_are_cut(kind):
     for _ in range(3 * POLL_STEPS):
         assert poll.due >= 1
         looks.append(bool(poll.after(1)))
-    first = POLL_STEPS if kind is LookNow else 2 * POLL_STEPS
+    first = POLL_STEPS if kind is SynchronousRead else 2 * POLL_STEPS
     assert looks.index(True) == first - 1
-    assert sum(looks) == (3 if kind is LookNow else 2)
+    assert sum(looks) == (3 if kind is SynchronousRead else 2)
 
 
 def test_a_late_look_follows_samples_to_their_new_slots():
-    state, scheduler, poll = polled(LookLate, 3, 3)
+    state, scheduler, poll = polled(AsynchronousRead, 3, 3)
     state.state.reason[2] = EOS
     assert poll.after(POLL_STEPS) == []
     scheduler.release([0])
@@ -127,7 +127,7 @@ def test_a_late_look_follows_samples_to_their_new_slots():
 
 
 def test_a_late_look_spares_who_took_the_slot_meanwhile():
-    state, scheduler, poll = polled(LookLate, 3, 2)
+    state, scheduler, poll = polled(AsynchronousRead, 3, 2)
     state.state.reason[0] = EOS
     assert poll.after(POLL_STEPS) == []
     scheduler.release([0])  # its limit came first
@@ -140,7 +140,7 @@ def test_looking_late_changes_no_sample(monkeypatch):
     prompts = tiny_models.prompts(*[3, 5, 1, 4, 2, 6] * 3)
     params = SamplingParams(max_new_tokens=40, seed=0, eos_token_ids=range(8))
     outputs = []
-    for kind in (LookNow, LookLate):
+    for kind in (SynchronousRead, AsynchronousRead):
         monkeypatch.setattr(
             engine_module, "make_finish_poll", lambda *x, kind=kind: FinishPoll(kind(*x))
         )
@@ -162,13 +162,13 @@ def test_the_host_reads_at_most_once_in_eight_steps(eos, monkeypatch):
     params = SamplingParams(max_new_tokens=40, seed=0, suppress_tokens=suppressed)
     engine.generate(prompts, params)
     looks = []
-    look = LookNow.__call__
+    look = SynchronousRead.__call__
 
     def counted(self):
         looks.append(1)
         return look(self)
 
-    monkeypatch.setattr(LookNow, "__call__", counted)
+    monkeypatch.setattr(SynchronousRead, "__call__", counted)
     out = engine.generate(prompts, params)
     steps = out.stats["perf/decode_steps"]
     assert steps > 60
