@@ -1,5 +1,7 @@
-"""Command-line flags of dataclasses: parsed with a YAML file beside them, and told of by
-``--help`` (what matters) and ``--help-all`` (all of them)."""
+"""Command-line flags of dataclasses, and a YAML file beside them.
+
+``--help`` shows the flags that matter, ``--help-all`` all of them.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ class UsageError(ValueError):
     """A command line or a configuration file that does not make sense."""
 
 
-def parse(command: str, dataclasses: Sequence[Any], arguments: Sequence[str]) -> tuple[Any, ...]:
-    """Instances of ``dataclasses`` from "[config.yaml] [--flag value ...]".
+def parse(command: str, kinds: Sequence[Any], arguments: Sequence[str]) -> tuple[Any, ...]:
+    """Instances of the dataclasses ``kinds`` from "[config.yaml] [--flag value ...]".
 
-    The first dataclass may name the flags that ``--help`` shows, in ``essentials``: a dict from the
+    The first of them may name the flags that ``--help`` shows, in ``essentials``: a dict from the
     titles of groups to names. Without it, ``--help`` shows all.
 
     Raises:
@@ -38,26 +40,26 @@ def parse(command: str, dataclasses: Sequence[Any], arguments: Sequence[str]) ->
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
-            # One spelling per flag: argparse names --batch_size/--batch-size.
-            said = re.sub(r"--\w+/(--[\w-]+)", r"\1", message)
+            # One spelling per flag: argparse names --batch_size/--batch-size and other names.
+            said = re.sub(r"--\w+/(--[\w-]+)(?:/--[\w-]+)*", r"\1", message)
             raise UsageError(f"{said} (see fastrl {command} --help)")
 
     parser = Parser(
-        list(dataclasses),
+        list(kinds),
         prog=f"fastrl {command}",
         usage=f"fastrl {command} [CONFIG.yaml] [--flag value ...]",
         formatter_class=_AllFlags,
         allow_abbrev=False,
         add_help=False,
     )
-    essentials = getattr(dataclasses[0], "essentials", None) if dataclasses else None
+    essentials = getattr(kinds[0], "essentials", None) if kinds else None
     parser.add_argument("-h", "--help", action=_Help, essentials=essentials, help="Show this help.")
     if essentials:
         parser.add_argument("--help-all", action=_Help, help="Show all flags.")
     known = {n: a for n, a in _actions(parser).items() if n not in _HELP_FLAGS}
     flags = list(arguments)
     if flags and not flags[0].startswith("-"):
-        flags = [*_flags_of(Path(flags[0]), known), *flags[1:]]
+        flags = [*_flags_of(Path(flags[0]), {**_aliases(known), **known}), *flags[1:]]
     *parsed, unknown = parser.parse_args_into_dataclasses(
         flags, return_remaining_strings=True, look_for_args_file=False
     )
@@ -71,6 +73,16 @@ def parse(command: str, dataclasses: Sequence[Any], arguments: Sequence[str]) ->
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """By setting; a boolean that is on by default has a second flag, --no-..., which comes last."""
     return {action.dest: action for action in reversed(parser._actions)}
+
+
+def _aliases(actions: Mapping[str, argparse.Action]) -> dict[str, argparse.Action]:
+    """By the other names of settings."""
+    return {
+        option[2:].replace("-", "_"): action
+        for action in actions.values()
+        for option in action.option_strings
+        if action.nargs != 0  # whose second flag, --no-..., is its opposite
+    }
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:

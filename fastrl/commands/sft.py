@@ -1,4 +1,4 @@
-"""The job behind ``fastrl sft``: a language model and texts in, a fitted model and a report out."""
+"""``fastrl sft``: supervised fine-tuning of a language model on texts or conversations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastrl.commands.checks import check_causal
-from fastrl.commands.fit import HELD_OUT, RUN, TRAINING, WHAT, CommandFlags, FitJob, fit, flag
+from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.commands.lora import lora_config
+from fastrl.config import setting
 from fastrl.trainers.sft import SFTConfig
 
 
@@ -16,15 +17,13 @@ from fastrl.trainers.sft import SFTConfig
 class SFTJob(FitJob):
     """Texts to learn."""
 
-    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
-        "what to train": WHAT,
-        "data": (*HELD_OUT, "max_length", "dataset_text_field", "response_template", "packing"),
-        "training": TRAINING,
-        "model and run": RUN,
-    }
+    command: ClassVar[str] = "sft"
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = essential_flags(
+        (), ("dataset_text_field", "response_template", "packing")
+    )
 
-    output: str = flag("Folder for the model, the metrics and the report.", "runs/sft")
-    response_template: str | None = flag(
+    output: str = setting("Folder for the model, the metrics and the report.", "runs/sft")
+    response_template: str | None = setting(
         "Learn only what follows this text in each example, such as '### Answer:'.", None
     )
 

@@ -15,13 +15,13 @@ from fastrl.config import PPOConfig
 from fastrl.core import entropy_from_logits
 from fastrl.data import batch as data
 from fastrl.models.modes import evaluating
-from fastrl.ppo import stats, tracking
+from fastrl.ppo import stats
 from fastrl.ppo.advantages import GAE
 from fastrl.ppo.batches import JoinedBatches
 from fastrl.ppo.experience import Experience, scoring_request
 from fastrl.ppo.losses import MINIBATCH_FIELDS
 from fastrl.ppo.update import PPOUpdate
-from fastrl.run import hub
+from fastrl.run import hub, metrics
 from fastrl.run.model_card import policy_gradient, write_model_card
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class ClassicSurface:
             rewards: one number per sample.
             columns_to_log: the columns of ``batch`` that the table shows.
         """
-        tracking.log_stats(
+        metrics.log_stats(
             self.accelerator,
             self.config.log_with,
             self.current_step,

@@ -13,7 +13,6 @@ from torch import Tensor
 from fastrl.data.chat import Said
 from fastrl.data.prompts import Prompts, PromptStream
 from fastrl.ppo.nonfinite import samples_left_out
-from fastrl.ppo.stats import scalars
 from fastrl.rewards.functions import RewardFunction, check_rewards
 from fastrl.rollout import RolloutOutput
 from fastrl.run.callbacks import (
@@ -23,6 +22,7 @@ from fastrl.run.callbacks import (
     TrainResult,
     closing_callbacks,
 )
+from fastrl.run.metrics import scalars
 
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer

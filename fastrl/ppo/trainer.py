@@ -41,13 +41,14 @@ from fastrl.ppo.setup import (
     prepared,
     warn_of_a_single_response,
 )
-from fastrl.ppo.tracking import TrackerCallback
 from fastrl.ppo.update import PPOUpdate
-from fastrl.processes import check_one_process
 from fastrl.ref_model import choose_reference
 from fastrl.rewards.functions import RewardFunction
 from fastrl.rollout import RolloutOutput
-from fastrl.run.callbacks import ProgressCallback, TrainCallback, TrainResult
+from fastrl.run.callbacks import TrainCallback, TrainResult
+from fastrl.run.metrics import TrackerCallback
+from fastrl.run.processes import check_one_process
+from fastrl.run.progress import ProgressCallback
 from fastrl.timing import start_clock
 
 _MIXED_PRECISION = (

@@ -11,7 +11,7 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 from transformers import AutoTokenizer
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
-from fastrl.ppo import tracking
+from fastrl.run import metrics as run_metrics
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -52,7 +52,7 @@ def make_trainer(**settings):
 def log(log_with=None, accelerator=None, step=3, stats=STATS, batch=BATCH, rewards=REWARDS, **rest):
     rest.setdefault("columns_to_log", ("query", "response"))
     accelerator = accelerator or Accelerator()
-    return tracking.log_stats(accelerator, log_with, step, stats, batch, rewards, **rest)
+    return run_metrics.log_stats(accelerator, log_with, step, stats, batch, rewards, **rest)
 
 
 def test_the_console_gets_a_table_of_samples(capsys):
@@ -248,7 +248,7 @@ def test_tensorboard_shows_samples_as_a_table_of_text(monkeypatch, tmp_path):
 
 
 def test_cells_cannot_break_a_table_of_text():
-    assert tracking._markdown(["a"], [["x|y\nz"]]).splitlines()[2] == "| x\\|y<br>z |"
+    assert run_metrics._markdown(["a"], [["x|y\nz"]]).splitlines()[2] == "| x\\|y<br>z |"
 
 
 def test_wandb_gets_numbers_and_its_own_table_at_one_step(monkeypatch):
