@@ -97,20 +97,20 @@ def _warning_line(
     line: str | None = None,
 ) -> str:
     """One line, as errors are; of other categories, which are for programmers, with the place."""
-    said = " ".join(str(message).split())
+    text = " ".join(str(message).split())
     if category is UserWarning:
-        return f"fastrl: warning: {said}\n"
-    return f"{filename}:{lineno}: {category.__name__}: {said}\n"
+        return f"fastrl: warning: {text}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {text}\n"
 
 
 def _message(error: BaseException) -> str:
     """One line; transformers' messages have breaks and indents of their own."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror}: {error.filename}"
-    said = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
     if type(error).__name__ == "OutOfMemoryError":
-        return f"{said} Lower the batch size, or the lengths of prompts and responses."
-    return said
+        return f"{text} Lower the batch size, or the lengths of prompts and responses."
+    return text
 
 
 def _is_users(error: BaseException) -> bool:

@@ -26,7 +26,7 @@ class AlignJob(FitJob):
 
     Raises:
         ValueError: an unknown task or loss, one that does not fit the other, options that are not
-            JSON, an online task that nobody judges, sampling out of range.
+            JSON, an online task without an annotator or judge, sampling out of range.
     """
 
     command: ClassVar[str] = "align"
@@ -87,27 +87,27 @@ class AlignJob(FitJob):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.make_loss().check(self.of, 2)
+        self.make_loss().check(self.learning_task, 2)
         _options("reweighter_args", self.reweighter_args)
-        if self.of.online and (self.annotator is None) == (self.judge is None):
+        if self.learning_task.online and (self.annotator is None) == (self.judge is None):
             raise ValueError(
-                f"the task {self.of.name} learns from what somebody says of the policy's "
+                f"the task {self.learning_task.name} learns from verdicts on the policy's "
                 "responses: pass --annotator or --judge, one of the two"
             )
-        if not self.of.online and (self.annotator or self.judge):
+        if not self.learning_task.online and (self.annotator or self.judge):
             raise ValueError(
-                f"the task {self.of.name} takes everything from the data: leave out --annotator "
-                "and --judge"
+                f"the task {self.learning_task.name} takes everything from the data: leave out "
+                "--annotator and --judge"
             )
-        if self.of.online:
+        if self.learning_task.online:
             self.sampling()
 
     @property
-    def of(self) -> Task:
+    def learning_task(self) -> Task:
         return find_task(self.task)
 
     def make_loss(self) -> Loss:
-        first = next(name for name, loss in LOSSES.items() if self.of.name in loss.tasks)
+        first = next(name for name, loss in LOSSES.items() if self.learning_task.name in loss.tasks)
         name, options = self.loss or first, _options("loss_args", self.loss_args)
         if name == "ppo":  # whose policy is the one that is sampled
             options.setdefault("temperature", self.temperature)
@@ -192,14 +192,14 @@ def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
         reweighter=job.make_reweighter(),
         peft_config=peft_config,
     )
-    title = f"{job.model}: {job.of.name} by {loss.name} on {job.dataset}"
+    title = f"{job.model}: {job.learning_task.name} by {loss.name} on {job.dataset}"
     return fit(
         trainer,
         job,
         flags,
         description=loss.name,
         title=title,
-        judge=_judge_of(trainer),
+        results=_results_of(trainer),
         evaluations=getattr(trainer.evaluation, "judged", ()),
         show=job.samples,
     )
@@ -249,12 +249,12 @@ def _factories(
             truncation=job.truncation,
         )
         return BatchFactory(
-            job.of,
+            job.learning_task,
             loader,
             batch_size=batch_size,
             epochs=int(flags.num_train_epochs),
             annotator=annotator,
-            params=job.sampling() if job.of.online else None,
+            params=job.sampling() if job.learning_task.online else None,
             seed=flags.seed,
         )
 
@@ -265,12 +265,12 @@ def _factories(
     )
 
 
-def _judge_of(trainer: Trainer) -> Callable[[dict[str, float]], dict[str, float]]:
-    """What to say of an evaluation."""
+def _results_of(trainer: Trainer) -> Callable[[dict[str, float]], dict[str, float]]:
+    """What ``summary.json`` records of an evaluation."""
     examples: Any = trainer.eval_dataset
 
-    def judge(metrics: dict[str, float]) -> dict[str, float]:
-        told = {}
+    def results(metrics: dict[str, float]) -> dict[str, float]:
+        found = {}
         for name, title in (
             ("loss", "held_out_loss"),
             ("reward", "held_out_reward"),
@@ -279,13 +279,13 @@ def _judge_of(trainer: Trainer) -> Callable[[dict[str, float]], dict[str, float]
             ("win_rate_sem", "win_rate_sem"),
         ):
             if f"eval_{name}" in metrics:
-                told[title] = metrics[f"eval_{name}"]
+                found[title] = metrics[f"eval_{name}"]
         accuracy = metrics.get("eval_rewards/accuracies", math.nan)
         if not math.isnan(accuracy):
-            told |= held_out_accuracy(accuracy, len(examples))
-        return told
+            found |= held_out_accuracy(accuracy, len(examples))
+        return found
 
-    return judge
+    return results
 
 
 def _options(name: str, text: str | None) -> dict[str, Any]:

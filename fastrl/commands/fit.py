@@ -116,9 +116,12 @@ class FitJob:
         return (shuffled.select(range(count, len(table))), shuffled.select(range(count)))
 
     def begin(self, flags: Any) -> tuple[Dataset, Dataset | None, Any]:
-        """Data to train on and to evaluate on, and the tokenizer, once everything is checked that
-        needs no model; sets the flags that follow from the job: the folder of checkpoints, no
-        evaluation without held-out examples, and the trackers that transformers need not serve.
+        """Checks everything that needs no model, and loads data and tokenizer; sets the flags that
+        follow from the job: the folder of checkpoints, no evaluation without held-out examples,
+        and the trackers that are left to transformers.
+
+        Returns:
+            data to train on, data to evaluate on, the tokenizer.
 
         Raises:
             FileNotFoundError: no model or data where they are named.
@@ -131,7 +134,7 @@ class FitJob:
         folder = RunFolder(self.output)
         folder.check()
         flags.check()
-        model = model_folder(self.model)  # one that is not there is said at once
+        model = model_folder(self.model)  # before the data, which take longer
         check_base(self)
         set_seed(flags.seed)
         flags.output_dir = str(folder.checkpoints)
@@ -227,15 +230,15 @@ def fit(
     *,
     description: str,
     title: str,
-    judge: Callable[[dict[str, float]], dict[str, float]],
+    results: Callable[[dict[str, float]], dict[str, float]],
     evaluations: Sequence[Any] = (),
     show: int = 0,
 ) -> dict[str, Any]:
-    """Trains, evaluates before and after, saves and reports; returns what ``summary.json`` says.
+    """Trains, evaluates before and after, saves and reports; returns what ``summary.json`` holds.
 
     Args:
         description: of the progress bar.
-        judge: what to say of an evaluation's metrics.
+        results: what ``summary.json`` records of an evaluation's metrics.
         evaluations: to which the trainer adds the samples of each.
         show: how many samples to print.
     """
@@ -248,9 +251,9 @@ def fit(
     folder = RunFolder(job.output, {"command": job.command, **config})
     held_out = trainer.eval_dataset is not None
     with recording(trainer, folder, description, flags.trackers):
-        before = judge(trainer.evaluate()) if held_out else {}
+        before = results(trainer.evaluate()) if held_out else {}
         trainer.train()
-        after = judge(trainer.evaluate()) if held_out else {}
+        after = results(trainer.evaluate()) if held_out else {}
     folder.drop_empty_checkpoints()
 
     def save(model: Path) -> None:
@@ -279,7 +282,7 @@ def fit(
 
 
 def say_none_held_out(count: int, what: str) -> None:
-    """One line, where nothing was asked for and there is too little to take anything from."""
+    """Prints that there are too few examples to hold any out by default."""
     print(
         f"{count} {what} are too few to hold any out, so that nothing is evaluated: ask for a "
         f"number with --eval-{what}, or name an --eval-dataset",

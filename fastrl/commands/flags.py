@@ -41,8 +41,8 @@ def parse(command: str, kinds: Sequence[Any], arguments: Sequence[str]) -> tuple
     class Parser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
             # One spelling per flag: argparse names --batch_size/--batch-size and other names.
-            said = re.sub(r"--\w+/(--[\w-]+)(?:/--[\w-]+)*", r"\1", message)
-            raise UsageError(f"{said} (see fastrl {command} --help)")
+            short = re.sub(r"--\w+/(--[\w-]+)(?:/--[\w-]+)*", r"\1", message)
+            raise UsageError(f"{short} (see fastrl {command} --help)")
 
     parser = Parser(
         list(kinds),
@@ -154,8 +154,8 @@ class _Help(argparse.Action):
         self.essentials = essentials
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        told = _brief(parser, self.essentials) if self.essentials else parser.format_help()
-        print(told, end="", flush=True)
+        text = _brief(parser, self.essentials) if self.essentials else parser.format_help()
+        print(text, end="", flush=True)
         parser.exit()
 
 
@@ -184,14 +184,14 @@ class _AllFlags(argparse.HelpFormatter):
         return flags if action.nargs == 0 else f"{flags} {_kind(action)}"
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        told = [action.help or ""]
+        parts = [action.help or ""]
         if action.choices and not _are_short(action.choices):
-            told.append(f"One of: {', '.join(map(_as_text, action.choices))}.")
+            parts.append(f"One of: {', '.join(map(_as_text, action.choices))}.")
         if action.required:
-            told.append("(required)")
+            parts.append("(required)")
         elif _has_default(action):
-            told.append(f"(default: {_as_text(action.default)})".replace("%", "%%"))
-        return " ".join(told)
+            parts.append(f"(default: {_as_text(action.default)})".replace("%", "%%"))
+        return " ".join(parts)
 
 
 class _FlagsThatMatter(_AllFlags):
@@ -218,7 +218,7 @@ class _FlagsThatMatter(_AllFlags):
 
 
 def _kind(action: argparse.Action) -> str:
-    """What a flag takes."""
+    """The kind of value that a flag takes, for its help."""
     if action.choices:
         short = _are_short(action.choices)
         return "|".join(map(_as_text, action.choices)) if short else "name"

@@ -48,9 +48,9 @@ def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
     )
     pairs: Any = trainer.eval_dataset
 
-    def judge(metrics: dict[str, float]) -> dict[str, float]:
+    def results(metrics: dict[str, float]) -> dict[str, float]:
         accuracy = held_out_accuracy(metrics["eval_accuracy"], len(pairs))
         return {"held_out_loss": metrics["eval_loss"], **accuracy}
 
     title = f"{job.model}: rewards from {job.dataset}"
-    return fit(trainer, job, flags, description="reward", title=title, judge=judge)
+    return fit(trainer, job, flags, description="reward", title=title, results=results)

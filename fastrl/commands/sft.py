@@ -56,9 +56,9 @@ def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
         peft_config=peft_config,
     )
 
-    def judge(metrics: dict[str, float]) -> dict[str, float]:
+    def results(metrics: dict[str, float]) -> dict[str, float]:
         loss = metrics["eval_loss"]
         return {"held_out_loss": loss, "held_out_perplexity": math.exp(min(loss, 700.0))}
 
     title = f"{job.model}: SFT on {job.dataset}"
-    return fit(trainer, job, flags, description="SFT", title=title, judge=judge)
+    return fit(trainer, job, flags, description="SFT", title=title, results=results)

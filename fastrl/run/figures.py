@@ -1,8 +1,8 @@
 """The figure of a run: its curves, step by step.
 
 :func:`draw` chooses by what was recorded: reward, KL, entropy, value loss, clip fraction and time
-of PPO and its kin (:func:`draw_run`), with SFT and reward model before it (:func:`draw_road`), or
-loss and accuracy of transformers' Trainer (:func:`draw_fit`).
+of PPO, GRPO and others (:func:`draw_run`), with SFT and reward model before it
+(:func:`draw_road`), or loss and accuracy of transformers' Trainer (:func:`draw_fit`).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def draw(
 def draw_run(
     rows: Sequence[dict[str, Any]], *, title: str = "PPO", kl_ceiling: float | None = None
 ) -> Figure:
-    """Draws PPO and its kin.
+    """Draws PPO, GRPO and others.
 
     Args:
         rows: one dict of metrics per step; rows of evaluations may stand between them.

@@ -25,9 +25,9 @@ class RunFolder:
     ================== ============================================================================
 
     A run in the folder of an earlier one overwrites it: :meth:`begin` removes the earlier one's
-    metrics, samples, report and summary; its model stays until there is a new one. What is written
-    at once takes its name when it is complete, so that whoever reads it, or an interruption, finds
-    the old one or the new one.
+    metrics, samples, report and summary; its model stays until there is a new one. Every file but
+    ``metrics.jsonl``, and ``model/``, is written under another name and then renamed: a reader, or
+    a run that was interrupted, finds the old one or the new one, never half of it.
 
     Args:
         path: of the folder; nothing is written before :meth:`begin`.

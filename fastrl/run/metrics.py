@@ -1,4 +1,4 @@
-"""Numbers of a run on their way out: to metrics.jsonl, to trackers, to the console."""
+"""Metrics of a run: to metrics.jsonl, to trackers, to the console."""
 
 from __future__ import annotations
 
@@ -75,6 +75,10 @@ class JsonlCallback(TrainCallback):
         if self._written_by is not None and self._written_by() is trainer:
             return
         self._written_by = weakref.ref(trainer)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins the file anew."""
         self.file.begin()
 
     def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
@@ -85,15 +89,14 @@ class JsonlCallback(TrainCallback):
 
 
 class RunCallback(JsonlCallback):
-    """Begins a run's folder as training begins, and writes its metrics."""
+    """A :class:`JsonlCallback` in a run's folder, which it begins as training begins."""
 
     def __init__(self, folder: RunFolder):
         super().__init__(folder.metrics)
         self.folder = folder
 
-    def on_train_begin(self, trainer: Any, total_steps: int) -> None:
+    def begin(self) -> None:
         self.folder.begin()
-        super().on_train_begin(trainer, total_steps)
 
 
 # ---------------------------------------------------------------------- trackers

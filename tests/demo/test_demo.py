@@ -129,3 +129,9 @@ def test_a_missed_condition_ends_the_demo_with_one(tmp_path, capsys, monkeypatch
     words = ["demo", "--quick", "--steps", "1", "--output", str(tmp_path)]
     assert cli.main(words) == 1
     assert "FAILED in" in capsys.readouterr().out
+
+
+def test_a_file_in_the_way_is_named_before_any_work(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert cli.main(["demo", "--output", str(tmp_path / "file" / "run")]) == 2
+    assert f"{tmp_path / 'file'} is a file, name a folder" in capsys.readouterr().err
