@@ -19,16 +19,12 @@ if TYPE_CHECKING:
         CausalLMPolicy,
     )
     from fastrl.patch import TRLPatch, patch_trl, unpatch_trl
-    from fastrl.ppo import (
-        Evaluation,
-        JsonlCallback,
-        PPOTrainer,
-        ProgressCallback,
-        TrainCallback,
-        TrainResult,
-    )
+    from fastrl.ppo import PPOTrainer
     from fastrl.ref_model import create_reference_model
     from fastrl.rollout import GenerateEngine, RolloutEngine, RolloutOutput, SamplingParams
+    from fastrl.run.callbacks import Evaluation, TrainCallback, TrainResult
+    from fastrl.run.metrics import JsonlCallback
+    from fastrl.run.progress import ProgressCallback
     from fastrl.trainers import (
         DataCollatorForCompletionOnlyLM,
         RewardConfig,
@@ -99,14 +95,10 @@ _HOMES = {
         "SFTTrainer",
         "compute_accuracy",
     ),
-    "fastrl.ppo": (
-        "Evaluation",
-        "JsonlCallback",
-        "PPOTrainer",
-        "ProgressCallback",
-        "TrainCallback",
-        "TrainResult",
-    ),
+    "fastrl.ppo": ("PPOTrainer",),
+    "fastrl.run.callbacks": ("Evaluation", "TrainCallback", "TrainResult"),
+    "fastrl.run.metrics": ("JsonlCallback",),
+    "fastrl.run.progress": ("ProgressCallback",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""The command ``fastrl``: reads flags and YAML files, and hands over to a command's job."""
+"""The command ``fastrl``: chooses a command, and prints errors as one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from fastrl.commands.flags import UsageError, parse, unknown_name
-from fastrl.processes import check_one_process
+from fastrl.run.processes import check_one_process
 from fastrl.run.progress import drop_bars
 from fastrl.user_code import fault_of
 
@@ -20,11 +20,12 @@ Reinforcement learning from rewards and preferences for language models.
 
 commands:
   demo   train a small model on film reviews, improve it with PPO, in minutes
-  sft    fit your language model to texts
+  sft    supervised fine-tuning of your language model on texts
   reward train a reward model on preference pairs
   align  learn from preferences, as data or live: DPO, KTO, ORPO and others
   ppo    PPO on your model, prompts and reward
   grpo   the same without a value function: GRPO, Dr. GRPO, RLOO (--advantage)
+  report draw the figure of a run anew; results of several runs side by side
   env    versions, devices, and the kernels that would be used
 
 "fastrl COMMAND --help" shows the flags that matter, --help-all the rest. A YAML
@@ -35,7 +36,7 @@ exit status: 0 done; 1 a goal was missed, or a defect of fastrl; 2 a mistake in
 what was given, or in a function that was named; 130 interrupted
 """
 
-# What a user can get wrong; anything else is a defect of fastrl and keeps its traceback.
+# Mistakes in what was given; anything else is a defect of fastrl and keeps its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
 _OF_LIBRARIES = ("OutOfMemoryError", "SafetensorError")  # by name: torch may not be imported
 
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command in _ONE_PROCESS:
             check_one_process(f"fastrl {command}")
         return _COMMANDS[command](arguments[1:])
-    except BrokenPipeError:  # what read the output has closed it: head, or a pager that was left
+    except BrokenPipeError:  # the reader of the output has closed it: head, or a pager
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
@@ -79,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown, status = f"{fault.where if fault else ''}fastrl: error: {message}", 2
     finally:
         warnings.formatwarning = with_place
-    # The error's frames are gone by now: objects in them are freed, and print what they print then,
-    # before the message, which comes last.
+    # The error's frames are gone by now: objects in them are freed, and print what they print
+    # then, before the message, which comes last.
     drop_bars()
     gc.collect()
     sys.stdout.flush()
@@ -96,20 +97,20 @@ def _warning_line(
     line: str | None = None,
 ) -> str:
     """One line, as errors are; of other categories, which are for programmers, with the place."""
-    said = " ".join(str(message).split())
+    text = " ".join(str(message).split())
     if category is UserWarning:
-        return f"fastrl: warning: {said}\n"
-    return f"{filename}:{lineno}: {category.__name__}: {said}\n"
+        return f"fastrl: warning: {text}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {text}\n"
 
 
 def _message(error: BaseException) -> str:
     """One line; transformers' messages have breaks and indents of their own."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror}: {error.filename}"
-    said = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
     if type(error).__name__ == "OutOfMemoryError":
-        return f"{said} Lower the batch size, or the lengths of prompts and responses."
-    return said
+        return f"{text} Lower the batch size, or the lengths of prompts and responses."
+    return text
 
 
 def _is_users(error: BaseException) -> bool:
@@ -163,6 +164,13 @@ def _align(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _report(arguments: Sequence[str]) -> int:
+    from fastrl.commands.report import run_report
+
+    run_report(arguments)
+    return 0
+
+
 def _env(arguments: Sequence[str]) -> int:
     parse("env", [], arguments)
     from fastrl.commands.env import describe
@@ -178,9 +186,10 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "align": _align,
     "ppo": _ppo,
     "grpo": _grpo,
+    "report": _report,
     "env": _env,
 }
-_ONE_PROCESS = tuple(name for name in _COMMANDS if name != "env")
+_ONE_PROCESS = tuple(name for name in _COMMANDS if name not in ("report", "env"))
 
 if __name__ == "__main__":
     sys.exit(main())

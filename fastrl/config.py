@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +37,24 @@ def _experiment_name() -> str:
     return os.path.basename(sys.argv[0]).removesuffix(".py") or "fastrl"
 
 
-def _help(text: str, default: Any = dataclasses.MISSING) -> Any:
-    """A field whose sentence shows up in ``--help``."""
+def setting(text: str, default: Any = dataclasses.MISSING, aliases: Sequence[str] = ()) -> Any:
+    """A field of a dataclass, with its sentence in ``--help``.
+
+    Args:
+        default: or a function that makes it.
+        aliases: other flags for it, such as "--report-to"; their names stand in YAML files too.
+    """
+    metadata: dict[str, Any] = {"help": text}
+    if aliases:
+        metadata["aliases"] = [x for a in aliases for x in (a, f"--{a[2:].replace('-', '_')}")]
     if callable(default):
-        return field(default_factory=default, metadata={"help": text})
-    return field(default=default, metadata={"help": text})
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def setting_like(kind: Any, name: str, default: Any) -> Any:
+    """A field with the sentence of a field of the dataclass ``kind``, and another default."""
+    return setting(kind.__dataclass_fields__[name].metadata["help"], default)
 
 
 @dataclass
@@ -56,168 +70,170 @@ class PPOConfig:
     """
 
     # Tracking
-    exp_name: str = _help("Name of the experiment, for trackers.", _experiment_name)
-    seed: int = _help("Seed of Python, NumPy, torch and of the shuffle of the PPO epochs.", 0)
-    log_with: str | None = _help(
+    exp_name: str = setting("Name of the experiment, for trackers.", _experiment_name)
+    seed: int = setting("Seed of Python, NumPy, torch and of the shuffle of the PPO epochs.", 0)
+    log_with: str | None = setting(
         "Tracker: any that accelerate knows, such as wandb or tensorboard.", None
     )
-    task_name: str | None = _help("Name of the task, for trackers only.", None)
-    model_name: str = _help("Name or path of the model, for trackers and model cards.", "gpt2")
-    query_dataset: str = _help("Name of the prompts' data set, for trackers only.", "imdb")
-    reward_model: str = _help(
+    task_name: str | None = setting("Name of the task, for trackers only.", None)
+    model_name: str = setting("Name or path of the model, for trackers and model cards.", "gpt2")
+    query_dataset: str = setting("Name of the prompts' data set, for trackers only.", "imdb")
+    reward_model: str = setting(
         "Name of the reward model, for trackers only.", "sentiment-analysis:lvwerra/distilbert-imdb"
     )
-    tracker_kwargs: dict | str | None = _help("Keyword arguments of the tracker (JSON).", dict)
-    accelerator_kwargs: dict | str | None = _help(
+    tracker_kwargs: dict | str | None = setting("Keyword arguments of the tracker (JSON).", dict)
+    accelerator_kwargs: dict | str | None = setting(
         "Keyword arguments of accelerate's Accelerator (JSON), such as mixed_precision.", dict
     )
-    project_kwargs: dict | str | None = _help(
+    project_kwargs: dict | str | None = setting(
         "Keyword arguments of accelerate's ProjectConfiguration (JSON).", dict
     )
-    tracker_project_name: str = _help("Project name that the tracker shows.", "fastrl")
-    push_to_hub_if_best_kwargs: dict | str | None = _help(
+    tracker_project_name: str = setting("Project name that the tracker shows.", "fastrl")
+    push_to_hub_if_best_kwargs: dict | str | None = setting(
         "Arguments of push_to_hub (JSON, with repo_id): push whenever the mean score is a record.",
         dict,
     )
-    compare_steps: int = _help("Steps between two comparisons with the best score so far.", 1)
+    compare_steps: int = setting("Steps between two comparisons with the best score so far.", 1)
 
     # Data
-    remove_unused_columns: bool = _help(
+    remove_unused_columns: bool = setting(
         "Drop columns that neither the model nor the loop uses (label, query, response stay).", True
     )
-    dataset_num_proc: int | None = _help("Processes for preparing the data set.", None)
+    dataset_num_proc: int | None = setting("Processes for preparing the data set.", None)
 
     # Optimisation
-    steps: int = _help("Number of samples to train on, for planning only.", 20_000)
-    learning_rate: float = _help("Adam's learning rate.", 1.41e-5)
-    batch_size: int = _help("Samples per step(), per process.", 128)
-    mini_batch_size: int = _help(
+    steps: int = setting("Number of samples to train on, for planning only.", 20_000)
+    learning_rate: float = setting("Adam's learning rate.", 1.41e-5)
+    batch_size: int = setting("Samples per step(), per process.", 128)
+    mini_batch_size: int = setting(
         "Samples per forward and backward pass; by default min(128, batch_size).", None
     )
-    forward_batch_size: int | None = _help("Deprecated: use mini_batch_size.", None)
-    gradient_accumulation_steps: int = _help("Mini-batches per optimizer step.", 1)
-    ppo_epochs: int = _help("Passes over the batch per step().", 4)
-    max_grad_norm: float | None = _help("Gradients are clipped to this norm at every step.", None)
-    gradient_checkpointing: bool = _help("Recompute activations in the backward pass.", False)
-    optimize_cuda_cache: bool | None = _help("Deprecated: use optimize_device_cache.", None)
-    optimize_device_cache: bool = _help(
+    forward_batch_size: int | None = setting("Deprecated: use mini_batch_size.", None)
+    gradient_accumulation_steps: int = setting("Mini-batches per optimizer step.", 1)
+    ppo_epochs: int = setting("Passes over the batch per step().", 4)
+    max_grad_norm: float | None = setting("Gradients are clipped to this norm at every step.", None)
+    gradient_checkpointing: bool = setting("Recompute activations in the backward pass.", False)
+    optimize_cuda_cache: bool | None = setting("Deprecated: use optimize_device_cache.", None)
+    optimize_device_cache: bool = setting(
         "Give cached device memory back after every step: less memory, slower.", False
     )
 
     # Rollouts
-    temperature: float = _help(
+    temperature: float = setting(
         "Temperature T of the policy softmax(logits / T): of rollouts, and of the log-probs of "
         "policy and reference.",
         1.0,
     )
-    rollout_backend: str = _help(
+    rollout_backend: str = setting(
         "Generate in the engine, or by the model's own generate: engine, generate.", "engine"
     )
-    old_logprobs: str = _help(
+    old_logprobs: str = setting(
         "Where log-probs and values before the update come from: rollout (where the responses were "
         "generated), recompute (another forward), auto (the rollout, where a few samples scored "
         "anew agree with it).",
         "auto",
     )
-    rollout_slots: int = _help("Samples that the engine generates at a time, at most.", 64)
-    rollout_kv_cache_gib: float | None = _help(
+    rollout_slots: int = setting("Samples that the engine generates at a time, at most.", 64)
+    rollout_kv_cache_gib: float | None = setting(
         "Memory for the engine's keys and values: fewer samples at a time where they do not fit.",
         None,
     )
-    rollout_sleep: bool = _help(
+    rollout_sleep: bool = setting(
         "Free the engine's memory before every update: less memory, slower.", False
     )
 
     # The reference
-    reference: str = _help(
+    reference: str = setting(
         "What the KL is measured against: copy (a frozen copy), adapter (a PEFT model's base), "
         "trunk (a copy that shares the bottom layers), offload (a copy in host memory), none (with "
         "init_kl_coef 0), auto (adapter for PEFT models, trunk with num_shared_layers, none "
         "without a KL coefficient, else copy).",
         "auto",
     )
-    num_shared_layers: int | None = _help(
+    num_shared_layers: int | None = setting(
         "With trunk: the bottom layers, and the embeddings below them, are frozen, and policy and "
         "reference share them.",
         None,
     )
-    reference_adapter: str = _help(
+    reference_adapter: str = setting(
         "With adapter: off (the base model), start (a frozen copy of the adapter as training "
         "begins) or auto (start for an adapter that was trained before, off for a new one).",
         "off",
     )
-    trunk_cache_gib: float = _help(
+    trunk_cache_gib: float = setting(
         "With trunk: device memory for what the shared layers made of a batch, kept across PPO "
         "epochs.",
         2.0,
     )
-    trunk_cache_host_gib: float = _help("The same in host memory, for what does not fit.", 8.0)
-    sync_ref_every: int = _help("Steps between two moves of the reference to the policy.", 0)
-    ref_ema: float = _help("Weight of the policy in such a move; 1 is a copy of it.", 1.0)
+    trunk_cache_host_gib: float = setting("The same in host memory, for what does not fit.", 8.0)
+    sync_ref_every: int = setting("Steps between two moves of the reference to the policy.", 0)
+    ref_ema: float = setting("Weight of the policy in such a move; 1 is a copy of it.", 1.0)
 
     # KL to the reference
-    kl_in: str = _help(
+    kl_in: str = setting(
         "Where the KL penalty acts: reward (each token's reward), loss (a term of the loss, the "
         "k3 estimate; kl_penalty is then a statistic).",
         "reward",
     )
-    adap_kl_ctrl: bool = _help("Adapt the KL coefficient to reach `target`; else keep it.", True)
-    init_kl_coef: float = _help("Initial coefficient β of the KL penalty.", 0.2)
-    kl_penalty: str = _help(
+    adap_kl_ctrl: bool = setting("Adapt the KL coefficient to reach `target`; else keep it.", True)
+    init_kl_coef: float = setting("Initial coefficient β of the KL penalty.", 0.2)
+    kl_penalty: str = setting(
         "Per-token penalty: kl (log π - log ref), abs, mse (half its square), full (over the "
         "vocabulary).",
         "kl",
     )
-    target: float = _help("KL per sequence that the adaptive controller aims at, in nats.", 6.0)
-    horizon: float = _help("Samples over which the adaptive controller reacts.", 10_000.0)
-    early_stopping: bool = _help("Stop a step's epochs when the policy moved too far.", False)
-    target_kl: float = _help("Early stopping acts above 1.5 times this policy KL.", 1.0)
+    target: float = setting("KL per sequence that the adaptive controller aims at, in nats.", 6.0)
+    horizon: float = setting("Samples over which the adaptive controller reacts.", 10_000.0)
+    early_stopping: bool = setting("Stop a step's epochs when the policy moved too far.", False)
+    target_kl: float = setting("Early stopping acts above 1.5 times this policy KL.", 1.0)
 
     # Advantages
-    advantage: str = _help(
+    advantage: str = setting(
         "Where advantages come from: gae (a value function), or the other responses to the same "
         "prompt: grpo ((R - mean) / deviation), dr_grpo (R - mean), rloo (R - the others' mean).",
         "gae",
     )
-    group_size: int = _help(
+    group_size: int = setting(
         "Responses to each prompt: 1 with gae, else 2 or more; divides batch_size.", 1
     )
 
     # PPO
-    gamma: float = _help("Discount γ.", 1.0)
-    lam: float = _help("λ of generalised advantage estimation.", 0.95)
-    cliprange: float = _help("Clip range of the probability ratio.", 0.2)
-    cliprange_high: float | None = _help(
+    gamma: float = setting("Discount γ.", 1.0)
+    lam: float = setting("λ of generalised advantage estimation.", 0.95)
+    cliprange: float = setting("Clip range of the probability ratio.", 0.2)
+    cliprange_high: float | None = setting(
         "Clip range of the ratio above 1, where that is to be another.", None
     )
-    loss_aggregate: str = _help(
+    loss_aggregate: str = setting(
         "How the loss sums over tokens: token-mean, seq-mean-token-mean (a mean of samples' means; "
         "GRPO's own), seq-mean-token-sum, seq-mean-token-sum-norm (over samples times a fixed "
         "length; Dr. GRPO's).",
         "token-mean",
     )
-    loss_norm_length: int | None = _help(
+    loss_norm_length: int | None = setting(
         "That fixed length, such as max_new_tokens; by default the longest response of a step.",
         None,
     )
-    loss_denominator: str = _help(
+    loss_denominator: str = setting(
         "Whose tokens (or samples) the loss is divided by where gradients are accumulated: "
         "minibatch (each mini-batch's own, and a mean over mini-batches, as in TRL), step (those "
         "of the whole optimizer step), auto (minibatch with gae, else step).",
         "auto",
     )
-    on_nonfinite: str = _help(
+    on_nonfinite: str = setting(
         "What happens to samples, losses and gradients that are NaN or infinite: skip (they are "
         "left out, counted, and named in a warning), raise (an error).",
         "skip",
     )
-    cliprange_value: float = _help("Clip range of the value function's change.", 0.2)
-    vf_coef: float = _help("Coefficient of the value loss.", 0.1)
-    ratio_threshold: float = _help("Mini-batches whose mean ratio exceeds this are skipped.", 10.0)
-    use_score_scaling: bool = _help("Divide scores by their running standard deviation.", False)
-    use_score_norm: bool = _help("With score scaling: subtract the running mean first.", False)
-    score_clip: float | None = _help("Clip scores to ± this value.", None)
-    whiten_rewards: bool = _help("Whiten the rewards before computing advantages.", False)
+    cliprange_value: float = setting("Clip range of the value function's change.", 0.2)
+    vf_coef: float = setting("Coefficient of the value loss.", 0.1)
+    ratio_threshold: float = setting(
+        "Mini-batches whose mean ratio exceeds this are skipped.", 10.0
+    )
+    use_score_scaling: bool = setting("Divide scores by their running standard deviation.", False)
+    use_score_norm: bool = setting("With score scaling: subtract the running mean first.", False)
+    score_clip: float | None = setting("Clip scores to ± this value.", None)
+    whiten_rewards: bool = setting("Whiten the rewards before computing advantages.", False)
 
     # Filled in at run time
     world_size: int | None = field(default=None, init=False)

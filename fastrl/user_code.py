@@ -1,7 +1,7 @@
 """Errors of functions that a user wrote and named: rewards, annotators, judges, reweighters.
 
-Such a function's exception keeps its type and its way up; what is added is whose it was, so that a
-command can show the user's own lines in place of the library's.
+Such a function's exception is raised as it is, with a note of whose it was, so that a command can
+show the user's own lines in place of the library's.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def fault_of(error: BaseException) -> Fault | None:
     name = getattr(error, _MARK, None)
     if name is None:
         return None
-    said = " ".join(str(error).split())
+    text = " ".join(str(error).split())
     kind = type(error).__name__
-    message = f"{name} raised {kind}: {said}" if said else f"{name} raised {kind}"
+    message = f"{name} raised {kind}: {text}" if text else f"{name} raised {kind}"
     if isinstance(error, SyntaxError):
         return Fault(
             "", f"{name} raised {kind}: {error.msg} ({error.filename}, line {error.lineno})"

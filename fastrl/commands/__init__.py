@@ -1,1 +1,1 @@
-"""What the commands do: from flags to a run folder."""
+"""The commands: from flags to a run in its folder."""

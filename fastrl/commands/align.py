@@ -1,4 +1,4 @@
-"""The job behind ``fastrl align``: model, data and loss in, an aligned model and a report out."""
+"""``fastrl align``: a model from preferences, by any task and loss of the alignment framework."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.losses import LOSSES, Loss, describe_losses, make_loss
 from fastrl.commands.fit import (
-    HELD_OUT,
-    RUN,
-    TRAINING,
-    WHAT,
     CommandFlags,
     FitJob,
+    essential_flags,
     fit,
-    flag,
-    standard_error,
+    held_out_accuracy,
 )
 from fastrl.commands.lora import lora_config
+from fastrl.config import setting, setting_like
 from fastrl.data.tasks import TASKS, Task, find_task
 
 if TYPE_CHECKING:
@@ -34,87 +31,88 @@ class AlignJob(FitJob):
 
     Raises:
         ValueError: an unknown task or loss, one that does not fit the other, options that are not
-            JSON, an online task that nobody judges, sampling out of range.
+            JSON, an online task without an annotator or judge, sampling out of range.
     """
 
-    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
-        "what to train": (*WHAT, "task", "loss", "loss_args", "reference"),
-        "data": (*HELD_OUT, "max_length", "annotator", "judge", "max_new_tokens", "temperature"),
-        "training": TRAINING,
-        "model and run": RUN,
-    }
+    command: ClassVar[str] = "align"
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = essential_flags(
+        ("task", "loss", "loss_args", "reference"),
+        ("annotator", "judge", "max_new_tokens", "temperature"),
+    )
 
-    task: str = flag(f"What to learn from: {', '.join(TASKS)}.", "offline-pairwise")
-    loss: str | None = flag(
+    task: str = setting(f"What to learn from: {', '.join(TASKS)}.", "offline-pairwise")
+    loss: str | None = setting(
         f"Loss, by default the task's first: {', '.join(LOSSES)}. Coefficients: "
         f"{describe_losses()}.",
         None,
     )
-    loss_args: str | None = flag('The loss\'s coefficients as JSON, such as {"beta": 0.2}.', None)
-    output: str = flag("Folder for the model, the metrics and the report.", "runs/align")
+    loss_args: str | None = setting(
+        'The loss\'s coefficients as JSON, such as {"beta": 0.2}.', None
+    )
+    output: str = setting("Folder for the model, the metrics and the report.", "runs/align")
 
-    annotator: str | None = flag(
+    annotator: str | None = setting(
         "Online: sequence classifier or function (file.py:function) that scores responses. "
         "A directory (a run's too) or a Hub id; or module:function or path/to/file.py:function, "
         "called with (prompts, completions, **columns).",
         None,
     )
-    annotator_label: str | None = flag(
+    annotator_label: str | None = setting(
         "Label of the classifier whose logit is the score, by name or index; by default the last.",
         None,
     )
-    judge: str | None = flag(
+    judge: str | None = setting(
         "Online, instead of --annotator: a language model that picks the better response. "
         "A directory or a Hub id; or a function that answers a list of questions.",
         None,
     )
-    judge_unparsed: str = flag(
+    judge_unparsed: str = setting(
         "What becomes of a judge's answer that cannot be parsed: refuse, skip or tie.", "skip"
     )
-    reweighter: str | None = flag(
+    reweighter: str | None = setting(
         "What weighs samples: uniform, length, margin, importance, or a function of the batch, as "
         "module:function.",
         None,
     )
-    reweighter_args: str | None = flag(
+    reweighter_args: str | None = setting(
         'The reweighter\'s options as JSON, such as {"power": 0.5}.', None
     )
 
-    max_prompt_length: int | None = flag("Longest prompt, in tokens; longer ones are cut.", None)
-    truncation: str = flag(
+    max_prompt_length: int | None = setting("Longest prompt, in tokens; longer ones are cut.", None)
+    truncation: str = setting(
         "Which end of a long prompt to keep: keep_end or keep_start.", "keep_end"
     )
-    max_new_tokens: int = flag("Online: longest response, in tokens.", 64)
-    temperature: float = flag("Online: sampling temperature.", 1.0)
-    top_k: int = flag("Online: sample among the k likeliest tokens; 0 is all of them.", 0)
-    top_p: float = flag(
+    max_new_tokens: int = setting("Online: longest response, in tokens.", 64)
+    temperature: float = setting("Online: sampling temperature.", 1.0)
+    top_k: int = setting("Online: sample among the k likeliest tokens; 0 is all of them.", 0)
+    top_p: float = setting(
         "Online: sample among the likeliest tokens that make up this probability.", 1.0
     )
-    samples: int = flag("Online: responses to show before and after training.", 8)
+    samples: int = setting("Online: responses to show before and after training.", 8)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.make_loss().check(self.of, 2)
+        self.make_loss().check(self.learning_task, 2)
         _options("reweighter_args", self.reweighter_args)
-        if self.of.online and (self.annotator is None) == (self.judge is None):
+        if self.learning_task.online and (self.annotator is None) == (self.judge is None):
             raise ValueError(
-                f"the task {self.of.name} learns from what somebody says of the policy's "
+                f"the task {self.learning_task.name} learns from verdicts on the policy's "
                 "responses: pass --annotator or --judge, one of the two"
             )
-        if not self.of.online and (self.annotator or self.judge):
+        if not self.learning_task.online and (self.annotator or self.judge):
             raise ValueError(
-                f"the task {self.of.name} takes everything from the data: leave out --annotator "
-                "and --judge"
+                f"the task {self.learning_task.name} takes everything from the data: leave out "
+                "--annotator and --judge"
             )
-        if self.of.online:
+        if self.learning_task.online:
             self.sampling()
 
     @property
-    def of(self) -> Task:
+    def learning_task(self) -> Task:
         return find_task(self.task)
 
     def make_loss(self) -> Loss:
-        first = next(name for name, loss in LOSSES.items() if self.of.name in loss.tasks)
+        first = next(name for name, loss in LOSSES.items() if self.learning_task.name in loss.tasks)
         name, options = self.loss or first, _options("loss_args", self.loss_args)
         if name == "ppo":  # whose policy is the one that is sampled
             options.setdefault("temperature", self.temperature)
@@ -166,11 +164,9 @@ class AlignFlags(CommandFlags, AlignmentConfig):
 
     _argument_group_name: ClassVar[str] = "alignment, and transformers' training arguments"
 
-    reference_adapter: str = flag(
-        AlignmentConfig.__dataclass_fields__["reference_adapter"].metadata["help"], "auto"
-    )
-    num_train_epochs: float = flag("Passes over the data, a whole number.", 1)
-    learning_rate: float = flag("AdamW's learning rate.", 1e-5)
+    reference_adapter: str = setting_like(AlignmentConfig, "reference_adapter", "auto")
+    num_train_epochs: float = setting("Passes over the data, a whole number.", 1)
+    learning_rate: float = setting("AdamW's learning rate.", 1e-5)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,10 +195,17 @@ def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
         reweighter=job.make_reweighter(),
         peft_config=peft_config,
     )
-    title = f"{job.model}: {job.of.name} by {loss.name} on {job.dataset}"
-    summary = fit(trainer, job, flags, description=loss.name, title=title, judge=_judge_of(trainer))
-    _show_samples(trainer, job.samples)
-    return summary
+    title = f"{job.model}: {job.learning_task.name} by {loss.name} on {job.dataset}"
+    return fit(
+        trainer,
+        job,
+        flags,
+        description=loss.name,
+        title=title,
+        results=_results_of(trainer),
+        evaluations=getattr(trainer.evaluation, "judged", ()),
+        show=job.samples,
+    )
 
 
 def _model(job: AlignJob, loss: Loss) -> Any:
@@ -249,12 +252,12 @@ def _factories(
             truncation=job.truncation,
         )
         return BatchFactory(
-            job.of,
+            job.learning_task,
             loader,
             batch_size=batch_size,
             epochs=int(flags.num_train_epochs),
             annotator=annotator,
-            params=job.sampling() if job.of.online else None,
+            params=job.sampling() if job.learning_task.online else None,
             seed=flags.seed,
         )
 
@@ -265,12 +268,12 @@ def _factories(
     )
 
 
-def _judge_of(trainer: Trainer) -> Callable[[dict[str, float]], dict[str, float]]:
-    """What to say of an evaluation."""
+def _results_of(trainer: Trainer) -> Callable[[dict[str, float]], dict[str, float]]:
+    """What ``summary.json`` records of an evaluation."""
     examples: Any = trainer.eval_dataset
 
-    def judge(metrics: dict[str, float]) -> dict[str, float]:
-        told = {}
+    def results(metrics: dict[str, float]) -> dict[str, float]:
+        found = {}
         for name, title in (
             ("loss", "held_out_loss"),
             ("reward", "held_out_reward"),
@@ -279,22 +282,13 @@ def _judge_of(trainer: Trainer) -> Callable[[dict[str, float]], dict[str, float]
             ("win_rate_sem", "win_rate_sem"),
         ):
             if f"eval_{name}" in metrics:
-                told[title] = metrics[f"eval_{name}"]
+                found[title] = metrics[f"eval_{name}"]
         accuracy = metrics.get("eval_rewards/accuracies", math.nan)
         if not math.isnan(accuracy):
-            told["held_out_accuracy"] = accuracy
-            told["held_out_accuracy_sem"] = standard_error(accuracy, len(examples))
-        return told
+            found |= held_out_accuracy(accuracy, len(examples))
+        return found
 
-    return judge
-
-
-def _show_samples(trainer: Trainer, count: int) -> None:
-    from fastrl.run.report import run_console, samples_table
-
-    judged = getattr(trainer.evaluation, "judged", [])
-    if count and len(judged) > 1 and trainer.accelerator.is_main_process:
-        run_console().print(samples_table(judged[0], judged[-1], count))
+    return results
 
 
 def _options(name: str, text: str | None) -> dict[str, Any]:

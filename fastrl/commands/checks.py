@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastrl.run.folder import RunFolder
+
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 _SEEDS = 2**32  # NumPy's limit
-# Where the package has another name than the tracker.
-_PACKAGES = {
-    "azure_ml": "azureml-mlflow",
-    "comet_ml": "comet-ml",
-    "flyte": "flytekit",
-}
 
 
 def check_dtype(name: str) -> None:
@@ -38,52 +33,25 @@ def check_seed(seed: int) -> None:
         raise ValueError(f"seed must lie between 0 and {_SEEDS - 1}, got {seed}")
 
 
-def check_output(output: str) -> None:
-    """Refuses an output folder that cannot be written.
-
-    Raises:
-        ValueError: no name, or a file in the way.
-        PermissionError: a folder that cannot be written to.
-    """
-    if not output.strip():
-        raise ValueError("output is empty: name a folder")
-    there = Path(output).absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        raise ValueError(f"output {output}: {there} is a file, name a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"output {output}: {there} cannot be written to")
-
-
-def check_trackers(flag: str, names: Iterable[str]) -> None:
-    """Refuses trackers that are unknown or not installed.
+def check_base(job: Any) -> None:
+    """Refuses a run that would save an adapter in the place of its base.
 
     Args:
-        flag: that names them, for messages.
+        job: with ``model``, ``lora_r`` and ``output``.
 
     Raises:
-        ValueError: a tracker that neither transformers nor accelerate knows.
-        ImportError: one whose package is not installed.
+        ValueError: the base is the model in the output folder.
     """
-    from accelerate.tracking import get_available_trackers
-    from accelerate.utils import LoggerType
-    from transformers.integrations import get_available_reporting_integrations
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+    from fastrl.models.load import base_folder, is_adapter
 
-    if flag == "report_to":
-        known, ready = set(INTEGRATION_TO_CALLBACK), set(get_available_reporting_integrations())
-    else:
-        known = {str(kind.value) for kind in LoggerType} - {"all"}
-        ready = {str(getattr(t, "value", t)) for t in get_available_trackers()}
-    for name in names:
-        if name in ("all", "none"):
-            continue
-        if name not in known:
-            raise ValueError(f"unknown tracker {flag}={name!r}: choose one of {_list(known)}")
-        if name not in ready:
-            package = _PACKAGES.get(name, name)
-            raise ImportError(f"{flag}={name} needs a package: pip install {package}")
+    there = RunFolder(job.output).model
+    if not there.is_dir() or not (job.lora_r or is_adapter(job.model)):
+        return
+    if Path(base_folder(job.model)).resolve() == there.resolve():
+        raise ValueError(
+            f"output {job.output}: {there} is the base of the adapter, which would be saved in its "
+            "place: name another output"
+        )
 
 
 def check_call(
@@ -111,7 +79,3 @@ def check_call(
             f"{name} cannot be called: {error}; it is given {given} by name: take those that it "
             "needs, and **columns"
         ) from None
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))

@@ -1,39 +1,31 @@
-"""What ``fastrl sft``, ``reward`` and ``align`` share: data in, a fitted model and a report out."""
+"""What ``fastrl sft``, ``reward`` and ``align`` share: flags, data, and a run of a trainer."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import TrainingArguments
 
-from fastrl.commands.checks import (
-    check_dtype,
-    check_output,
-    check_seed,
-    check_trackers,
-)
+from fastrl.commands.checks import check_base, check_dtype, check_seed
 from fastrl.commands.lora import check_dropout
-from fastrl.commands.progress import showing
+from fastrl.config import setting
 from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table
 from fastrl.models.load import load_tokenizer
+from fastrl.run.folder import RunFolder
+from fastrl.run.metrics import check_trackers, split_trackers
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 
-# Groups of flags that --help shows, see fastrl.commands.flags.parse.
-WHAT = ("model", "dataset", "output")
-HELD_OUT = ("eval_dataset", "eval_examples")
-TRAINING = (
+_TRAINING = (
     "num_train_epochs",
     "max_steps",
     "per_device_train_batch_size",
@@ -43,41 +35,51 @@ TRAINING = (
     "warmup_steps",
     "bf16",
 )
-RUN = ("lora_r", "lora_alpha", "dtype", "seed", "logging_steps", "report_to")
+_RUN = ("lora_r", "lora_alpha", "dtype", "seed", "logging_steps", "report_to")
 
 
-def flag(text: str, default: Any = dataclasses.MISSING) -> Any:
-    """A field whose sentence shows up in ``--help``."""
-    return dataclasses.field(default=default, metadata={"help": text})
+def essential_flags(what: tuple[str, ...], data: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Those that ``--help`` shows, in groups, see :func:`fastrl.commands.flags.parse`.
+
+    Args:
+        what, data: a command's own, of what it trains and of its data.
+    """
+    return {
+        "what to train": ("model", "dataset", "output", *what),
+        "data": ("eval_dataset", "eval_examples", "max_length", *data),
+        "training": _TRAINING,
+        "model and run": _RUN,
+    }
 
 
 @dataclass
 class FitJob:
-    """What to fit, to which data, and where the results go."""
+    """What to train, on which data, and where the results go."""
 
+    command: ClassVar[str]
     _argument_group_name: ClassVar[str] = "the job"
 
-    model: str = flag(
+    model: str = setting(
         "The model to start from: a directory (a run's, or of an adapter to train on) or a Hub id."
     )
-    dataset: str = flag(
+    dataset: str = setting(
         "The data: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
         ".json, .csv, .tsv, .parquet or .txt."
     )
-    output: str = flag("Folder for the model, the metrics and the report.", "runs/fit")
-    dataset_split: str = flag("Split of a Hub data set.", "train")
-    eval_dataset: str | None = flag(
+    output: str = setting("Folder for the model, the metrics and the report.", "runs/fit")
+    dataset_split: str = setting("Split of a Hub data set.", "train")
+    eval_dataset: str | None = setting(
         "Data set to evaluate on; by default examples are held out from --dataset.", None
     )
-    eval_examples: int | None = flag(
+    eval_examples: int | None = setting(
         "Examples held out for evaluation, 0 for none; by default a tenth, 256 at most. With "
         "--eval-dataset: how many of its examples; by default all, 256 at most.",
         None,
     )
-    lora_r: int = flag("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
-    lora_alpha: int = flag("LoRA's scaling numerator.", 32)
-    lora_dropout: float = flag("LoRA's dropout in training.", 0.0)
-    dtype: str = flag("Type of the model's weights, such as float32 or bfloat16.", "float32")
+    lora_r: int = setting("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
+    lora_alpha: int = setting("LoRA's scaling numerator.", 32)
+    lora_dropout: float = setting("LoRA's dropout in training.", 0.0)
+    dtype: str = setting("Type of the model's weights, such as float32 or bfloat16.", "float32")
 
     def __post_init__(self) -> None:
         for name in ("eval_examples", "lora_r"):
@@ -114,9 +116,12 @@ class FitJob:
         return (shuffled.select(range(count, len(table))), shuffled.select(range(count)))
 
     def begin(self, flags: Any) -> tuple[Dataset, Dataset | None, Any]:
-        """Data to train on and to evaluate on, and the tokenizer, once everything is checked that
-        needs no model; sets the flags that follow from the job: the folder of checkpoints, and no
-        evaluation without held-out examples.
+        """Checks everything that needs no model, and loads data and tokenizer; sets the flags that
+        follow from the job: the folder of checkpoints, no evaluation without held-out examples,
+        and the trackers that are left to transformers.
+
+        Returns:
+            data to train on, data to evaluate on, the tokenizer.
 
         Raises:
             FileNotFoundError: no model or data where they are named.
@@ -126,20 +131,23 @@ class FitJob:
 
         from fastrl.models.load import model_folder
 
-        check_output(self.output)
+        folder = RunFolder(self.output)
+        folder.check()
         flags.check()
-        model = model_folder(self.model)  # one that is not there is said at once
+        model = model_folder(self.model)  # before the data, which take longer
+        check_base(self)
         set_seed(flags.seed)
-        flags.output_dir = f"{self.output}/checkpoints"
+        flags.output_dir = str(folder.checkpoints)
+        flags.trackers, flags.report_to = split_trackers(flags.report_to)
         train, held_out = self.load(flags.seed)
         if held_out is None:
             flags.eval_strategy = type(flags.eval_strategy)("no")
         return train, held_out, load_tokenizer(model)
 
 
-def _said(name: str, text: str) -> Any:
+def _help_of(name: str, text: str) -> Any:
     """A field of transformers' TrainingArguments with its default, and help of our own."""
-    return flag(text, TrainingArguments.__dataclass_fields__[name].default)
+    return setting(text, TrainingArguments.__dataclass_fields__[name].default)
 
 
 @dataclass
@@ -147,28 +155,35 @@ class CommandFlags:
     """Defaults that serve a command, where transformers' own are made for programs."""
 
     output_dir: str | None = dataclasses.field(default=None, init=False)
-    num_train_epochs: float = _said("num_train_epochs", "Passes over the data.")
-    max_steps: int = _said(
+    num_train_epochs: float = _help_of("num_train_epochs", "Passes over the data.")
+    max_steps: int = _help_of(
         "max_steps", "Number of optimizer steps; -1 is num_train_epochs' passes."
     )
-    per_device_train_batch_size: int = _said(
+    per_device_train_batch_size: int = _help_of(
         "per_device_train_batch_size", "Examples per forward and backward pass, per device."
     )
-    per_device_eval_batch_size: int = _said(
+    per_device_eval_batch_size: int = _help_of(
         "per_device_eval_batch_size", "Examples per forward pass of an evaluation, per device."
     )
-    gradient_accumulation_steps: int = _said(
+    gradient_accumulation_steps: int = _help_of(
         "gradient_accumulation_steps", "Such passes per optimizer step."
     )
-    learning_rate: float = _said("learning_rate", "AdamW's learning rate, at its highest.")
-    warmup_steps: float = _said(
+    learning_rate: float = _help_of("learning_rate", "AdamW's learning rate, at its highest.")
+    warmup_steps: float = _help_of(
         "warmup_steps", "Steps in which the learning rate rises; below 1 a share of all steps."
     )
-    bf16: bool = _said("bf16", "Compute in bfloat16; weights keep their dtype.")
-    seed: int = _said("seed", "Seed of the data's order, of held-out examples and of new weights.")
-    logging_steps: float = flag("Steps between two logs.", 10)
-    eval_strategy: str = flag("When to evaluate: no, steps or epoch.", "epoch")
-    save_strategy: str = flag(
+    bf16: bool = _help_of("bf16", "Compute in bfloat16; weights keep their dtype.")
+    seed: int = _help_of(
+        "seed", "Seed of the data's order, of held-out examples and of new weights."
+    )
+    report_to: None | str | list[str] = setting(  # noqa: RUF036 - as transformers has it
+        "Tracker, such as wandb or tensorboard: any that accelerate or transformers knows.",
+        "none",
+        aliases=["--log-with"],
+    )
+    logging_steps: float = setting("Steps between two logs.", 10)
+    eval_strategy: str = setting("When to evaluate: no, steps or epoch.", "epoch")
+    save_strategy: str = setting(
         "When to save checkpoints beside the final model: no, steps or epoch.", "no"
     )
 
@@ -203,7 +218,7 @@ class CommandFlags:
                 "in Python (trainer.train(resume_from_checkpoint=...))"
             )
         check_seed(given.seed)
-        check_trackers("report_to", given.report_to)
+        check_trackers("report_to", given.report_to, of_transformers=True)
 
 
 def fit(
@@ -213,54 +228,59 @@ def fit(
     *,
     description: str,
     title: str,
-    judge: Callable[[dict[str, float]], dict[str, float]],
+    results: Callable[[dict[str, float]], dict[str, float]],
+    evaluations: Sequence[Any] = (),
+    show: int = 0,
 ) -> dict[str, Any]:
-    """Trains, evaluates before and after, saves and reports; returns what ``summary.json`` says.
+    """Trains, evaluates before and after, saves and reports; returns what ``summary.json`` holds.
 
     Args:
         description: of the progress bar.
-        judge: what to say of an evaluation's metrics.
+        results: what ``summary.json`` records of an evaluation's metrics.
+        evaluations: to which the trainer adds the samples of each.
+        show: how many samples to print.
     """
-    from fastrl.run.figures import draw_fit
-    from fastrl.run.report import read_metrics, run_console
+    from fastrl.run.report import finish_run, pair_samples
+    from fastrl.run.transformers_callbacks import recording
 
     started = time.perf_counter()
-    output = Path(job.output)
+    settings = {**flags.to_dict(), "report_to": [*flags.trackers, *flags.report_to]}
+    config = {"title": title, "job": dataclasses.asdict(job), "settings": settings}
+    folder = RunFolder(job.output, {"command": job.command, **config})
     held_out = trainer.eval_dataset is not None
-    with showing(trainer, description, output / "metrics.jsonl"):
-        before = judge(trainer.evaluate()) if held_out else {}
+    with recording(trainer, folder, description, flags.trackers):
+        before = results(trainer.evaluate()) if held_out else {}
         trainer.train()
-        after = judge(trainer.evaluate()) if held_out else {}
-    trainer.save_model(str(output / "model"))
-    trainer.processing_class.save_pretrained(output / "model")
-    if trainer.accelerator.is_main_process:
-        trainer.write_card(str(output / "model"))
-    with contextlib.suppress(OSError):  # it holds checkpoints
-        Path(trainer.args.output_dir).rmdir()
-    summary = {
-        **{f"{name}_before": value for name, value in before.items()},
-        **{f"{name}_after": value for name, value in after.items()},
-        "train_examples": len(trainer.train_dataset),
-        "eval_examples": len(trainer.eval_dataset) if held_out else 0,
-        "steps": trainer.state.global_step,
-        "job": dataclasses.asdict(job),
-        "settings": flags.to_dict(),
-        "seconds": time.perf_counter() - started,
-    }
-    if not trainer.accelerator.is_main_process:
-        return summary
-    draw_fit(read_metrics(output / "metrics.jsonl"), title=title).savefig(output / "report.png")
-    text = json.dumps(summary, indent=2, default=str)
-    (output / "summary.json").write_text(text + "\n", encoding="utf-8")
-    console = run_console()
-    for name, value in after.items():
-        console.print(f"{name.replace('_', ' ')}: {before[name]:.4f} → {value:.4f}")
-    console.print(f"saved: {output}/model, metrics.jsonl, report.png, summary.json")
-    return summary
+        after = results(trainer.evaluate()) if held_out else {}
+    folder.drop_empty_checkpoints()
+
+    def save(model: Path) -> None:
+        trainer.save_model(str(model))
+        trainer.processing_class.save_pretrained(model)
+        trainer.write_card(str(model))
+
+    return finish_run(
+        folder,
+        save,
+        {
+            **{f"{name}_before": value for name, value in before.items()},
+            **{f"{name}_after": value for name, value in after.items()},
+            "train_examples": len(trainer.train_dataset),
+            "eval_examples": len(trainer.eval_dataset) if held_out else 0,
+            "steps": trainer.state.global_step,
+            "seconds": time.perf_counter() - started,
+        },
+        lines=[
+            f"{name.replace('_', ' ')}: {before[name]:.4f} → {value:.4f}"
+            for name, value in after.items()
+        ],
+        samples=pair_samples(evaluations[0], evaluations[-1]) if len(evaluations) > 1 else (),
+        show=show,
+    )
 
 
 def say_none_held_out(count: int, what: str) -> None:
-    """One line, where nothing was asked for and there is too little to take anything from."""
+    """Prints that there are too few examples to hold any out by default."""
     print(
         f"{count} {what} are too few to hold any out, so that nothing is evaluated: ask for a "
         f"number with --eval-{what}, or name an --eval-dataset",
@@ -268,6 +288,9 @@ def say_none_held_out(count: int, what: str) -> None:
     )
 
 
-def standard_error(share: float, count: int) -> float:
-    """Of a share of ``count`` examples."""
-    return math.sqrt(share * (1 - share) / max(count, 1))
+def held_out_accuracy(accuracy: float, count: int) -> dict[str, float]:
+    """A share of ``count`` examples, and its standard error."""
+    return {
+        "held_out_accuracy": accuracy,
+        "held_out_accuracy_sem": math.sqrt(accuracy * (1 - accuracy) / max(count, 1)),
+    }

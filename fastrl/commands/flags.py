@@ -1,5 +1,7 @@
-"""Command-line flags of dataclasses: parsed with a YAML file beside them, and told of by
-``--help`` (what matters) and ``--help-all`` (all of them)."""
+"""Command-line flags of dataclasses, and a YAML file beside them.
+
+``--help`` shows the flags that matter, ``--help-all`` all of them.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ class UsageError(ValueError):
     """A command line or a configuration file that does not make sense."""
 
 
-def parse(command: str, dataclasses: Sequence[Any], arguments: Sequence[str]) -> tuple[Any, ...]:
-    """Instances of ``dataclasses`` from "[config.yaml] [--flag value ...]".
+def parse(command: str, kinds: Sequence[Any], arguments: Sequence[str]) -> tuple[Any, ...]:
+    """Instances of the dataclasses ``kinds`` from "[config.yaml] [--flag value ...]".
 
-    The first dataclass may name the flags that ``--help`` shows, in ``essentials``: a dict from the
+    The first of them may name the flags that ``--help`` shows, in ``essentials``: a dict from the
     titles of groups to names. Without it, ``--help`` shows all.
 
     Raises:
@@ -38,26 +40,26 @@ def parse(command: str, dataclasses: Sequence[Any], arguments: Sequence[str]) ->
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
-            # One spelling per flag: argparse names --batch_size/--batch-size.
-            said = re.sub(r"--\w+/(--[\w-]+)", r"\1", message)
-            raise UsageError(f"{said} (see fastrl {command} --help)")
+            # One spelling per flag: argparse names --batch_size/--batch-size and other names.
+            short = re.sub(r"--\w+/(--[\w-]+)(?:/--[\w-]+)*", r"\1", message)
+            raise UsageError(f"{short} (see fastrl {command} --help)")
 
     parser = Parser(
-        list(dataclasses),
+        list(kinds),
         prog=f"fastrl {command}",
         usage=f"fastrl {command} [CONFIG.yaml] [--flag value ...]",
         formatter_class=_AllFlags,
         allow_abbrev=False,
         add_help=False,
     )
-    essentials = getattr(dataclasses[0], "essentials", None) if dataclasses else None
+    essentials = getattr(kinds[0], "essentials", None) if kinds else None
     parser.add_argument("-h", "--help", action=_Help, essentials=essentials, help="Show this help.")
     if essentials:
         parser.add_argument("--help-all", action=_Help, help="Show all flags.")
     known = {n: a for n, a in _actions(parser).items() if n not in _HELP_FLAGS}
     flags = list(arguments)
     if flags and not flags[0].startswith("-"):
-        flags = [*_flags_of(Path(flags[0]), known), *flags[1:]]
+        flags = [*_flags_of(Path(flags[0]), {**_aliases(known), **known}), *flags[1:]]
     *parsed, unknown = parser.parse_args_into_dataclasses(
         flags, return_remaining_strings=True, look_for_args_file=False
     )
@@ -71,6 +73,16 @@ def parse(command: str, dataclasses: Sequence[Any], arguments: Sequence[str]) ->
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """By setting; a boolean that is on by default has a second flag, --no-..., which comes last."""
     return {action.dest: action for action in reversed(parser._actions)}
+
+
+def _aliases(actions: Mapping[str, argparse.Action]) -> dict[str, argparse.Action]:
+    """By the other names of settings."""
+    return {
+        option[2:].replace("-", "_"): action
+        for action in actions.values()
+        for option in action.option_strings
+        if action.nargs != 0  # whose second flag, --no-..., is its opposite
+    }
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
@@ -142,8 +154,8 @@ class _Help(argparse.Action):
         self.essentials = essentials
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        told = _brief(parser, self.essentials) if self.essentials else parser.format_help()
-        print(told, end="", flush=True)
+        text = _brief(parser, self.essentials) if self.essentials else parser.format_help()
+        print(text, end="", flush=True)
         parser.exit()
 
 
@@ -172,14 +184,14 @@ class _AllFlags(argparse.HelpFormatter):
         return flags if action.nargs == 0 else f"{flags} {_kind(action)}"
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        told = [action.help or ""]
+        parts = [action.help or ""]
         if action.choices and not _are_short(action.choices):
-            told.append(f"One of: {', '.join(map(_as_text, action.choices))}.")
+            parts.append(f"One of: {', '.join(map(_as_text, action.choices))}.")
         if action.required:
-            told.append("(required)")
+            parts.append("(required)")
         elif _has_default(action):
-            told.append(f"(default: {_as_text(action.default)})".replace("%", "%%"))
-        return " ".join(told)
+            parts.append(f"(default: {_as_text(action.default)})".replace("%", "%%"))
+        return " ".join(parts)
 
 
 class _FlagsThatMatter(_AllFlags):
@@ -206,7 +218,7 @@ class _FlagsThatMatter(_AllFlags):
 
 
 def _kind(action: argparse.Action) -> str:
-    """What a flag takes."""
+    """The kind of value that a flag takes, for its help."""
     if action.choices:
         short = _are_short(action.choices)
         return "|".join(map(_as_text, action.choices)) if short else "name"

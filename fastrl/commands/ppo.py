@@ -1,5 +1,4 @@
-"""The job behind ``fastrl ppo`` and ``fastrl grpo``: model, prompts and reward in, a better model
-and a report out."""
+"""``fastrl ppo`` and ``fastrl grpo``: policy gradients on your model, prompts and reward."""
 
 from __future__ import annotations
 
@@ -7,19 +6,12 @@ import dataclasses
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastrl.commands.checks import (
-    check_call,
-    check_dtype,
-    check_output,
-    check_seed,
-    check_trackers,
-)
+from fastrl.commands.checks import check_base, check_call, check_dtype, check_seed
 from fastrl.commands.fit import say_none_held_out
 from fastrl.commands.lora import lora_config
-from fastrl.config import PPOConfig, json_object
+from fastrl.config import PPOConfig, json_object, setting, setting_like
 from fastrl.data.tables import (
     LONG_PROMPTS,
     MOST_HELD_OUT,
@@ -33,15 +25,13 @@ from fastrl.data.tables import (
     take_prompts,
 )
 from fastrl.models.load import load_tokenizer
+from fastrl.run.folder import RunFolder
+from fastrl.run.metrics import check_trackers
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
     from fastrl.run.report import Comparison
-
-
-def _help(text: str, default: Any = dataclasses.MISSING) -> Any:
-    return dataclasses.field(default=default, metadata={"help": text})
 
 
 # The flags that --help shows, see fastrl.commands.flags.parse.
@@ -76,6 +66,7 @@ class PPOJob:
         ValueError: a size that is not positive, a LoRA rank below zero.
     """
 
+    command: ClassVar[str] = "ppo"
     _argument_group_name: ClassVar[str] = "the job"
     essentials: ClassVar[dict[str, tuple[str, ...]]] = {
         **_WHAT,
@@ -90,60 +81,60 @@ class PPOJob:
         "model and run": _RUN,
     }
 
-    model: str = _help(
+    model: str = setting(
         "Causal language model: a directory (a run's, or of an adapter to train on) or a Hub id."
     )
-    dataset: str = _help(
+    dataset: str = setting(
         "Prompts: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
         ".json, .csv, .tsv, .parquet or .txt."
     )
-    reward: str = _help(
+    reward: str = setting(
         "Sequence classifier (a directory, a run's too, or a Hub id), or a function "
         "(file.py:function). Functions are named as module:function or path/to/file.py:function, "
         "and called with (prompts, completions, completion_ids, **columns)."
     )
-    output: str = _help("Folder for the model, the metrics and the report.", "runs/ppo")
+    output: str = setting("Folder for the model, the metrics and the report.", "runs/ppo")
 
-    prompt_column: str | None = _help(
+    prompt_column: str | None = setting(
         "Column of the prompts; by default the first of prompt, query and text.", None
     )
-    dataset_split: str = _help("Split of a Hub data set.", "train")
-    prompt_words: int | None = _help("Take only the first words of each text as prompt.", None)
-    max_prompt_tokens: int | None = _help("Take only the first tokens of each prompt.", None)
-    long_prompts: str = _help(
+    dataset_split: str = setting("Split of a Hub data set.", "train")
+    prompt_words: int | None = setting("Take only the first words of each text as prompt.", None)
+    max_prompt_tokens: int | None = setting("Take only the first tokens of each prompt.", None)
+    long_prompts: str = setting(
         "What becomes of prompts that with their new tokens exceed the model's context: refuse or "
         "drop (they are counted).",
         "refuse",
     )
 
-    eval_dataset: str | None = _help(
+    eval_dataset: str | None = setting(
         "Data set to evaluate on; by default prompts are held out from --dataset.", None
     )
-    eval_prompts: int | None = _help(
+    eval_prompts: int | None = setting(
         "Prompts held out for evaluation, 0 for none; by default a tenth, 256 at most. With "
         "--eval-dataset: how many of its prompts; by default all, 256 at most.",
         None,
     )
-    eval_every: int = _help("Steps between evaluations; 0 is before and after only.", 0)
+    eval_every: int = setting("Steps between evaluations; 0 is before and after only.", 0)
 
-    reward_label: str | None = _help(
+    reward_label: str | None = setting(
         "Label of the classifier whose logit is the reward, by name or index; by default the last.",
         None,
     )
-    reward_batch_size: int = _help("Texts that the classifier scores at a time.", 64)
-    missing_eos_penalty: float | None = _help(
+    reward_batch_size: int = setting("Texts that the classifier scores at a time.", 64)
+    missing_eos_penalty: float | None = setting(
         "Subtracted from the reward of completions without an EOS token.", None
     )
 
-    max_new_tokens: int = _help("Longest completion, in tokens.", 32)
-    top_k: int = _help("Sample among the k likeliest tokens; 0 is all of them.", 0)
-    top_p: float = _help("Sample among the likeliest tokens that make up this probability.", 1.0)
+    max_new_tokens: int = setting("Longest completion, in tokens.", 32)
+    top_k: int = setting("Sample among the k likeliest tokens; 0 is all of them.", 0)
+    top_p: float = setting("Sample among the likeliest tokens that make up this probability.", 1.0)
 
-    lora_r: int = _help("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
-    lora_alpha: int = _help("LoRA's scaling numerator.", 32)
-    lora_dropout: float = _help("Must be 0: a policy that PPO trains has no dropout.", 0.0)
-    dtype: str = _help("Type of the model's weights, such as float32 or bfloat16.", "float32")
-    samples: int = _help("Completions to show before and after training.", 8)
+    lora_r: int = setting("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
+    lora_alpha: int = setting("LoRA's scaling numerator.", 32)
+    lora_dropout: float = setting("Must be 0: a policy that PPO trains has no dropout.", 0.0)
+    dtype: str = setting("Type of the model's weights, such as float32 or bfloat16.", "float32")
+    samples: int = setting("Completions to show before and after training.", 8)
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "reward_batch_size", "prompt_words", "max_prompt_tokens"):
@@ -186,10 +177,13 @@ class PPOFlags(PPOConfig):
 
     _argument_group_name: ClassVar[str] = "PPO"
 
-    steps: int = _help("Number of steps, each on batch_size completions.", 100)
+    steps: int = setting("Number of steps, each on batch_size completions.", 100)
     # A saved adapter that is trained on is what a user starts from, as a whole model would be.
-    reference_adapter: str = _help(
-        PPOConfig.__dataclass_fields__["reference_adapter"].metadata["help"], "auto"
+    reference_adapter: str = setting_like(PPOConfig, "reference_adapter", "auto")
+    log_with: str | None = setting(
+        "Tracker, such as wandb or tensorboard: any that accelerate knows.",
+        None,
+        aliases=["--report-to"],
     )
 
     def config_for(self, job: PPOJob) -> PPOConfig:
@@ -197,6 +191,7 @@ class PPOFlags(PPOConfig):
         fields = {f.name: f.default for f in dataclasses.fields(self) if f.init}
         settings = {name: getattr(self, name) for name in fields}
         settings["steps"] = self.steps * self.batch_size
+        settings["log_with"] = None if self.log_with == "none" else self.log_with
         for name, value in (
             ("model_name", job.model),
             ("query_dataset", job.dataset),
@@ -212,6 +207,7 @@ class PPOFlags(PPOConfig):
 class GRPOJob(PPOJob):
     """A :class:`PPOJob` in a folder of its own."""
 
+    command: ClassVar[str] = "grpo"
     essentials: ClassVar[dict[str, tuple[str, ...]]] = {
         **_WHAT,
         "GRPO": (
@@ -227,28 +223,23 @@ class GRPOJob(PPOJob):
         "model and run": _RUN,
     }
 
-    output: str = _help("Folder for the model, the metrics and the report.", "runs/grpo")
-
-
-def _but(name: str, default: Any) -> Any:
-    """A field of PPOConfig with another default."""
-    return _help(PPOConfig.__dataclass_fields__[name].metadata["help"], default)
+    output: str = setting("Folder for the model, the metrics and the report.", "runs/grpo")
 
 
 @dataclass
 class GRPOFlags(PPOFlags):
-    """The same settings with defaults for group baselines: no value function, the KL in the loss
-    with a fixed coefficient, one pass over each batch."""
+    """PPOFlags with defaults for group baselines: no value function, the KL in the loss with a
+    fixed coefficient, one pass over each batch."""
 
     _argument_group_name: ClassVar[str] = "GRPO"
 
-    advantage: str = _but("advantage", "grpo")
-    group_size: int = _but("group_size", 8)
-    kl_in: str = _but("kl_in", "loss")
-    init_kl_coef: float = _but("init_kl_coef", 0.04)  # that of DeepSeekMath
-    adap_kl_ctrl: bool = _but("adap_kl_ctrl", False)
-    ppo_epochs: int = _but("ppo_epochs", 1)
-    max_grad_norm: float | None = _but("max_grad_norm", 1.0)
+    advantage: str = setting_like(PPOConfig, "advantage", "grpo")
+    group_size: int = setting_like(PPOConfig, "group_size", 8)
+    kl_in: str = setting_like(PPOConfig, "kl_in", "loss")
+    init_kl_coef: float = setting_like(PPOConfig, "init_kl_coef", 0.04)  # that of DeepSeekMath
+    adap_kl_ctrl: bool = setting_like(PPOConfig, "adap_kl_ctrl", False)
+    ppo_epochs: int = setting_like(PPOConfig, "ppo_epochs", 1)
+    max_grad_norm: float | None = setting_like(PPOConfig, "max_grad_norm", 1.0)
 
 
 def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
@@ -257,31 +248,39 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
     from fastrl.models.load import model_folder
     from fastrl.ppo import PPOTrainer
-    from fastrl.rewards.classifier import ClassifierReward
-    from fastrl.rewards.functions import load_reward
-    from fastrl.run.callbacks import JsonlCallback
-    from fastrl.run.report import finish_run
+    from fastrl.rewards.functions import ClassifierReward, load_reward
+    from fastrl.run.metrics import RunCallback
+    from fastrl.run.report import finish_training
 
     started = time.perf_counter()
-    check_output(job.output)
+    config = flags.config_for(job)
+    folder = RunFolder(
+        job.output,
+        {
+            "command": job.command,
+            "title": f"{job.model}: {config.method} for {job.reward}",
+            "job": dataclasses.asdict(job),
+            "settings": flags.to_dict(),
+        },
+    )
+    folder.check()
     check_seed(flags.seed)
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
     policy, peft_config = model_folder(job.model), lora_config(job, "CAUSAL_LM")
+    check_base(job)
     reward = load_reward(job.reward, label=job.reward_label, batch_size=job.reward_batch_size)
     tokenizer = load_tokenizer(policy)
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
     columns = [name for name in train_rows.column_names if name not in (PROMPT, ROW, "input_ids")]
     check_call(job.reward, reward, ("prompts", "completions", "completion_ids"), columns)
-    config = flags.config_for(job)
     kind = AutoModelForCausalLMWithValueHead if config.needs_values else CausalLMPolicy
     model = kind.from_pretrained(
         job.model, dtype=job.dtype, peft_config=peft_config, is_trainable=True
     )
 
-    output = Path(job.output)
-    if config.log_with is not None:  # tensorboard writes into a folder
-        json_object(config.project_kwargs).setdefault("logging_dir", str(output / "logs"))
+    if config.log_with is not None:  # of trackers that write files
+        json_object(config.project_kwargs).setdefault("logging_dir", str(folder.logs))
     trainer = PPOTrainer(config, model, tokenizer=tokenizer)
     if isinstance(reward, ClassifierReward):
         reward.to(trainer.current_device)
@@ -295,24 +294,22 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         eval_every=job.eval_every,
         missing_eos_penalty=job.missing_eos_penalty,
         long_prompts=job.long_prompts,
-        callbacks=[JsonlCallback(output / "metrics.jsonl")],
+        callbacks=[RunCallback(folder)],
     )
-    comparison = finish_run(
-        trainer,
+    eval_prompts = 0 if eval_rows is None else len(eval_rows) - result.dropped_eval_prompts
+    comparison = finish_training(
+        folder,
+        trainer.save_pretrained,
         result,
-        output,
-        title=f"{job.model}: {config.method} for {job.reward}",
-        samples=job.samples,
-        summary={
-            "job": dataclasses.asdict(job),
-            "ppo": flags.to_dict(),
-            "train_prompts": len(train_rows) - result.dropped_prompts,
-            "eval_prompts": 0
-            if eval_rows is None
-            else len(eval_rows) - result.dropped_eval_prompts,
+        {
+            "reference": {"mode": trainer.reference.mode, "why": trainer.reference.why},
+            "train_examples": len(train_rows) - result.dropped_prompts,
+            "eval_examples": eval_prompts,
             "long_prompts_dropped": result.dropped_prompts + result.dropped_eval_prompts,
+            "steps": len(result.history),
             "seconds": time.perf_counter() - started,
         },
+        show=job.samples,
     )
     trainer.accelerator.end_training()  # trackers are closed
     return comparison

@@ -1,22 +1,13 @@
-"""The job behind ``fastrl reward``: a model and preference pairs in, a reward model out."""
+"""``fastrl reward``: a reward model from preference pairs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fastrl.commands.fit import (
-    HELD_OUT,
-    RUN,
-    TRAINING,
-    WHAT,
-    CommandFlags,
-    FitJob,
-    fit,
-    flag,
-    standard_error,
-)
+from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit, held_out_accuracy
 from fastrl.commands.lora import lora_config
+from fastrl.config import setting
 from fastrl.trainers.reward import RewardConfig
 
 
@@ -24,14 +15,10 @@ from fastrl.trainers.reward import RewardConfig
 class RewardJob(FitJob):
     """Pairs to learn from: chosen, rejected, and a prompt that they may share."""
 
-    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
-        "what to train": WHAT,
-        "data": (*HELD_OUT, "max_length"),
-        "training": TRAINING,
-        "model and run": RUN,
-    }
+    command: ClassVar[str] = "reward"
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = essential_flags((), ())
 
-    output: str = flag("Folder for the model, the metrics and the report.", "runs/reward")
+    output: str = setting("Folder for the model, the metrics and the report.", "runs/reward")
 
 
 @dataclass
@@ -40,7 +27,7 @@ class RewardFlags(CommandFlags, RewardConfig):
 
     _argument_group_name: ClassVar[str] = "reward modelling, and transformers' training arguments"
 
-    num_print_samples: int = flag("Pairs to show at each evaluation; -1 is all of them.", 0)
+    num_print_samples: int = setting("Pairs to show at each evaluation; -1 is all of them.", 0)
 
 
 def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
@@ -61,13 +48,9 @@ def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
     )
     pairs: Any = trainer.eval_dataset
 
-    def judge(metrics: dict[str, float]) -> dict[str, float]:
-        accuracy = metrics["eval_accuracy"]
-        return {
-            "held_out_loss": metrics["eval_loss"],
-            "held_out_accuracy": accuracy,
-            "held_out_accuracy_sem": standard_error(accuracy, len(pairs)),
-        }
+    def results(metrics: dict[str, float]) -> dict[str, float]:
+        accuracy = held_out_accuracy(metrics["eval_accuracy"], len(pairs))
+        return {"held_out_loss": metrics["eval_loss"], **accuracy}
 
     title = f"{job.model}: rewards from {job.dataset}"
-    return fit(trainer, job, flags, description="reward", title=title, judge=judge)
+    return fit(trainer, job, flags, description="reward", title=title, results=results)

@@ -1,4 +1,4 @@
-"""The job behind ``fastrl sft``: a language model and texts in, a fitted model and a report out."""
+"""``fastrl sft``: supervised fine-tuning of a language model on texts or conversations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fastrl.commands.fit import HELD_OUT, RUN, TRAINING, WHAT, CommandFlags, FitJob, fit, flag
+from fastrl.commands.fit import (
+    CommandFlags,
+    FitJob,
+    essential_flags,
+    fit,
+)
 from fastrl.commands.lora import lora_config
+from fastrl.config import setting
 from fastrl.trainers.sft import SFTConfig
 
 
@@ -15,15 +21,13 @@ from fastrl.trainers.sft import SFTConfig
 class SFTJob(FitJob):
     """Texts to learn."""
 
-    essentials: ClassVar[dict[str, tuple[str, ...]]] = {
-        "what to train": WHAT,
-        "data": (*HELD_OUT, "max_length", "dataset_text_field", "response_template", "packing"),
-        "training": TRAINING,
-        "model and run": RUN,
-    }
+    command: ClassVar[str] = "sft"
+    essentials: ClassVar[dict[str, tuple[str, ...]]] = essential_flags(
+        (), ("dataset_text_field", "response_template", "packing")
+    )
 
-    output: str = flag("Folder for the model, the metrics and the report.", "runs/sft")
-    response_template: str | None = flag(
+    output: str = setting("Folder for the model, the metrics and the report.", "runs/sft")
+    response_template: str | None = setting(
         "Learn only what follows this text in each example, such as '### Answer:'.", None
     )
 
@@ -55,9 +59,9 @@ def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
         peft_config=peft_config,
     )
 
-    def judge(metrics: dict[str, float]) -> dict[str, float]:
+    def results(metrics: dict[str, float]) -> dict[str, float]:
         loss = metrics["eval_loss"]
         return {"held_out_loss": loss, "held_out_perplexity": math.exp(min(loss, 700.0))}
 
     title = f"{job.model}: SFT on {job.dataset}"
-    return fit(trainer, job, flags, description="SFT", title=title, judge=judge)
+    return fit(trainer, job, flags, description="SFT", title=title, results=results)

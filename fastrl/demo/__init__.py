@@ -1,1 +1,1 @@
-"""The demonstration: two tiny models from scratch, then PPO on them, and a judgement of both."""
+"""The demonstration: SFT, a reward model and PPO on generated texts, and a criterion of success."""

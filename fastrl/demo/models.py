@@ -14,8 +14,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from fastrl.commands.progress import showing
 from fastrl.demo.text import Review
+from fastrl.run.folder import RunFolder
+from fastrl.run.transformers_callbacks import recording
 from fastrl.trainers.reward import RewardConfig, RewardTrainer
 from fastrl.trainers.sft import SFTConfig, SFTTrainer
 
@@ -48,7 +49,7 @@ def build_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def train_language_model(
-    tokenizer: PreTrainedTokenizerFast, reviews: Sequence[Review], steps: int, output: Path
+    tokenizer: PreTrainedTokenizerFast, reviews: Sequence[Review], steps: int, folder: RunFolder
 ) -> GPT2LMHeadModel:
     """A GPT-2-shaped model fitted to the reviews, each ended by EOS."""
     model = GPT2LMHeadModel(_gpt2_config(tokenizer))
@@ -56,14 +57,14 @@ def train_language_model(
     texts = Dataset.from_dict({"text": [review.text for review in reviews]})
     trainer = SFTTrainer(
         model,
-        SFTConfig(**_arguments(steps, 4e-3, output)),
+        SFTConfig(**_arguments(steps, 4e-3, folder)),
         train_dataset=texts.select(range(held_out, len(texts))),
         eval_dataset=texts.select(range(held_out)),
         processing_class=tokenizer,
     )
-    with showing(trainer, "SFT", output / "metrics.jsonl"):
+    with recording(trainer, folder, "SFT"):
         trainer.train()
-    _save(model, tokenizer, output)
+    _save(trainer, folder)
     return model.eval()
 
 
@@ -72,28 +73,32 @@ def train_reward_model(
     pairs: Sequence[tuple[str, str]],
     held_out: Sequence[tuple[str, str]],
     steps: int,
-    output: Path,
+    folder: RunFolder,
 ) -> tuple[GPT2ForSequenceClassification, float]:
     """A model that scores the first of each pair above the second; its share of held-out pairs."""
     model = GPT2ForSequenceClassification(_gpt2_config(tokenizer, num_labels=1))
     trainer = RewardTrainer(
         model,
-        RewardConfig(**_arguments(steps, 1e-3, output), center_rewards_coefficient=0.01),
+        RewardConfig(**_arguments(steps, 1e-3, folder), center_rewards_coefficient=0.01),
         train_dataset=_pairs(pairs),
         eval_dataset=_pairs(held_out),
         processing_class=tokenizer,
     )
-    with showing(trainer, "reward model", output / "metrics.jsonl"):
+    with recording(trainer, folder, "reward model"):
         trainer.train()
         accuracy = trainer.evaluate(num_print_samples=0)["eval_accuracy"]
-    _save(model, tokenizer, output)
+    _save(trainer, folder)
     return model.eval(), accuracy
 
 
-def _save(model: Any, tokenizer: Any, output: Path) -> None:
+def _save(trainer: Any, folder: RunFolder) -> None:
     """For the commands, beside the metrics."""
-    model.save_pretrained(output / "model")
-    tokenizer.save_pretrained(output / "model")
+
+    def save(model: Path) -> None:
+        trainer.model.save_pretrained(model)
+        trainer.processing_class.save_pretrained(model)
+
+    folder.save_model(save)
 
 
 def _pairs(pairs: Sequence[tuple[str, str]]) -> Dataset:
@@ -101,10 +106,10 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> Dataset:
     return Dataset.from_dict({"chosen": list(chosen), "rejected": list(rejected)})
 
 
-def _arguments(steps: int, learning_rate: float, output: Path) -> dict[str, Any]:
+def _arguments(steps: int, learning_rate: float, folder: RunFolder) -> dict[str, Any]:
     """A one-cycle schedule without checkpoints."""
     return {
-        "output_dir": str(output),
+        "output_dir": str(folder.path),
         "max_steps": steps,
         "per_device_train_batch_size": _BATCH_SIZE,
         "per_device_eval_batch_size": 256,

@@ -1,10 +1,10 @@
-"""The demo's world: a small grammar of film reviews, a rule for their polarity, and a critic.
+"""The demo's texts: a small grammar of film reviews, a rule for their polarity, and a labeller.
 
 The grammar writes sentences such as "frankly , this director delivers a clever thriller but the
 ending is never believable .". `polarity` is the rule that says how favourable a sentence is; a
-`critic` who mostly follows it labels the sentences, and the demo's reward classifier learns from
-those labels alone. The rule itself is never the reward: it is there to see, at the end, whether
-the policy pleased the classifier by writing better reviews.
+noisy `labeller` follows it, and the demo's reward classifier learns from such labels alone. The
+rule itself is never the reward: it shows, at the end, whether the policy pleased the classifier by
+writing better reviews.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _CLAUSE_STARTS = frozenset((*JOINERS, *CONTRASTS, ",", "."))
 
 
 class Review(NamedTuple):
-    """A sentence and the critic's verdict on it, 1 = favourable."""
+    """A sentence and its label, 1 = favourable."""
 
     text: str
     label: int
@@ -142,8 +142,8 @@ def polarity(text: str) -> int:
     return total
 
 
-def critic(text: str, rng: random.Random) -> int:
-    """A critic's verdict: 1 with probability sigmoid(1.5·polarity), so that labels are noisy."""
+def labeller(text: str, rng: random.Random) -> int:
+    """A noisy label: 1 with probability σ(1.5·polarity)."""
     return int(rng.random() < 1.0 / (1.0 + math.exp(-1.5 * polarity(text))))
 
 
@@ -151,14 +151,14 @@ def reviews(count: int, seed: int) -> list[Review]:
     """``count`` labelled reviews; the same seed gives the same reviews."""
     rng = random.Random(seed)
     texts = [sentence(rng) for _ in range(count)]
-    return [Review(text, critic(text, rng)) for text in texts]
+    return [Review(text, labeller(text, rng)) for text in texts]
 
 
 def preference_pairs(count: int, seed: int) -> list[tuple[str, str]]:
-    """``count`` pairs of reviews, the one that the critic prefers first.
+    """``count`` pairs of reviews, the preferred one first.
 
-    A critic prefers the first of two with probability σ(polarity - the other's), so that some
-    pairs are the wrong way round.
+    The first of two is preferred with probability σ(its polarity - the other's), the model of
+    Bradley and Terry, so that some pairs are the wrong way round.
     """
     rng = random.Random(seed)
     pairs: list[tuple[str, str]] = []

@@ -224,6 +224,17 @@ def is_adapter(path: str | os.PathLike, **options: Any) -> bool:
     return find_file(folder, ADAPTER_CONFIG, options) is not None
 
 
+def base_folder(path: str | os.PathLike) -> str:
+    """The folder or Hub id of a whole model: of an adapter, of the base that it names.
+
+    Raises:
+        FileNotFoundError: as :func:`model_folder`, also of the base.
+        ValueError: an adapter that names no base, or one that is an adapter itself.
+    """
+    found = _Checkpoint(path, {})
+    return found.folder if found.adapter is None else found.base()
+
+
 def find_file(path: str, name: str, options: dict[str, Any]) -> str | None:
     """The path of a file in a local folder or on the Hub; None where there is none.
 

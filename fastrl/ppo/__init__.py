@@ -1,19 +1,5 @@
-"""Trainers."""
+"""Proximal policy optimisation, and policy gradients with group baselines."""
 
 from fastrl.ppo.trainer import PPOTrainer
-from fastrl.run.callbacks import (
-    Evaluation,
-    JsonlCallback,
-    ProgressCallback,
-    TrainCallback,
-    TrainResult,
-)
 
-__all__ = [
-    "Evaluation",
-    "JsonlCallback",
-    "PPOTrainer",
-    "ProgressCallback",
-    "TrainCallback",
-    "TrainResult",
-]
+__all__ = ["PPOTrainer"]

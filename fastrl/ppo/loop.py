@@ -14,19 +14,12 @@ from fastrl.data.chat import Said
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.ppo.nonfinite import samples_left_out
-from fastrl.ppo.stats import scalars
-from fastrl.ppo.tracking import TrackerCallback
-from fastrl.processes import check_one_process
 from fastrl.rewards.functions import RewardFunction, check_rewards
 from fastrl.rollout import RolloutOutput
-from fastrl.run.callbacks import (
-    Evaluation,
-    ProgressCallback,
-    Samples,
-    TrainCallback,
-    TrainResult,
-    closing_callbacks,
-)
+from fastrl.run.callbacks import Evaluation, Samples, TrainCallback, TrainResult, closing_callbacks
+from fastrl.run.metrics import TrackerCallback, scalars
+from fastrl.run.processes import check_one_process
+from fastrl.run.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer

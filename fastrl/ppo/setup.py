@@ -22,8 +22,8 @@ from fastrl.models.adapters import adapter_dropout
 from fastrl.models.layout import layout_of
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import check_trainable, evaluating
-from fastrl.ppo.stats import scalars
-from fastrl.processes import check_one_process
+from fastrl.run.metrics import open_trackers
+from fastrl.run.processes import check_one_process
 
 # Where accelerate wraps models in DDP, whether or not there are other processes.
 _DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))
@@ -111,7 +111,6 @@ def _check_types(
 def make_accelerator(config: PPOConfig) -> Accelerator:
     """Devices, processes, precision and trackers, as the configuration says."""
     settings = {
-        "log_with": config.log_with,
         # A learning rate schedule counts calls of step(), not steps of the optimizer.
         "step_scheduler_with_optimizer": False,
         # By itself it would also step at the end of a dataloader, in the middle of a batch.
@@ -123,10 +122,12 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     }
     accelerator = Accelerator(**settings)
     if config.log_with is not None:
-        accelerator.init_trackers(
-            config.tracker_project_name,
-            config=scalars(config.to_dict()),
-            init_kwargs=json_object(config.tracker_kwargs),
+        open_trackers(
+            accelerator,
+            config.log_with,
+            project=config.tracker_project_name,
+            settings=config.to_dict(),
+            options=json_object(config.tracker_kwargs),
         )
     return accelerator
 

@@ -89,12 +89,3 @@ def timing_stats(seconds: Mapping[str, float], batch: TokenBatch) -> dict[str, f
     if batch.mask.device.type == "cuda":
         stats["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return stats
-
-
-def scalars(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Only the plain numbers, as floats."""
-    return {
-        name: float(value)
-        for name, value in stats.items()
-        if isinstance(value, (int, float, np.number)) or getattr(value, "shape", None) == ()
-    }

@@ -20,7 +20,7 @@ from fastrl.data.batch import TokenBatch, make_batches
 from fastrl.data.prompts import PromptStream
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.utils import evaluating, warn_of_lost_updates
-from fastrl.ppo import classic, stats, tracking
+from fastrl.ppo import classic, stats
 from fastrl.ppo.control import RunningMoments, ScoreTransform, make_kl_controller
 from fastrl.ppo.experience import (
     Experience,
@@ -46,7 +46,7 @@ from fastrl.ppo.update import GradientStep, PPOUpdate, UpdateLoss, make_aggregat
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.functions import RewardFunction
 from fastrl.rollout import RolloutOutput
-from fastrl.run import hub
+from fastrl.run import hub, metrics
 from fastrl.run.callbacks import TrainCallback, TrainResult
 from fastrl.run.model_card import policy_gradient, write_model_card
 from fastrl.timing import start_clock
@@ -584,7 +584,7 @@ class PPOTrainer:
             rewards: one number per sample.
             columns_to_log: the columns of ``batch`` that the table shows.
         """
-        tracking.log_stats(
+        metrics.log_stats(
             self.accelerator,
             self.config.log_with,
             self.current_step,

@@ -1,1 +1,1 @@
-"""What a run writes: metrics, progress, model card, report and figures, uploads to the Hub."""
+"""Everything that a run writes: its folder, metrics, progress, model card, report, uploads."""

@@ -1,9 +1,14 @@
-"""The figure of a run: reward, KL, entropy, value loss, clip fraction and time, step by step."""
+"""The figure of a run: its curves, step by step.
+
+:func:`draw` chooses by what was recorded: reward, KL, entropy, value loss, clip fraction and time
+of PPO, GRPO and others (:func:`draw_run`), with SFT and reward model before it
+(:func:`draw_road`), or loss and accuracy of transformers' Trainer (:func:`draw_fit`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +57,31 @@ def series(rows: Sequence[dict[str, Any]], key: str) -> Series:
     return Series(steps, values)
 
 
+def draw(
+    rows: Sequence[dict[str, Any]],
+    stages: Mapping[str, Sequence[dict[str, Any]]],
+    *,
+    title: str,
+    kl_ceiling: float | None = None,
+) -> Figure:
+    """Draws a run's curves; a panel whose metrics are missing says so.
+
+    Args:
+        rows: of metrics.jsonl.
+        stages: rows of what came before the run, by name.
+        kl_ceiling: drawn into the KL panel, in nats per sequence.
+    """
+    if {"sft", "reward"} <= set(stages):
+        return draw_road(rows, stages, title=title, kl_ceiling=kl_ceiling)
+    if series(rows, "reward/mean") or series(rows, "eval/reward_mean"):
+        return draw_run(rows, title=title, kl_ceiling=kl_ceiling)
+    return draw_fit(rows, title=title)
+
+
 def draw_run(
     rows: Sequence[dict[str, Any]], *, title: str = "PPO", kl_ceiling: float | None = None
 ) -> Figure:
-    """Draw a run's curves; a panel whose metrics are missing says so.
+    """Draws PPO, GRPO and others.
 
     Args:
         rows: one dict of metrics per step; rows of evaluations may stand between them.
@@ -77,12 +103,12 @@ def draw_run(
 
 def draw_road(
     rows: Sequence[dict[str, Any]],
-    stages: dict[str, Sequence[dict[str, Any]]],
+    stages: Mapping[str, Sequence[dict[str, Any]]],
     *,
     title: str,
     kl_ceiling: float | None = None,
 ) -> Figure:
-    """Draw SFT, reward model and PPO in one figure.
+    """Draws SFT, reward model and PPO in one figure.
 
     Args:
         rows: of PPO.
@@ -101,7 +127,7 @@ def draw_road(
     return figure
 
 
-# What says most of a supervised run, beside its loss: the first that it has.
+# Beside the loss the first of these that a run has: what says most of it.
 _FIT_PANELS = (
     (("accuracy", "eval_accuracy"), "Accuracy", "share of pairs"),
     (("rewards/mean", "eval_reward"), "Reward", ""),
@@ -111,7 +137,7 @@ _FIT_PANELS = (
 
 
 def draw_fit(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
-    """Draw the curves of a supervised run, from what transformers' Trainer logs."""
+    """Draws a run of transformers' Trainer, from what it logs."""
     figure, panels = _sheet(title, 2, 2)
     _draw_pair(panels[0], rows, ("loss", "eval_loss"), "Loss", "nats")
     second = next((pair for pair in _FIT_PANELS if series(rows, pair[0][1])), None)

@@ -1,13 +1,52 @@
-"""Progress bars that are left before their end."""
+"""Progress bars: that of ``PPOTrainer.train``, and bars that are left before their end."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
+from fastrl.run.callbacks import Evaluation, TrainCallback, TrainResult, kl_text
+
+
+class ProgressCallback(TrainCallback):
+    """A progress bar with reward, KL and generated tokens per second."""
+
+    def __init__(self, description: str = "PPO"):
+        self.description = description
+        self.bar: Any = None
+
+    def on_train_begin(self, trainer: Any, total_steps: int) -> None:
+        from tqdm.auto import tqdm
+
+        reference = trainer.reference
+        tqdm.write(f"{self.description} reference: {reference.mode}, {reference.why}")
+        self.bar = tqdm(total=total_steps, desc=self.description, unit="step")
+
+    def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        self.bar.set_postfix_str(
+            f"reward {metrics['reward/mean']:+.3f}{kl_text(metrics['objective/kl'])}, "
+            f"{metrics['perf/rollout_tokens_per_second']:.0f} tok/s"
+        )
+        self.bar.update()
+
+    def on_eval(self, trainer: Any, step: int, evaluation: Evaluation) -> None:
+        self.bar.write(
+            f"{self.description} step {step}: held-out reward {evaluation.mean:+.3f} "
+            f"± {evaluation.sem:.3f}{kl_text(evaluation.kl)}"
+        )
+
+    def on_train_end(self, trainer: Any, result: TrainResult) -> None:
+        self.bar.close()
+        self.bar = None
+
+    def close(self) -> None:
+        if self.bar is not None:
+            drop_bar(self.bar)
+            self.bar = None
+
 
 def drop_bar(bar: Any) -> None:
-    """Takes a bar away that does not reach its end, and says in a line how far it came."""
+    """Removes a bar that does not reach its end, and says in a line how far it came."""
     bar.leave = False
     bar.close()
     if bar.total:
@@ -17,7 +56,7 @@ def drop_bar(bar: Any) -> None:
 
 
 def drop_bars() -> None:
-    """All bars that are open, whatever library made them; nothing without tqdm."""
+    """Removes all open bars, whatever library made them; does nothing without tqdm."""
     tqdm = sys.modules.get("tqdm")
     if tqdm is None:
         return

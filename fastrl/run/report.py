@@ -1,22 +1,19 @@
-"""What a run leaves to look at: its figure, a table of samples, and the gain in reward."""
+"""The end of a run: model, summary and figure are written, results and samples are printed."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastrl.run.callbacks import Evaluation, TrainResult
+from fastrl.run.folder import RunFolder
+
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.table import Table
-
-    from fastrl.ppo import PPOTrainer
-    from fastrl.run.callbacks import Evaluation, TrainResult
 
 
 @dataclass(frozen=True)
@@ -68,56 +65,85 @@ class Comparison:
         )
 
 
-def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl file, one JSON object per line.
-
-    Raises:
-        ValueError: a line that is not a JSON object, named by its number.
-    """
-    rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}, line {number} is not a JSON object")
-        rows.append(row)
-    return rows
-
-
-def write_report(
-    metrics_path: str | PathLike[str],
-    png_path: str | PathLike[str],
+def finish_training(
+    folder: RunFolder,
+    save: Callable[[Path], object],
+    result: TrainResult,
+    results: Mapping[str, Any],
     *,
-    title: str = "PPO",
-    kl_ceiling: float | None = None,
-    draw: Callable[..., Figure] | None = None,
-) -> Path:
-    """Draw a run's curves from its metrics.jsonl into a PNG; metrics that are missing are left out.
+    show: int = 8,
+) -> Comparison | None:
+    """:func:`finish_run` of ``PPOTrainer.train``: with samples and the gain in reward.
+
+    Returns:
+        The change in mean reward over the evaluation prompts; None in a run without evaluation.
+    """
+    if len(result.evaluations) < 2:
+        finish_run(folder, save, results)
+        return None
+    before, after = result.evaluations[0], result.evaluations[-1]
+    comparison = Comparison.of(before, after)
+    finish_run(
+        folder,
+        save,
+        {**comparison.to_dict(), **results},
+        lines=[f"{len(before.prompts)} held-out prompts: {comparison}"],
+        samples=pair_samples(before, after),
+        show=show,
+    )
+    return comparison
+
+
+def finish_run(
+    folder: RunFolder,
+    save: Callable[[Path], object],
+    results: Mapping[str, Any],
+    *,
+    lines: Sequence[str] = (),
+    samples: Sequence[dict[str, Any]] = (),
+    show: int = 8,
+) -> dict[str, Any]:
+    """Writes model, samples, summary and report of a run, and prints its results.
 
     Args:
-        kl_ceiling: drawn into the KL panel, in nats per sequence.
-        draw: the figure, by default :func:`fastrl.run.figures.draw_run`; it gets the run's rows,
-            and those of stages before it, which lie in folders beside the metrics.
-    """
-    from fastrl.run.figures import draw_run
+        save: writes the model to a folder.
+        results: of ``summary.json``.
+        lines: to print.
+        samples: what :func:`pair_samples` returned.
+        show: how many samples to print.
 
-    rows = read_metrics(metrics_path)
-    if draw is None:
-        figure = draw_run(rows, title=title, kl_ceiling=kl_ceiling)
-    else:
-        stages = {
-            path.parent.name: read_metrics(path)
-            for path in sorted(Path(metrics_path).parent.glob("*/metrics.jsonl"))
-        }
-        figure = draw(rows, stages, title=title, kl_ceiling=kl_ceiling)
-    png_path = Path(png_path)
-    png_path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png_path)
-    return png_path
+    Returns:
+        what ``summary.json`` holds.
+    """
+    folder.save_model(save)
+    written = "model, metrics.jsonl, report.png, summary.json"
+    if samples:
+        folder.write_samples(samples)
+        written += ", samples.jsonl"
+    summary = folder.write_summary(results)
+    write_report(folder)
+    console = run_console()
+    if samples and show:
+        console.print(samples_table(samples, show))
+    for line in lines:
+        console.print(line)
+    console.print(f"saved: {folder.path}/{written}")
+    return summary
+
+
+def write_report(folder: RunFolder) -> Path:
+    """Draws a run's curves from its metrics; metrics that are missing are left out.
+
+    Returns:
+        the path of ``report.png``.
+    """
+    from fastrl.run.figures import draw
+
+    stages = {name: stage.rows() for name, stage in folder.stages().items()}
+    title = folder.config.get("title", folder.path.name)
+    ceiling = folder.config.get("kl_ceiling")
+    folder.write_report(draw(folder.rows(), stages, title=title, kl_ceiling=ceiling))
+    return folder.report
 
 
 def run_console() -> Console:
@@ -128,11 +154,32 @@ def run_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=120)
 
 
-def samples_table(before: Evaluation, after: Evaluation, count: int = 8) -> Table:
-    """A table of completions of the same prompts before and after training, with their rewards.
+def pair_samples(before: Any, after: Any) -> list[dict[str, Any]]:
+    """The rows of ``samples.jsonl``: completions of the same prompts before and after training.
 
-    The prompts are spread evenly over the evaluation set; none is picked by its reward.
+    Args:
+        before, after: prompts, completions and rewards, as an :class:`Evaluation` has them.
     """
+    rows = zip(
+        before.prompts,
+        *(x for each in (before, after) for x in (each.completions, each.rewards)),
+        strict=False,
+    )
+    return [
+        {
+            "prompt": prompt,
+            "before": old,
+            "reward_before": None if math.isnan(old_reward) else old_reward,
+            "after": new,
+            "reward_after": None if math.isnan(new_reward) else new_reward,
+        }
+        for prompt, old, old_reward, new, new_reward in rows
+    ]
+
+
+def samples_table(rows: Sequence[Mapping[str, Any]], count: int = 8) -> Table:
+    """A table of some rows of ``samples.jsonl``, spread evenly over them; none is picked by its
+    reward."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -143,62 +190,41 @@ def samples_table(before: Evaluation, after: Evaluation, count: int = 8) -> Tabl
     table.add_column("reward", justify="right")
     table.add_column("after", ratio=4)
     table.add_column("reward", justify="right")
-    total = min(len(before.prompts), len(after.prompts))
-    count = min(count, total)
-    for index in (i * total // count for i in range(count)):
-        old, new = before.rewards[index], after.rewards[index]
+    count = min(count, len(rows))
+    for row in (rows[i * len(rows) // count] for i in range(count)):
+        old, new = (
+            math.nan if row[name] is None else row[name]
+            for name in ("reward_before", "reward_after")
+        )
         table.add_row(
-            Text(before.prompts[index]),
-            Text(before.completions[index].strip()),
+            Text(row["prompt"]),
+            Text(row["before"].strip()),
             f"{old:.2f}",
-            Text(after.completions[index].strip()),
+            Text(row["after"].strip()),
             Text(f"{new:.2f}", style="green" if new > old else "red" if new < old else ""),
         )
     return table
 
 
-def finish_run(
-    trainer: PPOTrainer,
-    result: TrainResult,
-    output: str | PathLike[str],
-    *,
-    title: str,
-    summary: dict[str, Any],
-    samples: int = 8,
-    kl_ceiling: float | None = None,
-    draw: Callable[..., Figure] | None = None,
-) -> Comparison | None:
-    """Save the model, draw the report, print samples and the gain, and write summary.json.
+def results_table(folders: Sequence[RunFolder]) -> Table:
+    """The numbers in the summaries of runs, side by side."""
+    from rich import box
+    from rich.table import Table
 
-    Expects the run's metrics in ``output/metrics.jsonl``; writes ``output/model``,
-    ``output/report.png`` and ``output/summary.json``, which holds ``summary`` and the gain.
-
-    Returns:
-        The change in mean reward over the evaluation prompts; None in a run without evaluation.
-    """
-    output = Path(output)
-    trainer.save_pretrained(output / "model")
-    comparison = None
-    if len(result.evaluations) > 1:
-        comparison = Comparison.of(result.evaluations[0], result.evaluations[-1])
-    if not trainer.accelerator.is_main_process:
-        return comparison
-    trainer.create_model_card(output / "model")  # in place of an earlier run's
-    write_report(
-        output / "metrics.jsonl",
-        output / "report.png",
-        title=title,
-        kl_ceiling=kl_ceiling,
-        draw=draw,
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for folder in folders:
+        table.add_column(folder.name, justify="right", overflow="fold")
+    summaries = [folder.summary() for folder in folders]
+    names = dict.fromkeys(
+        name for each in summaries for name, value in each.items() if _is_number(value)
     )
-    gain = comparison.to_dict() if comparison else {}
-    reference = {"mode": trainer.reference.mode, "why": trainer.reference.why}
-    text = json.dumps({**gain, "reference": reference, **summary}, indent=2, default=str)
-    (output / "summary.json").write_text(text + "\n", encoding="utf-8")
-    console = run_console()
-    if comparison:
-        if samples:
-            console.print(samples_table(result.evaluations[0], result.evaluations[-1], samples))
-        console.print(f"{len(result.evaluations[0].prompts)} held-out prompts: {comparison}")
-    console.print(f"saved: {output}/model, metrics.jsonl, report.png, summary.json")
-    return comparison
+    for name in names:
+        values = (each.get(name) for each in summaries)
+        shown = (f"{value:.4g}" if _is_number(value) else "" for value in values)
+        table.add_row(name.replace("_", " "), *shown)
+    return table
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
 
+from fastrl.config import setting
 from fastrl.models.load import load_tokenizer
-
-
-def setting(text: str, default: Any) -> Any:
-    """A field whose sentence shows up in ``--help``."""
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass

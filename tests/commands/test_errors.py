@@ -271,7 +271,7 @@ def test_a_tenth_of_distinct_prompts_is_held_out(folder, tmp_path):
     where = words.index("--eval-prompts")
     assert cli.main([*words[:where], *words[where + 2 :], "--prompt-words", "9"]) == 0
     told = summary(tmp_path / "run")
-    assert (told["train_prompts"], told["eval_prompts"]) == (54, 2)
+    assert (told["train_examples"], told["eval_examples"]) == (54, 2)
 
 
 @pytest.mark.parametrize("command", ["sft", "ppo"])
@@ -285,7 +285,7 @@ def test_of_few_rows_none_is_held_out_and_a_line_says_so(command, folder, tmp_pa
     assert cli.main(words) == 0
     what = "prompts" if command == "ppo" else "examples"
     assert f"9 {what} are too few to hold any out" in capsys.readouterr().err
-    assert summary(tmp_path / "run")[f"eval_{what}"] == 0
+    assert summary(tmp_path / "run")["eval_examples"] == 0
 
 
 def test_a_data_set_to_evaluate_on_is_taken_whole(folder, tmp_path):

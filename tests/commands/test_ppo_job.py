@@ -46,7 +46,7 @@ def test_classifier_reward_leaves_a_model_and_a_report(world, tmp_path, capsys):
     summary = json.loads((run / "summary.json").read_text())
     assert {"reward_before", "reward_after", "reward_gain_in_sems", "kl_after"} <= set(summary)
     assert summary["job"]["prompt_words"] == 5
-    assert summary["eval_prompts"] == 10
+    assert summary["eval_examples"] == 10
 
     assert AutoTokenizer.from_pretrained(run / "model").eos_token == "<eos>"
     tuned = AutoModelForCausalLM.from_pretrained(run / "model")
@@ -69,7 +69,7 @@ def test_grpo_leaves_a_plain_model_and_a_report(world, tmp_path, capsys, advanta
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert {"groups/no_spread", "ppo/loss/kl"} <= set().union(*rows)
     assert "ppo/loss/value" not in set().union(*rows)
-    settings = json.loads((run / "summary.json").read_text())["ppo"]
+    settings = json.loads((run / "summary.json").read_text())["settings"]
     assert (settings["advantage"], settings["init_kl_coef"]) == (advantage, 0.04)
     tuned = AutoModelForCausalLM.from_pretrained(run / "model")
     start = AutoModelForCausalLM.from_pretrained(world / "lm")
@@ -155,7 +155,7 @@ def test_prompts_may_be_chats(chats, tmp_path, command):
     )
     assert cli.main([command, *words[1:]]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["eval_prompts"] == 10
+    assert summary["eval_examples"] == 10
     assert summary["long_prompts_dropped"] == 0
 
 

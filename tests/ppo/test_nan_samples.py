@@ -13,9 +13,8 @@ import torch
 from datasets import Dataset
 
 from fastrl import PPOConfig, PPOTrainer
-from fastrl.ppo.stats import scalars
 from fastrl.rollout import RolloutOutput
-from fastrl.run.callbacks import JsonlCallback
+from fastrl.run.metrics import JsonlCallback, scalars
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import make_policy, perturbed

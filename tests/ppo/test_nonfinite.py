@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastrl import PPOConfig, PPOTrainer
-from fastrl.ppo.stats import scalars
+from fastrl.run.metrics import scalars
 from tests.golden import tiny
 from tests.ppo.conftest import make_batch, make_policy, make_trainer, parameters, perturbed
 from tests.ppo.updates import apart, watch_gradients

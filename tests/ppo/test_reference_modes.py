@@ -213,7 +213,7 @@ def test_without_a_reference_the_score_is_the_reward(adaptive, kl_penalty):
 
 def test_a_run_without_a_reference_says_so_and_leaves_the_kl_out(tmp_path, capsys):
     from fastrl import JsonlCallback
-    from fastrl.run.report import Comparison, finish_run
+    from fastrl.run.report import Comparison
 
     trainer = trainer_of(deep("gpt2"), init_kl_coef=0.0)
     prompts = tiny_models.prompts(3, 4, 5, 2)
@@ -222,17 +222,15 @@ def test_a_run_without_a_reference_says_so_and_leaves_the_kl_out(tmp_path, capsy
         steps=1, prompts=prompts, eval_prompts=prompts,
         callbacks=[JsonlCallback(tmp_path / "metrics.jsonl")],
     )  # fmt: skip
-    finish_run(trainer, result, tmp_path, title="none", summary={})
     rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3
     assert not any("kl" in name.split("/") for row in rows for name in row)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["reference"] == {"mode": "none", "why": "the KL coefficient is 0"}
-    assert "kl_after" not in summary
+    comparison = Comparison.of(*result.evaluations)
+    assert "kl_after" not in comparison.to_dict()
     said = capsys.readouterr()
     assert "PPO reference: none, the KL coefficient is 0" in said.out + said.err
     assert "nan" not in said.out + said.err
-    assert "KL" not in str(Comparison.of(*result.evaluations))
+    assert "KL" not in str(comparison)
 
 
 def test_the_starting_adapter_answers_for_the_reference():

@@ -10,7 +10,8 @@ from PIL import Image
 from rich.console import Console
 
 from fastrl.run.figures import series
-from fastrl.run.report import Comparison, read_metrics, samples_table, write_report
+from fastrl.run.folder import RunFolder
+from fastrl.run.report import Comparison, pair_samples, samples_table, write_report
 
 
 def metrics_of(steps: int) -> list[dict]:
@@ -48,7 +49,7 @@ def evaluation(mean: float, sem: float, rewards: list[float], completions: list[
 
 def test_report_draws_every_panel(tmp_path):
     write_jsonl(tmp_path / "metrics.jsonl", metrics_of(20))
-    png = write_report(tmp_path / "metrics.jsonl", tmp_path / "new" / "report.png", kl_ceiling=5.0)
+    png = write_report(RunFolder(tmp_path, {"kl_ceiling": 5.0}))
     with Image.open(png) as file:
         image = file.convert("RGB")
     assert image.width > 1000
@@ -61,7 +62,7 @@ def test_report_draws_every_panel(tmp_path):
 @pytest.mark.parametrize("rows", [[], [{"step": 1}], [{"step": 1, "reward/mean": float("nan")}]])
 def test_report_without_metrics_is_still_a_picture(tmp_path, rows):
     write_jsonl(tmp_path / "metrics.jsonl", rows)
-    png = write_report(tmp_path / "metrics.jsonl", tmp_path / "report.png", kl_ceiling=5.0)
+    png = write_report(RunFolder(tmp_path, {"kl_ceiling": 5.0}))
     with Image.open(png) as image:
         assert image.width > 1000
 
@@ -78,10 +79,10 @@ def test_metrics_that_are_not_json_are_named_by_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n\nnot json\n')
     with pytest.raises(ValueError, match="line 3 is not JSON"):
-        read_metrics(path)
+        RunFolder(tmp_path).rows()
     path.write_text("[1]\n")
     with pytest.raises(ValueError, match="line 1 is not a JSON object"):
-        read_metrics(path)
+        RunFolder(tmp_path).rows()
 
 
 def test_gain_counts_in_pooled_standard_errors():
@@ -107,7 +108,8 @@ def test_samples_table_shows_the_same_prompts_spread_over_the_set():
     completions = [f" old {i}" for i in range(10)]
     before = evaluation(0.0, 0.1, [0.0] * 10, completions)
     after = evaluation(1.0, 0.1, [1.0] * 10, ["[bold] new"] * 10)
-    table = samples_table(before, after, count=2)
+    rows = pair_samples(before, after)
+    table = samples_table(rows, count=2)
     assert table.row_count == 2
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(table)
@@ -115,4 +117,4 @@ def test_samples_table_shows_the_same_prompts_spread_over_the_set():
     assert "prompt 0" in text
     assert "prompt 5" in text
     assert "[bold] new" in text  # completions are text, not rich's markup
-    assert samples_table(before, after, count=50).row_count == 10
+    assert samples_table(rows, count=50).row_count == 10

@@ -11,7 +11,8 @@ from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 from transformers import AutoTokenizer
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
-from fastrl.ppo import tracking
+from fastrl.run import metrics as run_metrics
+from fastrl.run.folder import RunFolder
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -52,7 +53,7 @@ def make_trainer(**settings):
 def log(log_with=None, accelerator=None, step=3, stats=STATS, batch=BATCH, rewards=REWARDS, **rest):
     rest.setdefault("columns_to_log", ("query", "response"))
     accelerator = accelerator or Accelerator()
-    return tracking.log_stats(accelerator, log_with, step, stats, batch, rewards, **rest)
+    return run_metrics.log_stats(accelerator, log_with, step, stats, batch, rewards, **rest)
 
 
 def test_the_console_gets_a_table_of_samples(capsys):
@@ -248,7 +249,7 @@ def test_tensorboard_shows_samples_as_a_table_of_text(monkeypatch, tmp_path):
 
 
 def test_cells_cannot_break_a_table_of_text():
-    assert tracking._markdown(["a"], [["x|y\nz"]]).splitlines()[2] == "| x\\|y<br>z |"
+    assert run_metrics._markdown(["a"], [["x|y\nz"]]).splitlines()[2] == "| x\\|y<br>z |"
 
 
 def test_wandb_gets_numbers_and_its_own_table_at_one_step(monkeypatch):
@@ -306,3 +307,20 @@ def test_a_model_card_that_is_there_stays(tmp_path):
     assert (tmp_path / "README.md").read_text() == "mine"
     trainer.create_model_card(tmp_path / "other", "org/tuned")
     assert "# org/tuned" in (tmp_path / "other" / "README.md").read_text()
+
+
+def test_trackers_that_transformers_alone_knows_are_left_to_it():
+    names = ["wandb", "codecarbon", "tensorboard"]
+    assert run_metrics.split_trackers(names) == (["wandb", "tensorboard"], ["codecarbon"])
+    with pytest.raises(ValueError, match="unknown tracker log_with='codecarbon'"):
+        run_metrics.check_trackers("log_with", ["codecarbon"])
+    with pytest.raises(ImportError, match="report_to=codecarbon needs a package"):
+        run_metrics.check_trackers("report_to", ["codecarbon"], of_transformers=True)
+
+
+def test_a_run_that_goes_on_keeps_its_folder(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    trainer, callback = make_trainer(), run_metrics.RunCallback(folder)
+    for _ in range(2):
+        train(trainer, steps=1, callbacks=[callback])
+    assert [row["step"] for row in folder.rows()] == [1, 2]

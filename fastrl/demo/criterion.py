@@ -1,0 +1,46 @@
+"""What PPO must reach in the demo, and what its texts say beside the reward."""
+
+from __future__ import annotations
+
+from fastrl.demo.text import polarity
+from fastrl.run.callbacks import Evaluation
+from fastrl.run.report import Comparison
+
+GAIN_IN_SEMS = 4.0  # of the mean reward on held-out prompts, in standard errors
+KL_CEILING = 5.0  # to the language model that PPO starts from, in nats per sequence
+
+
+def failures(comparison: Comparison) -> list[str]:
+    """The conditions that were missed, each as a clause; a KL that is not known misses its."""
+    missed = []
+    if not comparison.gain_in_sems >= GAIN_IN_SEMS:
+        missed.append(
+            f"the reward rose by {comparison.gain_in_sems:.1f} standard errors, "
+            f"not by {GAIN_IN_SEMS:g}"
+        )
+    if not comparison.kl <= KL_CEILING:
+        missed.append(f"KL is {comparison.kl:.2f}, above its ceiling of {KL_CEILING:g} nats")
+    return missed
+
+
+def success() -> str:
+    """What was reached where no condition was missed."""
+    return (
+        f"the reward rose by at least {GAIN_IN_SEMS:g} standard errors "
+        f"with KL below its ceiling of {KL_CEILING:g} nats per sequence"
+    )
+
+
+def text_statistics(before: Evaluation, after: Evaluation) -> dict[str, float]:
+    """The grammar's own polarity, which PPO is not trained on, and how many completions differ."""
+    return {
+        "rule_polarity_before": _mean_polarity(before),
+        "rule_polarity_after": _mean_polarity(after),
+        "distinct_before": len(set(before.completions)),
+        "distinct_after": len(set(after.completions)),
+    }
+
+
+def _mean_polarity(evaluation: Evaluation) -> float:
+    texts = [p + c for p, c in zip(evaluation.prompts, evaluation.completions, strict=True)]
+    return sum(map(polarity, texts)) / len(texts)

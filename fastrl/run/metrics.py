@@ -1,0 +1,277 @@
+"""Metrics of a run: to metrics.jsonl, to trackers, to the console."""
+
+from __future__ import annotations
+
+import json
+import math
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastrl.run.callbacks import Evaluation, Samples, TrainCallback
+from fastrl.run.folder import RunFolder
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import Tensor
+
+_CONSOLE_ROWS = 4
+# Where the package has another name than the tracker.
+_PACKAGES = {
+    "azure_ml": "azureml-mlflow",
+    "comet_ml": "comet-ml",
+    "flyte": "flytekit",
+}
+
+
+def scalars(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Only the plain numbers, as floats."""
+    return {
+        name: float(value)
+        for name, value in stats.items()
+        if isinstance(value, (int, float, np.number)) or getattr(value, "shape", None) == ()
+    }
+
+
+def without_nan(record: Mapping[str, float]) -> dict[str, float]:
+    """The numbers that are known."""
+    return {name: value for name, value in record.items() if not math.isnan(value)}
+
+
+# ---------------------------------------------------------------------- metrics.jsonl
+
+
+class MetricsFile:
+    """A file with one JSON object per line; numbers that are NaN are left out."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def begin(self) -> None:
+        """Makes the file anew, and its folder where there is none."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("")
+
+    def append(self, step: int, numbers: Mapping[str, float]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step, **without_nan(numbers)}) + "\n")
+
+
+class JsonlCallback(TrainCallback):
+    """One JSON object per step, and one per evaluation (``eval/*``), appended as they come.
+
+    What is not known (NaN), such as a KL without a reference, is left out. The file is begun anew
+    unless the same callback goes on with the same trainer.
+    """
+
+    def __init__(self, path: str | Path):
+        self.file = MetricsFile(path)
+        self._written_by: weakref.ref[Any] | None = None
+
+    def on_train_begin(self, trainer: Any, total_steps: int) -> None:
+        if self._written_by is not None and self._written_by() is trainer:
+            return
+        self._written_by = weakref.ref(trainer)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins the file anew."""
+        self.file.begin()
+
+    def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        self.file.append(step, metrics)
+
+    def on_eval(self, trainer: Any, step: int, evaluation: Evaluation) -> None:
+        self.file.append(step, evaluation.scalars())
+
+
+class RunCallback(JsonlCallback):
+    """A :class:`JsonlCallback` in a run's folder, which it begins as training begins."""
+
+    def __init__(self, folder: RunFolder):
+        super().__init__(folder.metrics)
+        self.folder = folder
+
+    def begin(self) -> None:
+        self.folder.begin()
+
+
+# ---------------------------------------------------------------------- trackers
+
+
+def check_trackers(flag: str, names: Iterable[str], *, of_transformers: bool = False) -> None:
+    """Refuses trackers that are unknown or not installed.
+
+    Args:
+        flag: that names them, for messages.
+        of_transformers: whether those that transformers alone knows will do.
+
+    Raises:
+        ValueError: an unknown tracker.
+        ImportError: one whose package is not installed.
+    """
+    from accelerate.tracking import get_available_trackers
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    known = _names_of_accelerate()
+    ready = {str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()}
+    if of_transformers:
+        known = known | set(INTEGRATION_TO_CALLBACK)
+        ready = ready | set(get_available_reporting_integrations())
+    for name in names:
+        if name in ("all", "none"):
+            continue
+        if name not in known:
+            choices = ", ".join(sorted(known))
+            raise ValueError(f"unknown tracker {flag}={name!r}: choose one of {choices}")
+        if name not in ready:
+            package = _PACKAGES.get(name, name)
+            raise ImportError(f"{flag}={name} needs a package: pip install {package}")
+
+
+def split_trackers(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Those that accelerate knows, which every command serves, and those of transformers alone."""
+    names, known = list(names), _names_of_accelerate()
+    return [n for n in names if n in known], [n for n in names if n not in known]
+
+
+def _names_of_accelerate() -> set[str]:
+    from accelerate.utils import LoggerType
+
+    return {str(kind.value) for kind in LoggerType} - {"all"}
+
+
+def open_trackers(
+    accelerator: Accelerator,
+    trackers: Any,
+    *,
+    project: str,
+    settings: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+    folder: str | Path | None = None,
+) -> None:
+    """Opens trackers, to which ``accelerator.log`` then sends; ``accelerator.end_training`` closes
+    them.
+
+    Args:
+        trackers: a name that accelerate knows, a tracker of its kind, or a list of these.
+        project: the name under which they show the run.
+        settings: of the run; the numbers among them are shown.
+        options: by a tracker's name, keyword arguments of it.
+        folder: of trackers that write files; None is that of the accelerator's own configuration.
+    """
+    from accelerate.tracking import filter_trackers
+
+    if folder is not None:
+        accelerator.project_configuration.logging_dir = str(folder)
+    accelerator.log_with = filter_trackers(trackers, accelerator.logging_dir)
+    accelerator.init_trackers(project, config=scalars(settings), init_kwargs=dict(options or {}))
+
+
+class TrackerCallback(TrainCallback):
+    """Sends every step's and evaluation's numbers, and tables of their samples (query, response,
+    reward), to the trackers of ``PPOConfig.log_with``.
+
+    Tables ("samples", "eval/samples") go to trackers that accelerate knows to take them (wandb,
+    ClearML: those with a ``log_table``), and to tensorboard as text; others get the numbers alone.
+    Trackers stay open, as training may go on: ``trainer.accelerator.end_training()`` closes them.
+    """
+
+    def __init__(self) -> None:
+        self._samples: Samples | None = None
+
+    def on_samples(self, trainer: Any, step: int, samples: Samples) -> None:
+        self._samples = samples
+
+    def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        trainer.accelerator.log(without_nan(metrics), step=step)
+        if self._samples is not None:
+            _log_table(trainer.accelerator, "samples", self._samples, step)
+        self._samples = None
+
+    def on_eval(self, trainer: Any, step: int, evaluation: Evaluation) -> None:
+        trainer.accelerator.log(without_nan(evaluation.scalars()), step=step)
+        samples = Samples(evaluation.prompts, evaluation.completions, evaluation.rewards)
+        _log_table(trainer.accelerator, "eval/samples", samples, step)
+
+
+def _log_table(accelerator: Accelerator, name: str, samples: Samples, step: int) -> None:
+    columns = ["query", "response", "reward"]
+    rows = [
+        list(row) for row in zip(samples.prompts, samples.completions, samples.rewards, strict=True)
+    ]
+    for tracker in accelerator.trackers:
+        if hasattr(tracker, "log_table"):
+            tracker.log_table(name, columns=columns, data=rows, step=step)
+        elif tracker.name == "tensorboard":
+            tracker.log({name: _markdown(columns, rows)}, step=step)
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table as tensorboard shows text."""
+    escaped = (
+        [str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row]
+        for row in (columns, ["---"] * len(columns), *rows)
+    )
+    return "\n".join(f"| {' | '.join(row)} |" for row in escaped)
+
+
+def log_stats(
+    accelerator: Accelerator,
+    log_with: str | None,
+    step: int,
+    stats: Mapping[str, Any],
+    batch: Mapping[str, Any],
+    rewards: Sequence[Tensor | float] | Tensor,
+    columns_to_log: Iterable[str],
+) -> dict[str, Any]:
+    """Send statistics, ``env/reward_*`` and a table of samples to the tracker or the console.
+
+    Returns what was logged. Every process takes part; the main one logs.
+    """
+    import torch
+
+    values = torch.as_tensor([float(r) for r in rewards], device=accelerator.device)
+    values = accelerator.gather(values).flatten().cpu()
+    if not accelerator.is_main_process:
+        return {}
+    columns = [c for c in columns_to_log if c in batch]
+    logs = {
+        **stats,
+        "env/reward_mean": float(values.mean()),
+        "env/reward_std": float(values.std()) if len(values) > 1 else 0.0,
+        "env/reward_dist": values.numpy(),
+    }
+    rows = list(zip(*(batch[c] for c in columns), values.tolist(), strict=False)) if columns else []
+    if log_with == "wandb":
+        import wandb
+
+        if rows:
+            logs["game_log"] = wandb.Table(
+                columns=[*columns, "reward"], rows=[list(r) for r in rows]
+            )
+        accelerator.log(logs, step=step)
+    elif log_with is not None:
+        accelerator.log(scalars(logs), step=step)
+    else:
+        _print_samples(columns, rows, logs)
+    return logs
+
+
+def _print_samples(columns: Sequence[str], rows: Sequence[tuple], logs: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"reward {logs['env/reward_mean']:.3f} ± {logs['env/reward_std']:.3f}, "
+        f"KL {float(logs.get('objective/kl', float('nan'))):.3f}"
+    )
+    for column in (*columns, "reward"):
+        table.add_column(column, justify="right" if column == "reward" else "left")
+    for row in rows[:_CONSOLE_ROWS]:
+        table.add_row(*(str(cell) for cell in row[:-1]), f"{row[-1]:.3f}")
+    Console().print(table)

@@ -1,0 +1,102 @@
+"""Metrics, trackers and a progress bar for transformers' Trainer, in place of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+from transformers.integrations import rewrite_logs
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_callback import ProgressCallback as OwnProgress
+
+from fastrl.run.folder import RunFolder
+from fastrl.run.metrics import MetricsFile, open_trackers, scalars, without_nan
+from fastrl.run.progress import drop_bar
+
+
+class MetricsCallback(TrainerCallback):
+    """Appends each log to a file, and sends it to the trackers of the trainer's accelerator."""
+
+    def __init__(self, file: MetricsFile, accelerator: Any):
+        self.file, self.accelerator = file, accelerator
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if state.is_world_process_zero:
+            numbers = without_nan(scalars(logs or {}))
+            self.file.append(state.global_step, numbers)
+            self.accelerator.log(rewrite_logs(numbers), step=state.global_step)
+
+
+class LossProgress(TrainerCallback):
+    """A progress bar with the loss, and a line for each evaluation."""
+
+    def __init__(self, description: str):
+        self.description = description
+        self.bar: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            self.bar = tqdm(total=state.max_steps, desc=self.description, unit="step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        loss = scalars(logs or {}).get("loss")
+        if self.bar is not None and loss is not None:
+            self.bar.set_postfix_str(f"loss {loss:.3f}")
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
+    ) -> None:
+        if self.bar is not None and metrics:
+            shown = {k: metrics.get(f"eval_{k}") for k in ("loss", "accuracy")}
+            text = ", ".join(f"{k} {v:.3f}" for k, v in shown.items() if v is not None)
+            tqdm.write(f"{self.description} step {state.global_step}: held-out {text}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+    def close(self) -> None:
+        """Called last, after an exception as well."""
+        if self.bar is not None:
+            drop_bar(self.bar)
+            self.bar = None
+
+
+@contextmanager
+def recording(
+    trainer: Any, folder: RunFolder, description: str, trackers: Any = ()
+) -> Iterator[None]:
+    """Begins a run's folder, and writes a trainer's logs there and to trackers meanwhile, with a
+    progress bar; at the end, also by an exception, the bar is removed and the trackers are closed.
+
+    Args:
+        description: of the progress bar.
+        trackers: that accelerate knows, by name.
+    """
+    for callback in (OwnProgress, PrinterCallback):
+        trainer.remove_callback(callback)
+    folder.begin()
+    if trackers:
+        open_trackers(
+            trainer.accelerator,
+            trackers,
+            project="fastrl",
+            settings=folder.config.get("settings", {}),
+            folder=folder.logs,
+        )
+    progress = LossProgress(description)
+    trainer.add_callback(MetricsCallback(MetricsFile(folder.metrics), trainer.accelerator))
+    trainer.add_callback(progress)
+    try:
+        yield
+    finally:
+        progress.close()
+        trainer.accelerator.end_training()

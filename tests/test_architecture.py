@@ -1,0 +1,302 @@
+"""What the rooms may know of each other, and what only one of them does.
+
+Imports inside functions count; those under ``if TYPE_CHECKING`` do not.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = {
+    "fastrl": ROOT / "fastrl",
+    "fastrl_kernels": ROOT / "kernels" / "torch-ext" / "fastrl_kernels",
+}
+# From low to high; a room imports what stands in a lower line, and itself.
+LAYERS = (
+    {"config", "core", "timing", "user_code"},
+    {"run"},
+    {"models"},
+    {"data"},
+    {"rollout"},
+    {"ref_model", "rewards"},
+    {"ppo", "trainers"},
+    {"alignment"},
+    {"demo", "commands"},
+    {"cli"},
+)
+RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
+TOGETHER = LAYERS[0]  # single files: they may import each other
+
+
+def modules() -> dict[str, Path]:
+    """Files by the name that they are imported by."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+def imports(name: str) -> set[str]:
+    """The modules of the two packages that a module imports."""
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in executed(TREES[name]):
+        if isinstance(node, ast.Import):
+            asked = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, *([base] if base else [])])
+            asked = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for each in asked:
+            while each and each not in MODULES:
+                each = each.rpartition(".")[0]
+            found.add(each)
+    return found - {name, ""}
+
+
+def executed(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below, but for those that only type checkers see."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            for other in child.orelse:
+                yield other
+                yield from executed(other)
+            continue
+        yield child
+        yield from executed(child)
+
+
+GRAPH = {name: imports(name) for name in MODULES}
+
+
+def room(name: str) -> str:
+    """Of "fastrl.data.batch" "data"; of a module of the kernels their package."""
+    package, *rest = name.split(".")
+    return rest[0] if package == "fastrl" and rest else package
+
+
+def reachable(start: str) -> dict[str, str]:
+    """Every module that one imports, at any distance, and what imports it on the way."""
+    came_from: dict[str, str] = {}
+    waiting = [start]
+    while waiting:
+        here = waiting.pop()
+        for there in GRAPH[here]:
+            if there not in came_from:
+                came_from[there] = here
+                waiting.append(there)
+    return came_from
+
+
+def circle(name: str) -> list[str]:
+    """The modules of a circle of imports through this one; empty where there is none."""
+    came_from = reachable(name)
+    if name not in came_from:
+        return []
+    path = [name]
+    while (before := came_from[path[-1]]) != name:
+        path.append(before)
+    return [name, *reversed(path)]
+
+
+def test_the_graph_is_that_of_the_packages():
+    """Or every other test here would pass on nothing."""
+    assert len(MODULES) > 100
+    assert "fastrl.ppo" in GRAPH["fastrl.commands.ppo"]  # inside a function
+    assert "fastrl.cli" not in reachable("fastrl.run.report")
+    assert sum(map(len, GRAPH.values())) > 400
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_file_imports_itself_by_way_of_others(package):
+    names = [name for name in MODULES if name.split(".")[0] == package]
+    circles = {frozenset(found): " → ".join(found) for name in names if (found := circle(name))}
+    assert not circles, "\n".join(circles.values())
+
+
+def test_every_room_has_its_layer():
+    rooms = {room(name) for name in MODULES if name.startswith("fastrl.")}
+    assert rooms == set(RANK) | {"patch"}
+
+
+def test_rooms_import_what_is_lower():
+    wrong = []
+    for name, imported in GRAPH.items():
+        here = room(name)
+        for other in sorted(imported):
+            there = room(other)
+            if here == there or {here, there} <= TOGETHER or there == "fastrl_kernels":
+                continue
+            if here == "patch" or RANK.get(there, len(LAYERS)) >= RANK.get(here, -1):
+                wrong.append(f"{name} imports {other}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_kernels_know_nothing_of_fastrl():
+    for name, imported in GRAPH.items():
+        if room(name) == "fastrl_kernels":
+            assert {room(other) for other in imported} <= {"fastrl_kernels"}, name
+
+
+def test_a_class_name_stands_in_one_room():
+    homes = defaultdict(set)
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].add(room(name))
+    shared = {name: sorted(rooms) for name, rooms in homes.items() if len(rooms) > 1}
+    assert not shared
+
+
+# ---------------------------------------------------------------------- what one room alone does
+
+
+def calls(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
+    """Every call, and the name of the innermost function that it stands in."""
+
+    def visit(node: ast.AST, function: str) -> Iterator[tuple[ast.Call, str]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Call):
+                yield child, function
+            inside = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+            yield from visit(child, child.name if inside else function)
+
+    return visit(tree, "")
+
+
+def called(call: ast.Call) -> str:
+    """The last name of what is called."""
+    function = call.func
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
+def outside(*rooms: str) -> Iterator[str]:
+    return (n for n in MODULES if n.startswith("fastrl.") and room(n) not in rooms)
+
+
+TOKENIZERS = {"tokenizer", "_tokenizer", "processing_class"}
+OF_TOKENIZERS = {"apply_chat_template", "encode_plus", "batch_encode_plus"}
+JOINING = {"append", "extend", "insert", "cat", "endswith", "startswith"}
+JOINING |= {"removesuffix", "removeprefix", "strip", "lstrip", "rstrip", "index", "replace"}
+
+
+def is_end_or_start(node: ast.AST) -> bool:
+    """Of a sequence: whether a BOS or EOS token is read there."""
+    return any(
+        isinstance(each, ast.Attribute)
+        and each.attr in ("bos_token", "eos_token", "bos_token_id", "eos_token_id")
+        for each in ast.walk(node)
+    )
+
+
+def encodes(call: ast.Call) -> bool:
+    name = called(call)
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    of_a_tokenizer = getattr(owner, "attr", getattr(owner, "id", "")) in TOKENIZERS
+    return (
+        name in OF_TOKENIZERS
+        or name in TOKENIZERS
+        or (name == "encode" and of_a_tokenizer)
+        or any(keyword.arg == "add_special_tokens" for keyword in call.keywords)
+    )
+
+
+def test_the_data_room_alone_makes_token_ids_of_texts():
+    """It calls tokenizers and their chat templates, and adds and strips BOS and EOS."""
+    wrong = []
+    for name in outside("data"):
+        for call, _ in calls(TREES[name]):
+            if encodes(call):
+                wrong.append(f"{name}:{call.lineno} calls {ast.unparse(call.func)}")
+            if called(call) in JOINING and any(map(is_end_or_start, call.args)):
+                wrong.append(f"{name}:{call.lineno} adds or strips BOS or EOS")
+        for node in ast.walk(TREES[name]):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+                sides = (node.left, node.right)
+                if any(map(is_end_or_start, sides)):
+                    wrong.append(f"{name}:{node.lineno} adds BOS or EOS")
+    assert not wrong, "\n".join(wrong)
+
+
+WRITES = {
+    *("write_text", "write_bytes", "mkdir", "makedirs", "unlink", "rmdir", "rmtree", "touch"),
+    *("savefig", "save_file", "save_model", "save_pretrained", "to_json", "to_csv", "to_parquet"),
+}
+# They write to the folder that they are given, for run/ or for a user; these names are those of
+# transformers, TRL, and the callables that run/ takes.
+SAVES = {"save", "_save", "save_pretrained", "save_to_json", "push_to_hub"}
+FILES = {"run.json", "metrics.jsonl", "samples.jsonl", "report.png", "summary.json"}
+
+
+def writes(call: ast.Call) -> bool:
+    name = called(call)
+    if name == "open":
+        mode = [*call.args, *(keyword.value for keyword in call.keywords)]
+        texts = [each.value for each in mode if isinstance(each, ast.Constant)]
+        return any(isinstance(text, str) and set(text) & set("wax+") for text in texts[-1:])
+    if name in ("save", "dump"):  # torch.save, json.dump
+        return getattr(getattr(call.func, "value", None), "id", "") in ("torch", "json", "pickle")
+    return name in WRITES
+
+
+def test_the_run_room_alone_writes_files_and_names_them():
+    wrong = []
+    for name in outside("run"):
+        for call, function in calls(TREES[name]):
+            if writes(call) and function not in SAVES:
+                wrong.append(f"{name}:{call.lineno} calls {ast.unparse(call.func)} in {function}")
+        for node in ast.walk(TREES[name]):
+            if isinstance(node, ast.Constant) and node.value in FILES:
+                wrong.append(f"{name}:{node.lineno} names {node.value}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("tokenizer.apply_chat_template(x)", True),
+        ("self.tokenizer(texts)", True),
+        ("make(texts, add_special_tokens=False)", True),
+        ("tokenizer.encode(text)", True),
+        ("text.encode()", False),
+        ("tokenizer.decode(ids)", False),
+    ],
+)
+def test_what_counts_as_encoding(source, found):
+    ((call, _),) = calls(ast.parse(source))
+    assert encodes(call) == found
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("path.write_text(x)", True),
+        ("open(path, 'w')", True),
+        ("path.open('a')", True),
+        ("path.open(mode='xb')", True),
+        ("path.open()", False),
+        ("path.open('rb')", False),
+        ("torch.save(x, path)", True),
+        ("trainer.save_model(path)", True),
+        ("json.dumps(x)", False),
+    ],
+)
+def test_what_counts_as_writing(source, found):
+    ((call, _),) = calls(ast.parse(source))
+    assert writes(call) == found
