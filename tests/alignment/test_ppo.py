@@ -190,12 +190,17 @@ def test_a_loss_that_is_not_finite_reaches_no_weight(make_trainer: Make, accumul
     assert any(not torch.equal(x, before[name]) for name, x in after.items())
 
 
-def test_a_mini_batch_whose_ratio_is_too_large_is_left_out(make_trainer: Make) -> None:
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_mini_batch_whose_ratio_is_too_large_is_left_out(
+    make_trainer: Make, scaled: bool
+) -> None:
     policy = tiny_models.policy()
     before = weights(policy)
     factory = make_factory("reinforcement-learning", engine=Recites())
     loss = PPO(epochs=2, ratio_threshold=0.9)  # at first it is 1
     trainer = make_trainer(loss, policy, factory=factory, learning_rate=0.05)
+    if scaled:  # as in fp16, which wants a GPU
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     with pytest.warns(UserWarning, match=r"mean probability ratio exceeds ratio_threshold=0.9"):
         trainer.train()
     assert trainer.state.global_step == 2

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ExponentialLR
 
 from fastrl import PPOConfig, PPOTrainer
+from fastrl_kernels import reference
 from tests.golden import tiny
 from tests.ppo.conftest import BATCH, make_batch, make_policy, make_trainer, perturbed
 
@@ -62,6 +63,42 @@ def of_one_sample(length: int = 6, vocabulary: int = 9) -> dict[str, Tensor]:
     arguments = {name: torch.randn(length, generator=g) for name in names}
     arguments["mask"] = torch.tensor([False, True, True, False, True, True])
     return arguments | {"logits": torch.randn(length, vocabulary, generator=g)}
+
+
+@pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-mean"])
+def test_the_loss_is_that_of_the_specification_in_float64(aggregate: str) -> None:
+    """Policy and value loss, clipped and not, their gradients, and the statistics of the values."""
+    trainer = make_trainer(loss_aggregate=aggregate, cliprange_value=0.3, vf_coef=0.7)
+    g = torch.Generator().manual_seed(0)
+    old, values, advantages, returns, moved, moved_values = torch.randn(6, 4, 9, generator=g)
+    mask = torch.rand(4, 9, generator=g) > 0.3
+    new = (old + 0.3 * moved).requires_grad_()
+    vpreds = (values + 0.4 * moved_values).requires_grad_()
+    policy_loss, value_loss, found = trainer.loss(
+        old, values, None, vpreds, new, mask, advantages, returns
+    )
+    exact = [x.detach().double().requires_grad_() for x in (new, vpreds)]
+    given = (old.double(), advantages.double(), mask)
+    term = (exact[1], values.double(), returns.double(), 0.3, 0.7)
+    loss, stats = reference.ppo_loss(exact[0], *given, value=term, aggregate=aggregate)
+    tolerance = {"rtol": 1e-5, "atol": 1e-7}  # fp32 sums of 36 terms
+    torch.testing.assert_close((policy_loss + value_loss).double(), loss, **tolerance)
+    assert value_loss.item() == pytest.approx(0.7 * stats["value_loss"].item(), rel=1e-5)
+    gradients = torch.autograd.grad(policy_loss + value_loss, (new, vpreds))
+    for got, expected in zip(gradients, torch.autograd.grad(loss, exact), strict=True):
+        torch.testing.assert_close(got.double(), expected, **tolerance)
+    names = {
+        "val/clipfrac": "value_clipfrac",
+        "val/vpred": "value_mean",
+        "val/error": "value_error",
+    }
+    names |= {"policy/clipfrac": "clipfrac", "policy/approxkl": "approx_kl"}
+    for name, field in names.items():
+        assert float(found[name]) == pytest.approx(stats[field].item(), rel=1e-5), name
+    assert 0 < found["val/clipfrac"] < 1
+    counted = returns[mask].double()
+    assert float(found["returns/var"]) == pytest.approx(float(counted.var()), rel=1e-5)
+    assert float(found["val/var"]) == pytest.approx(float(values[mask].double().var()), rel=1e-5)
 
 
 def test_the_loss_of_one_dimensional_arguments_is_that_of_one_sample(trainer: PPOTrainer) -> None:

@@ -192,7 +192,7 @@ def test_a_scaler_goes_on_too(where, monkeypatch):
     for each in (trainer, fresh):
         scaler = each.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         inner = each.optimizer.optimizer
-        each._update.optimizer = AcceleratedOptimizer(inner, scaler=scaler)
+        each.update.gradient.optimizer = AcceleratedOptimizer(inner, scaler=scaler)
 
         def unscale(scaler: Any = scaler, inner: Any = inner) -> None:  # as for fp16, on a GPU
             scaler.unscale_(inner)

@@ -152,6 +152,10 @@ class PPO(Loss):
         loss = self._update_loss
         gradient = GradientStep(self._settings, accelerator, model, optimizer, loss)
         outcome = gradient([Minibatch(part.tokens, part.experience) for part in parts])  # type: ignore[arg-type]
+        if accelerator.scaler is not None and not outcome.taken:
+            # A GradScaler needs gradients; infinite ones are those that it leaves out.
+            weight = next(p for p in model.parameters() if p.requires_grad)
+            weight.grad = torch.full_like(weight, torch.inf)
         record = UpdateRecord(loss.names)
         record.add(outcome)
         record.warn(self.ratio_threshold)
