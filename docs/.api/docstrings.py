@@ -2,7 +2,7 @@
 
 A dataclass's field may have its sentence in the helper that makes it, as in
 ``gamma: float = _help("Discount γ.", 1.0)``; a name may stand in Sphinx's form,
-:class:`fastrl.PPOConfig`; a group of arguments may share a line, ``queries, responses: …``.
+:class:`fastrl.PPOConfig`; several arguments may share a description, over more than one line.
 """
 
 import ast
@@ -12,13 +12,11 @@ from typing import Any
 import griffe
 
 _ROLE = re.compile(r":(?:class|func|meth|attr|mod|data):`~?([^`]+)`")
-_SHARED = re.compile(r"^( +)(\w+(?:, \w+)+): (.*)$", re.MULTILINE)
+_SHARED = re.compile(r"^( +)((?:\w+,\s+)+\w+): ", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
-    def on_attribute_instance(
-        self, *, node: Any, attr: griffe.Attribute, **_: Any
-    ) -> None:
+    def on_attribute_instance(self, *, node: Any, attr: griffe.Attribute, **_: Any) -> None:
         made_by = getattr(node, "value", None)
         if attr.docstring or not isinstance(made_by, ast.Call) or not made_by.args:
             return
@@ -30,10 +28,5 @@ class Docstrings(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
             text = _ROLE.sub(r"`\1`", obj.docstring.value)
-            obj.docstring.value = _SHARED.sub(_one_each, text)
-
-
-def _one_each(shared: re.Match[str]) -> str:
-    indent, names, text = shared.groups()
-    first, *others = names.split(", ")
-    return "\n".join([*(f"{indent}{name}: as `{first}`." for name in others[:0]), shared[0]])
+            text = _SHARED.sub(lambda m: f"{m[1]}{' '.join(m[2].split())}: ", text)
+            obj.docstring.value = text.replace("][,", "]\\[,")  # or Markdown sees a link
