@@ -1,8 +1,8 @@
 """`python -m benchmarks report`: writes the figures that the result files hold into the READMEs.
 
 `README.md` and `NOTES.md` of `benchmarks/` and the plots below `benchmarks/plots/` are written
-whole; in the project's `README.md` only the table between `<!-- figures:begin -->` and
-`<!-- figures:end -->`, see :mod:`benchmarks.documents`. Nothing else writes figures there.
+whole; in the project's `README.md` only what lies between `<!-- figures:begin -->` and
+`<!-- figures:end -->`. Nothing else writes figures there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
-    documents,
     plots,
     ppo_tables,
     record,
@@ -30,6 +29,7 @@ from benchmarks.sft import SFT
 
 Result = dict[str, Any]
 
+BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 TRAININGS = {each.name: each for each in (SFT, DPO)}
 # In the order of the report.
 BENCHMARKS = ("ppo", *TRAININGS, "rollout", "reference", "gpu", *OPS, "tune")
@@ -79,12 +79,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"no result files in {args.results}", file=sys.stderr)
         return 1
     readme = args.root / "README.md"
-    try:
-        text = documents.between_markers(readme.read_text(), documents.readme_figures(devices))
-    except ValueError as error:
-        print(f"{readme}: {error}", file=sys.stderr)
+    text = readme.read_text()
+    if BEGIN not in text or END not in text:
+        print(f"{readme} lacks {BEGIN} … {END}", file=sys.stderr)
         return 1
-    readme.write_text(text)
+    readme.write_text(between_markers(text, brief(devices)))
     folder = args.root / "benchmarks"
     sections = []
     for device, results in devices.items():
@@ -119,6 +118,13 @@ def newest(folder: Path) -> dict[str, list[Result]]:
     return devices
 
 
+def between_markers(text: str, figures: str) -> str:
+    """`text` with `figures` in place of what lay between the markers."""
+    before, rest = text.split(BEGIN, 1)
+    _, after = rest.split(END, 1)
+    return f"{before}{BEGIN}\n{figures}\n{END}{after}"
+
+
 def missing(devices: dict[str, list[Result]]) -> str:
     """Which figures there are not: no GPU at all, or benchmarks that a device lacks."""
     lines = []
@@ -141,6 +147,36 @@ def _ops_here() -> list[str]:
     from benchmarks import cases
 
     return cases.available()
+
+
+def brief(devices: dict[str, list[Result]]) -> str:
+    """The README's tables: PPO, trainings, rollouts, references, kernels with a goal, what is
+    missing."""
+    parts = []
+    for results in devices.values():
+        for result in results:
+            if result["benchmark"] == "ppo":
+                parts.append(ppo_tables.short_table(result, processor(result)))
+            if result["benchmark"] in TRAININGS:
+                parts += _training(result)
+            if result["benchmark"] == "rollout" and (rows := rollout_tables.short_table(result)):
+                parts.append(
+                    f"Rollouts on {processor(result)} (`python -m benchmarks rollout`):\n\n{rows}"
+                )
+            if result["benchmark"] == "reference" and (
+                rows := reference_tables.short_table(result)
+            ):
+                parts.append(
+                    f"References on {processor(result)} (`python -m benchmarks reference`):\n\n"
+                    f"{rows}"
+                )
+        rows = tables.short_table(results)
+        if rows:
+            parts.append(
+                f"Single ops on {processor(results[-1])} (`python -m benchmarks`):\n\n{rows}"
+            )
+    parts.append(missing(devices))
+    return "\n\n".join(part for part in parts if part)
 
 
 def section(device: str, results: list[Result], pictures: list[Path]) -> str:

@@ -166,6 +166,7 @@ def stand_ins(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _many(rows: list[dict[str, Any]]) -> Iterator[str]:
     """ROWS lines like these, no two alike."""
+    assert all(row.keys() == rows[0].keys() for row in rows)
     for i in range(ROWS):
         row = rows[i % len(rows)]
         first = next(iter(row))
