@@ -44,6 +44,7 @@ import fastrl
 import fastrl_kernels
 from fastrl import PPOConfig, PPOTrainer, SamplingParams, TrainCallback, cli
 from fastrl.alignment import (
+    LOSSES,
     AlignmentConfig,
     BatchFactory,
     ByLength,
@@ -174,8 +175,9 @@ def _many(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 @pytest.fixture
-def reader(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def reader(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where a reader stands: a folder with stand-ins, in which runs take two steps."""
+    losses = dict(LOSSES)
     for path in sorted(stand_ins.iterdir()):
         if path.name != "runs":
             (tmp_path / path.name).symlink_to(path)
@@ -199,7 +201,11 @@ def reader(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         prepare(self)
 
     monkeypatch.setattr(TrainingArguments, "__post_init__", quiet)
-    return tmp_path
+    yield tmp_path
+    fastrl.unpatch_trl()
+    LOSSES.clear()
+    LOSSES.update(losses)
+    sys.modules.pop("rewards", None)
 
 
 # ---------------------------------------------------------------------- code blocks
@@ -223,7 +229,6 @@ def test_python_blocks_run(page: str, reader: Path, monkeypatch: pytest.MonkeyPa
             continue
         if "gpu" not in block.notes or torch.cuda.is_available():
             exec(code, module.__dict__)
-    fastrl.unpatch_trl()
 
 
 def test_blocks_that_need_a_gpu_are_few() -> None:
