@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 JOBS ?= 2
 
-.PHONY: help demo test lint format aot gpu bench trl-parity hub clean
+.PHONY: help demo test lint format docs aot gpu bench trl-parity hub clean
 
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
 	@echo "make test    run the tests and the ahead-of-time gate of the kernels"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
+	@echo "make docs    the documentation, in site/: open site/index.html"
 	@echo "make aot     the ahead-of-time gate alone"
 	@echo "make trl-parity  TRL's own trainers with and without fastrl's kernels"
 	@echo "make bench   the benchmarks that this machine allows (BENCH=--main: fewer shapes)"
@@ -49,6 +50,17 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+$(VENV)/.docs: $(VENV)/.runtime
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
+	$(PIP) --editable '.[docs]'
+	@touch $@
+
+# A broken link, a missing heading or an unknown name of the API is an error.
+docs: $(VENV)/.docs
+	$(BIN)/zensical build --clean --strict
+	cp -r benchmarks/plots site/
+
 aot: $(VENV)/.dev
 	$(BIN)/python -m benchmarks aot
 
@@ -75,4 +87,4 @@ hub: $(VENV)/.dev
 	$(BIN)/python kernels/build_hub.py
 
 clean:
-	rm -rf $(VENV) kernels/build .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) site kernels/build .pytest_cache .ruff_cache .mypy_cache .hypothesis

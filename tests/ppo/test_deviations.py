@@ -1,4 +1,4 @@
-"""Where TRL 0.11.4 was wrong: a test for each line of the README's list."""
+"""Where TRL 0.11.4 was wrong: a test for each line of the list in docs/trl_classic.md."""
 
 from __future__ import annotations
 

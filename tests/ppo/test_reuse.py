@@ -260,7 +260,9 @@ def test_the_engine_stays_within_the_memory_that_the_configuration_gives():
     responses = [rolled_out(trainer)[1] for trainer in (free, tight)]
     for a, b in zip(*responses, strict=True):
         assert torch.equal(a, b)
-    slots = [next(iter(t.rollouts.backend._engines.values()))._kv_cache.slots for t in (free, tight)]
+    slots = [
+        next(iter(t.rollouts.backend._engines.values()))._kv_cache.slots for t in (free, tight)
+    ]
     assert slots[0] == 4 > slots[1]
 
 
