@@ -38,10 +38,10 @@ from fastrl.alignment.reweighter import (
     Uniform,
     make_reweighter,
 )
+from fastrl.alignment.tasks import TASKS, Task
 from fastrl.alignment.trainer import Trainer
 from fastrl.data.datas_loader import DatasLoader
 from fastrl.data.examples import Example, Response
-from fastrl.data.tasks import TASKS, Task
 from fastrl.rewards.judges import JudgeAnnotator, ModelJudge
 
 __all__ = [

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from fastrl.data.encode import encode_responses
 from fastrl.rewards.functions import RewardFunction, as_number, check_rewards, load_reward
 
 
@@ -127,8 +128,7 @@ class RewardAnnotator:
                 ``completion_ids`` and there are none.
         """
         if self.tokenizer is not None and "completion_ids" not in columns and responses:
-            made = self.tokenizer(list(responses), add_special_tokens=False)
-            columns["completion_ids"] = made["input_ids"]
+            columns["completion_ids"] = encode_responses(responses, self.tokenizer)
         if self._needs_ids and "completion_ids" not in columns:
             raise ValueError(f"{self.name} takes completion_ids: make it with a tokenizer")
         self._counts["calls"] += len(responses)

@@ -10,8 +10,8 @@ import numpy as np
 
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.sources import Source, Writer, make_source
+from fastrl.alignment.tasks import Task, find_task
 from fastrl.data.examples import Example
-from fastrl.data.tasks import Task, find_task
 from fastrl.rollout import SamplingParams
 
 

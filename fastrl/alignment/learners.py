@@ -20,7 +20,7 @@ from fastrl.alignment.arguments import AlignmentConfig, reference_settings
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.logprobs import CachedReference, Policy, ReferencePolicy, RewardModel, Tokens
 from fastrl.alignment.losses import Loss
-from fastrl.data.tasks import Task
+from fastrl.alignment.tasks import Task
 from fastrl.models import (
     AutoModelForCausalLMWithValueHead,
     CausalLMPolicy,

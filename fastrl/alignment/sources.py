@@ -13,8 +13,9 @@ import torch
 
 from fastrl.alignment.annotator import ask_preferences, ask_scores
 from fastrl.alignment.batch import Batch, Sample
+from fastrl.alignment.tasks import Task
+from fastrl.data.columns import FEEDBACK
 from fastrl.data.examples import Example, Response
-from fastrl.data.tasks import FEEDBACK, Task
 from fastrl.models.layout import layout_of
 from fastrl.rollout import RolloutOutput, SamplingParams
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import Said
+from fastrl.data.chat import TextOrMessages
 from fastrl.data.prompts import Prompts, PromptStream
 from fastrl.ppo.nonfinite import samples_left_out
 from fastrl.ppo.stats import scalars
@@ -127,11 +127,15 @@ class Loop:
         left_out = set(samples_left_out(rollout, nonfinite, lambda i: repr(batch.texts[i])))
         sound = [i for i in range(len(batch)) if i not in left_out]
         asked = batch.take(sound)
+        extra: dict[str, Any] = {}
+        if getattr(self.reward_fn, "wants_finished", False):
+            extra = {"finished": [rollout.finish_reasons[i] != "length" for i in sound]}
         rewards = self.reward_fn(
             prompts=asked.said,
             completions=[_answer(batch.said[i], completions[i]) for i in sound],
             completion_ids=[rollout.sequences[i].tolist() for i in sound],
             **asked.columns,
+            **extra,
         )
         told = torch.full((len(batch),), torch.nan)
         told[sound] = torch.tensor(check_rewards(rewards, len(asked)))
@@ -149,7 +153,7 @@ class Loop:
             getattr(callback, event)(self.trainer, *args)
 
 
-def _answer(prompt: Said, completion: str) -> Said:
+def _answer(prompt: TextOrMessages, completion: str) -> TextOrMessages:
     """A completion as a reward function gets it, by TRL 1.x's convention."""
     if isinstance(prompt, str):
         return completion

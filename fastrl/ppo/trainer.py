@@ -17,6 +17,7 @@ from fastrl.data.batch import TokenBatch
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.models import PreTrainedModelWrapper
+from fastrl.models.layout import EncoderDecoder
 from fastrl.models.modes import evaluating
 from fastrl.models.precision import warn_of_lost_updates
 from fastrl.ppo import stats
@@ -374,10 +375,11 @@ class PPOTrainer(Generation, ClassicSurface):
         kwargs = self._sampling.of_training(generation_kwargs or {})
         # max_length in its place counts the prompt.
         room = (self._batches.layout, kwargs.get("max_new_tokens") or 1, long_prompts)
+        closed = isinstance(self._batches.layout, EncoderDecoder)
         given = (
-            Prompts.from_dataset(source, prompt_column, self.tokenizer)
+            Prompts.from_dataset(source, prompt_column, self.tokenizer, closed=closed)
             if prompts is None
-            else Prompts.from_list(prompts, self.tokenizer)
+            else Prompts.from_list(prompts, self.tokenizer, closed=closed)
         )
         found = given.fitting(*room)
         if len(found) < self.config.prompts_per_step:
@@ -389,7 +391,7 @@ class PPOTrainer(Generation, ClassicSurface):
             )
         result, held_out = TrainResult(dropped_prompts=len(given) - len(found)), None
         if eval_prompts is not None:
-            given = read_eval_prompts(eval_prompts, prompt_column, self.tokenizer)
+            given = read_eval_prompts(eval_prompts, prompt_column, self.tokenizer, closed=closed)
             held_out = given.fitting(*room)
             result.dropped_eval_prompts = len(given) - len(held_out)
         new = PromptStream(len(found), self.config.seed)

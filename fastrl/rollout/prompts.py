@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import Said, encode, is_chat, prompt_text
-from fastrl.models.layout import layout_of
+from fastrl.data.chat import TextOrMessages, is_chat
+from fastrl.data.encode import encode_prompt
+from fastrl.models.layout import EncoderDecoder, layout_of
 from fastrl.rollout.sampling_params import SamplingParams
 
-Prompt = Said | Tensor | Sequence[int]
+Prompt = TextOrMessages | Tensor | Sequence[int]
 
 
 def need_pad_token(lengths: Iterable[int], pad_token_id: int | None, tokenizer: Any) -> None:
@@ -88,16 +89,20 @@ def check_prompts(
             )
 
 
-def token_ids(prompt: Prompt, tokenizer: Any, name: str = "prompt") -> Tensor:
+def token_ids(
+    prompt: Prompt, tokenizer: Any, name: str = "prompt", *, closed: bool = False
+) -> Tensor:
     """A prompt's 1-D token ids on the host: those of a text with the special tokens that the
     tokenizer puts in front, those of chat messages by its template, or the ids themselves.
+
+    Args:
+        closed: for encoders, see :func:`fastrl.data.encode.encode_prompt`.
 
     Raises:
         ValueError: as :func:`fastrl.data.chat.prompt_text`.
     """
     if isinstance(prompt, str) or is_chat(prompt):
-        text = prompt_text(prompt, tokenizer, name)  # type: ignore[arg-type]
-        ids = encode(text, tokenizer, chat=not isinstance(prompt, str))
+        _, ids = encode_prompt(prompt, tokenizer, name, closed=closed)  # type: ignore[arg-type]
         return torch.tensor(ids, dtype=torch.long)
     return torch.as_tensor(prompt).cpu()
 
@@ -118,7 +123,10 @@ def checked_call(
     """
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping)):
         raise ValueError("prompts must be a list, got a single one: pass [prompt]")
-    tokens = [token_ids(p, tokenizer, f"prompts[{i}]") for i, p in enumerate(prompts)]
+    closed = isinstance(layout_of(model), EncoderDecoder)
+    tokens = [
+        token_ids(p, tokenizer, f"prompts[{i}]", closed=closed) for i, p in enumerate(prompts)
+    ]
     limits = params.limits(len(tokens))
     check_prompts(tokens, model, limits)
     ids = list(range(len(tokens))) if sample_ids is None else list(sample_ids)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fastrl.alignment import TASKS, Batch, BatchFactory
-from fastrl.data.tasks import PAIRS, PROMPTS, find_task
+from fastrl.alignment.tasks import find_task
+from fastrl.data.columns import PAIRS, PROMPTS
 from fastrl.rollout import RolloutEngine, SamplingParams
 from tests import tiny_models
 from tests.alignment.conftest import Examples, LikesHigh, examples, make_factory, worth

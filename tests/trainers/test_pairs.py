@@ -10,7 +10,8 @@ import torch
 from datasets import Dataset
 
 from fastrl import RewardDataCollatorWithPadding
-from fastrl.data.pairs import TOKEN_COLUMNS, prepare_pairs
+from fastrl.data.collators import TOKEN_COLUMNS
+from fastrl.data.encode import prepare_pairs
 from tests.golden import tiny
 from tests.trainers.conftest import Make, pairs, weights
 

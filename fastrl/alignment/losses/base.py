@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.logprobs import ResponseLogprobs
-from fastrl.data.tasks import Task
+from fastrl.alignment.tasks import Task
 from fastrl.rollout import SamplingParams
 
 LOSSES: dict[str, type[Loss]] = {}

@@ -11,7 +11,7 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.losses.base import Loss, LossOutput, register, weighted_mean
-from fastrl.data.tasks import Task
+from fastrl.alignment.tasks import Task
 
 
 @register

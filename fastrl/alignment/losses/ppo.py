@@ -12,8 +12,8 @@ import torch
 
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.losses.base import Loss, LossOutput, register
+from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
-from fastrl.data.tasks import Task
 from fastrl.models.modes import evaluating
 from fastrl.ppo.advantages import GAE
 from fastrl.ppo.experience import Experience, Scorer, make_kl_penalty
