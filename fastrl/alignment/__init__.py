@@ -7,7 +7,7 @@ sample; a :class:`Loss` says what is learned, and a :class:`Trainer` learns it.
 
 from fastrl.alignment.annotator import Annotator, RewardAnnotator, load_annotator
 from fastrl.alignment.arguments import AlignmentConfig
-from fastrl.alignment.batch import Batch, Sample
+from fastrl.alignment.batch import Batch
 from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.losses import (
     DPO,
@@ -75,7 +75,6 @@ __all__ = [
     "RewardAnnotator",
     "RobustDPO",
     "SLiC",
-    "Sample",
     "SampleReweighter",
     "SimPO",
     "Task",

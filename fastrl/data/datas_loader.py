@@ -122,6 +122,36 @@ class DatasLoader(Sequence[Example]):
         other._take(kind)
         return other
 
+    def uncut(self) -> DatasLoader:
+        """The same examples but for those that a limit of length would cut.
+
+        Raises:
+            ValueError: all of them.
+        """
+        if self.encoder.max_length is None and self.encoder.max_prompt_length is None:
+            return self
+        other = copy.copy(self)
+        other.encoder = Encoder(self.tokenizer, add_eos=self.encoder.add_eos)
+        kept = [i for i, whole in enumerate(other) if self._fits(whole)]
+        other.encoder, other._picks = self.encoder, [self._picks[i] for i in kept]
+        dropped = len(self) - len(kept)
+        if dropped:
+            said = (
+                f"{dropped} of {len(self)} examples are longer than max_length="
+                f"{self.encoder.max_length}, max_prompt_length={self.encoder.max_prompt_length}"
+            )
+            if not kept:
+                raise ValueError(f"no example is left: {said}")
+            warnings.warn(f"{said}: dropped", stacklevel=3)
+        return other
+
+    def _fits(self, whole: Example) -> bool:
+        longest = max((len(response.ids) for response in whole.responses), default=0)
+        prompt, limits = len(whole.prompt_ids), self.encoder
+        return (limits.max_length is None or prompt + longest <= limits.max_length) and (
+            limits.max_prompt_length is None or prompt <= limits.max_prompt_length
+        )
+
     def __len__(self) -> int:
         return len(self._picks)
 

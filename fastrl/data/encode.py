@@ -105,10 +105,14 @@ class Encoder:
             begin = len(ids) - room if self.truncation == "keep_end" else 0
             text, ids = self._cut(text, ids, spans, begin, begin + room)
         prompt_ids = (*front, *ids)
-        room = math.inf if self.max_length is None else self.max_length - len(prompt_ids)
-        responses = [self._cut(*response, 0, min(room, len(response[1]))) for response in made]
-        made_of = tuple(Response(text, tuple(ids)) for text, ids in responses)
-        return Example(text, prompt_ids, made_of, **others)
+        responses = []
+        for answer, tokens, where in made:
+            room = len(tokens)
+            if self.max_length is not None:
+                room = min(room, max(self.max_length - len(prompt_ids), 0))
+            cut, kept = self._cut(answer, tokens, where, 0, room)
+            responses.append(Response(cut, tuple(kept), finished and room == len(tokens)))
+        return Example(text, prompt_ids, tuple(responses), **others)
 
     def joined(
         self, prompt: TextOrMessages, answer: TextOrMessages, *, finished: bool = True

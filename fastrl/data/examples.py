@@ -9,10 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Response:
-    """A response to a prompt; its ids follow the prompt's, and end in EOS where it is complete."""
+    """A response to a prompt; its ids follow the prompt's, and end in EOS where it is complete.
+
+    Attributes:
+        finished: False where a length has cut it.
+    """
 
     text: str
     ids: tuple[int, ...]
+    finished: bool = True
 
 
 @dataclass(frozen=True)

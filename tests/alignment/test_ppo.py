@@ -127,7 +127,7 @@ def test_a_batch_is_learned_in_mini_batches_epoch_after_epoch(make_trainer: Make
     loss = trainer.compute_loss
 
     def noted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append([sample.example.columns["number"] for sample in inputs.samples])
+        seen.append([sample.columns["number"] for sample in inputs.examples])
         return loss(model, inputs, *args, **kwargs)
 
     trainer.compute_loss = noted  # type: ignore[method-assign]
@@ -202,10 +202,10 @@ def test_old_and_new_log_probs_are_at_the_temperature(make_trainer: Make) -> Non
     (part, *_) = trainer.batches(1)
     model = trainer.model.pretrained_model
     got = part.experience.logprobs.sum(-1)
-    for i, sample in enumerate(part.samples):
+    for i, sample in enumerate(part.examples):
         (answer,) = sample.responses
-        ids = torch.tensor([[*sample.example.prompt_ids, *answer.ids]])
-        logits = model(ids).logits[0, len(sample.example.prompt_ids) - 1 : -1].double() / 0.5
+        ids = torch.tensor([[*sample.prompt_ids, *answer.ids]])
+        logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1].double() / 0.5
         chosen = logits.log_softmax(-1).gather(1, torch.tensor(answer.ids)[:, None])
         assert got[i].item() == pytest.approx(float(chosen.detach().sum()), abs=1e-4)
     _, vector = loss(part, *trainer.learner.views(trainer.model))

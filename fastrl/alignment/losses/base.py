@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.logprobs import ResponseLogprobs
 from fastrl.alignment.tasks import Task
 from fastrl.rollout import SamplingParams
 
@@ -26,18 +25,12 @@ class LossOutput(NamedTuple):
     metrics: dict[str, Tensor]  # detached; [B] where they are per sample, else 0-d
 
 
-class HasLogprobs(Protocol):
-    """A policy or a reference, as losses see it."""
-
-    def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]: ...
-
-
 @dataclass(frozen=True)
 class Loss:
     """A loss with its coefficients: called with a batch, it says how the policy should change.
 
-    Subclass it, give it a ``name``, the ``tasks`` that it fits and a ``__call__``, and put
-    ``@register`` on it where a command should know it by its name.
+    Subclass it, give it a ``name``, the ``tasks`` that it fits and a ``__call__``; :func:`register`
+    it where a command should know it by its name.
 
     Attributes:
         name: in commands.

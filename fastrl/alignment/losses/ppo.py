@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.losses.base import Loss, LossOutput, register
+from fastrl.alignment.losses.base import Loss, LossOutput
 from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
 from fastrl.models.modes import evaluating
@@ -31,7 +31,6 @@ from fastrl.rollout import SamplingParams
 _CHANGES = ("top_k", "top_p", "min_p", "min_new_tokens", "repetition_penalty", "suppress_tokens")
 
 
-@register
 @dataclass(frozen=True)
 class PPO(Loss):
     """max(-A·ρ, -A·clip(ρ)) + c·value loss, rewards less β·KL: proximal policy optimisation.
