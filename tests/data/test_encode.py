@@ -11,8 +11,8 @@ from datasets import Dataset
 from fastrl import DataCollatorForCompletionOnlyLM
 from fastrl.data.collators import IGNORED, TextCollator
 from fastrl.data.encode import TokenizeOptions, prepare_texts
+from tests.data.conftest import chat_tokenizer
 from tests.golden import tiny
-from tests.trainers.test_pairs import chat_tokenizer
 
 X = IGNORED
 EOS = tiny.EOS
