@@ -15,6 +15,7 @@ from fastrl.data.chat import (
     TextOrMessages,
     as_messages,
     has_role,
+    is_blank,
     prompt_text,
     render,
 )
@@ -118,9 +119,11 @@ class Encoder:
         self, prompt: TextOrMessages, answer: TextOrMessages, *, finished: bool = True
     ) -> tuple[list[int], int]:
         """The token ids of a prompt and its answer, and how many of them are the prompt's: 0 where
-        there is none, and the answer is a text or a conversation of its own."""
-        if not prompt:
-            return self.alone(answer)[0], 0
+        that says nothing, and the answer is a text or a conversation of its own."""
+        if not prompt or (isinstance(prompt, str) and is_blank(prompt)):
+            both = isinstance(prompt, str) and isinstance(answer, str)
+            ids, _ = self.alone(prompt + answer if both else answer)  # type: ignore[operator]
+            return ids if finished else _open_ended(ids, self.tokenizer), 0
         example = self(prompt, (answer,), finished=finished)
         return [*example.prompt_ids, *example.responses[0].ids], len(example.prompt_ids)
 
@@ -164,7 +167,7 @@ class Encoder:
         self, prompt: TextOrMessages, prompt_text: str, answer: TextOrMessages, finished: bool
     ) -> tuple[str, list[int], Spans]:
         if isinstance(answer, str):
-            ids, _, spans = _tokens(self._continuing, answer)
+            ids, spans = self._continued(answer)
             if not finished:
                 return answer, _open_ended(ids, self.tokenizer), spans
             return answer, _ended(ids, self.tokenizer) if self.add_eos else ids, spans
@@ -178,7 +181,7 @@ class Encoder:
         if not finished:  # what the template puts behind the message was not written
             content = answer[-1]["content"].strip()
             text = text[: text.rfind(content) + len(content)]
-        ids, _, spans = _tokens(self._continuing, text)
+        ids, spans = self._continued(text)
         if finished:
             text, ids = self._cut(text, ids, spans, 0, self._end(ids))
         return text, ids, spans
@@ -202,6 +205,20 @@ class Encoder:
         # A token's span may leave out the space in front of it, which belongs to its text.
         start, stop = (spans[i - 1][1] if i else 0 for i in (begin, min(end, len(spans))))
         return text[start:stop], ids[begin:end]
+
+    def _continued(self, text: str) -> tuple[list[int], Spans]:
+        """The tokens of a text that goes on: up to its first special token without the space that
+        would stand in front of a text; from there on as the tokenizer writes it anywhere."""
+        ids, _, spans = _tokens(self.tokenizer, text)
+        if self._continuing is self.tokenizer:
+            return ids, spans
+        special = self.tokenizer.added_tokens_decoder
+        first, _, where = _tokens(self._continuing, text)
+        begin, end = (
+            next((i for i, token in enumerate(row) if token in special), len(row))
+            for row in (ids, first)
+        )
+        return [*first[:end], *ids[begin:]], [*(where or ())[:end], *(spans or ())[begin:]]
 
     @cached_property
     def _continuing(self) -> Any:
@@ -255,8 +272,8 @@ def encode_text(text: str, tokenizer: Any, chat: bool = False) -> list[int]:
 
 def encode_responses(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """The token ids of texts that go on behind prompts, without EOS."""
-    continuing = Encoder(tokenizer)._continuing
-    return [_tokens(continuing, text)[0] for text in texts]
+    encoder = Encoder(tokenizer)
+    return [encoder._continued(text)[0] for text in texts]
 
 
 def encode_jointly(

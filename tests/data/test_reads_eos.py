@@ -156,6 +156,8 @@ def test_an_answer_that_a_length_has_cut_gets_no_eos() -> None:
     reward = ClassifierReward(marked(True), tiny.tokenizer())
     ids = read_by(reward, ["w5 "] * 2, ["w6 w7"] * 2, finished=[False, True])
     assert sorted(ids) == [IDS, [*IDS, EOS]]
+    assert read_by(reward, [""], ["w6 w7"], finished=[False]) == [IDS[1:]]
+    assert read_by(reward, [" "], ["w6 w7"], finished=[True]) == [[*IDS[1:], EOS]]
     tokenizer = closing_chats()
     reward = ClassifierReward(marked(False), tokenizer)
     chat = [{"role": "user", "content": "w5"}], [{"role": "assistant", "content": "w6"}]
