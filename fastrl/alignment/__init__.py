@@ -7,7 +7,7 @@ sample; a :class:`Loss` says what is learned, and a :class:`Trainer` learns it.
 
 from fastrl.alignment.annotator import Annotator, RewardAnnotator, load_annotator
 from fastrl.alignment.arguments import AlignmentConfig
-from fastrl.alignment.batch import Batch, Sample
+from fastrl.alignment.batch import Batch
 from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.losses import (
     DPO,
@@ -38,10 +38,10 @@ from fastrl.alignment.reweighter import (
     Uniform,
     make_reweighter,
 )
+from fastrl.alignment.tasks import TASKS, Task
 from fastrl.alignment.trainer import Trainer
 from fastrl.data.datas_loader import DatasLoader
 from fastrl.data.examples import Example, Response
-from fastrl.data.tasks import TASKS, Task
 from fastrl.rewards.judges import JudgeAnnotator, ModelJudge
 
 __all__ = [
@@ -75,7 +75,6 @@ __all__ = [
     "RewardAnnotator",
     "RobustDPO",
     "SLiC",
-    "Sample",
     "SampleReweighter",
     "SimPO",
     "Task",

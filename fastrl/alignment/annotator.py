@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from fastrl.data.encode import encode_responses
 from fastrl.rewards.functions import (
     RewardFunction,
     check_preferences,
@@ -37,14 +38,21 @@ def ask_scores(
     prompts: list[str],
     responses: list[str],
     columns: Mapping[str, list[Any]] | None = None,
+    finished: list[bool] | None = None,
 ) -> list[float]:
     """What an annotator, whoever wrote it, says of responses.
+
+    Args:
+        finished: False for responses that a length has cut; said to annotators with
+            ``wants_finished``.
 
     Raises:
         ValueError: not B finite numbers, named by their index; a column with the name of an
             argument.
     """
     others = _others(columns, ("prompts", "responses"))
+    if finished is not None and getattr(annotator, "wants_finished", False):
+        others["finished"] = finished
     scores = annotator.score(prompts, responses, **others)
     return check_rewards(scores, len(prompts), f"{name_of(annotator)}.score")
 
@@ -55,14 +63,20 @@ def ask_preferences(
     firsts: list[str],
     seconds: list[str],
     columns: Mapping[str, list[Any]] | None = None,
+    finished: tuple[list[bool], list[bool]] | None = None,
 ) -> list[float | None]:
     """What an annotator, whoever wrote it, says of pairs of responses.
+
+    Args:
+        finished: of the first and of the second responses, as in :func:`ask_scores`.
 
     Raises:
         ValueError: not B numbers in [0, 1] or None, named by their index; a column with the name of
             an argument.
     """
     others = _others(columns, ("prompts", "firsts", "seconds"))
+    if finished is not None and getattr(annotator, "wants_finished", False):
+        others["finished"] = finished
     said = annotator.compare(prompts, firsts, seconds, **others)
     return check_preferences(said, len(prompts), f"{name_of(annotator)}.compare")
 
@@ -93,6 +107,11 @@ class RewardAnnotator:
         self._needs_ids = tokenizer is None and _needs(reward, "completion_ids")
         self._counts = Counts(calls=0, ties=0)
 
+    @property
+    def wants_finished(self) -> bool:
+        """Whether the reward function has to be told which responses are whole."""
+        return getattr(self.reward, "wants_finished", False)
+
     def score(self, prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
         """
         Raises:
@@ -100,8 +119,7 @@ class RewardAnnotator:
                 ``completion_ids`` and there are none.
         """
         if self.tokenizer is not None and "completion_ids" not in columns and responses:
-            made = self.tokenizer(list(responses), add_special_tokens=False)
-            columns["completion_ids"] = made["input_ids"]
+            columns["completion_ids"] = encode_responses(responses, self.tokenizer)
         if self._needs_ids and "completion_ids" not in columns:
             raise ValueError(f"{self.name} takes completion_ids: make it with a tokenizer")
         self._counts["calls"] += len(responses)
@@ -112,7 +130,11 @@ class RewardAnnotator:
         self, prompts: list[str], firsts: list[str], seconds: list[str], **columns: Any
     ) -> list[float | None]:
         """By the scores of both; equal ones are a tie."""
-        scores = [self.score(prompts, side, **columns) for side in (firsts, seconds)]
+        finished = columns.pop("finished", None)
+        scores = []
+        for i, side in enumerate((firsts, seconds)):
+            extra = {} if finished is None else {"finished": finished[i]}
+            scores.append(self.score(prompts, side, **columns, **extra))
         self.last_scores = (scores[0], scores[1])
         preferences = preferences_of(*scores)
         self._counts["ties"] += preferences.count(0.5)
@@ -150,13 +172,11 @@ def _needs(function: Any, argument: str) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def _others(
-    columns: Mapping[str, list[Any]] | None, arguments: Sequence[str]
-) -> Mapping[str, list[Any]]:
+def _others(columns: Mapping[str, list[Any]] | None, arguments: Sequence[str]) -> dict[str, Any]:
     """The data's columns, none of which may stand for an argument."""
     for name in arguments:
         if name in (columns or ()):
             raise ValueError(
                 f"the data's column {name!r} has the name of an annotator's argument: rename it"
             )
-    return columns or {}
+    return dict(columns or {})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastrl.config import PPOConfig
-from fastrl.trainers.arguments import SupervisedArguments, setting
+from fastrl.trainers.supervised import SupervisedArguments, setting
 
 REFERENCES = ("auto", "cached", "copy", "adapter", "trunk", "offload")
 

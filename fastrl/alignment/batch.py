@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastrl.data.batch import TokenBatch, pad
-from fastrl.data.examples import Example, Response
+from fastrl.data.examples import Example
 from fastrl.ppo.experience import Experience
-
-
-@dataclass(frozen=True)
-class Sample:
-    """An example with the responses that are learned from, wherever they come from.
-
-    Attributes:
-        responses: one or two.
-        rewards: one each, or None.
-        weights: one each.
-    """
-
-    example: Example
-    responses: tuple[Response, ...]
-    rewards: tuple[float, ...] | None = None
-    weights: tuple[float, ...] = ()
 
 
 class Batch(dict[str, Any]):
@@ -39,49 +23,58 @@ class Batch(dict[str, Any]):
     ``generation{i}_attention_mask``: [B, T] int64, prompt and response, padded on the right;
     ``generation{i}_reward``: [B] fp32, or None; ``generation{i}_weight``: [B] fp32.
 
+    Args:
+        examples: each with one or two responses.
+
     Attributes:
-        known: what else is known of each response, by name: a list of B tensors per generation,
-            such as "logprobs", those of the responses' tokens when they were written.
+        rollout_logprobs: of the responses' tokens when they were sampled, a list of B tensors per
+            generation; None where they come from the data.
+        scores: what an annotator has said of the responses, B numbers per generation; None where
+            it has only compared them.
         tokens: the same for a model, where it has been made.
         experience: what a policy-gradient update reads of it, where it has been computed.
     """
 
-    def __init__(self, samples: Sequence[Sample], pad_token_id: int | None):
+    def __init__(self, examples: Sequence[Example], pad_token_id: int | None):
         super().__init__()
-        self.samples, self.pad_token_id = list(samples), pad_token_id
-        self.known: dict[str, list[list[Tensor]]] = {}
+        self.examples, self.pad_token_id = list(examples), pad_token_id
+        self.rollout_logprobs: list[list[Tensor]] | None = None
+        self.scores: list[list[float]] | None = None
         self.tokens: TokenBatch | None = None
         self.experience: Experience | None = None
-        prompts = [sample.example for sample in samples]
-        self["prompt"] = [example.prompt for example in prompts]
-        padded = _padded([example.prompt_ids for example in prompts], pad_token_id, "left")
-        self["prompt_token_ids"], self["prompt_attention_mask"] = padded
-        for i in range(len(samples[0].responses)):
-            self |= _generation(samples, i, pad_token_id)
+        self._prompts = [_ids(example.prompt_ids) for example in examples]
+        self._responses = [
+            [_ids(example.responses[i].ids) for example in examples]
+            for i in range(len(examples[0].responses))
+        ]
+        self["prompt"] = [example.prompt for example in examples]
+        padded = pad(self._prompts, pad_token_id, "left")
+        self["prompt_token_ids"] = padded["input_ids"]
+        self["prompt_attention_mask"] = padded["attention_mask"]
+        for i in range(self.generations):
+            self |= self._generation(i)
 
     @property
     def size(self) -> int:
-        return len(self.samples)
+        return len(self.examples)
 
     @property
     def generations(self) -> int:
         """Responses per prompt, 1 or 2."""
-        return len(self.samples[0].responses)
+        return len(self._responses)
 
     @property
     def columns(self) -> dict[str, list[Any]]:
         """The data's other columns; None where a row has none of that name."""
-        rows = [sample.example.columns for sample in self.samples]
-        names = dict.fromkeys(name for row in rows for name in row)
-        return {name: [row.get(name) for row in rows] for name in names}
+        return columns_of(self.examples)
 
     def prompts(self) -> list[Tensor]:
         """B 1-D tensors of token ids."""
-        return [torch.tensor(sample.example.prompt_ids) for sample in self.samples]
+        return self._prompts
 
     def responses(self, i: int) -> list[Tensor]:
         """Those of generation ``i``, 1 or 2, without their prompts."""
-        return [torch.tensor(sample.responses[i - 1].ids) for sample in self.samples]
+        return self._responses[i - 1]
 
     def rewards(self, i: int) -> Tensor:
         """[B] fp32 of generation ``i``.
@@ -115,26 +108,42 @@ class Batch(dict[str, Any]):
     def select(self, indices: Sequence[int]) -> Batch:
         """Some samples, with their rewards, weights and what is known of them."""
         chosen = list(indices)
-        part = Batch([self.samples[i] for i in chosen], self.pad_token_id)
+        part = Batch([self.examples[i] for i in chosen], self.pad_token_id)
         for name in part:
             if name.endswith(("_reward", "_weight")) and self[name] is not None:
                 part[name] = self[name][chosen]
-        part.known = {
-            name: [[of_one[i] for i in chosen] for of_one in of_all]
-            for name, of_all in self.known.items()
-        }
+        if self.rollout_logprobs is not None:
+            part.rollout_logprobs = [[side[i] for i in chosen] for side in self.rollout_logprobs]
+        if self.scores is not None:
+            part.scores = [[side[i] for i in chosen] for side in self.scores]
         return part
 
     def mismatched(self) -> Batch:
         """Every prompt with the first response of the next one; the last with that of the first."""
-        following = [*self.samples[1:], self.samples[0]]
+        following = [*self.examples[1:], self.examples[0]]
         return Batch(
             [
                 replace(one, responses=other.responses[:1], rewards=None)
-                for one, other in zip(self.samples, following, strict=True)
+                for one, other in zip(self.examples, following, strict=True)
             ],
             self.pad_token_id,
         )
+
+    def _generation(self, i: int) -> dict[str, Any]:
+        """The entries of one generation, counted from 0."""
+        joined = [torch.cat(both) for both in zip(self._prompts, self._responses[i], strict=True)]
+        padded = pad(joined, self.pad_token_id, "right")
+        rewards = [None if e.rewards is None else e.rewards[i] for e in self.examples]
+        weights = [e.weights[i] if e.weights else 1.0 for e in self.examples]
+        name = f"generation{i + 1}"
+        return {
+            name: [e.prompt + e.responses[i].text for e in self.examples],
+            f"{name}_response_only": [e.responses[i].text for e in self.examples],
+            f"{name}_token_ids": padded["input_ids"],
+            f"{name}_attention_mask": padded["attention_mask"],
+            f"{name}_reward": None if None in rewards else _fp32(rewards),
+            f"{name}_weight": _fp32(weights),
+        }
 
 
 def checked_weights(weights: Tensor | Sequence[float], size: int) -> Tensor:
@@ -158,26 +167,15 @@ def checked_weights(weights: Tensor | Sequence[float], size: int) -> Tensor:
     return given
 
 
-def _generation(samples: Sequence[Sample], i: int, pad_token_id: int | None) -> dict[str, Any]:
-    """The entries of one generation, counted from 0."""
-    responses = [sample.responses[i] for sample in samples]
-    pairs = list(zip([sample.example for sample in samples], responses, strict=True))
-    ids, mask = _padded([[*e.prompt_ids, *r.ids] for e, r in pairs], pad_token_id, "right")
-    rewards = [None if sample.rewards is None else sample.rewards[i] for sample in samples]
-    weights = [sample.weights[i] if sample.weights else 1.0 for sample in samples]
-    name = f"generation{i + 1}"
-    return {
-        name: [example.prompt + response.text for example, response in pairs],
-        f"{name}_response_only": [response.text for response in responses],
-        f"{name}_token_ids": ids,
-        f"{name}_attention_mask": mask,
-        f"{name}_reward": None if None in rewards else torch.tensor(rewards, dtype=torch.float32),
-        f"{name}_weight": torch.tensor(weights, dtype=torch.float32),
-    }
+def columns_of(examples: Sequence[Example]) -> dict[str, list[Any]]:
+    """The data's other columns; None where a row has none of that name."""
+    names = dict.fromkeys(name for example in examples for name in example.columns)
+    return {name: [example.columns.get(name) for example in examples] for name in names}
 
 
-def _padded(
-    sequences: Sequence[Sequence[int]], pad_token_id: int | None, side: str
-) -> tuple[Tensor, Tensor]:
-    padded = pad([torch.tensor(list(s), dtype=torch.long) for s in sequences], pad_token_id, side)
-    return padded["input_ids"], padded["attention_mask"]
+def _fp32(numbers: Sequence[Any]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
+def _ids(ids: Sequence[int]) -> Tensor:
+    return torch.tensor(ids, dtype=torch.long)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 
-from fastrl.alignment.batch import Batch
-from fastrl.alignment.sources import Source, Writer, make_source
-from fastrl.data.examples import Example
-from fastrl.data.tasks import Task, find_task
-from fastrl.rollout import SamplingParams
+from fastrl.alignment.annotator import ask_preferences, ask_scores
+from fastrl.alignment.batch import Batch, columns_of
+from fastrl.alignment.tasks import Task, find_task
+from fastrl.data.columns import FEEDBACK, PAIRS
+from fastrl.data.examples import Example, Response
+from fastrl.models.layout import layout_of
+from fastrl.rollout import RolloutOutput, SamplingParams
 
 
 class BatchFactory:
@@ -72,6 +76,8 @@ class BatchFactory:
                 "data: leave out annotator"
             )
         self.data = data.as_kind(self.task.data)
+        if self.task.data == PAIRS and not self.task.rewards:
+            self.data = self.data.uncut()  # a reward model is scored on whole texts
         self.tokenizer = data.tokenizer
         self.batch_size, self.epochs, self.examples = batch_size, epochs, examples
         self.annotator = annotator
@@ -79,16 +85,17 @@ class BatchFactory:
         self.seed, self.shuffle = seed, shuffle
         self.rank, self.world = 0, 1
         self._taken = 0  # batches that are behind
-        self.writer: Writer | None = None
+        self.sampler: ResponseSampler | None = None
         self._source: Source | None = None
         if engine is not None or not self.task.online:
-            self.write_with(engine)
+            self.sample_with(engine)
 
-    def write_with(self, engine: Any) -> None:
-        """Lets ``engine`` write the responses of an online task."""
-        self.writer = Writer(engine, self.tokenizer, self.params) if self.task.online else None
+    def sample_with(self, engine: Any) -> None:
+        """Lets ``engine`` sample the responses of an online task."""
+        if self.task.online:
+            self.sampler = ResponseSampler(engine, self.tokenizer, self.params)
         pad = self.tokenizer.pad_token_id
-        self._source = make_source(self.task, self.writer, self.annotator, pad)
+        self._source = make_source(self.task, self.sampler, self.annotator, pad)
 
     def share(self, rank: int, world: int) -> None:
         """Makes this factory that of process ``rank`` of ``world``: each gets other samples."""
@@ -184,3 +191,194 @@ def _pieces(indices: Iterable[int], size: int) -> Iterator[list[int]]:
     stream = iter(indices)
     while piece := list(itertools.islice(stream, size)):
         yield piece
+
+
+# ---------------------------------------------------------------------- where responses come from
+
+
+class Source(Protocol):
+    """Makes a batch of examples."""
+
+    def __call__(self, examples: Sequence[Example]) -> Batch: ...
+
+
+class DataSource:
+    """Batches of the data's own responses.
+
+    Args:
+        rewards: what an example's responses are worth, or None.
+        pad_token_id: of the batches.
+    """
+
+    def __init__(
+        self, rewards: Callable[[Example], tuple[float, ...] | None], pad_token_id: int | None
+    ):
+        self.rewards, self.pad_token_id = rewards, pad_token_id
+
+    def __call__(self, examples: Sequence[Example]) -> Batch:
+        return Batch([replace(e, rewards=self.rewards(e)) for e in examples], self.pad_token_id)
+
+
+class ResponseSampler:
+    """Samples responses of the policy, as text and tokens.
+
+    Args:
+        engine: such as :class:`fastrl.RolloutEngine`.
+        tokenizer: of the policy.
+        params: how to sample.
+    """
+
+    def __init__(self, engine: Any, tokenizer: Any, params: SamplingParams):
+        self.engine, self.tokenizer, self.params = engine, tokenizer, params
+        self.layout = layout_of(engine.model)
+        self.stats: dict[str, float] = {}  # of the last call
+
+    def __call__(
+        self,
+        examples: Sequence[Example],
+        n: int = 1,
+        seed: int | None = None,
+        ids: Sequence[int] | None = None,
+    ) -> tuple[list[Example], RolloutOutput]:
+        """The examples with n sampled responses each, and what the engine says of these, example by
+        example.
+
+        Args:
+            seed: of the draws; None takes one from torch's generator.
+            ids: of the examples, which key the draws.
+        """
+        prompts = [torch.tensor(example.prompt_ids) for example in examples]
+        params = replace(self.params, n=n)
+        if seed is not None:
+            params = replace(params, seed=seed)
+        output = self.engine.generate(prompts, params, ids)
+        self.stats = output.stats
+        responses = [
+            Response(
+                self.layout.decode(self.tokenizer, prompts[i // n], row),
+                tuple(row.tolist()),
+                finished=reason != "length",
+            )
+            for i, (row, reason) in enumerate(
+                zip(output.sequences, output.finish_reasons, strict=True)
+            )
+        ]
+        sampled = [
+            replace(example, responses=tuple(responses[i * n : (i + 1) * n]))
+            for i, example in enumerate(examples)
+        ]
+        return sampled, output
+
+
+class PolicySource:
+    """Batches of the policy's responses, which an annotator judges.
+
+    Args:
+        sampler: of the responses.
+        generations: responses per prompt: 1 has the annotator's score for its reward; of 2 the
+            preferred one has 1.0, the other 0.0; 0.5 each where they are worth the same, or nothing
+            can be said and their weights are 0.
+    """
+
+    def __init__(
+        self,
+        sampler: ResponseSampler,
+        annotator: Any,
+        generations: int,
+        pad_token_id: int | None,
+    ):
+        self.sampler, self.annotator, self.pad_token_id = sampler, annotator, pad_token_id
+        self.generations = generations
+
+    def __call__(self, examples: Sequence[Example]) -> Batch:
+        n = self.generations
+        sampled, output = self.sampler(examples, n)
+        judge = score_responses if n == 1 else compare_responses
+        judged, scores = judge(self.annotator, sampled)
+        batch = Batch(judged, self.pad_token_id)
+        batch.scores = scores
+        if output.logprobs_t1 is not None:
+            batch.rollout_logprobs = [output.logprobs_t1[i::n] for i in range(n)]
+        return batch
+
+
+def score_responses(
+    annotator: Any, examples: Sequence[Example]
+) -> tuple[list[Example], list[list[float]]]:
+    """Examples of one response each with the annotator's scores for rewards; and the scores."""
+    scores = ask_scores(
+        annotator, prompts_of(examples), texts_of(examples), columns_of(examples), ends_of(examples)
+    )
+    return [replace(e, rewards=(s,)) for e, s in zip(examples, scores, strict=True)], [scores]
+
+
+def compare_responses(
+    annotator: Any, examples: Sequence[Example]
+) -> tuple[list[Example], list[list[float]] | None]:
+    """Examples of two responses each with what the annotator prefers for rewards; and the scores by
+    which it does, of the first and of the second responses, where there are any."""
+    judged = [replace(e, rewards=(0.5, 0.5), weights=(1.0, 1.0)) for e in examples]
+    # Two responses that are the same need no judge.
+    asked = [i for i, e in enumerate(examples) if e.responses[0].text != e.responses[1].text]
+    if not asked:
+        return judged, None
+    chosen = [examples[i] for i in asked]
+    verdicts = ask_preferences(
+        annotator,
+        prompts_of(chosen),
+        texts_of(chosen, 0),
+        texts_of(chosen, 1),
+        columns_of(chosen),
+        (ends_of(chosen, 0), ends_of(chosen, 1)),
+    )
+    for i, first in zip(asked, verdicts, strict=True):
+        if first is None:
+            judged[i] = replace(judged[i], weights=(0.0, 0.0))
+        else:
+            judged[i] = replace(judged[i], rewards=(first, 1.0 - first))
+    of_asked = getattr(annotator, "last_scores", None)
+    if of_asked is None:
+        return judged, None
+    scores = [[0.0] * len(examples) for _ in range(2)]
+    for i, *both in zip(asked, *of_asked, strict=True):
+        scores[0][i], scores[1][i] = both
+    return judged, scores
+
+
+def prompts_of(examples: Sequence[Example]) -> list[str]:
+    return [example.prompt for example in examples]
+
+
+def texts_of(examples: Sequence[Example], i: int = 0) -> list[str]:
+    """Of the examples' responses ``i``, 0 or 1."""
+    return [example.responses[i].text for example in examples]
+
+
+def ends_of(examples: Sequence[Example], i: int = 0) -> list[bool]:
+    """Which of the examples' responses ``i`` no length has cut."""
+    return [example.responses[i].finished for example in examples]
+
+
+def scores_pairs(annotator: Any) -> bool:
+    """Whether it compares responses by scores of theirs."""
+    return hasattr(annotator, "last_scores")
+
+
+def make_source(
+    task: Task, sampler: ResponseSampler | None, annotator: Any, pad_token_id: int | None
+) -> Source:
+    """By the task."""
+    if task.online:
+        assert sampler is not None
+        return PolicySource(sampler, annotator, task.generations, pad_token_id)
+    if not task.rewards:
+        return DataSource(lambda _: None, pad_token_id)
+    return DataSource(_desired if task.data == FEEDBACK else _first_preferred, pad_token_id)
+
+
+def _desired(example: Example) -> tuple[float, ...]:
+    return (1.0 if example.desired else 0.0,)
+
+
+def _first_preferred(example: Example) -> tuple[float, ...]:
+    return 1.0, 0.0

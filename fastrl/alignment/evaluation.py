@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 
 from fastrl.alignment.annotator import ask_preferences, ask_scores
-from fastrl.alignment.batch import Batch
-from fastrl.alignment.batch_factory import BatchFactory
+from fastrl.alignment.batch import Batch, columns_of
+from fastrl.alignment.batch_factory import (
+    BatchFactory,
+    ends_of,
+    prompts_of,
+    scores_pairs,
+    texts_of,
+)
 from fastrl.alignment.losses import Loss
-from fastrl.alignment.sources import columns_of, prompts_of, scores_pairs
 
 
 class Means:
@@ -106,17 +111,17 @@ class OnlineEvaluation:
         prompts: list[str] = []
         responses: list[str] = []
         rewards: list[float] = []
-        writer, annotator = self.factory.writer, self.factory.annotator
-        assert writer is not None
+        sampler, annotator = self.factory.sampler, self.factory.annotator
+        assert sampler is not None
         for ids, examples in self.factory.in_order():
             if not examples:
                 continue
             # By their numbers in the data, an example's draws are those of any share of the work.
-            written, _ = writer(examples, 1, self.factory.seed, ids)
-            texts = [each[0].text for each in written]
+            sampled, _ = sampler(examples, 1, self.factory.seed, ids)
+            texts, ends = texts_of(sampled), ends_of(sampled)
             asked, columns = prompts_of(examples), columns_of(examples)
             if self._scores:
-                rewards += ask_scores(annotator, asked, texts, columns)
+                rewards += ask_scores(annotator, asked, texts, columns, ends)
             elif not self.judged:
                 rewards += [0.5] * len(texts)
             else:

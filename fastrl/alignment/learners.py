@@ -14,10 +14,18 @@ from torch import Tensor, nn
 
 from fastrl.alignment.arguments import AlignmentConfig, reference_settings
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.logprobs import CachedReference, Policy, ReferencePolicy, RewardModel, Tokens
+from fastrl.alignment.logprobs import (
+    CachedReference,
+    ReferencePolicy,
+    RewardModel,
+    Tokens,
+    TrainedPolicy,
+)
 from fastrl.alignment.losses import Loss
+from fastrl.alignment.tasks import Task
+from fastrl.data import reads_eos
 from fastrl.data.batch import make_batches
-from fastrl.data.tasks import Task
+from fastrl.data.encode import end_token
 from fastrl.models import (
     AutoModelForCausalLMWithValueHead,
     CausalLMPolicy,
@@ -107,13 +115,23 @@ class RewardLearner(Learner):
         model = with_adapter(model, peft_config, self.args)
         self._dropout(model)
         check_trainable(model)
+        self.model = model
         return model
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
         return RewardModel(model, self.accelerator.device), None
 
+    def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
+        """Says in the model whether it reads EOS, see :mod:`fastrl.data.reads_eos`."""
+        first = next(iter(batches), None)
+        if last and first is not None:
+            end = end_token(self.tokenizer)
+            responses = [r for example in first.examples for r in example.responses]
+            reads_eos.record(self.model, all(r.ids[-1:] == (end,) for r in responses))
+
     def save(self, model: Any, folder: str, state_dict: dict[str, Tensor] | None) -> None:
         model.save_pretrained(folder, state_dict=state_dict)
+        reads_eos.save_beside_adapter(model, folder)
 
     def load(self, model: Any, folder: str) -> None:
         load_weights(model, folder)
@@ -182,7 +200,7 @@ class PolicyLearner(Learner):
             self._compared = CachedReference(as_it_is, self._tokens)
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
-        policy = Policy(model, self._tokens, self._mean)
+        policy = TrainedPolicy(model, self._tokens, self._mean)
         return policy, self._compared if self.loss.compares else None
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:

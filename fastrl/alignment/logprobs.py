@@ -56,7 +56,7 @@ class Tokens:
         return batch.tokens
 
 
-class Policy:
+class TrainedPolicy:
     """The language model that is trained. One forward serves all responses of a batch.
 
     Attributes:
@@ -144,7 +144,7 @@ class CachedReference:
         device = self.tokens.device
         sums = torch.tensor(rows, device=device)
         counts = [
-            torch.tensor([len(s.responses[i].ids) for s in batch.samples], device=device)
+            torch.tensor([len(e.responses[i].ids) for e in batch.examples], device=device)
             for i in range(batch.generations)
         ]
         return tuple(map(ResponseLogprobs, sums.unbind(1), counts))
@@ -188,5 +188,5 @@ def response_logprobs(
 
 
 def _keys(batch: Batch, i: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    sample = batch.samples[i]
-    return [(sample.example.prompt_ids, response.ids) for response in sample.responses]
+    example = batch.examples[i]
+    return [(example.prompt_ids, response.ids) for response in example.responses]

@@ -61,7 +61,7 @@ class ByMargin:
     """w ∝ |score₁ - score₂|^power of pairs, over a mean of 1 in the batch; where all margins are 0,
     w = 1.
 
-    Scores are those of the annotator that has made the pairs, ``batch.known["scores"]``; else the
+    Scores are those of the annotator that has made the pairs, ``batch.scores``; else the
     data's columns say margins or scores.
 
     Args:
@@ -98,8 +98,8 @@ class ByMargin:
     def _margins(self, batch: Batch) -> Tensor:
         """[B] fp64."""
         columns = batch.columns
-        if "scores" in batch.known:
-            sides = [_numbers(self, "known scores", scores) for scores in batch.known["scores"]]
+        if batch.scores is not None:
+            sides = [_numbers(self, "scores", scores) for scores in batch.scores]
         elif self.margin_column in columns:
             return _numbers(self, self.margin_column, columns[self.margin_column])
         elif all(name in columns for name in self.score_columns):
@@ -122,7 +122,7 @@ class ByImportance:
     geometric mean of its tokens', exp((Σ log π_θ - Σ log π_data) / tokens), of a pair over the
     tokens of both: biased, but of far less variance.
 
-    What π_data says comes with responses that a policy has sampled, ``batch.known["logprobs"]``, at
+    What π_data says comes with responses that a policy has sampled, ``batch.rollout_logprobs``, at
     temperature 1; else from a column.
 
     Args:
@@ -161,8 +161,8 @@ class ByImportance:
 
     def _data_logprobs(self, batch: Batch) -> Tensor:
         """[generations, B] fp64, sums over tokens."""
-        if "logprobs" in batch.known:
-            known: list[Any] = list(batch.known["logprobs"])
+        if batch.rollout_logprobs is not None:
+            given: list[Any] = list(batch.rollout_logprobs)
             names = [f"logprobs of generation {i}" for i in _each(batch)]
         else:
             names = list(self.columns or ())
@@ -173,11 +173,11 @@ class ByImportance:
                     "them from the policy (an online task), or name the data's columns of them, "
                     f"{batch.generations} here, by columns=; they are {', '.join(there) or 'none'}"
                 )
-            known = [there[name] for name in names]
+            given = [there[name] for name in names]
         return torch.stack(
             [
                 _numbers(self, name, _totals(name, values, batch.responses(i + 1)))
-                for i, (name, values) in enumerate(zip(names, known, strict=True))
+                for i, (name, values) in enumerate(zip(names, given, strict=True))
             ]
         )
 

@@ -124,7 +124,7 @@ class Trainer(OwnModelCard, transformers.Trainer):
     def batches(self, count: int) -> Iterator[Batch]:
         """What the next ``count`` batches of the factory are learned as."""
         policy, reference = self.learner.views(self.model_wrapped)
-        self._write()
+        self._place_sampler()
         for batch in self.factory.take(count):
             if self.reweighter is not None:
                 with torch.no_grad(), evaluating(self.model):
@@ -192,7 +192,7 @@ class Trainer(OwnModelCard, transformers.Trainer):
         """
         if self.evaluation is None or eval_dataset is not None:
             raise ValueError("evaluation is of the eval_factory that the trainer was made with")
-        self._write()
+        self._place_sampler()
         if self.state.global_step == 0 and not self.is_in_train:
             self.learner.before_training(self._held_out(), last=False)
         with evaluating(self.model):
@@ -250,10 +250,10 @@ class Trainer(OwnModelCard, transformers.Trainer):
         if isinstance(self.evaluation, OfflineEvaluation):
             yield from (batch for batch, _ in self.evaluation.batches())
 
-    def _write(self) -> None:
-        """Sees to it that the policy writes for online tasks."""
+    def _place_sampler(self) -> None:
+        """Sees to it that the policy is sampled for online tasks."""
         for factory in self._factories:
-            if factory.task.online and factory.writer is None:
+            if factory.task.online and factory.sampler is None:
                 if self._engine is None:
                     self._engine = choose_engine(
                         self.accelerator.unwrap_model(self.model),
@@ -261,17 +261,17 @@ class Trainer(OwnModelCard, transformers.Trainer):
                         autocast=self.accelerator.autocast,
                         max_slots=self.args.rollout_slots,
                     )
-                factory.write_with(self._engine)
+                factory.sample_with(self._engine)
 
     def _numbers(self, batch: Batch) -> dict[str, Tensor]:
         """What is logged of a batch, whatever its loss."""
         found = {"weights": batch.weights()} if self.reweighter is not None else {}
-        writer = self.factory.writer
-        if writer is None:
+        sampler = self.factory.sampler
+        if sampler is None:
             return found
         which = range(1, batch.generations + 1)
         lengths = [float(len(response)) for i in which for response in batch.responses(i)]
-        statistics = {**writer.stats, **self.factory.annotator.statistics()}
+        statistics = {**sampler.stats, **self.factory.annotator.statistics()}
         found |= {"rewards/mean": batch.rewards(1), "tokens/responses": torch.tensor(lengths)}
         found |= {name: torch.tensor(float(value)) for name, value in statistics.items()}
         return {name: x.to(self.accelerator.device) for name, x in found.items()}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.losses import LOSSES, Loss, describe_losses, make_loss
+from fastrl.alignment.tasks import TASKS, Task, find_task
 from fastrl.commands.fit import (
     CommandFlags,
     FitJob,
@@ -19,7 +20,6 @@ from fastrl.commands.fit import (
 )
 from fastrl.commands.lora import lora_config
 from fastrl.config import setting, setting_like
-from fastrl.data.tasks import TASKS, Task, find_task
 
 if TYPE_CHECKING:
     from fastrl.alignment import Annotator, BatchFactory, SampleReweighter, Trainer

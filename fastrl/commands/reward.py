@@ -32,13 +32,16 @@ class RewardFlags(CommandFlags, RewardConfig):
 
 def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
     """Train, save and report."""
+    from fastrl.data.reads_eos import load_from_adapter
     from fastrl.models.load import load_reward_model
     from fastrl.trainers.reward import RewardTrainer
 
     peft_config = lora_config(job, "SEQ_CLS")
     train, held_out, tokenizer = job.begin(flags)
+    model = load_reward_model(job.model, dtype=job.dtype)
+    load_from_adapter(model, job.model)
     trainer = RewardTrainer(
-        load_reward_model(job.model, dtype=job.dtype),
+        model,
         flags,
         None,
         train,

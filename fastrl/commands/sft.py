@@ -41,7 +41,7 @@ class SFTFlags(CommandFlags, SFTConfig):
 
 def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
     """Train, save and report."""
-    from fastrl.data.texts import DataCollatorForCompletionOnlyLM
+    from fastrl.data.collators import DataCollatorForCompletionOnlyLM
     from fastrl.models.load import load_language_model
     from fastrl.trainers.sft import SFTTrainer
 

@@ -1,11 +1,14 @@
-"""A prompt and an answer, texts or chat messages, as one text and as tokens."""
+"""Texts and chat messages: where a prompt ends, and what the chat template makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-Said = str | list[dict[str, Any]]  # a text, or chat messages
+TextOrMessages = str | list[dict[str, Any]]
+PromptAndAnswers = tuple[TextOrMessages, tuple[TextOrMessages, ...]]
+
+_TURN = "\n\nAssistant:"
 
 
 def is_message(message: Any) -> bool:
@@ -19,70 +22,46 @@ def is_chat(said: Any) -> bool:
     return isinstance(said, list | tuple) and any(isinstance(each, Mapping) for each in said)
 
 
-def is_blank(said: Said) -> bool:
+def has_role(message: Any) -> bool:
+    """Whether something may be a message whose content is none or no text: a tool's call, say."""
+    return isinstance(message, Mapping) and isinstance(message.get("role"), str)
+
+
+def is_blank(said: TextOrMessages) -> bool:
     if isinstance(said, str):
         return not said.strip()
-    return not any(message["content"].strip() for message in said)
+    contents = [m.get("content") or m.get("tool_calls") for m in said]
+    return not any(c.strip() if isinstance(c, str) else c for c in contents)
 
 
-def checked(row: dict[str, Any], column: str) -> Said | None:
-    """What a row's column says; None where it has none.
+def is_whole(said: TextOrMessages) -> bool:
+    """Whether chat messages have their prompt in front of the answer."""
+    return bool(said) and not isinstance(said, str) and said[0]["role"] != "assistant"
+
+
+def as_messages(prompt: TextOrMessages) -> list[dict[str, Any]]:
+    """A text is what a user says."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def render(messages: list[dict[str, Any]], tokenizer: Any, *, answered: bool = True) -> str:
+    """Messages as the tokenizer's chat template writes them; those that are not answered yet up to
+    where the answer begins.
 
     Raises:
-        TypeError: something else than a text or chat messages.
+        ValueError: a tokenizer without a chat template.
     """
-    said = row.get(column)
-    chat = isinstance(said, list) and all(isinstance(m, dict) and "role" in m for m in said)
-    if not (said is None or isinstance(said, str) or chat):
-        raise TypeError(
-            f"column {column!r} holds {str(said)[:60]!r} in some row: it must hold text, or chat "
-            "messages (dicts with a role and a content)"
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"the tokenizer ({type(tokenizer).__name__} {tokenizer.name_or_path!r}) has no chat "
+            "template, and the data hold chat messages: set tokenizer.chat_template, or bring texts"
         )
-    return said
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=not answered
+    )
 
 
-def is_whole(said: Said | None) -> bool:
-    """Whether chat messages have their prompt in front of the answer."""
-    return bool(said) and not isinstance(said, str) and said[0]["role"] != "assistant"  # type: ignore[index]
-
-
-def as_messages(prompt: Said | None) -> list[dict[str, Any]]:
-    """A text is what a user says."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-
-
-def join(prompt: Said | None, answer: Said, tokenizer: Any) -> str:
-    """Prompt and answer as one text; chats through the tokenizer's template. A whole conversation
-    brings its prompt along."""
-    if isinstance(answer, str):
-        if prompt is not None and not isinstance(prompt, str):
-            prompt = tokenizer.apply_chat_template(
-                prompt, tokenize=False, add_generation_prompt=True
-            )
-        return (prompt or "") + answer  # type: ignore[operator]
-    messages = answer if is_whole(answer) else [*as_messages(prompt), *answer]
-    return tokenizer.apply_chat_template(messages, tokenize=False)
-
-
-def is_complete(text: str, tokenizer: Any, chat: bool) -> bool:
-    """Whether a text brings its special tokens along: chat templates do, and texts that begin with
-    one."""
-    start = tokenizer.bos_token or tokenizer.cls_token
-    return chat or bool(start and text.startswith(start))
-
-
-def encode(text: str, tokenizer: Any, chat: bool = False) -> list[int]:
-    """Token ids with special tokens."""
-    return tokenizer(text, add_special_tokens=not is_complete(text, tokenizer, chat))["input_ids"]
-
-
-def ended(ids: list[int], tokenizer: Any) -> list[int]:
-    """With EOS at the end, once, if the tokenizer has one."""
-    eos = tokenizer.eos_token_id
-    return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
-
-
-def prompt_text(said: Said, tokenizer: Any, name: str) -> str:
+def prompt_text(prompt: TextOrMessages, tokenizer: Any, name: str) -> str:
     """A prompt as one text: a text as it is, a chat by the tokenizer's template, up to where the
     answer begins.
 
@@ -93,17 +72,17 @@ def prompt_text(said: Said, tokenizer: Any, name: str) -> str:
         ValueError: messages without a role or a content of text, without anything said, or ending
             in the assistant's; a tokenizer without a chat template, or one that refuses them.
     """
-    if isinstance(said, str):
-        return said
-    for message in said:
+    if isinstance(prompt, str):
+        return prompt
+    for message in prompt:
         if not is_message(message):
             raise ValueError(
                 f"{name} holds {message!r:.80}: chat messages are dicts with a role and a content "
                 "of text"
             )
-    if is_blank(said):
+    if is_blank(prompt):
         raise ValueError(f"{name} is empty: nothing is said in its messages")
-    if said[-1]["role"] == "assistant":
+    if prompt[-1]["role"] == "assistant":
         raise ValueError(
             f"{name} ends with an assistant's message, which is what the policy is to write: leave "
             "it out of the prompt"
@@ -117,6 +96,52 @@ def prompt_text(said: Said, tokenizer: Any, name: str) -> str:
     from jinja2 import TemplateError
 
     try:
-        return join(said, "", tokenizer)
+        return render(prompt, tokenizer, answered=False)
     except TemplateError as error:
         raise ValueError(f"{name}: the chat template refuses these messages: {error}") from error
+
+
+def split_conversations(chats: Sequence[TextOrMessages], where: str) -> PromptAndAnswers:
+    """Whole conversations: what they share up to an assistant's turn is the prompt; of a single one
+    all but its last turn.
+
+    Raises:
+        ValueError: a conversation that ends with no assistant's message, or shares no prompt.
+    """
+    full: list[Any] = [chat for chat in chats if chat]
+    if any(chat[-1]["role"] != "assistant" for chat in full):
+        raise ValueError(f"{where}: a conversation must end with an assistant's message")
+    shared = min(len(chat) for chat in full) - 1
+    while shared > 0 and not all(
+        chat[:shared] == full[0][:shared] and chat[shared]["role"] == "assistant" for chat in full
+    ):
+        shared -= 1
+    if shared < 1:
+        raise ValueError(
+            f"{where}: the conversations do not share a prompt that an assistant's message follows"
+        )
+    return full[0][:shared], tuple(chat[shared:] if chat else "" for chat in chats)
+
+
+def split_dialogues(texts: Sequence[Any], where: str) -> PromptAndAnswers:
+    """Whole dialogues as text: the prompt is what both have up to their last common
+    "\\n\\nAssistant:".
+
+    Raises:
+        ValueError: other than two texts, or two that share no prompt.
+    """
+    if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{where} has no prompt: bring a column of prompts (prompt_column)")
+    first, other = sorted(texts, key=is_blank)  # an empty side shares nothing, and is dropped later
+    end = len(first)
+    while (at := first.rfind(_TURN, 0, end)) >= 0:
+        border = at + len(_TURN)
+        if is_blank(other) or other.startswith(first[:border]):
+            if not first[:at].strip():
+                break
+            return first[:border], tuple(text[border:] for text in texts)
+        end = border - 1
+    raise ValueError(
+        f"{where} have no prompt, and share none that ends in {_TURN!r}: bring a column of prompts "
+        "(prompt_column)"
+    )

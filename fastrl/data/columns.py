@@ -1,16 +1,27 @@
-"""What a row of a data set says: a prompt and answers to it, as texts or as chat messages."""
+"""Which column is what, and what a row says: a prompt and answers to it, texts or chat messages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
-from fastrl.data.chat import Said, as_messages, is_blank, is_message, is_whole
+from fastrl.data.chat import (
+    PromptAndAnswers,
+    TextOrMessages,
+    as_messages,
+    has_role,
+    is_blank,
+    is_message,
+    is_whole,
+    split_conversations,
+    split_dialogues,
+)
 from fastrl.data.tables import USUAL_COLUMNS
-from fastrl.data.tasks import ANSWERS, FEEDBACK, PAIRS, PROMPTS
 
-_TURN = "\n\nAssistant:"
+# What a data set is made of.
+PROMPTS, ANSWERS, FEEDBACK, PAIRS = "prompts", "answers", "feedback", "pairs"
+KINDS = (PROMPTS, ANSWERS, FEEDBACK, PAIRS)
 _USUAL = {
     "prompt": USUAL_COLUMNS,
     "response": ("response", "completion", "messages"),
@@ -73,15 +84,15 @@ class Roles:
         return {name for f in fields(self) if (name := getattr(self, f.name)) is not None}
 
 
-class Parts(NamedTuple):
-    """A prompt and answers to it, each a text or chat messages."""
+def read_row(
+    row: Mapping[str, Any], i: int, roles: Roles, kind: str, *, alone: bool = False
+) -> PromptAndAnswers:
+    """The prompt of row ``i`` and the answers to it, each a text or chat messages, of the richest
+    kind that its columns make.
 
-    prompt: Said
-    answers: tuple[Said, ...] = ()
-
-
-def read_parts(row: Mapping[str, Any], i: int, roles: Roles, kind: str) -> Parts:
-    """The parts of row ``i``, of the richest kind that its columns make.
+    Args:
+        alone: texts and conversations without a prompt stand for themselves, their prompt is "";
+            messages may have contents that are no texts.
 
     Raises:
         ValueError: neither text nor chat messages, an empty prompt, a dialogue without one; names
@@ -89,22 +100,28 @@ def read_parts(row: Mapping[str, Any], i: int, roles: Roles, kind: str) -> Parts
     """
     sides = (roles.chosen, roles.rejected) if kind == PAIRS else (roles.response,)
     columns = [] if kind == PROMPTS else [column for column in sides if column is not None]
-    answers = [_said(row, i, column) for column in columns]
-    if all(is_blank(answer) for answer in answers) and roles.prompt is None and answers:
-        return Parts("", tuple(answers))  # to be dropped, as empty answers are
+    message = has_role if alone else is_message
+    answers = tuple(read_said(row, i, column, message) for column in columns)
+    given = "" if roles.prompt is None else read_said(row, i, roles.prompt, message)
+    unprompted = roles.prompt is None or (alone and not given)
+    if answers and unprompted and all(is_blank(answer) for answer in answers):
+        return "", answers  # to be dropped, as empty answers are
     where = f"{' and '.join(columns)} of row {i}"
     if len({isinstance(answer, str) for answer in answers if answer}) > 1:
         raise ValueError(f"{where} hold a text and chat messages: make both the same")
-    if any(is_whole(answer) for answer in answers):
-        return _split_chats(answers, where)
-    if roles.prompt is None:
-        return _split_texts(answers, where)
-    prompt = _said(row, i, roles.prompt)
-    if is_blank(prompt):
+    whole = any(is_whole(answer) for answer in answers)
+    if whole or unprompted:
+        try:
+            return split_conversations(answers, where) if whole else split_dialogues(answers, where)
+        except ValueError:
+            if alone:
+                return "", answers
+            raise
+    if is_blank(given) and not alone:
         raise ValueError(f"column {roles.prompt!r} of row {i} is empty: every row needs a prompt")
-    if isinstance(prompt, str) and any(not isinstance(answer, str) for answer in answers):
-        prompt = as_messages(prompt)
-    return Parts(prompt, tuple(answers))
+    if isinstance(given, str) and any(not isinstance(answer, str) for answer in answers):
+        given = as_messages(given)
+    return given, answers
 
 
 def read_label(row: Mapping[str, Any], i: int, column: str) -> bool:
@@ -121,54 +138,22 @@ def read_label(row: Mapping[str, Any], i: int, column: str) -> bool:
     return bool(label)
 
 
-def _said(row: Mapping[str, Any], i: int, column: str) -> Said:
+def read_said(
+    row: Mapping[str, Any], i: int, column: str, message: Callable[[Any], bool] = is_message
+) -> TextOrMessages:
+    """The text or the chat messages in a column of row ``i``; "" where it has none.
+
+    Raises:
+        ValueError: something else; names the row and the column.
+    """
     value = row.get(column)
     if value is None:
         return ""
     if isinstance(value, str):
         return value
-    if isinstance(value, list | tuple) and all(is_message(message) for message in value):
+    if isinstance(value, list | tuple) and all(message(each) for each in value):
         return list(value)
     raise ValueError(
         f"column {column!r} of row {i} holds {value!r:.80}: it must hold text, or chat messages "
         "(dicts with a role and a content of text)"
-    )
-
-
-def _split_chats(chats: Sequence[Said], where: str) -> Parts:
-    """Whole conversations: what they share up to an assistant's turn is the prompt; of a single one
-    all but its last turn."""
-    full: list[Any] = [chat for chat in chats if chat]
-    if any(chat[-1]["role"] != "assistant" for chat in full):
-        raise ValueError(f"{where}: a conversation must end with an assistant's message")
-    shared = min(len(chat) for chat in full) - 1
-    while shared > 0 and not all(
-        chat[:shared] == full[0][:shared] and chat[shared]["role"] == "assistant" for chat in full
-    ):
-        shared -= 1
-    if shared < 1:
-        raise ValueError(
-            f"{where}: the conversations do not share a prompt that an assistant's message follows"
-        )
-    prompt = full[0][:shared]
-    return Parts(prompt, tuple(chat[shared:] if chat else "" for chat in chats))
-
-
-def _split_texts(texts: Sequence[Any], where: str) -> Parts:
-    """Whole dialogues as text: the prompt is what both have up to their last common
-    "\\n\\nAssistant:"."""
-    if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{where} has no prompt: bring a column of prompts (prompt_column)")
-    first, other = sorted(texts, key=is_blank)  # an empty side shares nothing, and is dropped later
-    end = len(first)
-    while (at := first.rfind(_TURN, 0, end)) >= 0:
-        border = at + len(_TURN)
-        if is_blank(other) or other.startswith(first[:border]):
-            if not first[:at].strip():
-                break
-            return Parts(first[:border], tuple(text[border:] for text in texts))
-        end = border - 1
-    raise ValueError(
-        f"{where} have no prompt, and share none that ends in {_TURN!r}: bring a column of prompts "
-        "(prompt_column)"
     )

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
-from fastrl.data.columns import NEEDS, Parts, Roles, is_blank, read_label, read_parts
+from fastrl.data.chat import PromptAndAnswers, is_blank
+from fastrl.data.columns import (
+    ANSWERS,
+    FEEDBACK,
+    KINDS,
+    NEEDS,
+    PAIRS,
+    PROMPTS,
+    Roles,
+    read_label,
+    read_row,
+)
 from fastrl.data.encode import Encoder
 from fastrl.data.examples import Example
-from fastrl.data.tables import load_table
-from fastrl.data.tasks import ANSWERS, FEEDBACK, KINDS, PAIRS, PROMPTS
-from fastrl.trainers.supervised import as_dataset
+from fastrl.data.tables import columns_of, each_row, open_rows
 
 # What each kind of data can be read as.
 _SERVES = {
@@ -61,7 +69,7 @@ class DatasLoader(Sequence[Example]):
         ValueError: no such column, a kind that the columns do not make; something that is neither
             text nor chat messages, an empty prompt, a label that is not boolean, named by row and
             column; no example left.
-        TypeError: no data set, see :func:`fastrl.trainers.supervised.as_dataset`.
+        TypeError: no data set, see :func:`fastrl.data.tables.as_dataset`.
     """
 
     def __init__(
@@ -83,8 +91,8 @@ class DatasLoader(Sequence[Example]):
     ):
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, max_length, max_prompt_length, truncation, add_eos)
-        self._rows = _open(source, split)
-        self.columns = _columns(self._rows)
+        self._rows = open_rows(source, split)
+        self.columns = columns_of(self._rows)
         named = {
             "prompt": prompt_column,
             "response": response_column,
@@ -114,6 +122,36 @@ class DatasLoader(Sequence[Example]):
         other._take(kind)
         return other
 
+    def uncut(self) -> DatasLoader:
+        """The same examples but for those that a limit of length would cut.
+
+        Raises:
+            ValueError: all of them.
+        """
+        if self.encoder.max_length is None and self.encoder.max_prompt_length is None:
+            return self
+        other = copy.copy(self)
+        other.encoder = Encoder(self.tokenizer, add_eos=self.encoder.add_eos)
+        kept = [i for i, whole in enumerate(other) if self._fits(whole)]
+        other.encoder, other._picks = self.encoder, [self._picks[i] for i in kept]
+        dropped = len(self) - len(kept)
+        if dropped:
+            said = (
+                f"{dropped} of {len(self)} examples are longer than max_length="
+                f"{self.encoder.max_length}, max_prompt_length={self.encoder.max_prompt_length}"
+            )
+            if not kept:
+                raise ValueError(f"no example is left: {said}")
+            warnings.warn(f"{said}: dropped", stacklevel=3)
+        return other
+
+    def _fits(self, whole: Example) -> bool:
+        longest = max((len(response.ids) for response in whole.responses), default=0)
+        prompt, limits = len(whole.prompt_ids), self.encoder
+        return (limits.max_length is None or prompt + longest <= limits.max_length) and (
+            limits.max_prompt_length is None or prompt <= limits.max_prompt_length
+        )
+
     def __len__(self) -> int:
         return len(self._picks)
 
@@ -126,11 +164,11 @@ class DatasLoader(Sequence[Example]):
             return [self[i] for i in range(*index.indices(len(self)))]
         pick = self._picks[index]
         row = self._rows[pick.row]
-        parts = read_parts(row, pick.row, self._roles, self._given)
-        chosen = Parts(parts.prompt, tuple(parts.answers[side] for side in pick.sides))
+        prompt, answers = read_row(row, pick.row, self._roles, self._given)
         others = {k: v for k, v in row.items() if k not in self._roles.read(self.kind)}
+        chosen = [answers[side] for side in pick.sides]
         try:
-            return self.encoder(chosen, pick.desired, others)
+            return self.encoder(prompt, chosen, desired=pick.desired, columns=others)
         except ValueError as error:
             raise ValueError(f"row {pick.row} of the data set: {error}") from error
 
@@ -156,9 +194,9 @@ class DatasLoader(Sequence[Example]):
 
     def _picked(self) -> tuple[list[_Pick], Counter[str]]:
         picks, dropped = [], Counter[str]()
-        for i, row in enumerate(_each(self._rows)):
-            parts = read_parts(row, i, self._roles, self._given)
-            useless = _why_useless(parts, self.kind)
+        for i, row in enumerate(each_row(self._rows)):
+            said = read_row(row, i, self._roles, self._given)
+            useless = _why_useless(said, self.kind)
             if useless:
                 dropped[useless] += 1
             elif self.kind == PROMPTS:
@@ -190,39 +228,10 @@ _FROM_PAIRS = {
 }
 
 
-def _why_useless(parts: Parts, kind: str) -> str:
+def _why_useless(said: PromptAndAnswers, kind: str) -> str:
+    prompt, answers = said
     if kind == PROMPTS:  # only where it would have been inside responses
-        return "empty" if is_blank(parts.prompt) else ""
-    if any(is_blank(answer) for answer in parts.answers):
+        return "empty" if is_blank(prompt) else ""
+    if any(is_blank(answer) for answer in answers):
         return "empty"
-    return "equal" if len(parts.answers) == 2 and parts.answers[0] == parts.answers[1] else ""
-
-
-def _open(source: Any, split: str) -> Any:
-    """Rows by index. Lists stay what they are, so that what is wrong in them can be named."""
-    if isinstance(source, str | os.PathLike):
-        return load_table(os.fspath(source), split)
-    if isinstance(source, dict) and split in source:
-        source = source[split]
-    if isinstance(source, list | tuple) and source:
-        for i, row in enumerate(source):
-            if not isinstance(row, Mapping):
-                raise TypeError(f"row {i} is a {type(row).__name__}: rows are dicts by column")
-        return source
-    return as_dataset(source)
-
-
-def _columns(rows: Any) -> list[str]:
-    if hasattr(rows, "column_names"):
-        return list(rows.column_names)
-    return list(dict.fromkeys(name for row in rows for name in row))
-
-
-def _each(rows: Any) -> Iterator[Mapping[str, Any]]:
-    """All rows; of a data set in batches, which is many times faster than one by one."""
-    if not hasattr(rows, "column_names"):
-        yield from rows
-        return
-    for batch in rows.iter(1000):
-        for values in zip(*batch.values(), strict=True):
-            yield dict(zip(batch, values, strict=True))
+    return "equal" if len(answers) == 2 and answers[0] == answers[1] else ""

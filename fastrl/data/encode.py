@@ -1,27 +1,49 @@
-"""From a prompt and answers to what a model reads: chat templates, tokens, and their limits."""
+"""From a row to token ids, and which of them are learned: for SFT, pairs, prompts and rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from fastrl.data.chat import Said, ended, is_complete, join
-from fastrl.data.columns import Parts
+from fastrl.data.chat import (
+    TextOrMessages,
+    as_messages,
+    has_role,
+    is_blank,
+    prompt_text,
+    render,
+)
+from fastrl.data.collators import IGNORED, SIDES, TOKEN_COLUMNS, DataCollatorForCompletionOnlyLM
+from fastrl.data.columns import ANSWERS, PAIRS, Roles, read_row
 from fastrl.data.examples import Example, Response
+from fastrl.data.tables import as_dataset
 
 TRUNCATIONS = ("keep_end", "keep_start")
+
+Spans = Sequence[tuple[int, int]] | None  # where tokens stand in a text; None: not known
+
+
+# ---------------------------------------------------------------------- one prompt, one response
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Prompt and responses are tokenised apart, so that the prompt's tokens are the same in front
-    of any response.
+    """Tokenises prompts and responses apart, as a policy reads and writes them: a prompt's tokens
+    are the same in front of any response, and no token spans the border.
+
+    A response's tokens are those of a text that goes on: without the space that SentencePiece puts
+    in front of a text.
 
     Args:
         tokenizer: its special tokens stand in front of prompts as it puts them there, and nowhere
             else.
-        max_length: of prompt and response; the response's end is cut.
+        max_length: of prompt and response; the response's end is cut, and with it its EOS.
         max_prompt_length: of prompts. None leaves them what the longest response of an example
             does not need of ``max_length``, and half of it in any case.
         truncation: "keep_end" or "keep_start" of prompts that are too long.
@@ -54,102 +76,583 @@ class Encoder:
                 f"{self.max_length} for responses: lower it"
             )
 
-    def __call__(self, parts: Parts, desired: bool | None, columns: Mapping[str, Any]) -> Example:
-        """
+    def __call__(
+        self,
+        prompt: TextOrMessages,
+        answers: Sequence[TextOrMessages] = (),
+        *,
+        finished: bool = True,
+        **others: Any,
+    ) -> Example:
+        """A prompt with its responses.
+
+        Args:
+            finished: False where a length has cut the responses: they get no EOS, and keep none
+                that a chat template writes.
+            others: fields of the example.
+
         Raises:
             ValueError: a chat template that does not put the prompt in front of the response; a
                 prompt without tokens.
         """
-        text = join(parts.prompt, "", self.tokenizer)
-        answers = [self._answer(parts.prompt, text, answer) for answer in parts.answers]
-        front, prompt = self._prompt(text, chat=not isinstance(parts.prompt, str))
-        if not front and not prompt.ids:
+        text = prompt if isinstance(prompt, str) else render(prompt, self.tokenizer, answered=False)
+        made = [self._response(prompt, text, answer, finished) for answer in answers]
+        front, ids, spans = self._prompt(text, chat=not isinstance(prompt, str))
+        if not front and not ids:
             raise ValueError(f"the tokenizer makes no token of the prompt {text!r}")
-        limit = self._prompt_limit(max((len(answer.ids) for answer in answers), default=0))
-        if limit is not None and len(front) + len(prompt.ids) > limit:
+        limit = self._prompt_limit(max((len(response) for _, response, _ in made), default=0))
+        if limit is not None and len(front) + len(ids) > limit:
             room = max(limit - len(front), 0)
-            begin = len(prompt.ids) - room if self.truncation == "keep_end" else 0
-            prompt = self._cut(prompt, begin, begin + room)
-        ids = (*front, *prompt.ids)
-        if self.max_length is not None:
-            answers = [self._cut(answer, 0, self.max_length - len(ids)) for answer in answers]
-        responses = tuple(Response(answer.text, tuple(answer.ids)) for answer in answers)
-        return Example(prompt.text, ids, responses, desired, columns)
+            begin = len(ids) - room if self.truncation == "keep_end" else 0
+            text, ids = self._cut(text, ids, spans, begin, begin + room)
+        prompt_ids = (*front, *ids)
+        responses = []
+        for answer, tokens, where in made:
+            room = len(tokens)
+            if self.max_length is not None:
+                room = min(room, max(self.max_length - len(prompt_ids), 0))
+            cut, kept = self._cut(answer, tokens, where, 0, room)
+            responses.append(Response(cut, tuple(kept), finished and room == len(tokens)))
+        return Example(text, prompt_ids, tuple(responses), **others)
+
+    def joined(
+        self, prompt: TextOrMessages, answer: TextOrMessages, *, finished: bool = True
+    ) -> tuple[list[int], int]:
+        """The token ids of a prompt and its answer, and how many of them are the prompt's: 0 where
+        that says nothing, and the answer is a text or a conversation of its own."""
+        if not prompt or (isinstance(prompt, str) and is_blank(prompt)):
+            both = isinstance(prompt, str) and isinstance(answer, str)
+            ids, _ = self.alone(prompt + answer if both else answer)  # type: ignore[operator]
+            return ids if finished else _open_ended(ids, self.tokenizer), 0
+        example = self(prompt, (answer,), finished=finished)
+        return [*example.prompt_ids, *example.responses[0].ids], len(example.prompt_ids)
+
+    def alone(
+        self, said: TextOrMessages, assistant_only: bool = False
+    ) -> tuple[list[int], list[bool]]:
+        """The token ids of a text without a prompt, as the tokenizer writes a text, or of a
+        conversation; and which of them are learned: all, or those of the assistant's turns, as the
+        chat template marks them."""
+        if isinstance(said, str):
+            ids = encode_text(said, self.tokenizer) if said else []
+            if self.add_eos and ids:
+                ids = _ended(ids, self.tokenizer)
+            learned = [True] * len(ids)
+        else:
+            made = self.tokenizer.apply_chat_template(
+                said, tokenize=True, return_dict=True, return_assistant_tokens_mask=assistant_only
+            )
+            ids = list(made["input_ids"])
+            ids = ids[: self._end(ids)]
+            learned = [bool(x) for x in made["assistant_masks"]] if assistant_only else []
+            learned = learned[: len(ids)] or [True] * len(ids)
+        return ids[: self.max_length], learned[: self.max_length]
 
     def _prompt_limit(self, longest: int) -> int | None:
         if self.max_prompt_length is not None or self.max_length is None:
             return self.max_prompt_length
         return max(self.max_length - longest, (self.max_length + 1) // 2)
 
-    def _prompt(self, text: str, chat: bool) -> tuple[list[int], _Tokens]:
+    def _prompt(self, text: str, chat: bool) -> tuple[list[int], list[int], Spans]:
         """What the tokenizer puts in front of a text, and the text; without what it puts behind."""
-        tokens = self._tokens(text, special=not is_complete(text, self.tokenizer, chat))
-        added = tokens.added
+        special = not _is_complete(text, self.tokenizer, chat)
+        ids, added, spans = _tokens(self.tokenizer, text, special)
         begin = next((i for i, special in enumerate(added) if not special), len(added))
-        if begin == 0 and tokens.ids[:1] in (
-            [self.tokenizer.bos_token_id],
-            [self.tokenizer.cls_token_id],
-        ):
+        if begin == 0 and ids[:1] in ([self.tokenizer.bos_token_id], [self.tokenizer.cls_token_id]):
             begin = 1  # written in the text
         end = next((i for i in range(begin, len(added)) if added[i]), len(added))
-        whole = _Tokens(
-            text, tokens.ids[begin:end], added[begin:end], tokens.spans and tokens.spans[begin:end]
-        )
-        return tokens.ids[:begin], whole
+        return ids[:begin], ids[begin:end], spans and spans[begin:end]
 
-    def _answer(self, prompt: Said, prompt_text: str, answer: Said) -> _Tokens:
+    def _response(
+        self, prompt: TextOrMessages, prompt_text: str, answer: TextOrMessages, finished: bool
+    ) -> tuple[str, list[int], Spans]:
         if isinstance(answer, str):
-            tokens = self._tokens(answer)
-            if not self.add_eos:
-                return tokens
-            return tokens._replace(ids=ended(tokens.ids, self.tokenizer))
-        whole = join(prompt, answer, self.tokenizer)
+            ids, spans = self._continued(answer)
+            if not finished:
+                return answer, _open_ended(ids, self.tokenizer), spans
+            return answer, _ended(ids, self.tokenizer) if self.add_eos else ids, spans
+        whole = render([*as_messages(prompt), *answer], self.tokenizer)
         if not whole.startswith(prompt_text):
             raise ValueError(
                 f"the chat template writes {prompt_text!r} for the prompt, and something else in "
                 f"front of its response ({whole!r:.200}): mend the template, or bring texts"
             )
-        tokens = self._tokens(whole[len(prompt_text) :])
+        text = whole[len(prompt_text) :]
+        if not finished:  # what the template puts behind the message was not written
+            content = answer[-1]["content"].strip()
+            text = text[: text.rfind(content) + len(content)]
+        ids, spans = self._continued(text)
+        if finished:
+            text, ids = self._cut(text, ids, spans, 0, self._end(ids))
+        return text, ids, spans
+
+    def _end(self, ids: list[int]) -> int:
+        """Tokens up to the last EOS, if only blanks follow it; else all."""
         eos = self.tokenizer.eos_token_id
-        if eos in tokens.ids:
-            end = len(tokens.ids) - tokens.ids[::-1].index(eos)
-            if not self.tokenizer.decode(tokens.ids[end:]).strip():
-                tokens = self._cut(tokens, 0, end)
-        return tokens
+        if eos not in ids:
+            return len(ids)
+        end = len(ids) - ids[::-1].index(eos)
+        return len(ids) if self.tokenizer.decode(ids[end:]).strip() else end
 
-    def _tokens(self, text: str, special: bool = False) -> _Tokens:
-        fast = self.tokenizer.is_fast
-        made = self.tokenizer(
-            text,
-            add_special_tokens=special,
-            return_special_tokens_mask=True,
-            return_offsets_mapping=fast,
-            return_attention_mask=False,
-        )
-        ids, added = list(made["input_ids"]), made["special_tokens_mask"]
-        return _Tokens(text, ids, added, made["offset_mapping"] if fast else None)
-
-    def _cut(self, tokens: _Tokens, begin: int, end: int) -> _Tokens:
+    def _cut(
+        self, text: str, ids: list[int], spans: Spans, begin: int, end: int
+    ) -> tuple[str, list[int]]:
         """Tokens ``begin`` to ``end``, and their part of the text."""
-        if begin <= 0 and end >= len(tokens.ids):
-            return tokens
-        ids, spans = tokens.ids[begin:end], tokens.spans
+        if begin <= 0 and end >= len(ids):
+            return text, ids
         if spans is None:  # only tokenizers in Rust know
-            return _Tokens(self.tokenizer.decode(ids), ids, tokens.added[begin:end], None)
+            return self.tokenizer.decode(ids[begin:end]), ids[begin:end]
         # A token's span may leave out the space in front of it, which belongs to its text.
         start, stop = (spans[i - 1][1] if i else 0 for i in (begin, min(end, len(spans))))
-        return _Tokens(tokens.text[start:stop], ids, tokens.added[begin:end], spans[begin:end])
+        return text[start:stop], ids[begin:end]
+
+    def _continued(self, text: str) -> tuple[list[int], Spans]:
+        """The tokens of a text that goes on: up to its first special token without the space that
+        would stand in front of a text; from there on as the tokenizer writes it anywhere."""
+        ids, _, spans = _tokens(self.tokenizer, text)
+        if self._continuing is self.tokenizer:
+            return ids, spans
+        special = self.tokenizer.added_tokens_decoder
+        first, _, where = _tokens(self._continuing, text)
+        begin, end = (
+            next((i for i, token in enumerate(row) if token in special), len(row))
+            for row in (ids, first)
+        )
+        return [*first[:end], *ids[begin:]], [*(where or ())[:end], *(spans or ())[begin:]]
+
+    @cached_property
+    def _continuing(self) -> Any:
+        """The tokenizer for what follows a text: without the space that SentencePiece puts in front
+        of one. (Of other kinds of tokenizer that do so, some know words with that space alone.)"""
+        if not self.tokenizer.is_fast:
+            return self.tokenizer
+        backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
+        changed = False
+        for name in ("normalizer", "pre_tokenizer"):
+            step = getattr(backend, name)
+            if step is None:
+                continue
+            state = json.loads(step.__getstate__())
+            without = _without_prefix(state)
+            if without != state:
+                setattr(backend, name, _restored(name, without))
+                changed = True
+        if not changed:
+            return self.tokenizer
+        continuing = copy.copy(self.tokenizer)
+        continuing._tokenizer = backend
+        return continuing
 
 
-class _Tokens(NamedTuple):
-    """A text and its tokens.
+def encode_prompt(
+    prompt: TextOrMessages, tokenizer: Any, name: str = "prompt", *, closed: bool = False
+) -> tuple[str, list[int]]:
+    """A prompt as one text and its token ids: those of a text with the special tokens that the
+    tokenizer puts in front, those of a chat by its template, up to where the answer begins.
 
-    Attributes:
-        added: of each, whether the tokenizer has put it around the text.
-        spans: where each stands in the text.
+    Args:
+        name: of the prompt, for messages.
+        closed: with what the tokenizer puts behind a text, too: encoders read it.
+
+    Raises:
+        ValueError: as :func:`fastrl.data.chat.prompt_text`.
     """
+    text, chat = prompt_text(prompt, tokenizer, name), not isinstance(prompt, str)
+    if closed:
+        return text, encode_text(text, tokenizer, chat)
+    front, ids, _ = Encoder(tokenizer)._prompt(text, chat)
+    return text, [*front, *ids]
 
-    text: str
-    ids: list[int]
-    added: list[int]
-    spans: list[tuple[int, int]] | None
+
+def encode_text(text: str, tokenizer: Any, chat: bool = False) -> list[int]:
+    """The token ids of a whole text as the tokenizer writes one, with special tokens on both ends;
+    a chat template's text brings its own."""
+    return tokenizer(text, add_special_tokens=not _is_complete(text, tokenizer, chat))["input_ids"]
+
+
+def encode_responses(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """The token ids of texts that go on behind prompts, without EOS."""
+    encoder = Encoder(tokenizer)
+    return [encoder._continued(text)[0] for text in texts]
+
+
+def encode_jointly(
+    texts: Sequence[str], tokenizer: Any, *, chat: bool, max_length: int | None
+) -> Any:
+    """Whole texts as a padded batch, tokenised as the tokenizer writes and cuts a text; with
+    ``chat`` they bring their special tokens along."""
+    return tokenizer(
+        list(texts),
+        padding=True,
+        add_special_tokens=not chat,
+        truncation=max_length is not None,
+        max_length=max_length,
+        return_tensors="pt",
+    )
+
+
+def end_token(tokenizer: Any) -> int | None:
+    """EOS; of a tokenizer without one (BERT's) the token that it puts behind a text."""
+    eos = tokenizer.eos_token_id
+    return getattr(tokenizer, "sep_token_id", None) if eos is None else eos
+
+
+def closes_texts(tokenizer: Any) -> bool:
+    """Whether the tokenizer itself puts the end token behind a text."""
+    end = end_token(tokenizer)
+    return end is not None and encode_text("a", tokenizer)[-1:] == [end]
+
+
+def _ended(ids: list[int], tokenizer: Any) -> list[int]:
+    """With the end token behind them, once, if the tokenizer has one."""
+    end = end_token(tokenizer)
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def _open_ended(ids: list[int], tokenizer: Any) -> list[int]:
+    return ids[:-1] if ids and ids[-1] == end_token(tokenizer) else ids
+
+
+def _is_complete(text: str, tokenizer: Any, chat: bool) -> bool:
+    """Whether a text brings its special tokens along: chat templates do, and texts that begin with
+    one."""
+    start = tokenizer.bos_token or tokenizer.cls_token
+    return chat or bool(start and text.startswith(start))
+
+
+def _tokens(
+    tokenizer: Any, text: str, special: bool = False
+) -> tuple[list[int], Sequence[int], Spans]:
+    """A text's token ids, which of them the tokenizer has added, and where they stand in it."""
+    fast = tokenizer.is_fast
+    made = tokenizer(
+        text,
+        add_special_tokens=special,
+        return_special_tokens_mask=True,
+        return_offsets_mapping=fast,
+        return_attention_mask=False,
+    )
+    spans = made["offset_mapping"] if fast else None
+    return list(made["input_ids"]), made["special_tokens_mask"], spans
+
+
+def _without_prefix(state: Any) -> Any:
+    """A SentencePiece tokenizer's step, as JSON, that puts no space in front of a text."""
+    if isinstance(state, list):
+        return [_without_prefix(x) for x in state]
+    if not isinstance(state, dict):
+        return state
+    if state.get("type") == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    never = {"prepend_scheme": "never"}
+    return {key: never.get(key, _without_prefix(value)) for key, value in state.items()}
+
+
+def _restored(name: str, state: dict[str, Any]) -> Any:
+    from tokenizers import normalizers, pre_tokenizers
+
+    empty: Any = normalizers.Sequence([]) if name == "normalizer" else pre_tokenizers.Sequence([])
+    if state["type"] == "Sequence":
+        step = empty
+    else:
+        kind = getattr(normalizers if name == "normalizer" else pre_tokenizers, state["type"])
+        step = kind()
+    step.__setstate__(json.dumps(state).encode())
+    return step
+
+
+# ---------------------------------------------------------------------- texts to learn from
+
+
+class TokenizeOptions(NamedTuple):
+    """How texts are read from a data set's columns, and what of them is learned."""
+
+    text_field: str = "text"
+    formatting_func: Callable | None = None
+    completions: DataCollatorForCompletionOnlyLM | None = None
+    append_eos: bool = True
+    completion_only: bool = True
+    assistant_only: bool = False
+
+
+def prepare_texts(
+    dataset: Any,
+    tokenizer: Any,
+    options: TokenizeOptions,
+    max_length: int | None = None,
+    num_proc: int | None = None,
+) -> Any:
+    """A data set with ``input_ids`` and ``labels``. Longer texts are cut at their ends; of a prompt
+    with its completion the prompt's beginning goes first, see :class:`Encoder`. Texts in which
+    nothing is left to learn are dropped, and counted in a warning.
+
+    Raises:
+        TypeError: no data set, see :func:`fastrl.data.tables.as_dataset`.
+        ValueError: columns that are missing, no text left.
+    """
+    dataset = as_dataset(dataset)
+    if options.formatting_func is not None:
+        dataset = _formatted(dataset, options.formatting_func)
+    encoder = Encoder(tokenizer, max_length, add_eos=options.append_eos)
+    encode = _by_columns(dataset.column_names, encoder, options)
+
+    def prepare(row: dict[str, Any], i: int) -> dict[str, Any]:
+        ids, labels = encode(row, i)
+        ids, labels = ids[:max_length], labels[:max_length]
+        if options.completions is not None:
+            learned = options.completions.learned(ids)
+            labels = _labels(ids, learned)
+        # The first token is predicted by nothing.
+        useful = any(label != IGNORED for label in labels[1:])
+        return {"input_ids": ids, "labels": labels, _USEFUL: useful}
+
+    prepared = dataset.map(
+        prepare,
+        with_indices=True,
+        num_proc=num_proc,
+        remove_columns=dataset.column_names,
+        desc="tokenising",
+    )
+    kept = [i for i, useful in enumerate(prepared[_USEFUL]) if useful]
+    whole, prepared = len(prepared), prepared.remove_columns(_USEFUL)
+    if len(kept) == whole:
+        return prepared
+    why = "nothing is learned from them: they are empty"
+    if max_length is not None:
+        why += f", or what would be learned lies behind max_length={max_length}"
+    if options.completions is not None:
+        named = " or ".join(
+            f"{k} {given!r}" for k, (given, _) in options.completions.templates().items()
+        )
+        why += (
+            f", or {named} does not occur in them as these tokens (pass token ids as they are "
+            "inside a text)"
+        )
+    if not kept:
+        raise ValueError(f"no text is left of {whole}; {why}")
+    warnings.warn(f"{whole - len(kept)} of {whole} texts dropped; {why}", stacklevel=2)
+    return prepared.select(kept)
+
+
+_FORMATTED, _USEFUL = "_text", "_useful"
+_DEFAULT_FIELD = TokenizeOptions().text_field
+
+
+def _formatted(dataset: Any, formatting_func: Callable) -> Any:
+    """One column of texts: of a function of a row, or of a batch of rows, that returns texts."""
+    errors = []
+    for batched, rows in ((False, dataset[0]), (True, dataset[:1])):
+        try:
+            made = formatting_func(rows)
+        except Exception as error:  # the other convention's arguments
+            errors.append(error)
+            continue
+        fits = _are_texts(made) if batched else isinstance(made, str)
+        if fits:
+            return dataset.map(
+                lambda rows: {_FORMATTED: formatting_func(rows)},
+                batched=batched,
+                remove_columns=dataset.column_names,
+                desc="formatting",
+            )
+    raise ValueError(
+        "formatting_func must return a text for a row, or a list of texts for a batch of rows (a "
+        f"dict of lists); the data set has columns {', '.join(dataset.column_names)}"
+    ) from (errors[0] if errors else None)
+
+
+def _are_texts(made: Any) -> bool:
+    return isinstance(made, list) and all(isinstance(text, str) for text in made)
+
+
+def _by_columns(
+    columns: Sequence[str], encoder: Encoder, options: TokenizeOptions
+) -> Callable[[dict[str, Any], int], tuple[list[int], list[int]]]:
+    """By the columns that there are: from a row, token ids and labels."""
+
+    def text(column: str) -> Callable[[dict[str, Any], int], tuple[list[int], list[int]]]:
+        def encode(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
+            text = row[column]
+            if not (text is None or isinstance(text, str)):
+                raise TypeError(
+                    f"column {column!r} must hold text, but row {i} holds {str(text)[:60]!r}, "
+                    f"{type(text).__name__}"
+                )
+            ids, _ = encoder.alone(text or "")
+            return ids, ids
+
+        return encode
+
+    def messages(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
+        said = row["messages"]
+        if not (isinstance(said, list) and all(has_role(message) for message in said)):
+            raise TypeError(
+                f"column 'messages' of row {i} holds {str(said)[:60]!r}: it must hold chat "
+                "messages (dicts with a role and a content)"
+            )
+        ids, learned = encoder.alone(said, options.assistant_only)
+        return ids, _labels(ids, learned)
+
+    roles = Roles("prompt", "completion", None, None, None)
+
+    def completion(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
+        prompt, (answer,) = read_row(row, i, roles, ANSWERS, alone=True)
+        if not answer:
+            return [], []
+        ids, border = encoder.joined(prompt, answer)
+        learned = [at >= border or not options.completion_only for at in range(len(ids))]
+        return ids, _labels(ids, learned)
+
+    if options.assistant_only and "messages" not in columns:
+        raise ValueError(
+            f"assistant_only_loss needs messages, the data set has columns {', '.join(columns)}"
+        )
+    if options.formatting_func is not None:
+        return text(_FORMATTED)
+    field = options.text_field
+    if field in columns and field != _DEFAULT_FIELD:
+        return text(field)
+    if field == _DEFAULT_FIELD:
+        if "input_ids" in columns:
+            return lambda row, i: (row["input_ids"], row.get("labels") or row["input_ids"])
+        if "messages" in columns:
+            return messages
+        if {"prompt", "completion"} <= set(columns):
+            return completion
+        if field in columns:
+            return text(field)
+    raise ValueError(
+        f"the data set has columns {', '.join(columns)}: it needs {field} (dataset_text_field), "
+        "prompt and completion, messages, or input_ids; or pass formatting_func"
+    )
+
+
+def _labels(ids: Sequence[int], learned: Sequence[bool]) -> list[int]:
+    return [t if counts else IGNORED for t, counts in zip(ids, learned, strict=True)]
+
+
+# ---------------------------------------------------------------------- pairs to learn from
+
+
+def prepare_pairs(
+    dataset: Any,
+    tokenizer: Any,
+    max_length: int | None,
+    num_proc: int | None = None,
+    *,
+    add_eos: bool = False,
+) -> Any:
+    """A data set with token columns, and ``margin`` where there is one; pairs that teach nothing,
+    and texts of more than ``max_length`` tokens, are dropped, and counted in a warning.
+
+    Args:
+        dataset: with the columns of :class:`RewardDataCollatorWithPadding`, whose length is the
+            caller's affair; or with ``chosen`` and ``rejected``, texts or lists of chat messages,
+            which may share a ``prompt``.
+        add_eos: see :class:`Encoder`.
+
+    Raises:
+        TypeError: no data set, see :func:`fastrl.data.tables.as_dataset`.
+        ValueError: columns that are missing, a margin that is not one finite number, no pair left.
+    """
+    dataset = as_dataset(dataset)
+    columns = set(dataset.column_names)
+    margin = ["margin"] if "margin" in columns else []
+    if margin:
+        _check_margins(dataset)
+    if has_tokens(dataset):
+        dataset, max_length = dataset.select_columns([*TOKEN_COLUMNS, *margin]), None
+    else:
+        if not columns >= set(SIDES):
+            raise ValueError(
+                f"the data set has columns {', '.join(dataset.column_names)}: it needs chosen and "
+                f"rejected (texts or chats, with an optional prompt), or {', '.join(TOKEN_COLUMNS)}"
+            )
+        roles = Roles("prompt" if "prompt" in columns else None, None, None, *SIDES)
+        encoder = Encoder(tokenizer, add_eos=add_eos)
+
+        def tokenise(row: Mapping[str, Any], i: int) -> dict[str, list[int]]:
+            prompt, answers = read_row(row, i, roles, PAIRS, alone=True)
+            tokens: dict[str, list[int]] = {}
+            for side, answer in zip(SIDES, answers, strict=True):
+                # An empty side stays empty, whatever its prompt: it is dropped.
+                ids = encoder.joined(prompt, answer)[0] if answer else []
+                tokens |= {f"input_ids_{side}": ids, f"attention_mask_{side}": [1] * len(ids)}
+            return tokens
+
+        dataset = dataset.map(
+            tokenise,
+            with_indices=True,
+            num_proc=num_proc,
+            remove_columns=[c for c in dataset.column_names if c not in margin],
+            desc="tokenising pairs",
+        )
+    return _drop_useless(dataset, max_length, num_proc)
+
+
+def has_tokens(dataset: Any) -> bool:
+    """Whether a data set of pairs is tokenised already."""
+    return set(as_dataset(dataset).column_names) >= set(TOKEN_COLUMNS)
+
+
+def missing_token_columns(dataset: Any) -> list[str]:
+    """What the collator would miss in a data set with token columns; [] where there are none."""
+    columns = set(as_dataset(dataset).column_names)
+    tokenised = any(name.startswith("input_ids_") for name in columns)
+    return [name for name in TOKEN_COLUMNS if name not in columns] if tokenised else []
+
+
+def _check_margins(dataset: Any) -> None:
+    for i, margin in enumerate(dataset["margin"]):
+        number = margin[0] if isinstance(margin, list) and len(margin) == 1 else margin
+        if not isinstance(number, (int, float)) or not math.isfinite(number):
+            raise ValueError(
+                f"margin[{i}] is {margin}: margins must be finite numbers, or lists of one"
+            )
+
+
+def _drop_useless(dataset: Any, max_length: int | None, num_proc: int | None) -> Any:
+    reasons = {
+        "empty": "have an empty side",
+        "equal": "have equal sides",
+        "long": f"have a side of more than max_length={max_length} tokens",
+    }
+    causes = list(
+        dataset.map(
+            lambda row: {"_why": _why_useless(row, max_length)},
+            num_proc=num_proc,
+            remove_columns=dataset.column_names,
+            desc="checking pairs",
+        )["_why"]
+    )
+    kept = [i for i, cause in enumerate(causes) if not cause]
+    if len(kept) == len(causes):
+        return dataset
+    counted = ", ".join(
+        f"{causes.count(cause)} {text}" for cause, text in reasons.items() if cause in causes
+    )
+    if not kept:
+        raise ValueError(f"no pair is left of {len(causes)}: {counted}")
+    warnings.warn(
+        f"{len(causes) - len(kept)} of {len(causes)} pairs dropped: {counted}", stacklevel=2
+    )
+    return dataset.select(kept)
+
+
+def _why_useless(row: dict[str, Any], max_length: int | None) -> str:
+    counted = []
+    for side in SIDES:
+        ids, mask = row[f"input_ids_{side}"], row[f"attention_mask_{side}"]
+        if len(ids) != len(mask):
+            raise ValueError(
+                f"input_ids_{side} has {len(ids)} tokens, attention_mask_{side} {len(mask)}: "
+                "make them of one length"
+            )
+        counted.append([token for token, counts in zip(ids, mask, strict=True) if counts])
+    chosen, rejected = counted
+    if not chosen or not rejected:
+        return "empty"
+    if chosen == rejected:
+        return "equal"
+    too_long = max_length is not None and max(len(chosen), len(rejected)) > max_length
+    return "long" if too_long else ""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fastrl.data.texts import IGNORED, targets_of
+from fastrl.data.collators import IGNORED, targets_of
 from fastrl.models.utils import evaluating
 
 _ROWS = ((5, 3, 6), (4, 7))  # lengths of texts, of the check

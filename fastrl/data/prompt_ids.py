@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import Said, encode, is_chat, prompt_text
+from fastrl.data.chat import TextOrMessages, is_chat
+from fastrl.data.encode import encode_prompt
 from fastrl.models.layout import layout_of
 
-Prompt = Said | Tensor | Sequence[int]
+Prompt = TextOrMessages | Tensor | Sequence[int]
 
 
 def check_tensors(prompts: Sequence[Any]) -> None:
@@ -66,15 +67,19 @@ def check_prompts(
             )
 
 
-def token_ids(prompt: Prompt, tokenizer: Any, name: str = "prompt") -> Tensor:
+def token_ids(
+    prompt: Prompt, tokenizer: Any, name: str = "prompt", *, closed: bool = False
+) -> Tensor:
     """A prompt's 1-D token ids on the host: those of a text with the special tokens that the
     tokenizer puts in front, those of chat messages by its template, or the ids themselves.
+
+    Args:
+        closed: for encoders, see :func:`fastrl.data.encode.encode_prompt`.
 
     Raises:
         ValueError: as :func:`fastrl.data.chat.prompt_text`.
     """
     if isinstance(prompt, str) or is_chat(prompt):
-        text = prompt_text(prompt, tokenizer, name)  # type: ignore[arg-type]
-        ids = encode(text, tokenizer, chat=not isinstance(prompt, str))
+        _, ids = encode_prompt(prompt, tokenizer, name, closed=closed)  # type: ignore[arg-type]
         return torch.tensor(ids, dtype=torch.long)
     return torch.as_tensor(prompt).cpu()

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import Said, encode, is_chat, prompt_text
+from fastrl.data.chat import TextOrMessages, is_chat
+from fastrl.data.encode import encode_prompt
 from fastrl.data.tables import ROW
 from fastrl.models.layout import Layout
 
@@ -34,7 +35,7 @@ class Prompts:
 
     def __init__(
         self,
-        said: list[Said],
+        said: list[TextOrMessages],
         texts: list[str],
         ids: list[Tensor],
         columns: dict[str, list[Any]],
@@ -48,16 +49,21 @@ class Prompts:
     @classmethod
     def from_list(
         cls,
-        prompts: Sequence[Said | Tensor],
+        prompts: Sequence[TextOrMessages | Tensor],
         tokenizer: Any,
         name_of: Callable[[int], str] = "prompts[{}]".format,
         rows: list[int] | None = None,
+        *,
+        closed: bool = False,
     ) -> Prompts:
         """From texts, chat messages or 1-D token ids.
 
         A chat goes through the tokenizer's chat template, up to where the assistant's answer
-        begins; the template brings the special tokens. A text gets those that the tokenizer adds,
-        unless it begins with BOS already.
+        begins; the template brings the special tokens. A text gets those that the tokenizer puts
+        in front, unless it begins with BOS already.
+
+        Args:
+            closed: for encoders, see :func:`fastrl.data.encode.encode_prompt`.
 
         Raises:
             ValueError: a single text or chat; a prompt without a token; messages without a role or
@@ -71,14 +77,13 @@ class Prompts:
                 "prompts must be a list of chats, got the messages of one: pass [messages]"
             )
         rows = list(range(len(prompts))) if rows is None else rows
-        said: list[Said] = []
+        said: list[TextOrMessages] = []
         texts, ids = [], []
         prompt: Any
         for row, prompt in zip(rows, prompts, strict=True):
             name = name_of(row)
             if isinstance(prompt, str) or is_chat(prompt):
-                text = prompt_text(prompt, tokenizer, name)
-                tokens = encode(text, tokenizer, chat=not isinstance(prompt, str))
+                text, tokens = encode_prompt(prompt, tokenizer, name, closed=closed)
                 said.append(prompt)
             else:
                 tokens, text = prompt, tokenizer.decode(prompt)
@@ -91,12 +96,19 @@ class Prompts:
 
     @classmethod
     def from_dataset(
-        cls, dataset: Any, column: str | None, tokenizer: Any, of: str = ""
+        cls,
+        dataset: Any,
+        column: str | None,
+        tokenizer: Any,
+        of: str = "",
+        *,
+        closed: bool = False,
     ) -> Prompts:
         """From a data set with a column of texts or chats, or of token ids under ``input_ids``.
 
         Args:
             of: which data set it is, for messages.
+            closed: as in :meth:`from_list`.
 
         Raises:
             ValueError: no such column (the message lists those there are); as :meth:`from_list`.
@@ -127,6 +139,7 @@ class Prompts:
             tokenizer,
             lambda row: f"row {row} of {of}column {column!r}",
             list(dataset[ROW]) if ROW in names else None,
+            closed=closed,
         )
         others = [c for c in names if c not in (column, "input_ids", ROW)]
         found.columns = {c: list(dataset[c]) for c in others}
@@ -262,8 +275,10 @@ class PromptStream:
         self.epoch, self.index = epoch, index
 
 
-def read_eval_prompts(source: Any, column: str | None, tokenizer: Any) -> Prompts:
+def read_eval_prompts(
+    source: Any, column: str | None, tokenizer: Any, *, closed: bool = False
+) -> Prompts:
     """From a data set, or a list."""
     if hasattr(source, "column_names"):
-        return Prompts.from_dataset(source, column, tokenizer, "eval_prompts's ")
-    return Prompts.from_list(source, tokenizer, "eval_prompts[{}]".format)
+        return Prompts.from_dataset(source, column, tokenizer, "eval_prompts's ", closed=closed)
+    return Prompts.from_list(source, tokenizer, "eval_prompts[{}]".format, closed=closed)

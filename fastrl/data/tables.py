@@ -1,19 +1,20 @@
-"""Prompts from a data set: loading it, cutting texts to prompts, and holding some of them out."""
+"""Data sets from files, the Hub, lists and data sets; prompts out of them, and rows held out."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
 import json
+import os
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from fastrl.data.chat import Said
+    from fastrl.data.chat import TextOrMessages
 
 PROMPT = "prompt"
 ROW = "__row__"  # a column that says which row of its file a row was, for messages
@@ -64,6 +65,61 @@ def load_table(source: str, split: str = "train") -> Dataset:
     if path.suffix in _FORMATS or path.is_absolute() or source.startswith("."):
         raise FileNotFoundError(f"there is no data set at {source}")
     return datasets.load_dataset(source, split=split)
+
+
+def as_dataset(dataset: Any) -> Dataset:
+    """A data set whose rows are Python values.
+
+    Args:
+        dataset: a ``datasets.Dataset``, a list of rows, or another data set of rows by index.
+
+    Raises:
+        TypeError: something else.
+        ValueError: an empty one.
+    """
+    import datasets
+
+    if isinstance(dataset, datasets.IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"{type(dataset).__name__} cannot be read by index: load it without streaming"
+        )
+    if isinstance(dataset, dict):
+        raise TypeError(f"several data sets were passed: choose one of {', '.join(dataset)}")
+    if len(dataset) == 0:
+        raise ValueError("the data set is empty")
+    if not isinstance(dataset, datasets.Dataset):
+        dataset = datasets.Dataset.from_list([dataset[i] for i in range(len(dataset))])
+    return dataset.with_format(None)
+
+
+def open_rows(source: Any, split: str) -> Any:
+    """Rows by index. Lists stay what they are, so that what is wrong in them can be named."""
+    if isinstance(source, str | os.PathLike):
+        return load_table(os.fspath(source), split)
+    if isinstance(source, dict) and split in source:
+        source = source[split]
+    if isinstance(source, list | tuple) and source:
+        for i, row in enumerate(source):
+            if not isinstance(row, Mapping):
+                raise TypeError(f"row {i} is a {type(row).__name__}: rows are dicts by column")
+        return source
+    return as_dataset(source)
+
+
+def columns_of(rows: Any) -> list[str]:
+    if hasattr(rows, "column_names"):
+        return list(rows.column_names)
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def each_row(rows: Any) -> Iterator[Mapping[str, Any]]:
+    """All rows; of a data set in batches, which is many times faster than one by one."""
+    if not hasattr(rows, "column_names"):
+        yield from rows
+        return
+    for batch in rows.iter(1000):
+        for values in zip(*batch.values(), strict=True):
+            yield dict(zip(batch, values, strict=True))
 
 
 def take_prompts(
@@ -124,7 +180,7 @@ def sample_rows(table: Dataset, count: int, seed: int) -> Dataset:
     return table.select(random.Random(seed).sample(rows, min(count, len(rows))))
 
 
-def drop_prompts(table: Dataset, prompts: Collection[Said]) -> Dataset:
+def drop_prompts(table: Dataset, prompts: Collection[TextOrMessages]) -> Dataset:
     """The rows whose prompt is none of ``prompts``.
 
     Raises:
@@ -139,12 +195,12 @@ def drop_prompts(table: Dataset, prompts: Collection[Said]) -> Dataset:
     return table.select(kept)
 
 
-def _key(prompt: Said) -> str:
+def _key(prompt: TextOrMessages) -> str:
     """The same for the same prompt."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
 
 
-def _says_something(prompt: Said) -> bool:
+def _says_something(prompt: TextOrMessages) -> bool:
     if isinstance(prompt, str):
         return bool(prompt.strip())
     return any(message and (message.get("content") or "").strip() for message in prompt)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import Said
+from fastrl.data.chat import TextOrMessages
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
+from fastrl.models.layout import EncoderDecoder
 from fastrl.ppo.nonfinite import samples_left_out
 from fastrl.rewards.functions import RewardFunction, check_rewards
 from fastrl.rollout import RolloutOutput
@@ -124,11 +125,15 @@ class Loop:
         left_out = set(samples_left_out(rollout, nonfinite, lambda i: repr(batch.texts[i])))
         sound = [i for i in range(len(batch)) if i not in left_out]
         asked = batch.take(sound)
+        extra: dict[str, Any] = {}
+        if getattr(self.reward_fn, "wants_finished", False):
+            extra = {"finished": [rollout.finish_reasons[i] != "length" for i in sound]}
         rewards = self.reward_fn(
             prompts=asked.said,
             completions=[_answer(batch.said[i], completions[i]) for i in sound],
             completion_ids=[rollout.sequences[i].tolist() for i in sound],
             **asked.columns,
+            **extra,
         )
         told = torch.full((len(batch),), torch.nan)
         told[sound] = torch.tensor(check_rewards(rewards, len(asked)))
@@ -180,11 +185,13 @@ def make_loop(
         raise ValueError("nothing to train on: pass prompts or dataset")
     kwargs = trainer.rollouts.arguments.of_training(generation_kwargs)
     # max_length in its place counts the prompt.
-    room = (trainer.rollouts.layout, kwargs.get("max_new_tokens") or 1, long_prompts)
+    layout = trainer.rollouts.layout
+    room = (layout, kwargs.get("max_new_tokens") or 1, long_prompts)
+    closed = isinstance(layout, EncoderDecoder)
     given = (
-        Prompts.from_dataset(source, prompt_column, trainer.tokenizer)
+        Prompts.from_dataset(source, prompt_column, trainer.tokenizer, closed=closed)
         if prompts is None
-        else Prompts.from_list(prompts, trainer.tokenizer)
+        else Prompts.from_list(prompts, trainer.tokenizer, closed=closed)
     )
     found = given.fitting(*room)
     if len(found) < trainer.config.prompts_per_step:
@@ -195,7 +202,7 @@ def make_loop(
         )
     result, held_out = TrainResult(dropped_prompts=len(given) - len(found)), None
     if eval_prompts is not None:
-        given = read_eval_prompts(eval_prompts, prompt_column, trainer.tokenizer)
+        given = read_eval_prompts(eval_prompts, prompt_column, trainer.tokenizer, closed=closed)
         held_out = given.fitting(*room)
         result.dropped_eval_prompts = len(given) - len(held_out)
     new = PromptStream(len(found), trainer.config.seed)
@@ -216,7 +223,7 @@ def make_loop(
     )
 
 
-def _answer(prompt: Said, completion: str) -> Said:
+def _answer(prompt: TextOrMessages, completion: str) -> TextOrMessages:
     """A completion as a reward function gets it, by TRL 1.x's convention."""
     if isinstance(prompt, str):
         return completion

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from fastrl.data.batch import pad
+from fastrl.data.chat import render
+from fastrl.data.encode import Encoder, encode_jointly
+from fastrl.data.reads_eos import load_from_adapter, recorded
 from fastrl.models.load import load_classifier, load_tokenizer
 
 _LONGEST_INPUT = 1_000_000  # tokenizers without a limit state one beyond this
@@ -16,11 +20,20 @@ class ClassifierReward:
     """The logit that a sequence classifier gives to one label of "prompt + completion"; of chats,
     to the whole conversation as the classifier's own chat template writes it.
 
+    A reward model that was trained here is read as it was trained: prompt and completion tokenised
+    apart, with EOS behind a whole completion if it was trained with it, see
+    :mod:`fastrl.data.reads_eos`. What is longer than the model's context loses the prompt's
+    beginning first. Any other classifier gets prompt and completion as one text, as its tokenizer
+    writes and cuts a text.
+
     Args:
         model: a sequence-classification model; it is frozen and put into evaluation mode.
         tokenizer: its tokenizer.
         label: index or name of the label; None is the last one (the only one of num_labels=1).
         batch_size: texts per forward pass.
+
+    Attributes:
+        wants_finished: whether it has to be told which completions are whole (``finished``).
 
     Raises:
         ValueError: an unknown label, or a tokenizer with neither a padding nor an EOS token.
@@ -44,6 +57,9 @@ class ClassifierReward:
         if model.config.pad_token_id is None:
             model.config.pad_token_id = tokenizer.pad_token_id
         self.max_length = _max_length(model.config, tokenizer)
+        reads_eos = recorded(model)
+        self.wants_finished = reads_eos is not None
+        self._encoder = Encoder(tokenizer, self.max_length, add_eos=bool(reads_eos))
 
     @classmethod
     def from_pretrained(
@@ -59,6 +75,7 @@ class ClassifierReward:
         """
         model = load_classifier(name_or_path)
         tokenizer = load_tokenizer(name_or_path)
+        load_from_adapter(model, name_or_path)
         return cls(model, tokenizer, label=label, batch_size=batch_size)
 
     def to(self, device: torch.device | str) -> ClassifierReward:
@@ -66,15 +83,35 @@ class ClassifierReward:
         return self
 
     def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], *_: Any, **__: Any
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        *_: Any,
+        finished: Sequence[bool] | None = None,
+        **__: Any,
     ) -> list[float]:
         """Of texts, or of chat messages and the messages that answer them.
+
+        Args:
+            finished: False for a completion that a length has cut, which then gets no EOS; None
+                says that all are whole.
 
         Raises:
             ValueError: chats, and the classifier's tokenizer has no chat template.
         """
         pairs = list(zip(prompts, completions, strict=True))
-        texts = [p + c if isinstance(p, str) else self._conversation(p, c) for p, c in pairs]
+        if not all(isinstance(prompt, str) for prompt in prompts):
+            self._check_template()
+        if self.wants_finished:
+            whole = [True] * len(pairs) if finished is None else finished
+            joined = [
+                self._encoder.joined(p, c, finished=end)[0]
+                for (p, c), end in zip(pairs, whole, strict=True)
+            ]
+            return self._score(joined, self._padded)
+        texts = [
+            p + c if isinstance(p, str) else render([*p, *c], self.tokenizer) for p, c in pairs
+        ]
         scores = torch.empty(len(texts))
         # A template brings the special tokens, the tokenizer puts them around a text.
         for chat in (False, True):
@@ -83,7 +120,7 @@ class ClassifierReward:
                 scores[chosen] = torch.tensor(self.score([texts[i] for i in chosen], chat=chat))
         return scores.tolist()
 
-    def _conversation(self, prompt: Any, completion: Any) -> str:
+    def _check_template(self) -> None:
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"the reward model's tokenizer ({type(self.tokenizer).__name__} "
@@ -91,26 +128,33 @@ class ClassifierReward:
                 "chats: set its chat_template to the one that the model was trained with, or bring "
                 "a function as the reward"
             )
-        said = [*prompt, *completion]
-        return self.tokenizer.apply_chat_template(said, tokenize=False)
+
+    def score(self, texts: Sequence[str], *, chat: bool = False) -> list[float]:
+        """The label's logit for each text, as the tokenizer writes a text; with ``chat`` they bring
+        their special tokens along."""
+        return self._score(
+            texts,
+            lambda part: encode_jointly(
+                part, self.tokenizer, chat=chat, max_length=self.max_length
+            ),
+        )
+
+    def _padded(self, ids: Sequence[list[int]]) -> dict[str, torch.Tensor]:
+        tensors = [torch.tensor(row, dtype=torch.long) for row in ids]
+        return pad(tensors, self.tokenizer.pad_token_id, self.tokenizer.padding_side)
 
     @torch.inference_mode()
-    def score(self, texts: Sequence[str], *, chat: bool = False) -> list[float]:
-        """The label's logit for each text; with ``chat`` they bring their special tokens along."""
-        # Texts of like length share a batch, so that little of it is padding.
-        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        scores = torch.empty(len(texts))
+    def _score(
+        self, rows: Sequence[Any], batch_of: Callable[[list[Any]], Mapping[str, torch.Tensor]]
+    ) -> list[float]:
+        # Rows of like length share a batch, so that little of it is padding.
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        scores = torch.empty(len(rows))
         for start in range(0, len(order), self.batch_size):
             chosen = order[start : start + self.batch_size]
-            batch = self.tokenizer(
-                [texts[i] for i in chosen],
-                padding=True,
-                add_special_tokens=not chat,
-                truncation=self.max_length is not None,
-                max_length=self.max_length,
-                return_tensors="pt",
-            ).to(self.model.device)
-            scores[chosen] = self.model(**batch).logits[:, self.label].float().cpu()
+            batch = batch_of([rows[i] for i in chosen])
+            inputs = {name: tensor.to(self.model.device) for name, tensor in batch.items()}
+            scores[chosen] = self.model(**inputs).logits[:, self.label].float().cpu()
         return scores.tolist()
 
 

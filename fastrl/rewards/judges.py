@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from fastrl.data.chat import as_messages, encode, join
-from fastrl.models.layout import layout_of
+from fastrl.data.chat import as_messages
+from fastrl.data.encode import encode_prompt
+from fastrl.models.layout import EncoderDecoder, layout_of
 from fastrl.models.load import load_language_model, load_tokenizer
 from fastrl.rewards.functions import check_preferences, check_rewards
 from fastrl.rollout import SamplingParams, choose_engine
@@ -227,6 +228,7 @@ class ModelJudge:
             raise ValueError(f"a judge gives one answer, params.n is {self.params.n}: leave it 1")
         self.engine = choose_engine(self.model, tokenizer, **engine)
         self._layout = layout_of(model)
+        self._closed = isinstance(self._layout, EncoderDecoder)
 
     @classmethod
     def from_pretrained(
@@ -256,7 +258,7 @@ class ModelJudge:
     def _ids(self, question: str) -> list[int]:
         chat = self.tokenizer.chat_template is not None
         said = as_messages(question) if chat else question
-        return encode(join(said, "", self.tokenizer), self.tokenizer, chat)
+        return encode_prompt(said, self.tokenizer, closed=self._closed)[1]
 
 
 def _swapped(preference: float | None) -> float | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data.prompt_ids import Prompt, check_prompts, token_ids
+from fastrl.models.layout import EncoderDecoder, layout_of
 
 # What makes tokens come from another distribution than softmax(logits / T), under the names of
 # ``model.generate``, and the value that does not. Greedy decoding does not look at the first.
@@ -172,7 +173,10 @@ class RolloutRequest:
         """
         if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping)):
             raise ValueError("prompts must be a list, got a single one: pass [prompt]")
-        tokens = [token_ids(p, tokenizer, f"prompts[{i}]") for i, p in enumerate(prompts)]
+        closed = isinstance(layout_of(model), EncoderDecoder)
+        tokens = [
+            token_ids(p, tokenizer, f"prompts[{i}]", closed=closed) for i, p in enumerate(prompts)
+        ]
         limits = params.limits(len(tokens))
         check_prompts(tokens, model, limits)
         ids = list(range(len(tokens))) if sample_ids is None else list(sample_ids)

@@ -1,8 +1,10 @@
 """Learning from examples, on transformers' Trainer: reward models from pairs, language models from
 texts."""
 
-from fastrl.data.pairs import RewardDataCollatorWithPadding
-from fastrl.data.texts import DataCollatorForCompletionOnlyLM
+from fastrl.data.collators import (
+    DataCollatorForCompletionOnlyLM,
+    RewardDataCollatorWithPadding,
+)
 from fastrl.trainers.reward import RewardConfig, RewardTrainer, compute_accuracy
 from fastrl.trainers.sft import SFTConfig, SFTTrainer
 

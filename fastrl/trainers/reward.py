@@ -13,18 +13,30 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 import fastrl_kernels
-from fastrl.data.pairs import (
-    SIDES,
-    RewardDataCollatorWithPadding,
-    both_sides,
+from fastrl.data import reads_eos
+from fastrl.data.collators import SIDES, RewardDataCollatorWithPadding, both_sides
+from fastrl.data.encode import (
+    closes_texts,
+    end_token,
+    has_tokens,
     missing_token_columns,
     prepare_pairs,
 )
 from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.utils import evaluating
 from fastrl.run.model_card import REWARD
-from fastrl.trainers.arguments import SupervisedArguments, setting, tokenizer_of
-from fastrl.trainers.supervised import SupervisedTrainer, loaded, longest, settings_of
+from fastrl.trainers.supervised import (
+    SupervisedArguments,
+    SupervisedTrainer,
+    is_path,
+    loaded,
+    longest,
+    setting,
+    settings_of,
+    tokenizer_of,
+)
+
+_CHOSEN = "input_ids_chosen"
 
 
 @dataclass
@@ -38,6 +50,11 @@ class RewardConfig(SupervisedArguments):
     )
     center_rewards_coefficient: float | None = setting(
         "Weight of mean((r_chosen + r_rejected)²), which keeps rewards around 0.", None
+    )
+    append_eos: bool | None = setting(
+        "End every side with EOS. It is saved with the model, which is then scored so. None: as "
+        "the model says that it was trained, or else as the tokenizer closes a text.",
+        None,
     )
     num_print_samples: int = setting("Pairs to show at each evaluation; -1 is all of them.", 4)
 
@@ -75,13 +92,16 @@ class RewardTrainer(SupervisedTrainer):
     model in one forward. Of a model with several labels each is a reward with this loss, and their
     means are compared in evaluation, as in TRL 0.11; a warning says so.
 
+    Prompts and their answers are tokenised apart. Whether the model has learned with EOS behind the
+    answers is saved with it (:mod:`fastrl.data.reads_eos`), and where it scores it reads the same.
+
     Args:
         model: an ``AutoModelForSequenceClassification`` with ``num_labels=1``, or its path; a saved
             adapter of one, by its path, is trained on.
         args: a :class:`RewardConfig`, or transformers' TrainingArguments.
         data_collator: by default :class:`RewardDataCollatorWithPadding`; another gets the rows of
             the data sets as they are, and makes such batches.
-        train_dataset, eval_dataset: see :func:`fastrl.data.pairs.prepare_pairs`.
+        train_dataset, eval_dataset: see :func:`fastrl.data.encode.prepare_pairs`.
         tokenizer, processing_class: the same under its old and its new name; by default the one
             beside the model's weights.
         compute_metrics: by default :func:`compute_accuracy`.
@@ -123,9 +143,17 @@ class RewardTrainer(SupervisedTrainer):
         if not (self._own_collator and tokenizer is processing_class is None):
             self._tokenizer = tokenizer_of(tokenizer, processing_class, model)
         self._settings, self._peft_config = args, peft_config
+        self._append_eos = args.append_eos
+        self._reads_eos: bool | None = None
         if model is not None:
-            model = loaded(model, load_reward_model, args)
+            path, model = model, loaded(model, load_reward_model, args)
+            if is_path(path):
+                reads_eos.load_from_adapter(model, path)
             model = self.ready_model(model)
+            if self._append_eos is None:
+                self._append_eos = reads_eos.recorded(model)
+        if self._append_eos is None:
+            self._append_eos = self._tokenizer is not None and closes_texts(self._tokenizer)
         self._longest = longest(args, model, self._tokenizer)
         super().__init__(
             model=model,
@@ -140,8 +168,15 @@ class RewardTrainer(SupervisedTrainer):
             optimizers=optimizers,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        if self._trains:
+            reads_eos.record(self.model, self._reads_eos)
         self.can_return_loss = True  # of pairs, for evaluation
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        model = super().call_model_init(trial)
+        reads_eos.record(model, self._reads_eos)
+        return model
 
     def ready_model(self, model: Any) -> Any:
         """Checked, and with an adapter where one is asked for."""
@@ -169,7 +204,7 @@ class RewardTrainer(SupervisedTrainer):
         return model
 
     def ready_data(self, dataset: Any, training: bool) -> Any:
-        """Token columns, see :func:`fastrl.data.pairs.prepare_pairs`."""
+        """Token columns, see :func:`fastrl.data.encode.prepare_pairs`."""
         if self._own_collator:
             return dataset
         missing = missing_token_columns(dataset)
@@ -181,8 +216,24 @@ class RewardTrainer(SupervisedTrainer):
                 stacklevel=5,
             )
             return dataset
-        num_proc = self._settings.dataset_num_proc
-        return prepare_pairs(dataset, self._tokenizer, self._longest, num_proc)
+        pairs = prepare_pairs(
+            dataset,
+            self._tokenizer,
+            self._longest,
+            self._settings.dataset_num_proc,
+            add_eos=self._append_eos,
+        )
+        if training and not has_tokens(dataset):
+            end = end_token(self._tokenizer)  # a chat template may write it, too
+            self._reads_eos = all(
+                ids[-1] == end for ids in pairs.select(range(min(len(pairs), 20)))[_CHOSEN]
+            )
+        return pairs
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        folder = output_dir or str(self.args.output_dir)
+        reads_eos.save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
 
     def compute_loss(
         self,

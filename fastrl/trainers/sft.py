@@ -11,21 +11,23 @@ import torch
 from torch import Tensor, nn
 from transformers import DataCollatorForLanguageModeling
 
+from fastrl.data.collators import DataCollatorForCompletionOnlyLM, TextCollator, targets_of
+from fastrl.data.encode import TokenizeOptions, prepare_texts
 from fastrl.data.pack import JoinedCollator, PackedTexts, choose_packing
-from fastrl.data.texts import (
-    DataCollatorForCompletionOnlyLM,
-    TextCollator,
-    Ways,
-    prepare_texts,
-    targets_of,
-)
 from fastrl.models.lm_head import Head, choose_head
 from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.scoring import NLLObjective, ScoringRequest, score_logits
 from fastrl.models.utils import evaluating
 from fastrl.run.model_card import SFT
-from fastrl.trainers.arguments import SupervisedArguments, setting, tokenizer_of
-from fastrl.trainers.supervised import SupervisedTrainer, loaded, longest, settings_of
+from fastrl.trainers.supervised import (
+    SupervisedArguments,
+    SupervisedTrainer,
+    loaded,
+    longest,
+    setting,
+    settings_of,
+    tokenizer_of,
+)
 
 # Classic keywords that steered how texts were packed and mapped.
 _OF_OLD = (
@@ -135,7 +137,7 @@ class SFTTrainer(SupervisedTrainer):
         if model is not None:
             model = self.ready_model(loaded(model, load_language_model, args, trainable=True))
         completions, data_collator = _split_collator(data_collator)
-        self._ways = Ways(
+        self._options = TokenizeOptions(
             args.dataset_text_field,
             formatting_func,
             completions,
@@ -191,13 +193,13 @@ class SFTTrainer(SupervisedTrainer):
         return model
 
     def ready_data(self, dataset: Any, training: bool) -> Any:
-        """Token ids and labels, see :func:`fastrl.data.texts.prepare_texts`; packed where
+        """Token ids and labels, see :func:`fastrl.data.encode.prepare_texts`; packed where
         that is asked for."""
         if isinstance(dataset, PackedTexts):
             return dataset
         args = self._settings
         texts = prepare_texts(
-            dataset, self._tokenizer, self._ways, self._longest, args.dataset_num_proc
+            dataset, self._tokenizer, self._options, self._longest, args.dataset_num_proc
         )
         packs = args.packing if training or args.eval_packing is None else args.eval_packing
         return PackedTexts(texts, self._longest) if packs and self._longest else texts

@@ -1,4 +1,4 @@
-"""What the trainers on pairs and on texts share."""
+"""What the trainers on pairs and on texts share: settings, and how models and data come in."""
 
 from __future__ import annotations
 
@@ -7,18 +7,52 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset, IterableDataset
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
+from fastrl.config import setting
+from fastrl.models.load import load_tokenizer
 from fastrl.models.utils import check_trainable, context_length, warn_of_lost_updates
 from fastrl.run.model_card import OwnModelCard
-from fastrl.trainers.arguments import SupervisedArguments, is_path
 
 MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
+
+
+@dataclass
+class SupervisedArguments(TrainingArguments):
+    """transformers' TrainingArguments; ``evaluation_strategy`` is the old name of
+    ``eval_strategy``, and ``report_to=None`` reports to no tracker."""
+
+    evaluation_strategy: str | None = setting("Deprecated: use eval_strategy.", None)
+    max_length: int | None = setting("Longest sequence, in tokens; None: the model's limit.", 512)
+    dataset_num_proc: int | None = setting("Processes for preparing the data set.", None)
+    model_init_kwargs: dict | str | None = setting(
+        "Keyword arguments of from_pretrained (JSON), where the model is a path.", None
+    )
+    # The data sets' columns are these trainers' own, not arguments of the model.
+    remove_unused_columns: bool = setting("Drop columns that the model does not take.", False)
+
+    _VALID_DICT_FIELDS = [  # noqa: RUF012 - not a field, there and here
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+    ]
+
+    def __post_init__(self) -> None:
+        if self.evaluation_strategy is not None:
+            warnings.warn(
+                "evaluation_strategy is deprecated: use eval_strategy", FutureWarning, stacklevel=3
+            )
+            self.eval_strategy = self.evaluation_strategy
+            self.evaluation_strategy = None  # one place says it from here on
+        if self.report_to is None:
+            self.report_to = "none"
+        super().__post_init__()
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"max_length must be at least 1 or None, got {self.max_length}")
 
 
 class SupervisedTrainer(OwnModelCard, Trainer):
@@ -124,24 +158,29 @@ def positions_of(model: Any) -> int | None:
     return None if config is None else context_length(model)
 
 
-def as_dataset(dataset: Any) -> Dataset:
-    """A data set whose rows are Python values.
-
-    Args:
-        dataset: a ``datasets.Dataset``, a list of rows, or another data set of rows by index.
+def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None) -> Any:
+    """Whichever of the two names was used, or else the tokenizer beside the model's weights, whose
+    EOS then pads where it has no pad token.
 
     Raises:
-        TypeError: something else.
-        ValueError: an empty one.
+        ValueError: none or two, or one without a pad token.
     """
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise TypeError(
-            f"{type(dataset).__name__} cannot be read by index: load it without streaming"
+    if tokenizer is not None and processing_class is not None:
+        raise ValueError("pass the tokenizer as processing_class, or as tokenizer, not both")
+    found = tokenizer if processing_class is None else processing_class
+    if found is None:
+        path = model if is_path(model) else getattr(model, "name_or_path", "")
+        if not path:
+            raise ValueError("pass the tokenizer as processing_class")
+        found = load_tokenizer(path)
+    if found.pad_token_id is None:
+        raise ValueError(
+            f"{type(found).__name__} has no pad token: set tokenizer.pad_token = "
+            "tokenizer.eos_token, say, before making the trainer"
         )
-    if isinstance(dataset, dict):
-        raise TypeError(f"several data sets were passed: choose one of {', '.join(dataset)}")
-    if len(dataset) == 0:
-        raise ValueError("the data set is empty")
-    if not isinstance(dataset, Dataset):
-        dataset = Dataset.from_list([dataset[i] for i in range(len(dataset))])
-    return dataset.with_format(None)
+    return found
+
+
+def is_path(model: Any) -> bool:
+    """Whether a model is given by its name or folder."""
+    return isinstance(model, str) or hasattr(model, "__fspath__")

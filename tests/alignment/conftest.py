@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from fastrl.alignment import AlignmentConfig, BatchFactory, Trainer, make_loss
+from fastrl.alignment.tasks import Task, find_task
+from fastrl.data.columns import FEEDBACK, PAIRS, PROMPTS
 from fastrl.data.examples import Example, Response
-from fastrl.data.tasks import FEEDBACK, PAIRS, PROMPTS, Task, find_task
 from fastrl.rollout import SamplingParams
 from tests import tiny_models
 from tests.golden import tiny
@@ -55,6 +56,9 @@ class Examples:
         self.rows, self.tokenizer = list(rows), tokenizer or tiny.tokenizer()
 
     def as_kind(self, kind: str) -> Examples:
+        return self
+
+    def uncut(self) -> Examples:
         return self
 
     def __len__(self) -> int:

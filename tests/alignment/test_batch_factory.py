@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fastrl.alignment import TASKS, Batch, BatchFactory
-from fastrl.data.tasks import PAIRS, PROMPTS, find_task
+from fastrl.alignment.tasks import find_task
+from fastrl.data.columns import PAIRS, PROMPTS
 from fastrl.rollout import RolloutEngine, SamplingParams
 from tests import tiny_models
 from tests.alignment.conftest import Examples, LikesHigh, examples, make_factory, worth
@@ -189,7 +190,7 @@ def test_a_pair_that_the_annotator_skips_weighs_nothing(engine: Any) -> None:
 def test_what_the_policy_said_of_its_tokens_comes_along(engine: Any) -> None:
     batch = first("online-pairwise", engine)
     for i in (1, 2):
-        lengths = [len(x) for x in batch.known["logprobs"][i - 1]]
+        lengths = [len(x) for x in batch.rollout_logprobs[i - 1]]
         assert lengths == [len(x) for x in batch.responses(i)]
 
 
@@ -200,15 +201,15 @@ def test_some_samples_keep_their_rewards_and_weights(engine: Any) -> None:
     assert part["generation1_weight"].tolist() == [4.0, 2.0]
     assert part["generation2_reward"].tolist() == batch["generation2_reward"][[3, 1]].tolist()
     assert part["generation1"] == [batch["generation1"][3], batch["generation1"][1]]
-    assert torch.equal(part.known["logprobs"][1][0], batch.known["logprobs"][1][3])
+    assert torch.equal(part.rollout_logprobs[1][0], batch.rollout_logprobs[1][3])
 
 
 def test_mismatched_pairs_are_each_prompt_with_the_next_ones_response() -> None:
     batch = first("offline-pointwise", None)
     other = batch.mismatched()
-    for i, sample in enumerate(other.samples):
-        assert sample.example.prompt_ids == batch.samples[i].example.prompt_ids
-        assert sample.responses[0] == batch.samples[(i + 1) % 4].responses[0]
+    for i, sample in enumerate(other.examples):
+        assert sample.prompt_ids == batch.examples[i].prompt_ids
+        assert sample.responses[0] == batch.examples[(i + 1) % 4].responses[0]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastrl.alignment import DPO
-from fastrl.data.tasks import FEEDBACK, PAIRS
+from fastrl.data.columns import FEEDBACK, PAIRS
 from fastrl.models import CausalLMPolicy
 from tests import tiny_models
 from tests.alignment.conftest import (

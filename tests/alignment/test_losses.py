@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastrl.alignment import LOSSES, Sample, make_loss
-from fastrl.alignment.logprobs import Policy, ReferencePolicy, Tokens
+from fastrl.alignment import LOSSES, Example, make_loss
+from fastrl.alignment.logprobs import ReferencePolicy, Tokens, TrainedPolicy
 from fastrl.data.batch import make_batches
 from fastrl.models import CausalLMPolicy
 from fastrl.ref_model.copy import CopyRefModel
@@ -34,13 +34,11 @@ BETA, EPSILON = 0.3, 0.1
 def pair(of_pair: Callable[[dict[str, Tensor]], Tensor]) -> Callable[..., Tensor]:
     """The loss of one pair from the figures of its two sides."""
 
-    def loss(model: Any, reference: Any, sample: Sample) -> Tensor:
+    def loss(model: Any, reference: Any, sample: Example) -> Tensor:
         figures = {}
         for side, name in zip(sample.responses, ("w", "l"), strict=True):
-            logprobs = token_logprobs(model, sample.example.prompt_ids, side.ids)
-            of_reference = token_logprobs(
-                reference or model, sample.example.prompt_ids, side.ids
-            ).detach()
+            logprobs = token_logprobs(model, sample.prompt_ids, side.ids)
+            of_reference = token_logprobs(reference or model, sample.prompt_ids, side.ids).detach()
             figures |= {f"p_{name}": logprobs.sum(), f"mean_{name}": logprobs.mean()}
             figures |= {
                 f"r_{name}": (logprobs - of_reference).sum(),
@@ -66,14 +64,14 @@ def dpo(sign: float = 1.0) -> Callable[[dict[str, Tensor]], Tensor]:
     return lambda x: -F.logsigmoid(sign * BETA * (x["r_w"] - x["r_l"]))
 
 
-def per_token_mean(samples: list[Sample], model: Any) -> Tensor:
-    parts = [token_logprobs(model, s.example.prompt_ids, s.responses[0].ids) for s in samples]
+def per_token_mean(samples: list[Example], model: Any) -> Tensor:
+    parts = [token_logprobs(model, s.prompt_ids, s.responses[0].ids) for s in samples]
     return -torch.cat(parts).mean()
 
 
-def kto(samples: list[Sample], model: Any, reference: Any) -> Tensor:
-    def ratio(prompt: Sample, answer: Sample) -> Tensor:
-        ids = prompt.example.prompt_ids, answer.responses[0].ids
+def kto(samples: list[Example], model: Any, reference: Any) -> Tensor:
+    def ratio(prompt: Example, answer: Example) -> Tensor:
+        ids = prompt.prompt_ids, answer.responses[0].ids
         return token_logprobs(model, *ids).sum() - token_logprobs(reference, *ids).sum().detach()
 
     following = [*samples[1:], samples[0]]
@@ -81,16 +79,16 @@ def kto(samples: list[Sample], model: Any, reference: Any) -> Tensor:
     kl = kl.detach().clamp(min=0)
     losses = []
     for sample in samples:
-        sign = 1.0 if sample.example.desired else -1.0
-        weight = 0.7 if sample.example.desired else 1.3
+        sign = 1.0 if sample.desired else -1.0
+        weight = 0.7 if sample.desired else 1.3
         gain = BETA * sign * (ratio(sample, sample) - kl)
         losses.append(weight * (1 - torch.sigmoid(gain)))
     return torch.stack(losses).mean()
 
 
-def bradley_terry(samples: list[Sample], model: Any) -> Tensor:
-    def reward(sample: Sample, side: int) -> Tensor:
-        ids = [*sample.example.prompt_ids, *sample.responses[side].ids]
+def bradley_terry(samples: list[Example], model: Any) -> Tensor:
+    def reward(sample: Example, side: int) -> Tensor:
+        ids = [*sample.prompt_ids, *sample.responses[side].ids]
         return model(input_ids=torch.tensor([ids])).logits.squeeze()
 
     losses = [
@@ -158,12 +156,12 @@ CASES = {
 }
 
 
-def samples_of(task: Any) -> list[Sample]:
-    return next(iter(make_factory(task))).samples
+def samples_of(task: Any) -> list[Example]:
+    return next(iter(make_factory(task))).examples
 
 
 def gradients_of(
-    formula: Any, samples: list[Sample], model: Any, other: Any
+    formula: Any, samples: list[Example], model: Any, other: Any
 ) -> tuple[float, dict[str, Tensor]]:
     value = formula(samples, model, other)
     value.backward()
@@ -234,7 +232,7 @@ def stepped(make_trainer: Make, name: str, rows: Any, by_weight: Any = None, **g
 
 def rows_of(name: str, count: int = 2) -> list[Any]:
     loss = LOSSES[name.split(" ")[0]]
-    return [sample.example for sample in samples_of(loss.tasks[0])][:count]
+    return samples_of(loss.tasks[0])[:count]
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n != "kto"])
@@ -302,4 +300,4 @@ def plain_views(loss: Any) -> tuple[Any, Any]:
     policy = CausalLMPolicy(tiny_models.language_model())
     reference = CopyRefModel(CausalLMPolicy(tiny_models.language_model(perturbation=0.3)))
     tokens = Tokens(make_batches(policy, tiny.tokenizer(), None), policy.device, reference)
-    return Policy(policy, tokens, lambda x: x), ReferencePolicy(reference, tokens)
+    return TrainedPolicy(policy, tokens, lambda x: x), ReferencePolicy(reference, tokens)

@@ -127,7 +127,7 @@ def test_a_batch_is_learned_in_mini_batches_epoch_after_epoch(make_trainer: Make
     learn = trainer.training_step
 
     def noted(model: Any, inputs: Any, *args: Any) -> Any:
-        seen.append([sample.example.columns["number"] for sample in inputs.samples])
+        seen.append([sample.columns["number"] for sample in inputs.examples])
         return learn(model, inputs, *args)
 
     trainer.training_step = noted  # type: ignore[method-assign]
@@ -286,10 +286,10 @@ def test_old_and_new_log_probs_are_at_the_temperature(make_trainer: Make) -> Non
     (part, *_) = trainer.batches(1)
     model = trainer.model.pretrained_model
     got = part.experience.logprobs.sum(-1)
-    for i, sample in enumerate(part.samples):
+    for i, sample in enumerate(part.examples):
         (answer,) = sample.responses
-        ids = torch.tensor([[*sample.example.prompt_ids, *answer.ids]])
-        logits = model(ids).logits[0, len(sample.example.prompt_ids) - 1 : -1].double() / 0.5
+        ids = torch.tensor([[*sample.prompt_ids, *answer.ids]])
+        logits = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1].double() / 0.5
         chosen = logits.log_softmax(-1).gather(1, torch.tensor(answer.ids)[:, None])
         assert got[i].item() == pytest.approx(float(chosen.detach().sum()), abs=1e-4)
     _, vector = loss(part, *trainer.learner.views(trainer.model))

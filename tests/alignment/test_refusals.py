@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fastrl.alignment import BatchFactory, make_loss
-from fastrl.data.tasks import PAIRS
+from fastrl.data.columns import PAIRS
 from tests.alignment.conftest import (
     Examples,
     Make,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from fastrl.alignment.batch import Batch, Sample
+from fastrl.alignment.batch import Batch
 from fastrl.alignment.reweighter import (
     ByFunction,
     ByImportance,
@@ -28,7 +28,7 @@ def batch(*lengths: tuple[int, ...], columns: dict[str, Sequence[Any]] | None = 
     for i, of_sample in enumerate(lengths):
         others = {name: values[i] for name, values in (columns or {}).items()}
         responses = tuple(Response("w5", tuple(range(5, 5 + n))) for n in of_sample)
-        samples.append(Sample(Example("w3", (3,), columns=others), responses))
+        samples.append(Example("w3", (3,), responses, columns=others))
     return Batch(samples, 2)
 
 
@@ -109,7 +109,7 @@ def test_pairs_weigh_by_their_margins(columns: dict[str, Any]) -> None:
 
 def test_scores_of_an_annotator_come_before_columns() -> None:
     made = batch((1, 1), (1, 1), columns={"margin": [1.0, 1.0]})
-    made.known["scores"] = [[torch.tensor(x) for x in side] for side in ((0.0, 5.0), (1.0, 2.0))]
+    made.scores = [[0.0, 5.0], [1.0, 2.0]]
     ByMargin()(made)
     assert weights(made) == [pytest.approx([0.5, 1.5])] * 2
 
@@ -149,7 +149,7 @@ def test_margins_are_for_pairs() -> None:
 
 
 def known(made: Batch, *sides: list[list[float]]) -> Batch:
-    made.known["logprobs"] = [[torch.tensor(x) for x in side] for side in sides]
+    made.rollout_logprobs = [[torch.tensor(x) for x in side] for side in sides]
     return made
 
 

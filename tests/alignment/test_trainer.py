@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fastrl.alignment import LOSSES, PairwiseLoss, make_loss
-from fastrl.data.tasks import FEEDBACK, PAIRS, PROMPTS
+from fastrl.data.columns import FEEDBACK, PAIRS, PROMPTS
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from tests import tiny_models
 from tests.alignment.conftest import (

@@ -24,6 +24,23 @@ from fastrl.alignment.losses.pointwise import KTO, SFT
 from fastrl.alignment.losses.ppo import PPO
 from fastrl.alignment.losses.reward import BradleyTerry
 
+# Known by name. Of a task's losses the first is its default.
+for _loss in (
+    DPO,
+    ConservativeDPO,
+    RobustDPO,
+    Hinge,
+    IPO,
+    SimPO,
+    ORPO,
+    SLiC,
+    SFT,
+    KTO,
+    PPO,
+    BradleyTerry,
+):
+    register(_loss)
+
 __all__ = [
     "DPO",
     "IPO",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastrl.alignment.batch import Batch
-from fastrl.data.tasks import Task
+from fastrl.alignment.tasks import Task
 from fastrl.rollout import SamplingParams
 
 LOSSES: dict[str, type[Loss]] = {}
@@ -29,8 +29,8 @@ class LossOutput(NamedTuple):
 class Loss:
     """A loss with its coefficients: called with a batch, it says how the policy should change.
 
-    Subclass it, give it a ``name``, the ``tasks`` that it fits and a ``__call__``, and put
-    ``@register`` on it where a command should know it by its name.
+    Subclass it, give it a ``name``, the ``tasks`` that it fits and a ``__call__``; :func:`register`
+    it where a command should know it by its name.
 
     Attributes:
         name: in commands.

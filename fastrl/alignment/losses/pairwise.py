@@ -11,18 +11,18 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.logprobs import ResponseLogprobs
-from fastrl.alignment.losses.base import Loss, LossOutput, register, weighted_mean
+from fastrl.alignment.losses.base import Loss, LossOutput, weighted_mean
 
 
-class Side(NamedTuple):
+class PairSide(NamedTuple):
     """One response of every pair."""
 
     policy: ResponseLogprobs
     reference: ResponseLogprobs | None
 
-    def where(self, condition: Tensor, other: Side) -> Side:
+    def where(self, condition: Tensor, other: PairSide) -> PairSide:
         mine, theirs = self.reference, other.reference
-        return Side(
+        return PairSide(
             self.policy.where(condition, other.policy),
             None if mine is None or theirs is None else mine.where(condition, theirs),
         )
@@ -44,11 +44,11 @@ class PairwiseLoss(Loss):
 
     tasks: ClassVar[tuple[str, ...]] = ("offline-pairwise", "online-pairwise")
 
-    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+    def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
         """[B]."""
         raise NotImplementedError
 
-    def implicit_reward(self, side: Side) -> Tensor:
+    def implicit_reward(self, side: PairSide) -> Tensor:
         """What the policy's log-probs say a response is worth, [B]."""
         raise NotImplementedError
 
@@ -66,14 +66,14 @@ class PairwiseLoss(Loss):
             losses = torch.where(share < 1, both, losses)
         return LossOutput(weighted_mean(losses, batch), self._metrics(chosen, rejected))
 
-    def _sides(self, batch: Batch, policy: Any, reference: Any) -> tuple[Side, Side]:
+    def _sides(self, batch: Batch, policy: Any, reference: Any) -> tuple[PairSide, PairSide]:
         # The reference first: the policy's activations are not there yet.
         of_both = reference.logprobs(batch) if self.compares else (None, None)
-        one, two = map(Side, policy.logprobs(batch), of_both)
+        one, two = map(PairSide, policy.logprobs(batch), of_both)
         return one, two
 
     @torch.no_grad()
-    def _metrics(self, chosen: Side, rejected: Side) -> dict[str, Tensor]:
+    def _metrics(self, chosen: PairSide, rejected: PairSide) -> dict[str, Tensor]:
         good, bad = self.implicit_reward(chosen), self.implicit_reward(rejected)
         return {
             "rewards/chosen": good,
@@ -86,29 +86,28 @@ class PairwiseLoss(Loss):
 
 
 @dataclass(frozen=True)
-class ComparedLoss(PairwiseLoss):
+class ReferenceLoss(PairwiseLoss):
     """A function of r = log π - log ref of both sides."""
 
     compares: ClassVar[bool] = True
     beta: float = 0.1
 
-    def implicit_reward(self, side: Side) -> Tensor:
+    def implicit_reward(self, side: PairSide) -> Tensor:
         return self.beta * side.ratio
 
 
-@register
 @dataclass(frozen=True)
-class DPO(ComparedLoss):
-    """-log σ(β(r_w - r_l)): direct preference optimisation.
+class MarginLoss(ReferenceLoss):
+    """A function of the margin h = β(r_w - r_l), see :func:`fastrl_kernels.dpo_loss`.
 
-    See :func:`fastrl_kernels.dpo_loss`.
+    Args:
+        label_smoothing: ε, the share of swapped labels.
     """
 
-    name: ClassVar[str] = "dpo"
     kind: ClassVar[str] = "sigmoid"
     label_smoothing: float = 0.0
 
-    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+    def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
         assert chosen.reference is not None
         assert rejected.reference is not None
         return fastrl_kernels.dpo_loss(
@@ -122,18 +121,23 @@ class DPO(ComparedLoss):
         )
 
 
-@register
 @dataclass(frozen=True)
-class ConservativeDPO(DPO):
+class DPO(MarginLoss):
+    """-log σ(β(r_w - r_l)): direct preference optimisation."""
+
+    name: ClassVar[str] = "dpo"
+
+
+@dataclass(frozen=True)
+class ConservativeDPO(MarginLoss):
     """DPO where a share ε of the labels is swapped: (1-ε)·ℓ(h) + ε·ℓ(-h)."""
 
     name: ClassVar[str] = "cdpo"
     label_smoothing: float = 0.1
 
 
-@register
 @dataclass(frozen=True)
-class RobustDPO(DPO):
+class RobustDPO(MarginLoss):
     """DPO without the bias of swapped labels: [(1-ε)·ℓ(h) - ε·ℓ(-h)]/(1-2ε)."""
 
     name: ClassVar[str] = "robust"
@@ -141,18 +145,16 @@ class RobustDPO(DPO):
     label_smoothing: float = 0.1
 
 
-@register
 @dataclass(frozen=True)
-class Hinge(DPO):
+class Hinge(MarginLoss):
     """max(0, 1 - β(r_w - r_l))."""
 
     name: ClassVar[str] = "hinge"
     kind: ClassVar[str] = "hinge"
 
 
-@register
 @dataclass(frozen=True)
-class IPO(ComparedLoss):
+class IPO(ReferenceLoss):
     """(h - 1/(2β))², h = r_w - r_l: identity preference optimisation.
 
     See :func:`fastrl_kernels.ipo_loss`.
@@ -165,7 +167,7 @@ class IPO(ComparedLoss):
     name: ClassVar[str] = "ipo"
     length_means: bool = False
 
-    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+    def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
         assert chosen.reference is not None
         assert rejected.reference is not None
         figure = "means" if self.length_means else "sums"
@@ -174,18 +176,17 @@ class IPO(ComparedLoss):
 
 
 @dataclass(frozen=True)
-class LengthFreeLoss(PairwiseLoss):
+class LengthNormalizedLoss(PairwiseLoss):
     """A function of p̄, the mean log-prob of a response's tokens; there is no reference."""
 
     beta: float = 1.0
 
-    def implicit_reward(self, side: Side) -> Tensor:
+    def implicit_reward(self, side: PairSide) -> Tensor:
         return self.beta * side.policy.means
 
 
-@register
 @dataclass(frozen=True)
-class SimPO(LengthFreeLoss):
+class SimPO(LengthNormalizedLoss):
     """-log σ(β·(p̄_w - p̄_l) - γ): simple preference optimisation.
 
     See :func:`fastrl_kernels.simpo_loss`.
@@ -195,14 +196,13 @@ class SimPO(LengthFreeLoss):
     beta: float = 2.0
     gamma: float = 1.0
 
-    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+    def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
         means = chosen.policy.means, rejected.policy.means
         return fastrl_kernels.simpo_loss(*means, beta=self.beta, gamma=self.gamma)
 
 
-@register
 @dataclass(frozen=True)
-class ORPO(LengthFreeLoss):
+class ORPO(LengthNormalizedLoss):
     """-p̄_w - β·log σ(log-odds of p̄_w less those of p̄_l): odds-ratio preference optimisation.
 
     See :func:`fastrl_kernels.orpo_loss`.
@@ -211,12 +211,11 @@ class ORPO(LengthFreeLoss):
     name: ClassVar[str] = "orpo"
     beta: float = 0.1
 
-    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+    def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
         means = chosen.policy.means, rejected.policy.means
         return fastrl_kernels.orpo_loss(*means, beta=self.beta) - chosen.policy.means
 
 
-@register
 @dataclass(frozen=True)
 class SLiC(PairwiseLoss):
     """max(0, β - log p_w + log p_l) - λ·log p_w: sequence likelihood calibration.
@@ -228,9 +227,9 @@ class SLiC(PairwiseLoss):
     beta: float = 1.0
     lam: float = 0.1
 
-    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+    def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
         sums = chosen.policy.sums, rejected.policy.sums
         return fastrl_kernels.slic_loss(*sums, beta=self.beta, lam=self.lam)
 
-    def implicit_reward(self, side: Side) -> Tensor:
+    def implicit_reward(self, side: PairSide) -> Tensor:
         return side.policy.sums

@@ -10,11 +10,10 @@ from torch import Tensor
 
 import fastrl_kernels
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.losses.base import Loss, LossOutput, register, weighted_mean
-from fastrl.data.tasks import Task
+from fastrl.alignment.losses.base import Loss, LossOutput, weighted_mean
+from fastrl.alignment.tasks import Task
 
 
-@register
 @dataclass(frozen=True)
 class SFT(Loss):
     """-Σ log π over the tokens of all responses / their number: supervised fine-tuning.
@@ -34,7 +33,6 @@ class SFT(Loss):
         return LossOutput(-total / torch.where(tokens > 0, tokens, 1.0), metrics)
 
 
-@register
 @dataclass(frozen=True)
 class KTO(Loss):
     """λ·(1 - σ(±β(r - KL))), + where a response is desired: Kahneman–Tversky optimisation.

@@ -10,23 +10,16 @@ from typing import Any, ClassVar
 import torch
 
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.losses.base import Loss, LossOutput, register
+from fastrl.alignment.losses.base import Loss, LossOutput
+from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
-from fastrl.data.tasks import Task
 from fastrl.models.utils import evaluating
 from fastrl.ppo.experience import GAE, Experience, Scorer, make_kl_penalty
-from fastrl.ppo.update import (
-    GradientStep,
-    Minibatch,
-    UpdateLoss,
-    UpdateRecord,
-    make_aggregate,
-)
+from fastrl.ppo.update import GradientStep, Minibatch, UpdateLoss, UpdateRecord, make_aggregate
 from fastrl.ref_model.none import NoRefModel
 from fastrl.rollout import SamplingParams
 
 
-@register
 @dataclass(frozen=True)
 class PPO(Loss):
     """max(-A·ρ, -A·clip(ρ)) + c·value loss, rewards less β·KL: proximal policy optimisation.

@@ -10,22 +10,11 @@ import torch
 from datasets import Dataset
 
 from fastrl import RewardDataCollatorWithPadding
-from fastrl.data.pairs import TOKEN_COLUMNS, prepare_pairs
+from fastrl.data.collators import TOKEN_COLUMNS
+from fastrl.data.encode import prepare_pairs
+from tests.data.conftest import chat_tokenizer
 from tests.golden import tiny
 from tests.trainers.conftest import Make, pairs, weights
-
-TEMPLATE = (
-    "{% for m in messages %}"
-    "{{ 'w10 ' if m.role == 'user' else 'w11 ' }}{{ m.content }} "
-    "{% endfor %}"
-    "{% if add_generation_prompt %}w11 {% endif %}"
-)
-
-
-def chat_tokenizer() -> Any:
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
 
 
 def tokens(chosen: list[int], rejected: list[int]) -> dict[str, list[int]]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What a data set is made of.
-PROMPTS, ANSWERS, FEEDBACK, PAIRS = "prompts", "answers", "feedback", "pairs"
-KINDS = (PROMPTS, ANSWERS, FEEDBACK, PAIRS)
+from fastrl.data.columns import ANSWERS, FEEDBACK, PAIRS, PROMPTS
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import fastrl_kernels
 from fastrl import DataCollatorForCompletionOnlyLM
+from fastrl.data.collators import IGNORED
 from fastrl.data.pack import PackedCollator, PackedTexts, choose_packing, pack
-from fastrl.data.texts import IGNORED
 from fastrl.trainers import supervised as base
 from tests import tiny_models
 from tests.golden import tiny

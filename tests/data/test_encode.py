@@ -9,9 +9,10 @@ import torch
 from datasets import Dataset
 
 from fastrl import DataCollatorForCompletionOnlyLM
-from fastrl.data.texts import IGNORED, TextCollator, Ways, prepare_texts
+from fastrl.data.collators import IGNORED, TextCollator
+from fastrl.data.encode import TokenizeOptions, prepare_texts
+from tests.data.conftest import chat_tokenizer
 from tests.golden import tiny
-from tests.trainers.test_pairs import chat_tokenizer
 
 X = IGNORED
 EOS = tiny.EOS
@@ -19,7 +20,7 @@ EOS = tiny.EOS
 
 def prepared(rows: list[dict[str, Any]], max_length: int | None = None, **ways: Any) -> Any:
     tokenizer = ways.pop("tokenizer", None) or tiny.tokenizer()
-    return prepare_texts(rows, tokenizer, Ways(**ways), max_length)
+    return prepare_texts(rows, tokenizer, TokenizeOptions(**ways), max_length)
 
 
 def only(rows: list[dict[str, Any]], max_length: int | None = None, **ways: Any) -> Any:
@@ -52,9 +53,19 @@ def test_of_a_prompt_nothing_is_learned() -> None:
     assert only([row], completion_only=False) == ([5, 6, 7, EOS], [5, 6, 7, EOS])
 
 
-def test_a_token_that_spans_the_border_belongs_to_the_completion() -> None:
-    # One word: the prompt alone is another.
-    assert only([{"prompt": "w5 w1", "completion": "7 w8"}]) == ([5, 17, 8, EOS], [X, 17, 8, EOS])
+def test_no_token_spans_the_border_of_prompt_and_completion() -> None:
+    # Together "w5 w6w7" would be a word that is none; a policy reads w6, and writes w7.
+    assert only([{"prompt": "w5 w6", "completion": "w7 w8"}]) == (
+        [5, 6, 7, 8, EOS],
+        [X, X, 7, 8, EOS],
+    )
+
+
+def test_of_a_long_prompt_the_end_is_kept() -> None:
+    row = {"prompt": "w5 w6 w7 w8 ", "completion": "w9"}
+    assert only([row], 4) == ([7, 8, 9, EOS], [X, X, 9, EOS])
+    row["completion"] = "w9 w10 w11"
+    assert only([row], 4) == ([7, 8, 9, 10], [X, X, 9, 10])  # cut: no EOS
 
 
 def test_completions_of_chats() -> None:
@@ -119,7 +130,7 @@ def test_formatting_that_returns_no_texts_is_refused(function: Any) -> None:
 def test_texts_with_nothing_to_learn_are_dropped_and_counted() -> None:
     rows = [
         {"prompt": "w5 ", "completion": "w6"},
-        {"prompt": "w5 w6 w7 w8 ", "completion": "w6"},
+        {"prompt": "w5 ", "completion": ""},
         {"prompt": "w5 ", "completion": None},
     ]
     with pytest.warns(UserWarning, match=r"2 of 3 texts dropped.*behind max_length=4"):
@@ -246,6 +257,6 @@ def test_batches_say_which_tokens_are_learned() -> None:
 
 def test_preparing_twice_changes_nothing() -> None:
     once = prepared([{"prompt": "w5 ", "completion": "w6"}])
-    twice = prepare_texts(once, tiny.tokenizer(), Ways())
+    twice = prepare_texts(once, tiny.tokenizer(), TokenizeOptions())
     assert isinstance(twice, Dataset)
     assert twice[0] == once[0]

@@ -1,18 +1,21 @@
-"""Texts to learn from: from a data set's columns to token ids, and which of them are learned."""
+"""From tokenised rows to padded batches: texts, and pairs of texts."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
-from fastrl.data.chat import as_messages, checked, encode, ended, join
-from fastrl.trainers.supervised import as_dataset
-
-IGNORED = -100
+IGNORED = -100  # label of tokens that are not learned
+SIDES = ("chosen", "rejected")
+TOKEN_COLUMNS = tuple(
+    f"{kind}_{side}" for side in SIDES for kind in ("input_ids", "attention_mask")
+)
 _SHOWN = 40  # tokens of a text in a warning
 
 
@@ -172,167 +175,83 @@ def targets_of(labels: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"rows": rows, "targets": shifted[rows]}
 
 
-class Ways(NamedTuple):
-    """How texts are read from a data set's columns."""
+@dataclass
+class RewardDataCollatorWithPadding:
+    """Pads both sides of pairs to one width: one forward serves both. Padding that the rows bring
+    along is cut off where no row needs it.
 
-    text_field: str = "text"
-    formatting_func: Callable | None = None
-    completions: DataCollatorForCompletionOnlyLM | None = None
-    append_eos: bool = True
-    completion_only: bool = True
-    assistant_only: bool = False
-
-
-def prepare_texts(
-    dataset: Any,
-    tokenizer: Any,
-    ways: Ways,
-    max_length: int | None = None,
-    num_proc: int | None = None,
-) -> Any:
-    """A data set with ``input_ids`` and ``labels``. Longer texts are cut; those in which nothing is
-    left to learn are dropped, and counted in a warning.
-
-    Raises:
-        TypeError: no data set, see :func:`fastrl.trainers.supervised.as_dataset`.
-        ValueError: columns that are missing, no text left.
+    Args:
+        tokenizer: gives the pad token.
+        padding: as in ``tokenizer.pad``; ``max_length`` pads to that.
+        max_length: with ``padding="max_length"``.
+        pad_to_multiple_of: of the width.
+        return_tensors: "pt".
     """
-    dataset = as_dataset(dataset)
-    if ways.formatting_func is not None:
-        dataset = _formatted(dataset, ways.formatting_func)
-    encode = _encoder(dataset.column_names, tokenizer, ways)
 
-    def prepare(row: dict[str, Any]) -> dict[str, Any]:
-        ids, labels = encode(row)
-        ids, labels = ids[:max_length], labels[:max_length]
-        if ways.completions is not None:
-            learned = ways.completions.learned(ids)
-            labels = [t if counts else IGNORED for t, counts in zip(ids, learned, strict=True)]
-        # The first token is predicted by nothing.
-        useful = any(label != IGNORED for label in labels[1:])
-        return {"input_ids": ids, "labels": labels, _USEFUL: useful}
+    tokenizer: Any
+    padding: bool | str = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
 
-    prepared = dataset.map(
-        prepare, num_proc=num_proc, remove_columns=dataset.column_names, desc="tokenising"
-    )
-    kept = [i for i, useful in enumerate(prepared[_USEFUL]) if useful]
-    whole, prepared = len(prepared), prepared.remove_columns(_USEFUL)
-    if len(kept) == whole:
-        return prepared
-    why = "nothing is learned from them: they are empty"
-    if max_length is not None:
-        why += f", or what would be learned lies behind max_length={max_length}"
-    if ways.completions is not None:
-        named = " or ".join(
-            f"{k} {given!r}" for k, (given, _) in ways.completions.templates().items()
-        )
-        why += (
-            f", or {named} does not occur in them as these tokens (pass token ids as they are "
-            "inside a text)"
-        )
-    if not kept:
-        raise ValueError(f"no text is left of {whole}; {why}")
-    warnings.warn(f"{whole - len(kept)} of {whole} texts dropped; {why}", stacklevel=2)
-    return prepared.select(kept)
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """``input_ids_*`` and ``attention_mask_*`` [B, T] for both sides, and ``margin`` if given:
+        [B] fp32, or [B, 1] where the rows hold it in a list of one number.
 
-
-Encoder = Callable[[dict[str, Any]], tuple[list[int], list[int]]]
-_FORMATTED, _USEFUL = "_text", "_useful"
-_DEFAULT_FIELD = Ways().text_field
-
-
-def _formatted(dataset: Any, formatting_func: Callable) -> Any:
-    """One column of texts: of a function of a row, or of a batch of rows, that returns texts."""
-    errors = []
-    for batched, rows in ((False, dataset[0]), (True, dataset[:1])):
-        try:
-            made = formatting_func(rows)
-        except Exception as error:  # the other convention's arguments
-            errors.append(error)
-            continue
-        fits = _are_texts(made) if batched else isinstance(made, str)
-        if fits:
-            return dataset.map(
-                lambda rows: {_FORMATTED: formatting_func(rows)},
-                batched=batched,
-                remove_columns=dataset.column_names,
-                desc="formatting",
+        Raises:
+            ValueError: columns that are missing.
+        """
+        missing = [name for name in TOKEN_COLUMNS if name not in features[0]]
+        if missing:
+            raise ValueError(
+                f"the examples lack {', '.join(missing)}; they have {', '.join(features[0])}"
             )
-    raise ValueError(
-        "formatting_func must return a text for a row, or a list of texts for a batch of rows (a "
-        f"dict of lists); the data set has columns {', '.join(dataset.column_names)}"
-    ) from (errors[0] if errors else None)
-
-
-def _are_texts(made: Any) -> bool:
-    return isinstance(made, list) and all(isinstance(text, str) for text in made)
-
-
-def _encoder(columns: Sequence[str], tokenizer: Any, ways: Ways) -> Encoder:
-    """By the columns that there are: from a row, token ids and labels."""
-
-    def closed(ids: list[int]) -> list[int]:
-        return ended(ids, tokenizer) if ways.append_eos and ids else ids
-
-    def whole(row: dict[str, Any], column: str) -> tuple[list[int], list[int]]:
-        text = row[column]
-        if not (text is None or isinstance(text, str)):
-            raise TypeError(
-                f"column {column!r} must hold text, but some row holds {str(text)[:60]!r}, "
-                f"{type(text).__name__}"
-            )
-        ids = closed(encode(text, tokenizer)) if text else []
-        return ids, ids
-
-    def messages(row: dict[str, Any]) -> tuple[list[int], list[int]]:
-        options = {"return_dict": True, "return_assistant_tokens_mask": ways.assistant_only}
-        made = tokenizer.apply_chat_template(checked(row, "messages"), tokenize=True, **options)
-        ids = list(made["input_ids"])
-        if not ways.assistant_only:
-            return ids, ids
-        learned = made["assistant_masks"]
-        return ids, [t if counts else IGNORED for t, counts in zip(ids, learned, strict=True)]
-
-    def completion(row: dict[str, Any]) -> tuple[list[int], list[int]]:
-        if not checked(row, "completion"):
-            return [], []
-        checked(row, "prompt")
-        chat = not (isinstance(row["prompt"], str) and isinstance(row["completion"], str))
-        ids = encode(join(row["prompt"], row["completion"], tokenizer), tokenizer, chat)
-        if isinstance(row["completion"], str):  # chat templates end their texts themselves
-            ids = closed(ids)
-        if not ways.completion_only:
-            return ids, ids
-        # With a text for an answer, a chat's prompt ends where the answer begins.
-        said = as_messages(row["prompt"]) if chat else row["prompt"]
-        prompt = encode(join(said, "", tokenizer), tokenizer, chat)
-        same = zip(prompt, ids, strict=False)
-        # A token that spans the border belongs to the completion.
-        border = next((i for i, (a, b) in enumerate(same) if a != b), len(prompt))
-        return ids, [IGNORED] * border + ids[border:]
-
-    if ways.assistant_only and "messages" not in columns:
-        raise ValueError(
-            f"assistant_only_loss needs messages, the data set has columns {', '.join(columns)}"
+        rows = [
+            {"input_ids": f[f"input_ids_{side}"], "attention_mask": f[f"attention_mask_{side}"]}
+            for side in SIDES
+            for f in features
+        ]
+        padded = pad_without_fast_tokenizer_warning(
+            self.tokenizer,
+            rows,
+            padding=self.padding,
+            max_length=self.max_length if self.padding == "max_length" else None,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            return_tensors=self.return_tensors,
         )
-    if ways.formatting_func is not None:
-        return lambda row: whole(row, _FORMATTED)
-    field = ways.text_field
-    if field in columns and field != _DEFAULT_FIELD:
-        return lambda row: whole(row, field)
-    if field == _DEFAULT_FIELD:
-        if "input_ids" in columns:
-            return lambda row: (row["input_ids"], row.get("labels") or row["input_ids"])
-        if "messages" in columns:
-            return messages
-        if {"prompt", "completion"} <= set(columns):
-            return completion
-        if field in columns:
-            return lambda row: whole(row, field)
-    raise ValueError(
-        f"the data set has columns {', '.join(columns)}: it needs {field} (dataset_text_field), "
-        "prompt and completion, messages, or input_ids; or pass formatting_func"
-    )
+        width = padded["attention_mask"].shape[1]
+        if self.padding is True or self.padding == "longest":
+            width = _needed(padded["attention_mask"], self.pad_to_multiple_of or 1)
+        batch: dict[str, Any] = {"return_loss": True}
+        for name in ("input_ids", "attention_mask"):
+            for side, half in zip(SIDES, padded[name][:, :width].chunk(2), strict=True):
+                batch[f"{name}_{side}"] = half
+        if "margin" in features[0]:
+            batch["margin"] = torch.stack(
+                [torch.as_tensor(f["margin"], dtype=torch.float32) for f in features]
+            )
+        return batch
+
+
+def _needed(mask: Tensor, multiple: int) -> int:
+    """Columns up to the last that counts in any row; what is left of it stays, as positions may
+    count from there."""
+    counted = mask.any(0).nonzero()
+    last = int(counted[-1]) + 1 if len(counted) else mask.shape[1]
+    return min(-(-last // multiple) * multiple, mask.shape[1])
+
+
+def both_sides(inputs: dict[str, Any], pad: int | None) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask`` [2B, T]: the chosen, then the rejected. A collator of
+    the user's may pad each side by itself; the narrower is widened with ``pad``."""
+    joined = {}
+    for name, filler in (("input_ids", pad or 0), ("attention_mask", 0)):
+        sides = [inputs[f"{name}_{side}"] for side in SIDES]
+        width = max(side.shape[1] for side in sides)
+        joined[name] = torch.cat(
+            [nn.functional.pad(side, (0, width - side.shape[1]), value=filler) for side in sides]
+        )
+    return joined
 
 
 def _places(ids: list[int], template: list[int]) -> list[int]:
