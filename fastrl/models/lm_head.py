@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.models.scoring import (
-    NLLObjective,
+    TokenNLL,
     ScoringRequest,
     TokenScores,
     score_logits,
@@ -55,7 +55,7 @@ class FusedHead:
                 options["bias"] = head.bias
                 hidden = args[0].flatten(0, -2)[request.rows]
                 weight = head.weight if tied is None else tied
-                if isinstance(objective, NLLObjective):
+                if isinstance(objective, TokenNLL):
                     loss, logprobs = fastrl_kernels.linear_nll_loss(
                         hidden, weight, labels, denominator=objective.denominator, **options
                     )

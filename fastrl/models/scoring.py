@@ -33,7 +33,7 @@ class PolicyObjective(NamedTuple):
         return dict(zip(self._fields[2:], self[2:], strict=True))
 
 
-class NLLObjective(NamedTuple):
+class TokenNLL(NamedTuple):
     """-Σ log π / denominator of the requested rows."""
 
     denominator: Tensor  # []
@@ -52,7 +52,7 @@ class ScoringRequest(NamedTuple):
     entropy: bool = False
     values: bool = True
     logits: bool = False
-    objective: PolicyObjective | NLLObjective | None = None
+    objective: PolicyObjective | TokenNLL | None = None
 
 
 class TokenScores(NamedTuple):
@@ -77,7 +77,7 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
     )
     logprobs, entropies = scored if request.entropy else (scored, None)
     objective, loss, stats = request.objective, None, None
-    if isinstance(objective, NLLObjective):
+    if isinstance(objective, TokenNLL):
         loss = -logprobs.sum() / objective.denominator
     elif objective is not None:
         every = torch.ones_like(request.labels, dtype=torch.bool)

@@ -77,7 +77,7 @@ class KLPenalty(Protocol):
         """The penalty of each token, fp32 [...]."""
 
 
-class SampledKL:
+class SampledKLPenalty:
     """The penalty is a function of the sampled tokens' log-probs."""
 
     needs_logits = False
@@ -104,7 +104,7 @@ class SampledKL:
         return fastrl_kernels.kl_penalty(logprobs, ref_logprobs, self.kind)
 
 
-class FullKL:
+class FullKLPenalty:
     """The penalty is the KL over the whole vocabulary, computed while both logits are there."""
 
     needs_logits = True
@@ -128,7 +128,7 @@ class FullKL:
         if logprobs.dim() == 3:
             logprobs = self(logprobs, ref_logprobs)
             ref_logprobs = torch.zeros_like(logprobs)
-        return SampledKL("kl").rewards(scores, logprobs, ref_logprobs, mask, coef)
+        return SampledKLPenalty("kl").rewards(scores, logprobs, ref_logprobs, mask, coef)
 
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         """Σ_v p·(log p - log ref) of each token, [...], from log-probs of the vocabulary,
@@ -150,7 +150,7 @@ class NoPenalty:
     def rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, coef: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rewards, nothing, _ = SampledKL("kl").rewards(scores, logprobs, logprobs, mask, 0.0)
+        rewards, nothing, _ = SampledKLPenalty("kl").rewards(scores, logprobs, logprobs, mask, 0.0)
         return rewards, nothing, torch.where(mask, torch.nan, nothing)
 
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def make_kl_penalty(kind: str, reference: RefModel, temperature: float = 1.0) ->
     """By ``PPOConfig.kl_penalty``; the policies are softmax(logits / temperature)."""
     if reference.mode == "none":
         return NoPenalty()
-    return FullKL(temperature) if kind == "full" else SampledKL(kind)
+    return FullKLPenalty(temperature) if kind == "full" else SampledKLPenalty(kind)
 
 
 # ------------------------------------------------------------------ log-probs and values

@@ -180,7 +180,7 @@ class Request(NamedTuple):
         return [prompt for prompt in self.prompts for _ in range(self.samples)]
 
 
-class Backend(Protocol):
+class RolloutBackend(Protocol):
     """What generates the responses."""
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
@@ -280,7 +280,7 @@ class EngineBackend:
 
 def make_backend(
     config: PPOConfig, tokenizer: Any, autocast: Callable[[], AbstractContextManager]
-) -> Backend:
+) -> RolloutBackend:
     """By ``PPOConfig.rollout_backend``."""
     if config.rollout_backend == "generate":
         return GenerateBackend(tokenizer, autocast)

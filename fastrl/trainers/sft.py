@@ -16,7 +16,7 @@ from fastrl.data.encode import TokenizeOptions, prepare_texts
 from fastrl.data.pack import JoinedCollator, PackedTexts, choose_packing
 from fastrl.models.lm_head import Head, choose_head
 from fastrl.models.load import load_language_model, with_adapter
-from fastrl.models.scoring import NLLObjective, ScoringRequest, score_logits
+from fastrl.models.scoring import TokenNLL, ScoringRequest, score_logits
 from fastrl.models.utils import evaluating
 from fastrl.run.model_card import SFT
 from fastrl.trainers.supervised import (
@@ -219,7 +219,7 @@ class SFTTrainer(SupervisedTrainer):
         whole_step = num_items_in_batch is not None
         tokens = torch.as_tensor(num_items_in_batch if whole_step else len(inputs["rows"]))
         # A scaler's factor has to reach gradients in fp16 before they are rounded.
-        objective = None if self.args.fp16 else NLLObjective(tokens.clamp(min=1))
+        objective = None if self.args.fp16 else TokenNLL(tokens.clamp(min=1))
         request = ScoringRequest(
             inputs["rows"], inputs["targets"], values=False, objective=objective
         )

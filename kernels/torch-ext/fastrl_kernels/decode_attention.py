@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .checks import check_device, check_float, check_positive
 from .dispatch import choose
-from .types import DecodeAttention
+from .types import AttentionSettings
 
 
-def _live(lengths: Tensor, a: DecodeAttention) -> Tensor:
+def _live(lengths: Tensor, a: AttentionSettings) -> Tensor:
     """Which tokens count, [B, 1, 1, span]."""
     position = torch.arange(a.span, device=lengths.device)
     lengths = lengths.view(-1, 1, 1, 1)
@@ -23,7 +23,7 @@ def _live(lengths: Tensor, a: DecodeAttention) -> Tensor:
 
 
 def _capped(
-    query: Tensor, keys: Tensor, values: Tensor, live: Tensor, a: DecodeAttention
+    query: Tensor, keys: Tensor, values: Tensor, live: Tensor, a: AttentionSettings
 ) -> Tensor:
     """softmax(cap(scale·q·kᵀ))·v in fp32."""
     scores = query.float() @ keys.float().mT
@@ -36,7 +36,7 @@ def _capped(
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: DecodeAttention
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: AttentionSettings
 ) -> Tensor:
     batch, heads, width = query.shape
     kv_heads = keys.shape[2]
@@ -97,14 +97,14 @@ def _checked(
     window: int | None,
     softcap: float | None,
     span: int | None,
-) -> DecodeAttention:
+) -> AttentionSettings:
     tokens = keys.shape[1]
     span = tokens if span is None else span
     if not 1 <= span <= tokens:
         raise ValueError(f"span must be in [1, {tokens}], the tokens of a slot, got {span}")
     if window is not None and window < 1:
         raise ValueError(f"window must be positive, or None for all tokens, got {window}")
-    return DecodeAttention(
+    return AttentionSettings(
         span,
         span if window is None else min(window, span),
         query.shape[-1] ** -0.5 if scale is None else check_positive("scale", scale),

@@ -286,7 +286,7 @@ class SamplingParameters(NamedTuple):
         return SamplingParameters(*map(column, self))
 
 
-class DecodeAttention(NamedTuple):
+class AttentionSettings(NamedTuple):
     """Which of a row's tokens are live, and what becomes of their scores."""
 
     span: int

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch import interpreting
-from ..types import DecodeAttention
+from ..types import AttentionSettings
 from .logprob import LOG2E, LOWEST
 from .tiles import accurate_tanh, device_of
 
@@ -226,7 +226,7 @@ def _shapes(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Any]:
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: DecodeAttention
+    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: AttentionSettings
 ) -> Tensor:
     """``decode_attention`` of checked arguments; one launch where a split is all there is."""
     batch, heads, _ = query.shape
