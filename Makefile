@@ -38,7 +38,7 @@ demo: $(VENV)/.runtime
 test: export OMP_WAIT_POLICY ?= passive
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) $(PYTEST)
-	$(BIN)/python -m benchmarks aot
+	$(BIN)/python -m tests.aot
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -50,22 +50,22 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 
 aot: $(VENV)/.dev
-	$(BIN)/python -m benchmarks aot
+	$(BIN)/python -m tests.aot
 
 gpu: $(VENV)/.dev
-	$(BIN)/python -m benchmarks device
-	$(BIN)/python -m benchmarks report
+	$(BIN)/python -m benchmarks.before device
+	$(BIN)/python -m benchmarks.before report
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks ops $(BENCH)
-	$(BIN)/python -m benchmarks ppo --peer trl==0.11.4 --reference copy adapter trunk
-	$(BIN)/python -m benchmarks sft --peer trl==1.16.0
-	$(BIN)/python -m benchmarks dpo --peer trl==1.16.0
-	$(BIN)/python -m benchmarks rollout
-	$(BIN)/python -m benchmarks reference
+	$(BIN)/python -m benchmarks.before ops $(BENCH)
+	$(BIN)/python -m benchmarks.before ppo --peer trl==0.11.4 --reference copy adapter trunk
+	$(BIN)/python -m benchmarks.before sft --peer trl==1.16.0
+	$(BIN)/python -m benchmarks.before dpo --peer trl==1.16.0
+	$(BIN)/python -m benchmarks.before rollout
+	$(BIN)/python -m benchmarks.before reference
 	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-		then $(BIN)/python -m benchmarks gpu --minutes 8; fi
-	$(BIN)/python -m benchmarks report
+		then $(BIN)/python -m benchmarks.before gpu --minutes 8; fi
+	$(BIN)/python -m benchmarks.before report
 
 trl-parity: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/trl_parity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from benchmarks import ppo_cases, ppo_tables
+from benchmarks.before import ppo_cases, ppo_tables
 
 SECONDS = {"fastrl": [1.0, 2.0, 4.0], "peer": [3.0, 4.0, 4.0], "ratio": 2.0}
 OLD_SHAPE = {

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks import __main__ as command
-from benchmarks import build, cases, timing
-from benchmarks.attention import Attention, ragged_lengths
-from benchmarks.cases import Case, grid, work
-from benchmarks.measure import Effort, too_much
-from benchmarks.problem import FACTOR, errors, ratio, results
+from benchmarks.before import __main__ as command
+from benchmarks.before import build, cases, timing
+from benchmarks.before.attention import Attention, ragged_lengths
+from benchmarks.before.cases import Case, grid, work
+from benchmarks.before.measure import Effort, too_much
+from benchmarks.before.problem import FACTOR, errors, ratio, results
 
 
 def test_every_op_has_all_that_it_needs():

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import __main__ as command
-from benchmarks import device
-from benchmarks.device import Stage
+from benchmarks.before import __main__ as command
+from benchmarks.before import device
+from benchmarks.before.device import Stage
 
 FINE = Stage("fine", "ends well", 2, ("-c", "print('all is well')"))
 FAILS = Stage("fails", "does not", 2, ("-c", "print('why it failed'); raise SystemExit(3)"))

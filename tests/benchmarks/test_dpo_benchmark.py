@@ -6,9 +6,17 @@ from pathlib import Path
 import pytest
 
 import fastrl
-from benchmarks import record, report, training
-from benchmarks.dpo import DPO
-from benchmarks.training_worker import EOS, PAD, DPOSide, Loader, pairs, word_tokenizer, words
+from benchmarks.before import record, report, training
+from benchmarks.before.dpo import DPO
+from benchmarks.before.training_worker import (
+    EOS,
+    PAD,
+    DPOSide,
+    Loader,
+    pairs,
+    word_tokenizer,
+    words,
+)
 
 SMALL = vars(DPO.quick) | {"layers": 1}
 

@@ -13,10 +13,10 @@ import types
 import pytest
 import torch
 
-from benchmarks import build, cases, gates, gpu, ncu, sanitizer, timing
-from benchmarks.attention import Attention
-from benchmarks.cases import Case
-from benchmarks.planner import Step, carry_out
+from benchmarks.before import build, cases, gates, gpu, ncu, sanitizer, timing
+from benchmarks.before.attention import Attention
+from benchmarks.before.cases import Case
+from benchmarks.before.planner import Step, carry_out
 from tests.kernels.conftest import (  # noqa: F401 - fixtures
     _quiet_interpreter,
     interpreter_rounds_to_nearest,
@@ -93,7 +93,7 @@ def test_the_gates_are_green(op, monkeypatch):
 
 def wrong_problem(case: Case, change) -> object:
     """A problem whose op's results are changed by `change(results, inputs)`."""
-    from benchmarks import build
+    from benchmarks.before import build
 
     problem = build.problem(case, CPU, backend="torch")
     ours = problem.ours
@@ -261,7 +261,7 @@ def test_errors_of_the_sanitizer_are_red(tmp_path, monkeypatch):
 def test_a_bare_checkout_is_enough():
     """Torch and triton may be all that a GPU machine has."""
     names = "{'transformers', 'datasets', 'accelerate', 'matplotlib', 'pytest', 'fastrl'}"
-    code = f"import sys, benchmarks.gpu; print(*(sys.modules.keys() & {names}))"
+    code = f"import sys, benchmarks.before.gpu; print(*(sys.modules.keys() & {names}))"
     path = os.pathsep.join(map(str, ncu.sources()))
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -283,6 +283,6 @@ def test_ncu_profiles_this_very_module(monkeypatch):
     monkeypatch.setattr(ncu.subprocess, "run", run)
     assert ncu.count(GAE, timeout=1)["kernels"] == 2
     ((command, options),) = asked
-    assert command[-3:-1] == ["-m", "benchmarks.ncu"]
+    assert command[-3:-1] == ["-m", "benchmarks.before.ncu"]
     assert Case.read(json.loads(command[-1])) == GAE
     assert "torch-ext" in options["env"]["PYTHONPATH"]

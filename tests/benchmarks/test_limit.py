@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.cases import Case, available, grid, work
-from benchmarks.limit import limit
+from benchmarks.before.cases import Case, available, grid, work
+from benchmarks.before.limit import limit
 
 CPU = torch.device("cpu")
 HEADS = [

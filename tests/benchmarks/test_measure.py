@@ -9,12 +9,12 @@ import math
 import pytest
 import torch
 
-from benchmarks import __main__ as command
-from benchmarks import build, cases, measure, memory, ops, problem, timing
-from benchmarks.cases import Case, Goal
-from benchmarks.measure import Effort
-from benchmarks.peers import Peer
-from benchmarks.problem import backward, forward
+from benchmarks.before import __main__ as command
+from benchmarks.before import build, cases, measure, memory, ops, problem, timing
+from benchmarks.before.cases import Case, Goal
+from benchmarks.before.measure import Effort
+from benchmarks.before.peers import Peer
+from benchmarks.before.problem import backward, forward
 
 CPU = torch.device("cpu")
 ROOF = timing.Roofline(1e10, {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11})
@@ -27,7 +27,7 @@ def peers(monkeypatch):
     """One that agrees and computes less, one that is off, one that fails, one that is not there."""
 
     def less(logits, labels):
-        from benchmarks import eager
+        from benchmarks.before import eager
 
         return eager.token_logprobs(logits, labels)
 
@@ -183,7 +183,7 @@ def test_an_op_stands_for_the_command_that_measures_it(arguments, wanted, monkey
             parser.add_argument("--results")
 
         def run(self, args):
-            asked.append((self.name.removeprefix("benchmarks."), args.all))
+            asked.append((self.name.removeprefix("benchmarks.before."), args.all))
             return 7
 
     monkeypatch.setattr(command.importlib, "import_module", Module)

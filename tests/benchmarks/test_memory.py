@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.memory import Footprint, footprint, replay
+from benchmarks.before.memory import Footprint, footprint, replay
 
 CPU = torch.device("cpu")
 A, B, C = 1000, 2000, 3000

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import peer
-from benchmarks.peer import Uninstallable, peer_python
+from benchmarks.before import peer
+from benchmarks.before.peer import Uninstallable, peer_python
 
 
 @pytest.mark.parametrize("broken", ["venv", "pip"])

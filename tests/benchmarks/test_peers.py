@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from benchmarks import build, cases, peers
-from benchmarks.attention import Attention
-from benchmarks.cases import Case
-from benchmarks.problem import errors, results, worst_relative
+from benchmarks.before import build, cases, peers
+from benchmarks.before.attention import Attention
+from benchmarks.before.cases import Case
+from benchmarks.before.problem import errors, results, worst_relative
 
 CPU = torch.device("cpu")
 SHAPES = {

@@ -11,9 +11,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from benchmarks import ppo, ppo_cases, ppo_tables
-from benchmarks.peer import Uninstallable
-from benchmarks.worker import Absent, WorkerError
+from benchmarks.before import ppo, ppo_cases, ppo_tables
+from benchmarks.before.peer import Uninstallable
+from benchmarks.before.worker import Absent, WorkerError
 
 
 def test_the_ratio_is_the_median_over_pairs() -> None:

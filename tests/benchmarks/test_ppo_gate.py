@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks import ppo_cases, ppo_gate
+from benchmarks.before import ppo_cases, ppo_gate
 
 
 def test_agreement_is_within_the_tolerance() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ppo_cases, record, report
+from benchmarks.before import ppo_cases, record, report
 from tests.benchmarks.ppo_results import (
     a_case,
     a_result,

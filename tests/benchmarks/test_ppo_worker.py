@@ -13,8 +13,15 @@ import torch
 from accelerate.state import AcceleratorState
 
 import fastrl
-from benchmarks import ppo_cases, ppo_eager, ppo_float64, ppo_gate, ppo_tables, ppo_worker
-from benchmarks.ppo_worker import Side
+from benchmarks.before import (
+    ppo_cases,
+    ppo_eager,
+    ppo_float64,
+    ppo_gate,
+    ppo_tables,
+    ppo_worker,
+)
+from benchmarks.before.ppo_worker import Side
 
 TOY, TOY_QWEN = (case.shape for case in ppo_cases.QUICK)
 

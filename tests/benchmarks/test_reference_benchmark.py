@@ -15,8 +15,15 @@ import torch
 from transformers.utils import logging
 
 import fastrl.references.choose
-from benchmarks import record, reference, reference_gate, reference_tables, report, rollout_cases
-from benchmarks.reference_cases import (
+from benchmarks.before import (
+    record,
+    reference,
+    reference_gate,
+    reference_tables,
+    report,
+    rollout_cases,
+)
+from benchmarks.before.reference_cases import (
     CHECKPOINTING,
     COPY,
     FIRST_TOKEN,
@@ -27,8 +34,8 @@ from benchmarks.reference_cases import (
     cases,
     samples,
 )
-from benchmarks.reference_sides import Side, own_accelerate, sides, storage_bytes, trainer
-from benchmarks.rollout_cases import Shape
+from benchmarks.before.reference_sides import Side, own_accelerate, sides, storage_bytes, trainer
+from benchmarks.before.rollout_cases import Shape
 from fastrl.references import AdapterReference, CopyReference, NoReference
 from fastrl.references.trunk import Unshareable
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import record, report
-from benchmarks.cases import Case, Goal
+from benchmarks.before import record, report
+from benchmarks.before.cases import Case, Goal
 from tests.benchmarks.ppo_results import a_result
 
 ROOF = {"copy": 1e10, "gemm": {"fp32": 1e11}}

@@ -14,8 +14,15 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from benchmarks import record, report, rollout, rollout_gate, rollout_sides, rollout_tables
-from benchmarks.rollout_cases import (
+from benchmarks.before import (
+    record,
+    report,
+    rollout,
+    rollout_gate,
+    rollout_sides,
+    rollout_tables,
+)
+from benchmarks.before.rollout_cases import (
     Case,
     Goal,
     Shape,
@@ -25,7 +32,7 @@ from benchmarks.rollout_cases import (
     kv_bytes,
     workload,
 )
-from benchmarks.rollout_sides import CONTINUOUS, GENERATE, OURS, STATIC, Side
+from benchmarks.before.rollout_sides import CONTINUOUS, GENERATE, OURS, STATIC, Side
 from fastrl import RolloutEngine
 from fastrl.rollout import engine
 from fastrl.rollout.floor import weight_bytes

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import fastrl
-from benchmarks import record, report, training
-from benchmarks.sft import SFT
-from benchmarks.training_worker import EOS, IGNORED, SFTSide, labels_of, texts
+from benchmarks.before import record, report, training
+from benchmarks.before.sft import SFT
+from benchmarks.before.training_worker import EOS, IGNORED, SFTSide, labels_of, texts
 
 
 def a_result(**changes: object) -> dict:

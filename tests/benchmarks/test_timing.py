@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import timing
-from benchmarks.timing import interleaved
+from benchmarks.before import timing
+from benchmarks.before.timing import interleaved
 
 CPU = torch.device("cpu")
 

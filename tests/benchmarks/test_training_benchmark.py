@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import pytest
 
-from benchmarks import dpo, peer, sft, training
-from benchmarks.dpo import DPO
-from benchmarks.sft import SFT
-from benchmarks.training import Training
-from benchmarks.training_worker import texts
+from benchmarks.before import dpo, peer, sft, training
+from benchmarks.before.dpo import DPO
+from benchmarks.before.sft import SFT
+from benchmarks.before.training import Training
+from benchmarks.before.training_worker import texts
 
 TRAININGS = pytest.mark.parametrize(
     ("which", "command"), [(SFT, sft), (DPO, dpo)], ids=["sft", "dpo"]

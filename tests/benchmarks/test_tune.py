@@ -8,11 +8,11 @@ import json
 import pytest
 import torch
 
-from benchmarks import __main__ as command
-from benchmarks import knobs, timing, tune, tune_tables
-from benchmarks.cases import Case
-from benchmarks.knobs import KNOBS, Knob
-from benchmarks.planner import carry_out
+from benchmarks.before import __main__ as command
+from benchmarks.before import knobs, timing, tune, tune_tables
+from benchmarks.before.cases import Case
+from benchmarks.before.knobs import KNOBS, Knob
+from benchmarks.before.planner import carry_out
 
 CPU = torch.device("cpu")
 ROOF = timing.Roofline(1e10, {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11})

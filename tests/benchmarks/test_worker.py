@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ppo_cases
-from benchmarks.worker import Absent, Worker, WorkerError, environment
+from benchmarks.before import ppo_cases
+from benchmarks.before.worker import Absent, Worker, WorkerError, environment
 
 
 def a_worker(python: Path) -> Worker:
@@ -52,5 +52,5 @@ def test_only_our_own_sides_see_the_source_tree(monkeypatch: pytest.MonkeyPatch)
     assert "PYTHONPATH" not in environment("trl")
     for ours in ("fastrl", "eager"):
         root, kernels = environment(ours)["PYTHONPATH"].split(os.pathsep)
-        assert (Path(root) / "benchmarks" / "worker.py").exists()
+        assert (Path(root) / "benchmarks" / "before" / "worker.py").exists()
         assert (Path(kernels) / "fastrl_kernels").exists()

@@ -1,0 +1,1 @@
+"""Commands that measure and check fastrl: ``python -m benchmarks COMMAND``."""
