@@ -2,12 +2,13 @@
 call, what the machine can do at best, the gate against float64, and where results are kept.
 
 An entry is what is known of one case, as result files hold it:
-{"benchmark", "name", "label", "what", "main", "goals": [Goal], "red": None or why there are no
- figures, "absent": {side: why}, "work": None or {"bytes", "flops", "what"}, "units": None or
- [word, count], "remarks": [text],
+{"benchmark", "name", "label", "what", "main", "goals": [Goal], "absent": {side: why},
+ "baseline": None or the side that others are compared with, in place of fastrl,
+ "red": None or why there are no figures, "work": None or {"bytes", "flops", "what"},
+ "units": None or [word, count], "remarks": [text],
  "sides": {name: {"note", "calls": in a turn, "seconds": {phase: [of each turn]},
-                  "limit": [seconds of the least work, turn by turn], "memory": {kind: bytes},
-                  "facts": {name: number}}}}
+                  "limit": [seconds of the least work, turn by turn], "limited": its phase,
+                  "memory": {kind: bytes}, "facts": {name: number}}}}
 The first phase is the one that ratios are of unless another is named. Needs torch alone: a worker
 in another environment loads this file by its path.
 """
@@ -104,6 +105,7 @@ class Case:
             "what": self.what,
             "main": self.main,
             "goals": [dataclasses.asdict(goal) for goal in self.goals],
+            "baseline": None,
             "red": None,
             "absent": {},
             "work": None,
@@ -117,6 +119,14 @@ def ratios(entry: Entry, side: str, base: str = OURS, phase: str | None = None) 
     """Seconds of a side over those of the base, turn by turn: above 1, the base is the faster."""
     theirs, ours = (phase_of(entry["sides"][name], phase) for name in (side, base))
     return [a / b for a, b in zip(theirs, ours, strict=True)]
+
+
+def faster(entry: Entry, side: str, phase: str | None = None) -> list[float]:
+    """What is shown of a side: by how much fastrl is the faster, or the side than a baseline."""
+    baseline = entry.get("baseline")
+    if baseline:
+        return ratios(entry, baseline, side, phase)
+    return ratios(entry, side, OURS, phase)
 
 
 def phase_of(side: Mapping[str, Any], phase: str | None = None) -> list[float]:
@@ -234,8 +244,8 @@ class Side:
         turn: does it once more, and says the seconds of each phase.
         note: what sets it apart.
         calls: of the work in a turn.
-        limit: the seconds of the least work, as it takes its turns; `limited` is the phase that it
-            is the limit of.
+        limit: the seconds of the least work, as it takes its turns; `limited` is the phase that
+            they are the limit of, unless the first.
         memory, facts: what else is known of it, once the turns are over.
         close: when it is done with.
     """
@@ -271,17 +281,20 @@ def one_after_another(
 
 
 def take_turns(
-    sides: Mapping[str, Side], rounds: int, pedantic: Callable[..., object] = one_after_another
+    sides: Mapping[str, Side],
+    rounds: int,
+    pedantic: Callable[..., object] = one_after_another,
+    own: str = OURS,
 ) -> None:
     """Rounds of a turn of each side, A B C A B C …: what slows one slows its neighbours. Fastrl's
     own is the last in a round, and what pytest-benchmark times."""
-    others = [side for name, side in sides.items() if name != OURS]
+    others = [side for name, side in sides.items() if name != own]
 
     def setup() -> None:
         for side in others:
             side.take_turn()
 
-    pedantic(sides[OURS].take_turn, setup=setup, rounds=rounds)
+    pedantic(sides[own].take_turn, setup=setup, rounds=rounds)
 
 
 def described(error: Exception) -> str:
@@ -341,7 +354,7 @@ def rounds_within(seconds: float, sides: Iterable[Side], most: int) -> int:
     for side in sides:
         side.turn()
     once = time.perf_counter() - begin
-    return max(min(LEAST_ROUNDS, most), min(most, int(seconds / max(once, 1e-9))))
+    return int(max(min(LEAST_ROUNDS, most), min(most, seconds / max(once, 1e-9))))
 
 
 def now(device: torch.device) -> float:
@@ -460,25 +473,28 @@ class Measurement:
         rounds: int,
         limit: Side | None = None,
         *,
-        within: float | None = None,
+        within: float = math.inf,
+        baseline: str | None = None,
     ) -> Entry:
-        """Turns of all sides, once the gate is green; the entry, which is in the result now too.
+        """Turns of all sides, once the gate is green, after an uncounted one of each; the entry,
+        which is in the result now too.
 
         Args:
             rounds: unless the run has a number of its own.
             limit: does the least work of the case, in turns with the others.
-            within: seconds; there are fewer rounds, but three, where they would take longer.
+            within: seconds, and those left to the run; there are fewer rounds, but three, where
+                they would take longer.
+            baseline: the side that the others are compared with; fastrl's own otherwise.
         """
-        rounds = self.run.rounds or rounds
+        self.entry["baseline"] = baseline
+        rounds = 2 if self.run.toy else self.run.rounds or rounds
         taking = {**({"limit": limit} if limit else {}), **sides}
-        if within is not None:
-            rounds = rounds_within(within, taking.values(), rounds)
-        if self.run.toy:
-            rounds = 2
-        take_turns(taking, rounds, self.pedantic)
-        for side in sides.values():
-            if limit:
-                side.limit = phase_of({"seconds": limit.seconds})
+        within = min(within, self.run.stop - self.run.clock())
+        rounds = rounds_within(within, taking.values(), rounds)
+        take_turns(taking, rounds, self.pedantic, baseline or OURS)
+        for side in sides.values() if limit else ():
+            if limit.limited is None or limit.limited in side.seconds:
+                side.limit, side.limited = phase_of({"seconds": limit.seconds}), limit.limited
         self.entry["sides"] = {name: side.described() for name, side in sides.items()}
         self._keep()
         return self.entry
@@ -496,17 +512,18 @@ class Measurement:
 def in_short(entry: Entry, device: torch.device) -> dict[str, Any]:
     """What a comparison of two runs looks at: ratios, bytes, memory and goals, and no times."""
     found: dict[str, Any] = {name: entry[name] for name in ("benchmark", "what", "red")}
-    ours = entry["sides"].get(OURS)
+    own = entry["baseline"] or OURS
+    ours = entry["sides"].get(own)
     if not ours:
         return found
-    others = [name for name in entry["sides"] if name != OURS]
-    found["faster than"] = {name: statistics.median(ratios(entry, name)) for name in others}
+    others = [name for name in entry["sides"] if name != own]
+    found["ratio"] = {name: statistics.median(faster(entry, name)) for name in others}
     found["calls in a round"] = ours["calls"]
     if entry["work"]:
         seconds = statistics.median(phase_of(ours))
         found |= {"bytes": entry["work"]["bytes"], "GB/s": entry["work"]["bytes"] / seconds / 1e9}
     if ours["limit"]:
-        found["of the roofline"] = statistics.median(rooflines(entry))
+        found["of the roofline"] = statistics.median(rooflines(entry, own))
     found |= {f"memory, {kind}": nbytes for kind, nbytes in ours["memory"].items()}
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     found["goals"] = dict(verdicts(entry, name))

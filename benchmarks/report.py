@@ -9,8 +9,8 @@ from benchmarks.harness import (
     Entry,
     duration,
     durations,
+    faster,
     phase_of,
-    ratios,
     rooflines,
     size,
     spread,
@@ -24,14 +24,15 @@ def render(entry: Entry, device: str) -> str:
     if entry["red"]:
         return f"{head}\n  RED, no figures: {entry['red']}"
     lines = [head, f"  {entry['what']}"] if entry["what"] else [head]
-    for phase in entry["sides"][OURS]["seconds"]:
-        lines.append(f"  {phase:<34}{'seconds':>26}{'fastrl faster by':>22}")
+    own, than = entry["baseline"] or OURS, "faster by" if entry["baseline"] else "fastrl faster by"
+    for phase in entry["sides"][own]["seconds"]:
+        lines.append(f"  {phase:<34}{'seconds':>26}{than:>22}")
         for name, side in entry["sides"].items():
             if phase not in side["seconds"]:
                 continue
-            faster = "" if name == OURS else spread(ratios(entry, name, phase=phase), ".2f")
+            ratio = "" if name == own else spread(faster(entry, name, phase), ".2f")
             taken = durations(phase_of(side, phase))
-            lines.append(f"    {name:<32}{taken:>26}{faster:>22}")
+            lines.append(f"    {name:<32}{taken:>26}{ratio:>22}")
     lines += [f"  {line}" for line in details(entry)]
     for goal, reached in verdicts(entry, device):
         lines.append(f"  goal {goal}: {'reached' if reached else 'MISSED'}")
@@ -48,7 +49,7 @@ def details(entry: Entry) -> list[str]:
         if side["limit"]:
             parts.append(f"{statistics.median(rooflines(entry, name)):.0%} of the roofline")
         lines += [f"{name}: {'; '.join(parts)}"] if parts else []
-    least = entry["sides"][OURS]["limit"]
+    least = entry["sides"][entry["baseline"] or OURS]["limit"]
     lines += [f"the roofline: {duration(statistics.median(least))}"] if least else []
     lines += entry["remarks"]
     return [*lines, *(f"absent, {name}: {why}" for name, why in entry["absent"].items())]
