@@ -14,7 +14,7 @@ help:
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make aot     the ahead-of-time gate alone"
 	@echo "make trl-parity  TRL's own trainers with and without fastrl's kernels"
-	@echo "make bench   the benchmarks that this machine allows (BENCH=--main: fewer shapes)"
+	@echo "make bench   the benchmarks that this machine allows (BENCH=--full: more shapes)"
 	@echo "make gpu     on an NVIDIA GPU: the tests there, then every benchmark, unattended"
 	@echo "make hub     lay out the Kernel Hub package in kernels/build"
 	@echo "make clean   remove .venv and caches"
@@ -53,19 +53,12 @@ aot: $(VENV)/.dev
 	$(BIN)/python -m tests.aot
 
 gpu: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.before device
-	$(BIN)/python -m benchmarks.before report
+	$(BIN)/python -m benchmarks gpu
+	$(BIN)/python -m benchmarks report
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks.before ops $(BENCH)
-	$(BIN)/python -m benchmarks.before ppo --peer trl==0.11.4 --reference copy adapter trunk
-	$(BIN)/python -m benchmarks.before sft --peer trl==1.16.0
-	$(BIN)/python -m benchmarks.before dpo --peer trl==1.16.0
-	$(BIN)/python -m benchmarks.before rollout
-	$(BIN)/python -m benchmarks.before reference
-	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-		then $(BIN)/python -m benchmarks.before gpu --minutes 8; fi
-	$(BIN)/python -m benchmarks.before report
+	$(BIN)/python -m pytest benchmarks --results $(BENCH)
+	$(BIN)/python -m benchmarks report
 
 trl-parity: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/trl_parity

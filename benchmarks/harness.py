@@ -215,7 +215,7 @@ def _unit(seconds: float) -> tuple[str, float]:
 
 def spread(values: Sequence[float], form: str, unit: str = "") -> str:
     """`median (lowest–highest)`, the unit after the median."""
-    unit = f" {unit}" if unit else ""
+    unit = f" {unit}" if unit not in ("", "×") else unit
     return f"{statistics.median(values):{form}}{unit} ({min(values):{form}}–{max(values):{form}})"
 
 

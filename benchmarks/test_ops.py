@@ -8,14 +8,16 @@ library's matrix products of the same shapes, takes turns with the others.
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import harness, ops, peers
+from benchmarks import gpu, harness, ops, peers
 from benchmarks.conftest import RUN
 from benchmarks.harness import (
     DRAWS,
@@ -65,9 +67,15 @@ class Check:
 
 
 def pytest_generate_tests(metafunc: Any) -> None:
-    if "op" in metafunc.fixturenames:
-        on_gpu = metafunc.config.stash[RUN].device.type == "cuda"
-        metafunc.parametrize("op", ops.available() if on_gpu else ())
+    """Checks and profilers are for GPUs: on a CPU the kernels' own tests run in the interpreter."""
+    on_gpu = metafunc.config.stash[RUN].device.type == "cuda"
+    every = {
+        "op": ops.available,
+        "shape": lambda: [case.of for op in ops.available() for case in ops.cases(op, "cuda")],
+        "tool": lambda: list(gpu.TOOLS),
+    }
+    for name in every.keys() & set(metafunc.fixturenames):
+        metafunc.parametrize(name, every[name]() if on_gpu else [], ids=str)
 
 
 def test_kernels(op: str, run: Run) -> None:
@@ -281,3 +289,32 @@ def judge(
                 raise
             measurement.absent(name, described(error))
     return errors(problem, found)
+
+
+# --- what profilers say --------------------------------------------------------------------------
+
+
+def test_bytes(shape: Shape, run: Run) -> None:
+    """Bytes that a main case's kernels move, as Nsight Compute counts them."""
+    result = run.result("ops")
+    if not gpu.available("ncu"):
+        pytest.skip("ncu is not on the path")
+    try:
+        counted = gpu.count_bytes(shape)
+    except (gpu.Refused, subprocess.TimeoutExpired) as reason:
+        pytest.skip(f"ncu cannot count here: {reason}")
+    result.setdefault("bytes", []).append({"op": shape.op, "label": shape.label, **counted})
+    run.save("ops")
+
+
+def test_sanitizer(tool: str, run: Run) -> None:
+    """A pass of every kernel under a tool that looks for what no result shows."""
+    if not gpu.available("compute-sanitizer"):
+        pytest.skip("compute-sanitizer is not on the path")
+    try:
+        found = gpu.sanitize(tool)
+    except (gpu.Refused, subprocess.TimeoutExpired) as reason:
+        pytest.skip(f"{tool} cannot work here: {reason}")
+    run.result("ops").setdefault("sanitizer", []).append(found)
+    run.save("ops")
+    assert not found["errors"], "\n".join(found["first"])

@@ -11,6 +11,7 @@ answer to each {"command": name} that it reads; the methods of a side are its co
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import copy
 import dataclasses
@@ -20,6 +21,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -304,6 +306,13 @@ def pairs(shape: dict[str, Any]) -> list[tuple[list[int], list[int], list[int]]]
     return found
 
 
+def own_folder() -> str:
+    """A folder that goes with the process."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, True)
+    return folder
+
+
 # --- PPO -----------------------------------------------------------------------------------------
 
 # Of plain gradient descent, which moves each weight in proportion to its gradient, rounding too:
@@ -399,12 +408,7 @@ class PPOSide:
                 self.queries,
                 batch_size=self.shape["batch"],
                 return_prompt=False,
-                min_new_tokens=length,
-                max_new_tokens=length,
-                do_sample=True,
-                top_k=0,
-                top_p=1.0,
-                pad_token_id=PAD,
+                **sampling(length),
             )
         generated = now(self.device)
         stats = self.trainer.step(self.queries, responses, scores)
@@ -438,6 +442,12 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def sampling(length: int) -> dict[str, Any]:
+    """From the whole softmax, responses of one length."""
+    lengths = {"min_new_tokens": length, "max_new_tokens": length}
+    return {**lengths, "do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": PAD}
 
 
 def is_compared(key: str, value: Any) -> bool:
@@ -500,9 +510,8 @@ class TrainerSide:
 
         logging.set_verbosity_error()
         datasets.disable_progress_bars()
-        self.folder = tempfile.TemporaryDirectory()
         arguments = {
-            "output_dir": self.folder.name,
+            "output_dir": own_folder(),
             "per_device_train_batch_size": shape["batch"],
             "num_train_epochs": 1,
             "max_length": shape["longest"],
@@ -717,17 +726,17 @@ class GRPOSide:
         from datasets import Dataset
 
         shape = self.shape
-        self.folder = tempfile.TemporaryDirectory()
+        folder = own_folder()
 
         # It copies only what it can load again by a name.
-        self.model.save_pretrained(self.folder.name)
-        self.tokenizer.save_pretrained(self.folder.name)
-        self.model.config._name_or_path = self.folder.name
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        self.model.config._name_or_path = folder
         return library.GRPOTrainer(
             model=self.model,
             reward_funcs=lambda completion_ids, **_: list(map(even_share, completion_ids)),
             args=library.GRPOConfig(
-                output_dir=self.folder.name,
+                output_dir=folder,
                 per_device_train_batch_size=shape["batch"],
                 num_generations=shape["group"],
                 max_completion_length=shape["completion"],
@@ -784,11 +793,7 @@ class GRPOSide:
             queries,
             batch_size=len(queries),
             return_prompt=False,
-            min_new_tokens=length,
-            max_new_tokens=length,
-            do_sample=True,
-            top_k=0,
-            top_p=1.0,
+            **sampling(length),
         )
         self.learn(queries, responses)
 

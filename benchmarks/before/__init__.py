@@ -1,1 +1,0 @@
-"""Commands that measure and check fastrl: ``python -m benchmarks COMMAND``."""
