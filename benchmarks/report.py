@@ -638,18 +638,21 @@ def _plot(path: Path, entries: list[Entry]) -> Path:
         others = [name for name in entry["sides"] if name != own]
         speed.append((title, {n: statistics.median(faster(entry, n)) for n in others}))
         peaks = {n: s["memory"].get("peak", 0) / 2**20 for n, s in entry["sides"].items()}
-        memory.append((title, {n: peak for n, peak in peaks.items() if peak}))
-    panels = [(speed, f"faster than {own}" if entries[0]["baseline"] else "fastrl faster by")]
+        memory.append((title, {n: max(peak, 1e-3) for n, peak in peaks.items() if peak}))
+    panels = [(speed, f"faster than {own} by" if entries[0]["baseline"] else "fastrl faster by")]
     panels += [(memory, "peak memory [MiB]")] if any(bars for _, bars in memory) else []
-    rows = sum(len(entry["sides"]) + 1 for entry in entries)
-    figure = Figure(figsize=(5 * len(panels), 1 + 0.36 * rows), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    heights = [0.8 + sum(0.3 * len(bars) + 0.2 for _, bars in groups) for groups, _ in panels]
+    figure = Figure(figsize=(8, sum(heights) + 0.4 * len(panels)))
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    figure.subplots_adjust(hspace=0.5 / statistics.fmean(heights) + 0.2)
     for axis, (groups, label) in zip(axes, panels, strict=True):
         _bars(axis, groups, colours)
         axis.set_xlabel(label)
     axes[0].axvline(1.0, color=OUR_COLOUR)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="svg", metadata={"Date": None, "Creator": "fastrl"})
+    figure.savefig(
+        path, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": "fastrl"}
+    )
     text = path.read_text()
     path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
     return path
@@ -670,7 +673,8 @@ def _bars(axes: Any, groups: list[tuple[str, dict[str, float]]], colours: dict[s
         row += 0.7
     axes.set_yticks([y for y, _ in ticks], [title for _, title in ticks])
     axes.invert_yaxis()
+    values = [value for _, bars in groups for value in bars.values()]
     axes.set_xscale("log")
-    axes.margins(x=0.12)
+    axes.set_xlim(min(*values, 1.0) / 1.5, max(*values, 1.0) * 2)
     axes.grid(axis="x", alpha=0.3)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
