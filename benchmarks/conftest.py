@@ -7,6 +7,7 @@ Each module of benchmarks has ``cases(run)``, and a test that takes one ``case``
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 from benchmarks import report
-from benchmarks.harness import RESULTS, Case, Measurement, Run, device_of, free, machine
+from benchmarks.harness import EAGER, RESULTS, Case, Measurement, Run, device_of, free, machine
+from benchmarks.peers import TRL_CLASSIC, Uninstallable, peer_python
 
 RUN = pytest.StashKey[Run]()
 
@@ -92,6 +94,18 @@ def measurement(run: Run, case: Case, benchmark: object) -> Iterator[Measurement
     benchmark.group = case.benchmark
     yield Measurement(run, case, benchmark.pedantic, benchmark.extra_info)
     free(run.device)
+
+
+@pytest.fixture
+def python(run: Run, case: Case, request: pytest.FixtureRequest) -> Path:
+    """An interpreter that has the module's peer."""
+    peer = request.module.peer_of(run)
+    if peer == EAGER:
+        return Path(sys.executable)
+    try:
+        return (run.peer_python if peer == TRL_CLASSIC else None) or peer_python(peer)
+    except Uninstallable as why:
+        pytest.skip(run.leave(case, str(why)))
 
 
 def pytest_terminal_summary(terminalreporter: object, config: pytest.Config) -> None:

@@ -431,9 +431,12 @@ class Run:
             why = "a check of the op is red"
         elif case.seconds > left:
             why = f"about {case.seconds:.0f} s, {max(left, 0):.0f} s were left"
-        if why:
-            self.result(case.benchmark)["left"][str(case)] = why
-            self.save(case.benchmark)
+        return why and self.leave(case, why)
+
+    def leave(self, case: Case, why: str) -> str:
+        """Notes that a case is not measured, and says why."""
+        self.result(case.benchmark)["left"][str(case)] = why
+        self.save(case.benchmark)
         return why
 
 

@@ -510,9 +510,10 @@ _PEERS: dict[str, dict[str, _Make]] = {
 VENVS = ROOT / ".benchmarks" / "venvs"
 
 # What each library is installed with: the newest versions that it works with.
+TRL_CLASSIC, TRL = "trl==0.11.4", "trl==1.16.0"
 WITH = {
-    "trl==0.11.4": ("transformers==4.45.2", "peft==0.13.2", "numpy<2.3", "rich"),
-    "trl==1.16.0": (),
+    TRL_CLASSIC: ("transformers==4.45.2", "peft==0.13.2", "numpy<2.3", "rich"),
+    TRL: (),
 }
 
 

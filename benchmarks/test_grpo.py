@@ -17,9 +17,8 @@ import torch
 
 from benchmarks import worker
 from benchmarks.harness import OURS, Case, Goal, Measurement, Run
-from benchmarks.peers import Uninstallable, peer_python
+from benchmarks.peers import TRL
 from benchmarks.test_ppo import asking
-from benchmarks.test_training import PEER
 from benchmarks.worker import Model
 
 # Of how far a parameter moves: its norm, of that of all of them.
@@ -66,7 +65,7 @@ def cases(run: Run) -> list[Case]:
             f"prompts of {step.prompt} tokens",
             step.what,
             step,
-            goals=() if run.toy else (Goal("speedup", 1.5, against=PEER),),
+            goals=() if run.toy else (Goal("speedup", 1.5, against=TRL),),
             seconds=1.0 if run.toy else 180.0,
         )
         for step in found
@@ -86,13 +85,12 @@ def moved_otherwise(ours: dict[str, float], theirs: dict[str, float]) -> Iterato
             yield f"{name}: fastrl moves it by {mine:.6g}, the peer by {other:.6g}"
 
 
-def test_step(measurement: Measurement, case: Case, run: Run) -> None:
+def peer_of(run: Run) -> str:
+    return TRL
+
+
+def test_step(measurement: Measurement, case: Case, python: Path) -> None:
     pytest.importorskip("datasets")
-    try:
-        python = peer_python(PEER)
-    except Uninstallable as why:
-        run.result("grpo")["left"][str(case)] = str(why)
-        pytest.skip(str(why))
     measure(measurement, case.of, python)
 
 
@@ -100,15 +98,15 @@ def measure(measurement: Measurement, step: Step, python: Path) -> None:
     """Gate, memory, then turns of both sides."""
     entry, device = measurement.entry, measurement.run.device.type
     entry["shape"], entry["units"] = step.shape, ["tokens", step.batch * step.completion]
-    with worker.pair(PEER, python, "grpo", step.shape, device, optimizer="sgd") as workers:
+    with worker.pair(TRL, python, "grpo", step.shape, device, optimizer="sgd") as workers:
         moved = [side.ask("check")["moved"] for side in workers.values()]
     if wrong := list(moved_otherwise(*moved)):
         measurement.refuse("by two steps of gradient descent: " + "; ".join(wrong))
-    with worker.pair(PEER, python, "grpo", step.shape, device) as workers:
+    with worker.pair(TRL, python, "grpo", step.shape, device) as workers:
         sides = {name: asking(side) for name, side in workers.items()}
         for name, side in sides.items():
             side.turn()  # makes Adam's state
             side.memory = workers[name].ask("memory")
         found = {name: side.versions for name, side in workers.items()}
         measurement.run.result("grpo")["versions"] |= found
-        measurement.measure({OURS: sides[OURS], PEER: sides[PEER]}, 7)
+        measurement.measure({OURS: sides[OURS], TRL: sides[TRL]}, 7)

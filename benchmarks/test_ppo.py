@@ -22,11 +22,10 @@ import pytest
 import torch
 
 from benchmarks import worker
-from benchmarks.harness import OURS, Case, Goal, Measurement, Run, Side
-from benchmarks.peers import Uninstallable, peer_python
+from benchmarks.harness import EAGER, OURS, Case, Goal, Measurement, Run, Side
+from benchmarks.peers import TRL_CLASSIC
 from benchmarks.worker import Absent, Model, Worker
 
-TRL, EAGER = "trl==0.11.4", "eager"
 # What both sides do for each way of keeping the reference.
 REFERENCES = {
     "copy": "a frozen copy of the policy, on both sides",
@@ -102,8 +101,8 @@ def cases(run: Run) -> list[Case]:
             (Work(worker.GPT2, **_LARGE), 180.0, goal),
             (Work(worker.QWEN, **_LARGE), 420.0, goal),
         )
-    references = ["copy", *(["adapter", "trunk"] if peer == TRL and not run.toy else [])]
-    references += ["offload", "none"] if run.full and peer == TRL else []
+    references = ["copy", *(["adapter", "trunk"] if peer == TRL_CLASSIC and not run.toy else [])]
+    references += ["offload", "none"] if run.full and peer == TRL_CLASSIC else []
     return [
         Case(
             "ppo",
@@ -123,7 +122,7 @@ def peer_of(run: Run) -> str:
     """TRL where it can be had, on a CPU; on a GPU's machine, where an interpreter is named."""
     if run.toy or not run.peers:
         return EAGER
-    return TRL if run.peer_python or run.device.type == "cpu" else EAGER
+    return TRL_CLASSIC if run.peer_python or run.device.type == "cpu" else EAGER
 
 
 # --- the gate ------------------------------------------------------------------------------------
@@ -239,16 +238,11 @@ def wrong_steps(work: Work, peer: str, python: Path, device: str) -> Iterator[st
 # --- the measurement -----------------------------------------------------------------------------
 
 
-def test_iteration(measurement: Measurement, case: Case, run: Run) -> None:
-    peer = peer_of(run)
+def test_iteration(measurement: Measurement, case: Case, run: Run, python: Path) -> None:
     try:
-        own = Path(sys.executable)
-        python = own if peer == EAGER else run.peer_python or peer_python(peer)
-        measure(measurement, case.of, peer, python)
-    except (Uninstallable, Absent) as why:
-        run.result("ppo")["left"][str(case)] = str(why)
-        run.save("ppo")
-        pytest.skip(str(why))
+        measure(measurement, case.of, peer_of(run), python)
+    except Absent as why:
+        pytest.skip(run.leave(case, str(why)))
 
 
 def measure(measurement: Measurement, work: Work, peer: str, python: Path) -> None:

@@ -18,13 +18,12 @@ import torch
 
 from benchmarks import worker
 from benchmarks.harness import OURS, Case, Goal, Measurement, Run
-from benchmarks.peers import Uninstallable, peer_python
+from benchmarks.peers import TRL
 from benchmarks.test_ppo import asking
 from benchmarks.worker import BETA, Model
 
-PEER = "trl==1.16.0"
 RELATIVE = 1e-4  # of two losses
-GOALS = (Goal("speedup", 1.3, against=PEER), Goal("memory share", 0.5, against=PEER))
+GOALS = (Goal("speedup", 1.3, against=TRL), Goal("memory share", 0.5, against=TRL))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +109,12 @@ def disagreements(ours: list[float], theirs: list[float]) -> Iterator[str]:
             yield f"step {step}: the loss is {found:.7g}, the peer's {expected:.7g}"
 
 
-def test_epoch(measurement: Measurement, case: Case, run: Run) -> None:
+def peer_of(run: Run) -> str:
+    return TRL
+
+
+def test_epoch(measurement: Measurement, case: Case, python: Path) -> None:
     pytest.importorskip("datasets")
-    try:
-        python = peer_python(PEER)
-    except Uninstallable as why:
-        run.result(case.benchmark)["left"][str(case)] = str(why)
-        pytest.skip(str(why))
     measure(measurement, case.of, python)
 
 
@@ -124,7 +122,7 @@ def measure(measurement: Measurement, data: Data, python: Path) -> None:
     """Gate, memory, then turns of both sides."""
     entry, device = measurement.entry, measurement.run.device.type
     entry["units"], entry["shape"] = data.units, data.shape
-    with worker.pair(PEER, python, data.kind, data.shape, device, **data.options) as workers:
+    with worker.pair(TRL, python, data.kind, data.shape, device, **data.options) as workers:
         losses = [side.ask("check")["losses"] for side in workers.values()]
         if wrong := list(disagreements(*losses)):
             measurement.refuse("; ".join(wrong))
@@ -135,4 +133,4 @@ def measure(measurement: Measurement, data: Data, python: Path) -> None:
             side.memory = workers[name].ask("memory")
         found = {name: side.versions for name, side in workers.items()}
         measurement.run.result(data.kind)["versions"] |= found
-        measurement.measure({OURS: sides[OURS], PEER: sides[PEER]}, 7)
+        measurement.measure({OURS: sides[OURS], TRL: sides[TRL]}, 7)

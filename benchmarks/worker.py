@@ -241,7 +241,7 @@ def model_of(shape: dict[str, Any], positions: int = 0) -> Any:
     """The model, in fp32, filled by rule."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(config_of(shape, positions), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config_of(shape, positions)).float()
     fill_by_rule(model)
     return model
 

@@ -123,7 +123,7 @@ def test_where_nothing_can_be_installed_one_line_says_what_to_do(
 
 def test_a_peer_that_is_installed_beside_us_needs_no_environment(monkeypatch) -> None:
     monkeypatch.setattr(peers.importlib.metadata, "version", lambda name: "1.16.0")
-    assert peer_python(test_training.PEER) == Path(sys.executable)
+    assert peer_python(peers.TRL) == Path(sys.executable)
 
 
 class StandIn:
