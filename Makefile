@@ -15,7 +15,7 @@ help:
 	@echo "make docs    the documentation, in site/: open site/index.html"
 	@echo "make aot     the ahead-of-time gate alone"
 	@echo "make trl-parity  TRL's own trainers with and without fastrl's kernels"
-	@echo "make bench   the benchmarks that this machine allows (BENCH=--main: fewer shapes)"
+	@echo "make bench   the benchmarks that this machine allows (BENCH=--full: more shapes)"
 	@echo "make gpu     on an NVIDIA GPU: the tests there, then every benchmark, unattended"
 	@echo "make hub     lay out the Kernel Hub package in kernels/build"
 	@echo "make clean   remove .venv and caches"
@@ -39,7 +39,7 @@ demo: $(VENV)/.runtime
 test: export OMP_WAIT_POLICY ?= passive
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) $(PYTEST)
-	$(BIN)/python -m benchmarks aot
+	$(BIN)/python -m tests.aot
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -62,21 +62,14 @@ docs: $(VENV)/.docs
 	cp -r benchmarks/plots site/
 
 aot: $(VENV)/.dev
-	$(BIN)/python -m benchmarks aot
+	$(BIN)/python -m tests.aot
 
 gpu: $(VENV)/.dev
-	$(BIN)/python -m benchmarks device
+	$(BIN)/python -m benchmarks gpu
 	$(BIN)/python -m benchmarks report
 
 bench: $(VENV)/.dev
-	$(BIN)/python -m benchmarks ops $(BENCH)
-	$(BIN)/python -m benchmarks ppo --peer trl==0.11.4 --reference copy adapter trunk
-	$(BIN)/python -m benchmarks sft --peer trl==1.16.0
-	$(BIN)/python -m benchmarks dpo --peer trl==1.16.0
-	$(BIN)/python -m benchmarks rollout
-	$(BIN)/python -m benchmarks reference
-	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-		then $(BIN)/python -m benchmarks gpu --minutes 8; fi
+	$(BIN)/python -m pytest benchmarks --results $(BENCH)
 	$(BIN)/python -m benchmarks report
 
 trl-parity: $(VENV)/.dev

@@ -1,1 +1,1 @@
-"""Commands that measure and check fastrl: ``python -m benchmarks COMMAND``."""
+"""What fastrl is measured by: `pytest benchmarks`."""

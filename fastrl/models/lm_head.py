@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.models.scoring import (
-    TokenNLL,
     ScoringRequest,
+    TokenNLL,
     TokenScores,
     score_logits,
 )

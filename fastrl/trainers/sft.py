@@ -16,7 +16,7 @@ from fastrl.data.encode import TokenizeOptions, prepare_texts
 from fastrl.data.pack import JoinedCollator, PackedTexts, choose_packing
 from fastrl.models.lm_head import Head, choose_head
 from fastrl.models.load import load_language_model, with_adapter
-from fastrl.models.scoring import TokenNLL, ScoringRequest, score_logits
+from fastrl.models.scoring import ScoringRequest, TokenNLL, score_logits
 from fastrl.models.utils import evaluating
 from fastrl.run.model_card import SFT
 from fastrl.trainers.supervised import (

@@ -1,186 +1,185 @@
-"""The GPU command without a GPU: its planner, its gates in the interpreter, its bookkeeping."""
+"""What a GPU is asked, without one: stages in their order, tunables, and what profilers print."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
 import sys
+import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import build, cases, gates, gpu, ncu, sanitizer, timing
-from benchmarks.attention import Attention
-from benchmarks.cases import Case
-from benchmarks.planner import Step, carry_out
-from tests.kernels.conftest import (  # noqa: F401 - fixtures
-    _quiet_interpreter,
-    interpreter_rounds_to_nearest,
-    interpreter_scans_by_doubling,
-)
+from benchmarks import __main__ as command
+from benchmarks import gpu, harness, ops
+from benchmarks.gpu import TUNABLES, Stage, Tunable
+from benchmarks.harness import Case, Measurement, Run
+from benchmarks.ops import Shape
+from benchmarks.test_ops import TOY
 
 CPU = torch.device("cpu")
-ROOF = timing.Roofline(1e10, {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11})
+FINE = Stage("fine", "ends well", 2, ("-c", "print('all is well')"))
+FAILS = Stage("fails", "does not", 2, ("-c", "print('why it failed'); raise SystemExit(3)"))
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def step(self, name: str, guess: float, takes: float, obstacle: str | None = None) -> Step:
-        def run() -> None:
-            self.now += takes
-
-        return Step(name, guess, run, lambda: obstacle)
+# --- stages --------------------------------------------------------------------------------------
 
 
-def test_steps_are_done_in_order_while_there_is_time_for_them():
-    clock = Clock()
-    steps = [clock.step("a", 40, 40), clock.step("b", 70, 70), clock.step("c", 50, 50)]
-    outcome = carry_out(steps, 100, clock=clock)
-    assert outcome.done == ["a", "c"]
-    assert outcome.left == {"b": "about 70 s, 60 s were left"}
-    assert clock.now <= 100
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def run(*stages: Stage, arguments: tuple[str, ...] = ()) -> int:
+        monkeypatch.setattr(gpu, "STAGES", stages)
+        parser = argparse.ArgumentParser()
+        gpu.add_arguments(parser)
+        return gpu.run(parser.parse_args(["--results", str(tmp_path), *arguments]))
+
+    return run
 
 
-def test_guesses_that_prove_too_low_are_corrected():
-    clock = Clock()
-    steps = [clock.step("a", 10, 40), clock.step("b", 20, 80)]
-    outcome = carry_out(steps, 100, clock=clock)
-    assert outcome.done == ["a"]
-    assert clock.now == 40
+def test_without_a_gpu_nothing_runs(monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.main(["gpu", "--results", str(tmp_path)]) == 2
+    assert "no GPU here" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
 
 
-def test_a_step_that_raises_costs_the_others_nothing():
+def test_a_stage_that_fails_costs_the_others_nothing(run, tmp_path, capsys) -> None:
+    assert run(FAILS, FINE) == 1
+    printed = capsys.readouterr().out
+    assert "why it failed" in printed
+    assert "fails: FAILED (3) after" in printed
+    assert (tmp_path / "logs" / "fine.log").read_text() == "all is well\n"
+    assert run(FAILS, FINE, arguments=("--only", "fine")) == 0
+
+
+def test_what_there_is_no_time_for_is_said(run, capsys) -> None:
+    assert run(FINE, arguments=("--minutes", "0.5")) == 1
+    assert "fine: not run: 0.5 minutes were left" in capsys.readouterr().out
+
+
+def test_a_stage_that_takes_too_long_ends_with_all_that_it_began(tmp_path) -> None:
+    child = tmp_path / "child"
+    code = (
+        "import subprocess, sys, time; "
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+        f"open({str(child)!r}, 'w').write(str(p.pid)); time.sleep(60)"
+    )
+    ended = gpu.run_stage([sys.executable, "-c", code], tmp_path / "log", 3.0)
+    assert ended.code is None
+    assert "killed" in str(ended)
+    for _ in range(100):  # until it has been reaped
+        status = Path(f"/proc/{int(child.read_text())}/status")
+        if not status.exists() or "zombie" in status.read_text():
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("its child lives on")
+
+
+@pytest.mark.parametrize("stage", gpu.STAGES, ids=lambda stage: stage.name)
+def test_every_stage_asks_for_what_there_is(stage: Stage) -> None:
+    """Files that exist, and options that are known."""
+    args = argparse.Namespace(peer_python="/py", results=Path("out"), jobs=3)
+    words = gpu.filled(stage, args, 1.5)
+    assert not [word for word in words if "{" in word]
+    if words[1] != "pytest":
+        assert words[1:3] == ["benchmarks.gpu", "tune"]
+        return
+    paths = [word for word in words if word.startswith(("tests/", "benchmarks/"))]
+    assert paths
+    assert all(os.path.exists(path) for path in paths)
+    if paths[0].startswith("benchmarks/"):
+        source = (harness.ROOT / "benchmarks" / "conftest.py").read_text()
+        given = {word for word in words if word.startswith("--")} - {"--quiet"}
+        assert all(f'"{option}"' in source for option in given)
+
+
+def test_a_bare_checkout_is_enough() -> None:
+    """Torch and triton may be all that a GPU machine has."""
+    names = "{'transformers', 'datasets', 'accelerate', 'matplotlib', 'pytest', 'fastrl'}"
+    code = f"import sys, benchmarks.gpu; print(*(sys.modules.keys() & {names}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=gpu.environment(), capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == []
+
+
+# --- tunables ------------------------------------------------------------------------------------
+
+COLUMNS = dataclasses.replace(TUNABLES[1], values=(1024, 8192))
+SHAPE = Shape("linear_logprobs", 8, hidden=16, vocabulary=3000)
+
+
+@pytest.mark.parametrize("tunable", TUNABLES, ids=lambda tunable: tunable.name)
+def test_a_tunable_is_a_number_that_the_kernels_have_and_get_back(tunable: Tunable) -> None:
+    assert tunable.shapes, "no case shows what it does"
+    now = tunable.present
+    assert now in tunable.values
+    for module, attribute in tunable.places:  # copies of one number
+        found = getattr(importlib.import_module(module), attribute)
+        assert (found if tunable.key is None else found[tunable.key]) == now
+    other = next(value for value in tunable.values if value != now)
+
     def fail() -> None:
-        raise RuntimeError("no memory")
+        with tunable.set_to(other):
+            raise KeyError(tunable.present)
 
-    clock, saved = Clock(), []
-    steps = [Step("a", 1, fail), clock.step("b", 1, 1), clock.step("c", 1, 1, "not now")]
-    outcome = carry_out(steps, 100, clock=clock, save=lambda o: saved.append(list(o.done)))
-    assert outcome.failed == {"a": "RuntimeError: no memory"}
-    assert outcome.done == ["b"]
-    assert outcome.left == {"c": "not now"}
-    assert saved == [[], ["b"], ["b"]], "saved after every step"
+    with pytest.raises(KeyError, match=str(other)):
+        fail()
+    assert tunable.present == now
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys):
-    parser = argparse.ArgumentParser()
-    gpu.add_arguments(parser)
-    assert gpu.run(parser.parse_args([])) == 2
-    assert "no GPU" in capsys.readouterr().err
+def tuned(tmp_path: Path) -> dict:
+    run = Run(CPU, rounds=3, results=tmp_path)
+    measurement = Measurement(run, Case("tune", SHAPE.op, SHAPE.label, of=SHAPE))
+    gpu.values_in_turns(measurement, COLUMNS, "torch")
+    (entry,) = json.loads(run.saved["tune"].read_text())["entries"]
+    return entry
 
 
-@pytest.mark.parametrize("op", cases.available())
-def test_the_gates_are_green(op, monkeypatch):
-    monkeypatch.delenv("FASTRL_KERNELS_BACKEND", raising=False)
-    names = []
-    for check in gates.checks(op, CPU, "triton", gates.TINY):
-        assert check.run() is None, check.name
-        names.append(check.name.split(":")[0])
-    masked = "dead is unread" if op == "decode_attention" else "zero where masked"
-    wanted = {"exact", "strided", masked, "same bits twice"}
-    assert set(names) == wanted | ({"same bits alone"} if op in gates.ROW_OPS else set())
+def test_values_take_turns_beside_the_present_one(tmp_path) -> None:
+    assert COLUMNS.name == "columns"
+    entry = tuned(tmp_path)
+    assert (entry["tunable"], entry["baseline"]) == ("columns", "8192, now")
+    assert set(entry["sides"]) == {"1024", "8192, now"}
+    assert all(len(side["seconds"]["call"]) == 3 for side in entry["sides"].values())
 
 
-def wrong_problem(case: Case, change) -> object:
-    """A problem whose op's results are changed by `change(results, inputs)`."""
-    from benchmarks import build
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_value_with_other_results_or_none_has_no_time(tmp_path, monkeypatch, raises) -> None:
+    def wrong(problem):
+        if COLUMNS.present == 1024 and raises:
+            raise RuntimeError("out of resource: shared memory")
+        return "it is off" if COLUMNS.present == 1024 else None
 
-    problem = build.problem(case, CPU, backend="torch")
-    ours = problem.ours
-    return dataclasses.replace(problem, ours=lambda **x: change(ours(**x), x))
-
-
-GAE = Case("gae", 5, steps=16, active=0.7)
-
-
-@pytest.mark.parametrize(
-    ("check", "change"),
-    [
-        (gates.exact, lambda found, x: found | {"returns": found["returns"] * 1.001}),
-        (gates.zero_where_masked, lambda found, x: found | {"returns": found["returns"] + 1e-9}),
-        (gates.zero_where_masked, lambda found, x: found | {"returns": x["values"] * 0}),
-        (gates.same_twice, lambda found, x: found | {"returns": torch.rand(5, 16)}),
-        (gates.same_alone, lambda found, x: found | {"returns": found["returns"] + len(x["mask"])}),
-    ],
-    ids=["exact", "not zero", "nan", "twice", "alone"],
-)
-def test_each_gate_can_be_red(check, change):
-    assert check(wrong_problem(GAE, lambda found, x: found)) is None
-    assert check(wrong_problem(GAE, change))
+    monkeypatch.setattr(gpu, "wrong_numbers", wrong)
+    entry = tuned(tmp_path)
+    assert set(entry["sides"]) == {"8192, now"}
+    assert ("out of resource" if raises else "it is off") in entry["absent"]["1024"]
 
 
-def test_reading_dead_tokens_is_red():
-    layer = Attention(4, 2, 8, window=5)
-    case = Case("decode_attention", 5, steps=16, active=0.5, backward=False, attention=layer)
+def test_notes_tell_predictions_and_what_came_of_them(tmp_path) -> None:
+    from benchmarks import report
 
-    def live_alone(found, x):
-        return {"out": x["values"].where(x["mask"][:, :, None, None], 0.0).sum(1)}
-
-    assert gates.dead_is_unread(wrong_problem(case, live_alone)) is None
-    for end in (0, -1):  # what a window has left behind, and what is not written yet
-        wrong = wrong_problem(case, lambda found, x, end=end: {"out": x["keys"][:, end]})
-        assert "out differs" in gates.dead_is_unread(wrong)
-
-
-def session(tmp_path, **options) -> gpu.Session:
-    options = {"backend": "torch", "sizes": gates.TINY, "telling": (GAE,)} | options
-    return gpu.Session(CPU, ROOF, tmp_path, **options)
+    assert report.notes_on_tunables({}).count("Measured: not yet.") == len(TUNABLES)
+    entry = tuned(tmp_path)
+    entry["sides"]["1024"]["seconds"] = {"call": [2.0, 4.0, 4.0]}
+    entry["sides"]["8192, now"]["seconds"] = {"call": [1.0, 2.0, 2.0]}
+    text = report.notes_on_tunables({"nvidia": [{"benchmark": "tune", "entries": [entry]}]})
+    assert "| 1024 | 4 s (2–4) | 0.500 (0.500–0.500) |" in text
+    assert COLUMNS.predicted in text
 
 
-def test_gates_then_figures_saved_as_it_goes(tmp_path, monkeypatch):
-    monkeypatch.setattr(cases, "available", lambda: ["gae"])
-    run = session(tmp_path)
-    outcome = carry_out(run.steps(), 1e9, save=run.save)
-    assert outcome.done[0] == "gates: gae"
-    assert not outcome.failed
-    profilers = {"ncu is not on the path", "compute-sanitizer is not on the path"}
-    assert set(outcome.left.values()) <= profilers
-    saved = json.loads(run.path.read_text())
-    assert saved["benchmark"] == "gpu"
-    assert all(gate["wrong"] is None for gate in saved["gates"])
-    (entry,) = saved["cases"]  # measured twice, kept once
-    assert entry["implementations"]["fastrl"]["seconds"]
-    assert not run.red
-
-
-def test_an_op_with_a_red_gate_is_not_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(cases, "available", lambda: ["gae"])
-    monkeypatch.setattr(gates, "same_twice", lambda problem: "it differs")
-    run = session(tmp_path)
-    outcome = carry_out(run.steps(), 1e9, save=run.save)
-    assert outcome.done == ["gates: gae"]
-    timings = {why for name, why in outcome.left.items() if not name.startswith("sanitizer")}
-    assert timings == {"a gate is red"}
-    assert run.red == {"gae"}
-    assert "it differs" in run.path.read_text()
-
-
-def test_a_check_that_raises_is_red(tmp_path, monkeypatch):
-    def fail(problem):
-        raise RuntimeError("illegal memory access")
-
-    monkeypatch.setattr(gates, "exact", fail)
-    run = session(tmp_path)
-    run.gates("gae")
-    assert run.red == {"gae"}
-
-
-def test_no_figures_without_gates(tmp_path, monkeypatch):
-    monkeypatch.setattr(cases, "available", lambda: ["gae"])
-    run = session(tmp_path)
-    steps = [step for step in run.steps() if not step.name.startswith(("gates", "sanitizer"))]
-    assert set(carry_out(steps, 1e9).left.values()) == {"its gates have not run"}
-
+# --- profilers -----------------------------------------------------------------------------------
 
 NCU = """==PROF== Connected to process 7
 ==PROF== Disconnected from process 7
@@ -192,97 +191,52 @@ NCU = """==PROF== Connected to process 7
 """
 
 
-def test_bytes_are_summed_over_kernels():
-    assert ncu.parse(NCU.splitlines()) == {"read": 1500, "written": 2_000_024, "kernels": 2}
+def test_bytes_are_summed_over_kernels() -> None:
+    assert gpu.parse_ncu(NCU.splitlines()) == {"read": 1500, "written": 2_000_024, "kernels": 2}
 
 
-def test_a_profiler_that_may_not_count_says_so():
+def test_a_profiler_that_may_not_count_says_so() -> None:
     refusal = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access counters"
-    with pytest.raises(ncu.Refused, match="ERR_NVGPUCTRPERM"):
-        ncu.parse(["==PROF== Connected", refusal])
+    with pytest.raises(gpu.Refused, match="ERR_NVGPUCTRPERM"):
+        gpu.parse_ncu(["==PROF== Connected", refusal])
 
 
-def test_a_profiler_that_may_not_count_is_asked_once(tmp_path, monkeypatch):
-    def refuse(case, timeout):
-        raise ncu.Refused("ERR_NVGPUCTRPERM")
+def test_ncu_profiles_this_very_module(monkeypatch) -> None:
+    asked = []
 
-    monkeypatch.setattr(cases, "available", lambda: ["gae"])
-    monkeypatch.setattr(ncu, "available", lambda: True)
-    monkeypatch.setattr(ncu, "count", refuse)
-    run = session(tmp_path, telling=(GAE, dataclasses.replace(GAE, rows=6)))
-    steps = [step for step in run.steps() if step.name.startswith(("gates", "bytes"))]
-    outcome = carry_out(steps, 1e9)
-    assert not outcome.failed
-    assert list(outcome.left.values()) == ["ncu cannot count here: ERR_NVGPUCTRPERM"]
+    def run(words, **options):
+        asked.append((words, options))
+        return types.SimpleNamespace(stdout=NCU)
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    assert gpu.count_bytes(SHAPE)["kernels"] == 2
+    ((words, options),) = asked
+    assert words[-4:-1] == ["-m", "benchmarks.gpu", "profiled"]
+    assert Shape.read(json.loads(words[-1])) == SHAPE
+    assert "torch-ext" in options["env"]["PYTHONPATH"]
 
 
-def test_the_sanitizers_summary_is_read():
+def test_the_sanitizers_summary_is_read() -> None:
     clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
-    assert sanitizer.parse(clean, 0) == {"errors": 0, "first": []}
+    assert gpu.parse_sanitizer(clean, 0) == {"errors": 0, "first": []}
     races = "========= COMPUTE-SANITIZER\n========= Error: Race reported\n"
     races += "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
-    found = sanitizer.parse(races, sanitizer.EXIT_CODE)
+    found = gpu.parse_sanitizer(races, gpu.EXIT_CODE)
     assert found["errors"] == 2
     assert "Race reported" in found["first"][0]
     for text, code in (("", 1), ("Traceback\nModuleNotFoundError: x", 1), (clean, 1)):
-        with pytest.raises(sanitizer.Refused):
-            sanitizer.parse(text, code)
+        with pytest.raises(gpu.Refused):
+            gpu.parse_sanitizer(text, code)
 
 
-def test_the_sanitizer_sees_every_op(monkeypatch):
-    seen = []
-    problem = build.problem
-    monkeypatch.setattr(
-        build, "problem", lambda case, *a, **k: seen.append(case.op) or problem(case, *a, **k)
-    )
-    sanitizer.main("cpu", gates.TINY, "torch")
-    assert set(seen) == set(cases.available())
-
-
-def test_no_tensor_of_the_sanitizers_ends_within_a_vector():
+def test_the_sanitizer_sees_every_op_and_no_tensor_ends_within_a_vector(monkeypatch) -> None:
     """Or the kernels' whole loads would be reported as reading past it."""
-    for op in cases.available():
-        for case in gates.cases_of(op, sanitizer.SIZES):
-            assert case.rows % 16 == 0
-
-
-def test_errors_of_the_sanitizer_are_red(tmp_path, monkeypatch):
-    found = {"tool": "memcheck", "errors": 3, "first": ["Invalid read"]}
-    monkeypatch.setattr(cases, "available", lambda: [])
-    monkeypatch.setattr(sanitizer, "available", lambda: True)
-    monkeypatch.setattr(sanitizer, "check", lambda tool, timeout: found | {"tool": tool})
-    run = session(tmp_path)
-    outcome = carry_out(run.steps(gates_only=True), 1e9, save=run.save)
-    assert outcome.done == ["sanitizer: memcheck", "sanitizer: racecheck"]
-    assert run.red == {"all, by memcheck", "all, by racecheck"}
-    assert "Invalid read" in run.path.read_text()
-
-
-def test_a_bare_checkout_is_enough():
-    """Torch and triton may be all that a GPU machine has."""
-    names = "{'transformers', 'datasets', 'accelerate', 'matplotlib', 'pytest', 'fastrl'}"
-    code = f"import sys, benchmarks.gpu; print(*(sys.modules.keys() & {names}))"
-    path = os.pathsep.join(map(str, ncu.sources()))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
+    seen = []
+    problem = ops.problem
+    monkeypatch.setattr(
+        ops, "problem", lambda shape, *a, **k: seen.append(shape.op) or problem(shape, *a, **k)
     )
-    assert done.stdout.split() == []
-
-
-def test_ncu_profiles_this_very_module(monkeypatch):
-    asked = []
-
-    def run(command, **options):
-        asked.append((command, options))
-        return types.SimpleNamespace(stdout=NCU)
-
-    monkeypatch.setattr(ncu.subprocess, "run", run)
-    assert ncu.count(GAE, timeout=1)["kernels"] == 2
-    ((command, options),) = asked
-    assert command[-3:-1] == ["-m", "benchmarks.ncu"]
-    assert Case.read(json.loads(command[-1])) == GAE
-    assert "torch-ext" in options["env"]["PYTHONPATH"]
+    gpu.sanitized("cpu", TOY, "torch")
+    assert set(seen) == set(ops.available())
+    for op in ops.available():
+        assert all(shape.rows % 16 == 0 for shape in ops.OPS[op].checked(gpu.SANITIZED))

@@ -353,7 +353,7 @@ import torch, torch._dynamo, torch.utils._triton
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from triton.runtime import driver
-from benchmarks.aot_worker import TARGETS, CompileOnlyDriver
+from tests.aot.worker import TARGETS, CompileOnlyDriver
 from tests.kernels.test_compile import CASES, inputs
 
 # As on a GPU, where the kernels are nodes of the graph.

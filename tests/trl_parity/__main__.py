@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.peer import peer_python
-from benchmarks.record import ROOT
+from benchmarks.harness import ROOT
+from benchmarks.peers import peer_python
 
 PEER = "trl==0.11.4"
 

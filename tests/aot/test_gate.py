@@ -1,0 +1,226 @@
+"""The ahead-of-time gate can fail: on planted accesses, and on real kernels with known faults."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ops import Expect
+from tests.aot import __main__ as aot
+from tests.aot.isa import Access, Operand
+from tests.aot.judge import Widths, judge
+from tests.aot.worker import CaseError, Report, Row
+
+TOY_TARGETS = ("sm_90", "gfx942")
+HERE = (("op.py", 10, 4),)
+
+
+# --- the verdict ---------------------------------------------------------------------------------
+
+
+def _verdict(
+    widths, element="bf16", elements=2048, loop=0, demand=16, kind="load", any_tile=False, exempt=""
+):
+    accesses = [Access(kind, width, 1, "", HERE, loop) for width in widths]
+    operand = Operand(kind, element, elements, HERE, "x_ptr")
+    expect = Expect(demand, demand, any_tile, frozenset({exempt}))
+    return judge(accesses, [operand], 128, expect)
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_a_narrow_access_in_a_loop_fails(kind):
+    assert not _verdict([16, 16], kind=kind).faults
+    verdict = _verdict([16, 2], kind=kind)
+    assert verdict.faults == (f"2-byte {kind}s in the main loop (x_ptr, op.py:10)",)
+    assert len(verdict.lines) == 1
+
+
+def test_widths_wider_than_demanded_pass():
+    assert _verdict([32]).loads == Widths(32, 32)
+    assert not _verdict([32]).faults
+
+
+def test_a_body_without_loops_is_judged_whole():
+    assert _verdict([4], element="f32", loop=None).faults
+
+
+def test_small_tiles_may_be_narrow_beside_wide_ones():
+    wide = Access("load", 16, 1, "", HERE, 0)
+    per_row = Access("load", 4, 2, "", (("op.py", 11, 4),), 0)
+    operands = [Operand("load", "bf16", 2048, HERE), Operand("load", "f32", 16, per_row.where)]
+    assert not judge([wide, per_row], operands, 128, Expect()).faults
+    assert judge([per_row], operands, 128, Expect()).faults, "nothing in the loop is wide"
+
+
+def test_masks_and_integers_are_not_judged():
+    assert _verdict([1], element="i1").loads is None
+    assert not _verdict([1], element="i1").faults
+
+
+def test_accesses_outside_of_the_loop_do_not_excuse_those_inside():
+    accesses = [Access("load", 16, 1, "", HERE, None), Access("load", 2, 2, "", HERE, 0)]
+    assert judge(accesses, [Operand("load", "bf16", 2048, HERE)], 128, Expect()).faults
+
+
+def test_scalar_loads_in_a_loop_fail_where_nothing_else_is_loaded():
+    assert _verdict([4], element="f32", elements=0).faults
+
+
+def test_an_access_without_line_information_is_judged():
+    untraced = Access("load", 2, 1, "", (), 0)
+    assert judge([untraced], [], 128, Expect()).faults
+
+
+def test_an_access_without_line_information_passes_where_every_tile_is_exempt():
+    chains = [(("op.py", row, 4),) for row in (10, 11)]
+    a, b = (
+        Operand("load", "f32", 512, chain, name) for chain, name in zip(chains, "ab", strict=True)
+    )
+    of_a, of_b = (Access("load", 16, row, "", chain, 0) for row, chain in enumerate(chains))
+    untraced = Access("load", 4, 2, "", (), 0)
+    expect = Expect(any_tile=True, exempt=frozenset({"a"}))
+    assert not judge([of_a, untraced], [a], 128, expect).faults
+    assert judge([of_a, of_b, untraced], [a, b], 128, expect).faults, "it may be one of b's"
+
+
+def test_one_helper_inlined_for_several_operands_is_told_apart_by_its_callers():
+    chains = [HERE + (("op.py", row, 2),) for row in (30, 31)]
+    operands = [Operand("load", "bf16", 2048, chains[0]), Operand("load", "i1", 2048, chains[1])]
+    accesses = [Access("load", 16, 1, "", chains[0], 0), Access("load", 2, 2, "", chains[1], 0)]
+    assert not judge(accesses, operands, 128, Expect()).faults
+
+
+def test_small_tiles_are_let_pass_where_the_case_leaves_their_size_open():
+    # 4 elements of 2 bytes for each of 128 threads
+    assert _verdict([8], elements=512).faults
+    assert not _verdict([8], elements=512, any_tile=True).faults
+    assert _verdict([4], elements=512, any_tile=True).faults, "half of what the tile holds"
+
+
+def test_exempt_pointers_are_not_judged():
+    assert _verdict([2], exempt="x_ptr", any_tile=True).loads is None
+    assert not _verdict([2], exempt="x_ptr", any_tile=True).faults
+    assert _verdict([2], exempt="y_ptr", any_tile=True).faults
+
+
+def test_exempt_helpers_must_leave_a_main_loop_to_judge():
+    end = Operand("load", "bf16", 2048, (("rows.py", 55, 4), *HERE))
+    main = Operand("load", "bf16", 2048, (("op.py", 12, 4),))
+    narrow, wide = Access("load", 2, 1, "", end.where, 0), Access("load", 16, 2, "", main.where, 1)
+    expect = Expect(exempt=frozenset({"load_end"}))
+    spans = {"load_end": ("rows.py", range(50, 60)), "other": ("op.py", range(1, 99))}
+    assert not judge([narrow, wide], [end, main], 128, expect, spans).faults
+    alone = judge([narrow], [end, main], 128, expect, spans)
+    assert alone.faults == ("no loads but those of load_end",)
+
+
+def test_merged_scalars_without_a_line_are_matched_with_what_is_left():
+    tile = Operand("load", "f32", 1024, HERE)
+    scalars = [Operand("load", "f32", 1, (("op.py", row, 4),)) for row in (20, 21, 22)]
+    wide, merged = Access("load", 16, 1, "", HERE), Access("load", 12, 2, "", (("op.py", 0, 0),))
+    assert not judge([wide, merged], [tile, *scalars], 128, Expect()).faults
+    assert judge([wide, merged], [tile], 128, Expect()).faults, "nothing else it could be"
+
+
+def test_no_demand_reports_widths_and_passes():
+    verdict = _verdict([2], demand=0)
+    assert (str(verdict.loads), verdict.faults) == ("2", ())
+
+
+# --- real kernels --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def toy_reports():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        return {r.target: r for r in aot.run_targets(TOY_TARGETS, "toy_cases")}
+
+
+@pytest.mark.parametrize("target", TOY_TARGETS)
+def test_toy_kernels_are_told_apart(toy_reports, target):
+    report = toy_reports[target]
+    rows = {row.op: row for row in report.rows}
+    assert set(rows) == {"wide", "narrow", "spilling", "tuned"}, report.errors
+
+    assert rows["wide"].faults == ()
+    assert (rows["wide"].loads, rows["wide"].stores, rows["wide"].spills) == ("16", "16", 0)
+    assert rows["wide"].registers > 0
+
+    assert [fault.split(" (")[0] for fault in rows["narrow"].faults] == [
+        "2-byte loads in the main loop",
+        "2-byte stores in the main loop",
+    ]
+    assert "toy_kernels.py" in rows["narrow"].lines[0]
+
+    assert rows["spilling"].spills > 0
+    assert rows["spilling"].faults[0].startswith("spills (")
+
+
+@pytest.mark.parametrize("target", TOY_TARGETS)
+def test_every_candidate_of_an_autotuned_kernel_is_compiled(toy_reports, target):
+    rows = [row for row in toy_reports[target].rows if row.op == "tuned"]
+    assert sorted(row.constants["BLOCK"] for row in rows) == [1024, 2048]
+
+
+@pytest.mark.parametrize("target", TOY_TARGETS)
+def test_errors_and_forgotten_kernels_fail_the_gate(toy_reports, target):
+    report = toy_reports[target]
+    assert {error.case: error.message for error in report.errors} == {
+        "raising[]": "ZeroDivisionError: division by zero",
+        "idle[]": "RuntimeError: the call launched no Triton kernel",
+    }
+    assert report.missing == ["toy_kernels._forgotten_kernel"]
+    assert not report.passed
+
+
+def test_a_worker_that_dies_is_a_failure():
+    (report,) = aot.run_targets(["sm_90"], "benchmarks.no_such_cases")
+    assert not report.passed
+    assert "no_such_cases" in report.errors[0].message
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def _row(**changes):
+    fields = dict(
+        target="sm_90",
+        kernel="op._op_fwd_kernel",
+        op="op",
+        cases=("op[bf16]",),
+        constants={},
+        warps=4,
+        registers=32,
+        shared=0,
+        spills=0,
+        loads="16",
+        stores="-",
+    )
+    return Row(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("report", "code", "said"),
+    [
+        (Report("sm_90", rows=[_row()]), 0, "passed: 1 specialisations"),
+        (Report("sm_90", rows=[_row(faults=("spills (STACK:8 LOCAL:0)",))]), 1, "STACK:8"),
+        (Report("sm_90", rows=[_row()], missing=["op._new_kernel"]), 1, "no call compiled it"),
+        (Report("sm_90", [_row()], [CaseError("op[x]", "E: why", "")]), 1, "op[x]: E: why"),
+        (Report("sm_90"), 1, "no kernel was compiled"),
+    ],
+)
+def test_exit_code_and_json_follow_the_reports(report, code, said, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(aot, "run_targets", lambda targets, cases, ops: [report])
+    path = tmp_path / "new" / "aot.json"
+    assert aot.main(["--target", "sm_90", "--json", str(path)]) == code
+    assert said in capsys.readouterr().out
+    (saved,) = json.loads(path.read_text())
+    assert (saved["target"], len(saved["rows"])) == ("sm_90", len(report.rows))
+
+
+def test_reports_survive_json():
+    report = Report("sm_90", [_row()], [CaseError("c", "m", "t")], ["k"], 1.0)
+    text = json.dumps(aot.asdict(report))
+    again = Report.from_json(json.loads(text))
+    assert again == report

@@ -1,0 +1,44 @@
+"""Calls for the gate's worker, in place of those of ``benchmarks.ops``."""
+
+from collections.abc import Iterator
+
+import torch
+import toy_kernels as toys
+
+from benchmarks.ops import Compiled, Expect
+
+PACKAGE = "toy_kernels"
+BOTH = Expect(load_bytes=16, store_bytes=16)
+
+
+def _rows(vocabulary: int) -> torch.Tensor:
+    return torch.empty(4, vocabulary, dtype=torch.bfloat16)
+
+
+def _wide() -> None:
+    x = _rows(151936)
+    toys._wide_kernel[(4,)](x, torch.empty_like(x), x.stride(0), 151936, BLOCK=2048)
+
+
+def _narrow() -> None:
+    x = _rows(50257)
+    toys._narrow_kernel[(4,)](x, torch.empty_like(x), x.stride(0), 50257, BLOCK=2048)
+
+
+def _spilling() -> None:
+    x = torch.empty(131072)
+    toys._spilling_kernel[(1,)](x, torch.empty_like(x), BLOCK=131072, num_warps=16)
+
+
+def _tuned() -> None:
+    x = torch.empty(8192)
+    toys._tuned_kernel[(8,)](x, torch.empty_like(x))
+
+
+def compiled() -> Iterator[tuple[str, Compiled]]:
+    yield "wide", Compiled("bf16", _wide, BOTH)
+    yield "narrow", Compiled("bf16", _narrow, BOTH)
+    yield "spilling", Compiled("fp32", _spilling, BOTH)
+    yield "tuned", Compiled("fp32", _tuned, BOTH)
+    yield "raising", Compiled("", lambda: 1 / 0)
+    yield "idle", Compiled("", lambda: None)

@@ -1,0 +1,366 @@
+"""Compiles every call for one target, in a process of its own, and launches nothing.
+
+Triton asks its active driver which device it compiles for. This one answers with a target and says
+that tensors live on the CPU, so that calls of the public ops on CPU tensors build exactly the
+specialisations that users hit. Kernels cache per device, not per target: one process per target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ops import Compiled, Expect
+from tests.aot.isa import (
+    Usage,
+    basename,
+    parse_amdgcn_usage,
+    parse_assembly,
+    parse_cuobjdump,
+    parse_ttgir,
+)
+from tests.aot.judge import judge
+
+KERNEL_NAMES = "_*_kernel"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU to compile for, as ``triton.backends.compiler.GPUTarget`` wants it."""
+
+    name: str
+    backend: str
+    arch: int | str
+    warp_size: int
+
+
+TARGETS = {
+    t.name: t
+    for t in (
+        Target("sm_80", "cuda", 80, 32),
+        Target("sm_90", "cuda", 90, 32),
+        Target("sm_100", "cuda", 100, 32),
+        Target("gfx942", "hip", "gfx942", 64),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One specialisation of one kernel on one target."""
+
+    target: str
+    kernel: str
+    op: str
+    cases: tuple[str, ...]
+    constants: dict[str, Any]
+    warps: int
+    registers: int
+    shared: int
+    spills: int
+    loads: str
+    stores: str
+    faults: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    let_pass: str = ""  # what was not demanded, and why
+
+
+@dataclass(frozen=True)
+class CaseError:
+    """A call that raised."""
+
+    case: str
+    message: str
+    trace: str
+
+
+@dataclass
+class Report:
+    """Everything that one target's process found."""
+
+    target: str
+    rows: list[Row] = field(default_factory=list)
+    errors: list[CaseError] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        clean = not any(row.faults for row in self.rows)
+        return clean and bool(self.rows) and not self.errors and not self.missing
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Report:
+        # JSON knows lists only.
+        rows: list[dict[str, Any]] = [
+            {name: tuple(v) if isinstance(v, list) else v for name, v in row.items()}
+            for row in data["rows"]
+        ]
+        return cls(
+            target=data["target"],
+            rows=[Row(**row) for row in rows],
+            errors=[CaseError(**error) for error in data["errors"]],
+            missing=data["missing"],
+            seconds=data["seconds"],
+        )
+
+
+@dataclass
+class Specialisation:
+    """A kernel compiled, and the calls that asked for it."""
+
+    function: Any  # triton.runtime.jit.JITFunction
+    op: str
+    kernel: Any  # triton.compiler.CompiledKernel
+    expect: Expect
+    cases: list[str]
+
+
+class CompileOnlyDriver:
+    """Stands in for a GPU's driver as far as compilation asks."""
+
+    def __init__(self, target: Target) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self._target = GPUTarget(target.backend, target.arch, target.warp_size)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        import torch
+
+        return torch.device("cpu")
+
+
+class Recorder:
+    """Turns every launch of a Triton kernel into its compilation, and keeps the result."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.compiled: dict[str, Specialisation] = {}
+        self._op = self._name = ""
+        self._call: Compiled | None = None
+        self._launches = 0
+
+    def install(self) -> None:
+        """Replace the driver and the launch, for the rest of the process."""
+        from triton.runtime import driver
+        from triton.runtime.autotuner import Autotuner
+        from triton.runtime.jit import JITFunction
+
+        driver.set_active(CompileOnlyDriver(self.target))
+        compile_or_launch = JITFunction.run
+
+        def compile_only(
+            function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any
+        ) -> Any:
+            kernel = compile_or_launch(function, *args, grid=grid, warmup=True, **kwargs)
+            self._record(function, kernel)
+            return kernel
+
+        def compile_all(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
+            # There is nothing to time: every candidate must pass.
+            kwargs.pop("warmup", None)
+            return tuner.warmup(*args, **kwargs)[-1]
+
+        JITFunction.run = compile_only
+        Autotuner.run = compile_all
+
+    def call(self, op: str, call: Compiled) -> None:
+        """Make the call; one that compiles nothing has fallen back to something else."""
+        self._op, self._name, self._call = op, f"{op}[{call.label}]", call
+        self._launches = 0
+        call.call()
+        if not self._launches:
+            raise RuntimeError("the call launched no Triton kernel")
+
+    def _record(self, function: Any, kernel: Any) -> None:
+        assert self._call is not None, "a kernel was launched outside of a call"
+        self._launches += 1
+        name = function.fn.__name__
+        expects = (e for pattern, e in self._call.kernels.items() if fnmatch(name, pattern))
+        expect = next(expects, self._call.expect)
+        seen = self.compiled.get(kernel.hash)
+        if seen is None:
+            found = Specialisation(function, self._op, kernel, expect, [self._name])
+            self.compiled[kernel.hash] = found
+            return
+        seen.expect = seen.expect.stricter(expect)
+        if self._name not in seen.cases:
+            seen.cases.append(self._name)
+
+
+def kernel_name(function: Any) -> str:
+    """The file and the kernel: ``logprob._token_logprobs_fwd_kernel``."""
+    return f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}"
+
+
+def analyse(compiled: Specialisation, target: Target) -> Row:
+    """Read registers, spills and access widths from what the compiler produced."""
+    kernel = compiled.kernel
+    if target.backend == "cuda":
+        assembly, usage = kernel.asm["ptx"], _cubin_usage(kernel.asm["cubin"])
+    else:
+        assembly, usage = kernel.asm["amdgcn"], parse_amdgcn_usage(kernel.asm["amdgcn"])
+    warps = kernel.metadata.num_warps
+    verdict = judge(
+        parse_assembly(assembly, target.backend),
+        parse_ttgir(kernel.asm["ttgir"]),
+        threads=warps * target.warp_size,
+        expect=compiled.expect,
+        spans=_helper_spans(compiled.function),
+    )
+    spills = (f"spills ({usage.spill_detail})",) if usage.spills else ()
+    return Row(
+        target=target.name,
+        kernel=kernel_name(compiled.function),
+        op=compiled.op,
+        cases=tuple(compiled.cases),
+        constants=_constants(kernel),
+        warps=warps,
+        registers=usage.registers,
+        shared=kernel.metadata.shared,
+        spills=usage.spills,
+        loads=str(verdict.loads or "-"),
+        stores=str(verdict.stores or "-"),
+        faults=spills + verdict.faults,
+        lines=verdict.lines,
+        let_pass=compiled.expect.why,
+    )
+
+
+def _cubin_usage(cubin: bytes) -> Usage:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_cuobjdump()), "-res-usage", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return parse_cuobjdump(done.stdout)
+
+
+def _cuobjdump() -> Path:
+    """The one inside triton's wheel: a CUDA toolkit's may be too old for the cubin."""
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def _constants(kernel: Any) -> dict[str, Any]:
+    names = kernel.src.fn.arg_names
+    return {
+        names[path[0] if isinstance(path, tuple) else path]: value
+        for path, value in kernel.src.constants.items()
+        if isinstance(value, (bool, int, float, str))
+    }
+
+
+def _helper_spans(function: Any) -> dict[str, tuple[str, range]]:
+    """Where the functions that a kernel can call by name are written."""
+    spans = {}
+    for name, value in function.fn.__globals__.items():
+        if isinstance(value, type(function)):
+            code = value.fn.__code__
+            # Lines as Triton sees them; the code object ends where the body's last statement does.
+            last = max((line for *_, line in code.co_lines() if line), default=0)
+            spans[name] = (basename(code.co_filename), range(code.co_firstlineno, last + 1))
+    return spans
+
+
+def defined_kernels(package: str) -> tuple[set[str], list[CaseError]]:
+    """Every kernel that a package (or module) defines, and the modules that failed to import."""
+    from triton.runtime.jit import JITFunction
+
+    kernels, errors = set(), []
+    root = importlib.import_module(package)
+    names = [package]
+    if hasattr(root, "__path__"):
+        names += [m.name for m in pkgutil.walk_packages(root.__path__, f"{package}.")]
+    for name in names:
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:
+            errors.append(_case_error(f"import {name}", error))
+            continue
+        for attribute, value in vars(module).items():
+            while not isinstance(value, JITFunction) and hasattr(value, "fn"):
+                value = value.fn  # autotuned and heuristic kernels wrap the function
+            defined_here = isinstance(value, JITFunction) and value.fn.__module__ == name
+            if defined_here and fnmatch(attribute, KERNEL_NAMES):
+                kernels.add(kernel_name(value))
+    return kernels, errors
+
+
+def _case_error(case: str, error: Exception) -> CaseError:
+    """In one line, the error that the others were raised from: the compiler wraps each level."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    lines = [line for line in str(cause).splitlines() if line.strip(" ^")] or [""]
+    trace = "".join(traceback.format_exception(error))
+    return CaseError(case, f"{type(error).__name__}: {lines[-1].strip()}", trace)
+
+
+def gate(target: Target, calls: Sequence[tuple[str, Compiled]], package: str | None) -> Report:
+    """Compile the calls; with a package, also demand that each of its kernels was among them."""
+    start = time.monotonic()
+    report = Report(target.name)
+    recorder = Recorder(target)
+    recorder.install()
+    for op, call in calls:
+        try:
+            recorder.call(op, call)
+        except Exception as error:  # whatever it raises, the other calls still get their turn
+            report.errors.append(_case_error(f"{op}[{call.label}]", error))
+    report.rows = [analyse(compiled, target) for compiled in recorder.compiled.values()]
+    if package:
+        kernels, import_errors = defined_kernels(package)
+        report.errors += import_errors
+        report.missing = sorted(kernels - {row.kernel for row in report.rows})
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", choices=TARGETS, required=True)
+    parser.add_argument("--calls", required=True, help="a module with PACKAGE and compiled()")
+    parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
+    parser.add_argument("--out", type=Path, required=True, help="the report, as JSON")
+    args = parser.parse_args(argv)
+
+    import torch
+
+    torch.set_num_threads(1)
+    module = importlib.import_module(args.calls)
+    calls = list(module.compiled())
+    if unknown := set(args.op) - {op for op, _ in calls}:
+        known = ", ".join(sorted({op for op, _ in calls}))
+        parser.error(f"no call of {', '.join(sorted(unknown))}: choose from {known}")
+    calls = [(op, call) for op, call in calls if not args.op or op in args.op]
+    # With some ops left out, some kernels are left out too.
+    report = gate(TARGETS[args.target], calls, None if args.op else module.PACKAGE)
+    args.out.write_text(json.dumps(asdict(report)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The report: of every committed file, of new ones, and what it says is missing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import harness, report
+from benchmarks.harness import EAGER, OURS, Case, Goal, Measurement, Run, Side
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> argparse.Namespace:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "README.md").write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
+    results = tmp_path / "benchmarks" / "results"
+    return argparse.Namespace(results=results, root=tmp_path, compare=None)
+
+
+def a_result(
+    benchmark: str = "ops", name: str = "gae", seconds: float = 1.0, **changes: object
+) -> dict:
+    """Of one case: fastrl takes a second, eager PyTorch two."""
+    case = Case(benchmark, name, "small", "some work", goals=(Goal("speedup", 1.5),))
+    run = Run(CPU, rounds=2)
+    measurement = Measurement(run, case)
+    measurement.absent("torchrl", "not installed")
+    sides = {
+        OURS: Side(lambda: {"call": seconds}, memory={"peak": 2**20}),
+        EAGER: Side(lambda: {"call": 2.0}, "the loop", memory={"peak": 2**23}),
+    }
+    measurement.measure(sides, 2, Side(lambda: {"call": 0.25}))
+    fixed = {"date": "2025-01-02", "time": "10:00:00", "commit": "abc1234"}
+    fixed["machine"] = {"cpu": "Some CPU", "cores": 2, "memory_gib": 8, "load": 0.0}
+    return run.results[benchmark] | fixed | changes
+
+
+def write(checkout: argparse.Namespace, *results: dict) -> tuple[str, str]:
+    """The two READMEs after a report on these results."""
+    for result in results:
+        harness.save(result, checkout.results)
+    assert report.run(checkout) == 0
+    return tuple((checkout.root / p).read_text() for p in ("README.md", "benchmarks/README.md"))
+
+
+def test_committed_files_of_every_form_are_read(checkout) -> None:
+    shutil.copytree(harness.RESULTS, checkout.results)
+    paths = sorted(checkout.results.glob("cpu-2core/2026-11-21-*.json"))
+    read = {path.name.split("-", 4)[-1][:-5]: report.read(path) for path in paths}
+    assert None not in read.values()
+    gae = read["gae"]["entries"][0]
+    old = json.loads((checkout.results / "cpu-2core/2026-11-21-4d1eabe-gae.json").read_text())
+    taken = old["cases"][0]["implementations"]
+    assert gae["sides"]["eager"]["seconds"] == {"call": taken["eager"]["seconds"]}
+    assert harness.rooflines(gae)[0] == old["cases"][0]["limit"][0] / taken[OURS]["seconds"][0]
+    for text in write(checkout):
+        assert "| A PPO iteration" in text or "### A PPO iteration" in text
+        assert "2.62 (2.56–2.67)" in text or "2.62× (2.56–2.67)" in text
+    details = (checkout.root / "benchmarks/README.md").read_text()
+    assert "≥ 1.3× trl==1.16.0: reached" in details
+    assert "trunk 1/2: update, ≥ 1.3× copy: reached" in details
+    assert "roofline" in details
+    for name in ("ops", "ppo", "sft", "dpo", "rollout", "ref_model"):
+        assert (checkout.root / f"benchmarks/plots/cpu-2core/{name}.svg").exists()
+
+
+def test_a_case_is_shown_with_its_goal_and_all_remarks(checkout) -> None:
+    _, details = write(checkout, a_result())
+    row = "| `gae` small | fastrl | 1 s (1–1) | 1 MiB | 25% | ≥ 1.5× eager: reached |"
+    assert row in details
+    assert "|  | eager | 2 s (2–2): **2.00× (2.00–2.00)** | 8 MiB | 12% |  |" in details
+    for remark in ("- gae: some work.", "- eager: the loop.", "- Absent, torchrl: not installed."):
+        assert remark in details
+
+
+def test_headlines_stand_in_the_projects_readme_between_the_markers(checkout) -> None:
+    brief, _ = write(checkout, a_result("ppo", "GPT-2"))
+    assert brief.startswith(f"above\n{report.BEGIN}\n")
+    assert brief.endswith(f"{report.END}\nbelow\n")
+    assert "old" not in brief
+    row = "| A PPO iteration: GPT-2, small | 1 s | eager | 2 s | 2.00 (2.00–2.00) | 0.12 |"
+    assert row in brief
+    assert write(checkout)[0] == brief, "again, the same"
+
+
+def test_a_goal_that_is_missed_says_so(checkout) -> None:
+    _, details = write(checkout, a_result(seconds=1.9))
+    assert "≥ 1.5× eager: **missed**" in details
+
+
+def test_a_red_case_has_a_line_and_no_row(checkout) -> None:
+    result = a_result("ppo", "GPT-2")
+    result["entries"][0] |= {"red": "it is off", "sides": {}}
+    brief, details = write(checkout, result)
+    assert "- No figures for GPT-2 small: it is off" in details
+    assert "| `GPT-2`" not in details
+    assert "| A PPO iteration" not in brief
+    assert not (checkout.root / "benchmarks/plots/cpu-2core/ppo.svg").exists()
+
+
+def test_what_was_left_and_what_checks_found_are_said(checkout) -> None:
+    label = {"op": "gae", "label": "small"}
+    gates = [{"op": "gae", "check": "exact", "wrong": None}]
+    gates.append({"op": "whiten", "check": "twice", "wrong": "it differs"})
+    result = a_result(
+        gates=gates,
+        sanitizer=[{"tool": "memcheck", "errors": 0, "first": []}],
+        bytes=[{**label, "read": 1, "written": 1, "kernels": 2}],
+        left={"whiten: small": "a check of the op is red"},
+        machine={"cpu": "C", "cores": 2, "memory_gib": 8, "accelerator": "NVIDIA H100"},
+    )
+    result["entries"][0]["work"] = {"bytes": 1, "flops": 0, "what": ""}
+    _, details = write(checkout, result)
+    assert "1 of 2 checks of the kernels are green" in details
+    assert "Red: `whiten`, twice: it differs" in details
+    assert "compute-sanitizer, memcheck: 0 errors" in details
+    assert "`gae` small: 2 B in 2 kernels, 2.000 of the least bytes" in details
+    assert "- Left, whiten: small: a check of the op is red." in details
+    assert "No machine without a GPU has been measured yet." in details
+
+
+def test_what_has_not_been_measured_is_named(checkout) -> None:
+    for text in write(checkout, a_result()):
+        assert "No GPU has been measured yet." in text
+        assert "Not measured yet on cpu-2core: ppo, grpo, sft, dpo, rollout, ref_model." in text
+
+
+def test_the_newest_of_a_day_is_taken_for_each_op(checkout) -> None:
+    later = a_result(time="11:00:00", commit="fffffff")
+    earlier, other = a_result(commit="0000000"), a_result(name="whiten", commit="1111111")
+    _, details = write(checkout, later, earlier, other)
+    assert "commit fffffff" in details
+    assert "commit 1111111" in details
+    assert "commit 0000000" not in details
+
+
+def test_plots_show_the_figures_are_the_same_every_time_and_old_ones_go(checkout) -> None:
+    write(checkout, a_result(seconds=0.4))
+    folder = checkout.root / "benchmarks" / "plots" / "cpu-2core"
+    first = {path.name: path.read_text() for path in folder.iterdir()}
+    assert set(first) == {"ops.svg"}
+    assert "<dc:date>" not in first["ops.svg"]
+    assert ">5<" in first["ops.svg"].replace(" ", "")
+    (folder / "gone.svg").write_text("old")
+    _, details = write(checkout)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == first
+    assert "![ops](plots/cpu-2core/ops.svg)" in details
+
+
+def test_two_results_are_compared_by_their_ratios(checkout, capsys) -> None:
+    old = harness.save(a_result(), checkout.results)
+    new = harness.save(a_result(seconds=0.5, commit="1111111"), checkout.results)
+    assert command.main(["report", "--compare", str(old), str(new)]) == 0
+    assert (
+        "gae small, eager: 2.00 (2.00–2.00) → 4.00 (4.00–4.00), 2.000×" in capsys.readouterr().out
+    )
+
+
+def test_a_terminal_shows_every_phase_goal_and_absentee() -> None:
+    entry = a_result()["entries"][0]
+    text = report.render(entry, "cpu")
+    for words in ("fastrl faster by", "2.00 (2.00–2.00)", "goal ≥ 1.5× eager: reached",
+                  "absent, torchrl: not installed", "25% of the roofline"):  # fmt: skip
+        assert words in text
+    assert report.render(entry | {"red": "off"}, "cpu").endswith("RED, no figures: off")
+
+
+def test_the_report_says_when_there_is_nothing_to_write(checkout, capsys) -> None:
+    assert report.run(checkout) == 1
+    assert "no result files" in capsys.readouterr().err

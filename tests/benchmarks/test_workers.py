@@ -1,0 +1,534 @@
+"""Sides in processes of their own: what they answer, what they train, and what gates let pass."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+import fastrl
+from benchmarks import (
+    eager_ppo,
+    peers,
+    test_grpo,
+    test_ppo,
+    test_training,
+    worker,
+)
+from benchmarks.harness import OURS, Case, Measurement, Red, Run
+from benchmarks.peers import Uninstallable, peer_python
+from benchmarks.worker import EOS, PAD, Absent, Worker, WorkerError, environment
+
+CPU = torch.device("cpu")
+TOY, TOY_QWEN = test_ppo._TOYS
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As far as accelerate is concerned, which keeps a process to one precision, and NumPy's
+    global generator, which a side draws its mini-batches from."""
+    monkeypatch.setattr(np.random, "permutation", np.random.permutation)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def a_worker(folder: Path, script: str) -> Worker:
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    return Worker(python, "trl", "ppo", {}, reference="copy")
+
+
+def test_a_worker_that_ends_tells_why(tmp_path: Path) -> None:
+    ending = a_worker(tmp_path, "echo no such library >&2; exit 1")
+    with ending as side, pytest.raises(WorkerError, match="no such library"):
+        side.ready()
+
+
+def test_a_worker_that_lacks_something_tells_what(tmp_path: Path) -> None:
+    lacking = a_worker(tmp_path, """echo '{"absent": "no peft"}'""")
+    with lacking as side, pytest.raises(Absent, match="trl: no peft"):
+        side.ready()
+    assert side.process.args[-1] == '{"reference": "copy"}'
+
+
+def test_a_worker_is_shown_a_gpu_unless_it_is_to_run_without(monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert environment("trl", "cuda")["CUDA_VISIBLE_DEVICES"] == "3"
+    assert environment("trl", "cpu")["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_only_our_own_sides_see_the_source_tree(monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    assert "PYTHONPATH" not in environment("trl")
+    for ours in worker.OURS:
+        root, kernels = environment(ours)["PYTHONPATH"].split(os.pathsep)
+        assert (Path(root) / "benchmarks" / "worker.py").exists()
+        assert (Path(kernels) / "fastrl_kernels").exists()
+
+
+def test_a_peers_process_needs_neither_fastrl_nor_this_package() -> None:
+    """Its environment has neither: the script and the harness are loaded by their paths."""
+    code = (
+        "import importlib.util, sys; "
+        f"spec = importlib.util.spec_from_file_location('worker', {worker.__file__!r}); "
+        "worker = importlib.util.module_from_spec(spec); sys.modules['worker'] = worker; "
+        "spec.loader.exec_module(worker); worker.neighbour('harness').footprint; "
+        "print(*(sys.modules.keys() & {'fastrl', 'fastrl_kernels', 'benchmarks', 'datasets'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment("trl"), capture_output=True, text=True,
+        check=True, cwd="/",
+    )  # fmt: skip
+    assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("broken", ["venv", "pip"])
+def test_where_nothing_can_be_installed_one_line_says_what_to_do(
+    monkeypatch, tmp_path: Path, broken: str
+) -> None:
+    def create(folder: Path, **_: bool) -> None:
+        if broken == "venv":
+            raise OSError("no space")
+        (folder / "bin").mkdir(parents=True)
+        python = folder / "bin" / "python"
+        python.write_text("#!/bin/sh\necho retrying >&2\necho 'No torch' >&2\nexit 1\n")
+        python.chmod(0o755)
+
+    monkeypatch.setattr(peers, "ROOT", tmp_path)
+    monkeypatch.setattr(peers, "VENVS", tmp_path / "venvs")
+    monkeypatch.setattr(peers.venv, "create", create)
+    with pytest.raises(Uninstallable) as found:
+        peer_python("trl==0.11.4")
+    why = {"venv": "no space", "pip": "No torch"}[broken]
+    assert str(found.value) == (
+        f"trl==0.11.4 cannot be installed here ({why}): give an interpreter that has it by "
+        "--peer-python PATH"
+    )
+
+
+def test_a_peer_that_is_installed_beside_us_needs_no_environment(monkeypatch) -> None:
+    monkeypatch.setattr(peers.importlib.metadata, "version", lambda name: "1.16.0")
+    assert peer_python(peers.TRL) == Path(sys.executable)
+
+
+class StandIn:
+    """A worker's other end: says what it is told to; ours takes one second, a peer three."""
+
+    def __init__(self, python: Path, implementation: str, kind: str, shape: dict, *_: Any, **o):
+        self.ours, self.judge = implementation == "fastrl", implementation == "float64"
+        self.options, self.shape, self.answers = o, shape, self.told[kind]
+        self.log.append((implementation, o.get("optimizer", "adam"), shape.get("dtype")))
+
+    told: dict = {}  # noqa: RUF012
+    log: list = []  # noqa: RUF012
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def ready(self) -> dict:
+        return {"torch": "2"}
+
+    def ask(self, command: str) -> dict:
+        if command == "turn":
+            return {"seconds": {"step": 1.0 if self.ours else 3.0}, "peak": None}
+        if command == "memory":
+            return {"peak": 1 if self.ours else 2}
+        return self.answers(self)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Runs a module's measurement with stand-ins; its entry, or why it was refused."""
+    monkeypatch.setattr(worker, "Worker", StandIn)
+    monkeypatch.setattr(test_ppo, "Worker", StandIn)
+    monkeypatch.setattr(StandIn, "log", [])
+
+    def measured(module, kind: str, of: Any, check, *arguments: object) -> dict:
+        monkeypatch.setattr(StandIn, "told", {kind: check})
+        measurement = Measurement(Run(CPU, rounds=2), Case(kind, kind, "x", of=of))
+        try:
+            module.measure(measurement, of, *arguments)
+        except Red:
+            assert not measurement.entry["sides"]
+        return measurement.entry
+
+    return measured
+
+
+# --- PPO's gate ----------------------------------------------------------------------------------
+
+disagreements, not_finite = test_ppo.disagreements, test_ppo.not_finite
+
+
+def test_agreement_is_within_the_tolerance() -> None:
+    theirs = [{"objective/kl": 2.0, "ppo/policy/policykl": 0.0}]
+    assert not list(disagreements([{"objective/kl": 2.001, "ppo/policy/policykl": 9e-6}], theirs))
+
+
+@pytest.mark.parametrize("ours", [{}, {"objective/kl": 2.003}, {"objective/kl": NAN}], ids=str)
+def test_a_statistic_that_is_missing_or_off_is_named(ours: dict) -> None:
+    (line,) = disagreements([ours], [{"objective/kl": 2.0}])
+    assert "objective/kl" in line
+
+
+@pytest.mark.parametrize(("share", "red"), [(0.3404, False), (0.341, True)])
+@pytest.mark.parametrize("key", ["ppo/policy/clipfrac", "ppo/val/clipfrac"])
+def test_a_few_tokens_may_fall_on_either_side_of_the_clip(key: str, share: float, red: bool):
+    assert bool(list(disagreements([{key: share}], [{key: 0.34}]))) == red
+
+
+@pytest.mark.parametrize(("kl", "red"), [(NAN, False), (0.0, True)])
+def test_what_cannot_be_known_must_not_be_there(kl: float, red: bool) -> None:
+    found = disagreements([{"objective/kl": kl}], [{"objective/kl": 2.0}], test_ppo.UNKNOWN["none"])
+    assert bool(list(found)) == red
+
+
+@pytest.mark.parametrize(
+    "theirs", [{"head": 6}, {"head": 6, "wte": 8}, {"head": 5, "wte": 9}], ids=str
+)
+def test_both_must_train_the_same_parameters(theirs: dict) -> None:
+    (line,) = test_ppo.trained_otherwise({"head": 6, "wte": 9}, theirs)
+    assert line.startswith("head: " if theirs["head"] == 5 else "wte: ")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "unknown", "said"),
+    [
+        ({"kl": NAN}, {"kl": 1.0}, (), "kl is nan"),
+        ({"kl": 1.0}, {"kl": float("inf")}, (), "kl is inf, the peer's"),
+        ({}, {"kl": 1.0}, (), "kl is missing"),
+        ({"kl": 5.0}, {"kl": -1.0}, (), ""),
+        ({"kl": NAN}, {"kl": 1.0}, ("kl",), ""),
+        ({"kl": NAN}, {"kl": NAN}, ("kl",), "the peer's"),
+    ],
+)
+def test_in_bf16_a_statistic_that_is_no_number_is_named(ours, theirs, unknown, said) -> None:
+    lines = list(not_finite([ours], [theirs], unknown))
+    assert (said in lines[0]) if said else not lines
+
+
+@pytest.mark.parametrize(
+    ("mine", "exact", "stands"),
+    [
+        (1.0, 1.0005, True),  # rounding
+        (1.0, 1.4, True),  # nearer than the peer
+        (1.0, 1.6, False),
+        (1.0, NAN, False),
+        (NAN, 1.0, False),
+    ],
+)
+def test_of_two_numbers_float64_decides(mine: float, exact: float, stands: bool) -> None:
+    sides = [{"objective/kl": mine}], [{"objective/kl": 2.0}]
+    assert list(disagreements(*sides))
+    assert (not list(disagreements(*sides, exact=[{"objective/kl": exact}]))) == stands
+
+
+def test_float64_excuses_nothing_that_is_missing() -> None:
+    theirs = [{"objective/kl": 2.0}]
+    assert list(disagreements([{}], theirs, exact=theirs))
+    assert list(disagreements([{"objective/kl": 1.0}], theirs, exact=[{}]))
+
+
+def a_check(kl: float, trained: int = 7) -> dict:
+    return {"statistics": [{"objective/kl": kl}], "trained": {"v_head": trained}, "at rest": None}
+
+
+def test_the_gate_takes_gradient_steps_in_fp32_and_adam_is_timed(measured) -> None:
+    check = lambda side: a_check(1.25 if side.ours and side.shape["dtype"] == "bf16" else 1.0)  # noqa: E731
+    entry = measured(test_ppo, "ppo", TOY_QWEN, check, "trl==0.11.4", Path("python"))
+    assert StandIn.log == [
+        (side, optimizer, dtype)
+        for optimizer, dtype in (("sgd", "fp32"), ("adam", "bf16"))
+        for side in ("fastrl", "trl")
+    ]
+    assert entry["sides"]["trl==0.11.4"]["seconds"]["step"] == [3.0, 3.0]
+    assert entry["sides"][OURS]["facts"] == {"trained parameters": 7}
+    assert "objective/kl 2.5e-01 (of 1)" in entry["remarks"][0]
+
+
+@pytest.mark.parametrize(("exact", "red"), [(1.0, False), (1.3, False), (1.6, True), (2.0, True)])
+def test_float64_decides_where_the_sides_differ(measured, exact: float, red: bool) -> None:
+    def check(side: StandIn) -> dict:
+        differs = 1.0 if side.ours or side.options.get("optimizer") != "sgd" else 2.0
+        return a_check(exact if side.judge else differs)
+
+    entry = measured(test_ppo, "ppo", TOY, check, "eager", Path("python"))
+    assert bool(entry["red"]) == red
+    assert not red or f"the peer has 2, float64 {exact:g}" in entry["red"]
+
+
+@pytest.mark.parametrize(
+    ("check", "said"),
+    [
+        (lambda side: a_check(NAN if side.options.get("optimizer") != "sgd" else 1.0), "kl is nan"),
+        (lambda side: a_check(1.0, 7 if side.ours else 6), "v_head: fastrl trains 7 numbers"),
+    ],
+)
+def test_a_red_gate_has_no_figures(measured, check, said: str) -> None:
+    entry = measured(test_ppo, "ppo", TOY_QWEN, check, "eager", Path("python"))
+    assert said in entry["red"]
+
+
+def test_a_shape_is_compared_in_fp32_on_a_smaller_batch() -> None:
+    for device in ("cpu", "cuda"):
+        for case in test_ppo.cases(Run(torch.device(device))):
+            exact, shape = case.of.exact.shape, case.of.shape
+            assert (exact["dtype"], exact["batch"], exact["mini_batch"]) == ("fp32", 8, 4)
+            assert exact["layers"] == shape["layers"]
+            config = worker.config_of(shape, shape["query"] + shape["response"])
+            assert config.max_position_embeddings >= shape["query"] + shape["response"]
+
+
+# --- PPO's sides ---------------------------------------------------------------------------------
+
+
+def a_side(library: Any, work: test_ppo.Work, reference: str = "copy", **changes: Any):
+    optimizer = changes.pop("optimizer", "adam")
+    return worker.PPOSide(library, work.shape | changes, reference, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:the LM head shares its weight:UserWarning")
+@pytest.mark.parametrize("reference", list(test_ppo.REFERENCES))
+def test_a_side_keeps_the_reference_that_was_asked_for(reference: str) -> None:
+    side = a_side(fastrl, TOY, reference, batch=2, mini_batch=2, epochs=1)
+    assert side.trainer.reference.mode == reference
+    found = side.check()
+    first, second = (statistics["objective/kl"] for statistics in found["statistics"])
+    if reference == "none":
+        assert first != first
+        assert side.trainer.config.init_kl_coef == 0
+    else:
+        # An adapter's policy is off its base from the start: the gate sees which one is scored.
+        assert (abs(first) > 1e-4) == (reference == "adapter")
+        assert first != second
+    layers = {name.split(".h.")[1][0] for name in found["trained"] if ".h." in name}
+    assert layers == ({"1"} if reference == "trunk" else {"0", "1"})
+    whole = reference not in ("trunk", "adapter")
+    assert any("wte" in name for name in found["trained"]) == whole
+    assert any("lora_B" in name for name in found["trained"]) == (reference == "adapter")
+
+
+@pytest.mark.filterwarnings("ignore:the LM head shares its weight:UserWarning")
+def test_a_qwen2_in_bf16_has_its_layers_where_they_are_looked_for() -> None:
+    side = a_side(fastrl, TOY_QWEN, "adapter", batch=2, epochs=1)
+    assert {p.dtype for p in side.trainer.model.parameters()} == {torch.float32}
+    assert side.trainer.accelerator.mixed_precision == "bf16"
+    found = side.check()
+    assert not list(not_finite(found["statistics"], found["statistics"]))
+    adapted = {n.split(".lora_")[0].split(".")[-1] for n in found["trained"] if "lora" in n}
+    assert adapted == {"q_proj", "v_proj"}
+
+
+def test_a_turn_reports_every_phase_of_an_iteration() -> None:
+    found = a_side(fastrl, TOY, layers=1, batch=2, epochs=1).turn()
+    assert found["peak"] is None  # a CPU keeps no count
+    assert found["seconds"].keys() == {"iteration", "generate", "step()", *worker.TIMERS}
+    assert all(value > 0 for value in found["seconds"].values())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_generation_is_run_in_the_precision_of_the_shape(monkeypatch, dtype: str) -> None:
+    side = a_side(eager_ppo, TOY_QWEN, batch=2, epochs=1, dtype=dtype)
+    seen = []
+
+    def generate(queries: list[torch.Tensor], **_: object) -> list[torch.Tensor]:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return [torch.ones(TOY_QWEN.response, dtype=torch.long) for _ in queries]
+
+    monkeypatch.setattr(side.trainer, "generate", generate)
+    side.turn()
+    assert seen == [dtype == "bf16"]
+
+
+def test_no_response_ends_by_a_token_that_is_sampled() -> None:
+    trainer = a_side(eager_ppo, TOY, batch=2).trainer
+    assert trainer.tokenizer.eos_token_id == trainer.model.pretrained_model.config.eos_token_id
+
+
+def test_without_peft_an_adapter_is_absent(monkeypatch) -> None:
+    assert worker.why_absent({"reference": "adapter"}) is None
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert "peft cannot be imported" in worker.why_absent({"reference": "adapter"})
+    assert worker.why_absent({"reference": "trunk"}) is None
+
+
+# What TRL 0.11.4 reports and the gate compares.
+STATISTICS = {
+    "objective/kl", "objective/kl_coef", "objective/entropy", "ppo/mean_non_score_reward",
+    "ppo/mean_scores", "ppo/std_scores", "tokens/queries_len_mean", "tokens/queries_len_std",
+    "tokens/responses_len_mean", "tokens/responses_len_std", "ppo/loss/policy", "ppo/loss/value",
+    "ppo/loss/total", "ppo/policy/entropy", "ppo/policy/approxkl", "ppo/policy/policykl",
+    "ppo/policy/clipfrac", "ppo/policy/advantages_mean", "ppo/returns/mean", "ppo/returns/var",
+    "ppo/val/vpred", "ppo/val/error", "ppo/val/clipfrac", "ppo/val/mean", "ppo/val/var",
+    "ppo/val/var_explained", "ppo/learning_rate",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("work", [TOY, TOY_QWEN], ids=lambda work: work.model.family)
+def test_the_eager_peer_passes_the_gate_with_all_of_trls_statistics(work) -> None:
+    ours, theirs = (
+        a_side(library, work.exact, optimizer="sgd").check() for library in (fastrl, eager_ppo)
+    )
+    assert theirs["statistics"][0].keys() == STATISTICS
+    assert not list(disagreements(ours["statistics"], theirs["statistics"]))
+    assert not list(test_ppo.trained_otherwise(ours["trained"], theirs["trained"]))
+
+
+@pytest.mark.filterwarnings("ignore:the LM head shares its weight:UserWarning")
+@pytest.mark.parametrize("reference", ["copy", "adapter", "trunk", "none"])
+def test_gradient_descent_stays_within_rounding_of_float64(monkeypatch, reference: str) -> None:
+    """A hundred times nearer than what the gate lets pass, though tokens of a copy are clipped."""
+    sides = [
+        a_side(library, TOY, reference, optimizer="sgd") for library in (fastrl, eager_ppo.FLOAT64)
+    ]
+    assert {p.dtype for p in sides[1].trainer.model.parameters()} == {torch.float64}
+    found = []
+    for side in sides:
+        monkeypatch.setattr(np.random, "permutation", np.random.RandomState(0).permutation)
+        found.append(side.check())
+    ours, exact = found
+    assert not list(test_ppo.trained_otherwise(ours["trained"], exact["trained"]))
+    monkeypatch.setattr(test_ppo, "RELATIVE", 1e-5)
+    unknown = test_ppo.UNKNOWN.get(reference, set())
+    assert not list(disagreements(ours["statistics"], exact["statistics"], unknown))
+    if reference == "copy":
+        assert min(stats["ppo/policy/clipfrac"] for stats in exact["statistics"]) > 0
+    assert exact["statistics"][1]["objective/kl"] != pytest.approx(0, abs=1e-3)
+
+
+def test_the_eager_peer_generates_after_padding_and_ends_at_eos() -> None:
+    side = a_side(eager_ppo, TOY, batch=2)
+    queries = [torch.tensor([5, 6, 7]), torch.tensor([8])]
+    greedy = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
+    together = side.trainer.generate(queries, batch_size=2, return_prompt=False, **greedy)
+    alone = [side.trainer.generate([query], return_prompt=False, **greedy)[0] for query in queries]
+    assert [row.tolist() for row in together] == [row.tolist() for row in alone]
+    end = int(alone[1][1])
+    side.trainer.tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=end)
+    (cut,) = side.trainer.generate(queries[1:], **greedy)
+    until = alone[1].tolist().index(end) + 1
+    assert cut.tolist() == [8, *alone[1].tolist()[:until]]
+
+
+# --- SFT and DPO ---------------------------------------------------------------------------------
+
+DATA = {case.benchmark: case.of for case in test_training.cases(Run(CPU, toy=True))}
+
+
+def test_losses_agree_within_the_tolerance() -> None:
+    assert not list(test_training.disagreements([5.0004, 4.0], [5.0, 4.0]))
+    for ours in ([5.0006, 4.0], [5.0, NAN], [5.0], []):
+        (line,) = test_training.disagreements(ours, [5.0, 4.0])
+        assert "loss is" in line or f"fastrl made {len(ours)} steps, the peer 2" in line
+    assert list(test_training.disagreements([], []))
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize(("loss", "red"), [(5.0001, False), (5.1, True)])
+def test_losses_come_before_figures(measured, kind: str, loss: float, red: bool) -> None:
+    check = lambda side: {"losses": [loss if side.ours else 5.0]}  # noqa: E731
+    entry = measured(test_training, kind, DATA[kind], check, Path("python"))
+    assert bool(entry["red"]) == red
+    if not red:
+        assert entry["sides"]["trl==1.16.0"]["memory"] == {"peak": 2}
+        assert entry["units"] == DATA[kind].units
+        assert "2e-05" in entry["remarks"][0]
+
+
+def test_data_are_ragged_end_and_fit_the_model() -> None:
+    sft, dpo, _ = (case.of.shape for case in test_training.cases(Run(CPU)))
+    for ids in (found := worker.texts(sft)):
+        assert ids[-1] == EOS < min(ids[:-1])
+        assert max(ids) < sft["vocabulary"]
+    assert len({len(ids) for ids in found}) > 20
+    assert len(found) == 10 * sft["batch"]
+    pairs = worker.pairs(dpo)
+    assert len(pairs) == 10 * dpo["batch"]
+    longest = max(len(prompt) + len(ids) + 1 for prompt, *both in pairs for ids in both)
+    assert dpo["longest"] - 16 < longest <= dpo["longest"]
+
+
+def test_texts_say_the_same_tokens_and_responses_end() -> None:
+    """One library is given texts, to which it appends EOS, the other tokens."""
+    shape = DATA["dpo"].shape
+    tokenizer = worker.word_tokenizer(shape["vocabulary"])
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (PAD, EOS)
+    loader = worker.Loader(worker.pairs(shape), tokenizer)
+    for i, (prompt, *both) in enumerate(worker.pairs(shape)):
+        example = loader[i]
+        assert list(example.prompt_ids) == tokenizer(example.prompt)["input_ids"] == prompt
+        for response, ids in zip(example.responses, both, strict=True):
+            text = example.prompt + response.text + tokenizer.eos_token
+            assert tokenizer(text)["input_ids"] == [*prompt, *response.ids] == [*prompt, *ids, EOS]
+
+
+# TRL 1.16 takes transformers 4 too, which knows no other name.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_trainers_side_trains_and_says_what_it_took(kind: str) -> None:
+    data = DATA[kind]
+    side = worker.SIDES[kind](fastrl, data.shape | {"layers": 1}, **data.options)
+    losses = side.check()["losses"]
+    assert len(losses) == 10
+    before = [p.detach().clone() for p in side.trainer.model.parameters()]
+    memory = side.memory()
+    assert 0 < memory["beyond gradients"] <= memory["peak"]
+    assert all(p.grad is None for p in side.trainer.model.parameters())
+    trained = zip(before, side.trainer.model.parameters(), strict=True)
+    assert all(bool((old == new).all()) for old, new in trained)
+    assert side.turn()["seconds"]["epoch"] > 0
+    assert sum(side.check()["losses"]) < sum(losses) - 1  # the same data, which it knows by now
+
+
+# --- GRPO ----------------------------------------------------------------------------------------
+
+(GRPO,) = (case.of for case in test_grpo.cases(Run(CPU, toy=True)))
+
+
+@pytest.mark.parametrize(
+    ("ours", "red"),
+    [
+        ({"a": 1.0, "b": 2.0}, False),
+        ({"a": 1.0005, "b": 2.0}, False),
+        ({"a": 1.01, "b": 2.0}, True),
+        ({"a": NAN, "b": 2.0}, True),
+        ({"b": 2.0}, True),
+    ],
+    ids=str,
+)
+def test_parameters_must_move_as_far(measured, ours: dict, red: bool) -> None:
+    check = lambda side: {"moved": ours if side.ours else {"a": 1.0, "b": 2.0}}  # noqa: E731
+    entry = measured(test_grpo, "grpo", GRPO, check, Path("python"))
+    assert bool(entry["red"]) == red
+    assert [side[1] for side in StandIn.log] == ["sgd", "sgd"] + ["adam", "adam"] * (not red)
+
+
+def test_nothing_moved_is_no_agreement() -> None:
+    assert list(test_grpo.moved_otherwise({"a": 0.0}, {"a": 0.0}))
+
+
+@pytest.mark.filterwarnings("ignore:generate. min_new_tokens:UserWarning")
+def test_a_grpo_side_moves_its_parameters_and_says_what_it_took() -> None:
+    side = worker.GRPOSide(fastrl, GRPO.shape, optimizer="sgd")
+    moved = side.check()["moved"]
+    assert all(norm > 0 for norm in moved.values())
+    assert side.turn()["seconds"]["step"] > 0
+    assert side.memory()["peak"] > 0
