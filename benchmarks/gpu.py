@@ -318,7 +318,7 @@ TUNABLES = (
         "part",
         "vectors that a program of an elementwise kernel walks",
         _kernels(*(f"_triton.{m}.PART_VECTORS" for m in ("rows", "logprob", "full_kl",
-                                                        "head_rows"))),
+                                                        "lm_head"))),
         tuple(128 * n for n in (8, 16, 32, 64)),
         ("token_logprobs", "full_kl"),
         "A part's program reads some 20 bytes of its row's statistics for 32 KiB of logits: no "

@@ -256,7 +256,7 @@ def _policy_in_place_of_its_copy(monkeypatch) -> None:
 
 def _adapter_left_on(monkeypatch) -> None:
     instead = lambda self: contextlib.nullcontext()  # noqa: E731
-    monkeypatch.setattr(_class_of("adapter"), "_instead", instead)
+    monkeypatch.setattr(_class_of("adapter"), "_switched", instead)
 
 
 def _there_is_one(monkeypatch) -> None:
