@@ -274,6 +274,9 @@ def test_shell_lines_are_what_the_tools_take(
             continue
         for words in commands(block):
             match words:
+                case ["fastrl", "report", *folders]:  # has no flags
+                    assert folders
+                    assert all(folder.startswith("runs/") for folder in folders), folders
                 case ["fastrl", *arguments]:
                     with pytest.raises(Parsed):
                         assert cli.main(arguments) == 0, f"{page}:{block.line}: {words}"

@@ -63,7 +63,7 @@ class PPOTrainer:
 
     The classic loop: ``generate`` responses to queries, score them, ``step``; or :meth:`train` for
     all of it. Surface and semantics are those of TRL 0.11's PPOTrainer, mended where that was wrong
-    (the README lists where).
+    (``docs/trl_classic.md`` lists where).
 
     Args:
         config: see :class:`fastrl.PPOConfig`.
@@ -202,7 +202,7 @@ class PPOTrainer:
         moment, whatever its score. ``PPOConfig.on_nonfinite`` says whether it is an error instead.
 
         Returns:
-            the statistics of the README's table: numbers, and arrays of distributions.
+            the statistics of ``docs/statistics.md``: numbers, and arrays of distributions.
 
         Raises:
             ValueError: names the argument and the element; nothing has changed then.
