@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import pkgutil
 import re
 import shlex
 import sys
@@ -405,6 +406,8 @@ def test_the_api_pages_have_every_public_name() -> None:
     for module in (fastrl, fastrl.alignment, fastrl_kernels):
         wanted = {f"{module.__name__}.{name}" for name in module.__all__}
         assert wanted - there - modules == set()
+    for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE):
+        assert pkgutil.resolve_name(name) is not None
 
 
 def test_every_page_is_in_the_navigation_and_every_picture_is_there() -> None:
