@@ -14,7 +14,7 @@ from tests.kernels import test_linear_logprobs
 from tests.kernels.judge import DTYPES, assert_close_to_exact, names
 from tests.kernels.launches import allocations, watched
 from tests.kernels.test_linear_logprobs import LEAVES, Inputs, assert_same_bits
-from tests.kernels.test_linear_loss import counted_of, doubled
+from tests.kernels.test_linear_ppo_loss import counted_of, doubled
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SMALL = (3, 4, 60)

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastrl.models.scoring import PolicyObjective, ScoringRequest
 from fastrl.models.tied_embedding import sparse_embedding_gradient
-from fastrl_kernels.linear_loss import _Gradients
+from fastrl_kernels.head_pass import HeadGradients
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -79,9 +79,11 @@ def test_a_tied_weight_has_one_dense_gradient(ids, tied, monkeypatch):
     policy = tiny_models.policy("llama", tie_word_embeddings=tied)
     fused(policy, ids)  # the head is chosen
     buffers = []
-    results = _Gradients.results
+    results = HeadGradients.results
     monkeypatch.setattr(
-        _Gradients, "results", lambda self: buffers.append(self.dweight.data_ptr()) or results(self)
+        HeadGradients,
+        "results",
+        lambda self: buffers.append(self.dweight.data_ptr()) or results(self),
     )
     loss = fused(policy, ids)
     if tied:

@@ -7,10 +7,10 @@ from .full_kl import full_kl
 from .gae import gae
 from .kl import kl_penalty, kl_rewards
 from .linear_logprobs import linear_logprobs
-from .linear_loss import linear_nll_loss, linear_ppo_loss
+from .linear_nll import linear_nll_loss
 from .logprob import token_logprobs
 from .moments import masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
-from .ppo_loss import ppo_loss
+from .ppo_loss import linear_ppo_loss, ppo_loss
 from .preference import *  # noqa: F403
 from .rng import sample_keys
 from .sampling import sample_tokens

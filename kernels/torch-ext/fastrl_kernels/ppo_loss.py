@@ -1,20 +1,41 @@
-"""The clipped PPO objective with its value and KL terms, and the statistics that go with it."""
+"""The clipped PPO objective with its value and KL terms, from log-probs or from hidden states, and
+the statistics that go with it."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import check_choice, check_constant, check_float, check_like, check_mask
+from .checks import (
+    check_choice,
+    check_constant,
+    check_device,
+    check_float,
+    check_like,
+    check_mask,
+    counts,
+)
 from .dispatch import Backend, choose
+from .head_pass import HandOut, HeadPass, save_gradients, scaled_gradients, wanted_gradients
 from .kl import kl_slope, kl_value, masked_difference
+from .lm_head import (
+    HEAD_SCHEMA,
+    HeadInputs,
+    checked_head,
+    fake_gradients,
+    flat_head,
+    split_head,
+)
+from .operators import new, operator, or_empty
 from .types import (
     AGGREGATES,
     KL_KINDS,
     LOG_RATIO_LIMIT,
     KLTerm,
+    LinearLossStats,
     LossStats,
     PPOConstants,
     PPOSettings,
@@ -24,7 +45,7 @@ from .types import (
 _LOSSES = ("loss", "policy_loss", "value_loss", "kl_loss")
 
 
-def denominator_of(constants: PPOConstants, settings: PPOSettings) -> Tensor:
+def _denominator(constants: PPOConstants, settings: PPOSettings) -> Tensor:
     mask = constants.mask
     if constants.denominator is not None:
         return constants.denominator.to(torch.float32)
@@ -40,7 +61,7 @@ def inverse_of(denominator: Tensor) -> Tensor:
     return torch.where(denominator == 0, 0.0, 1.0 / denominator)
 
 
-def token_weights_of(constants: PPOConstants, settings: PPOSettings) -> Tensor | None:
+def _token_weights(constants: PPOConstants, settings: PPOSettings) -> Tensor | None:
     """What each token weighs, [..., T] or [..., 1], beside the denominator; None where all weigh
     1."""
     mask, given = constants.mask, constants.token_weights
@@ -51,34 +72,27 @@ def token_weights_of(constants: PPOConstants, settings: PPOSettings) -> Tensor |
     return by_rows if weights is None else by_rows * weights
 
 
-def policy_slopes(
-    logprobs: Tensor, constants: PPOConstants, settings: PPOSettings, backend: str
-) -> Tensor:
-    """d/d log π of each token's clipped objective and KL term, 0 where masked; fp32, no weights of
-    tokens or rows and no denominator in it."""
-    if backend == "triton":
-        from ._triton.ppo_loss import policy_slopes as triton_slopes
+class _PolicyTerms(NamedTuple):
+    """Of each token, without the weights of tokens and the denominator."""
 
-        return triton_slopes(logprobs, constants, settings)
-    mask = constants.mask
-    log_ratio = masked_difference(logprobs, constants.old_logprobs, mask)
-    slope = _surrogate(log_ratio, constants, settings)[1]
-    if constants.ref_logprobs is not None:
-        d = masked_difference(logprobs, constants.ref_logprobs, mask)
-        slope = slope + settings.kl_coef * kl_slope(d, settings.kl_kind)
-    return torch.where(mask, slope, 0.0)
+    loss: Tensor  # the clipped objective
+    kl: Tensor | None  # the KL term without its coefficient
+    slope: Tensor  # d/d log π of both, 0 where masked
+    log_ratio: Tensor
+    ratio: Tensor
+    is_clipped: Tensor  # bool
 
 
-def _surrogate(
-    log_ratio: Tensor, constants: PPOConstants, settings: PPOSettings
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The clipped objective per token, its derivative by log π, the ratio, and where it clips.
+def _policy_terms(logprobs: Tensor, constants: PPOConstants, settings: PPOSettings) -> _PolicyTerms:
+    """The clipped objective and the KL term per token, and their derivative by log π.
 
     Inside the clip range both branches are the same and the derivative is that of the ratio, all
     of it. Exactly at a bound (probability 0) it is the unclipped branch's as well.
     """
+    mask = constants.mask
+    log_ratio = masked_difference(logprobs, constants.old_logprobs, mask)
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    advantages = torch.where(constants.mask, constants.advantages.float(), 0.0)
+    advantages = torch.where(mask, constants.advantages.float(), 0.0)
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(settings.low, settings.high)
     is_clipped = clipped > unclipped
@@ -89,9 +103,15 @@ def _surrogate(
         beyond = (advantages < 0) & (loss > bound)
         loss, slope = torch.where(beyond, bound, loss), torch.where(beyond, 0.0, slope)
     if constants.weights is not None:
-        weights = torch.where(constants.mask, constants.weights.float(), 0.0)
+        weights = torch.where(mask, constants.weights.float(), 0.0)
         loss, slope = loss * weights, slope * weights
-    return loss, slope, ratio, is_clipped
+    kl = None
+    if constants.ref_logprobs is not None:
+        d = masked_difference(logprobs, constants.ref_logprobs, mask)
+        kl = kl_value(d, settings.kl_kind)
+        slope = slope + settings.kl_coef * kl_slope(d, settings.kl_kind)
+    slope = torch.where(mask, slope, 0.0)
+    return _PolicyTerms(loss, kl, slope, log_ratio, ratio, is_clipped)
 
 
 def _value_error(
@@ -120,13 +140,12 @@ def _torch_forward(
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """The loss, LossStats' tensor, and its gradients by log-probs and values where wanted."""
     mask = constants.mask
-    token_weights = token_weights_of(constants, settings)
+    token_weights = _token_weights(constants, settings)
 
     def total(x: Tensor) -> Tensor:
         return (x if token_weights is None else x * token_weights).sum()
 
-    log_ratio = masked_difference(logprobs, constants.old_logprobs, mask)
-    loss, slope, ratio, is_clipped = _surrogate(log_ratio, constants, settings)
+    loss, kl, slope, log_ratio, ratio, is_clipped = _policy_terms(logprobs, constants, settings)
     stats = {
         "policy_loss": total(loss),
         "clipfrac": is_clipped.sum(),
@@ -148,14 +167,11 @@ def _torch_forward(
         stats["value_mean"] = v.sum()
         objective = objective + settings.value_coef * stats["value_loss"]
         value_slope = settings.value_coef * value_slope
-    if constants.ref_logprobs is not None:
-        d = masked_difference(logprobs, constants.ref_logprobs, mask)
-        stats["kl_loss"] = total(kl_value(d, settings.kl_kind))
+    if kl is not None:
+        stats["kl_loss"] = total(kl)
         objective = objective + settings.kl_coef * stats["kl_loss"]
-        slope = slope + settings.kl_coef * kl_slope(d, settings.kl_kind)
-
     stats["loss"] = objective
-    denominator = denominator_of(constants, settings)
+    denominator = _denominator(constants, settings)
     numbers, inverse = _normalised(stats, denominator), inverse_of(denominator)
 
     if token_weights is not None:
@@ -264,17 +280,17 @@ def ppo_loss(
 
     Source: Schulman et al., "Proximal policy optimization algorithms", 2017, equation 7.
     """
-    values, constants, settings = checked(
+    values, constants, settings = _checked(
         logprobs, old_logprobs, advantages, mask, cliprange, value, kl, dual_clip, weights,
         token_weights, aggregate, denominator,
     )  # fmt: skip
-    loss, numbers = apply(
+    loss, numbers = _apply(
         logprobs, values, constants, settings, choose(backend, logprobs, values, *constants)
     )
     return loss, LossStats(numbers)
 
 
-def apply(
+def _apply(
     logprobs: Tensor,
     values: Tensor | None,
     constants: PPOConstants,
@@ -290,7 +306,7 @@ def apply(
     return _PPOLoss.apply(logprobs, values, constants, settings, passes)
 
 
-def checked(
+def _checked(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -359,3 +375,179 @@ def checked(
         kl_kind="kl" if kl is None else kl.kind,
     )
     return values, constants, settings
+
+
+@torch.no_grad()
+def _linear_forward(
+    inputs: HeadInputs,
+    constants: PPOConstants,
+    settings: PPOSettings,
+    entropy: bool,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor | None, ...]]:
+    """The loss, its statistics, log-probs and entropies, and the wanted gradients of the loss by
+    hidden states, weight and bias. What a token weighs is known before its log-prob is."""
+    passes: Any = None
+    if inputs.backend == "triton":
+        from ._triton import ppo_loss
+
+        passes = ppo_loss
+    weights = inverse_of(_denominator(constants, settings))
+    by_tokens = _token_weights(constants, settings)
+    weights = weights if by_tokens is None else weights * by_tokens
+    weights = weights.expand(constants.mask.shape).reshape(-1)
+    flat = [x if x is None or x.dim() == 0 else x.reshape(-1) for x in constants]
+    head = HeadPass(inputs, entropy, wanted)
+    for rows in head:
+        if head.wanted:
+            logprobs = head.statistics.logprobs[rows]
+            part = PPOConstants(*(x if x is None or x.dim() == 0 else x[rows] for x in flat))  # type: ignore[arg-type]
+            if passes is None:
+                slopes = _policy_terms(logprobs, part, settings).slope
+            else:
+                slopes = passes.policy_slopes(logprobs, part, settings)
+            head.backward(rows, slopes.mul_(weights[rows]))
+    logprobs, entropies = head.per_token(head.statistics.logprobs), head.statistics.entropies
+    loss, numbers = _apply(logprobs, None, constants, settings, inputs.backend)
+    entropies = None if entropies is None else head.per_token(entropies)
+    return loss, numbers, logprobs, entropies, head.gradients()
+
+
+@operator(
+    f"({HEAD_SCHEMA}, Tensor old_logprobs, Tensor advantages, Tensor mask, Tensor? weights, "
+    "Tensor? ref_logprobs, Tensor? denominator, Tensor? token_weights, float low, float high, "
+    "float? dual_clip, str aggregate, float? denominator_number, float kl_coef, str kl_kind, "
+    "bool entropy, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def _linear_ppo_loss(*arguments: Any) -> tuple[Tensor, ...]:
+    """The results, and the gradients that are wanted of the loss by the first three."""
+    inputs, others = split_head(arguments)
+    old_logprobs, advantages, mask, weights, *tensors = others[:7]
+    low, high, dual_clip, aggregate, number, kl_coef, kl_kind, entropy, wanted = others[7:]
+    constants = PPOConstants(old_logprobs, advantages, mask, weights, None, None, *tensors)
+    settings = PPOSettings(low, high, dual_clip, aggregate, number, 0.0, 0.0, kl_coef, kl_kind)
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        *results, entropies, gradients = _linear_forward(
+            inputs._replace(shape=mask.shape), constants, settings, entropy, tuple(wanted)
+        )
+    results.append(or_empty(entropies, results[0]))
+    return *results, *(or_empty(x, inputs.hidden) for x in gradients)
+
+
+@_linear_ppo_loss.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    hidden, mask, (entropy, wanted) = arguments[0], arguments[13], arguments[-2:]
+    return (
+        new(hidden),
+        new(hidden, len(LossStats.NAMES)),
+        new(hidden, *mask.shape),
+        new(hidden, *mask.shape, wanted=entropy),
+        *fake_gradients(arguments[:3], wanted),
+    )
+
+
+_linear_ppo_loss.register_autograd(scaled_gradients, setup_context=save_gradients)
+
+
+def _compiled(
+    inputs: HeadInputs,
+    constants: PPOConstants,
+    settings: PPOSettings,
+    entropy: bool,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    c = constants
+    low, high, dual_clip, aggregate, number, _, _, kl_coef, kl_kind = settings
+    loss, numbers, logprobs, entropies, *_ = _linear_ppo_loss(
+        *flat_head(inputs), c.old_logprobs, c.advantages, c.mask, c.weights, c.ref_logprobs,
+        c.denominator, c.token_weights, low, high, dual_clip, aggregate, number, kl_coef, kl_kind,
+        entropy, wanted,
+    )  # fmt: skip
+    return loss, numbers.detach(), logprobs.detach(), entropies.detach() if entropy else None
+
+
+def linear_ppo_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    cliprange: float | tuple[float, float] = 0.2,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    kl: KLTerm | None = None,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    aggregate: str = "token-mean",
+    denominator: float | Tensor | None = None,
+    entropy: bool = False,
+    workspace_bytes: int | None = None,
+    check_labels: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, LinearLossStats]:
+    """``ppo_loss(linear_logprobs(hidden, weight, labels), old_logprobs, advantages, mask)``.
+
+    The weight of every token in the loss is known before its log-prob is, so that a chunk of logits
+    gives log-probs, loss and gradients while it is there: 6·N·V·H flops, where computing logits
+    once more for backward takes 8. Gradients exist as soon as the loss does; backward multiplies
+    them with its own, once.
+
+    So gradients are rounded to the tensors' dtype before a factor from upstream, such as a
+    GradScaler's scale, reaches them, and in fp16 small ones underflow whatever the scale: train in
+    bf16 or fp32, or use ``linear_logprobs`` with ``ppo_loss``, whose gradients are scaled first.
+
+    Args:
+        hidden, weight, labels, bias, temperature, softcap, logit_scale: as for ``linear_logprobs``,
+            and so is the rounding; labels [..., T]. With several chunks of rows the weight's
+            gradient is summed in fp32, V·H·4 bytes.
+        old_logprobs, advantages, mask, cliprange, kl, dual_clip, weights, token_weights, aggregate,
+            denominator: as for ``ppo_loss``, per token [..., T]. A label of -100 counts as masked.
+        entropy: also compute entropies, as a statistic without a gradient.
+        workspace_bytes, check_labels, backend: as for ``linear_logprobs``.
+
+    Returns:
+        The loss, 0-d fp32, differentiable with respect to ``hidden``, ``weight`` and ``bias``; and
+        its :class:`LinearLossStats`, detached. For a value loss or an entropy bonus, add their own.
+
+    Raises:
+        TypeError, ValueError: as ``linear_logprobs`` and ``ppo_loss``.
+        RuntimeError: a second backward through the same call, unless it is compiled.
+    """
+    inputs = checked_head(
+        hidden, weight, labels, bias, temperature, softcap, logit_scale, mask, workspace_bytes,
+        check_labels, backend,
+    )  # fmt: skip
+    if labels.dim() == 0:
+        raise ValueError("labels has no time dimension: pass hidden [..., T, H], labels [..., T]")
+    check_like("old_logprobs", old_logprobs, "labels", labels)
+    _, constants, settings = _checked(
+        old_logprobs, old_logprobs, advantages, counts(labels, mask), cliprange, None, kl,
+        dual_clip, weights, token_weights, aggregate, denominator,
+    )  # fmt: skip
+    for name, tensor in constants._asdict().items():
+        if tensor is not None:
+            check_device(name, tensor, "hidden", hidden)
+    wanted = wanted_gradients(inputs.hidden, inputs.weight, inputs.bias)
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        if torch.compiler.is_compiling():
+            loss, numbers, logprobs, entropies = _compiled(
+                inputs, constants, settings, entropy, wanted
+            )
+        else:
+            loss, numbers, logprobs, entropies, gradients = _linear_forward(
+                inputs, constants, settings, entropy, wanted
+            )
+            loss = HandOut.apply(
+                inputs.hidden, inputs.weight, inputs.bias, loss, gradients, inputs.head,
+                "linear_ppo_loss",
+            )  # fmt: skip
+    mean = torch.full_like(numbers[:1], math.nan)
+    if entropies is not None:
+        tokens = numbers[LossStats.NAMES.index("tokens")].clamp(min=1)
+        mean = (entropies.sum() / tokens).view(1)
+    return loss, LinearLossStats(torch.cat([numbers, mean]), logprobs, entropies)
