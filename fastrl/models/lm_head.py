@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,21 +27,38 @@ from fastrl_kernels.types import LogitTransform
 Inputs = dict[str, Any]
 
 
+# From what the model has returned: scores, values apart, and the hidden states [N, H] that values
+# are read from.
+Results = Callable[[Any], tuple[TokenScores, Tensor]]
+
+
+class Head(Protocol):
+    """One way of scoring the requested rows."""
+
+    options: ClassVar[dict[str, Any]]  # that the model's call needs besides its inputs
+
+    def scoring(self, model: Any, request: ScoringRequest) -> AbstractContextManager[Results]:
+        """While open, one call of the model computes what the results are read from."""
+
+
 class FusedHead:
     """Computes log-probs from the head's input and weight; the model gets no rows, and no logits.
 
     It happens inside the head's call, where a sharded weight is in place.
     """
 
+    options: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, transform: LogitTransform, scale: float = 1.0):
         self.transform, self.scale = transform, scale
 
-    def __call__(
-        self, model: Any, request: ScoringRequest, inputs: Inputs
-    ) -> tuple[TokenScores, Tensor]:
-        """Scores, values apart, and the hidden states [N, H] that values are read from."""
-        if request.logits:
-            return RowHead(self.scale)(model, request, inputs)
+    def scoring(self, model: Any, request: ScoringRequest) -> AbstractContextManager[Results]:
+        """As Head's."""
+        head = RowHead(self.scale).scoring if request.logits else self._scoring
+        return head(model, request)
+
+    @contextmanager
+    def _scoring(self, model: Any, request: ScoringRequest) -> Iterator[Results]:
         objective, labels = request.objective, request.labels
         options: dict[str, Any] = self.transform._asdict()
         seen: list[tuple[TokenScores, Tensor]] = []
@@ -89,8 +106,7 @@ class FusedHead:
                 return args[0][:, :0]
 
             with _hooked_head(model, score):
-                model(**inputs)
-        return _only(seen, model)
+                yield lambda _out: _only(seen, model)
 
 
 class RowHead:
@@ -99,40 +115,49 @@ class RowHead:
     Whatever the model does to its logits afterwards then acts on those rows as it would on all.
     """
 
+    options: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, scale: float = 1.0):
         self.scale = scale
 
-    def __call__(
-        self, model: Any, request: ScoringRequest, inputs: Inputs
-    ) -> tuple[TokenScores, Tensor]:
-        """As FusedHead's."""
+    @contextmanager
+    def scoring(self, model: Any, request: ScoringRequest) -> Iterator[Results]:
+        """As Head's."""
         seen: list[Tensor] = []
 
         def pick(_head: nn.Module, hidden: Tensor) -> Tensor:
             seen.append(hidden.flatten(0, -2)[request.rows].unsqueeze(0))
             return seen[-1]
 
+        def results(out: Any) -> tuple[TokenScores, Tensor]:
+            # squeeze is a view both ways; indexing would copy the logits' gradient
+            hidden = _unscaled(_only(seen, model).squeeze(0), self.scale)
+            return score_logits(out.logits.squeeze(0), request), hidden
+
         with in_front_of_head(model, pick):
-            logits = model(**inputs).logits
-        hidden = _only(seen, model)
-        # squeeze is a view both ways; indexing would copy the logits' gradient
-        hidden = _unscaled(hidden.squeeze(0), self.scale)
-        return score_logits(logits.squeeze(0), request), hidden
+            yield results
 
 
 class FullHead:
     """For heads that the others cannot serve: all logits first, then the rows."""
 
-    def __call__(
-        self, model: Any, request: ScoringRequest, inputs: Inputs
-    ) -> tuple[TokenScores, Tensor]:
-        """As FusedHead's."""
-        out = model(**inputs, output_hidden_states=True)
-        logits = out.logits.flatten(0, 1)[request.rows]
-        return score_logits(logits, request), last_hidden(out).flatten(0, 1)[request.rows]
+    options: ClassVar[dict[str, Any]] = {"output_hidden_states": True}
+
+    def scoring(self, model: Any, request: ScoringRequest) -> AbstractContextManager[Results]:
+        """As Head's."""
+
+        def results(out: Any) -> tuple[TokenScores, Tensor]:
+            logits = out.logits.flatten(0, 1)[request.rows]
+            return score_logits(logits, request), last_hidden(out).flatten(0, 1)[request.rows]
+
+        return nullcontext(results)
 
 
-Head = FusedHead | RowHead | FullHead
+def _scored(
+    head: Head, model: Any, request: ScoringRequest, inputs: Inputs
+) -> tuple[TokenScores, Tensor]:
+    with head.scoring(model, request) as results:
+        return results(model(**inputs, **head.options))
 
 
 @torch.no_grad()
@@ -144,11 +169,11 @@ def choose_head(model: nn.Module, inputs: Inputs, tolerance: float = 1e-3) -> He
     ids = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"]
     rows = torch.arange(ids.numel(), device=ids.device)[ids.numel() // 2 :]
     request = ScoringRequest(rows, ids.flatten()[rows], entropy=True)
-    expected = FullHead()(model, request, inputs)
+    expected = _scored(FullHead(), model, request, inputs)
 
     def differs(head: Head) -> str | None:
         try:
-            got = head(model, request, inputs)
+            got = _scored(head, model, request, inputs)
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             return str(error)
         pairs = zip((*got[0][:2], got[1]), (*expected[0][:2], expected[1]), strict=True)

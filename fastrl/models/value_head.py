@@ -188,8 +188,11 @@ class PreTrainedModelWrapper(nn.Module):
         if scoring is not None:
             head = self._scoring_head(inputs)
             inputs["use_cache"] = False
-            with self._starting_at(boundary):
-                scores, hidden = head(self.pretrained_model, scoring, inputs)
+            with (
+                self._starting_at(boundary),
+                head.scoring(self.pretrained_model, scoring) as results,
+            ):
+                scores, hidden = results(self.pretrained_model(**inputs, **head.options))
             return scores._replace(values=self._values(hidden) if scoring.values else None)
 
         inputs["output_hidden_states"] = True

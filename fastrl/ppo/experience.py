@@ -29,7 +29,8 @@ class Scored:
 
 @dataclass(frozen=True)
 class Experience:
-    """What an update reads, each [B, T-1] fp32, zero where masked."""
+    """What an update reads, each [B, T-1] fp32, zero where masked; of the response tokens alone,
+    each [N]."""
 
     logprobs: Tensor
     values: Tensor
@@ -38,18 +39,25 @@ class Experience:
     kl: fastrl_kernels.KLTerm | None = None  # to add to the loss
     weights: Tensor | None = None  # [B], of each sample's tokens; None: 1
 
-    def select(self, indices: Sequence[int], columns: slice) -> Experience:
-        """Some samples, and of their tokens some columns."""
-        index = list(indices)
-        kl, weights = self.kl, self.weights
-        if kl is not None:
-            kl = kl._replace(ref_logprobs=kl.ref_logprobs[index, columns])
+    def of_tokens(self, samples: Sequence[int], columns: slice, mask: Tensor) -> Experience:
+        """Of some samples' response tokens, each [N].
+
+        Args:
+            columns: of [B, T-1], those that the samples need.
+            mask: [b, t] bool on the CPU, which of these samples' tokens in these columns count.
+        """
+        index, kl, weights = list(samples), self.kl, self.weights
+        where = mask.flatten().nonzero()[:, 0].to(self.logprobs.device)
+
+        def flat(x: Tensor) -> Tensor:
+            return x[index, columns].flatten()[where]
+
         return Experience(
-            self.logprobs[index, columns],
-            self.values[index, columns],
-            self.advantages[index, columns],
-            self.returns[index, columns],
-            kl,
+            flat(self.logprobs),
+            flat(self.values),
+            flat(self.advantages),
+            flat(self.returns),
+            None if kl is None else kl._replace(ref_logprobs=flat(kl.ref_logprobs)),
             None if weights is None else weights[index],
         )
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastrl.config import PPOConfig
 from fastrl.data.batch import TokenBatch
 from fastrl.models.activation_checkpointing import all_layers, checkpointed
-from fastrl.models.scoring import PolicyObjective, TokenScores
+from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores
 from fastrl.ppo.experience import Experience, scoring_request
 from fastrl.ppo.nonfinite import make_nonfinite
 from fastrl_kernels import KLTerm
@@ -133,14 +133,15 @@ class Minibatch(NamedTuple):
     """Some samples of a batch, without the padding that none of them needs."""
 
     tokens: TokenBatch
-    old: Experience
+    old: Experience  # of their response tokens, [N]
 
     @classmethod
     def of(cls, batch: TokenBatch, experience: Experience, indices: Sequence[int]) -> Minibatch:
-        """Samples ``indices`` of a batch with their experience."""
+        """Samples ``indices`` of a batch with their experience [B, T-1]."""
         columns = batch.columns(indices)
         shifted = slice(columns.start, columns.stop - 1)
-        return cls(batch.select(indices), experience.select(indices, shifted))
+        tokens = batch.select(indices)
+        return cls(tokens, experience.of_tokens(indices, shifted, tokens.response_mask))
 
 
 class MinibatchLoss(NamedTuple):
@@ -224,38 +225,40 @@ class UpdateLoss:
             return [whole / len(minibatches)] * len(minibatches)
         return list(map(self.aggregate.denominator, lengths, weights))
 
-    def __call__(
-        self, model: nn.Module, minibatch: Minibatch, denominator: Tensor
-    ) -> MinibatchLoss:
-        """By one forward of the model."""
+    def request(self, minibatch: Minibatch, denominator: Tensor) -> ScoringRequest:
+        """What the model has to compute: the policy's part of the loss, log-probs and values."""
         tokens, old = minibatch
-        where = tokens.response_mask.flatten().nonzero()[:, 0].to(tokens.mask.device)
-
-        def flat(x: Tensor) -> Tensor:
-            return x.flatten()[where]
-
         weights = old.weights
+        if weights is not None:  # of tokens; told how many, it need not wait for the device
+            lengths = tokens.mask.sum(-1)
+            weights = weights.repeat_interleave(lengths, output_size=len(old.logprobs))
         objective = PolicyObjective(
-            flat(old.logprobs),
-            flat(old.advantages),
+            old.logprobs,
+            old.advantages,
             self.cliprange,
-            None if old.kl is None else old.kl._replace(ref_logprobs=flat(old.kl.ref_logprobs)),
-            None if weights is None else flat(weights[:, None].expand(tokens.mask.shape)),
+            old.kl,
+            weights,
             denominator,
         )
-        request = scoring_request(
+        return scoring_request(
             tokens,
             temperature=self.temperature,
             entropy=True,
             values=self.has_values,
             objective=objective,
         )
-        new = model(**tokens.model_inputs, scoring=request)
-        value_loss, stats = self.value_loss(new, objective, flat(old.values), flat(old.returns))
+
+    def __call__(self, old: Experience, request: ScoringRequest, new: TokenScores) -> MinibatchLoss:
+        """Of a mini-batch's experience, what was requested for it, and what the model said."""
+        objective = request.objective
+        assert isinstance(objective, PolicyObjective)
+        assert new.loss is not None
+        assert new.stats is not None
+        value_loss, stats = self.value_loss(new, objective, old.values, old.returns)
         loss = new.loss + self.vf_coef * value_loss
         stats["ppo/loss/total"] = loss.detach()
-        ratios = (new.logprobs - objective.old_logprobs).exp()
-        return MinibatchLoss(loss, stats, new.stats.mean_ratio, ratios, objective.advantages)
+        ratios = (new.logprobs - old.logprobs).exp()
+        return MinibatchLoss(loss, stats, new.stats.mean_ratio, ratios, old.advantages)
 
     def value_loss(
         self, new: TokenScores, objective: PolicyObjective, old_values: Tensor, returns: Tensor
@@ -362,9 +365,11 @@ class GradientStep:
         while True:
             losses = []
             denominators = self.loss.denominators(kept)
-            for i, minibatch in enumerate(kept):
+            for i, (tokens, old) in enumerate(kept):
+                request = self.loss.request(kept[i], denominators[i])
                 with self._accumulating(last=i + 1 == len(kept)):
-                    losses.append(self.loss(self.model, minibatch, denominators[i]))
+                    scores = self.model(**tokens.model_inputs, scoring=request)
+                    losses.append(self.loss(old, request, scores))
                     self.add(losses[-1].loss, of=len(kept))
             totals, ratios, kls, norm = self._read(losses)
             if first:

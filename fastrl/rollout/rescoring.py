@@ -73,7 +73,9 @@ class Rescorer:
             return self.model(scoring=request, **inputs)
         if self._head is None:
             self._head = choose_head(self.model, {**corner_of(inputs), "use_cache": False})
-        return self._head(self.model, request, {**inputs, "use_cache": False})[0]
+        with self._head.scoring(self.model, request) as results:
+            out = self.model(**inputs, **self._head.options, use_cache=False)
+        return results(out)[0]
 
     def _parts(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Iterator[list[int]]:
         """Indices of samples that share a forward; an empty response needs none."""

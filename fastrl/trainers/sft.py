@@ -229,9 +229,9 @@ class SFTTrainer(SupervisedTrainer):
             outputs = model(**given)
             scores = score_logits(outputs.logits.flatten(0, 1)[request.rows], request)
         else:
-            scores, _ = self._scoring_head(given)(
-                _Called(model, self._plain(model)), request, given
-            )
+            head = self._scoring_head(given)
+            with head.scoring(self._plain(model), request) as results:
+                scores, _ = results(model(**given, **head.options))
         loss = scores.loss
         if loss is None:
             loss = -scores.logprobs.sum() / tokens.clamp(min=1)
@@ -264,19 +264,6 @@ class SFTTrainer(SupervisedTrainer):
 
     def _plain(self, model: nn.Module) -> Any:
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
-
-
-class _Called:
-    """Runs a model through what it is wrapped in (DDP, say), and is itself in all else."""
-
-    def __init__(self, wrapped: nn.Module, model: Any):
-        self._wrapped, self._model = wrapped, model
-
-    def __call__(self, **inputs: Any) -> Any:
-        return self._wrapped(**inputs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
 
 def _split_collator(given: Any) -> tuple[DataCollatorForCompletionOnlyLM | None, Any]:

@@ -285,7 +285,8 @@ def test_old_and_new_log_probs_are_at_the_temperature(make_trainer: Make) -> Non
     trainer = make_trainer(loss, factory=make_factory("reinforcement-learning", params=params))
     (part, *_) = trainer.batches(1)
     model = trainer.model.pretrained_model
-    got = part.experience.logprobs.sum(-1)
+    lengths = part.tokens.mask.sum(-1).tolist()
+    got = [logprobs.sum() for logprobs in part.experience.logprobs.split(lengths)]
     for i, sample in enumerate(part.examples):
         (answer,) = sample.responses
         ids = torch.tensor([[*sample.prompt_ids, *answer.ids]])

@@ -269,8 +269,9 @@ def test_logits_that_change_after_the_head_are_found_out(ids, change):
 def test_the_hook_is_gone_after_an_error(gpt2, ids, head_of):
     head, rows = gpt2.get_output_embeddings(), torch.tensor([999])
     before = len(head._forward_pre_hooks)
-    with pytest.raises(IndexError):
-        head_of(gpt2.pretrained_model, ScoringRequest(rows, rows), {"input_ids": ids})
+    model = gpt2.pretrained_model
+    with pytest.raises(IndexError), head_of.scoring(model, ScoringRequest(rows, rows)):
+        model(input_ids=ids)
     assert len(head._forward_pre_hooks) == before
     assert gpt2(input_ids=ids)[0].shape == (2, 8, tiny.VOCABULARY)
 

@@ -132,11 +132,15 @@ class PPO(Loss):
                 yield part
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
-        if batch.experience is None:  # nobody has gone through parts: an evaluation, say
-            batch.experience = self._experience(batch, policy, reference)
-        loss, minibatch = self._update_loss, Minibatch(policy.tokens(batch), batch.experience)
+        if batch.experience is None:  # it has not gone through parts: that of an evaluation
+            tokens, experience = policy.tokens(batch), self._experience(batch, policy, reference)
+            batch.tokens, batch.experience = Minibatch.of(tokens, experience, range(batch.size))
+        assert batch.tokens is not None
+        loss, minibatch = self._update_loss, Minibatch(batch.tokens, batch.experience)
         (denominator,) = loss.denominators([minibatch])
-        found = loss(policy.model, minibatch, denominator)
+        request = loss.request(minibatch, denominator)
+        scores = policy.model(**minibatch.tokens.model_inputs, scoring=request)
+        found = loss(minibatch.old, request, scores)
         return LossOutput(found.loss, found.stats)
 
     def backward(
