@@ -18,9 +18,15 @@ _SHARED = re.compile(r"^( +)((?:\w+,\s+)+\w+): ", re.MULTILINE)
 
 class Docstrings(griffe.Extension):
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
-        fields = [line for each in cls.attributes.values() for line in _field(each)]
-        if fields and cls.docstring:
-            cls.docstring.value += "\n".join(["\n\nAttributes:", *fields])
+        lines = []
+        for attribute in cls.attributes.values():
+            sentence, default = _field(attribute)
+            if sentence:
+                lines.append(f"    {attribute.name}: {sentence}")
+                if attribute.name in cls.parameters:
+                    cls.parameters[attribute.name].default = default
+        if lines and cls.docstring:
+            cls.docstring.value += "\n".join(["\n\nAttributes:", *lines])
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
@@ -29,15 +35,16 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = text.replace("][,", "]\\[,")  # or Markdown sees a link
 
 
-def _field(attribute: griffe.Attribute) -> list[str]:
-    """The line of a field with a sentence in its helper; else nothing."""
+def _field(attribute: griffe.Attribute) -> tuple[str, str | None]:
+    """The sentence and the default of a field that has them in its helper."""
     made_by = ast.parse(str(attribute.value or "None"), mode="eval").body
     if attribute.docstring or not isinstance(made_by, ast.Call) or not made_by.args:
-        return []
+        return "", None
     sentence, *default = made_by.args
     if not isinstance(sentence, ast.Constant) or not isinstance(sentence.value, str):
-        return []
+        return "", None
+    if not default:
+        return sentence.value, None
     # A name is that of a function which makes the default.
-    known = default and not isinstance(default[0], ast.Name)
-    ending = f" Default: `{ast.unparse(default[0])}`." if known else ""
-    return [f"    {attribute.name}: {sentence.value}{ending}"]
+    called = "()" if isinstance(default[0], ast.Name) else ""
+    return sentence.value, ast.unparse(default[0]) + called
