@@ -1,9 +1,8 @@
-"""The state that goes from step to step beside the weights: KL coefficient and score scaling."""
+"""Scaling, normalisation and clipping of scores, by the moments of all scores so far."""
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,37 +11,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from fastrl.config import PPOConfig
-
-
-class AdaptiveKLController:
-    """β ← β·(1 + clip(kl/target - 1, ±0.2)·n/horizon) after n samples (Ziegler et al., 2019)."""
-
-    def __init__(self, init_kl_coef: float, target: float, horizon: float):
-        self.value = init_kl_coef
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, current: float, n_steps: int) -> None:
-        if math.isnan(current):  # nothing was measured
-            return
-        error = min(max(current / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
-
-
-class FixedKLController:
-    """A constant β."""
-
-    def __init__(self, kl_coef: float):
-        self.value = kl_coef
-
-    def update(self, current: float, n_steps: int) -> None:
-        pass
-
-
-def make_kl_controller(config: PPOConfig) -> AdaptiveKLController | FixedKLController:
-    if config.adap_kl_ctrl and config.init_kl_coef > 0:  # 0 stays 0, whatever the KL
-        return AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
-    return FixedKLController(config.init_kl_coef)
 
 
 @dataclass
@@ -55,7 +23,7 @@ class RunningMoments:
     count: float = 1e-24
 
     def update(self, xs: Tensor) -> tuple[float, float]:
-        """Take in scores [n]; returns their own mean and standard deviation."""
+        """Adds scores [n]; returns their own mean and standard deviation."""
         n = xs.numel()
         batch_var, batch_mean = (float(x) for x in torch.var_mean(xs.double(), correction=0))
         delta, total = batch_mean - self.mean, self.count + n
@@ -90,8 +58,8 @@ class ScoreTransform:
         self.accelerator = accelerator
 
     def __call__(self, scores: Tensor) -> tuple[Tensor, RunningMoments]:
-        """Scores [B] fp32 on the CPU -> the same, transformed, and the moments with these taken in.
-        NaN, where there is no score, stays."""
+        """Transforms scores [B], fp32 on the CPU; returns them and the moments that include them.
+        NaN, which stands for no score, stays."""
         moments = replace(self.running)
         if self.scale:
             device = self.accelerator.device
