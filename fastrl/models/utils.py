@@ -36,8 +36,8 @@ def hidden_width(config: Any) -> int:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode (dropout off) while open; afterwards, and after an error, every module has
-    the mode that it had."""
+    """Context of evaluation mode (dropout off); afterwards, and after an error, every module gets
+    its own mode back."""
     # A new adapter is in training mode on a base that is not: the model has no single mode.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -101,8 +101,7 @@ class GroupBaseline:
             )
         totals = torch.where(mask, rewards, 0.0).sum(-1)
         groups, counts = totals.view(-1, self.size), mask.any(-1).view(-1, self.size)
-        first = groups.gather(-1, counts.int().argmax(-1, keepdim=True))
-        advantages = self.advantages_of(torch.where(counts, groups - first, 0.0), counts)
+        advantages = self.advantages_of(_above_first(groups, counts), counts)
         return (
             torch.zeros_like(rewards),
             torch.where(mask, advantages.view(-1, 1), 0.0),
@@ -113,12 +112,17 @@ class GroupBaseline:
         """Share of groups whose scores are all equal, and the mean deviation within groups."""
         groups = scores.view(-1, self.size)
         counts = ~groups.isnan()
-        first = groups.gather(-1, counts.int().argmax(-1, keepdim=True))
-        differences = torch.where(counts, groups - first, 0.0)
+        differences = _above_first(groups, counts)
         return {
             "groups/no_spread": (differences == 0).all(-1).float().mean(),
             "groups/reward_std": _deviation(differences, counts).mean(),
         }
+
+
+def _above_first(rewards: Tensor, counts: Tensor) -> Tensor:
+    """R less that of the group's first response that counts; 0 where a response does not count."""
+    first = rewards.gather(-1, counts.int().argmax(-1, keepdim=True))
+    return torch.where(counts, rewards - first, 0.0)
 
 
 def centred(rewards: Tensor, counts: Tensor) -> Tensor:

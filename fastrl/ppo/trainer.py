@@ -322,8 +322,8 @@ class PPOTrainer:
 
         As there, arguments that are left out come from the model's generation_config: a warning
         names each field because of which responses are not drawn from softmax(logits / T) with T
-        ``PPOConfig.temperature``, the policy that ``step()`` scores. That temperature is the default
-        here where it is not 1. A further argument is ``stop``: token sequences that end a response.
+        ``PPOConfig.temperature``, the policy that ``step()`` scores. Where that temperature is not
+        1 it is the default here. ``stop``, which is ours, ends responses at token sequences.
 
         Args:
             query_tensor: 1-D token ids, or a list of such.

@@ -17,7 +17,6 @@ from fastrl.ref_model.none import NoRefModel
 from fastrl.ref_model.offload import OffloadRefModel
 from fastrl.ref_model.trunk import TrunkRefModel, Unshareable, shared_copy, split_off
 
-_GIB = 2**30
 _RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by layer"
 
 
@@ -34,7 +33,7 @@ def create_reference_model(
         num_shared_layers: the bottom layers and the embeddings are not copied but shared, and
             frozen in ``model`` too. A model that cannot be run in two parts is copied whole, with a
             warning.
-        pattern: in TRL the layers' name; here they are found without it.
+        pattern: TRL's name of the layers; ignored, they are found without it.
 
     Raises:
         TypeError: another model.
@@ -96,29 +95,40 @@ def choose_ref_model(
         layers = None
     mode, why = _mode(config, policy, ref_model, layers)
     _check(mode, config, policy, ref_model, layers)
+    reference, note = _make(mode, config, policy, ref_model, layers)
+    reference.why = why + note
+    return reference
+
+
+def _make(
+    mode: str,
+    config: PPOConfig,
+    policy: PreTrainedModelWrapper,
+    ref_model: PreTrainedModelWrapper | None,
+    layers: int | None,
+) -> tuple[RefModel, str]:
+    """The reference model, and a note on its kind."""
     if mode == "none":
-        return NoRefModel(why)
+        return NoRefModel(), ""
     if mode == "adapter":
         trained = trained_before(policy.pretrained_model)
         kind = config.reference_adapter
         if kind == "auto":  # one that follows the policy needs weights of its own
             kind = "start" if trained or config.sync_ref_every else "off"
         if kind == "start":
-            return StartAdapterRefModel(policy, policy, f"{why}: a copy of it as training begins")
-        why += ": the base model with it off"
-        if trained:
-            why += ", from which the policy differs already"
-        return AdapterOffRefModel(policy, policy, why)
+            return StartAdapterRefModel(policy), ": a copy of it as training begins"
+        note = ", from which the policy differs already" if trained else ""
+        return AdapterOffRefModel(policy), f": the base model with it off{note}"
     if mode == "offload":
-        return OffloadRefModel(ref_model or frozen_copy(policy), policy, why)
+        return OffloadRefModel(ref_model or frozen_copy(policy), policy), ""
     if mode == "trunk":
         ref_model = ref_model or create_reference_model(policy, layers)
         if ref_model.trunk is None:
-            return CopyRefModel(ref_model, policy, "its layers cannot be shared")
+            return CopyRefModel(ref_model, policy), ", but its layers cannot be shared"
         gib = (config.trunk_cache_gib, config.trunk_cache_host_gib)
-        budget = Budget(*(int(each * _GIB) for each in gib))
-        return TrunkRefModel(ref_model, policy, budget, why)
-    return CopyRefModel(ref_model or create_reference_model(policy), policy, why)
+        budget = Budget(*(int(each * 2**30) for each in gib))
+        return TrunkRefModel(ref_model, policy, budget), ""
+    return CopyRefModel(ref_model or create_reference_model(policy), policy), ""
 
 
 def _mode(
@@ -203,7 +213,7 @@ def _check_vocabulary(policy: PreTrainedModelWrapper, ref_model: PreTrainedModel
 
 
 def _shared(policy: PreTrainedModelWrapper, ref_model: PreTrainedModelWrapper) -> bool:
-    """Whether the reference stands on the policy's trunk."""
+    """Whether the reference shares the policy's trunk."""
     if policy.trunk is None or ref_model.trunk is None:
         return False
     theirs = ref_model.trunk.parameters
