@@ -1,7 +1,8 @@
-"""What takes the place of something in TRL, and the check that it does the same."""
+"""A replacement of a function, method or class of TRL, and the check that it does the same."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The check's own inputs make products exact even in TF32, so results agree to fp32's rounding. The
-# products behind gradients are not exact: TF32, where a user has asked for it, keeps 11 bits.
+# The check's inputs have exact products even in TF32, so that results agree to fp32's rounding. The
+# products behind gradients are not exact: TF32, where a user has switched it on, keeps 11 bits.
 RESULT_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 5e-3
 
 
@@ -24,14 +25,17 @@ class Calls:
     delegated: int = 0  # handed on to TRL's own, for arguments that the op does not cover
 
 
+Build = Callable[[Any, Calls], Any]  # (TRL's own, counter) -> ours
+
+
 @dataclass(frozen=True)
 class Replacement:
-    """One function, method or autograd function of TRL's."""
+    """One function, method or autograd function of TRL."""
 
     module: str  # that defines it
     name: str  # in that module; "Class.method" for a method
     op: str  # of fastrl_kernels
-    build: Callable[[Any, Calls], Any]  # (TRL's own, counter) -> ours
+    build: Build
     cases: Callable[[torch.device], Sequence[tuple[Any, ...]]]  # small arguments to compare on
 
     def owner(self) -> tuple[Any, str]:
@@ -79,6 +83,27 @@ class Replacement:
                     raise self.error(f"{what} of check {number} differ: {difference}")
         if calls != Calls(ours=len(cases)):
             raise self.error(f"the check ran it {calls}, not {len(cases)} times")
+
+
+def delegating(covers: Callable[..., bool]) -> Callable[[Callable[..., Any]], Build]:
+    """Decorates a function that replaces one of TRL's, whose arguments it has: calls that it does
+    not cover are handed on to TRL's own."""
+
+    def decorate(ours: Callable[..., Any]) -> Build:
+        def build(original: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+            @functools.wraps(ours)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if not covers(*args, **kwargs):
+                    calls.delegated += 1
+                    return original(*args, **kwargs)
+                calls.ours += 1
+                return ours(*args, **kwargs)
+
+            return run
+
+        return build
+
+    return decorate
 
 
 def small(*shape: int, device: torch.device, step: int = 7, requires_grad: bool = False) -> Tensor:

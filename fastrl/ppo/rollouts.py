@@ -194,17 +194,9 @@ class GenerateBackend:
         self.tokenizer, self.autocast = tokenizer, autocast
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
-        prompts, kwargs, size, limits = request.repeated(), *request[1:4]
-        engine = GenerateEngine(model, self.tokenizer, size, self.autocast)
-        if limits is None:
-            return engine.generate_with(prompts, kwargs)
-        whole = RolloutOutput(sequences=[], finish_reasons=[])
-        for start in range(0, len(prompts), size):
-            limited = {**kwargs, "max_new_tokens": limits[start]}
-            part = engine.generate_with(prompts[start : start + size], limited)
-            whole.sequences += part.sequences
-            whole.finish_reasons += part.finish_reasons
-        return whole
+        engine = GenerateEngine(model, self.tokenizer, request.batch_size, self.autocast)
+        kwargs, limits = request.generation_kwargs, request.limits
+        return engine.generate_with(request.repeated(), kwargs, limits)
 
     def before_update(self) -> None:
         """There is nothing to free."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -236,45 +236,6 @@ def _compiled(
     return logprobs, entropies if entropy else None
 
 
-@overload
-def token_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    entropy: Literal[False] = False,
-    check_labels: bool = False,
-    backend: str = "auto",
-) -> Tensor: ...
-
-
-@overload
-def token_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    entropy: Literal[True],
-    check_labels: bool = False,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def token_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    entropy: bool,
-    check_labels: bool = False,
-    backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 def token_logprobs(
     logits: Tensor,
     labels: Tensor,
@@ -284,7 +245,7 @@ def token_logprobs(
     entropy: bool = False,
     check_labels: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """log softmax(z)[y] per token with z = logits/T, and the entropy H = -Σ_v p_v log p_v.
 
     One pass over the logits forward; backward reads them again and writes their gradient
