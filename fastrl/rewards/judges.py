@@ -164,9 +164,9 @@ class JudgeAnnotator:
         return preferences
 
     def statistics(self) -> dict[str, float]:
-        """Questions ("annotator/calls"), answers that cannot be parsed ("annotator/unparsed"), pairs
-        whose two orders disagree ("annotator/swaps_disagree"), and pairs without a winner, whatever
-        the reason ("annotator/ties")."""
+        """Counts of questions ("annotator/calls"), answers that cannot be parsed
+        ("annotator/unparsed"), pairs whose two orders disagree ("annotator/swaps_disagree"), and
+        pairs without a winner for any reason ("annotator/ties")."""
         return self._counts.read()
 
     def _joined(self, one: float | None, other: float | None) -> float | None:

@@ -35,7 +35,7 @@ def _torch_forward(
     save: bool,
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """Log-probabilities, entropies, and of each row max x, Σ exp((x - max)/T) and (E[x] - max)/T,
-    [N] each, which exist here whether they are to be saved or not."""
+    [N] each, also without ``save``."""
     flat, columns, known, counted = _columns(labels, mask, logits.shape[-1])
     divisor = Temperature(number, temperature)
     row_max, row_sum, mean, at_label = (
@@ -221,21 +221,6 @@ def _token_logprobs_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
 _token_logprobs.register_autograd(_token_logprobs_gradients, setup_context=_save_token_logprobs)
 
 
-def _compiled(
-    logits: Tensor,
-    labels: Tensor,
-    mask: Tensor | None,
-    temperature: Tensor | None,
-    number: float,
-    entropy: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor | None]:
-    logprobs, entropies, *_ = _token_logprobs(
-        logits, labels, mask, temperature, number, entropy, backend
-    )
-    return logprobs, entropies if entropy else None
-
-
 def token_logprobs(
     logits: Tensor,
     labels: Tensor,
@@ -288,6 +273,6 @@ def token_logprobs(
     chosen = choose(backend, logits)
     if check_labels or (chosen == "torch" and logits.device.type == "cpu"):
         labels = checked_labels(labels, mask, logits.shape[-1])
-    run: Any = _compiled if torch.compiler.is_compiling() else _TokenLogprobs.apply
-    logprobs, entropies = run(logits, labels, mask, temperatures, number, entropy, chosen)
+    run: Any = _token_logprobs if torch.compiler.is_compiling() else _TokenLogprobs.apply
+    logprobs, entropies, *_ = run(logits, labels, mask, temperatures, number, entropy, chosen)
     return (logprobs, entropies) if entropy else logprobs

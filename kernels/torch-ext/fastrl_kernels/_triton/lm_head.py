@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gemm import multiply
-from ..types import LogitTransform, RowGradients, RowStatistics, Temperature
 from .logprob import FLOOR, LN2, LOG2E, LOWEST, dlogits_of, online_softmax, row_temperature
 from .rows import PART_VECTORS, load_end, parts_of, window
 from .tiles import accurate_tanh, device_of
@@ -223,28 +222,19 @@ def _lm_head_scale_kernel(
 
 
 class TritonHead:
-    """Chunks keep their products whether ``once`` or not: to compute an exponential once more
-    costs a GPU nothing."""
+    """``HeadBackend`` of Triton kernels. Chunks keep their products even with ``once``: another
+    exponential costs a GPU nothing."""
 
     @staticmethod
     def chunk_dtype(hidden: Tensor) -> torch.dtype:
         return hidden.dtype
 
     @staticmethod
-    def fill(
-        x: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
-    ) -> None:
+    def fill(x, hidden, weight, bias, transform):
         multiply(x, hidden, weight, bias)
 
     @staticmethod
-    def statistics(
-        x: Tensor,
-        labels: Tensor,
-        transform: LogitTransform,
-        temperature: Temperature,
-        out: RowStatistics,
-        once: bool = False,
-    ) -> None:
+    def statistics(x, labels, transform, temperature, out, once=False):
         if not len(x):
             return
         with device_of(x):
@@ -255,16 +245,7 @@ class TritonHead:
             )  # fmt: skip
 
     @staticmethod
-    def gradients_(
-        x: Tensor,
-        first: int,
-        labels: Tensor,
-        transform: LogitTransform,
-        temperature: Temperature,
-        saved: RowStatistics,
-        upstream: RowGradients,
-        once: bool = False,
-    ) -> None:
+    def gradients_(x, first, labels, transform, temperature, saved, upstream, once=False):
         shapes = window(x.shape[1], x.dtype)
         parts = parts_of(x.shape[1], shapes["VEC"])
         with device_of(x):

@@ -152,20 +152,10 @@ def forward(
     statistics = [logprobs.new_empty(n) if want else None for want in wanted]
     with device_of(logits):
         _token_logprobs_fwd_kernel[(n,)](
-            rows,
-            per_row(labels),
-            per_row(mask),
-            per_row(temperature),
-            number,
-            logprobs,
-            entropies,
-            *statistics,
-            vocabulary,
-            inner,
-            rows.stride(0),
-            rows.stride(1),
-            **window(vocabulary, logits.dtype),
-        )
+            rows, per_row(labels), per_row(mask), per_row(temperature), number,
+            logprobs, entropies, *statistics,
+            vocabulary, inner, *rows.stride()[:2], **window(vocabulary, logits.dtype),
+        )  # fmt: skip
     return logprobs, entropies, statistics
 
 
@@ -266,23 +256,10 @@ def backward(
     parts = parts_of(vocabulary, shapes["VEC"])
     with device_of(logits):
         _token_logprobs_bwd_kernel[(labels.numel() * parts,)](
-            per_row(grad_logprobs),
-            per_row(grad_entropies),
-            rows,
-            per_row(labels),
-            per_row(mask),
-            per_row(temperature),
-            number,
-            *statistics,
-            dlogits,
-            vocabulary,
-            parts,
-            inner,
-            rows.stride(0),
-            rows.stride(1),
-            dlogits.stride(0),
-            dlogits.stride(1),
-            **shapes,
-            PART=PART_VECTORS * shapes["VEC"],
-        )
+            per_row(grad_logprobs), per_row(grad_entropies),
+            rows, per_row(labels), per_row(mask), per_row(temperature), number,
+            *statistics, dlogits,
+            vocabulary, parts, inner, *rows.stride()[:2], *dlogits.stride()[:2],
+            **shapes, PART=PART_VECTORS * shapes["VEC"],
+        )  # fmt: skip
     return dlogits.view(logits.shape)

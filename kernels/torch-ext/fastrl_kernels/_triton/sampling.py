@@ -266,21 +266,10 @@ def _search(
         prefixes = bins.new_empty(parts.n, dtype=torch.int32)
         above = bins.new_empty(parts.n)
         _sample_digit_kernel[parts.grid](
-            *parts.logits,
-            *statistics,
-            kept,
-            *row_argument(limit),
-            *found,
-            bins,
-            prefixes,
-            above,
-            *parts.sizes,
-            digit * _DIGIT_BITS.value,
-            COUNT=count,
-            SAME_BITS=same_bits,
-            **parts.shapes,
-            **parts.all,
-        )
+            *parts.logits, *statistics, kept, *row_argument(limit), *found, bins, prefixes, above,
+            *parts.sizes, digit * _DIGIT_BITS.value,
+            COUNT=count, SAME_BITS=same_bits, **parts.shapes, **parts.all,
+        )  # fmt: skip
         found = (bins, prefixes, above)
     return found
 
@@ -296,20 +285,10 @@ def _keep(
 ) -> list[Tensor]:
     results = parts.new(3)
     _sample_kept_kernel[parts.grid](
-        *parts.logits,
-        *statistics,
-        *row_argument(p.top_k),
-        *by_k,
-        *row_argument(p.top_p),
-        k_kept,
-        *by_p,
-        *row_argument(min_p),
-        *results,
-        *parts.sizes,
-        SAME_BITS=_SAME_BITS[parts.logits[0].dtype],
-        **parts.shapes,
-        **parts.all,
-    )
+        *parts.logits, *statistics, *row_argument(p.top_k), *by_k,
+        *row_argument(p.top_p), k_kept, *by_p, *row_argument(min_p), *results, *parts.sizes,
+        SAME_BITS=_SAME_BITS[parts.logits[0].dtype], **parts.shapes, **parts.all,
+    )  # fmt: skip
     return results
 
 
@@ -424,27 +403,14 @@ def sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> SampledTokens
     at_one = not isinstance(p.temperature, Tensor) and p.temperature in (0.0, 1.0)
     with device_of(logits):
         parts = VocabTiles(logits, p.temperature)
-        *statistics, mean, sum_t1 = parts.new(4)
+        *statistics, mean = parts.new(3)
+        sum_t1 = None if at_one else parts.new(1)[0]
         _sample_statistics_kernel[parts.grid](
-            *parts.logits,
-            *statistics,
-            mean,
-            None if at_one else sum_t1,
-            *parts.sizes,
-            **parts.shapes,
+            *parts.logits, *statistics, mean, sum_t1, *parts.sizes, **parts.shapes
         )
         kept = _truncate(parts, statistics, p)
         _sample_draw_kernel[(n,)](
-            *parts.logits,
-            per_row(keys),
-            *statistics,
-            mean,
-            None if at_one else sum_t1,
-            *kept,
-            tokens,
-            *results,
-            *parts.sizes,
-            **parts.shapes,
-            **parts.all,
-        )
+            *parts.logits, per_row(keys), *statistics, mean, sum_t1, *kept, tokens, *results,
+            *parts.sizes, **parts.shapes, **parts.all,
+        )  # fmt: skip
     return SampledTokens(tokens, *results)
