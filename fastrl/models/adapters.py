@@ -137,7 +137,7 @@ def _body(peft_model: Any) -> Any:
 def _load(peft_model: Any, config: Any, weights: dict[str, Tensor], path: str) -> None:
     from peft import set_peft_model_state_dict
 
-    config.modules_to_save = None  # the head, which lies apart
+    config.modules_to_save = None  # the head, which is loaded apart
     add_adapter(peft_model, REWARD_ADAPTER, config)
     result: Any = set_peft_model_state_dict(peft_model, weights, REWARD_ADAPTER)
     missing = [k for k in result.missing_keys if f".{REWARD_ADAPTER}." in k]

@@ -37,7 +37,7 @@ MERGE_ADAPTER = "merge it into its base first (peft: merge_and_unload(), then sa
 Model = TypeVar("Model", bound=nn.Module)
 
 _CLASSIFIER_HEADS = ("score", "classifier")  # modules that PEFT saves with a SEQ_CLS adapter
-_OF_THE_ADAPTER = ("revision", "subfolder")  # options that do not hold for its base
+_OF_THE_ADAPTER = ("revision", "subfolder")  # options that are not those of its base
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
 _QUANTISED = ("quantized", "loaded_in_8bit", "loaded_in_4bit")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -80,7 +80,7 @@ def load_language_model(
         )
     model, missing = checkpoint.load(loader, *model_args, trainable=trainable)
     check_causal(model)
-    if missing:  # transformers draws what a checkpoint lacks
+    if missing:  # transformers initialises them at random
         raise ValueError(
             f"{checkpoint.folder} is not a trained language model: it has no weights for "
             f"{', '.join(missing)}"
@@ -164,7 +164,7 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
     except Exception as error:  # tokenizers raises bare Exceptions for files that it cannot read
         what = model if folder.is_dir() else f"{model!r}, which is no folder here,"
         raise ValueError(f"the tokenizer of {what} cannot be loaded: {_line(error)}") from error
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made of a configuration alone
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made from a configuration alone
         raise FileNotFoundError(missing)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -256,7 +256,7 @@ class _Checkpoint:
     """A whole model, or an adapter and the base that it names.
 
     Attributes:
-        folder: where it lies, or a Hub id.
+        folder: its path, or a Hub id.
         adapter: the adapter's PEFT configuration; None for a whole model.
         options: of ``from_pretrained``.
     """
@@ -303,7 +303,7 @@ class _Checkpoint:
             if self.adapter.revision:
                 options["revision"] = self.adapter.revision
         try:
-            # What the base of an adapter lacks, the adapter may have: that is looked at below.
+            # Weights that the base lacks may be the adapter's: that is checked below.
             with contextlib.nullcontext() if self.adapter is None else _quiet():
                 if loader is AutoModelForCausalLM:
                     _check_decoder(name, options)
@@ -349,7 +349,7 @@ class _Checkpoint:
         return self.load(AutoModelForSequenceClassification, trainable=trainable, **more)
 
     def _saved_whole(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights that the adapter brings as they are (a classification head, and
+        """Shapes of the weights that the adapter has whole (a classification head, and
         what ``modules_to_save`` names) by their names in the base model."""
         file = find_file(self.folder, ADAPTER_WEIGHTS, self.options)
         if file is None:
@@ -500,7 +500,7 @@ def _check_weights(folder: str, subfolder: str | None) -> None:
     """
     for file in sorted((Path(folder) / (subfolder or "")).glob("*.safetensors")):
         try:
-            with safe_open(file, framework="pt"):  # reads the header, and the length that it tells
+            with safe_open(file, framework="pt"):  # checks the header and the length
                 pass
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read: {error}") from error

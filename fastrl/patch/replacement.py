@@ -22,7 +22,7 @@ class Calls:
     """How often a replacement ran."""
 
     ours: int = 0  # on an op of fastrl_kernels
-    delegated: int = 0  # handed on to TRL's own, for arguments that the op does not cover
+    delegated: int = 0  # calls of TRL's own, for arguments that the op does not cover
 
 
 Build = Callable[[Any, Calls], Any]  # (TRL's own, counter) -> ours
@@ -68,7 +68,7 @@ class Replacement:
         """Compares signatures, and results and gradients on small inputs.
 
         Raises:
-            RuntimeError: they differ; it says in what.
+            RuntimeError: they differ; the message names the difference.
         """
         calls = Calls()
         ours = self.build(original, calls)
@@ -87,7 +87,7 @@ class Replacement:
 
 def delegating(covers: Callable[..., bool]) -> Callable[[Callable[..., Any]], Build]:
     """Decorates a function that replaces one of TRL's, whose arguments it has: calls that it does
-    not cover are handed on to TRL's own."""
+    not cover go to TRL's own."""
 
     def decorate(ours: Callable[..., Any]) -> Build:
         def build(original: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
@@ -107,14 +107,14 @@ def delegating(covers: Callable[..., bool]) -> Callable[[Callable[..., Any]], Bu
 
 
 def small(*shape: int, device: torch.device, step: int = 7, requires_grad: bool = False) -> Tensor:
-    """Multiples of 1/8 in [-0.75, 0.75] that look irregular. No random generator is touched."""
+    """Multiples of 1/8 in [-0.75, 0.75] in an irregular order; no random generator is used."""
     count = torch.Size(shape).numel()
     x = ((torch.arange(count, device=device) * step) % 13 - 6) / 8
     return x.reshape(shape).requires_grad_(requires_grad)
 
 
 def _entry(x: Any) -> Callable[..., Any]:
-    """What callers call: ``apply`` of an autograd function, or the function itself."""
+    """The callable: ``apply`` of an autograd function, or the function itself."""
     return getattr(x, "apply", x)
 
 
@@ -136,7 +136,7 @@ def _listed(parameters: list[tuple[str, Any, Any]]) -> str:
 def _run(
     function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Results, and gradients by those arguments that ask for them."""
+    """Results, and gradients by the arguments that require one."""
     leaves = [
         x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
         for x in arguments
@@ -153,7 +153,7 @@ def _run(
 
 
 def _differences(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> list[tuple[str, str]]:
-    """What differs, and how; empty where nothing does."""
+    """Names and descriptions of the differences; empty where there are none."""
     found = []
     names = (("results", RESULT_TOLERANCE), ("gradients", GRADIENT_TOLERANCE))
     for (what, tolerance), here, there in zip(names, ours, theirs, strict=True):

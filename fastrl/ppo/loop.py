@@ -100,7 +100,7 @@ class Loop:
 
     @closing_callbacks
     def run(self) -> TrainResult:
-        """Runs the steps and evaluations, and tells the callbacks."""
+        """Runs the steps and evaluations, and calls the callbacks."""
         self._call("on_train_begin", self.steps)
         done = self.trainer.current_step  # steps are counted over all of the trainer's runs
         self._evaluate(done)

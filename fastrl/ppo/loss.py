@@ -152,7 +152,7 @@ class UpdateLoss:
         return list(map(self.aggregate.denominator, lengths, weights))
 
     def request(self, minibatch: Minibatch, denominator: Tensor) -> ScoringRequest:
-        """Asks the model for the policy's part of the loss, log-probs and values."""
+        """The model's request for the policy's part of the loss, log-probs and values."""
         tokens, old = minibatch
         weights = old.weights
         if weights is not None:  # of tokens; with output_size it does not wait for the device
@@ -174,8 +174,8 @@ class UpdateLoss:
 
         Args:
             old: its experience.
-            request: what the model was asked for.
-            new: the model's answer.
+            request: from :meth:`request`, for this mini-batch.
+            new: the model's scores for it.
         """
         objective = request.objective
         assert isinstance(objective, PolicyObjective)

@@ -301,7 +301,7 @@ class SamplingArguments:
         return kwargs
 
     def of_generate(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """For the classic ``generate()``, which follows ``model.generate``: what is not given comes
+        """For the classic ``generate()``, as ``model.generate``: arguments that are not given come
         from the model's generation_config. A policy temperature other than 1 comes before that."""
         kwargs = unpacked(given)
         if self.temperature != 1 and is_sampled(kwargs, self.model):
@@ -335,8 +335,8 @@ def _shown(change: Change) -> str:
 
 
 class RolloutMemory:
-    """Log-probs and values of what the policy, softmax(logits / temperature), has generated, until
-    its weights change."""
+    """Log-probs and values of responses of the policy, softmax(logits / temperature), until its
+    weights change."""
 
     def __init__(
         self, policy: nn.Module, optimizer: torch.optim.Optimizer, temperature: float = 1.0

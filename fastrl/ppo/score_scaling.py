@@ -30,7 +30,7 @@ class RunningMoments:
         square_sum = batch_var * n + self.var * self.count + delta**2 * self.count * n / total
         self.mean += delta * n / total
         self.var = square_sum / total
-        if total > 1:  # the deviation of a single score says nothing: the old one stays
+        if total > 1:  # a single score has no deviation: the old one stays
             self.std = (square_sum / (total - 1)) ** 0.5
         self.count = total
         return batch_mean, (batch_var * n / (n - 1)) ** 0.5 if n > 1 else 0.0
@@ -48,7 +48,7 @@ class RunningMoments:
 
 
 class ScoreTransform:
-    """Scales, normalises and clips scores as the configuration says; ``running`` is only read."""
+    """Scales, normalises and clips scores by the configuration; does not change ``running``."""
 
     def __init__(self, config: PPOConfig, running: RunningMoments, accelerator: Accelerator):
         self.scale = config.use_score_scaling
@@ -59,7 +59,7 @@ class ScoreTransform:
 
     def __call__(self, scores: Tensor) -> tuple[Tensor, RunningMoments]:
         """Transforms scores [B], fp32 on the CPU; returns them and the moments that include them.
-        NaN, which stands for no score, stays."""
+        NaN, for a missing score, stays."""
         moments = replace(self.running)
         if self.scale:
             device = self.accelerator.device

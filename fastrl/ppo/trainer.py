@@ -205,7 +205,7 @@ class PPOTrainer:
             FloatingPointError: all samples ended in NaN logits; with ``on_nonfinite="raise"`` one
                 did, or a loss or a gradient is not finite.
 
-        Any exception leaves a trainer that can go on: no gradient is left over, and the running
+        The trainer can be used after any exception: no gradient is left, and the running
         moments of scores, the KL coefficient, the learning rate's schedule, ``current_step`` and
         the order of the samples are as before the call. Optimizer steps that were taken until then
         stay.

@@ -28,7 +28,7 @@ def trained_before(peft_model: Any) -> bool:
         for name, p in peft_model.named_parameters()
         if any(f".{b}{each}" in f"{name}." for b in _B for each in active)
     ]
-    # Of adapters of another kind weights do not tell.
+    # The weights of other kinds of adapters do not show it.
     return not factors or any(bool(p.any()) for p in factors)
 
 

@@ -95,40 +95,35 @@ def choose_ref_model(
         layers = None
     mode, why = _mode(config, policy, ref_model, layers)
     _check(mode, config, policy, ref_model, layers)
-    reference, note = _make(mode, config, policy, ref_model, layers)
-    reference.why = why + note
-    return reference
-
-
-def _make(
-    mode: str,
-    config: PPOConfig,
-    policy: PreTrainedModelWrapper,
-    ref_model: PreTrainedModelWrapper | None,
-    layers: int | None,
-) -> tuple[RefModel, str]:
-    """The reference model, and a note on its kind."""
+    reference: RefModel
     if mode == "none":
-        return NoRefModel(), ""
-    if mode == "adapter":
+        reference = NoRefModel()
+    elif mode == "adapter":
         trained = trained_before(policy.pretrained_model)
         kind = config.reference_adapter
         if kind == "auto":  # one that follows the policy needs weights of its own
             kind = "start" if trained or config.sync_ref_every else "off"
         if kind == "start":
-            return StartAdapterRefModel(policy), ": a copy of it as training begins"
-        note = ", from which the policy differs already" if trained else ""
-        return AdapterOffRefModel(policy), f": the base model with it off{note}"
-    if mode == "offload":
-        return OffloadRefModel(ref_model or frozen_copy(policy), policy), ""
-    if mode == "trunk":
+            reference = StartAdapterRefModel(policy)
+            why += ": a copy of it as training begins"
+        else:
+            reference = AdapterOffRefModel(policy)
+            why += ": the base model with it off"
+            why += ", from which the policy differs already" if trained else ""
+    elif mode == "offload":
+        reference = OffloadRefModel(ref_model or frozen_copy(policy), policy)
+    elif mode == "trunk":
         ref_model = ref_model or create_reference_model(policy, layers)
-        if ref_model.trunk is None:
-            return CopyRefModel(ref_model, policy), ", but its layers cannot be shared"
         gib = (config.trunk_cache_gib, config.trunk_cache_host_gib)
         budget = Budget(*(int(each * 2**30) for each in gib))
-        return TrunkRefModel(ref_model, policy, budget), ""
-    return CopyRefModel(ref_model or create_reference_model(policy), policy), ""
+        if ref_model.trunk is not None:
+            reference = TrunkRefModel(ref_model, policy, budget)
+        else:
+            reference, why = CopyRefModel(ref_model, policy), "its layers cannot be shared"
+    else:
+        reference = CopyRefModel(ref_model or create_reference_model(policy), policy)
+    reference.why = why
+    return reference
 
 
 def _mode(

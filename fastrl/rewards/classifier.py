@@ -125,7 +125,7 @@ class ClassifierReward:
             raise ValueError(
                 f"the reward model's tokenizer ({type(self.tokenizer).__name__} "
                 f"{self.tokenizer.name_or_path!r}) has no chat template, and the prompts are "
-                "chats: set its chat_template to the one that the model was trained with, or bring "
+                "chats: set its chat_template to the one that the model was trained with, or pass "
                 "a function as the reward"
             )
 

@@ -102,7 +102,7 @@ def check_preferences(returned: Any, count: int, who: str) -> list[float | None]
 
 
 def as_number(value: Any) -> float:
-    """A value as a float; NaN for what is no number."""
+    """A value as a float; NaN where it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements

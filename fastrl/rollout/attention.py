@@ -96,8 +96,8 @@ def attached(model: nn.Module) -> Iterator[None]:
 
 
 class SlotCache(Cache):
-    """The model's ``past_key_values``: hands keys and values to the attention of the pass in
-    progress."""
+    """The model's ``past_key_values``: passes keys and values to the attention of the current
+    forward."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastrl.rollout.kv_cache import KVCache
 
-_COPIED = {"cuda": 1 << 28}  # bytes, more than its caches hold
+_COPIED = {"cuda": 1 << 28}  # bytes, more than fit in its caches
 _COPIED_ELSEWHERE = 1 << 26
 _TIMES = 3
 

@@ -119,7 +119,7 @@ def _constants(step: DecodeStep) -> tuple:
 
 @contextlib.contextmanager
 def _unchanged(tensors: list[Tensor]) -> Iterator[None]:
-    """Context that undoes what is written to tensors in it, after an error too."""
+    """Context that restores tensors at its end, after an error too."""
     before = [x.clone() for x in tensors]
     try:
         yield

@@ -57,7 +57,7 @@ class LogitsProcessors(NamedTuple):
         return self[:6]
 
     def same(self, other: LogitsProcessors) -> bool:
-        """Whether both hold the same values, wherever their tensors lie."""
+        """Whether both have the same values."""
         if self.numbers() != other.numbers():
             return False
         pairs = zip(self[6:], other[6:], strict=True)

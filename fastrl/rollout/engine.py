@@ -30,7 +30,7 @@ from fastrl.rollout.self_check import check_numbers, check_weights_and_kind
 from fastrl.timing import start_clock
 
 PREFILL_TOKENS = 8192  # in one pass
-_ROUND = 64  # slots hold a multiple of as many tokens
+_ROUND = 64  # lengths of slots are multiples of it
 
 
 class RolloutEngine:
@@ -50,7 +50,7 @@ class RolloutEngine:
             model's context.
         kv_cache_bytes: for keys and values; fewer slots where they do not fit. None: no limit.
         autocast: makes the context in which the model runs.
-        cuda_graphs: capture decode steps; only where the model lies on a CUDA device.
+        cuda_graphs: capture decode steps; only on CUDA devices.
 
     Raises:
         ValueError: a number below 1; a model on several devices; a budget too small for one slot.

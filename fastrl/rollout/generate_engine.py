@@ -71,19 +71,12 @@ class GenerateEngine:
         params: SamplingParams | None = None,
         sample_ids: Sequence[int] | None = None,
     ) -> RolloutOutput:
-        """``params.n`` responses per prompt. The model's generation_config says where they end, if
-        ``params`` does not, and nothing else.
+        """``params.n`` responses per prompt; arguments and errors are those of
+        :meth:`RolloutEngine.generate`.
 
-        Args:
-            prompts: texts, chats (lists of messages with a role and a content, put through the
-                tokenizer's chat template) or 1-D token ids.
-            params: how to sample.
-            sample_ids: one per prompt, returned with the samples. They do not key the draws here,
-                which come from torch's own generator and depend on the batch.
-
-        Raises:
-            ValueError: an empty prompt, token ids outside the vocabulary, a prompt that with its
-                new tokens exceeds the model's context, named by its index.
+        Of the model's generation_config only the tokens that end a response are used, where
+        ``params`` names none. ``sample_ids`` are returned with the samples, but do not key the
+        draws, which come from torch's own generator and depend on the batch.
         """
         params = params or SamplingParams()
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)

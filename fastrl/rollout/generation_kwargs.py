@@ -10,56 +10,26 @@ import torch
 
 from fastrl.rollout.sampling_params import PROCESSORS, TRUNCATIONS, SamplingParams
 
-# Used where neither the caller nor the model's generation_config says anything.
+# Used where neither the caller nor the model's generation_config sets a value.
 _DEFAULTS = {"max_new_tokens": 20, "do_sample": False, "top_k": 50}
 
+# "stop" is ours: token sequences, as in SamplingParams.
 _SUPPORTED = (
-    "max_new_tokens",
-    "max_length",
-    "min_new_tokens",
-    "min_length",
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "suppress_tokens",
-    "bad_words_ids",
-    "eos_token_id",
-    "stop",  # ours: token sequences, as in SamplingParams
-)
+    "max_new_tokens", "max_length", "min_new_tokens", "min_length", "do_sample", "temperature",
+    "top_k", "top_p", "min_p", "repetition_penalty", "suppress_tokens", "bad_words_ids",
+    "eos_token_id", "stop",
+)  # fmt: skip
 
 # Arguments that change how tokens are computed or what is returned beside them, but no tokens.
 _WITHOUT_EFFECT = (
-    "pad_token_id",
-    "bos_token_id",
-    "decoder_start_token_id",
-    "use_cache",
-    "cache_config",
-    "max_cache_len",
-    "prefill_chunk_size",
-    "compile_config",
-    "disable_compile",
-    "continuous_batching_config",
-    "synced_gpus",
-    "low_memory",
-    "renormalize_logits",
-    "output_attentions",
-    "output_hidden_states",
-    "output_scores",
-    "output_logits",
-    "early_stopping",
-    "length_penalty",
-    "is_assistant",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "max_matching_ngram_size",
-    "assistant_lookbehind",
-    "target_lookbehind",
-    "assistant_ensemble_weight",
-)
+    "pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache", "cache_config",
+    "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile",
+    "continuous_batching_config", "synced_gpus", "low_memory", "renormalize_logits",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits", "early_stopping",
+    "length_penalty", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
+    "target_lookbehind", "assistant_ensemble_weight",
+)  # fmt: skip
 
 # Arguments that the engine does not implement, with the values that switch them off; so does None.
 # Those that change what tokens are drawn from:

@@ -92,7 +92,7 @@ class ModelRunner:
             return self.language_model(
                 input_ids=tokens,
                 position_ids=positions,
-                # Given, so that no model looks for padding in the tokens.
+                # Without a mask some models search the tokens for padding.
                 attention_mask=torch.ones_like(tokens),
                 past_key_values=self._cache,
                 use_cache=True,

@@ -1,4 +1,4 @@
-"""The one place that picks a backend for an op, and says why."""
+"""Choice of an op's backend, with its reason."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def wanted_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
     return tuple(x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors)
 
 
-# Of the operators, whose last three results are the gradients and whose last argument says which
+# For operators whose last three results are the gradients, and whose last argument is which of them
 # are wanted.
 def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.wanted, ctx.arguments = inputs[-1], len(inputs)

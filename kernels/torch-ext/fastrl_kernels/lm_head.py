@@ -29,7 +29,7 @@ from .types import LogitTransform, RowGradients, RowStatistics, Temperature
 from .workspace import KEPT_BYTES
 
 COLUMNS, FEWEST_COLUMNS = 8192, 1024  # of the vocabulary at a time, where logits are recomputed
-_ROW_STEP = 16  # chunks hold a multiple of as many rows
+_ROW_STEP = 16  # chunks have multiples of as many rows
 # Bytes of logits at a time. Less on a CPU, where a chunk should fit in a cache, and memory is kept
 # for the next call.
 WORKSPACE_BYTES = {"cpu": KEPT_BYTES}
@@ -101,7 +101,7 @@ class HeadBackend(Protocol):
 
 
 class TorchHead:
-    """Element-wise work in PyTorch. Chunks are fp32 whatever the head is, and hold unscaled logits
+    """Element-wise work in PyTorch. Chunks are fp32 for heads of any dtype, with unscaled logits
     (:class:`LogitTransform`)."""
 
     @staticmethod
@@ -352,7 +352,7 @@ def checked_head(
 ) -> HeadInputs:
     """
     Raises:
-        TypeError, ValueError: as the public ops say.
+        TypeError, ValueError: as the public ops do.
     """
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if x is not None and type(x).__name__ == "DTensor":

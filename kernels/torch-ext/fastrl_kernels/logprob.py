@@ -158,7 +158,7 @@ def _token_logprobs(
     entropy: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies, and what is saved of each row: max, sum and mean."""
+    """Log-probabilities, entropies, and each row's max, sum and mean for backward."""
     logprobs, entropies, saved = _backend(backend).forward(
         logits, labels, mask, temperature, number, entropy=entropy, save=True
     )

@@ -55,5 +55,5 @@ def split(x: Any) -> tuple[Tensor | None, Any]:
 
 
 def joined(x: Tensor | None, number: Any) -> Any:
-    """What was ``split``."""
+    """The inverse of ``split``."""
     return number if x is None else x

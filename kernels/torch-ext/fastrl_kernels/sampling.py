@@ -266,7 +266,7 @@ def sample_tokens(
 
     Nothing waits for the device, and no shape depends on data, but for PyTorch's path on CPU
     tensors: it reads parameters to check them, and with top-p whether the highest logits were
-    enough. Where scalars say that nothing is cut, that work is left out.
+    enough. Where scalars cut nothing, that work is left out.
 
     Args:
         logits: [N, V] fp32, bf16 or fp16; arithmetic is fp32. Never modified. Rows of any stride;

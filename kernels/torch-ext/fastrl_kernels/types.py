@@ -249,9 +249,9 @@ class SampledTokens(NamedTuple):
     logprobs_t1: Tensor
     """fp32, under the whole softmax at temperature 1."""
     truncated_logprobs: Tensor
-    """fp32, under what was drawn from: at the sampling temperature, cut and renormalised."""
+    """fp32, under the truncated softmax at the sampling temperature, renormalised."""
     cutoffs: Tensor
-    """fp32, the lowest logit that was kept, as it stands in ``logits``; -inf where all were."""
+    """fp32, the lowest logit that was kept, as in ``logits``; -inf where all were."""
     entropies: Tensor
     """fp32, of the whole softmax at the sampling temperature."""
 

@@ -23,7 +23,7 @@ def _scan(a: Tensor, b: Tensor) -> Tensor:
     """x_t = a_t·x_{t-1} + b_t along the first dimension of [T, N], x_{-1} = 0. Overwrites a and b.
 
     Blocks of 16 steps advance together, step by step, as if x were 0 where they begin; then a block
-    is one step of a shorter scan, which tells what each of them begins with.
+    is one step of a shorter scan, which gives the values that blocks begin with.
     """
     steps, rows = a.shape
     blocks = -(-steps // _BLOCK)

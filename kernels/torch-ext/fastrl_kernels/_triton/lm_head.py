@@ -34,7 +34,7 @@ def _load_tail(ptr, columns, high, inner, VEC: tl.constexpr):
 
 @triton.jit
 def _earlier_maximum(x_ptr, columns, label, row_max, inner):
-    """Whether a column before the label's holds the maximum as well."""
+    """Whether a column before the label's has the maximum, too."""
     x = tl.load(x_ptr + columns, mask=columns < label, other=float("-inf")).to(tl.float32)
     return (columns < label) & (_unscaled(x, inner) >= row_max)
 
@@ -193,7 +193,7 @@ def _lm_head_bwd_kernel(
 
 @triton.jit
 def _store_tail(ptr, columns, x, high, VEC: tl.constexpr):
-    """Whole vectors: what lies after the row's end is padding."""
+    """Stores whole vectors: after the row's end there is padding."""
     tl.store(
         ptr + columns, x.to(ptr.dtype.element_ty), mask=columns < (high + VEC - 1) // VEC * VEC
     )
@@ -259,7 +259,7 @@ class TritonHead:
 
     @staticmethod
     def scale_(x: Tensor, factor: Tensor) -> None:
-        # A gradient has the layout of what it is of, which may be transposed: its memory, in order.
+        # A gradient may be transposed, like its tensor: this is its memory, in order.
         flat = x.as_strided((x.numel(),), (1,))
         programs = min(_SCALE_PROGRAMS, triton.cdiv(len(flat), _SCALE_BLOCK))
         if programs:
