@@ -1,4 +1,4 @@
-"""Activations of layers that are computed again in the backward pass instead of being kept."""
+"""Activation checkpointing: layers run again in the backward pass, from their inputs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,23 @@ from torch.utils.checkpoint import checkpoint
 from fastrl.models.trunk import layer_stack
 
 
-class _Checkpointed:
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A layer's forward that keeps its inputs alone."""
 
-    def __init__(self, forward: Callable[..., Any]):
-        self.forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        # Dropout is off: there is no random state to bring back.
-        return checkpoint(
-            self.forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
-        )
+            return forward(*args, **kwargs)
+        # Dropout is off: there is no random state to restore.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run
 
 
 def all_layers(model: Any) -> list[nn.Module]:
     """A model's layers; of an encoder–decoder those of both stacks.
 
     Raises:
-        LookupError: they cannot be told.
+        LookupError: it is not clear which modules are the layers.
     """
     if not getattr(model.config, "is_encoder_decoder", False):
         return list(layer_stack(model))
@@ -50,14 +47,14 @@ def all_layers(model: Any) -> list[nn.Module]:
 
 @contextmanager
 def checkpointed(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """While open, each of the layers is a checkpoint.
+    """Context in which each of the layers is a checkpoint.
 
     transformers' own switch acts in training mode alone, where dropout is on too.
     """
     own = [(layer, vars(layer).get("forward")) for layer in layers]
     try:
         for layer, _ in own:
-            vars(layer)["forward"] = _Checkpointed(layer.forward)
+            vars(layer)["forward"] = _recomputed(layer.forward)
         yield
     finally:
         for layer, forward in own:

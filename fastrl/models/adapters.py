@@ -31,7 +31,7 @@ def trainability_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def acting(peft_model: Any, adapter: str) -> Iterator[None]:
-    """While open, another adapter is active than the policy's."""
+    """Context in which another adapter than the policy's is active."""
     own = peft_model.active_adapter
     with trainability_kept(peft_model):
         try:
@@ -42,7 +42,7 @@ def acting(peft_model: Any, adapter: str) -> Iterator[None]:
 
 
 def add_adapter(peft_model: Any, name: str, config: Any) -> None:
-    """Adds an adapter that is not trained; what was trained stays so."""
+    """Adds an adapter that is not trained; other weights keep their ``requires_grad``."""
     trained = {name: p.requires_grad for name, p in peft_model.named_parameters()}
     peft_model.add_adapter(name, config)
     for each, parameter in peft_model.named_parameters():
@@ -60,8 +60,7 @@ def adapter_dropout(model: Any) -> float:
 
 
 class RewardAdapter(nn.Module):
-    """A sequence-classification adapter beside the policy's, on the same base: its score head, and
-    a forward through both.
+    """A sequence-classification adapter beside the policy's, on the same base, with its score head.
 
     Args:
         peft_model: the policy's.
@@ -138,7 +137,7 @@ def _body(peft_model: Any) -> Any:
 def _load(peft_model: Any, config: Any, weights: dict[str, Tensor], path: str) -> None:
     from peft import set_peft_model_state_dict
 
-    config.modules_to_save = None  # the head, which lies apart
+    config.modules_to_save = None  # the head, which is loaded apart
     add_adapter(peft_model, REWARD_ADAPTER, config)
     result: Any = set_peft_model_state_dict(peft_model, weights, REWARD_ADAPTER)
     missing = [k for k in result.missing_keys if f".{REWARD_ADAPTER}." in k]

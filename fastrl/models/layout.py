@@ -19,7 +19,7 @@ Inputs = dict[str, Tensor]
 
 
 class Layout(Protocol):
-    """What a model's kind decides about prompts and responses."""
+    """How prompts and responses become inputs of a model."""
 
     prompts_padded: str  # "left" or "right": where ``generate`` wants a batch of prompts padded
 
@@ -36,13 +36,13 @@ class Layout(Protocol):
         """Columns in front of the response in what ``generate`` returns for prompts [B, width]."""
 
     def with_prompt(self, prompt: Tensor, response: Tensor) -> Tensor:
-        """A response as ``return_prompt`` asks for it."""
+        """A response behind its prompt, where the model's sequences contain it."""
 
     def shape(self, prompt: int, response: int) -> Hashable:
-        """Pairs for which it is the same share a forward without padding."""
+        """A key that is equal for pairs that can share a forward without padding."""
 
     def inputs(self, pairs: Sequence[Pair]) -> tuple[Inputs, Tensor]:
-        """Model inputs of pairs of one shape, and the flat positions that predict responses."""
+        """Model inputs of pairs of one shape, and the flat positions that predict the responses."""
 
     def decode(self, tokenizer: Any, prompt: Tensor, response: Tensor) -> str:
         """A response as text."""
@@ -62,7 +62,7 @@ class DecoderOnly:
         return f"model's context of {self.context}"
 
     def check_generation(self, kwargs: Mapping[str, Any]) -> None:
-        pass  # none of them moves the response
+        pass  # no argument changes where responses begin
 
     def in_front(self, width: int) -> int:
         return width
@@ -104,9 +104,9 @@ class EncoderDecoder:
     def __init__(self, model: Any):
         config = model.config
         self.start = _start_token(model)
-        both = context_length(model)
-        self.encoder_context = getattr(config, "max_encoder_position_embeddings", both)
-        self.decoder_context = getattr(config, "max_decoder_position_embeddings", both)
+        context = context_length(model)
+        self.encoder_context = getattr(config, "max_encoder_position_embeddings", context)
+        self.decoder_context = getattr(config, "max_decoder_position_embeddings", context)
 
     def exceeded(self, prompt: int, response: int) -> str | None:
         if self.encoder_context is not None and prompt > self.encoder_context:
@@ -154,14 +154,14 @@ class EncoderDecoder:
         return tokenizer.decode(response, skip_special_tokens=True)
 
     def started(self, response: Tensor) -> Tensor:
-        """The response behind the decoder's start token."""
+        """The decoder's start token and the response."""
         return torch.cat([response.new_tensor([self.start]), response])
 
 
 def layout_of(model: Any) -> Layout:
     """The layout of a language model, with or without a value head."""
-    two = getattr(model.config, "is_encoder_decoder", False)
-    return EncoderDecoder(model) if two else DecoderOnly(model)
+    has_encoder = getattr(model.config, "is_encoder_decoder", False)
+    return EncoderDecoder(model) if has_encoder else DecoderOnly(model)
 
 
 def _start_token(model: Any) -> int:

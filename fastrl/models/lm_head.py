@@ -1,4 +1,4 @@
-"""How a model's LM head is run on the requested rows: fused with what follows, or by itself.
+"""Ways to run a model's LM head on the requested rows: fused with the loss, or by itself.
 
 :func:`choose_head` takes the first of :class:`FusedHead`, :class:`RowHead` and :class:`FullHead`
 that agrees with the model's own logits.
@@ -27,24 +27,25 @@ from fastrl_kernels.types import LogitTransform
 Inputs = dict[str, Any]
 
 
-# From what the model has returned: scores, values apart, and the hidden states [N, H] that values
-# are read from.
+# From the model's output: scores without values, and the hidden states [N, H] that a value head
+# reads.
 Results = Callable[[Any], tuple[TokenScores, Tensor]]
 
 
 class Head(Protocol):
     """One way of scoring the requested rows."""
 
-    options: ClassVar[dict[str, Any]]  # that the model's call needs besides its inputs
+    options: ClassVar[dict[str, Any]]  # further arguments of the model's forward
 
     def scoring(self, model: Any, request: ScoringRequest) -> AbstractContextManager[Results]:
-        """While open, one call of the model computes what the results are read from."""
+        """Context of one call of the model, whose output the yielded function turns into scores."""
 
 
 class FusedHead:
-    """Computes log-probs from the head's input and weight; the model gets no rows, and no logits.
+    """Computes log-probs from the head's input and weight, without logits; the model's own head
+    gets no rows.
 
-    It happens inside the head's call, where a sharded weight is in place.
+    It runs inside of the head's call, where a sharded weight is gathered.
     """
 
     options: ClassVar[dict[str, Any]] = {}
@@ -63,7 +64,7 @@ class FusedHead:
         options: dict[str, Any] = self.transform._asdict()
         seen: list[tuple[TokenScores, Tensor]] = []
 
-        # A loss gives the head's weight its gradient; then that of lookups may be sparse.
+        # With a loss the head's gradient is dense, and that of the embedding may be sparse.
         lookups = sparse_embedding_gradient(model) if objective is not None else nullcontext()
         with lookups as tied:
 
@@ -112,7 +113,7 @@ class FusedHead:
 class RowHead:
     """Runs the model's own LM head on the requested rows only, for logits.
 
-    Whatever the model does to its logits afterwards then acts on those rows as it would on all.
+    What the model does to its logits afterwards acts on those rows as on all.
     """
 
     options: ClassVar[dict[str, Any]] = {}
@@ -139,7 +140,7 @@ class RowHead:
 
 
 class FullHead:
-    """For heads that the others cannot serve: all logits first, then the rows."""
+    """Computes all logits and picks the rows: for models that the other heads cannot run."""
 
     options: ClassVar[dict[str, Any]] = {"output_hidden_states": True}
 
@@ -164,7 +165,7 @@ def _scored(
 def choose_head(model: nn.Module, inputs: Inputs, tolerance: float = 1e-3) -> Head:
     """The first head that reproduces the model's own log-probs, entropies and hidden states.
 
-    ``inputs`` is a small batch for the comparison. Falling back is said in a warning.
+    ``inputs`` is a small batch for the comparison. A warning says why it is not the fused one.
     """
     ids = inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"]
     rows = torch.arange(ids.numel(), device=ids.device)[ids.numel() // 2 :]
@@ -207,15 +208,15 @@ def corner_of(inputs: Inputs) -> Inputs:
 
 
 def last_hidden(out: Any) -> Tensor:
-    """What values are read from, [B, T, H]: of two stacks the decoder's."""
+    """The last hidden state [B, T, H], of an encoder–decoder its decoder's."""
     hidden = getattr(out, "decoder_hidden_states", None)
     return (out.hidden_states if hidden is None else hidden)[-1]
 
 
 def _scale_of(model: Any, inputs: Inputs) -> float:
-    """s in x = s·h, where the head is given x and h is the last hidden state: T5 has such a factor.
+    """s in x = s·h, with x the head's input and h the last hidden state: T5 has such a factor.
 
-    1 where x is not h times a number; the heads' comparison then says what that means.
+    1 where x is no multiple of h, which the comparison of heads then finds.
     """
     given: list[Tensor] = []
 
@@ -228,7 +229,7 @@ def _scale_of(model: Any, inputs: Inputs) -> float:
     if not given or given[0].shape != hidden.shape:
         return 1.0
     scale = float((given[0].double() * hidden).sum() / hidden.square().sum())
-    # Rounding of the two is no factor.
+    # A factor this close to 1 is rounding.
     return scale if abs(scale - 1) > 1e-3 and 0 < scale < torch.inf else 1.0
 
 
@@ -237,7 +238,7 @@ def _unscaled(hidden: Tensor, scale: float) -> Tensor:
 
 
 def _transform_of(model: Any) -> LogitTransform:
-    """As the configuration says it: Gemma's cap, Cohere's and Granite's scales."""
+    """By the configuration: Gemma's soft cap, Cohere's and Granite's scales."""
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
     divisor = getattr(config, "logits_scaling", None) or 1.0
@@ -245,7 +246,7 @@ def _transform_of(model: Any) -> LogitTransform:
 
 
 def _why_not_linear(model: Any) -> str | None:
-    """A head whose product is not simply that with its weight: adapters, quantisation, hooks."""
+    """Why a head is not a product with its weight: adapters, quantisation, hooks; None if it is."""
     head = model.get_output_embeddings()
     plain = (
         isinstance(head, nn.Linear)
@@ -258,7 +259,8 @@ def _why_not_linear(model: Any) -> str | None:
 
 
 def _why_other_transform(model: Any, transform: LogitTransform, inputs: Inputs) -> str | None:
-    """Puts a ramp in the place of the head's output, and looks at what the model makes of it."""
+    """Why a model's logits are not ``transform`` of the head's output, which a ramp replaces to
+    see; None if they are."""
     ramps: list[Tensor] = []
 
     def replace(_head: nn.Module, _args: Any, out: Tensor) -> Tensor:
@@ -276,7 +278,7 @@ def _why_other_transform(model: Any, transform: LogitTransform, inputs: Inputs) 
     x = ramps[0].float() * transform.logit_scale
     cap = transform.softcap
     expected = (x if cap is None else cap * torch.tanh(x / cap)).expand_as(logits)
-    # A model works in its own dtype; a transform that is another is off by more than rounding.
+    # A model computes in its own dtype; another transform differs by more than rounding.
     tolerance = 1e-4 if ramps[0].dtype == torch.float32 else 2e-2
     if torch.allclose(logits.float(), expected, tolerance, tolerance):
         return None
@@ -285,8 +287,7 @@ def _why_other_transform(model: Any, transform: LogitTransform, inputs: Inputs) 
 
 @contextmanager
 def in_front_of_head(model: Any, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
-    """While open, the LM head is given what ``change`` makes of its input [B, T, H]."""
-
+    """Context in which the LM head's input [B, T, H] is replaced by ``change(head, input)``."""
     with _hooked_head(model, lambda head, args: (change(head, args[0]), *args[1:])):
         yield
 

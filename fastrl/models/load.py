@@ -37,7 +37,7 @@ MERGE_ADAPTER = "merge it into its base first (peft: merge_and_unload(), then sa
 Model = TypeVar("Model", bound=nn.Module)
 
 _CLASSIFIER_HEADS = ("score", "classifier")  # modules that PEFT saves with a SEQ_CLS adapter
-_OF_THE_ADAPTER = ("revision", "subfolder")  # options that do not hold for its base
+_OF_THE_ADAPTER = ("revision", "subfolder")  # options that are not those of its base
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
 _QUANTISED = ("quantized", "loaded_in_8bit", "loaded_in_4bit")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -80,7 +80,7 @@ def load_language_model(
         )
     model, missing = checkpoint.load(loader, *model_args, trainable=trainable)
     check_causal(model)
-    if missing:  # transformers draws what a checkpoint lacks
+    if missing:  # transformers initialises them at random
         raise ValueError(
             f"{checkpoint.folder} is not a trained language model: it has no weights for "
             f"{', '.join(missing)}"
@@ -89,8 +89,8 @@ def load_language_model(
 
 
 def load_reward_model(path: str | os.PathLike, **options: Any) -> Any:
-    """Loads a sequence classifier with one label, to be trained: a reward model, whole or as an
-    adapter that is trained on, or a language model that gets a new head.
+    """Loads a reward model for training, a sequence classifier with one label: whole or as an
+    adapter, or a language model that gets a new head.
 
     Args:
         options: of ``from_pretrained``. ``dtype`` is float32 unless given.
@@ -146,7 +146,7 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
 
     Raises:
         FileNotFoundError: a folder without a model or without a tokenizer.
-        ValueError: one that cannot be read, or an id that leads nowhere.
+        ValueError: one that cannot be read, or an unknown id.
     """
     checkpoint = _Checkpoint(path, {})
     model = checkpoint.folder
@@ -164,7 +164,7 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
     except Exception as error:  # tokenizers raises bare Exceptions for files that it cannot read
         what = model if folder.is_dir() else f"{model!r}, which is no folder here,"
         raise ValueError(f"the tokenizer of {what} cannot be loaded: {_line(error)}") from error
-    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made of a configuration alone
+    if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # made from a configuration alone
         raise FileNotFoundError(missing)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -172,29 +172,26 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
 
 
 def load_weights(model: Any, folder: str | os.PathLike) -> None:
-    """Puts the weights that ``model.save_pretrained(folder)`` wrote back into a model of
-    transformers or PEFT, to resume a run."""
+    """Loads the weights that ``model.save_pretrained(folder)`` wrote into a model of transformers
+    or PEFT, to resume a run."""
     adapter = Path(folder) / ADAPTER_WEIGHTS
     if adapter.exists():
         from peft import set_peft_model_state_dict
 
         set_peft_model_state_dict(model, load_file(adapter))
         return
-    with _quiet():  # a value head among a language model's weights is no news
+    with _quiet():  # a value head among a language model's weights is expected
         saved = type(model).from_pretrained(folder, use_safetensors=True, dtype="auto")
     model.load_state_dict(saved.state_dict())
 
 
-# ---------------------------------------------------------------------- where a model lies
-
-
 def model_folder(path: str | os.PathLike, subfolder: str | None = None) -> str:
-    """The folder of a checkpoint or of an adapter; a run's folder stands for the ``model/`` in it.
+    """The folder of a checkpoint or of an adapter; of a run's folder the ``model/`` in it.
 
     Hub ids are returned as they are.
 
     Raises:
-        FileNotFoundError: a folder without a model, or a local path that leads nowhere.
+        FileNotFoundError: a folder without a model, or a local path that does not exist.
         ValueError: an empty name.
     """
     name = os.fspath(path)
@@ -204,7 +201,8 @@ def model_folder(path: str | os.PathLike, subfolder: str | None = None) -> str:
     if not folder.is_dir():
         if folder.exists():
             raise FileNotFoundError(f"{name} is a file: name the folder of the model")
-        if _is_local(name):
+        path_only = folder.is_absolute() or name.startswith((".", "~")) or len(folder.parts) > 2
+        if path_only:  # Hub ids have one slash at most
             raise FileNotFoundError(f"there is no folder {name}, where a model was looked for")
         return name
     if subfolder or _holds_a_model(folder):
@@ -258,7 +256,7 @@ class _Checkpoint:
     """A whole model, or an adapter and the base that it names.
 
     Attributes:
-        folder: where it lies, or a Hub id.
+        folder: its path, or a Hub id.
         adapter: the adapter's PEFT configuration; None for a whole model.
         options: of ``from_pretrained``.
     """
@@ -297,18 +295,31 @@ class _Checkpoint:
         self, loader: Any, *model_args: Any, trainable: bool, **more: Any
     ) -> tuple[Any, list[str]]:
         """The model, and the names of weights that neither the checkpoint nor the adapter has."""
-        name, options = self._whole()
+        name, options = self.folder, dict(self.options)
         saved: dict[str, Any] = {}
-        # Of an adapter's base nothing has to be reported: what it lacks is looked at below.
-        quiet = contextlib.nullcontext() if self.adapter is None else _quiet()
-        with self._naming_the_adapter(), quiet:
-            if loader is AutoModelForCausalLM:
-                _check_decoder(name, options)
-            _check_weights(name, options.get("subfolder"))
-            if self.adapter is not None:
-                saved = self._saved_whole()
-            options |= {**more, "output_loading_info": True}
-            model, loading = loader.from_pretrained(name, *model_args, **options)
+        if self.adapter is not None:
+            name = self.base()
+            options = {k: v for k, v in options.items() if k not in _OF_THE_ADAPTER}
+            if self.adapter.revision:
+                options["revision"] = self.adapter.revision
+        try:
+            # Weights that the base lacks may be the adapter's: that is checked below.
+            with contextlib.nullcontext() if self.adapter is None else _quiet():
+                if loader is AutoModelForCausalLM:
+                    _check_decoder(name, options)
+                _check_weights(name, options.get("subfolder"))
+                if self.adapter is not None:
+                    saved = self._saved_whole()
+                options |= {**more, "output_loading_info": True}
+                model, loading = loader.from_pretrained(name, *model_args, **options)
+        except OSError as error:
+            if self.adapter is None:
+                raise
+            raise OSError(
+                f"the adapter in {self.folder} was trained on "
+                f"{self.adapter.base_model_name_or_path}, which cannot be loaded ({error}): "
+                f"{_MEND_BASE}"
+            ) from error
         missing = sorted(set(loading["missing_keys"]) - set(saved))
         if self.adapter is not None and not missing:
             model = self._with_adapter(model, trainable)
@@ -337,17 +348,8 @@ class _Checkpoint:
                 more["ignore_mismatched_sizes"] = True  # the base's head is replaced
         return self.load(AutoModelForSequenceClassification, trainable=trainable, **more)
 
-    def _whole(self) -> tuple[str, dict[str, Any]]:
-        """The whole model's folder or Hub id, and options to load it with."""
-        if self.adapter is None:
-            return self.folder, dict(self.options)
-        options = {k: v for k, v in self.options.items() if k not in _OF_THE_ADAPTER}
-        if self.adapter.revision:
-            options["revision"] = self.adapter.revision
-        return self.base(), options
-
     def _saved_whole(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights that the adapter brings as they are (a classification head, and
+        """Shapes of the weights that the adapter has whole (a classification head, and
         what ``modules_to_save`` names) by their names in the base model."""
         file = find_file(self.folder, ADAPTER_WEIGHTS, self.options)
         if file is None:
@@ -377,26 +379,9 @@ class _Checkpoint:
                 f"{self.adapter.base_model_name_or_path}, the base that it names: {error}"
             ) from error
 
-    @contextlib.contextmanager
-    def _naming_the_adapter(self) -> Iterator[None]:
-        """While open, errors of loading a base say which adapter names it."""
-        try:
-            yield
-        except OSError as error:
-            if self.adapter is None:
-                raise
-            raise OSError(
-                f"the adapter in {self.folder} was trained on "
-                f"{self.adapter.base_model_name_or_path}, which cannot be loaded ({error}): "
-                f"{_MEND_BASE}"
-            ) from error
-
-
-# ---------------------------------------------------------------------- what is loaded
-
 
 def check_causal(model: Any) -> None:
-    """Refuses an encoder (BERT and its kin) that was loaded as a language model: attention is
+    """Refuses an encoder such as BERT that was loaded as a language model: its attention is
     bidirectional unless the configuration says is_decoder, so that the logits before a token
     depend on that token and on those after it.
 
@@ -418,7 +403,7 @@ def check_causal(model: Any) -> None:
 
 
 def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
-    """The model with a new adapter where a configuration is given; quantised weights are made ready
+    """Adds a new adapter to a model where a configuration is given; quantised weights are prepared
     for training first.
 
     Args:
@@ -455,10 +440,10 @@ def own_storage(model: Model) -> Model:
     header's length makes. Vectorised kernels split sums by a pointer's alignment: there the same
     weights give other last bits than in memory that torch allocates, which is aligned to 64 bytes.
 
-    Tensors that were one memory (tied embeddings) are one afterwards; parameters stay the same
-    objects, with their ``requires_grad``. Left alone: what is not in host memory (device
-    allocators align, and nothing is mapped there; meta tensors have no memory), and tensors that
-    manage their own storage (quantised, sharded).
+    Tensors that shared memory (tied embeddings) still do; parameters stay the same objects, with
+    their ``requires_grad``. Not copied: tensors outside of host memory (device allocators align,
+    and nothing is mapped there; meta tensors have no memory), and tensors that manage their own
+    storage (quantised, sharded).
     """
     copies: dict[tuple, Tensor] = {}
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -515,7 +500,7 @@ def _check_weights(folder: str, subfolder: str | None) -> None:
     """
     for file in sorted((Path(folder) / (subfolder or "")).glob("*.safetensors")):
         try:
-            with safe_open(file, framework="pt"):  # reads the header, and the length that it tells
+            with safe_open(file, framework="pt"):  # checks the header and the length
                 pass
         except SafetensorError as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
@@ -523,7 +508,7 @@ def _check_weights(folder: str, subfolder: str | None) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """While open, transformers reports no missing or unknown weights."""
+    """Context in which transformers does not report missing or unknown weights."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -533,7 +518,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """With ``dtype`` under that name, and not the older ``torch_dtype``."""
+    """Options with the older ``torch_dtype`` under its new name ``dtype``."""
     return {"dtype" if name == "torch_dtype" else name: x for name, x in options.items()}
 
 
@@ -550,12 +535,6 @@ def _holds_a_tokenizer(model: str) -> bool:
     if folder.is_dir():
         return any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
     return any(find_file(model, name, {}) for name in _TOKENIZER_FILES_ON_THE_HUB)
-
-
-def _is_local(name: str) -> bool:
-    """Whether a name can only be meant as a path: Hub ids have one slash at most."""
-    path = Path(name)
-    return path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2
 
 
 def _line(error: Exception) -> str:

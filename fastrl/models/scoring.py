@@ -1,6 +1,6 @@
 """The one path from hidden states to log-probs, entropies and values.
 
-Old policy, new policy and reference all come through here: two paths would round differently, and
+Old policy, new policy and reference are all scored by it: two paths would round differently, and
 the probability ratio would not be 1 where nothing changed.
 """
 
@@ -17,7 +17,7 @@ import fastrl_kernels
 class PolicyObjective(NamedTuple):
     """The clipped objective of the requested rows, as a mean over them unless weighted.
 
-    Over sequences a sum is one over tokens with weights of their own, and a denominator.
+    Other aggregates, over sequences, are weights of tokens and a denominator.
     """
 
     old_logprobs: Tensor  # [N]
@@ -29,7 +29,7 @@ class PolicyObjective(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the kernels' losses take by name."""
+        """Keyword arguments of the kernels' losses."""
         return dict(zip(self._fields[2:], self[2:], strict=True))
 
 
@@ -40,7 +40,7 @@ class TokenNLL(NamedTuple):
 
 
 class ScoringRequest(NamedTuple):
-    """Which tokens to score, and what to return for them.
+    """Tokens to score, and the results wanted of them.
 
     A model scores N positions of a batch [B, T]: position i is ``rows[i] = b·T + t``, and its
     hidden state predicts ``labels[i]``. The LM head runs on these rows alone.
@@ -56,9 +56,9 @@ class ScoringRequest(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """What a model says of the requested tokens, fp32 but for the logits; None where not asked.
+    """Scores of the requested tokens, fp32 but for the logits; None where not asked for.
 
-    With an objective its gradient is in the loss: log-probs and entropies have none. The loss of a
+    With an objective only the loss has a gradient, log-probs and entropies have none. The loss of a
     :class:`PolicyObjective` comes with its statistics.
     """
 
@@ -71,7 +71,7 @@ class TokenScores(NamedTuple):
 
 
 def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
-    """Scores from a model's own logits [N, V] of the requested rows; values apart."""
+    """Scores from a model's own logits [N, V] of the requested rows, without values."""
     scored: Any = fastrl_kernels.token_logprobs(
         logits, request.labels, temperature=request.temperature, entropy=request.entropy
     )

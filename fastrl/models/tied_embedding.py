@@ -39,7 +39,7 @@ class _SparseEmbedding(torch.autograd.Function):
 
 
 class _Identity(torch.autograd.Function):
-    """A view of x. As an older node of the graph its backward runs after those of younger ones."""
+    """A view of x. Autograd runs the backward of this older node after those of younger ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class _Identity(torch.autograd.Function):
 
 @contextlib.contextmanager
 def sparse_embedding_gradient(model: Any) -> Iterator[Tensor | None]:
-    """While open, an input embedding that is tied to the head has a sparse gradient.
+    """Context in which an input embedding that is tied to the head has a sparse gradient.
 
     Yields the weight to compute the head with: a view that is older than the embedding's output, so
     that autograd adds the head's gradient last. None where nothing is tied, and on GPUs: clearing

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from fastrl.models.lm_head import in_front_of_head
 from fastrl.models.utils import context_length, evaluating
 
-TRUNK_NAME = "fastrl_trunk.json"  # beside a model whose trunk was frozen
+TRUNK_NAME = "fastrl_trunk.json"  # in the folder of a model whose trunk was frozen
 
 _PROBE = 8  # tokens
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 _CHUNK = 1 << 22  # weights at a time
-# Sequences run in widths that are a multiple of it: their own length alone decides which, so that
-# activations' bits depend on nothing but their sequence.
+# Sequences are padded to multiples of it, by their own length alone, so that the bits of their
+# activations depend on nothing else.
 _WIDTH_MULTIPLE = 32
 _TOKENS_PER_FORWARD = 8192
 
@@ -55,7 +55,7 @@ class Trunk:
 
     Raises:
         ValueError: layers out of range.
-        LookupError: a model whose layers cannot be told.
+        LookupError: a model whose layers cannot be identified.
     """
 
     def __init__(self, model: Any, layers: int):
@@ -71,7 +71,7 @@ class Trunk:
         self.parameters, self.head_is_tied, self._tuples = _probe(model, self.stack[layers])
 
     def freeze(self) -> None:
-        """Parameters of the trunk are not trained any more."""
+        """Makes the trunk's parameters untrainable."""
         for parameter in self.parameters.values():
             parameter.requires_grad_(False)
 
@@ -91,13 +91,13 @@ class Trunk:
         return seen[0]
 
     def skipped(self, boundary: Tensor) -> AbstractContextManager[None]:
-        """While open, the model starts at this boundary: its bottom layers do not run."""
+        """Context in which the model starts at this boundary: its bottom layers do not run."""
         last = self.layers - 1
         return self._replaced({**dict.fromkeys(range(last)), last: boundary})
 
     @contextmanager
     def _replaced(self, instead: dict[int, Tensor | None]) -> Iterator[None]:
-        """While open, these layers do not run: they hand on what they get, or the tensor given."""
+        """Context in which these layers do not run: they return their input, or a tensor given."""
         layers = list(self.stack)
         try:
             for i, hidden in instead.items():
@@ -109,21 +109,21 @@ class Trunk:
 
     @torch.no_grad()
     def checksum(self) -> str:
-        """Of the frozen weights, to the last bit."""
+        """A checksum of all bits of the frozen weights."""
         digest = hashlib.sha256()
         for name, parameter in sorted(self.parameters.items()):
             digest.update(f"{name} {tuple(parameter.shape)} {_bits(parameter)}".encode())
         return digest.hexdigest()
 
     def record(self) -> str:
-        """What a checkpoint says of its trunk, as JSON."""
-        kinds = sorted({str(p.dtype) for p in self.parameters.values()})
-        what = {"num_shared_layers": self.layers, "dtypes": kinds, "checksum": self.checksum()}
-        return json.dumps(what, indent=2) + "\n"
+        """A checkpoint's record of its trunk, as JSON."""
+        dtypes = sorted({str(p.dtype) for p in self.parameters.values()})
+        fields = {"num_shared_layers": self.layers, "dtypes": dtypes, "checksum": self.checksum()}
+        return json.dumps(fields, indent=2) + "\n"
 
 
 def verify_record(model: Any, file: str | None) -> None:
-    """Compares a model that was loaded with its checkpoint's record, where there is one.
+    """Compares a loaded model with its checkpoint's record, where there is one.
 
     Raises:
         ValueError: the bottom layers are not those that were saved.
@@ -150,17 +150,16 @@ class Budget(NamedTuple):
 
 
 class TrunkCache:
-    """The trunk's activations for the sequences of a batch, [L, H] each: computed once, and kept
-    under a byte budget.
+    """The trunk's activations for the sequences of a batch, [L, H] each, kept within a byte budget.
 
-    Where the budget holds them all, they run together when the first is asked for; else each when
-    it is, and what there is no room for runs again.
+    Where the budget holds them all, they are computed together at the first call; else when they
+    are needed, and again where there was no room for them.
 
     Args:
         trunk: runs the bottom layers.
         sequences: 1-D token ids, without padding, on the model's device.
-        budget: of what is kept.
-        autocast: makes the context in which they run.
+        budget: for the activations.
+        autocast: makes the context in which the layers run.
     """
 
     def __init__(
@@ -206,7 +205,7 @@ class TrunkCache:
         return made
 
     def _all_fit(self) -> bool:
-        """Whether what is not kept yet has room, in fp32, which it has at most."""
+        """Whether there is room for all that is not kept yet, in fp32 at most."""
         width = self.trunk.model.config.get_text_config().hidden_size
         left = [len(x) for i, x in enumerate(self.sequences) if i not in self._kept]
         return 4 * width * sum(left) <= max(self._left)
@@ -228,7 +227,7 @@ class TrunkCache:
 
 
 class _Skipped(nn.Module):
-    """Stands in a layer's place: returns the hidden states that it is given, or others."""
+    """Replaces a layer: returns its input, or other hidden states."""
 
     def __init__(self, layer: nn.Module, instead: Tensor | None, as_tuple: bool):
         super().__init__()
@@ -241,7 +240,7 @@ class _Skipped(nn.Module):
         return (out,) if self.as_tuple else out
 
     def __getattr__(self, name: str) -> Any:
-        # What a model reads off its layers, such as their kind of attention.
+        # Attributes that a model reads from its layers, such as their kind of attention.
         return getattr(self.__dict__["layer"], name)
 
 
@@ -251,8 +250,8 @@ def _hidden(out: Any) -> Tensor:
 
 @torch.no_grad()
 def _probe(model: Any, layer: nn.Module) -> tuple[dict[str, nn.Parameter], bool, bool]:
-    """Runs a few tokens: parameters of modules that are called before the layer is; whether others
-    use one of them too; whether layers return tuples."""
+    """Runs a few tokens. Returns the parameters of modules that are called before the layer,
+    whether later modules use one of them too, and whether layers return tuples."""
     before: list[nn.Module] = []
     after: list[nn.Module] = []
     tuples: list[bool] = []
@@ -279,7 +278,7 @@ def _probe(model: Any, layer: nn.Module) -> tuple[dict[str, nn.Parameter], bool,
 
 
 def _bits(x: Tensor) -> int:
-    """A sum over the elements' bits that tells their places apart; exact on every device."""
+    """A sum over the elements' bits, weighted by their places; exact on every device."""
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     start = 0

@@ -14,7 +14,7 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def context_length(model: Any) -> int | None:
-    """Number of positions that the model has; None where its configuration does not say."""
+    """Number of positions of the model; None where its configuration does not name it."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -22,7 +22,7 @@ def hidden_width(config: Any) -> int:
     """Width of the last hidden state.
 
     Raises:
-        ValueError: the configuration does not say.
+        ValueError: the configuration does not name it.
     """
     # OPT projects its last hidden state down to the width of its word embeddings.
     for name in ("word_embed_proj_dim", "hidden_size"):
@@ -36,8 +36,8 @@ def hidden_width(config: Any) -> int:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode (dropout off) while open; afterwards, and after an error, every module has
-    the mode that it had."""
+    """Context of evaluation mode (dropout off); afterwards, and after an error, every module gets
+    its own mode back."""
     # A new adapter is in training mode on a base that is not: the model has no single mode.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -86,6 +86,7 @@ class PreTrainedModelWrapper(nn.Module):
     transformers_parent_class: Any
     is_encoder_decoder: bool
     has_values = True  # whether the class puts a value head on its models
+    for_the_other_kind: str  # a remedy for models with or without an encoder
     # Usual names of an LM head, as TRL lists them; here heads are found by get_output_embeddings().
     lm_head_namings: tuple[str, ...] = ("lm_head", "embed_out", "output_layer")
     supported_args = ("summary_dropout_prob", "v_head_initializer_range", "v_head_init_strategy")
@@ -125,13 +126,13 @@ class PreTrainedModelWrapper(nn.Module):
         is_trainable: bool = False,
         **kwargs: Any,
     ) -> Wrapper:
-        """Load a language model, or wrap one; a saved value head is loaded with it.
+        """Loads a language model, or wraps one; a saved value head is loaded with it.
 
         Args:
             pretrained_model_name_or_path: a directory, a Hub id, or a model. A directory or id that
-                holds a PEFT adapter loads its base model and the adapter; that of a run stands for
-                its ``model/``.
-            peft_config: puts a new adapter on the model; one that is quantised is prepared for it.
+                holds a PEFT adapter loads its base model and the adapter; the folder of a run
+                loads the ``model/`` in it.
+            peft_config: puts a new adapter on the model; a quantised model is prepared for it.
             reward_adapter: a directory (a run's too) or Hub id of a sequence-classification adapter
                 on the same base, for :meth:`compute_reward_score`. It is neither trained nor saved.
             is_trainable: whether a loaded adapter is trained on. PPOTrainer refuses one that is
@@ -179,10 +180,10 @@ class PreTrainedModelWrapper(nn.Module):
         boundary: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple | TokenScores:
-        """Logits, loss and values of all tokens; with ``scoring``, TokenScores of those.
+        """Logits, loss and values of all tokens; with ``scoring``, TokenScores of those requested.
 
-        ``boundary`` [B, T, H] is what leaves the trunk's layers for these tokens: with it they do
-        not run.
+        Args:
+            boundary: [B, T, H], the trunk's output for these tokens, whose layers then do not run.
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if scoring is not None:
@@ -217,11 +218,11 @@ class PreTrainedModelWrapper(nn.Module):
         return self.trunk.skipped(boundary)
 
     def _scoring_head(self, inputs: dict[str, Any]) -> Head:
-        """The LM head's way of scoring rows, chosen at the first use on a few tokens of that batch:
-        only then is the model on its device."""
+        """The way to run the LM head, chosen at the first use on a few tokens of that batch: only
+        then is the model on its device."""
         if self._head is None:
             corner = {**corner_of(inputs), "use_cache": False}
-            with evaluating(self.pretrained_model):  # dropout would make all heads disagree
+            with evaluating(self.pretrained_model):  # heads are compared, without dropout
                 self._head = choose_head(self.pretrained_model, corner)
         return self._head
 
@@ -230,7 +231,16 @@ class PreTrainedModelWrapper(nn.Module):
         name = type(model).__name__
         if not isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
             raise TypeError(f"pretrained_model must be a Hugging Face model, got {name}")
-        cls._check_kind(model)
+        has_encoder = getattr(model.config, "is_encoder_decoder", False)
+        if has_encoder != cls.is_encoder_decoder:
+            kind = "an encoder–decoder" if has_encoder else "not an encoder–decoder"
+            raise ValueError(f"{name} is {kind}: {cls.for_the_other_kind}")
+        given = getattr(model, "main_input_name", "input_ids")
+        if has_encoder and given != "input_ids":
+            raise ValueError(
+                f"{name} reads {given}, not token ids, which PPO does not support: use an "
+                "encoder–decoder of texts"
+            )
         check_causal(model)
         if model.get_output_embeddings() is None:
             raise ValueError(
@@ -243,14 +253,6 @@ class PreTrainedModelWrapper(nn.Module):
                     f"{adapter.peft_type} is prompt learning, which PPO does not support: use LoRA "
                     "or another adapter on the weights"
                 )
-
-    @classmethod
-    def _check_kind(cls, model: Any) -> None:
-        """
-        Raises:
-            ValueError: a model of another kind than the class is for.
-        """
-        raise NotImplementedError
 
     def activation_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """Checkpoints the language model's activations; transformers' trainers call it by its old
@@ -287,7 +289,7 @@ class PreTrainedModelWrapper(nn.Module):
         return self.pretrained_model.get_output_embeddings()
 
     def disable_adapter(self) -> contextlib.AbstractContextManager:
-        """While open, a PEFT model is its base model; another model is itself."""
+        """Context in which a PEFT model's adapters are off; without any, nothing changes."""
         if self.is_peft_model:
             return self.pretrained_model.disable_adapter()
         return contextlib.nullcontext()
@@ -295,7 +297,7 @@ class PreTrainedModelWrapper(nn.Module):
     def save_pretrained(
         self, save_directory: str | os.PathLike, state_dict: dict | None = None, **kwargs: Any
     ) -> None:
-        """Save a checkpoint that this class, TRL 0.11 and ``AutoModelForCausalLM`` load.
+        """Saves a checkpoint that this class, TRL 0.11 and ``AutoModelForCausalLM`` load.
 
         The value head lies in ``model.safetensors`` among the weights; for a PEFT model that file
         holds the value head alone, beside the adapter.
@@ -308,8 +310,10 @@ class PreTrainedModelWrapper(nn.Module):
         base, own = _split_state(state, (HEAD_PREFIX, REWARD_PREFIX))
         head = {k: v.contiguous() for k, v in own.items() if k.startswith(HEAD_PREFIX)}
         if self.is_peft_model:
-            # PEFT names its own entries; given a whole state it sorts them out.
-            kwargs.setdefault("selected_adapters", self._own_adapters())
+            # PEFT picks its own entries out of a whole state dict. Not saved: the adapters of a
+            # reference model and of a reward.
+            own_adapters = [n for n in self.pretrained_model.peft_config if n not in NOT_TRAINED]
+            kwargs.setdefault("selected_adapters", own_adapters)
             self.pretrained_model.save_pretrained(save_directory, state_dict=base, **kwargs)
             if head:
                 save_file(head, Path(save_directory) / WEIGHTS_NAME, metadata={"format": "pt"})
@@ -321,18 +325,13 @@ class PreTrainedModelWrapper(nn.Module):
             (Path(save_directory) / TRUNK_NAME).write_text(self.trunk.record())
 
     def load_weights(self, folder: str | os.PathLike) -> None:
-        """Puts the weights that :meth:`save_pretrained` wrote back into this model."""
+        """Loads the weights that :meth:`save_pretrained` wrote into this model."""
         load_weights(self.pretrained_model, folder)
         if self.v_head is not None:
             self.v_head.load_state_dict(_read_value_head(os.fspath(folder), {}))
 
-    def _own_adapters(self) -> list[str]:
-        """Names of the policy's adapters: not the starting one that a reference model keeps, nor
-        the reward's."""
-        return [n for n in self.pretrained_model.peft_config if n not in NOT_TRAINED]
-
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Upload what :meth:`save_pretrained` saves and a model card, in one commit.
+        """Uploads the files of :meth:`save_pretrained` and a model card, in one commit.
 
         Args:
             kwargs: see :func:`fastrl.run.hub.upload`, such as ``private``, ``token`` and
@@ -379,11 +378,10 @@ def _weight_files(path: str, options: dict[str, Any]) -> Iterator[str]:
             yield found
 
 
-# The names of a wrapper's weights in a state dict are the language model's own, as in TRL 0.11
-# (transformer.wte.weight), beside v_head.* and reward.*; load_state_dict() also takes those of the
-# modules (pretrained_model.transformer.wte.weight). Where the wrapper is a part of something else,
-# such as FSDP, DDP or a module of the user's, names are those of the modules: what gathers sharded
-# weights finds them by their path.
+# State dict names are the language model's own, as in TRL 0.11 (transformer.wte.weight), beside
+# v_head.* and reward.*; load_state_dict() also takes module names
+# (pretrained_model.transformer.wte.weight). Inside of another module, such as FSDP, DDP or a user's
+# own, they are module names: sharded weights are gathered by their path.
 
 
 def _split_state(state: dict[str, Any], own: tuple[str, ...]) -> tuple[dict, dict]:
@@ -397,10 +395,10 @@ def _split_state(state: dict[str, Any], own: tuple[str, ...]) -> tuple[dict, dic
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether fully_shard was applied, to the wrapper or to a module in it: that makes a module's
-    class one of its own."""
-    kinds = {type(part) for part in module.modules()}
-    return any(base.__name__ == "FSDPModule" for kind in kinds for base in kind.__mro__)
+    """Whether fully_shard was applied to the wrapper or to a module in it, whose class it
+    changes."""
+    classes = {base for part in module.modules() for base in type(part).__mro__}
+    return any(each.__name__ == "FSDPModule" for each in classes)
 
 
 def _shorten(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -419,7 +417,7 @@ def _lengthen(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) ->
 
 
 def _shorten_missing(module: nn.Module, incompatible: Any) -> None:
-    """What is missing or too much is named as in the state dict."""
+    """Names missing and unexpected weights as the state dict does."""
     if _is_sharded(module):
         return
     for names in incompatible:
@@ -436,14 +434,7 @@ class AutoModelForCausalLMWithValueHead(PreTrainedModelWrapper):
 
     transformers_parent_class = AutoModelForCausalLM
     is_encoder_decoder = False
-
-    @classmethod
-    def _check_kind(cls, model: Any) -> None:
-        if getattr(model.config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"{type(model).__name__} is an encoder–decoder: wrap it with "
-                "AutoModelForSeq2SeqLMWithValueHead"
-            )
+    for_the_other_kind = "wrap it with AutoModelForSeq2SeqLMWithValueHead"
 
 
 class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
@@ -456,20 +447,7 @@ class AutoModelForSeq2SeqLMWithValueHead(PreTrainedModelWrapper):
 
     transformers_parent_class = AutoModelForSeq2SeqLM
     is_encoder_decoder = True
-
-    @classmethod
-    def _check_kind(cls, model: Any) -> None:
-        name = type(model).__name__
-        if not getattr(model.config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"{name} is not an encoder–decoder: wrap it with AutoModelForCausalLMWithValueHead"
-            )
-        given = getattr(model, "main_input_name", "input_ids")
-        if given != "input_ids":
-            raise ValueError(
-                f"{name} reads {given}, not token ids, which PPO does not support: use an "
-                "encoder–decoder of texts"
-            )
+    for_the_other_kind = "wrap it with AutoModelForCausalLMWithValueHead"
 
 
 class CausalLMPolicy(PreTrainedModelWrapper):
@@ -483,11 +461,4 @@ class CausalLMPolicy(PreTrainedModelWrapper):
     transformers_parent_class = AutoModelForCausalLM
     is_encoder_decoder = False
     has_values = False
-
-    @classmethod
-    def _check_kind(cls, model: Any) -> None:
-        if getattr(model.config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"{type(model).__name__} is an encoder–decoder: a policy without values is for "
-                "causal language models"
-            )
+    for_the_other_kind = "a policy without values is for causal language models"

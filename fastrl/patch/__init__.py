@@ -15,12 +15,12 @@ from fastrl.patch.replacement import Calls, Replacement
 
 __all__ = ["Calls", "Replaced", "TRLPatch", "call_counts", "patch_trl", "unpatch_trl"]
 
-# The start of a version, and the module that says what to replace there.
+# The start of a version, and the module with its replacements.
 _SUPPORTED = {"0.11.4": "fastrl.patch.trl_0_11", "1.16.": "fastrl.patch.trl_1_16"}
 
 
 class Replaced(NamedTuple):
-    """Something in TRL, what runs instead, and every name that was bound to it."""
+    """An object of TRL, the op that runs instead, and every name that was bound to the object."""
 
     name: str
     op: str
@@ -58,7 +58,7 @@ _active: TRLPatch | None = None
 
 
 def patch_trl(*, device: torch.device | str | None = None) -> TRLPatch:
-    """Make the installed TRL's trainers run on fastrl_kernels; results stay what they were.
+    """Makes the installed TRL's trainers run on fastrl_kernels, with the same results.
 
     TRL 1.16: the fused head of its SFT, DPO, KTO, GRPO and RLOO trainers, and the log-probs and
     entropies of its experimental ones. TRL 0.11.4: what its classic PPO computes from logits, its
@@ -67,8 +67,8 @@ def patch_trl(*, device: torch.device | str | None = None) -> TRLPatch:
     TRL that has a name for the replaced object gets ours, modules imported later too. Patching
     twice is patching once.
 
-    Where an op does not cover a call (float64, several indices per row, a sharded head, …), the
-    call is handed on to TRL's own and counted apart. Where nothing counts or no deviation exists,
+    Calls that an op does not cover (float64, several indices per row, a sharded head, …) go to
+    TRL's own function and are counted apart. Where no element counts or no deviation exists,
     TRL 0.11.4's statistics raise or are NaN; these are 0.
 
     Args:
@@ -112,10 +112,10 @@ def patch_trl(*, device: torch.device | str | None = None) -> TRLPatch:
 
 
 def unpatch_trl() -> None:
-    """Bind TRL's own objects again, under every name that has one of ours; else do nothing.
+    """Binds TRL's own objects again, under every name that has one of ours; else does nothing.
 
-    That includes modules of TRL imported since. A name that somebody else has rebound since is left
-    as it is.
+    That includes modules of TRL imported since. Names that have been rebound to other objects since
+    then stay.
     """
     global _active
     if _active is not None:

@@ -23,7 +23,7 @@ def rebind(
 
     Args:
         package: all loaded modules of it are searched.
-        owners: further places to look in.
+        owners: further places to search.
         swaps: (old, new), compared by identity.
 
     Returns:

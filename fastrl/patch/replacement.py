@@ -1,7 +1,8 @@
-"""What takes the place of something in TRL, and the check that it does the same."""
+"""A replacement of a function, method or class of TRL, and the check that it does the same."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The check's own inputs make products exact even in TF32, so results agree to fp32's rounding. The
-# products behind gradients are not exact: TF32, where a user has asked for it, keeps 11 bits.
+# The check's inputs have exact products even in TF32, so that results agree to fp32's rounding. The
+# products behind gradients are not exact: TF32, where a user has switched it on, keeps 11 bits.
 RESULT_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 5e-3
 
 
@@ -21,17 +22,20 @@ class Calls:
     """How often a replacement ran."""
 
     ours: int = 0  # on an op of fastrl_kernels
-    delegated: int = 0  # handed on to TRL's own, for arguments that the op does not cover
+    delegated: int = 0  # calls of TRL's own, for arguments that the op does not cover
+
+
+Build = Callable[[Any, Calls], Any]  # (TRL's own, counter) -> ours
 
 
 @dataclass(frozen=True)
 class Replacement:
-    """One function, method or autograd function of TRL's."""
+    """One function, method or autograd function of TRL."""
 
     module: str  # that defines it
     name: str  # in that module; "Class.method" for a method
     op: str  # of fastrl_kernels
-    build: Callable[[Any, Calls], Any]  # (TRL's own, counter) -> ours
+    build: Build
     cases: Callable[[torch.device], Sequence[tuple[Any, ...]]]  # small arguments to compare on
 
     def owner(self) -> tuple[Any, str]:
@@ -64,7 +68,7 @@ class Replacement:
         """Compares signatures, and results and gradients on small inputs.
 
         Raises:
-            RuntimeError: they differ; it says in what.
+            RuntimeError: they differ; the message names the difference.
         """
         calls = Calls()
         ours = self.build(original, calls)
@@ -81,15 +85,36 @@ class Replacement:
             raise self.error(f"the check ran it {calls}, not {len(cases)} times")
 
 
+def delegating(covers: Callable[..., bool]) -> Callable[[Callable[..., Any]], Build]:
+    """Decorates a function that replaces one of TRL's, whose arguments it has: calls that it does
+    not cover go to TRL's own."""
+
+    def decorate(ours: Callable[..., Any]) -> Build:
+        def build(original: Callable[..., Any], calls: Calls) -> Callable[..., Any]:
+            @functools.wraps(ours)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                if not covers(*args, **kwargs):
+                    calls.delegated += 1
+                    return original(*args, **kwargs)
+                calls.ours += 1
+                return ours(*args, **kwargs)
+
+            return run
+
+        return build
+
+    return decorate
+
+
 def small(*shape: int, device: torch.device, step: int = 7, requires_grad: bool = False) -> Tensor:
-    """Multiples of 1/8 in [-0.75, 0.75] that look irregular. No random generator is touched."""
+    """Multiples of 1/8 in [-0.75, 0.75] in an irregular order; no random generator is used."""
     count = torch.Size(shape).numel()
     x = ((torch.arange(count, device=device) * step) % 13 - 6) / 8
     return x.reshape(shape).requires_grad_(requires_grad)
 
 
 def _entry(x: Any) -> Callable[..., Any]:
-    """What callers call: ``apply`` of an autograd function, or the function itself."""
+    """The callable: ``apply`` of an autograd function, or the function itself."""
     return getattr(x, "apply", x)
 
 
@@ -111,7 +136,7 @@ def _listed(parameters: list[tuple[str, Any, Any]]) -> str:
 def _run(
     function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Results, and gradients by those arguments that ask for them."""
+    """Results, and gradients by the arguments that require one."""
     leaves = [
         x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
         for x in arguments
@@ -128,7 +153,7 @@ def _run(
 
 
 def _differences(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> list[tuple[str, str]]:
-    """What differs, and how; empty where nothing does."""
+    """Names and descriptions of the differences; empty where there are none."""
     found = []
     names = (("results", RESULT_TOLERANCE), ("gradients", GRADIENT_TOLERANCE))
     for (what, tolerance), here, there in zip(names, ours, theirs, strict=True):

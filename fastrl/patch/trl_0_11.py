@@ -1,4 +1,4 @@
-"""TRL 0.11.4: what its classic PPO makes of logits, of masked values, and of rewards."""
+"""TRL 0.11.4: log-probs and entropies, masked statistics, and advantages of its classic PPO."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
-from fastrl.patch.coverage import has_one_index, is_plain, softmax_dtype
-from fastrl.patch.replacement import Calls, Replacement, small
+from fastrl.patch.coverage import entropies, has_one_index, has_rows, is_plain, softmax_dtype
+from fastrl.patch.replacement import Replacement, delegating, small
 
 
 def _covers(values: Tensor, mask: Any) -> bool:
@@ -23,100 +23,72 @@ def _covers(values: Tensor, mask: Any) -> bool:
     )
 
 
-def _logprobs_from_logits(original: Any, calls: Calls) -> Any:
-    def logprobs_from_logits(logits: Tensor, labels: Tensor, gather: bool = True) -> Tensor:
-        if not gather or logits.dim() != 3 or not has_one_index(logits, labels):
-            calls.delegated += 1
-            return original(logits, labels, gather=gather)
-        calls.ours += 1
-        return fastrl_kernels.token_logprobs(logits, labels).to(softmax_dtype(logits))
-
-    return logprobs_from_logits
+@delegating(
+    lambda logits, labels, gather=True: (
+        gather and logits.dim() == 3 and has_one_index(logits, labels)
+    )
+)
+def _logprobs_from_logits(logits: Tensor, labels: Tensor, gather: bool = True) -> Tensor:
+    return fastrl_kernels.token_logprobs(logits, labels).to(softmax_dtype(logits))
 
 
-def _entropy_from_logits(original: Any, calls: Calls) -> Any:
-    def entropy_from_logits(logits: Tensor) -> Tensor:
-        index = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-        if not has_one_index(logits, index):
-            calls.delegated += 1
-            return original(logits)
-        calls.ours += 1
-        entropies = fastrl_kernels.token_logprobs(logits, index, entropy=True)[1]
-        return entropies.to(softmax_dtype(logits))
-
-    return entropy_from_logits
+@delegating(has_rows)
+def _entropy_from_logits(logits: Tensor) -> Tensor:
+    return entropies(logits).to(softmax_dtype(logits))
 
 
-def _masked_mean(original: Any, calls: Calls) -> Any:
-    def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-        if axis is not None or not _covers(values, mask):
-            calls.delegated += 1
-            return original(values, mask, axis=axis)
-        calls.ours += 1
-        return fastrl_kernels.masked_mean(values, mask.bool()).to(values.dtype)
-
-    return masked_mean
+@delegating(lambda values, mask, axis=None: axis is None and _covers(values, mask))
+def _masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
+    return fastrl_kernels.masked_mean(values, mask.bool()).to(values.dtype)
 
 
-def _masked_var(original: Any, calls: Calls) -> Any:
-    def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-        if not _covers(values, mask):
-            calls.delegated += 1
-            return original(values, mask, unbiased=unbiased)
-        calls.ours += 1
-        return fastrl_kernels.masked_var(values, mask.bool(), unbiased=unbiased).to(values.dtype)
-
-    return masked_var
+@delegating(lambda values, mask, unbiased=True: _covers(values, mask))
+def _masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    return fastrl_kernels.masked_var(values, mask.bool(), unbiased=unbiased).to(values.dtype)
 
 
-def _masked_whiten(original: Any, calls: Calls) -> Any:
-    def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-        # The moments are constants below; TRL's callers need no gradient here.
-        if not _covers(values, mask) or (values.requires_grad and torch.is_grad_enabled()):
-            calls.delegated += 1
-            return original(values, mask, shift_mean=shift_mean)
-        calls.ours += 1
-        return _whiten(values, mask, shift_mean)
+def _covers_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> bool:
+    # The moments are constants below; TRL's callers need no gradient here.
+    return _covers(values, mask) and not (values.requires_grad and torch.is_grad_enabled())
 
-    return masked_whiten
+
+@delegating(_covers_whiten)
+def _masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    return _whiten(values, mask, shift_mean)
 
 
 def _whiten(values: Tensor, mask: Tensor, shift_mean: bool) -> Tensor:
-    """With the counted elements' moments, but everywhere: as TRL does it."""
+    """Whitens all elements, also those that do not count, by the moments of those that do: as TRL
+    does."""
     moments = fastrl_kernels.masked_moments(values, mask.bool())
     everywhere = torch.ones_like(values, dtype=torch.bool)
     whitened = fastrl_kernels.masked_whiten(values, everywhere, shift_mean, moments=moments)
     return whitened.to(values.dtype)
 
 
-def _compute_advantages(original: Any, calls: Calls) -> Any:
-    def compute_advantages(
-        self: Any, values: Tensor, rewards: Tensor, mask: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        config = self.config
-        covered = (
-            _covers(values, mask)
-            and _covers(rewards, mask)
-            and values.dim() == 2
-            and not torch.is_grad_enabled()
-            and 0 <= config.gamma <= 1
-            and 0 <= config.lam <= 1
-        )
-        if not covered:
-            calls.delegated += 1
-            return original(self, values, rewards, mask)
-        calls.ours += 1
-        values, rewards = values * mask, rewards * mask
-        if config.whiten_rewards:
-            rewards = _whiten(rewards, mask, shift_mean=False)
-        # No mask here: TRL's recurrence runs through what does not count, as values of 0.
-        advantages, returns = fastrl_kernels.gae(
-            rewards, values, gamma=config.gamma, lam=config.lam
-        )
-        dtype = torch.result_type(values, rewards)
-        return values, _whiten(advantages, mask, shift_mean=True).to(dtype), returns.to(dtype)
+def _covers_advantages(trainer: Any, values: Tensor, rewards: Tensor, mask: Tensor) -> bool:
+    return (
+        _covers(values, mask)
+        and _covers(rewards, mask)
+        and values.dim() == 2
+        and not torch.is_grad_enabled()
+        and 0 <= trainer.config.gamma <= 1
+        and 0 <= trainer.config.lam <= 1
+    )
 
-    return compute_advantages
+
+@delegating(_covers_advantages)
+def _compute_advantages(
+    self: Any, values: Tensor, rewards: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    config = self.config
+    values, rewards = values * mask, rewards * mask
+    if config.whiten_rewards:
+        rewards = _whiten(rewards, mask, shift_mean=False)
+    # Without the mask: TRL's recurrence runs over masked steps, as values of 0.
+    advantages, returns = fastrl_kernels.gae(rewards, values, gamma=config.gamma, lam=config.lam)
+    dtype = torch.result_type(values, rewards)
+    return values, _whiten(advantages, mask, shift_mean=True).to(dtype), returns.to(dtype)
 
 
 def _logits_and_labels(device: torch.device) -> list[tuple[Any, ...]]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
-from fastrl.patch.coverage import has_one_index, is_plain, softmax_dtype
-from fastrl.patch.replacement import Calls, Replacement, small
+from fastrl.patch.coverage import entropies, has_one_index, has_rows, is_plain, softmax_dtype
+from fastrl.patch.replacement import Calls, Replacement, delegating, small
 
-# What TRL's fused head can return besides log-probs, and what `linear_logprobs` calls it.
+# Further results of TRL's fused head, and their names in `linear_logprobs`.
 _EXTRAS = {
     "log_sum_sq_probs": "log_sum_sq_probs",
     "mean_logits": "mean_logit",
@@ -44,17 +44,8 @@ class _ChunkedLogProb:
         softcap = final_logit_softcapping
         if not _covers_head(hidden, weight, bias, temperature, softcap, logit_scale):
             self._calls.delegated += 1
-            return self._original.apply(
-                hidden,
-                weight,
-                bias,
-                targets,
-                temperature,
-                chunk_size,
-                softcap,
-                logit_scale,
-                outputs,
-            )
+            head = (hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale)
+            return self._original.apply(*head, outputs)
         self._calls.ours += 1
         entropy = "entropy" in outputs
         extras = tuple(ours for theirs, ours in _EXTRAS.items() if theirs in outputs)
@@ -94,7 +85,9 @@ def _covers_head(
     )
 
 
-def _covers(logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None) -> bool:
+def _covers(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> bool:
     return (
         has_one_index(logits, index)
         and isinstance(temperature, (int, float))
@@ -112,61 +105,45 @@ def _counted(row_mask: Tensor | None) -> Tensor | None:
     return None if row_mask is None else row_mask != 0
 
 
-def _selective_log_softmax(original: Any, calls: Calls) -> Any:
-    def selective_log_softmax(
-        logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
-    ) -> Tensor:
-        if not _covers(logits, index, temperature, row_mask):
-            calls.delegated += 1
-            return original(logits, index, temperature=temperature, row_mask=row_mask)
-        calls.ours += 1
-        logprobs = fastrl_kernels.token_logprobs(
-            logits, index, temperature=temperature, mask=_counted(row_mask)
-        )
-        return logprobs.to(_result_dtype(logits))
-
-    return selective_log_softmax
+@delegating(_covers)
+def _selective_log_softmax(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> Tensor:
+    logprobs = fastrl_kernels.token_logprobs(
+        logits, index, temperature=temperature, mask=_counted(row_mask)
+    )
+    return logprobs.to(_result_dtype(logits))
 
 
-def _entropy_from_logits(original: Any, calls: Calls) -> Any:
-    def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
-        index = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
-        if not has_one_index(logits, index):
-            calls.delegated += 1
-            return original(logits, chunk_size=chunk_size)
-        calls.ours += 1
-        entropies = fastrl_kernels.token_logprobs(logits, index, entropy=True)[1]
-        return entropies.to(_result_dtype(logits))
-
-    return entropy_from_logits
+@delegating(has_rows)
+def _entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
+    return entropies(logits).to(_result_dtype(logits))
 
 
-def _selective_log_softmax_and_entropy(original: Any, calls: Calls) -> Any:
-    def selective_log_softmax_and_entropy(
-        logits: Tensor,
-        index: Tensor,
-        entropy_requires_grad: bool = True,
-        temperature: float = 1.0,
-        row_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if not _covers(logits, index, temperature, row_mask):
-            calls.delegated += 1
-            return original(
-                logits,
-                index,
-                entropy_requires_grad=entropy_requires_grad,
-                temperature=temperature,
-                row_mask=row_mask,
-            )
-        calls.ours += 1
-        logprobs, entropies = fastrl_kernels.token_logprobs(
-            logits, index, temperature=temperature, mask=_counted(row_mask), entropy=True
-        )
-        dtype = _result_dtype(logits)
-        entropies = entropies if entropy_requires_grad else entropies.detach()
-        return logprobs.to(dtype), entropies.to(dtype)
+def _covers_both(
+    logits: Tensor,
+    index: Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+) -> bool:
+    return _covers(logits, index, temperature, row_mask)
 
-    return selective_log_softmax_and_entropy
+
+@delegating(_covers_both)
+def _selective_log_softmax_and_entropy(
+    logits: Tensor,
+    index: Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    logprobs, entropy = fastrl_kernels.token_logprobs(
+        logits, index, temperature=temperature, mask=_counted(row_mask), entropy=True
+    )
+    dtype = _result_dtype(logits)
+    entropy = entropy if entropy_requires_grad else entropy.detach()
+    return logprobs.to(dtype), entropy.to(dtype)
 
 
 def _head_cases(device: torch.device) -> list[tuple[Any, ...]]:

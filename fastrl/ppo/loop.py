@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,45 +27,94 @@ if TYPE_CHECKING:
 
 
 class Loop:
-    """One run of :meth:`fastrl.PPOTrainer.train`."""
+    """One run of :meth:`fastrl.PPOTrainer.train`, whose arguments these are.
+
+    Raises:
+        ValueError: as it does.
+    """
 
     def __init__(
         self,
         trainer: PPOTrainer,
         reward_fn: RewardFunction,
-        prompts: Prompts,
-        stream: PromptStream,
-        eval_prompts: Prompts | None,
+        *,
+        steps: int,
+        prompts: Any,
+        dataset: Any,
+        prompt_column: str | None,
         generation_kwargs: dict[str, Any],
+        eval_prompts: Any,
+        eval_every: int,
         missing_eos_penalty: float | None,
-        callbacks: Sequence[TrainCallback],
-        result: TrainResult,
+        long_prompts: str,
+        callbacks: Iterable[TrainCallback],
+        progress: bool,
     ):
-        self.trainer = trainer
-        self.reward_fn = reward_fn
-        self.prompts, self.stream = prompts, stream
-        self.eval_prompts = eval_prompts
-        self.generation_kwargs = generation_kwargs
+        config, tokenizer, rollouts = trainer.config, trainer.tokenizer, trainer.rollouts
+        check_one_process("PPOTrainer.train()", trainer.accelerator.num_processes)
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}")
+        if prompts is not None and dataset is not None:
+            raise ValueError("pass prompts or dataset, not both")
+        if long_prompts not in LONG_PROMPTS:
+            raise ValueError(
+                f"unknown long_prompts {long_prompts!r}: choose one of {', '.join(LONG_PROMPTS)}"
+            )
+        dataset = trainer.dataset if dataset is None else dataset
+        if prompts is None and dataset is None:
+            raise ValueError("nothing to train on: pass prompts or dataset")
+        self.trainer, self.reward_fn = trainer, reward_fn
+        self.steps, self.eval_every = steps, eval_every
         self.missing_eos_penalty = missing_eos_penalty
-        self.callbacks = callbacks
-        self.result = result
+        self.generation_kwargs = rollouts.arguments.of_training(generation_kwargs)
+        # max_length in its place counts the prompt.
+        new_tokens = self.generation_kwargs.get("max_new_tokens") or 1
+        room = (rollouts.layout, new_tokens, long_prompts)
+        closed = isinstance(rollouts.layout, EncoderDecoder)
+        given = (
+            Prompts.from_dataset(dataset, prompt_column, tokenizer, closed=closed)
+            if prompts is None
+            else Prompts.from_list(prompts, tokenizer, closed=closed)
+        )
+        self.prompts = given.fitting(*room)
+        if len(self.prompts) < config.prompts_per_step:
+            wanted = f"batch_size={config.batch_size}"
+            wanted += "" if config.group_size == 1 else f" / group_size={config.group_size}"
+            raise ValueError(
+                f"{len(self.prompts)} prompts are fewer than {wanted}: lower batch_size or bring "
+                "more prompts"
+            )
+        self.result = TrainResult(dropped_prompts=len(given) - len(self.prompts))
+        self.eval_prompts: Prompts | None = None
+        if eval_prompts is not None:
+            given = read_eval_prompts(eval_prompts, prompt_column, tokenizer, closed=closed)
+            self.eval_prompts = given.fitting(*room)
+            self.result.dropped_eval_prompts = len(given) - len(self.eval_prompts)
+        new = PromptStream(len(self.prompts), config.seed)
+        self.stream = trainer._streams.setdefault(self.prompts.fingerprint(), new)
+        self.callbacks: list[TrainCallback] = [
+            *([ProgressCallback(config.method)] if progress else []),
+            *([] if config.log_with is None else [TrackerCallback()]),
+            *callbacks,
+        ]
 
     @closing_callbacks
-    def run(self, steps: int, eval_every: int) -> TrainResult:
-        self._tell("on_train_begin", steps)
+    def run(self) -> TrainResult:
+        """Runs the steps and evaluations, and calls the callbacks."""
+        self._call("on_train_begin", self.steps)
         done = self.trainer.current_step  # steps are counted over all of the trainer's runs
         self._evaluate(done)
-        last = done + steps
+        last = done + self.steps
         for step in range(done + 1, last + 1):
             with self.stream.kept_on_error():
                 chosen = self.stream.take(self.trainer.config.prompts_per_step)
                 metrics, samples = self._step(self.prompts.take(chosen))
             self.result.history.append(metrics)
-            self._tell("on_samples", step, samples)
-            self._tell("on_step", step, metrics)
-            if step == last or (eval_every and step % eval_every == 0):
+            self._call("on_samples", step, samples)
+            self._call("on_step", step, metrics)
+            if step == last or (self.eval_every and step % self.eval_every == 0):
                 self._evaluate(step)
-        self._tell("on_train_end", self.result)
+        self._call("on_train_end", self.result)
         return self.result
 
     def _step(self, batch: Prompts) -> tuple[dict[str, float], Samples]:
@@ -93,7 +142,7 @@ class Loop:
         return metrics, Samples(batch.texts, completions, rewards.tolist())
 
     def _evaluate(self, step: int) -> None:
-        """The same seed every time, and the run's own random numbers are left alone."""
+        """Always with the same seed; the run's own random numbers do not change."""
         if self.eval_prompts is None:
             return
         with torch.random.fork_rng():
@@ -116,11 +165,11 @@ class Loop:
             nan_samples=len(rewards) - len(sound),
         )
         self.result.evaluations.append(evaluation)
-        self._tell("on_eval", step, evaluation)
+        self._call("on_eval", step, evaluation)
 
     def _rewards(self, batch: Prompts, rollout: RolloutOutput, completions: list[str]) -> Tensor:
-        """Rewards [B] in fp32, checked; a chat's completion is a message too. The function is asked
-        about samples that did not end in NaN logits; the others' are NaN."""
+        """Rewards [B] in fp32, checked; NaN for samples that ended in NaN logits, which the reward
+        function does not get. The completion of a chat is a message too."""
         nonfinite = self.trainer.nonfinite
         left_out = set(samples_left_out(rollout, nonfinite, lambda i: repr(batch.texts[i])))
         sound = [i for i in range(len(batch)) if i not in left_out]
@@ -135,96 +184,24 @@ class Loop:
             **asked.columns,
             **extra,
         )
-        told = torch.full((len(batch),), torch.nan)
-        told[sound] = torch.tensor(check_rewards(rewards, len(asked)))
-        return told
+        result = torch.full((len(batch),), torch.nan)
+        result[sound] = torch.tensor(check_rewards(rewards, len(asked)))
+        return result
 
     def _decode(self, batch: Prompts, rollout: RolloutOutput) -> list[str]:
-        """Completions; behind a prompt such that the two are the text, spaces included."""
+        """Completions as texts that continue their prompts, leading spaces included."""
         return [
             self.trainer.rollouts.decode(prompt, response)
             for prompt, response in zip(batch.ids, rollout.sequences, strict=True)
         ]
 
-    def _tell(self, event: str, *args: Any) -> None:
+    def _call(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self.trainer, *args)
 
 
-def make_loop(
-    trainer: PPOTrainer,
-    reward_fn: RewardFunction,
-    steps: int,
-    *,
-    prompts: Any,
-    dataset: Any,
-    prompt_column: str | None,
-    generation_kwargs: dict[str, Any],
-    eval_prompts: Any,
-    missing_eos_penalty: float | None,
-    long_prompts: str,
-    callbacks: Iterable[TrainCallback],
-    progress: bool,
-) -> Loop:
-    """From the arguments of :meth:`fastrl.PPOTrainer.train`.
-
-    Raises:
-        ValueError: as it does.
-    """
-    check_one_process("PPOTrainer.train()", trainer.accelerator.num_processes)
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
-    if prompts is not None and dataset is not None:
-        raise ValueError("pass prompts or dataset, not both")
-    if long_prompts not in LONG_PROMPTS:
-        raise ValueError(
-            f"unknown long_prompts {long_prompts!r}: choose one of {', '.join(LONG_PROMPTS)}"
-        )
-    source = trainer.dataset if dataset is None else dataset
-    if prompts is None and source is None:
-        raise ValueError("nothing to train on: pass prompts or dataset")
-    kwargs = trainer.rollouts.arguments.of_training(generation_kwargs)
-    # max_length in its place counts the prompt.
-    layout = trainer.rollouts.layout
-    room = (layout, kwargs.get("max_new_tokens") or 1, long_prompts)
-    closed = isinstance(layout, EncoderDecoder)
-    given = (
-        Prompts.from_dataset(source, prompt_column, trainer.tokenizer, closed=closed)
-        if prompts is None
-        else Prompts.from_list(prompts, trainer.tokenizer, closed=closed)
-    )
-    found = given.fitting(*room)
-    if len(found) < trainer.config.prompts_per_step:
-        wanted, size = f"batch_size={trainer.config.batch_size}", trainer.config.group_size
-        wanted += "" if size == 1 else f" / group_size={size}"
-        raise ValueError(
-            f"{len(found)} prompts are fewer than {wanted}: lower batch_size or bring more prompts"
-        )
-    result, held_out = TrainResult(dropped_prompts=len(given) - len(found)), None
-    if eval_prompts is not None:
-        given = read_eval_prompts(eval_prompts, prompt_column, trainer.tokenizer, closed=closed)
-        held_out = given.fitting(*room)
-        result.dropped_eval_prompts = len(given) - len(held_out)
-    new = PromptStream(len(found), trainer.config.seed)
-    return Loop(
-        trainer,
-        reward_fn,
-        prompts=found,
-        stream=trainer._streams.setdefault(found.fingerprint(), new),
-        eval_prompts=held_out,
-        generation_kwargs=kwargs,
-        missing_eos_penalty=missing_eos_penalty,
-        callbacks=[
-            *([ProgressCallback(trainer.config.method)] if progress else []),
-            *([] if trainer.config.log_with is None else [TrackerCallback()]),
-            *callbacks,
-        ],
-        result=result,
-    )
-
-
 def _answer(prompt: TextOrMessages, completion: str) -> TextOrMessages:
-    """A completion as a reward function gets it, by TRL 1.x's convention."""
+    """A completion as reward functions get it in TRL 1.x: a text, or a list of one message."""
     if isinstance(prompt, str):
         return completion
     return [{"role": "assistant", "content": completion}]

@@ -1,36 +1,29 @@
-"""Numbers that are not finite: samples, losses and gradients that must not reach a weight."""
+"""Samples, losses and gradients that are not finite, and must not reach a weight."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from fastrl.config import PPOConfig
 from fastrl.rollout import RolloutOutput
 
 
-class NonFinite(Protocol):
-    """What happens where numbers are not finite. None of them is learned from in any case."""
+class NonFiniteNumbers:
+    """Raises or goes on where numbers are not finite; they are not learned from in either case.
 
-    def samples(self, which: Sequence[int], name: Callable[[int], str]) -> None:
-        """Told of the samples of a rollout that ended in NaN logits; ``name`` names a prompt."""
+    Args:
+        on_nonfinite: of ``PPOConfig``: "raise", or "skip". Skipped samples are named once, in a
+            warning; skipped losses and gradients are counted by the update, which warns of them.
+    """
 
-    def losses(self, count: int) -> None:
-        """Told of as many mini-batches of one optimizer step, before it is taken."""
-
-    def gradients(self) -> None:
-        """Told of an optimizer step whose gradient is not finite, before it is left out."""
-
-
-class SkipNonFinite:
-    """Goes on without them. Samples are named once; losses and gradients are in the record of
-    their update, which warns of them."""
-
-    def __init__(self) -> None:
+    def __init__(self, on_nonfinite: str) -> None:
+        self._raises = on_nonfinite == "raise"
         self._warned = False
 
     def samples(self, which: Sequence[int], name: Callable[[int], str]) -> None:
+        """Handles samples of a rollout that ended in NaN logits; ``name`` names a prompt."""
+        if self._raises:
+            raise FloatingPointError(f"{_samples(which, name)}: nothing has changed")
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -39,38 +32,26 @@ class SkipNonFinite:
                 stacklevel=4,
             )
 
-    def losses(self, count: int) -> None: ...
-
-    def gradients(self) -> None: ...
-
-
-class RaiseNonFinite:
-    """Stops at the first."""
-
-    def samples(self, which: Sequence[int], name: Callable[[int], str]) -> None:
-        raise FloatingPointError(f"{_samples(which, name)}: nothing has changed")
-
     def losses(self, count: int) -> None:
-        raise FloatingPointError(
-            f"non-finite loss in {count} mini-batch(es): this optimizer step is not taken"
-        )
+        """Handles as many mini-batches of one optimizer step, before it is taken."""
+        if self._raises:
+            raise FloatingPointError(
+                f"non-finite loss in {count} mini-batch(es): this optimizer step is not taken"
+            )
 
     def gradients(self) -> None:
-        raise FloatingPointError("non-finite gradient norm: this optimizer step is not taken")
-
-
-def make_nonfinite(config: PPOConfig) -> NonFinite:
-    """By ``PPOConfig.on_nonfinite``."""
-    return SkipNonFinite() if config.on_nonfinite == "skip" else RaiseNonFinite()
+        """Handles an optimizer step whose gradient is not finite, before it is left out."""
+        if self._raises:
+            raise FloatingPointError("non-finite gradient norm: this optimizer step is not taken")
 
 
 def samples_left_out(
-    rollout: RolloutOutput, nonfinite: NonFinite, name: Callable[[int], str]
+    rollout: RolloutOutput, nonfinite: NonFiniteNumbers, name: Callable[[int], str]
 ) -> list[int]:
-    """Those that ended in NaN logits: what they would have gone on with is not known.
+    """Indices of samples that ended in NaN logits, whose continuation is not known.
 
     Raises:
-        FloatingPointError: all of them; or one, where ``nonfinite`` says so.
+        FloatingPointError: all of them did; or one did, where ``nonfinite`` raises.
     """
     which = [i for i, reason in enumerate(rollout.finish_reasons) if reason == "nan"]
     if which and len(which) == len(rollout.finish_reasons):

@@ -1,4 +1,4 @@
-"""How PPOTrainer generates responses, and what it remembers of them until the next update."""
+"""Generation of responses for PPOTrainer, and their log-probs until the next update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastrl.config import PPOConfig
 from fastrl.data.prompt_ids import check_tensors
 from fastrl.models.layout import layout_of
-from fastrl.ppo.experience import TokenFigures, rollout_logprobs
+from fastrl.ppo.experience import LogprobsAndValues, rollout_logprobs
 from fastrl.ref_model import RefModel
 from fastrl.rollout import (
     GenerateEngine,
@@ -40,13 +40,13 @@ class Rollouts:
     """Responses of the policy and of the reference, and the policy's log-probs of its own.
 
     Args:
-        config: says the temperature T of the policy softmax(logits / T), and the backend.
+        config: names the temperature T of the policy softmax(logits / T), and the backend.
         policy: the model.
-        wrapped: the same, as accelerate has wrapped it.
+        wrapped: the same model, wrapped by accelerate.
         tokenizer: of the policy.
-        reference: what the policy is compared with.
-        optimizer: whose steps make the log-probs out of date; torch's own.
-        accelerator: for autocast, and the device.
+        reference: the reference policy.
+        optimizer: torch's own, whose steps make the log-probs out of date.
+        accelerator: gives autocast and the device.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class Rollouts:
     def sample(
         self, prompts: Sequence[Tensor], generation_kwargs: dict[str, Any], samples: int = 1
     ) -> RolloutOutput:
-        """Responses of the policy, without their prompts, with reasons of ending and timings;
-        ``samples`` to each prompt, one after the other.
+        """Samples ``samples`` responses to each prompt, one after the other; they come without
+        their prompts, with finish reasons and timings.
 
-        They are sampled from softmax(logits / T), but for what ``generation_kwargs`` says; of the
-        model's generation_config only the tokens that end a response act.
+        Sampled from softmax(logits / T) unless ``generation_kwargs`` changes that; of the model's
+        generation_config only the tokens that end a response are used.
 
         Raises:
             ValueError: another temperature in ``generation_kwargs``.
@@ -128,9 +128,9 @@ class Rollouts:
 
     def logprobs(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor], rollout: RolloutOutput | None
-    ) -> list[TokenFigures] | None:
-        """Log-probs and values of responses, from ``rollout``, which generated them, or else as
-        they are remembered; None where those of one are not known.
+    ) -> list[LogprobsAndValues] | None:
+        """Log-probs and values of responses, from the ``rollout`` that generated them, else from
+        the memory; None where those of one response are not known.
 
         Raises:
             ValueError: the responses are not the rollout's sequences.
@@ -141,7 +141,7 @@ class Rollouts:
         return rollout_logprobs(rollout, self.memory.policy, self.config.temperature)
 
     def before_update(self) -> None:
-        """Frees what an update could use, where ``rollout_sleep`` asks for it."""
+        """Frees the engine's memory for an update, where ``rollout_sleep`` is set."""
         self.backend.before_update()
 
     def _run(self, model: Any, request: Request) -> RolloutOutput:
@@ -162,17 +162,14 @@ def _check_sequences(rollout: RolloutOutput, responses: Sequence[Tensor]) -> Non
             raise ValueError(f"rollout.sequences[{i}] is not responses[{i}]: pass both unchanged")
 
 
-# ------------------------------------------------------------------ engine or model.generate
-
-
 class Request(NamedTuple):
-    """Responses to some prompts."""
+    """Prompts, and how to generate responses to them."""
 
     prompts: Sequence[Tensor]
     generation_kwargs: dict[str, Any]  # of ``model.generate``
     batch_size: int  # prompts per call of that
     limits: Sequence[int] | None = None  # max_new_tokens of each; the same within a batch
-    reference: bool = False  # the model stands for the reference policy
+    reference: bool = False  # the model acts as the reference policy
     samples: int = 1  # responses to each prompt, one after the other
 
     def repeated(self) -> list[Tensor]:
@@ -181,13 +178,13 @@ class Request(NamedTuple):
 
 
 class RolloutBackend(Protocol):
-    """What generates the responses."""
+    """A way of generating responses."""
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
-        """The responses of a model."""
+        """Generates a model's responses."""
 
     def before_update(self) -> None:
-        """Frees what an update could use."""
+        """Frees memory for an update."""
 
 
 class GenerateBackend:
@@ -197,53 +194,44 @@ class GenerateBackend:
         self.tokenizer, self.autocast = tokenizer, autocast
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
-        prompts, kwargs, size, limits = request.repeated(), *request[1:4]
-        engine = GenerateEngine(model, self.tokenizer, size, self.autocast)
-        if limits is None:
-            return engine.generate_with(prompts, kwargs)
-        whole = RolloutOutput(sequences=[], finish_reasons=[])
-        for start in range(0, len(prompts), size):
-            limited = {**kwargs, "max_new_tokens": limits[start]}
-            part = engine.generate_with(prompts[start : start + size], limited)
-            whole.sequences += part.sequences
-            whole.finish_reasons += part.finish_reasons
-        return whole
+        engine = GenerateEngine(model, self.tokenizer, request.batch_size, self.autocast)
+        kwargs, limits = request.generation_kwargs, request.limits
+        return engine.generate_with(request.repeated(), kwargs, limits)
 
     def before_update(self) -> None:
-        """Nothing is held."""
+        """There is nothing to free."""
 
 
 class EngineBackend:
-    """The engine, which also says how likely each token was; what it cannot honour goes to
-    ``model.generate``, with a warning that names the argument.
+    """The rollout engine, which also returns log-probs; a call with an argument that it does not
+    know goes to ``model.generate``, with a warning that names the argument.
 
     Args:
-        slots, kv_cache_bytes: of the engine.
-        sleep: free its memory before updates.
+        config: its ``rollout_slots``, ``rollout_kv_cache_gib`` and ``rollout_sleep`` are used.
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        autocast: Callable[[], AbstractContextManager],
-        slots: int,
-        kv_cache_bytes: int | None = None,
-        sleep: bool = False,
+        self, config: PPOConfig, tokenizer: Any, autocast: Callable[[], AbstractContextManager]
     ):
-        self.tokenizer, self.autocast = tokenizer, autocast
-        self.slots, self.kv_cache_bytes, self.sleep = slots, kv_cache_bytes, sleep
-        self.otherwise = GenerateBackend(tokenizer, autocast)
+        gib = config.rollout_kv_cache_gib
+        self.options: dict[str, Any] = {
+            "autocast": autocast,
+            "max_slots": config.rollout_slots,
+            "kv_cache_bytes": None if gib is None else int(gib * 2**30),
+        }
+        self.tokenizer, self.sleep = tokenizer, config.rollout_sleep
+        self.fallback = GenerateBackend(tokenizer, autocast)
         self._engines: dict[tuple[int, bool], RolloutEngine | GenerateEngine] = {}
         self._warned: set[str] = set()
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
         engine = self._engine(model, request.reference)
         if not isinstance(engine, RolloutEngine):
-            return self.otherwise(model, request)
+            return self.fallback(model, request)
         params = sampling_params(request.generation_kwargs, model)
         if isinstance(params, str):
             self._warn(params)
-            return self.otherwise(model, request)
+            return self.fallback(model, request)
         if request.limits is not None:
             params = replace(params, max_new_tokens=list(request.limits))
         # A prompt's samples share its prefill.
@@ -259,13 +247,7 @@ class EngineBackend:
         # A PEFT model is the policy or, with its adapter off, the reference.
         key = (id(model), reference)
         if key not in self._engines:
-            self._engines[key] = choose_engine(
-                model,
-                self.tokenizer,
-                autocast=self.autocast,
-                max_slots=self.slots,
-                kv_cache_bytes=self.kv_cache_bytes,
-            )
+            self._engines[key] = choose_engine(model, self.tokenizer, **self.options)
         return self._engines[key]
 
     def _warn(self, argument: str) -> None:
@@ -284,21 +266,12 @@ def make_backend(
     """By ``PPOConfig.rollout_backend``."""
     if config.rollout_backend == "generate":
         return GenerateBackend(tokenizer, autocast)
-    budget = config.rollout_kv_cache_gib
-    return EngineBackend(
-        tokenizer,
-        autocast,
-        config.rollout_slots,
-        None if budget is None else int(budget * 2**30),
-        config.rollout_sleep,
-    )
-
-
-# ------------------------------------------------------------------ arguments of generate
+    return EngineBackend(config, tokenizer, autocast)
 
 
 class SamplingArguments:
-    """What keyword arguments of ``model.generate`` become, for a policy softmax(logits / T).
+    """Keyword arguments of ``model.generate`` for a policy softmax(logits / T), with warnings of
+    those that make the responses come from another distribution.
 
     Args:
         model: the policy, with its generation_config.
@@ -310,7 +283,8 @@ class SamplingArguments:
         self._warned: set[str] = set()
 
     def of_the_policy(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """For responses that an update learns from: sampled from the policy, but for what is given.
+        """For responses that an update learns from: sampled from the policy unless ``given``
+        changes that.
 
         Raises:
             ValueError: another temperature.
@@ -320,16 +294,15 @@ class SamplingArguments:
         return kwargs
 
     def of_training(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The same for a whole run, in which greedy responses are hardly meant."""
+        """The same for a whole run; also warns of greedy decoding, which is hardly meant there."""
         kwargs = self.of_the_policy(given)
         if not kwargs["do_sample"]:
             self._warn("generation_kwargs", [Change("do_sample", False, True, "")])
         return kwargs
 
     def of_generate(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """For the classic ``generate()``, which keeps the rule of ``model.generate``: the model's
-        generation_config stands in for what is not given. A temperature of the policy that is not 1
-        has been asked for, and comes before that."""
+        """For the classic ``generate()``, as ``model.generate``: arguments that are not given come
+        from the model's generation_config. A policy temperature other than 1 comes before that."""
         kwargs = unpacked(given)
         if self.temperature != 1 and is_sampled(kwargs, self.model):
             kwargs.setdefault("temperature", self.temperature)
@@ -337,17 +310,17 @@ class SamplingArguments:
         return kwargs
 
     def _warn(self, where: str, changes: Iterable[Change], stacklevel: int = 4) -> None:
-        """Once for each field."""
+        """Warns once of each field."""
         new = [change for change in changes if change.name not in self._warned]
         if not new:
             return
         self._warned |= {change.name for change in new}
-        told = ", ".join(map(_told, new))
+        fields = ", ".join(map(_shown, new))
         remedy = ", ".join(f"{change.name}={change.neutral!r}" for change in new)
         if any(change.name == "temperature" for change in new):
             remedy += " (or set PPOConfig.temperature)"
         warnings.warn(
-            f"{where}: {told} changes what tokens are drawn from. Log-probs, and with them the "
+            f"{where}: {fields} changes what tokens are drawn from. Log-probs, and with them the "
             f"ratio, the clip range and the KL, are those of softmax(logits / "
             f"{self.temperature:g}) without that, and only approximate for such responses: pass "
             f"{remedy} for those that step() learns from",
@@ -355,47 +328,41 @@ class SamplingArguments:
         )
 
 
-_LONGEST = 40
-
-
-def _told(change: Change) -> str:
+def _shown(change: Change) -> str:
     value = repr(change.value)
-    value = value if len(value) <= _LONGEST else value[: _LONGEST - 1] + "…"
+    value = value if len(value) <= 40 else value[:39] + "…"
     return f"{change.name}={value}" + (f" ({change.origin})" if change.origin else "")
 
 
-# ------------------------------------------------------------------ what is remembered
-
-
 class RolloutMemory:
-    """The log-probs and values of the tokens that the policy, softmax(logits / temperature),
-    generated, for as long as its weights stay."""
+    """Log-probs and values of responses of the policy, softmax(logits / temperature), until its
+    weights change."""
 
     def __init__(
         self, policy: nn.Module, optimizer: torch.optim.Optimizer, temperature: float = 1.0
     ):
         self.policy, self.temperature = policy, temperature
-        # Fused steps raise no parameter's version. One may fail halfway: the hook is in front.
+        # Fused steps change no version counter. A step may fail halfway: so the hook comes before.
         optimizer.register_step_pre_hook(lambda *_: self._known.clear())
         self._version: tuple[int, int] | None = None
-        self._known: dict[tuple[bytes, bytes], TokenFigures] = {}
+        self._known: dict[tuple[bytes, bytes], LogprobsAndValues] = {}
 
     def keep(self, prompts: Sequence[Tensor], output: RolloutOutput) -> None:
-        """Remembers samples, one per prompt."""
-        figures = rollout_logprobs(output, self.policy, self.temperature)
-        if figures is None:
+        """Keeps those of samples, one per prompt."""
+        known = rollout_logprobs(output, self.policy, self.temperature)
+        if known is None:
             return
         self._forget_other_weights()
-        for prompt, sequence, found in zip(prompts, output.sequences, figures, strict=True):
+        for prompt, sequence, found in zip(prompts, output.sequences, known, strict=True):
             self._known[_key(prompt, sequence)] = found
         for oldest in list(self._known)[: max(0, len(self._known) - REMEMBERED)]:
             del self._known[oldest]
 
     def find(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor]
-    ) -> list[TokenFigures] | None:
-        """Of each response; None unless all came from here, token for token, under the current
-        weights."""
+    ) -> list[LogprobsAndValues] | None:
+        """Those of each response; None unless all were generated here, token for token, with the
+        current weights."""
         self._forget_other_weights()
         found = [self._known.get(_key(q, r)) for q, r in zip(queries, responses, strict=True)]
         return None if None in found else found  # type: ignore[return-value]
@@ -408,7 +375,8 @@ class RolloutMemory:
 
 
 def weights_version(model: nn.Module) -> tuple[int, int]:
-    """Differs where a parameter has been written to or replaced, but for fused optimizers."""
+    """A number that changes when a parameter is written to or replaced, but not by fused
+    optimizers."""
     parameters = list(model.parameters())
     places = hash(tuple(p.data_ptr() for p in parameters))
     return sum(p._version for p in parameters), places

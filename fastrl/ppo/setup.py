@@ -1,4 +1,4 @@
-"""What PPOTrainer is made of: checked arguments, accelerate, the default optimizer."""
+"""Construction of a PPOTrainer: argument checks, accelerate, the default optimizer."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))
 def checked_policies(
     config: Any, model: Any, ref_model: Any, tokenizer: Any, scheduler: Any
 ) -> tuple[PreTrainedModelWrapper, PreTrainedModelWrapper | None]:
-    """Policy and reference as the advantages want them.
+    """Checks policy and reference, and prepares them for the configured advantage.
 
-    Where no values are learnt, plain causal language models become policies without values, and a
+    Where no values are learned, plain causal language models become policies without values, and a
     value head is frozen.
 
     Raises:
-        TypeError: names the argument of PPOTrainer that has another type than it must.
+        TypeError: names the argument of PPOTrainer that has a wrong type.
         ValueError: a policy whose language model has no weight to train.
     """
     if not isinstance(config, PPOConfig):
@@ -52,7 +52,7 @@ def checked_policies(
     dropout = adapter_dropout(model.pretrained_model)
     if dropout:
         warnings.warn(
-            f"the adapter's lora_dropout={dropout:g} does not act: PPO trains the policy in "
+            f"the adapter's lora_dropout={dropout:g} has no effect: PPO trains the policy in "
             "evaluation mode, because dropout would make the probability ratio differ from 1 where "
             "nothing was learned",
             stacklevel=3,
@@ -61,7 +61,7 @@ def checked_policies(
 
 
 def warn_of_a_single_response(config: PPOConfig) -> None:
-    """Warns of a batch that whitening makes useless."""
+    """Warns of a batch of one response, whose whitened advantages are useless."""
     if config.advantage == "gae" and config.batch_size == 1:
         warnings.warn(
             "batch_size=1: advantages are whitened over the batch, so that those of a single "
@@ -109,11 +109,11 @@ def _check_types(
 
 
 def make_accelerator(config: PPOConfig) -> Accelerator:
-    """Devices, processes, precision and trackers, as the configuration says."""
+    """Makes an Accelerator with the configured devices, precision and trackers."""
     settings = {
         # A learning rate schedule counts calls of step(), not steps of the optimizer.
         "step_scheduler_with_optimizer": False,
-        # By itself it would also step at the end of a dataloader, in the middle of a batch.
+        # With its default, accelerate also syncs at the end of a dataloader, in mid-batch.
         "gradient_accumulation_plugin": GradientAccumulationPlugin(
             num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
         ),
@@ -133,8 +133,8 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
 
 
 def prepared(accelerator: Accelerator, model: nn.Module, *others: Any) -> tuple[Any, ...]:
-    """Model, and optimizer, dataloader and scheduler or None, as accelerate wraps them; without
-    DDP, which one process (``torchrun --nproc-per-node 1``) has no use for.
+    """Wraps model, optimizer, and dataloader and scheduler or None by accelerate; without DDP,
+    which one process (``torchrun --nproc-per-node 1``) does not need.
 
     Raises:
         ValueError: several processes under DDP.
@@ -147,14 +147,14 @@ def prepared(accelerator: Accelerator, model: nn.Module, *others: Any) -> tuple[
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Adam without weight decay over what can be trained, fused where torch can."""
+    """Makes Adam without weight decay over the trainable weights, fused where torch can."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     fused = {p.device.type for p in parameters} <= {"cpu", "cuda", "xpu", "mps"}
     return torch.optim.Adam(parameters, lr=learning_rate, fused=fused)
 
 
 def precision_of(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
-    """The lowest that forwards compute in."""
+    """The lowest precision in which forwards compute."""
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     dtypes |= {autocast[x] for x in [accelerator.mixed_precision] if x in autocast}
@@ -163,10 +163,11 @@ def precision_of(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
 
 @torch.no_grad()
 def choose_heads(device: torch.device, *models: nn.Module | None) -> None:
-    """Scores a few tokens with each model, which makes it choose how its LM head is run: what is
-    unusual about a model is said before training begins.
+    """Scores a few tokens with each model, so that it chooses how to run its LM head, and warns if
+    need be, before training begins.
 
-    ``device``: where inputs are; an offloaded model's weights come there when it runs.
+    Args:
+        device: of the inputs; an offloaded model's weights come there when it runs.
     """
     for model in models:
         if model is None:

@@ -34,10 +34,10 @@ def device_stats(
     kls: Tensor,
     record: UpdateRecord,
 ) -> dict[str, Tensor]:
-    """The statistics that live on the device; log-probs and distributions among them.
+    """Statistics that are computed on the device, log-probs and distributions among them.
 
     Means are over samples of which a token counts, the update's over mini-batches whose loss is
-    finite, and NaN where there are none. ``scores`` [B] are NaN where there is none.
+    finite, and NaN where there are none. ``scores`` [B] are NaN for samples without one.
     """
     kl_per_sequence = kls.sum(-1)
     samples = batch.mask.any(-1).sum()
@@ -66,7 +66,7 @@ def device_stats(
 
 
 def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:
-    """The statistics that the host knows anyway; lengths of samples of which a token counts."""
+    """Statistics that are known on the host; lengths are of samples of which a token counts."""
     stats: dict[str, Any] = {}
     samples = batch.counting()
     for name, lengths in (("queries", batch.prompt_lengths), ("responses", batch.response_lengths)):

@@ -1,4 +1,4 @@
-"""PPOTrainer: TRL's classic surface; ``step()`` reads as the algorithm."""
+"""PPOTrainer: proximal policy optimisation under the names of TRL's classic PPOTrainer."""
 
 from __future__ import annotations
 
@@ -13,26 +13,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import fastrl_kernels
 from fastrl.config import PPOConfig, json_object
-from fastrl.core import PPODecorators, set_seed
+from fastrl.core import PPODecorators, entropy_from_logits, set_seed
 from fastrl.data import batch as data
 from fastrl.data.batch import TokenBatch, make_batches
 from fastrl.data.prompts import PromptStream
 from fastrl.models import PreTrainedModelWrapper
+from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.utils import evaluating, warn_of_lost_updates
-from fastrl.ppo import classic, stats
-from fastrl.ppo.control import RunningMoments, ScoreTransform, make_kl_controller
-from fastrl.ppo.experience import (
-    Experience,
-    Scorer,
-    make_advantages,
-    make_kl_penalty,
-    make_old_logprobs,
-    without_figures,
-)
-from fastrl.ppo.loop import make_loop
+from fastrl.ppo import stats
+from fastrl.ppo.advantages import make_advantages
+from fastrl.ppo.experience import Experience, OldLogprobs, Scorer, scoring_request, zero_left_out
+from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
+from fastrl.ppo.loop import Loop
+from fastrl.ppo.loss import UpdateLoss
 from fastrl.ppo.nonfinite import samples_left_out
 from fastrl.ppo.rollouts import Rollouts
+from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
 from fastrl.ppo.setup import (
     checked_policies,
     choose_heads,
@@ -42,7 +40,7 @@ from fastrl.ppo.setup import (
     prepared,
     warn_of_a_single_response,
 )
-from fastrl.ppo.update import GradientStep, PPOUpdate, UpdateLoss, make_aggregate, make_kl_place
+from fastrl.ppo.update import GradientStep, PPOUpdate
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.functions import RewardFunction
 from fastrl.rollout import RolloutOutput
@@ -62,17 +60,17 @@ class PPOTrainer:
     """Proximal policy optimisation of a language model from scored responses.
 
     The classic loop: ``generate`` responses to queries, score them, ``step``; or :meth:`train` for
-    all of it. Surface and semantics are those of TRL 0.11's PPOTrainer, mended where that was wrong
-    (``docs/trl_classic.md`` lists where).
+    all of it. Names and semantics are those of TRL 0.11's PPOTrainer, whose bugs are fixed
+    (``docs/trl_classic.md`` lists them).
 
     Args:
         config: see :class:`fastrl.PPOConfig`.
         model: the policy with its value head: a causal language model, or an encoder–decoder,
             whose encoder reads the queries and whose decoder writes the responses. Where
-            ``PPOConfig.advantage`` is a group baseline no values are learnt: pass a
+            ``PPOConfig.advantage`` is a group baseline no values are learned: pass a
             :class:`fastrl.models.CausalLMPolicy`, or a plain causal language model, which is
-            wrapped in one; a value head is frozen then.
-        ref_model: the reference policy; None makes the one that ``PPOConfig.reference`` says.
+            wrapped in one; a value head is frozen.
+        ref_model: the reference policy; None makes it as ``PPOConfig.reference`` says.
         tokenizer: gives pad and EOS tokens, the padding side, and text.
         dataset: samples for ``dataloader``, shuffled, in whole batches.
         optimizer: default Adam without weight decay, fused where torch can.
@@ -85,14 +83,14 @@ class PPOTrainer:
             ``input_ids`` and ``attention_mask``.
 
     Attributes:
-        rollouts: generates, and remembers the log-probs of what it has generated.
+        rollouts: generates responses, and keeps their log-probs.
         reference: the reference policy, of which ``ref_model`` is the model.
         scorer: runs policy and reference over a batch.
         update: minimises the clipped loss over a batch's experience.
         kl_ctl: the KL coefficient; ``running``: the moments of all scores so far.
 
     Raises:
-        TypeError: config, model, ref_model, tokenizer or lr_scheduler of another type.
+        TypeError: config, model, ref_model, tokenizer or lr_scheduler of a wrong type.
         ValueError: a reference that the model cannot have; a policy whose language model has no
             weight to train.
     """
@@ -127,7 +125,7 @@ class PPOTrainer:
         self.training_data_collator = training_data_collator
         self.batches = make_batches(model, tokenizer, training_data_collator)
 
-        # Before there is an optimizer: what is shared with the reference is not trained.
+        # Before the optimizer is made: layers that are shared with the reference are not trained.
         self.reference = choose_ref_model(config, model, ref_model, num_shared_layers)
         warn_of_lost_updates(model, _MIXED_PRECISION)
         if optimizer is None:
@@ -145,10 +143,9 @@ class PPOTrainer:
         self.running = RunningMoments()
         self.transform_scores = ScoreTransform(config, self.running, self.accelerator)
         # TRL's name, called with log-probs.
-        self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference, config.temperature)
+        self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
         self.kl_place = make_kl_place(config)
         self.advantages = make_advantages(config)
-        self.aggregate = make_aggregate(config)
         choose_heads(self.current_device, self.model, self.ref_model)
         self.scorer = Scorer(
             self.model,
@@ -160,19 +157,18 @@ class PPOTrainer:
         )
         # The KL over the vocabulary needs the policy's logits, and hence its forward.
         kind = "recompute" if self._kl_penalty.needs_logits else config.old_logprobs
-        self.score_or_reuse = make_old_logprobs(kind, self.scorer)
+        self.score_or_reuse = OldLogprobs(kind, self.scorer)
         self.rollouts = Rollouts(
             config, model, self.model, tokenizer, self.reference, optimizer, self.accelerator
         )
-        loss = UpdateLoss(config, self.aggregate)
+        loss = UpdateLoss(config)
+        self.aggregate = loss.aggregate
         gradient = GradientStep(config, self.accelerator, self.model, self.optimizer, loss)
         self.update = PPOUpdate(config, gradient)
         self.nonfinite = gradient.nonfinite
         self.current_step = 0
-        self._streams: dict[str, PromptStream] = {}  # by what they are of
+        self._streams: dict[str, PromptStream] = {}  # by the prompts' fingerprint
         self._best_mean_score = -float("inf")
-
-    # ------------------------------------------------------------------ the algorithm
 
     def step(
         self,
@@ -191,9 +187,9 @@ class PPOTrainer:
             scores: ``batch_size`` tensors of one number each.
             response_masks: for each response, which of its tokens count; others get no reward, no
                 loss, and are skipped by the advantages.
-            rollout: what generated the responses: its log-probs and values may be taken for those
-                before the update (``PPOConfig.old_logprobs``). Responses that this trainer's own
-                generate() returned under the current weights are recognised without it.
+            rollout: the output that the responses come from; its log-probs and values may serve as
+                the old ones (``PPOConfig.old_logprobs``). Responses that this trainer's own
+                generate() returned with the current weights are recognised without it.
             weights: ``batch_size`` numbers of 0 or more that multiply each sample's part of the
                 loss: 2 counts like the sample twice, 0 like none. None: 1.
 
@@ -209,7 +205,7 @@ class PPOTrainer:
             FloatingPointError: all samples ended in NaN logits; with ``on_nonfinite="raise"`` one
                 did, or a loss or a gradient is not finite.
 
-        Any exception leaves a trainer that can go on: no gradient is left over, and the running
+        The trainer can be used after any exception: no gradient is left, and the running
         moments of scores, the KL coefficient, the learning rate's schedule, ``current_step`` and
         the order of the samples are as before the call. Optimizer steps that were taken until then
         stay.
@@ -227,7 +223,7 @@ class PPOTrainer:
         self.advantages.check(queries)
         rollout_logprobs = self.rollouts.logprobs(queries, generated, rollout)
         if left_out:
-            rollout_logprobs = without_figures(rollout_logprobs, responses, left_out)
+            rollout_logprobs = zero_left_out(rollout_logprobs, responses, left_out)
         self.score_or_reuse.check(rollout_logprobs)
 
         final_scores, moments = self.transform_scores(checked_scores)
@@ -240,7 +236,7 @@ class PPOTrainer:
                 scored, reuse_stats = self.score_or_reuse(batch, rollout_logprobs)
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
-                    final_scores.nan_to_num(), *self._kl_penalty.operands(scored), batch.mask
+                    final_scores.nan_to_num(), *scored.kl_operands, batch.mask
                 )
             with clock("compute_advantages"):
                 values, advantages, returns = self.compute_advantages(
@@ -271,7 +267,7 @@ class PPOTrainer:
         result["ppo/nan_samples"] = float(len(left_out))
         self._warn_of_negative_kl(result["objective/kl"])
 
-        # Last, so that no exception finds it changed.
+        # Last, so that an exception leaves all of it unchanged.
         self.running.become(moments)
         self.kl_ctl.update(
             result["objective/kl"], self.config.batch_size * self.accelerator.num_processes
@@ -305,15 +301,13 @@ class PPOTrainer:
     def compute_advantages(
         self, values: Tensor, rewards: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """By ``PPOConfig.advantage``: generalised advantage estimates, whitened over the batch, or
-        those against a group's baseline; all [B, T-1].
+        """Computes advantages by ``PPOConfig.advantage``: generalised advantage estimates, whitened
+        over the batch, or differences from a group's baseline; all [B, T-1].
 
         Returns:
             values (zero where masked), advantages, returns.
         """
         return self.advantages(values, rewards, mask.bool())
-
-    # ------------------------------------------------------------------ rollouts
 
     def generate(
         self,
@@ -326,10 +320,10 @@ class PPOTrainer:
     ) -> Any:
         """Responses to one query or several; keyword arguments as in ``model.generate``.
 
-        As there, what they leave out is taken from the model's generation_config: a warning names
-        each field that makes the draw another one than softmax(logits / T) with T
-        ``PPOConfig.temperature``, which is what ``step()`` scores. That temperature is the default
-        here where it is not 1. ``stop`` is beside them: token sequences that end a response.
+        As there, arguments that are left out come from the model's generation_config: a warning
+        names each field because of which responses are not drawn from softmax(logits / T) with T
+        ``PPOConfig.temperature``, the policy that ``step()`` scores. Where that temperature is not
+        1 it is the default here. ``stop``, which is ours, ends responses at token sequences.
 
         Args:
             query_tensor: 1-D token ids, or a list of such.
@@ -352,8 +346,6 @@ class PPOTrainer:
             **generation_kwargs,
         )
 
-    # ------------------------------------------------------------------ the whole loop
-
     def train(
         self,
         reward_fn: RewardFunction,
@@ -370,12 +362,12 @@ class PPOTrainer:
         callbacks: Iterable[TrainCallback] = (),
         progress: bool = True,
     ) -> TrainResult:
-        """The whole loop: sample prompts, generate, score, step, evaluate.
+        """Trains: samples prompts, generates, scores, steps, evaluates.
 
-        A further call goes on: steps are counted over all calls (``current_step``; callbacks and
-        ``eval_every`` see that number), and of the same prompts (the same token ids in the same
-        order) it takes those that come next: two runs of 10 steps see what one of 20 does. Prompts
-        of a step that failed come again. Other prompts begin an order of their own.
+        A further call continues: steps are counted over all calls (``current_step``, the number
+        that callbacks and ``eval_every`` get), and of the same prompts (the same token ids in the
+        same order) it takes the next ones: two runs of 10 steps see the same as one of 20. Prompts
+        of a step that failed come again. Other prompts have an order of their own.
 
         Args:
             reward_fn: ``reward_fn(prompts, completions, completion_ids, **columns)`` returns one
@@ -387,15 +379,15 @@ class PPOTrainer:
                 tokenizer's chat template) or 1-D token ids; or
             dataset: a data set with a column of them, ``prompt_column`` (default: prompt, query or
                 input_ids). Without either, the trainer's own dataset.
-            generation_kwargs: as in ``model.generate``. What is left out is not taken from the
-                model's generation_config: 32 new tokens, sampled from softmax(logits / T) with T
+            generation_kwargs: as in ``model.generate``. The defaults are not those of the model's
+                generation_config, but 32 new tokens, sampled from softmax(logits / T) with T
                 ``PPOConfig.temperature``; only the tokens that end a response are the model's.
             eval_prompts: held-out prompts, a list or a data set, evaluated before, after, and every
                 ``eval_every`` steps (0: only before and after), always with the same random
                 numbers.
             missing_eos_penalty: taken off the score of a response that ends neither in EOS nor at a
                 stop.
-            long_prompts: what becomes of prompts that with their new tokens exceed the model's
+            long_prompts: how to handle prompts that with their new tokens exceed the model's
                 context: "refuse" raises before anything is generated, "drop" leaves them out, with
                 a warning, and counts them in the result.
             callbacks: see :class:`fastrl.TrainCallback`.
@@ -410,31 +402,29 @@ class PPOTrainer:
                  temperature than the configuration's in ``generation_kwargs``, rewards that are not
                  one finite number per completion.
         """
-        loop = make_loop(
+        loop = Loop(
             self,
             reward_fn,
-            steps,
+            steps=steps,
             prompts=prompts,
             dataset=dataset,
             prompt_column=prompt_column,
             generation_kwargs=generation_kwargs or {},
             eval_prompts=eval_prompts,
+            eval_every=eval_every,
             missing_eos_penalty=missing_eos_penalty,
             long_prompts=long_prompts,
             callbacks=callbacks,
             progress=progress,
         )
-        return loop.run(steps, eval_every)
-
-    # ------------------------------------------------------------------ single phases
+        return loop.run()
 
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> Any:
-        """A shuffled loader of whole batches: of ``batch_size`` samples, or as many as there are
-        groups in that.
+        """Makes a shuffled loader of whole batches of ``batch_size / group_size`` samples.
 
         Of a ``datasets.Dataset``, columns that neither the model's forward nor the classic loop
         reads are dropped, unless ``remove_unused_columns`` is off. By default dicts become a dict
-        of lists, and tuples and tensors what torch's ``default_collate`` makes of them (a list of
+        of lists, and tuples and tensors are collated by torch's ``default_collate`` (a list of
         tensors where their shapes differ). Fewer samples than a batch give an empty loader, and a
         warning.
         """
@@ -445,7 +435,7 @@ class PPOTrainer:
     def prepare_model_inputs(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor]
     ) -> dict[str, Tensor]:
-        """Queries and responses joined and padded: input_ids and attention_mask, [B, T] int64.
+        """Joins and pads queries and responses: input_ids and attention_mask, [B, T] int64.
 
         The tokenizer's padding_side decides where the padding goes. For an encoder–decoder these
         are the queries', and decoder_input_ids and decoder_attention_mask those of the responses,
@@ -463,24 +453,38 @@ class PPOTrainer:
         return_logits: bool = False,
         response_masks: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Log-probs at ``PPOConfig.temperature``, logits (before it) or None, values and masks of
-        the responses, without gradients.
+        """Scores responses without gradients: log-probs at ``PPOConfig.temperature``, logits
+        (before the temperature) or None, values and masks.
 
         Args:
-            model_inputs: what :meth:`prepare_model_inputs` returned for these queries.
+            model_inputs: from :meth:`prepare_model_inputs`, for the same queries and responses.
 
         Returns:
             [B, T-1], [B, T-1, V] or None, [B, T-1], [B, T-1] bool; zero where the mask is False.
         """
         responses, response_masks = self.batches.own(responses, response_masks)
         batch = self.batches.from_inputs(model_inputs, queries, responses, response_masks)
-        return classic.batched_forward_pass(
-            model,
-            batch.to(self.current_device),
-            self.config.mini_batch_size,
-            self.config.temperature,
-            return_logits,
-        )
+        batch = batch.to(self.current_device)
+        size, shape = self.config.mini_batch_size, batch.mask.shape
+        logprobs, values = (torch.zeros(shape, device=self.current_device) for _ in range(2))
+        logits = None
+        with torch.no_grad(), evaluating(model):
+            for start in range(0, len(batch), size):
+                chosen = range(start, min(start + size, len(batch)))
+                columns = batch.columns(chosen)
+                block = (slice(chosen.start, chosen.stop), slice(columns.start, columns.stop - 1))
+                part = batch.select(chosen)
+                request = scoring_request(
+                    part, logits=return_logits, temperature=self.config.temperature
+                )
+                scores = model(**part.model_inputs, scoring=request)
+                logprobs[block] = part.scatter(scores.logprobs, request.rows)
+                values[block] = part.scatter(scores.values, request.rows)
+                if return_logits:
+                    if logits is None:
+                        logits = scores.logits.new_zeros((*shape, scores.logits.shape[-1]))
+                    logits[block][part.mask] = scores.logits
+        return logprobs, logits, values, batch.mask
 
     def loss(
         self,
@@ -497,13 +501,40 @@ class PPOTrainer:
         sample, and logits with the vocabulary as one more dimension, for the entropy at
         ``PPOConfig.temperature``.
 
-        Each of the two losses carries its own gradient. ``step()`` computes both in one pass, with
-        the same figures. A KL term (``kl_in="loss"``) is not part of it.
+        Each of the two losses has its own gradient. ``step()`` computes both in one pass, to the
+        same numbers. A KL term (``kl_in="loss"``) is not part of them.
         """
-        return classic.loss(
-            self.update.gradient.loss,
-            *(old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns),
+        update = self.update.gradient.loss
+        mask = torch.atleast_2d(mask.bool())
+        weights = self.aggregate.weights(mask, None)
+
+        def flat(x: Tensor) -> Tensor:
+            return torch.atleast_2d(x).expand_as(mask)[mask]
+
+        new = flat(logprobs)
+        objective = PolicyObjective(
+            flat(old_logprobs),
+            flat(advantages),
+            update.cliprange,
+            token_weights=None if weights is None else flat(weights[:, None]),
+            denominator=self.aggregate.denominator(mask.sum(-1), weights),
         )
+        policy_loss, policy_stats = fastrl_kernels.ppo_loss(
+            new,
+            objective.old_logprobs,
+            objective.advantages,
+            torch.ones_like(new, dtype=torch.bool),
+            **objective.options,
+        )
+        entropies = torch.zeros_like(new)
+        if logits is not None:
+            entropies = flat(entropy_from_logits(logits, update.temperature)).detach()
+        scores = TokenScores(new, entropies, flat(vpreds), None, policy_loss, policy_stats)
+        value_loss, named = update.value_loss(scores, objective, flat(values), flat(returns))
+        value_loss = update.vf_coef * value_loss
+        named["ppo/loss/total"] = (policy_loss + value_loss).detach()
+        statistics = {name.removeprefix("ppo/"): value for name, value in named.items()}
+        return policy_loss, value_loss, statistics
 
     def train_minibatch(
         self,
@@ -534,20 +565,25 @@ class PPOTrainer:
         scores: list[Tensor],
         masks: list[Tensor] | None = None,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
-        """The checks of :meth:`step` under TRL's name; what was given, on the device, with scores
+        """The checks of :meth:`step` under TRL's name; returns the arguments on the device, scores
         as 0-D tensors.
 
         Raises:
             ValueError: as step() does.
         """
-        return classic.checked_step(
-            self.batches, self.current_device, batch_size, queries, responses, scores, masks
-        )
+        data.check_scores(scores, batch_size)
+        data.check_batch_size(queries, responses, batch_size)
+        self.batches(queries, responses, masks)
 
-    # ------------------------------------------------------------------ statistics
+        def on_device(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensor.to(self.current_device) for tensor in tensors]
+
+        flat = [score.reshape(()) for score in on_device(scores)]
+        masks = None if masks is None else on_device(masks)
+        return on_device(queries), on_device(responses), flat, masks
 
     def record_step_stats(self, kl_coef: float, **step: Any) -> dict[str, Any]:
-        """The statistics of a step, fetched from the device in one transfer."""
+        """Statistics of a step, fetched from the device in one transfer."""
         batch, record = step["batch"], step["record"]
         of_groups = self.advantages.statistics(step["scores"])
         on_device = self.gather_stats({**stats.device_stats(**step), **of_groups})
@@ -561,7 +597,7 @@ class PPOTrainer:
         return result
 
     def gather_stats(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Scalars averaged over processes, in one reduction; arrays stay each process's own."""
+        """Averages scalars over processes, in one reduction; arrays are those of this process."""
         if self.accelerator.num_processes == 1:
             return statistics
         names = [name for name, value in statistics.items() if value.dim() == 0]
@@ -576,7 +612,7 @@ class PPOTrainer:
         rewards: Sequence[Tensor | float] | Tensor,
         columns_to_log: Iterable[str] = ("query", "response"),
     ) -> None:
-        """Log a step: to the tracker of ``log_with``, else as a table of samples on the console.
+        """Logs a step: to the tracker of ``log_with``, else as a table of samples on the console.
 
         Args:
             stats: what ``step()`` returned.
@@ -594,10 +630,8 @@ class PPOTrainer:
             columns_to_log,
         )
 
-    # ------------------------------------------------------------------ saving
-
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Save model with value head, tokenizer, and a model card where there is none.
+        """Saves model with value head, tokenizer, and a model card where there is none.
 
         Raises:
             ValueError: layers that are shared with the reference have changed.
@@ -617,10 +651,10 @@ class PPOTrainer:
             card.write_bytes(own)
 
     def create_model_card(self, path: str | Path, model_name: str | None = None) -> None:
-        """Write ``README.md``: what the model is, how it was trained, and how to load it.
+        """Writes ``README.md``: the model's kind, how it was trained, and how to load it.
 
-        The base model is what the model itself names, or else ``PPOConfig.model_name`` where that
-        was set.
+        The base model is the one that the model itself names, else ``PPOConfig.model_name`` where
+        that was set.
         """
         name = model_name or Path(path).absolute().name
         unset = PPOConfig.__dataclass_fields__["model_name"].default
@@ -629,7 +663,7 @@ class PPOTrainer:
         write_model_card(path, name, self._unwrapped, method, given)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
-        """Upload model, tokenizer and model card, in one commit.
+        """Uploads model, tokenizer and model card, in one commit.
 
         Args:
             kwargs: see :func:`fastrl.run.hub.upload`, such as ``private``, ``token`` and
@@ -644,19 +678,17 @@ class PPOTrainer:
                 return hub.upload(folder, repo_id, **kwargs)
         return None
 
-    # ------------------------------------------------------------------ internals
-
     def sequence_kl(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
         """Mean over samples of Σ_t KL(policy || reference), by the configured penalty."""
         batch = self.make_batch(list(queries), list(responses), None)
         with evaluating(self.model):
             scored = self.scorer(batch)
         no_scores = torch.zeros(len(batch), device=self.current_device)
-        operands = self._kl_penalty.operands(scored)
-        return float(self.compute_rewards(no_scores, *operands, batch.mask)[2].sum(-1).mean())
+        _, _, kls = self.compute_rewards(no_scores, *scored.kl_operands, batch.mask)
+        return float(kls.sum(-1).mean())
 
     def _left_out(self, queries: list[Tensor], rollout: RolloutOutput | None) -> list[int]:
-        """Samples that ended in NaN logits."""
+        """Indices of samples that ended in NaN logits."""
         if rollout is None or len(rollout.finish_reasons) != len(queries):
             return []
 
@@ -666,7 +698,7 @@ class PPOTrainer:
         return samples_left_out(rollout, self.nonfinite, name)
 
     def make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
-        """One checked, padded batch on the device."""
+        """Makes a checked, padded batch on the device."""
         batch = self.batches(queries, responses, response_masks).to(self.current_device)
         return batch.on(self.reference.trunk_cache(batch.sequences()))
 

@@ -1,13 +1,14 @@
-"""Reference models of a PEFT policy: its base model, or the adapter that training began with."""
+"""Reference models of a PEFT policy: its base model, or the adapter that training started from."""
 
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastrl.models.adapters import REFERENCE_ADAPTER, acting, add_adapter, trainability_kept
 from fastrl.models.scoring import ScoringRequest, TokenScores
@@ -27,26 +28,25 @@ def trained_before(peft_model: Any) -> bool:
         for name, p in peft_model.named_parameters()
         if any(f".{b}{each}" in f"{name}." for b in _B for each in active)
     ]
-    # Of adapters of another kind weights do not tell.
+    # The weights of other kinds of adapters do not show it.
     return not factors or any(bool(p.any()) for p in factors)
 
 
 class SwitchedAdapter(RefModel):
-    """The policy itself, with its adapter switched off or exchanged meanwhile."""
+    """The policy itself, with its adapter off or replaced while it is used."""
 
     mode = "adapter"
 
-    def __init__(self, policy: nn.Module, unwrapped: PreTrainedModelWrapper, why: str = ""):
+    def __init__(self, policy: PreTrainedModelWrapper):
         self.policy: Any = policy
-        self.why = why
-        self._unwrapped = unwrapped
+        self._unwrapped = policy
 
     def place(self, policy: nn.Module, accelerator: Any) -> None:
         self.policy = policy
 
     @torch.no_grad()
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
-        # A policy that is learning with dropout must not be compared with one that has it too.
+        # In training mode the reference would have dropout, too.
         still = evaluating(self.policy) if self.policy.training else contextlib.nullcontext()
         with still, self._switched():
             return self.policy(**inputs, scoring=request)
@@ -56,13 +56,13 @@ class SwitchedAdapter(RefModel):
         with self._switched():
             yield self.policy
 
+    @abstractmethod
     def _switched(self) -> contextlib.AbstractContextManager[None]:
-        """While open, the policy is the reference."""
-        raise NotImplementedError
+        """Context in which the policy acts as the reference."""
 
 
 class AdapterOffRefModel(SwitchedAdapter):
-    """The policy with its adapter off, which is its base model: no further weights."""
+    """The policy with its adapter off, that is its base model: no further weights."""
 
     @contextlib.contextmanager
     def _switched(self) -> Iterator[None]:
@@ -71,14 +71,19 @@ class AdapterOffRefModel(SwitchedAdapter):
 
 
 class StartAdapterRefModel(SwitchedAdapter):
-    """The policy with a frozen copy of the adapter that it had when training began."""
+    """The policy with a frozen copy of the adapter that it had when training started."""
 
-    def __init__(self, policy: nn.Module, unwrapped: PreTrainedModelWrapper, why: str = ""):
-        super().__init__(policy, unwrapped, why)
-        self._peft: Any = unwrapped.pretrained_model
-        self._active = self._peft.active_adapter
-        add_adapter(self._peft, REFERENCE_ADAPTER, self._peft.peft_config[self._active])
-        self._own, self._theirs = self._pairs()
+    def __init__(self, policy: PreTrainedModelWrapper):
+        super().__init__(policy)
+        self._peft: Any = policy.pretrained_model
+        trained = self._peft.active_adapter
+        add_adapter(self._peft, REFERENCE_ADAPTER, self._peft.peft_config[trained])
+        weights = {name: p.data for name, p in self._peft.named_parameters()}
+        copies = [name for name in weights if f".{REFERENCE_ADAPTER}." in name]
+        self._own = [weights[name] for name in copies]
+        self._theirs = [
+            weights[name.replace(f".{REFERENCE_ADAPTER}.", f".{trained}.")] for name in copies
+        ]
         mix(self._own, self._theirs, 1.0)
 
     def follow(self, weight: float) -> None:
@@ -86,14 +91,3 @@ class StartAdapterRefModel(SwitchedAdapter):
 
     def _switched(self) -> contextlib.AbstractContextManager[None]:
         return acting(self._peft, REFERENCE_ADAPTER)
-
-    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The copy's weights, and those of the adapter that is trained."""
-        weights = dict(self._peft.named_parameters())
-        own, theirs = [], []
-        for name, parameter in weights.items():
-            if f".{REFERENCE_ADAPTER}." in name:
-                trained = name.replace(f".{REFERENCE_ADAPTER}.", f".{self._active}.")
-                own.append(parameter.data)
-                theirs.append(weights[trained].data)
-        return own, theirs

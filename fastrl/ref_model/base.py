@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.trunk import TrunkCache
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch import Tensor
 
 
-class RefModel(Protocol):
+class RefModel(ABC):
     """The policy that the KL penalty measures against.
 
     Chosen once, when a trainer is made (:func:`fastrl.ref_model.choose_ref_model`).
 
     Attributes:
         mode: its name in ``PPOConfig.reference``.
-        why: why it was chosen, in words.
+        why: the reason for the choice, in words.
         model: the reference as a model of its own, where there is one.
     """
 
@@ -30,17 +32,16 @@ class RefModel(Protocol):
     why: str = ""
     model: Any = None
 
-    def place(self, policy: nn.Module, accelerator: Accelerator) -> None:
-        """Moves it to the device where it computes, once the policy is prepared."""
-        return
-
+    @abstractmethod
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
-        """Its log-probs of a batch, without gradients; inputs are those of the policy."""
-        raise NotImplementedError
+        """Log-probs of a batch, without gradients; inputs are those of the policy."""
 
+    @abstractmethod
     def as_policy(self) -> AbstractContextManager[nn.Module]:
         """The reference as a model to generate with."""
-        raise NotImplementedError
+
+    def place(self, policy: nn.Module, accelerator: Accelerator) -> None:  # noqa: B027 - optional
+        """Moves it to the device where it computes, once the policy is prepared."""
 
     def trunk_cache(self, sequences: Sequence[Tensor]) -> TrunkCache | None:
         """Activations of the layers that policy and reference share, for the sequences of a batch;
@@ -48,22 +49,22 @@ class RefModel(Protocol):
         return None
 
     def follow(self, weight: float) -> None:
-        """ref ← weight·policy + (1 - weight)·ref, of every weight that the two do not share.
+        """ref ← weight·policy + (1 - weight)·ref, for every weight that the two do not share.
 
         Raises:
             ValueError: a mode whose reference is fixed.
         """
         raise ValueError(cannot_follow(self.mode))
 
-    def verify(self) -> None:
+    def verify(self) -> None:  # noqa: B027 - optional
         """
         Raises:
-            ValueError: what is shared and must not change has changed.
+            ValueError: shared weights that must not change have changed.
         """
-        return
 
 
 def cannot_follow(mode: str) -> str:
+    """The message for a mode without weights that could follow the policy."""
     return (
         f"sync_ref_every: reference={mode!r} has no weights of its own to move towards the policy: "
         "choose reference='copy', 'trunk' or 'offload', or leave sync_ref_every at 0"

@@ -17,7 +17,6 @@ from fastrl.ref_model.none import NoRefModel
 from fastrl.ref_model.offload import OffloadRefModel
 from fastrl.ref_model.trunk import TrunkRefModel, Unshareable, shared_copy, split_off
 
-_GIB = 2**30
 _RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by layer"
 
 
@@ -34,7 +33,7 @@ def create_reference_model(
         num_shared_layers: the bottom layers and the embeddings are not copied but shared, and
             frozen in ``model`` too. A model that cannot be run in two parts is copied whole, with a
             warning.
-        pattern: in TRL the layers' name; here they are found without it.
+        pattern: TRL's name of the layers; ignored, they are found without it.
 
     Raises:
         TypeError: another model.
@@ -96,29 +95,35 @@ def choose_ref_model(
         layers = None
     mode, why = _mode(config, policy, ref_model, layers)
     _check(mode, config, policy, ref_model, layers)
+    reference: RefModel
     if mode == "none":
-        return NoRefModel(why)
-    if mode == "adapter":
+        reference = NoRefModel()
+    elif mode == "adapter":
         trained = trained_before(policy.pretrained_model)
         kind = config.reference_adapter
         if kind == "auto":  # one that follows the policy needs weights of its own
             kind = "start" if trained or config.sync_ref_every else "off"
         if kind == "start":
-            return StartAdapterRefModel(policy, policy, f"{why}: a copy of it as training begins")
-        why += ": the base model with it off"
-        if trained:
-            why += ", from which the policy differs already"
-        return AdapterOffRefModel(policy, policy, why)
-    if mode == "offload":
-        return OffloadRefModel(ref_model or frozen_copy(policy), policy, why)
-    if mode == "trunk":
+            reference = StartAdapterRefModel(policy)
+            why += ": a copy of it as training begins"
+        else:
+            reference = AdapterOffRefModel(policy)
+            why += ": the base model with it off"
+            why += ", from which the policy differs already" if trained else ""
+    elif mode == "offload":
+        reference = OffloadRefModel(ref_model or frozen_copy(policy), policy)
+    elif mode == "trunk":
         ref_model = ref_model or create_reference_model(policy, layers)
-        if ref_model.trunk is None:
-            return CopyRefModel(ref_model, policy, "its layers cannot be shared")
         gib = (config.trunk_cache_gib, config.trunk_cache_host_gib)
-        budget = Budget(*(int(each * _GIB) for each in gib))
-        return TrunkRefModel(ref_model, policy, budget, why)
-    return CopyRefModel(ref_model or create_reference_model(policy), policy, why)
+        budget = Budget(*(int(each * 2**30) for each in gib))
+        if ref_model.trunk is not None:
+            reference = TrunkRefModel(ref_model, policy, budget)
+        else:
+            reference, why = CopyRefModel(ref_model, policy), "its layers cannot be shared"
+    else:
+        reference = CopyRefModel(ref_model or create_reference_model(policy), policy)
+    reference.why = why
+    return reference
 
 
 def _mode(
@@ -203,7 +208,7 @@ def _check_vocabulary(policy: PreTrainedModelWrapper, ref_model: PreTrainedModel
 
 
 def _shared(policy: PreTrainedModelWrapper, ref_model: PreTrainedModelWrapper) -> bool:
-    """Whether the reference stands on the policy's trunk."""
+    """Whether the reference shares the policy's trunk."""
     if policy.trunk is None or ref_model.trunk is None:
         return False
     theirs = ref_model.trunk.parameters

@@ -17,13 +17,13 @@ Copied = TypeVar("Copied", bound=nn.Module)
 
 
 def frozen_copy(model: Copied, shared: dict[int, Any] | None = None) -> Copied:
-    """A copy in evaluation mode that is not trained; objects in ``shared``, by id, are the same."""
+    """Makes a frozen copy in evaluation mode; objects in ``shared``, by id, are not copied."""
     return copy.deepcopy(model, dict(shared or {})).requires_grad_(False).eval()
 
 
 @torch.no_grad()
 def mix(targets: list[Tensor], sources: list[Tensor], weight: float) -> None:
-    """target ← weight·source + (1 - weight)·target, on whatever devices they lie."""
+    """target ← weight·source + (1 - weight)·target, on any devices."""
     for target, source in zip(targets, sources, strict=True):
         target.lerp_(source.to(target.device, target.dtype), weight)
 
@@ -31,9 +31,8 @@ def mix(targets: list[Tensor], sources: list[Tensor], weight: float) -> None:
 class SecondModel(RefModel):
     """A frozen model beside the policy."""
 
-    def __init__(self, model: nn.Module, policy: nn.Module | None = None, why: str = ""):
+    def __init__(self, model: nn.Module, policy: nn.Module | None = None):
         self.model: Any = model.requires_grad_(False).eval()
-        self.why = why
         self._copy, self._policy = model, policy
 
     def place(self, policy: nn.Module, accelerator: Any) -> None:
@@ -50,10 +49,9 @@ class SecondModel(RefModel):
     def follow(self, weight: float) -> None:
         assert self._policy is not None
         sources = dict(self._policy.named_parameters())
-        # A value head of its own is no part of a reference.
+        # Shared weights are the same objects; the copy may have a value head that the policy lacks.
         named = self._copy.named_parameters()
-        pairs = [(p, sources[name]) for name, p in named if name in sources]
-        own = [(p, source) for p, source in pairs if p is not source]
+        own = [(p, sources[name]) for name, p in named if sources.get(name, p) is not p]
         mix([p.data for p, _ in own], [source.data for _, source in own], weight)
 
 

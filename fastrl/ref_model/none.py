@@ -13,12 +13,9 @@ from fastrl.ref_model.base import RefModel
 
 
 class NoRefModel(RefModel):
-    """No reference: its log-probs are NaN, and nothing is computed."""
+    """No reference: its log-probs are NaN."""
 
     mode = "none"
-
-    def __init__(self, why: str = ""):
-        self.why = why
 
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
         unknown = torch.full(request.rows.shape, torch.nan, device=request.rows.device)

@@ -19,7 +19,7 @@ _TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and less
 
 
 class Unshareable(Exception):
-    """A model that does not run in two parts as it does in one; the reason is the message."""
+    """A model's layers cannot be shared, for the reason in the message."""
 
 
 def split_off(model: Any, layers: int) -> Trunk:
@@ -27,7 +27,7 @@ def split_off(model: Any, layers: int) -> Trunk:
 
     Raises:
         ValueError: layers out of range.
-        Unshareable: the model computes something else when its layers are skipped.
+        Unshareable: the model's results change when its layers are skipped.
     """
     try:
         trunk = Trunk(model, layers)
@@ -61,13 +61,9 @@ class TrunkRefModel(SecondModel):
     mode = "trunk"
 
     def __init__(
-        self,
-        model: PreTrainedModelWrapper,
-        policy: PreTrainedModelWrapper,
-        budget: Budget,
-        why: str = "",
+        self, model: PreTrainedModelWrapper, policy: PreTrainedModelWrapper, budget: Budget
     ):
-        super().__init__(model, policy, why)
+        super().__init__(model, policy)
         assert policy.trunk is not None
         self._trunk, self._budget = policy.trunk, budget
         self._autocast: Any = None
@@ -91,7 +87,8 @@ class TrunkRefModel(SecondModel):
 
 @torch.no_grad()
 def _difference(trunk: Trunk) -> tuple[float, float]:
-    """Of logits, between the whole model and its two parts; and what is tolerated."""
+    """The largest difference of logits between the whole model and its two parts, and the
+    tolerance."""
     model = trunk.model
     ids = torch.arange(2 * _TOKENS, device=model.device).view(2, _TOKENS)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
@@ -101,7 +98,7 @@ def _difference(trunk: Trunk) -> tuple[float, float]:
             boundary = trunk(ids)
             with trunk.skipped(boundary):
                 parts = model(**inputs).logits.float()
-        # Whatever a model does that this is not made for, a full copy is.
+        # Any other failure: such a model is copied whole.
         except Exception as error:
             raise Unshareable(f"{type(error).__name__}: {error}") from error
     exact = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())

@@ -1,1 +1,1 @@
-"""Reward functions: a user's own by name, sequence classifiers, judges."""
+"""Rewards: functions by name, sequence classifiers, judges."""

@@ -17,14 +17,14 @@ _LONGEST_INPUT = 1_000_000  # tokenizers without a limit state one beyond this
 
 
 class ClassifierReward:
-    """The logit that a sequence classifier gives to one label of "prompt + completion"; of chats,
-    to the whole conversation as the classifier's own chat template writes it.
+    """The logit of one label of a sequence classifier for "prompt + completion"; for chats, for the
+    whole conversation in the classifier's own chat template.
 
-    A reward model that was trained here is read as it was trained: prompt and completion tokenised
-    apart, with EOS behind a whole completion if it was trained with it, see
-    :mod:`fastrl.data.reads_eos`. What is longer than the model's context loses the prompt's
-    beginning first. Any other classifier gets prompt and completion as one text, as its tokenizer
-    writes and cuts a text.
+    A reward model that was trained here gets the token ids that it was trained on: prompt and
+    completion tokenised apart, and EOS after a whole completion if it was trained with it, see
+    :mod:`fastrl.data.reads_eos`. Longer inputs than the model's context lose the prompt's beginning
+    first. Other classifiers get prompt and completion as one text, tokenised and truncated by their
+    tokenizer.
 
     Args:
         model: a sequence-classification model; it is frozen and put into evaluation mode.
@@ -33,7 +33,7 @@ class ClassifierReward:
         batch_size: texts per forward pass.
 
     Attributes:
-        wants_finished: whether it has to be told which completions are whole (``finished``).
+        wants_finished: whether it needs to know which completions are whole (``finished``).
 
     Raises:
         ValueError: an unknown label, or a tokenizer with neither a padding nor an EOS token.
@@ -65,8 +65,8 @@ class ClassifierReward:
     def from_pretrained(
         cls, name_or_path: str, *, label: int | str | None = None, batch_size: int = 64
     ) -> ClassifierReward:
-        """Load a classifier from a directory, a run's folder or the Hub, from safetensors only; an
-        adapter of one with its base.
+        """Loads a classifier from a directory, a run's folder or the Hub, from safetensors only; an
+        adapter with its base.
 
         Raises:
             FileNotFoundError: a folder without a model, or without a tokenizer.
@@ -90,11 +90,11 @@ class ClassifierReward:
         finished: Sequence[bool] | None = None,
         **__: Any,
     ) -> list[float]:
-        """Of texts, or of chat messages and the messages that answer them.
+        """Scores texts, or chat messages and the messages that answer them.
 
         Args:
-            finished: False for a completion that a length has cut, which then gets no EOS; None
-                says that all are whole.
+            finished: False for a completion that was cut by its length, which gets no EOS; None
+                means that all are whole.
 
         Raises:
             ValueError: chats, and the classifier's tokenizer has no chat template.
@@ -113,7 +113,7 @@ class ClassifierReward:
             p + c if isinstance(p, str) else render([*p, *c], self.tokenizer) for p, c in pairs
         ]
         scores = torch.empty(len(texts))
-        # A template brings the special tokens, the tokenizer puts them around a text.
+        # A chat template writes the special tokens, the tokenizer adds them to a text.
         for chat in (False, True):
             chosen = [i for i, (p, _) in enumerate(pairs) if isinstance(p, str) is not chat]
             if chosen:
@@ -125,13 +125,13 @@ class ClassifierReward:
             raise ValueError(
                 f"the reward model's tokenizer ({type(self.tokenizer).__name__} "
                 f"{self.tokenizer.name_or_path!r}) has no chat template, and the prompts are "
-                "chats: set its chat_template to the one that the model was trained with, or bring "
+                "chats: set its chat_template to the one that the model was trained with, or pass "
                 "a function as the reward"
             )
 
     def score(self, texts: Sequence[str], *, chat: bool = False) -> list[float]:
-        """The label's logit for each text, as the tokenizer writes a text; with ``chat`` they bring
-        their special tokens along."""
+        """The label's logit for each text; with ``chat`` the texts contain their special tokens,
+        else the tokenizer adds them."""
         return self._score(
             texts,
             lambda part: encode_jointly(
@@ -147,7 +147,7 @@ class ClassifierReward:
     def _score(
         self, rows: Sequence[Any], batch_of: Callable[[list[Any]], Mapping[str, torch.Tensor]]
     ) -> list[float]:
-        # Rows of like length share a batch, so that little of it is padding.
+        # Rows of similar length share a batch, so that there is little padding.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         scores = torch.empty(len(rows))
         for start in range(0, len(order), self.batch_size):

@@ -1,4 +1,4 @@
-"""Reward functions from a name: a sequence classifier, or a Python function.
+"""Reward functions by name: a sequence classifier, or a Python function.
 
 A reward function is called as ``reward_fn(prompts, completions, completion_ids, **columns)`` and
 returns one number per completion; ``columns`` are the other columns of the data set. Prompts and
@@ -25,18 +25,18 @@ RewardFunction = Callable[..., Sequence[float]]
 def load_reward(
     name: str, *, label: int | str | None = None, batch_size: int = 64
 ) -> RewardFunction:
-    """The reward function that ``name`` stands for.
+    """Loads the reward function of a name.
 
     Args:
         name: "module:function", "path/to/file.py:function", or a sequence classifier's directory
             or Hub id.
-        label, batch_size: see :class:`ClassifierReward`; not read for a function.
+        label, batch_size: see :class:`ClassifierReward`; ignored for a function.
 
     Raises:
         ValueError: a file without a function's name.
-        TypeError: a name that does not stand for a function.
-        ImportError, FileNotFoundError: a module, function or file that is not there.
-        OSError: an id that the Hub does not give.
+        TypeError: the name of something that is not a function.
+        ImportError, FileNotFoundError: a module, function or file that does not exist.
+        OSError: an id that cannot be loaded from the Hub.
     """
     if os.path.isdir(name):
         return ClassifierReward.from_pretrained(name, label=label, batch_size=batch_size)
@@ -54,10 +54,10 @@ def load_reward(
 
 
 def check_rewards(rewards: Any, count: int, who: str = "reward_fn") -> list[float]:
-    """What a reward function returned, as numbers.
+    """Checks the rewards that a function returned, and converts them to numbers.
 
     Args:
-        who: returned it, for messages.
+        who: the function's name, for messages.
 
     Raises:
         ValueError: not ``count`` finite numbers; names the first that is wrong.
@@ -80,17 +80,17 @@ def check_rewards(rewards: Any, count: int, who: str = "reward_fn") -> list[floa
     return values
 
 
-def check_preferences(said: Any, count: int, who: str) -> list[float | None]:
-    """What ``who`` returned for pairs, as numbers.
+def check_preferences(returned: Any, count: int, who: str) -> list[float | None]:
+    """Checks the preferences that ``who`` returned for pairs, and converts them to numbers.
 
     Raises:
         ValueError: not ``count`` numbers in [0, 1] or None; names the first that is wrong.
     """
-    if not hasattr(said, "__len__") or len(said) != count:
-        got = f"{len(said)} numbers" if hasattr(said, "__len__") else repr(said)
+    if not hasattr(returned, "__len__") or len(returned) != count:
+        got = f"{len(returned)} numbers" if hasattr(returned, "__len__") else repr(returned)
         raise ValueError(f"{who} returned {got} for {count} pairs: it must return one number each")
     preferences: list[float | None] = []
-    for i, one in enumerate(said):
+    for i, one in enumerate(returned):
         preference = None if one is None else as_number(one)
         if preference is not None and not 0 <= preference <= 1:  # NaN is not either
             raise ValueError(
@@ -102,7 +102,7 @@ def check_preferences(said: Any, count: int, who: str) -> list[float | None]:
 
 
 def as_number(value: Any) -> float:
-    """A value as a float; NaN for what is no number."""
+    """A value as a float; NaN where it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
@@ -110,14 +110,14 @@ def as_number(value: Any) -> float:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function that "module:function" or "path/to/file.py:function" stands for.
+    """Loads the function of "module:function" or "path/to/file.py:function".
 
-    What it raises, and what its file raises when it is read, says so: see :mod:`fastrl.user_code`.
+    Errors of the function, and of its file as it is loaded, name it: see :mod:`fastrl.user_code`.
 
     Raises:
-        ValueError: no function's name.
-        TypeError: a name that does not stand for a function.
-        ImportError, FileNotFoundError: a module, function or file that is not there.
+        ValueError: not a function's name.
+        TypeError: the name of something that is not a function.
+        ImportError, FileNotFoundError: a module, function or file that does not exist.
     """
     if ":" not in name:
         raise ValueError(f"name a function as module:function or file.py:function, not {name!r}")
@@ -136,7 +136,7 @@ def load_function(name: str) -> Callable[..., Any]:
 
 
 def _load_module(name: str) -> Any:
-    # A console script has its own folder on the path, and not the one it was called from.
+    # A console script has its own folder on the path, not the current one.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -1,5 +1,4 @@
-"""Language models and services that judge responses: questions to them, and reading of their
-answers."""
+"""Language models and services that judge responses: questions in words, and parsing of answers."""
 
 from __future__ import annotations
 
@@ -53,8 +52,8 @@ _UNPARSED = ("refuse", "skip", "tie")
 
 
 def parse_verdict(answer: str) -> float | None:
-    """1.0 for A, 0.0 for B, 0.5 for C or tie: the last that stands in double brackets, or else the
-    whole answer. None for anything else."""
+    """1.0 for A, 0.0 for B, 0.5 for C or tie: the last one in double brackets, or else the whole
+    answer. None for anything else."""
     marked = re.findall(r"\[\[(A|B|C|tie)\]\]", answer, re.IGNORECASE)
     verdict = marked[-1] if marked else answer.strip(" \t\r\n.*\"'`[]()")
     return _VERDICTS.get(verdict.upper())
@@ -72,10 +71,10 @@ def parse_rating(answer: str) -> float | None:
 
 
 class Counts(Counter[str]):
-    """Counts of an annotator, read once."""
+    """Counts of an annotator since they were last read."""
 
     def read(self) -> dict[str, float]:
-        """All of them, which are 0 afterwards; names that were counted once stay."""
+        """Returns the counts and resets them to 0; their names stay."""
         counted = {f"annotator/{name}": float(count) for name, count in self.items()}
         for name in self:
             self[name] = 0
@@ -83,22 +82,22 @@ class Counts(Counter[str]):
 
 
 class JudgeAnnotator:
-    """Asks a judge in words, and reads its answers.
+    """Asks a judge in words, and parses its answers.
 
     Args:
-        judge: gives an answer to each question, list[str] -> list[str]: a :class:`ModelJudge`, or a
-            function that asks some service.
+        judge: answers questions, list[str] -> list[str]: a :class:`ModelJudge`, or a function that
+            asks a service.
         template: of a question about a pair, with {prompt}, {first} and {second}; columns of the
-            data may be named too. Braces of its own are doubled.
-        parser: of an answer to that: 1.0 where the first is better, 0.0, 0.5, or None where it says
-            nothing.
+            data may be named too. Other braces are doubled.
+        parser: of an answer to that: 1.0 where the first is better, 0.0, 0.5, or None where the
+            answer cannot be parsed.
         score_template: of a question about one response, with {prompt} and {response}.
         score_parser: of an answer to that: a number, or None.
-        swap: ask about each pair in both orders: what both say counts, and where they disagree it
-            is a tie (judges favour positions, arXiv:2306.05685).
-        unparsed: pairs of which an answer says nothing: "refuse" raises, "skip" leaves them out,
-            "tie" counts them as ties.
-        unparsed_score: what a response scores of which the answer says nothing, unless that is
+        swap: ask about each pair in both orders; where the answers disagree it is a tie (judges
+            favour positions, arXiv:2306.05685).
+        unparsed: for pairs with an answer that cannot be parsed: "refuse" raises, "skip" leaves
+            them out, "tie" counts them as ties.
+        unparsed_score: the score of a response whose answer cannot be parsed, unless that is
             refused.
 
     Raises:
@@ -148,7 +147,7 @@ class JudgeAnnotator:
     ) -> list[float | None]:
         """
         Raises:
-            ValueError: an answer that says nothing, unless ``unparsed`` allows it.
+            ValueError: an answer that cannot be parsed, unless ``unparsed`` allows it.
         """
         questions = _filled(self.template, columns, prompt=prompts, first=firsts, second=seconds)
         if self.swap:
@@ -156,23 +155,22 @@ class JudgeAnnotator:
                 self.template, columns, prompt=prompts, first=seconds, second=firsts
             )
         hint = "set unparsed='skip' or 'tie'" if self.unparsed == "refuse" else ""
-        said = self._asked(questions, self.parser, hint)
-        said = check_preferences(said, len(questions), self.name)
-        orders = said[: len(prompts)], said[len(prompts) :] or said[: len(prompts)]
-        preferences = []
-        for one, other in zip(*orders, strict=True):
-            preferences.append(self._joined(one, _swapped(other) if self.swap else other))
+        answers = self._asked(questions, self.parser, hint)
+        answers = check_preferences(answers, len(questions), self.name)
+        firsts_first = answers[: len(prompts)]
+        other_order = [None if x is None else 1 - x for x in answers[len(prompts) :]]
+        preferences = list(map(self._joined, firsts_first, other_order or firsts_first))
         self._counts["ties"] += preferences.count(0.5)
         return preferences
 
     def statistics(self) -> dict[str, float]:
-        """Questions asked ("annotator/calls"), answers that say nothing ("annotator/unparsed"),
-        pairs whose two orders disagree ("annotator/swaps_disagree"), and pairs without a winner,
-        whatever the reason ("annotator/ties")."""
+        """Counts of questions ("annotator/calls"), answers that cannot be parsed
+        ("annotator/unparsed"), pairs whose two orders disagree ("annotator/swaps_disagree"), and
+        pairs without a winner for any reason ("annotator/ties")."""
         return self._counts.read()
 
     def _joined(self, one: float | None, other: float | None) -> float | None:
-        """What both orders say of a pair, each as a preference for the first."""
+        """The preference of a pair, from those of both orders for the first response."""
         if one is None or other is None:
             return 0.5 if self.unparsed == "tie" else None
         sides = [(preference > 0.5) - (preference < 0.5) for preference in (one, other)]
@@ -184,7 +182,8 @@ class JudgeAnnotator:
     def _asked(
         self, questions: list[str], parser: Callable[[str], float | None], hint: str
     ) -> list[float | None]:
-        """The judge's answers, as numbers; a hint says what allows those that say nothing."""
+        """The judge's answers as numbers; None where they cannot be parsed, unless there is a hint
+        for an error, how to allow that."""
         answers = self.judge(questions)
         self._counts["calls"] += len(questions)
         single = isinstance(answers, str) or not hasattr(answers, "__len__")
@@ -240,7 +239,7 @@ class ModelJudge:
         dtype: torch.dtype | str = "auto",
         **engine: Any,
     ) -> ModelJudge:
-        """From a directory, a run's folder or the Hub, from safetensors only."""
+        """Loads a judge from a directory, a run's folder or the Hub, from safetensors only."""
         model = load_language_model(name_or_path, dtype=dtype)
         tokenizer = load_tokenizer(name_or_path)
         return cls(model.to(device), tokenizer, params, **engine)
@@ -249,31 +248,27 @@ class ModelJudge:
         if not questions:
             return []
         prompts = [torch.tensor(self._ids(question)) for question in questions]
-        made = self.engine.generate(prompts, self.params)
+        output = self.engine.generate(prompts, self.params)
         return [
             self._layout.decode(self.tokenizer, prompt, sequence)
-            for prompt, sequence in zip(prompts, made.sequences, strict=True)
+            for prompt, sequence in zip(prompts, output.sequences, strict=True)
         ]
 
     def _ids(self, question: str) -> list[int]:
         chat = self.tokenizer.chat_template is not None
-        said = as_messages(question) if chat else question
-        return encode_prompt(said, self.tokenizer, closed=self._closed)[1]
-
-
-def _swapped(preference: float | None) -> float | None:
-    return None if preference is None else 1 - preference
+        prompt = as_messages(question) if chat else question
+        return encode_prompt(prompt, self.tokenizer, closed=self._closed)[1]
 
 
 def _check_template(name: str, template: str, places: Sequence[str]) -> None:
     there = {field for _, field, _, _ in Formatter().parse(template)}
     for place in places:
         if place not in there:
-            raise ValueError(f"{name} has no {{{place}}}: it must say where that stands")
+            raise ValueError(f"{name} has no {{{place}}}: put it where that text belongs")
 
 
 def _filled(template: str, columns: dict[str, Any], **texts: list[str]) -> list[str]:
-    """The template with each row's texts; they may hold braces themselves."""
+    """The template filled with each row's texts, which may contain braces."""
     rows = zip(*texts.values(), strict=True)
     filled = []
     for i, row in enumerate(rows):

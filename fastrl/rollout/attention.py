@@ -1,5 +1,4 @@
-"""Attention in rollouts: how a Hugging Face model is made to attend to the KV cache, in prefill and
-in decode steps."""
+"""Attention of a Hugging Face model over the rollout's KV cache, in prefill and decode steps."""
 
 from __future__ import annotations
 
@@ -35,12 +34,10 @@ class Attention(Protocol):
     """Attention of one forward pass, layer by layer."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores keys and values [B, Hkv, T, D] of a layer; returns what `attend` is given."""
-        ...
+        """Stores keys and values [B, Hkv, T, D] of a layer; returns those that `attend` gets."""
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         """[B, T, Hq, D] of queries [B, Hq, T, D]."""
-        ...
 
 
 _active: ContextVar[Attention] = ContextVar("fastrl_rollout_attention")
@@ -56,10 +53,6 @@ def attending(attention: Attention) -> Iterator[None]:
         _active.reset(token)
 
 
-class Unsupported(NotImplementedError):
-    """A layer has a kind of attention that the engine does not implement."""
-
-
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -71,12 +64,12 @@ def _attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    # Attention sinks, biases by position: whatever else would change the scores.
+    # Attention sinks, position biases: other arguments that change the scores.
     for name in ("s_aux", "sinks", "position_bias", "head_mask", "alibi"):
         if others.get(name) is not None:
-            raise Unsupported(f"{type(module).__name__} attends with {name}")
+            raise NotImplementedError(f"{type(module).__name__} attends with {name}")
     if not getattr(module, "is_causal", True):
-        raise Unsupported(f"{type(module).__name__} is not causal")
+        raise NotImplementedError(f"{type(module).__name__} is not causal")
     variant = Variant(scaling, sliding_window, softcap)
     return _active.get().attend(query, key, value, variant), None
 
@@ -86,7 +79,7 @@ AttentionInterface.register(NAME, _attend)
 
 @contextlib.contextmanager
 def attached(model: nn.Module) -> Iterator[None]:
-    """Context in which the model calls the attention of this module; puts its own setting back."""
+    """Context in which the model calls the attention of this module."""
     configs: dict[int, Any] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -103,8 +96,8 @@ def attached(model: nn.Module) -> Iterator[None]:
 
 
 class SlotCache(Cache):
-    """The model's ``past_key_values``: hands keys and values to the attention of the pass in
-    progress."""
+    """The model's ``past_key_values``: passes keys and values to the attention of the current
+    forward."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -116,7 +109,7 @@ class SlotCache(Cache):
         return self.attention.write(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # every row has its own: models are told positions
+        return 0  # rows have lengths of their own: models get positions
 
 
 # [B, 1, Hq, D] of queries [B, Hq, 1, D]; keys and values [S, M, Hkv, D], row i attending slot i;
@@ -125,7 +118,7 @@ DecodeKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, Variant], Tensor]
 
 
 class DecodeAttention:
-    """Attention of one new token in each of the first slots, at the positions [b].
+    """Attention of one new token in each of the first slots, at positions [b].
 
     Args:
         kernel: as :func:`choose_decode_kernel` gives it.
@@ -136,8 +129,8 @@ class DecodeAttention:
         self.kernel, self.kv_cache, self.span = kernel, kv_cache, span
         rows = torch.arange(len(positions), device=positions.device)
         self.places = rows * kv_cache.length + positions
-        self.lengths = (positions + 1).int()  # the integers of all kernels, once for all layers
-        self.layer = 0  # that is being run
+        self.lengths = (positions + 1).int()  # int32, which all kernels take, once for all layers
+        self.layer = 0  # the current one
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.layer = layer
@@ -156,7 +149,7 @@ class PrefillAttention:
 
     Args:
         lengths: of the prompts, Σ = T.
-        slots: of each prompt, those that get its keys and values.
+        slots: of each prompt, where its keys and values are stored.
     """
 
     def __init__(self, kv_cache: KVCache, lengths: list[int], slots: list[list[int]]):
@@ -170,7 +163,7 @@ class PrefillAttention:
             places.append((torch.tensor(targets)[:, None] * kv_cache.length + tokens).flatten())
         self.sources, self.places = (torch.cat(x).to(device) for x in (sources, places))
         # [prompts, longest] in the row; past a prompt's end its last token again: another prompt's
-        # might be NaN, which a weight of 0 does not hide
+        # might be NaN, and 0·NaN is NaN
         columns, ends = torch.arange(self.longest), torch.tensor(lengths)[:, None]
         self.padded = (starts[:, None] + torch.minimum(columns, ends - 1)).to(device)
         here = columns < ends
@@ -184,7 +177,7 @@ class PrefillAttention:
         return keys, values
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
-        # Right-padded, so that causality alone keeps real tokens from padding.
+        # Right-padded, so that the causal mask alone hides padding from real tokens.
         q, k, v = (x[0].transpose(0, 1)[self.padded].transpose(1, 2) for x in (query, keys, values))
         window = variant.window
         if variant.softcap is not None:
@@ -199,9 +192,9 @@ class PrefillAttention:
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Mask [q, k] of the keys that a query sees."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return seen if window is None else seen.triu(1 - window)
+    """The causal mask [q, k], within a window."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask.triu(1 - window)
 
 
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
@@ -222,12 +215,11 @@ _ARGUMENTS = ("cache_seqlens", "softmax_scale", "causal", "window_size", "softca
 def choose_decode_kernel(kv_cache: KVCache) -> DecodeKernel:
     """flash-attn's kernel where it is installed and fits, else ours.
 
-    ``flash_attn_with_kvcache`` is hand-written for tensor cores and takes the KV cache as it is, so
-    that it is used where it can be: on NVIDIA GPUs from Ampere on, in fp16 and bf16, with keys as
-    wide as values, by multiples of 8 up to 256 (it would copy the cache to pad others). It may
-    split a row's tokens by how many rows there are, so that a row's last bits depend on that;
-    those of ``fastrl_kernels.decode_attention`` do not. A backend that ``FASTRL_KERNELS_BACKEND``
-    names is one of the latter.
+    ``flash_attn_with_kvcache`` is written for tensor cores and takes the KV cache as it is. It is
+    used on NVIDIA GPUs from Ampere on, in fp16 and bf16, for keys as wide as values, by multiples
+    of 8 up to 256 (it would copy the cache to pad others), unless ``FASTRL_KERNELS_BACKEND`` names
+    a backend of ours. It may split a row's tokens by the number of rows, so that a row's last bits
+    depend on that; those of ``fastrl_kernels.decode_attention`` do not.
     """
     stored = kv_cache.keys[0]
     widths = [(layer.key_width, layer.value_width) for layer in kv_cache.layers]
@@ -267,7 +259,7 @@ class FlashDecode:
         variant: Variant,
     ) -> Tensor:
         rows, before = len(query), -1  # all tokens before the query's own
-        # A window that hides nothing would keep heads that share keys from being taken together.
+        # With a window, even a long one, flash-attn does not pack heads that share keys.
         if variant.window is not None and variant.window < span:
             before = variant.window - 1
         return self.kernel(
@@ -283,14 +275,14 @@ class FlashDecode:
 
 
 def _runs_flash(device: torch.device) -> bool:
-    """Whether flash-attn 2 has kernels for the device; ROCm has others, which nobody tried."""
+    """Whether flash-attn 2 has kernels for the device; those for ROCm are untested here."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _flash_attn() -> Callable[..., Any] | None:
-    """``flash_attn_with_kvcache``, where it can be imported and has the arguments."""
+    """``flash_attn_with_kvcache`` where it can be imported and has the arguments, else None."""
     try:
         from flash_attn import flash_attn_with_kvcache
     except ImportError:  # not there, or built for another torch

@@ -1,4 +1,4 @@
-"""Bytes that decoding has to read, and the bandwidth at which the device could read them."""
+"""Bytes that decoding has to read, and the bandwidth of the device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from fastrl.rollout.kv_cache import KVCache
 
-_COPIED = {"cuda": 1 << 28}  # bytes, more than its caches hold
+_COPIED = {"cuda": 1 << 28}  # bytes, more than fit in its caches
 _COPIED_ELSEWHERE = 1 << 26
 _TIMES = 3
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that a step reads whole: of a table that is looked up it reads rows."""
+    """Bytes of the weights that a step reads: all but embedding tables, of which it reads rows."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     tables -= {id(head.weight)}
@@ -25,11 +25,13 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def kv_bytes(kv_cache: KVCache, samples: Iterable[tuple[int, int]]) -> int:
-    """Bytes of the keys and values of live tokens, over all steps of samples (tokens of the prompt,
-    of the response).
+    """Bytes of keys and values that all decode steps of some samples read.
 
-    Before its t-th token, t = 0, 1, …, a sample with a prompt of p tokens reads those of p + t; a
-    layer with a window the last ones of them.
+    Before its t-th token, t = 0, 1, …, a sample with a prompt of p tokens reads p + t tokens, or
+    the last of them where a layer has a window.
+
+    Args:
+        samples: (tokens of the prompt, tokens of the response) of each.
     """
     contexts = torch.cat([torch.arange(p, p + n) for p, n in samples] or [torch.arange(0)])
     longest = kv_cache.length

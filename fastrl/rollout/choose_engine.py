@@ -1,4 +1,4 @@
-"""Choice of a model's engine: the rollout engine where it is right, else ``model.generate``."""
+"""Choice of a model's engine: the rollout engine where it can run it, else ``model.generate``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def choose_engine(
     kv_cache_bytes: int | None = None,
     cuda_graphs: bool = True,
 ) -> RolloutEngine | GenerateEngine:
-    """An engine for the model: :class:`RolloutEngine` where it gives what plain forwards give, else
+    """Makes a :class:`RolloutEngine` where its results are those of plain forwards, else a
     :class:`GenerateEngine` with the same outputs, and a warning that says why.
 
     An encoder–decoder always has :class:`GenerateEngine`, without a warning.

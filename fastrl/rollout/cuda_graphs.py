@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastrl.rollout.decode_step import DecodeStep
 
@@ -20,16 +20,13 @@ class StepRunner(Protocol):
     stats: dict[str, float]  # of the call in progress
 
     def begin(self, step: DecodeStep) -> None:
-        """Begins a call, whose step this is."""
-        ...
+        """Begins a call with this step."""
 
     def run(self, step: DecodeStep, bucket: int, span: int, steps: int) -> None:
-        """Runs the step so many times on the first ``bucket`` slots."""
-        ...
+        """Runs the step ``steps`` times on the first ``bucket`` slots."""
 
     def free(self) -> None:
-        """Gives memory back."""
-        ...
+        """Frees memory."""
 
 
 class EagerRunner:
@@ -52,8 +49,8 @@ class EagerRunner:
 class GraphRunner:
     """Captures the step once per bucket, lazily, in one memory pool, and replays it.
 
-    A graph holds addresses and numbers: it is captured anew where a parameter has moved or a number
-    of the logits processors is another.
+    A graph contains addresses and numbers: it is captured anew after a parameter has moved or a
+    number of the logits processors has changed.
     """
 
     def __init__(self) -> None:
@@ -62,15 +59,15 @@ class GraphRunner:
     def free(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream()  # one for all: libraries keep a workspace for each
-        self.failed = False  # once is enough: another try would fail alike
+        self.failed = False  # after one failure it is not tried again
         self.stats: dict[str, float] = {}
         self._graphs: dict[int, Any] = {}  # by bucket
         self._key: tuple = ()
 
     def begin(self, step: DecodeStep) -> None:
         self.stats = {"captures": 0.0, "replays": 0.0, "capture_seconds": 0.0}
-        key = _baked_in(step)
-        if key != self._key:  # of other weights or processors: never to be replayed again
+        key = _constants(step)
+        if key != self._key:
             self._graphs.clear()
             self._key = key
 
@@ -82,7 +79,7 @@ class GraphRunner:
                 self.failed = True
                 warnings.warn(
                     f"the decode step cannot be captured ({error}): it runs kernel by kernel, "
-                    "which is slower; cuda_graphs=False says so beforehand",
+                    "which is slower; set cuda_graphs=False to avoid the attempt",
                     stacklevel=3,
                 )
         if self.failed:
@@ -94,13 +91,13 @@ class GraphRunner:
 
     def _capture(self, step: DecodeStep, bucket: int) -> Any:
         begin = time.perf_counter()
-        # Live tokens alone are read whatever the span, so that one graph serves all lengths.
+        # Kernels read live tokens only, so that one graph with the largest span serves all lengths.
         span = step.kv_cache.length
         graph = torch.cuda.CUDAGraph()
         with _unchanged(step.slots.tensors()):
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                step(bucket, span)  # compiles kernels, makes libraries' workspaces
+                step(bucket, span)  # warms up: compiles kernels, allocates workspaces
             torch.cuda.current_stream().wait_stream(self.stream)
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 step(bucket, span)
@@ -110,26 +107,22 @@ class GraphRunner:
         return graph
 
 
-def _baked_in(step: DecodeStep) -> tuple:
-    """Every number and every address that a captured step holds."""
+def _constants(step: DecodeStep) -> tuple:
+    """Every number and every address that a captured step contains."""
     processors = step.processors
     tensors = [*step.slots.tensors(), *step.kv_cache.keys, *step.kv_cache.values]
     tensors += [x for x in processors if isinstance(x, Tensor)]
-    where = _addresses(step.model_runner.model)
-    return processors.numbers(), where, tuple(x.data_ptr() for x in tensors)
+    model = step.model_runner.model
+    weights = hash(tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers())))
+    return processors.numbers(), weights, tuple(x.data_ptr() for x in tensors)
 
 
 @contextlib.contextmanager
 def _unchanged(tensors: list[Tensor]) -> Iterator[None]:
-    """Context that undoes what is written to tensors in it, after an error too."""
+    """Context that restores tensors at its end, after an error too."""
     before = [x.clone() for x in tensors]
     try:
         yield
     finally:
         for x, old in zip(tensors, before, strict=True):
             x.copy_(old)
-
-
-def _addresses(model: nn.Module) -> int:
-    """A hash of where parameters and buffers lie."""
-    return hash(tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers())))

@@ -16,8 +16,8 @@ from fastrl.rollout.sampling_params import SamplingParams
 
 
 class LogitsProcessors(NamedTuple):
-    """Penalties, truncation, temperature and ends of a call: numbers are part of a captured step,
-    tensors are buffers whose addresses it holds."""
+    """Penalties, truncation, temperature and end tokens of a call: numbers are constants of a
+    captured step, tensors are buffers whose addresses it contains."""
 
     temperature: float
     top_k: int
@@ -33,7 +33,7 @@ class LogitsProcessors(NamedTuple):
     def of(
         cls, params: SamplingParams, ends: Tensor, vocabulary: int, device: torch.device
     ) -> LogitsProcessors:
-        """Those that parameters ask for. Ends outside the vocabulary never match."""
+        """Those of sampling parameters. End tokens outside the vocabulary never match."""
         suppressed = stops = None
         if params.suppress_tokens:
             suppressed = torch.tensor(sorted(set(params.suppress_tokens))).to(device)
@@ -57,7 +57,7 @@ class LogitsProcessors(NamedTuple):
         return self[:6]
 
     def same(self, other: LogitsProcessors) -> bool:
-        """Whether both hold the same values, wherever their tensors lie."""
+        """Whether both have the same values."""
         if self.numbers() != other.numbers():
             return False
         pairs = zip(self[6:], other[6:], strict=True)
@@ -74,9 +74,11 @@ class LogitsProcessors(NamedTuple):
         )
 
     def process(self, logits: Tensor, num_generated: Tensor, seen: Tensor | None) -> Tensor:
-        """Logits [b, V] after penalties and suppression, in the order of ``model.generate``.
+        """Applies penalties and suppression to logits [b, V], in the order of ``model.generate``.
 
-        ``num_generated`` [b]: tokens generated so far; ``seen`` [b, V]: which tokens occurred.
+        Args:
+            num_generated: [b] tokens generated so far.
+            seen: [b, V] bool, which tokens have occurred.
         """
         if seen is not None:
             penalty = self.repetition_penalty
@@ -135,7 +137,7 @@ class DecodeStep:
             draw = _of_the_model(draw, logits, processors.temperature)
 
         running = state.reason == RUNNING
-        lost = draw.tokens < 0  # no distribution: a NaN among its logits, or nothing left to draw
+        lost = draw.tokens < 0  # no distribution: a NaN among the logits, or no token left to draw
         goes_on = running & ~lost
         token = torch.where(goes_on, draw.tokens, state.token)
         self._record(bucket, state.num_generated, token, draw, values)
@@ -164,7 +166,8 @@ class DecodeStep:
         draw: fastrl_kernels.SampledTokens,
         values: Tensor | None,
     ) -> None:
-        """Stores tokens and their numbers; rows that have ended write behind their last token."""
+        """Stores tokens with their log-probs, entropies and values; rows that have ended write
+        behind their last token."""
         at = column.unsqueeze(1)
         self.slots.tokens[:bucket].scatter_(1, at, token.unsqueeze(1))
         by_name = draw._asdict() | {"values": values}
@@ -176,8 +179,8 @@ class DecodeStep:
 def _of_the_model(
     draw: fastrl_kernels.SampledTokens, logits: Tensor, temperature: float
 ) -> fastrl_kernels.SampledTokens:
-    """The draw with log-probs and entropies of the model's own distribution, that of the logits
-    before they were processed."""
+    """Replaces log-probs and entropies by those of the model's own distribution, from logits before
+    they were processed."""
     at = draw.tokens.clamp(min=0).unsqueeze(1)
     at_one = logits.float().log_softmax(-1)
     tempered = at_one

@@ -1,5 +1,5 @@
-"""The rollout engine: continuous batching on the very model that is trained, with packed prefill
-and one decode step for all slots."""
+"""The rollout engine: continuous batching on the model that is trained, with packed prefill and
+one decode step for all slots."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ from fastrl.rollout.self_check import check_numbers, check_weights_and_kind
 from fastrl.timing import start_clock
 
 PREFILL_TOKENS = 8192  # in one pass
-_ROUND = 64  # slots hold a multiple of as many tokens
+_ROUND = 64  # lengths of slots are multiples of it
 
 
 class RolloutEngine:
-    """Generates with the model's own weights, and says how likely every token was.
+    """Generates with the model's own weights, and returns log-probs, entropies and values.
 
     A fixed number of slots, each with a length of its own: prompts are never padded, a prompt's
     samples share its prefill, and the next waiting sample takes the slot of one that ends. Draws
     are keyed by (seed, sample id, token index), so that a sample does not depend on slots, order
-    or company.
+    or other samples.
 
     Args:
         model: a causal LM whose layers attend through transformers' attention interface, or a
             value-head model around one.
         tokenizer: gives the EOS token.
         max_slots: samples that run at a time.
-        max_length: tokens that a slot holds, prompt and response; None makes room as it is needed,
-            up to the model's context.
+        max_length: tokens of a slot, prompt and response; None grows slots as needed, up to the
+            model's context.
         kv_cache_bytes: for keys and values; fewer slots where they do not fit. None: no limit.
         autocast: makes the context in which the model runs.
-        cuda_graphs: capture decode steps; only where the model lies on a CUDA device.
+        cuda_graphs: capture decode steps; only on CUDA devices.
 
     Raises:
-        ValueError: a number below 1; a model on several devices; a budget without room for a slot.
+        ValueError: a number below 1; a model on several devices; a budget too small for one slot.
         UnsupportedModel: a ValueError: an encoder–decoder, a model with attention or positions of
-            its own (GPT-J, BLOOM, dynamic RoPE), sharded weights, numbers that differ from those of
+            its own (GPT-J, BLOOM, dynamic RoPE), sharded weights, results that differ from those of
             plain forwards. :class:`fastrl.GenerateEngine` runs it.
     """
 
@@ -88,7 +88,7 @@ class RolloutEngine:
         self.model_runner = ModelRunner(model, autocast)
         self.max_slots, self.max_length, self.kv_cache_bytes = max_slots, max_length, kv_cache_bytes
         self._layers: list[LayerShape] | None = None
-        self._autocast_dtype: torch.dtype | None = None  # in which they were looked at
+        self._autocast_dtype: torch.dtype | None = None  # of the call that found them
         self._kv_cache: KVCache | None = None
         self._slots: Slots | None = None
         self._processors: LogitsProcessors | None = None  # of the last call
@@ -97,7 +97,7 @@ class RolloutEngine:
         check_numbers(self._trial())
 
     def _trial(self) -> RolloutEngine:
-        """This engine with two slots, as much room as it needs, and captured steps of its own."""
+        """A copy of this engine with two slots of any length and captured steps of its own."""
         trial = copy.copy(self)
         trial.max_slots, trial.max_length, trial.kv_cache_bytes = 2, None, None
         trial._runner = GraphRunner() if self._captures else EagerRunner()
@@ -168,8 +168,8 @@ class RolloutEngine:
         self._runner.free()
 
     def _admit(self, request: RolloutRequest, step: DecodeStep, scheduler: Scheduler) -> int:
-        """Fills free slots, and runs each new prompt once but for its last token, which is left to
-        the decode step. Returns how many tokens were run."""
+        """Fills free slots, and runs each new prompt once, without its last token, which the decode
+        step takes. Returns the number of tokens that were run."""
         kv_cache, slots = step.kv_cache, step.slots
         admitted = scheduler.admit([len(prompt) for prompt in request.prompts])
         if not admitted:
@@ -202,8 +202,8 @@ class RolloutEngine:
         return tokens
 
     def _begin_call(self, params: SamplingParams, seed: int, slots: Slots) -> LogitsProcessors:
-        """Logits processors of a call, those of the last one where they are the same: captured
-        steps hold the addresses of their tensors. The slots are prepared for them."""
+        """Prepares the slots for a call and returns its logits processors: those of the last call
+        where they are equal, since captured steps contain the addresses of their tensors."""
         vocabulary = self.model.config.get_text_config().vocab_size
         ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
         device = self.model_runner.device
@@ -254,7 +254,7 @@ class RolloutEngine:
                 )
 
     def _room(self, request: RolloutRequest, samples: int) -> tuple[KVCache, Slots]:
-        """Memory that the samples of a call fit in: what there is, or more."""
+        """The KV cache and slots of a call, which grow where its samples do not fit."""
         if self.model_runner.autocast_dtype() != self._autocast_dtype:
             self.sleep()  # keys and values have another type now
             self._layers, self._autocast_dtype = None, self.model_runner.autocast_dtype()
@@ -269,7 +269,7 @@ class RolloutEngine:
         if kv_cache is not None and kv_cache.length >= length and kv_cache.slots >= count:
             assert self._slots is not None
             return kv_cache, self._slots
-        if kv_cache is not None:  # what is made anew is not made smaller
+        if kv_cache is not None:  # never fewer slots than before
             count = max(count, min(kv_cache.slots, self._affordable(length)))
         self.sleep()
         layers, device = self._shapes(), self.model_runner.device
@@ -283,7 +283,7 @@ class RolloutEngine:
         return self._layers
 
     def _affordable(self, length: int) -> int:
-        """Slots of so many tokens that the budget allows."""
+        """The number of slots of ``length`` tokens that the budget allows."""
         if self.kv_cache_bytes is None:
             return self.max_slots
         each = KVCache.bytes_per_slot(self._shapes(), length, self.model_runner.dtype)
@@ -305,7 +305,7 @@ def _samples(request: RolloutRequest, n: int) -> list[RolloutSample]:
 
 
 def _passes(by_prompt: dict[int, list[int]], lengths: list[int]) -> list[list[int]]:
-    """Prompts in prefill passes of a bounded number of tokens; those without a token need none."""
+    """Groups prompts into prefill passes of a bounded number of tokens; empty ones need none."""
     passes: list[list[int]] = []
     room = 0
     for prompt in by_prompt:

@@ -33,7 +33,7 @@ from fastrl.rollout.sampling_params import (
 
 
 class GenerateEngine:
-    """Samples responses with the trained model's own ``generate``: any model, any keyword.
+    """Samples responses with the model's own ``generate``: any model, any of its keywords.
 
     Args:
         model: a language model, causal or encoder–decoder, or a value-head model around one.
@@ -71,19 +71,12 @@ class GenerateEngine:
         params: SamplingParams | None = None,
         sample_ids: Sequence[int] | None = None,
     ) -> RolloutOutput:
-        """``params.n`` responses per prompt. The model's generation_config says where they end, if
-        ``params`` does not, and nothing else.
+        """``params.n`` responses per prompt; arguments and errors are those of
+        :meth:`RolloutEngine.generate`.
 
-        Args:
-            prompts: texts, chats (lists of messages with a role and a content, put through the
-                tokenizer's chat template) or 1-D token ids.
-            params: how to sample.
-            sample_ids: one per prompt. They are returned, but here they key no draws: these come
-                from torch's own generator, and depend on the batch.
-
-        Raises:
-            ValueError: an empty prompt, token ids outside the vocabulary, a prompt that with its
-                new tokens exceeds the model's context, named by its index.
+        Of the model's generation_config only the tokens that end a response are used, where
+        ``params`` names none. ``sample_ids`` are returned with the samples, but do not key the
+        draws, which come from torch's own generator and depend on the batch.
         """
         params = params or SamplingParams()
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
@@ -111,14 +104,20 @@ class GenerateEngine:
         return output
 
     def generate_with(
-        self, prompts: Sequence[Tensor], generation_kwargs: dict[str, Any]
+        self,
+        prompts: Sequence[Tensor],
+        generation_kwargs: dict[str, Any],
+        limits: Sequence[int] | None = None,
     ) -> RolloutOutput:
         """One response per prompt, with keyword arguments of ``model.generate`` as they are, and
-        without scores: what these arguments do to the distribution is not known here.
+        without scores, since the arguments may change the distribution.
 
-        ``stop`` is beside them: token sequences, as in :class:`SamplingParams`. A response ends at
-        the first EOS, or where ``stop``, ``stop_strings``, ``stopping_criteria`` or ``max_time``
-        stopped it, or in front of the first token whose logits are NaN.
+        ``stop`` is a further argument: token sequences, as in :class:`SamplingParams`. A response
+        ends at the first EOS, or where ``stop``, ``stop_strings``, ``stopping_criteria`` or
+        ``max_time`` stopped it, or before the first token whose logits are NaN.
+
+        Args:
+            limits: max_new_tokens of each prompt, in place of that argument.
 
         Raises:
             ValueError: as :meth:`generate`; what stops responses, with several beams.
@@ -129,21 +128,23 @@ class GenerateEngine:
                 raise ValueError(f"{name} is not supported here: repeat the prompts instead")
         self._layout.check_generation(kwargs)
         stopping = _Stopping.taken_from(kwargs, self.model, self.tokenizer)
-        check_prompts(prompts, self.model, kwargs.get("max_new_tokens"))
-        parts = [prompts[i : i + self.batch_size] for i in range(0, len(prompts), self.batch_size)]
+        check_prompts(prompts, self.model, limits or kwargs.get("max_new_tokens"))
+        size = self.batch_size
+        parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
         for part in parts:
-            self._need_pad_token(part, kwargs)
+            self._need_pad_token(prompts[part], kwargs)
         output = RolloutOutput(sequences=[], finish_reasons=[])
         ends = end_tokens(self.model, self.tokenizer, kwargs.get("eos_token_id")).tolist()
         begin = time.perf_counter()
         with evaluating(self.model), self.autocast():
             for part in parts:
-                self._extend(output, part, kwargs, ends, stopping)
+                most = None if limits is None else limits[part]
+                self._extend(output, prompts[part], kwargs, ends, stopping, most)
         _time(output, begin)
         return output
 
     def sleep(self) -> None:
-        """Nothing to free: here to serve in the place of :class:`RolloutEngine`."""
+        """Does nothing; :class:`RolloutEngine` frees memory here."""
 
     def _need_pad_token(self, prompts: Sequence[Tensor], kwargs: Mapping[str, Any]) -> None:
         need_pad_token([len(p) for p in prompts], kwargs["pad_token_id"], self.tokenizer)
@@ -170,7 +171,7 @@ class GenerateEngine:
                 criteria.append(_Limits(limits, front, device))
         if criteria:
             kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
-        if _num_beams(kwargs, self.model) == 1:  # else a row is not a prompt's
+        if _num_beams(kwargs, self.model) == 1:  # with beams, rows are not those of prompts
             given = kwargs.get("logits_processor") or ()
             kwargs["logits_processor"] = LogitsProcessorList([*given, nans])
         generated = self._continued(prompts, kwargs)
@@ -182,8 +183,8 @@ class GenerateEngine:
             output.finish_reasons.append(reason)
 
     def _parts(self, prompts: Sequence[Tensor], limits: Sequence[int]) -> list[list[int]]:
-        """Indices of samples that one call of ``generate`` continues: its longest prompt with its
-        highest limit stays within the context."""
+        """Indices of the samples of each call of ``generate``, whose longest prompt and highest
+        limit fit in the context together."""
         parts: list[list[int]] = []
         longest = most = 0
         for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
@@ -197,7 +198,7 @@ class GenerateEngine:
 
     @torch.no_grad()
     def _continued(self, prompts: Sequence[Tensor], kwargs: dict[str, Any]) -> Iterable[Tensor]:
-        """What ``generate`` appends to each prompt, padding at its end included."""
+        """The tokens that ``generate`` appends to each prompt, with padding at their end."""
         padded = pad(prompts, kwargs["pad_token_id"], self._layout.prompts_padded)
         inputs = {name: x.to(self.model.device) for name, x in padded.items()}
         generated = self.model.generate(**inputs, **kwargs)
@@ -207,12 +208,12 @@ class GenerateEngine:
 def _end(
     tokens: list[int], ends: Sequence[int], stopped: int | None, lost: int | None
 ) -> tuple[int, str]:
-    """How many tokens of a response are its own, and why it ends there.
+    """The length of a response, and its finish reason.
 
     Args:
         tokens: up to the response's limit.
-        stopped: after how many tokens it was stopped.
-        lost: how many stand in front of the first that came from no distribution.
+        stopped: the number of tokens after which it was stopped, if it was.
+        lost: the number of tokens before the first with NaN logits, if there is one.
     """
     length = min(x for x in (len(tokens), stopped, lost) if x is not None)
     for i, token in enumerate(tokens[:length], start=1):
@@ -240,7 +241,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 
 class _Stopping(NamedTuple):
-    """What ends responses besides EOS and their length, by the names of ``generate``."""
+    """Conditions that end responses besides EOS and length, by their names in ``generate``."""
 
     stop: Sequence[Sequence[int]] | None = None  # token sequences
     stop_strings: Any = None
@@ -250,7 +251,7 @@ class _Stopping(NamedTuple):
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any], model: Any, tokenizer: Any) -> _Stopping:
-        """What keyword arguments, and the model's generation_config, ask for; taken out of them.
+        """Takes them out of keyword arguments, or from the model's generation_config.
 
         Raises:
             ValueError: several beams, whose rows are not those of the prompts; ``stop`` is not a
@@ -276,7 +277,7 @@ class _Stopping(NamedTuple):
         return cls(**found, tokenizer=reader)
 
     def criteria(self, front: int, device: torch.device) -> StoppingCriteriaList:
-        """Criteria of one call of ``generate`` with so many tokens in front of the new ones."""
+        """Criteria of one call of ``generate`` with ``front`` tokens before the new ones."""
         criteria = StoppingCriteriaList(self.stopping_criteria or [])
         if self.stop:
             criteria.append(_StopTokens(self.stop, front, device))
@@ -314,8 +315,8 @@ class _Limits(StoppingCriteria):
 
 
 class _RecordedStops(StoppingCriteria):
-    """Criteria in one, with a record of where each row was stopped: behind that ``generate`` pads
-    the row, with a token that may well be its EOS.
+    """Several criteria, with a record of where each row was stopped: ``generate`` pads the row from
+    there on, perhaps with EOS.
 
     Args:
         criteria: that stop a row.
@@ -340,8 +341,8 @@ class _RecordedStops(StoppingCriteria):
 
 
 class _RecordedNaN(LogitsProcessor):
-    """Replaces logits that are no distribution (a NaN or inf among them, or all -inf) and records
-    where: ``generate`` would end the call for all rows. What it draws there is to be cut off.
+    """Replaces logits that are no distribution (a NaN or inf among them, or all -inf), at which
+    ``generate`` would fail for all rows, and records where; tokens from there on are to be cut off.
 
     Args:
         front: tokens in front of the new ones.

@@ -1,4 +1,5 @@
-"""Keyword arguments of ``model.generate``: as SamplingParams, and those that change the draw."""
+"""Keyword arguments of ``model.generate``: as SamplingParams, and those that change what tokens
+are drawn from."""
 
 from __future__ import annotations
 
@@ -9,64 +10,31 @@ import torch
 
 from fastrl.rollout.sampling_params import PROCESSORS, TRUNCATIONS, SamplingParams
 
-# Used where neither the caller nor the model's generation_config says anything.
+# Used where neither the caller nor the model's generation_config sets a value.
 _DEFAULTS = {"max_new_tokens": 20, "do_sample": False, "top_k": 50}
 
+# "stop" is ours: token sequences, as in SamplingParams.
 _SUPPORTED = (
-    "max_new_tokens",
-    "max_length",
-    "min_new_tokens",
-    "min_length",
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "suppress_tokens",
-    "bad_words_ids",
-    "eos_token_id",
-    "stop",  # ours: token sequences, as in SamplingParams
-)
+    "max_new_tokens", "max_length", "min_new_tokens", "min_length", "do_sample", "temperature",
+    "top_k", "top_p", "min_p", "repetition_penalty", "suppress_tokens", "bad_words_ids",
+    "eos_token_id", "stop",
+)  # fmt: skip
 
-# They change how tokens are computed, or what is returned beside them, but not which they are.
+# Arguments that change how tokens are computed or what is returned beside them, but no tokens.
 _WITHOUT_EFFECT = (
-    "pad_token_id",
-    "bos_token_id",
-    "decoder_start_token_id",
-    "use_cache",
-    "cache_config",
-    "max_cache_len",
-    "prefill_chunk_size",
-    "compile_config",
-    "disable_compile",
-    "continuous_batching_config",
-    "synced_gpus",
-    "low_memory",
-    "renormalize_logits",
-    "output_attentions",
-    "output_hidden_states",
-    "output_scores",
-    "output_logits",
-    "early_stopping",
-    "length_penalty",
-    "is_assistant",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "max_matching_ngram_size",
-    "assistant_lookbehind",
-    "target_lookbehind",
-    "assistant_ensemble_weight",
-)
+    "pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache", "cache_config",
+    "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile",
+    "continuous_batching_config", "synced_gpus", "low_memory", "renormalize_logits",
+    "output_attentions", "output_hidden_states", "output_scores", "output_logits", "early_stopping",
+    "length_penalty", "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind",
+    "target_lookbehind", "assistant_ensemble_weight",
+)  # fmt: skip
 
-# What the engine does not implement, and the value that asks for nothing; None always does.
-_UNSUPPORTED: dict[str, Any] = {
+# Arguments that the engine does not implement, with the values that switch them off; so does None.
+# Those that change what tokens are drawn from:
+_UNSUPPORTED_CHANGES: dict[str, Any] = {
     "num_beams": 1,
-    "num_beam_groups": 1,
-    "num_return_sequences": 1,
-    "return_dict_in_generate": False,
-    "diversity_penalty": 0,
     "penalty_alpha": 0,
     "dola_layers": None,
     "no_repeat_ngram_size": 0,
@@ -79,10 +47,21 @@ _UNSUPPORTED: dict[str, Any] = {
     "begin_suppress_tokens": None,
     "sequence_bias": None,
     "exponential_decay_length_penalty": None,
-    "remove_invalid_values": False,
-    "token_healing": False,
     "guidance_scale": 1,
     "watermarking_config": None,
+    "logits_processor": [],
+    "prefix_allowed_tokens_fn": None,
+    "custom_generate": None,
+}
+# and all of them:
+_UNSUPPORTED: dict[str, Any] = {
+    **_UNSUPPORTED_CHANGES,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "diversity_penalty": 0,
+    "remove_invalid_values": False,
+    "token_healing": False,
     "max_time": None,
     "stop_strings": None,
     "tokenizer": None,
@@ -91,14 +70,11 @@ _UNSUPPORTED: dict[str, Any] = {
     "speculation_type": None,
     "use_mtp": False,
     "generation_config": None,
-    "logits_processor": [],
     "stopping_criteria": [],
-    "prefix_allowed_tokens_fn": None,
     "assistant_model": None,
     "streamer": None,
     "negative_prompt_ids": None,
     "negative_prompt_attention_mask": None,
-    "custom_generate": None,
 }
 
 # The same for arguments that greedy decoding ignores.
@@ -111,48 +87,22 @@ _UNSUPPORTED_SAMPLING: dict[str, Any] = {
 
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
-# How responses are sampled for an update to learn from, where the caller says nothing else.
+# Defaults for responses that an update learns from.
 _FROM_THE_POLICY = {"do_sample": True, "top_k": 0, "top_p": 1.0}
 _NEW_TOKENS = 32
 
-# What changes the draw, and the value that does not; None never does. Greedy decoding ignores the
-# first.
+# Arguments that change what tokens are drawn from, with the values that do not; nor does None.
+# Greedy decoding ignores the first.
 _TRUNCATIONS: dict[str, Any] = {**TRUNCATIONS, **_UNSUPPORTED_SAMPLING}
-_CHANGES: dict[str, Any] = {
-    **PROCESSORS,
-    "bad_words_ids": [],
-    **{
-        name: _UNSUPPORTED[name]
-        for name in (
-            "num_beams",
-            "penalty_alpha",
-            "dola_layers",
-            "no_repeat_ngram_size",
-            "encoder_no_repeat_ngram_size",
-            "encoder_repetition_penalty",
-            "constraints",
-            "force_words_ids",
-            "forced_bos_token_id",
-            "forced_eos_token_id",
-            "begin_suppress_tokens",
-            "sequence_bias",
-            "exponential_decay_length_penalty",
-            "guidance_scale",
-            "watermarking_config",
-            "logits_processor",
-            "prefix_allowed_tokens_fn",
-            "custom_generate",
-        )
-    },
-}
+_CHANGES: dict[str, Any] = {**PROCESSORS, "bad_words_ids": [], **_UNSUPPORTED_CHANGES}
 
 
 def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> SamplingParams | str:
-    """SamplingParams for what ``model.generate`` would do with these arguments, or the name of the
+    """SamplingParams that do the same as these arguments of ``model.generate``, or the name of the
     first argument that the engine does not implement.
 
-    What is not among them is taken from the model's generation_config, then from transformers'
-    defaults: greedy, 20 new tokens, and when sampling top_k = 50.
+    Missing arguments come from the model's generation_config, then from transformers' defaults:
+    greedy, 20 new tokens, and when sampling top_k = 50.
 
     Args:
         model: a causal LM, or a value-head model around one.
@@ -165,8 +115,8 @@ def sampling_params(generation_kwargs: Mapping[str, Any], model: Any) -> Samplin
 
 
 def unpacked(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``model.generate`` with the fields that a ``generation_config`` among them sets
-    in its place; those that are given beside it come first, as there."""
+    """Replaces a ``generation_config`` among arguments of ``model.generate`` by the fields that it
+    sets; arguments given beside it come first, as there."""
     kwargs = dict(generation_kwargs)
     config = kwargs.pop("generation_config", None)
     if config is None:
@@ -177,7 +127,8 @@ def unpacked(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def neutral_kwargs(model: Any) -> dict[str, Any]:
-    """Arguments that undo what the model's generation_config does to tokens, but for its ends."""
+    """Arguments that switch off what the model's generation_config does to tokens; the tokens that
+    end a response stay."""
     config = _settings(model)
     off = _UNSUPPORTED | _UNSUPPORTED_SAMPLING | dict.fromkeys(_SUPPORTED) | _NEUTRAL
     kept = ("eos_token_id", "do_sample")
@@ -188,8 +139,8 @@ def policy_kwargs(
     generation_kwargs: Mapping[str, Any], model: Any, temperature: float
 ) -> dict[str, Any]:
     """Arguments of ``model.generate`` for responses that an update learns from: sampled from the
-    policy itself, softmax(logits / temperature), but for what the caller gives. Of the model's
-    generation_config only the tokens that end a response act.
+    policy itself, softmax(logits / temperature), unless the caller's arguments change that. Of the
+    model's generation_config only the tokens that end a response are used.
 
     Raises:
         ValueError: another temperature among the arguments.
@@ -208,7 +159,7 @@ def policy_kwargs(
         kwargs["max_new_tokens"] = _NEW_TOKENS
     kwargs |= given
     if not kwargs["do_sample"]:
-        # Greedy decoding does not look at these, and transformers complains of values.
+        # Greedy decoding ignores these, and transformers warns of their values.
         kwargs |= dict.fromkeys(("temperature", *_TRUNCATIONS))
     return kwargs
 
@@ -218,15 +169,15 @@ class Change(NamedTuple):
 
     name: str
     value: Any
-    neutral: Any  # changes nothing
-    origin: str  # who sets it; empty: the caller
+    neutral: Any  # the value that changes nothing
+    origin: str  # where the value is set; empty: by the caller
 
 
 def changes_of_the_draw(
     generation_kwargs: Mapping[str, Any], model: Any, temperature: float
 ) -> list[Change]:
-    """Lists what makes ``model.generate`` draw from another distribution than softmax(logits / T).
-    Of a greedy call, which draws nothing, only what the caller did not ask for."""
+    """Lists the fields because of which ``model.generate`` does not draw from softmax(logits / T).
+    Of a greedy call, which draws nothing, only fields that the caller did not set."""
     asked = _EffectiveKwargs(generation_kwargs, model)
     neutral = _CHANGES
     if asked.sampled:
@@ -257,13 +208,13 @@ class _EffectiveKwargs:
         self.sampled = bool(self["do_sample"])
 
     def __getitem__(self, name: str) -> Any:
-        """The effective value; a None that is given hides the model's own."""
+        """The effective value; a None that is given replaces the model's own."""
         if name in self.kwargs:
             return self.kwargs[name]
         return self.settings.get(name, _DEFAULTS.get(name))
 
     def origin(self, name: str) -> str:
-        """Who sets a value; empty: the caller."""
+        """Where a value is set; empty: by the caller."""
         if name in self.kwargs:
             return ""
         return "the model's generation_config" if name in self.settings else "transformers' default"
@@ -284,9 +235,9 @@ class _EffectiveKwargs:
         return None
 
     def unsupported_value(self) -> str | None:
-        """The first argument with a value that the engine would interpret otherwise."""
+        """The first argument with a value that the engine does not implement."""
         checks = {
-            # Both count the prompt, and give way to those that do not.
+            # Both count the prompt, and are ignored beside those that do not.
             "max_length": self["max_length"] is None or self._most_new() is not None,
             "min_length": self["min_new_tokens"] is not None or (self["min_length"] or 0) <= 0,
             "bad_words_ids": self._bad_words() is not None,
@@ -328,7 +279,7 @@ class _EffectiveKwargs:
         )
 
     def _most_new(self) -> Any:
-        """max_new_tokens where somebody set it."""
+        """max_new_tokens, unless it is transformers' default."""
         if "max_new_tokens" in self.kwargs:
             return self.kwargs["max_new_tokens"]
         return self.settings.get("max_new_tokens")
@@ -337,7 +288,8 @@ class _EffectiveKwargs:
         return otherwise if self[name] is None else self[name]
 
     def _bad_words(self) -> list[int] | None:
-        """Single tokens that are barred, ends never; None where longer words are barred."""
+        """Single tokens that are barred, without those that end a response; None where longer words
+        are barred."""
         words = self["bad_words_ids"] or []
         if not all(len(word) == 1 and 0 <= word[0] < self.vocabulary for word in words):
             return None

@@ -48,8 +48,7 @@ class KVCache:
         return widths * length * dtype.itemsize
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Zeroes slots: what a sample left there must not reach the next one, as a weight of 0
-        hides no NaN."""
+        """Zeroes slots: a NaN left there would reach the next sample, as 0·NaN is NaN."""
         where = torch.tensor(list(slots)).to(self.keys[0].device)
         for x in (*self.keys, *self.values):
             x.index_fill_(0, where, 0)
@@ -61,13 +60,13 @@ class KVCache:
 
 
 class SlotState(NamedTuple):
-    """State of the sample in each slot, int64 [S]; a step sees the first rows of it."""
+    """State of the sample in each slot, int64 [S]; a step gets the first rows of it."""
 
     token: Tensor  # the last one, whose keys and values are not stored yet
     position: Tensor  # of that token
     num_generated: Tensor  # tokens generated so far
     limit: Tensor  # of tokens to generate
-    sample: Tensor  # the sample's part of the keys of its draws
+    sample: Tensor  # the sample's key, from which its draws' keys are made
     reason: Tensor  # RUNNING, or why it ended
 
     def first(self, count: int) -> SlotState:
@@ -75,7 +74,7 @@ class SlotState(NamedTuple):
 
 
 class Slots:
-    """What decode steps read and write of all slots, keys and values aside.
+    """Buffers of all slots that decode steps read and write, except keys and values.
 
     Args:
         slots: S.
@@ -96,26 +95,30 @@ class Slots:
         self.tail: Tensor | None = None  # [S, W] the last tokens, newest last; -1 before the first
 
     def tensors(self) -> list[Tensor]:
-        """All that a step may write."""
+        """All buffers that a step may write."""
         all_ = (*self.state, self.tokens, self.per_token, self.seen, self.tail)
         return [x for x in all_ if x is not None]
 
     def begin(self, seed: int, vocabulary: int | None, tail: int | None) -> None:
-        """Prepares a new call: its seed, and what its logits processors and stop sequences need
-        remembered."""
+        """Prepares a new call.
+
+        Args:
+            vocabulary: V where a repetition penalty needs the tokens that have occurred.
+            tail: W where stop sequences need the last tokens.
+        """
         self.seed.fill_(seed - (1 << 64) if seed >= 1 << 63 else seed)
         self.seen = self._kept(self.seen, vocabulary, torch.bool)
         self.tail = self._kept(self.tail, tail, torch.long)
         self.empty(range(len(self.tokens)))
 
     def _kept(self, x: Tensor | None, columns: int | None, dtype: torch.dtype) -> Tensor | None:
-        """The buffer that is there where it fits: captured steps hold its address."""
+        """The present buffer where it fits, as captured steps contain its address; else another."""
         if columns is None or (x is not None and x.shape[1] == columns):
             return None if columns is None else x
         return torch.zeros(len(self.tokens), columns, dtype=dtype, device=self.tokens.device)
 
     def remember(self, slots: Sequence[int], prompts: Sequence[Tensor]) -> None:
-        """Sets what occurred before the first token of new samples."""
+        """Records the tokens of new samples' prompts."""
         if self.seen is None and self.tail is None:
             return
         for slot, prompt in zip(slots, prompts, strict=True):
@@ -133,7 +136,7 @@ class Slots:
             target[where] = torch.tensor(list(values), dtype=torch.long).to(target.device)
 
     def empty(self, slots: Sequence[int]) -> None:
-        """Marks slots idle: their next steps write nothing that anybody looks at."""
+        """Marks slots idle: what steps write there is not read."""
         zero = [0] * len(slots)
         self.fill(slots, reason=[IDLE] * len(slots), position=zero, num_generated=zero, token=zero)
 

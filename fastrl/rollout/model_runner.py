@@ -1,5 +1,5 @@
-"""Forwards of a causal language model in rollouts, with or without a value head: prefill and decode
-steps, and its weights under autocast."""
+"""Forwards of a causal language model in rollouts, prefill and decode steps, and a cache of its
+weights under autocast."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Autocast = Callable[[], contextlib.AbstractContextManager]
 
 
 class ModelRunner:
-    """Runs a model's forward on prompts and on single tokens, with attention of the engine's.
+    """Runs a model's forward on prompts and on single tokens, with the engine's attention.
 
     Args:
         model: a causal LM, or a fastrl model around one.
@@ -46,7 +46,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Context of a rollout: no dropout, no gradients, the engine's attention; all put back."""
+        """Context of a rollout: no dropout, no gradients, the engine's attention."""
         behind = self.language_model.get_output_embeddings().register_forward_hook(self._after_head)
         try:
             with (
@@ -60,10 +60,10 @@ class ModelRunner:
                 yield
         finally:
             behind.remove()
-            self._cache = SlotCache()  # the last pass's attention would keep the KV cache alive
+            self._cache = SlotCache()  # its attention holds the KV cache
 
     def autocast_dtype(self) -> torch.dtype | None:
-        """Dtype of products under autocast, the caller's own too; None where it is off."""
+        """Dtype of matrix products under autocast, the caller's included; None where it is off."""
         with self.autocast():
             kind = self.device.type
             return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -92,7 +92,7 @@ class ModelRunner:
             return self.language_model(
                 input_ids=tokens,
                 position_ids=positions,
-                # Given, so that no model looks for padding in the tokens.
+                # Without a mask some models search the tokens for padding.
                 attention_mask=torch.ones_like(tokens),
                 past_key_values=self._cache,
                 use_cache=True,
@@ -106,14 +106,14 @@ class ModelRunner:
         return hidden if self._logits is None else hidden[:, :0]
 
     def _after_head(self, _head: nn.Module, _args: Any, out: Tensor) -> Tensor:
-        """The head's output: the product of :meth:`_before_head` where that computed it, so that
-        what the model does to its logits afterwards it does to these."""
+        """Replaces the head's output by the product of :meth:`_before_head`, where that computed
+        it; the model's own changes of its logits follow."""
         logits, self._logits = self._logits, None
         return out if logits is None else logits
 
     @torch.no_grad()
     def layer_shapes(self) -> list[LayerShape]:
-        """Shapes of one token's keys and values, read off a forward with the model's own cache."""
+        """Shapes of one token's keys and values, from a forward with the model's own cache."""
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with evaluating(self.model), self.autocast():
             cache = self.language_model(
@@ -128,13 +128,13 @@ class ModelRunner:
 
 
 Product = Callable[[Any, Tensor], "Tensor | None"]
-# Rows for which CPU libraries are about twice as fast at w·hᵀ as at h·wᵀ, w being tall.
+# Numbers of rows for which CPU libraries compute w·hᵀ about twice as fast as h·wᵀ, for a tall w.
 _FEW = range(5, 33)
 
 
 def _head_product(model: Any) -> Product:
-    """A function for the head's product h [b, 1, H] -> [b, 1, V]; where that gives None, the head
-    computes it."""
+    """A function for the head's product h [b, 1, H] -> [b, 1, V]; None from it leaves the product
+    to the head."""
     head = model.get_output_embeddings()
     plain = (
         type(head) is nn.Linear
@@ -157,12 +157,12 @@ _PRODUCTS = (nn.Linear, Conv1D)
 
 
 class AutocastWeightCache:
-    """Casts of the fp32 weights and biases of a model's matrix products, at fixed addresses; made
-    once per rollout, in place of once per step.
+    """Casts of the fp32 weights and biases of a model's matrix products, at fixed addresses, made
+    once per rollout instead of once per step.
 
-    Autocast would make them anew for every product, or keep them where a captured step must not
-    look for them. Everything else, an embedding that shares its table with the head among it, stays
-    as it is: results are those of autocast, bit by bit.
+    Autocast would cast them for every product, or cache them where a captured step must not read
+    them. Other weights, such as an embedding that is tied to the head, stay as they are: results
+    are those of autocast, bit by bit.
     """
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class AutocastWeightCache:
 
     @contextlib.contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
-        """Context in which products use casts of the weights as they are now, if autocast is on."""
+        """Context in which products use casts of the present weights, if autocast is on."""
         kind = next(model.parameters()).device.type
         if not torch.is_autocast_enabled(kind):
             yield

@@ -1,5 +1,4 @@
-"""Rescoring: log-probs, entropies and values of responses that are there already, by forwards
-without padding."""
+"""Rescoring: log-probs, entropies and values of given responses, by forwards without padding."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ SCORED_TOKENS = 2048  # in one forward, prompts included; a longer sample has on
 class Rescorer:
     """Scores every token of responses.
 
-    Samples of one shape share a forward, and no other: some models compute otherwise where there
-    is padding.
+    Only samples of one shape share a forward: with padding the results of some models change.
 
     Args:
         model: a language model, or a value-head model around one.

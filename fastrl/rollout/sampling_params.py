@@ -12,8 +12,8 @@ from torch import Tensor
 from fastrl.data.prompt_ids import Prompt, check_prompts, token_ids
 from fastrl.models.layout import EncoderDecoder, layout_of
 
-# What makes tokens come from another distribution than softmax(logits / T), under the names of
-# ``model.generate``, and the value that does not. Greedy decoding does not look at the first.
+# Fields that make tokens come from another distribution than softmax(logits / T), by their names in
+# ``model.generate``, with the values that do not. Greedy decoding ignores the first.
 TRUNCATIONS: dict[str, Any] = {"top_k": 0, "top_p": 1, "min_p": 0}
 PROCESSORS: dict[str, Any] = {"repetition_penalty": 1, "min_new_tokens": 0, "suppress_tokens": []}
 
@@ -23,16 +23,16 @@ class SamplingParams:
     """How to sample.
 
     Args:
-        max_new_tokens: at most this many tokens per response; a list has one number per prompt.
+        max_new_tokens: most tokens per response; a list has one number per prompt.
         temperature: 0 is greedy.
         top_k, top_p, min_p: truncations, in this order; 0, 1 and 0 switch them off.
         n: samples per prompt.
         seed: of the draws; None takes one from torch's own generator.
-        min_new_tokens: none of the tokens that end a response before it.
+        min_new_tokens: tokens before which no response ends.
         repetition_penalty: logits of tokens that occurred, in the prompt too (but not in what an
             encoder reads), are divided by it where positive and multiplied where negative.
         suppress_tokens: ids that are never drawn.
-        eos_token_ids: that end a response; None takes the model's and the tokenizer's.
+        eos_token_ids: tokens that end a response; None takes the model's and the tokenizer's.
         stop: token sequences that end a response, which keeps them.
 
     Raises:
@@ -95,15 +95,15 @@ class SamplingParams:
         return list(self.max_new_tokens)
 
     def changes_of_the_draw(self) -> dict[str, Any]:
-        """Fields, with their values, that make tokens come from another distribution than
-        softmax(logits / temperature)."""
+        """Fields because of which tokens are not drawn from softmax(logits / temperature), with
+        their values."""
         fields = {name: getattr(self, name) for name in TRUNCATIONS | PROCESSORS}
         fields["suppress_tokens"] = list(self.suppress_tokens)
         neutral = TRUNCATIONS | PROCESSORS
         return {name: value for name, value in fields.items() if value != neutral[name]}
 
     def generation_kwargs(self) -> dict[str, Any]:
-        """Arguments of ``model.generate`` for the same; the longest of several limits."""
+        """Equivalent arguments of ``model.generate``; of several limits the longest."""
         kwargs: dict[str, Any] = {"max_new_tokens": max(self._limits()), "do_sample": False}
         if self.temperature > 0:
             kwargs |= {
@@ -141,8 +141,8 @@ def check_stop(stop: Any) -> None:
 
 
 def end_tokens(model: Any, tokenizer: Any, asked: Any = None) -> Tensor:
-    """Ids that end a response: those asked for, by default those at which the model's ``generate``
-    stops; and the tokenizer's EOS."""
+    """Ids that end a response: those asked for, by default those of the model's generation_config;
+    and the tokenizer's EOS."""
     if asked is None:
         asked = getattr(model, "pretrained_model", model).generation_config.eos_token_id
     ids = [*(asked if isinstance(asked, Sequence) else [asked]), tokenizer.eos_token_id]
@@ -168,8 +168,8 @@ class RolloutRequest:
     ) -> RolloutRequest:
         """
         Raises:
-            ValueError: as :func:`check_prompts` and :func:`token_ids`; lists that have not one
-                number per prompt.
+            ValueError: as :func:`check_prompts` and :func:`token_ids`; a list that does not have
+                one number per prompt.
         """
         if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping)):
             raise ValueError("prompts must be a list, got a single one: pass [prompt]")

@@ -1,5 +1,5 @@
-"""Continuous batching: which sample runs in which slot, first in, first out; how the host learns
-that samples have finished; and where their tokens go."""
+"""Continuous batching: the queue and slots of samples, first in, first out; polls for finished
+samples; and their results."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class RolloutSample:
     index: int  # in the output
     prompt: int  # which of the prompts
     limit: int  # most tokens
-    key: int = 0  # its part of the keys of its draws
+    key: int = 0  # from which its draws' keys are made
 
 
 @dataclass
 class _Running:
     sample: RolloutSample
-    left: int  # steps until the limit ends it
-    tokens: int  # at most, that its slot holds before the next step, plus the one to come
+    left: int  # steps until its limit
+    tokens: int  # in its slot after the next step, at most
 
 
 def bucket_sizes(slots: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, …: as many rows as a step may have."""
+    """Numbers of rows that a step may have: 1, 2, 3, 4, 6, 8, 12, 16, …"""
     sizes = {slots}
     for power in range(slots.bit_length()):
         sizes |= {1 << power, 3 << power}
@@ -61,7 +61,7 @@ class Scheduler:
         return [None if running is None else running.sample for running in self.slots]
 
     def admit(self, prompt_lengths: list[int]) -> list[tuple[int, RolloutSample]]:
-        """Fills free slots; returns which sample came where."""
+        """Fills free slots; returns (slot, sample) of each new sample."""
         admitted = []
         for slot, running in enumerate(self.slots):
             if running is None and self.waiting:
@@ -91,15 +91,15 @@ class Scheduler:
         return next(size for size in self._sizes if size >= highest)
 
     def span(self, steps: int) -> int:
-        """Tokens of the longest slot after so many steps."""
+        """Tokens of the longest slot after ``steps`` steps."""
         return max(running.tokens for running in self.slots if running is not None) + steps - 1
 
     def steps(self, most: int) -> int:
-        """How many to run before a sample reaches its limit, at most ``most``."""
+        """Number of steps until a sample reaches its limit, at most ``most``."""
         return min(most, *(running.left for running in self.slots if running is not None))
 
     def advance(self, steps: int) -> list[int]:
-        """Counts steps that have run; returns the slots whose samples have reached their limit."""
+        """Counts steps; returns the slots whose samples have reached their limit."""
         self.decode_steps += steps
         self.rows_run += steps * self.bucket
         ended = []
@@ -112,7 +112,7 @@ class Scheduler:
         return ended
 
     def release(self, slots: Iterable[int]) -> list[tuple[int, RolloutSample]]:
-        """Frees slots; returns which sample was where."""
+        """Frees slots; returns (slot, sample) of each."""
         freed = []
         for slot in slots:
             running = self.slots[slot]
@@ -123,10 +123,10 @@ class Scheduler:
 
 
 class FinishPoll:
-    """Asks which samples have finished, once in ``POLL_STEPS`` decode steps.
+    """Finds finished samples, once in ``POLL_STEPS`` decode steps.
 
     Args:
-        read: gives their slots: :class:`SynchronousRead` or :class:`AsynchronousRead`.
+        read: returns their slots: :class:`SynchronousRead` or :class:`AsynchronousRead`.
     """
 
     def __init__(self, read: Callable[[], list[int]]):
@@ -134,7 +134,7 @@ class FinishPoll:
         self.due = POLL_STEPS  # steps until the next poll
 
     def after(self, steps: int) -> list[int]:
-        """Slots whose samples are known to have finished, once so many more steps have run."""
+        """Slots of samples that are known to have finished, after ``steps`` more steps."""
         self.due -= steps
         if self.due:
             return []
@@ -143,7 +143,7 @@ class FinishPoll:
 
 
 class SynchronousRead:
-    """Reads finish reasons at once: on a CPU the steps are done when it does."""
+    """Reads finish reasons at once: on a CPU the steps are done by then."""
 
     def __init__(self, slots: Slots, scheduler: Scheduler):
         self.slots, self.scheduler = slots, scheduler
@@ -154,8 +154,8 @@ class SynchronousRead:
 
 
 class AsynchronousRead:
-    """Reads the finish reasons of one poll ago: the device has its next steps already and is never
-    idle. Two buffers in pinned memory take turns."""
+    """Reads the finish reasons of the poll before, so that the device is never idle. Two buffers in
+    pinned memory alternate."""
 
     def __init__(self, slots: Slots, scheduler: Scheduler):
         self.slots, self.scheduler = slots, scheduler
@@ -178,7 +178,7 @@ class AsynchronousRead:
         copied.synchronize()
         reasons = zip(buffer.tolist(), samples, strict=True)
         ended = {id(sample) for reason, sample in reasons if sample and reason != RUNNING}
-        # Since then samples have moved to other slots, and others have taken theirs.
+        # Since then samples may have moved, and others may be in their slots.
         return [slot for slot, now in enumerate(self.scheduler.samples) if id(now) in ended]
 
 

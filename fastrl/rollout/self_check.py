@@ -37,7 +37,7 @@ class UnsupportedModel(ValueError):
 
 
 def check_weights_and_kind(model: Any) -> None:
-    """Refuses models that the engine cannot run, as far as weights and configuration tell.
+    """Refuses models that the engine cannot run, by their weights and configuration.
 
     Raises:
         UnsupportedModel: sharded weights, an encoder–decoder, attention or positions of its own.
@@ -48,8 +48,8 @@ def check_weights_and_kind(model: Any) -> None:
 
 
 def check_numbers(trial: RolloutEngine) -> None:
-    """Generates a few tokens from random prompts, three in two slots, and compares what the engine
-    says of them with plain forwards. Neither the model nor torch's generators are changed.
+    """Generates a few tokens from random prompts, three in two slots, and compares their log-probs
+    and entropies with plain forwards. Neither the model nor torch's generators are changed.
 
     Args:
         trial: an engine of two slots.
@@ -57,9 +57,29 @@ def check_numbers(trial: RolloutEngine) -> None:
     Raises:
         UnsupportedModel: the numbers differ, or the engine cannot run the model.
     """
-    cause = _why_not_by_numbers(trial)
-    if cause is not None:
-        raise UnsupportedModel(trial.model, cause)
+    model, device = trial.model_runner.language_model, trial.model_runner.device
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(vocabulary, (n,), generator=generator) for n in _LENGTHS]
+    params = SamplingParams(
+        max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS, temperature=0, seed=0
+    )
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            worst, mean = _differences(trial, prompts, trial.generate(prompts, params))
+        # Any other failure: model.generate may run the model.
+        except Exception as error:
+            cause = f"the rollout engine cannot run it ({type(error).__name__}: {error})"
+            raise UnsupportedModel(trial.model, cause) from error
+        finally:
+            trial.sleep()
+    off, tolerance = (worst, _EXACT) if _is_exact(trial) else (mean, _ROUNDED)
+    if not off <= tolerance:  # NaN is not
+        raise UnsupportedModel(
+            trial.model,
+            f"the rollout engine's log-probs or entropies are off by {off:.1e} from a plain "
+            f"forward (more than {tolerance:.0e})",
+        )
 
 
 def unwrapped(model: Any) -> Any:
@@ -70,7 +90,7 @@ def unwrapped(model: Any) -> Any:
 
 def _why_not_by_weights(model: Any) -> str | None:
     """Finds sharded weights: torch's FSDP and tensor parallelism, DeepSpeed's ZeRO-3. Only the
-    model's own forward knows how to gather them."""
+    model's own forward can gather them."""
     for name, weight in model.named_parameters():
         if type(weight).__name__ == "DTensor":
             return f"its weights are sharded ({name} is a DTensor)"
@@ -94,7 +114,7 @@ def _why_not_by_kind(model: Any) -> str | None:
 
 
 def _dynamic_rope(config: Any) -> str | None:
-    """The kind of a RoPE whose frequencies are read off the positions at every step."""
+    """The kind of a RoPE whose frequencies depend on the positions of each step; else None."""
     for name in ("rope_parameters", "rope_scaling"):
         settings = getattr(config, name, None) or {}
         # One for all layers, or one for each kind of layer.
@@ -105,40 +125,12 @@ def _dynamic_rope(config: Any) -> str | None:
     return None
 
 
-def _why_not_by_numbers(engine: RolloutEngine) -> str | None:
-    """Lets an engine of two slots generate from three prompts, and looks at what it says of it."""
-    model = engine.model_runner.language_model
-    vocabulary = model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(vocabulary, (n,), generator=generator) for n in _LENGTHS]
-    params = SamplingParams(
-        max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS, temperature=0, seed=0
-    )
-    devices = [engine.model_runner.device] if engine.model_runner.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            output = engine.generate(prompts, params)
-            worst, mean = _differences(engine, prompts, output)
-        # Whatever a model does that the engine is not made for, model.generate may well be.
-        except Exception as error:
-            return f"the rollout engine cannot run it ({type(error).__name__}: {error})"
-        finally:
-            engine.sleep()
-    off, tolerance = (worst, _EXACT) if _is_exact(engine) else (mean, _ROUNDED)
-    if off <= tolerance:  # NaN is not
-        return None
-    return (
-        f"what the rollout engine says of its tokens is off by {off:.1e} from a plain forward "
-        f"(more than {tolerance:.0e})"
-    )
-
-
 @torch.no_grad()
 def _differences(
     engine: RolloutEngine, prompts: list[Tensor], output: RolloutOutput
 ) -> tuple[float, float]:
-    """The largest and the mean difference from forwards of one sample each, of the tokens whose
-    distribution such a forward has: broken weights are no fault of the engine's."""
+    """The largest and the mean difference from forwards of one sample each, over tokens for which
+    that forward has a distribution: NaN weights are not the engine's fault."""
     model, device = engine.model_runner.language_model, engine.model_runner.device
     assert output.logprobs is not None
     assert output.entropies is not None

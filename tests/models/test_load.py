@@ -413,7 +413,7 @@ def test_an_adapters_dropout_does_not_act_in_ppo_which_is_said_once(base, tmp_pa
     lora = tiny_models.lora(lora_dropout=0.25)
     folder = adapter(base, tmp_path / "lora", lora=lora)
     policy = AutoModelForCausalLMWithValueHead.from_pretrained(folder, is_trainable=True)
-    with pytest.warns(UserWarning, match=r"lora_dropout=0\.25 does not act") as warned:
+    with pytest.warns(UserWarning, match=r"lora_dropout=0\.25 has no effect") as warned:
         trainer_of(policy)
     assert len(warned) == 1
 

@@ -12,7 +12,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
 from fastrl import PPOConfig, PPOTrainer
-from fastrl.ppo import control
+from fastrl.ppo.score_scaling import RunningMoments
 from tests import tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import make_batch, make_policy, make_trainer, parameters, perturbed
@@ -217,6 +217,6 @@ def test_a_scaler_goes_on_too(where, monkeypatch):
 def test_moments_are_read_and_not_moved_by_the_transform():
     trainer = trainer_of()
     scores, moments = trainer.transform_scores(torch.tensor([1.0, 3.0, torch.nan]))
-    assert trainer.running == control.RunningMoments()
+    assert trainer.running == RunningMoments()
     assert (moments.mean, moments.count) == (pytest.approx(2.0), pytest.approx(2.0))
     assert scores.isnan().tolist() == [False, False, True]

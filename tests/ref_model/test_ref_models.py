@@ -195,7 +195,7 @@ def test_a_frozen_part_that_changed_is_noticed():
 
 def test_an_adapter_reference_scores_as_the_base_and_restores_the_adapter(inputs):
     model = adapted()
-    reference = AdapterOffRefModel(model, model)
+    reference = AdapterOffRefModel(model)
     before = model(**inputs)[0]
     base = tiny_models.language_model()
     torch.testing.assert_close(
@@ -279,18 +279,18 @@ def test_an_offloaded_copy_visits_layer_by_layer(inputs):
     expected = policy(**inputs, scoring=request(inputs)).logprobs
     here, most = set(), [0]
     for unit in reference.units:
-        bring, leave = unit.bring, unit.take_away
+        load, unload = unit.load, unit.unload
 
-        def brought(device, unit=unit, bring=bring):
+        def loaded(device, unit=unit, load=load):
             here.add(id(unit))
             most[0] = max(most[0], len(here))
-            bring(device)
+            load(device)
 
-        def left(unit=unit, leave=leave):
+        def unloaded(unit=unit, unload=unload):
             here.discard(id(unit))
-            leave()
+            unload()
 
-        unit.bring, unit.take_away = brought, left
+        unit.load, unit.unload = loaded, unloaded
     found = reference.score(inputs, request(inputs)).logprobs
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
     assert most[0] == 2, "one layer, beside embeddings and head"

@@ -14,8 +14,11 @@ from fastrl.alignment.losses.base import Loss, LossOutput
 from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
 from fastrl.models.utils import evaluating
-from fastrl.ppo.experience import GAE, Experience, Scorer, make_kl_penalty
-from fastrl.ppo.update import GradientStep, Minibatch, UpdateLoss, UpdateRecord, make_aggregate
+from fastrl.ppo.advantages import GAE
+from fastrl.ppo.experience import Experience, Scorer
+from fastrl.ppo.kl import make_kl_penalty
+from fastrl.ppo.loss import Minibatch, UpdateLoss
+from fastrl.ppo.update import GradientStep, UpdateRecord
 from fastrl.ref_model.none import NoRefModel
 from fastrl.rollout import SamplingParams
 
@@ -89,7 +92,7 @@ class PPO(Loss):
 
     @property
     def _update_loss(self) -> UpdateLoss:
-        return UpdateLoss(self._settings, make_aggregate(self._settings))
+        return UpdateLoss(self._settings)
 
     def check(self, task: Task, batch_size: int) -> None:
         super().check(task, batch_size)
@@ -169,7 +172,7 @@ class PPO(Loss):
             scored = scorer(tokens)
         rewards, _, _ = penalty.rewards(
             batch.rewards(1).to(tokens.mask.device),
-            *penalty.operands(scored),
+            *scored.kl_operands,
             tokens.mask,
             self.kl_coef,
         )

@@ -66,7 +66,7 @@ def check_per_token(name: str, tensor: Tensor, like_name: str, like: Tensor) -> 
 def check_positive(name: str, number: float, *, or_zero: bool = False) -> float:
     if isinstance(number, Tensor):
         raise TypeError(f"{name} must be a Python number: reading a tensor would wait for it")
-    # As a compiler's symbol can be compared.
+    # Comparisons only, which a compiler's symbol allows.
     if not (0 < number < math.inf or (or_zero and number == 0)):
         wanted = "at least 0" if or_zero else "positive"
         raise ValueError(f"{name} must be {wanted} and finite, got {number}")
@@ -88,7 +88,7 @@ def check_temperature(temperature: float | Tensor, like_name: str, like: Tensor)
 
 
 def check_labels_of(labels: Tensor, like_name: str, like: Tensor) -> None:
-    """Token ids, one for each vector of ``like``; their range is for ``check_label_range``."""
+    """Token ids, one for each vector of ``like``; ``check_label_range`` checks their range."""
     if labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
         raise TypeError(f"labels must be integers, got {labels.dtype}")
     check_per_token("labels", labels, like_name, like)
@@ -120,7 +120,7 @@ def _(labels: Tensor, mask: Tensor | None, vocabulary: int) -> Tensor:
 
 
 def checked_labels(labels: Tensor, mask: Tensor | None, vocabulary: int) -> Tensor:
-    """``labels`` after ``check_label_range``; where a graph is compiled, a step in it."""
+    """``labels`` after ``check_label_range``, which in a compiled graph is an operator."""
     if torch.compiler.is_compiling():
         return _checked_labels(labels, mask, vocabulary)
     check_label_range(labels, mask, vocabulary)

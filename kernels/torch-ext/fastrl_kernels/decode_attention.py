@@ -40,7 +40,7 @@ def _attend(
 ) -> Tensor:
     batch, heads, width = query.shape
     kv_heads = keys.shape[2]
-    # The heads that share keys stand where a sequence would have its tokens.
+    # The heads that share keys take the place of a sequence's tokens.
     query = query.reshape(batch, kv_heads, heads // kv_heads, width)
     keys, values = (x[:batch, : a.span].transpose(1, 2) for x in (keys, values))
     live = _live(lengths, a)
@@ -133,8 +133,8 @@ def decode_attention(
     is a softcap c. Row i attends slot i. Scores, sums and the softmax are fp32; the weights are
     rounded to the values' dtype before they meet them, as tensor cores want them.
 
-    Nothing waits for the device, no shape depends on data, and what is launched depends on shapes
-    and numbers alone: a CUDA graph may replay it while lengths grow, up to the span. In the Triton
+    Nothing waits for the device, no shape depends on data, and launches depend on shapes
+    and numbers alone: a CUDA graph may replay them while lengths grow, up to the span. In the Triton
     path a row's bits depend neither on other rows nor on the span. Forward only.
 
     Args:
@@ -148,7 +148,7 @@ def decode_attention(
         scale: of the scores, D^-½ unless given.
         window: only the last so many of the live tokens count, as in layers with a sliding window.
         softcap: c > 0, which no score exceeds.
-        span: what no length exceeds, M unless given. Work is sized by it, on the host, and rows
+        span: a bound of all lengths, M unless given. Work is sized by it, on the host, and rows
             that are longer become NaN.
         backend: "auto", "triton" or "torch"; see ``explain``.
 

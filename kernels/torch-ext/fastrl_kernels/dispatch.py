@@ -1,4 +1,4 @@
-"""The one place that picks a backend for an op, and says why."""
+"""Choice of an op's backend, with its reason."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _TRITON_DEVICES = ("cuda",)  # ROCm devices call themselves "cuda" in torch
 
 
 class Backend(NamedTuple):
-    """An op's two passes on one backend, tensors in and out; saved for backward is what the last
-    result of ``forward`` holds."""
+    """An op's two passes on one backend; the last result of ``forward`` is saved for backward."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]

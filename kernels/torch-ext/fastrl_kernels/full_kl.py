@@ -32,8 +32,8 @@ def _torch_forward(
     *,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The KL per token; and of each row both maxima, the policy's Σ exp, log Σ exp - that of the
-    reference, and the KL, [5, N], which exist here whether they are to be saved or not."""
+    """The KL per token; and of each row both maxima, the policy's Σ exp, the difference of both
+    log Σ exp, and the KL, [5, N], also without ``save``."""
     shape = logits.shape[:-1]
     divisor = Temperature(number, temperature)
     saved = torch.empty(5, shape.numel(), dtype=torch.float32, device=logits.device)
@@ -82,7 +82,7 @@ def _torch_backward(
 
 
 def _difference(d: Tensor, d_ref: Tensor, log_ratio: Tensor) -> Tensor:
-    """log p - log q in place of d; finite where d is -inf, for a token that weighs nothing."""
+    """log p - log q in place of d; finite where d is -inf, which is a token of probability 0."""
     return d.sub_(d_ref).nan_to_num_(nan=0.0, posinf=math.inf, neginf=0.0).sub_(log_ratio)
 
 
@@ -128,7 +128,7 @@ def _full_kl(
     number: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """The KL, and what is saved of the rows [5, N]."""
+    """The KL, and the rows' statistics for backward, [5, N]."""
     return _backend(backend).forward(logits, ref_logits, mask, temperature, number, save=True)
 
 

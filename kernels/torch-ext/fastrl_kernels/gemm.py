@@ -1,4 +1,4 @@
-"""Matrix products: which library call computes one, and where its sums are rounded."""
+"""Matrix products: the library call for each, and the rounding of its sums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def multiply(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, the sum in fp32: rounded to bf16 in between, chunk after chunk would lose."""
+    """total += a b, summed in fp32: sums over chunks that are rounded to bf16 lose digits."""
     if b.dtype == torch.float32 and total.device.type != "cpu":
         total.addmm_(a.float(), b)
     elif total.device.type == "cuda" and torch.version.hip is None:

@@ -1,7 +1,7 @@
-"""What the losses that are fused with the language-model head share.
+"""One pass over a language-model head for losses that are fused with it.
 
-The gradient of such a loss by a token's log-prob needs no other token's: a chunk of logits gives
-log-probs and gradients while it is there, and backward hands out what exists by then.
+The derivative of such a loss by a token's log-prob does not depend on other tokens: each chunk of
+logits gives log-probs and gradients in forward, and backward returns these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .workspace import Workspace
 
 
 class HeadGradients:
-    """Sums up the gradients that are wanted, chunk of rows by chunk of rows."""
+    """Sums of the wanted gradients over chunks of rows."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class HeadGradients:
 
 
 class HeadPass:
-    """One walk over N rows, a chunk of logits at a time.
+    """One pass over N rows, a chunk of logits at a time.
 
-    ``for rows in head_pass`` computes a chunk's logits and statistics; inside of the loop
-    :meth:`backward` takes the loss's derivatives by its log-probs.
+    ``for rows in head_pass`` computes a chunk's logits and statistics; in the loop :meth:`backward`
+    takes the loss's derivatives by its log-probs.
 
     Args:
         entropy: also compute entropies.
@@ -85,7 +85,7 @@ class HeadPass:
 
     @property
     def wanted(self) -> bool:
-        """Whether any gradient is."""
+        """Whether any gradient is wanted."""
         return self._gradients.wanted
 
     def __iter__(self) -> Iterator[slice]:
@@ -120,7 +120,7 @@ class HeadPass:
 
 
 class HandOut(torch.autograd.Function):
-    """Gives a loss the gradients by hidden states, weight and bias that exist already."""
+    """Gives a loss gradients by hidden states, weight and bias that have been computed."""
 
     @staticmethod
     def forward(
@@ -159,7 +159,7 @@ def wanted_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
     return tuple(x is not None and x.requires_grad and torch.is_grad_enabled() for x in tensors)
 
 
-# Of the operators, whose last three results are the gradients and whose last argument says which
+# For operators whose last three results are the gradients, and whose last argument is which of them
 # are wanted.
 def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.wanted, ctx.arguments = inputs[-1], len(inputs)

@@ -27,7 +27,7 @@ from .workspace import Workspace
 
 
 class Kept(NamedTuple):
-    """The last chunk's logits, and the workspace that they lie in."""
+    """The last chunk's logits, and the workspace that holds them."""
 
     rows: slice
     x: Tensor
@@ -35,7 +35,7 @@ class Kept(NamedTuple):
 
 
 class _Gradients:
-    """Sums up the gradients that are wanted, chunk of columns by chunk of columns."""
+    """Sums of the wanted gradients over chunks of columns."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]
@@ -85,8 +85,9 @@ class _Gradients:
 def _forward(
     inputs: HeadInputs, entropy: bool, extras: tuple[str, ...]
 ) -> tuple[list[Tensor | None], RowStatistics, Kept | None]:
-    """The last five of ``RowStatistics`` as they are returned, 0 where a row does not count; all of
-    them; and what backward may take, whose workspace is to be released where it does not."""
+    """The results (the last five of ``RowStatistics``, 0 where a row does not count), all
+    statistics, and the last chunk's logits for backward; whoever does not use these releases their
+    workspace."""
     n, vocabulary = len(inputs.hidden), len(inputs.weight)
     statistics = RowStatistics.empty(inputs.hidden, n, entropy, extras)
     dtype = inputs.head.chunk_dtype(inputs.hidden)

@@ -42,7 +42,7 @@ def _forward(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _linear_nll_loss(*arguments: Any) -> tuple[Tensor, ...]:
-    """Loss and log-probs, and the gradients that are wanted of the loss by the first three."""
+    """Loss and log-probs, and the wanted gradients of the loss by the first three arguments."""
     inputs, (weights, denominator, wanted) = split_head(arguments)
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         loss, logprobs, gradients = _forward(inputs, weights, denominator, tuple(wanted))

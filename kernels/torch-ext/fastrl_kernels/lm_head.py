@@ -1,4 +1,4 @@
-"""A language-model head in chunks: what the ops on hidden states share.
+"""A language-model head in chunks, for the ops on hidden states.
 
 Logits exist a chunk at a time, in a workspace of bounded size. Products are library GEMMs
 (``gemm``); the element-wise work on a chunk is done by a :class:`HeadBackend`.
@@ -29,9 +29,9 @@ from .types import LogitTransform, RowGradients, RowStatistics, Temperature
 from .workspace import KEPT_BYTES
 
 COLUMNS, FEWEST_COLUMNS = 8192, 1024  # of the vocabulary at a time, where logits are recomputed
-_ROW_STEP = 16  # chunks hold a multiple of as many rows
-# Of logits that exist at a time. Less on a CPU, where a chunk should stay near a cache, and where
-# memory is kept for the next call.
+_ROW_STEP = 16  # chunks have multiples of as many rows
+# Bytes of logits at a time. Less on a CPU, where a chunk should fit in a cache, and memory is kept
+# for the next call.
 WORKSPACE_BYTES = {"cpu": KEPT_BYTES}
 DEFAULT_WORKSPACE_BYTES = 256 << 20
 
@@ -77,7 +77,7 @@ class HeadBackend(Protocol):
         out: RowStatistics,
         once: bool = False,
     ) -> None:
-        """Fills ``out`` from whole rows [r, V]. ``once``: x need only serve `gradients_`."""
+        """Fills ``out`` from whole rows [r, V]. ``once``: x is used only by `gradients_` then."""
 
     @staticmethod
     def gradients_(
@@ -90,9 +90,9 @@ class HeadBackend(Protocol):
         upstream: RowGradients,
         once: bool = False,
     ) -> None:
-        """Makes x [r, C], columns ``first`` + … of the rows, the gradients of its products.
+        """Replaces x [r, C], columns ``first`` + … of the rows, by the gradients of its products.
 
-        ``once``: x comes from `statistics` with it, and entropies have no gradient.
+        ``once``: x comes from `statistics` with ``once``, and entropies have no gradient.
         """
 
     @staticmethod
@@ -101,7 +101,7 @@ class HeadBackend(Protocol):
 
 
 class TorchHead:
-    """Element-wise work in PyTorch. Chunks are fp32 whatever the head is, and hold unscaled logits
+    """Element-wise work in PyTorch. Chunks are fp32 for heads of any dtype, with unscaled logits
     (:class:`LogitTransform`)."""
 
     @staticmethod
@@ -126,8 +126,8 @@ class TorchHead:
         out: RowStatistics,
         once: bool = False,
     ) -> None:
-        """With ``once`` and without a soft cap, x holds exp(z - max z) afterwards, which spares
-        `gradients_` the work."""
+        """With ``once`` and without a soft cap, replaces x by exp(z - max z), which `gradients_`
+        then does not compute again."""
         d, e = _buffers(x, 2)
         once = once and transform.softcap is None
         for rows, block in blocks(x):
@@ -183,8 +183,7 @@ def _shifted(
     temperature: Temperature,
     out: Tensor,
 ) -> Tensor:
-    """z - max z. Where a bias masks tokens out -inf becomes FLOOR: its product with exp of it,
-    which is 0, has to be 0."""
+    """z - max z. -inf, of tokens that a bias masks out, becomes FLOOR, so that exp(d)·d is 0."""
     d = torch.sub(x, row_max[:, None], out=out[: len(x)])
     return _times_(d, transform.outer, temperature).clamp_(min=FLOOR)
 
@@ -229,7 +228,7 @@ def _gradients_by_z(
     d: Tensor,
     e: Tensor,
 ) -> Tensor:
-    """exp(d)·(base + slope·(d - mean)), in x's place, or beside it where a cap still needs it."""
+    """exp(d)·(base + slope·(d - mean)), in place of x, or in d where a cap still needs x."""
     out = x if transform.softcap is None else d[: len(x)]
     d = _shifted(x, saved.unscaled_max, transform, temperature, d)
     e = torch.exp(d, out=e[: len(x)])
@@ -248,7 +247,7 @@ def _add_at_labels_(x: Tensor, columns: Tensor, g: Tensor) -> None:
 
 
 class HeadInputs(NamedTuple):
-    """A checked call: N rows, and the shape that results have."""
+    """A checked call: N rows, and the shape of its results."""
 
     hidden: Tensor  # [N, H], 0 where a row does not count
     weight: Tensor  # [V, H]
@@ -273,13 +272,12 @@ class HeadInputs(NamedTuple):
         return *self[:5], self.temperature.per_row
 
     def with_tensors(self, *tensors: Any) -> HeadInputs:
-        """The same call with other tensors, or None where autograd keeps them."""
+        """The same call with other tensors, or with None while autograd keeps them."""
         temperature = self.temperature._replace(per_row=tensors[5])
         return HeadInputs(*(*tensors[:5], temperature, *self[6:]))
 
     def fill(self, x: Tensor, rows: slice, columns: slice | None = None) -> None:
-        """Computes x, the logits of some rows, and of some columns or all, as the backend has
-        them."""
+        """Computes x, logits of some rows, and of some columns or all, in the backend's form."""
         weight, bias = self.weight, self.bias
         if columns is not None:
             weight, bias = weight[columns], None if bias is None else bias[columns]
@@ -300,7 +298,7 @@ class HeadInputs(NamedTuple):
         upstream: RowGradients,
         once: bool = False,
     ) -> None:
-        """Makes x its products' gradients; ``saved`` is of all rows, ``upstream`` of these."""
+        """Replaces x by its products' gradients; ``saved`` has all rows, ``upstream`` these."""
         self.head.gradients_(
             x, first, self.labels[rows], self.transform, self.temperature.at(rows), saved.at(rows),
             upstream, once,
@@ -330,7 +328,7 @@ def split_head(arguments: Sequence[Any]) -> tuple[HeadInputs, Sequence[Any]]:
 
 
 def fake_gradients(leaves: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-    """By hidden states, weight and bias, empty where they are not wanted."""
+    """Fake gradients by hidden states, weight and bias, empty where they are not wanted."""
     hidden = leaves[0]
     assert hidden is not None
     return tuple(
@@ -354,7 +352,7 @@ def checked_head(
 ) -> HeadInputs:
     """
     Raises:
-        TypeError, ValueError: as the public ops say.
+        TypeError, ValueError: as the public ops do.
     """
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if x is not None and type(x).__name__ == "DTensor":
@@ -399,7 +397,7 @@ def checked_head(
     if check_labels or (chosen == "torch" and kind == "cpu"):
         labels = checked_labels(labels, mask, len(weight))
 
-    if not torch.is_grad_enabled():  # which a Function's ``needs_input_grad`` does not say
+    if not torch.is_grad_enabled():  # ``needs_input_grad`` of a Function ignores it
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
     counted = counts(labels, mask).reshape(-1)
@@ -407,7 +405,7 @@ def checked_head(
     if temperatures is not None:
         temperatures = torch.where(counted, temperatures, 1.0)
     return HeadInputs(
-        # What lies in rows that do not count may be anything, and 0·NaN would reach the weight.
+        # Rows that do not count may hold NaN, and 0·NaN would reach the weight's gradient.
         hidden=torch.where(counted[:, None], flat, 0.0),
         weight=weight,
         bias=bias,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def _torch_forward(
     save: bool,
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """Log-probabilities, entropies, and of each row max x, Σ exp((x - max)/T) and (E[x] - max)/T,
-    [N] each, which exist here whether they are to be saved or not."""
+    [N] each, also without ``save``."""
     flat, columns, known, counted = _columns(labels, mask, logits.shape[-1])
     divisor = Temperature(number, temperature)
     row_max, row_sum, mean, at_label = (
@@ -158,7 +158,7 @@ def _token_logprobs(
     entropy: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies, and what is saved of each row: max, sum and mean."""
+    """Log-probabilities, entropies, and each row's max, sum and mean for backward."""
     logprobs, entropies, saved = _backend(backend).forward(
         logits, labels, mask, temperature, number, entropy=entropy, save=True
     )
@@ -221,60 +221,6 @@ def _token_logprobs_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
 _token_logprobs.register_autograd(_token_logprobs_gradients, setup_context=_save_token_logprobs)
 
 
-def _compiled(
-    logits: Tensor,
-    labels: Tensor,
-    mask: Tensor | None,
-    temperature: Tensor | None,
-    number: float,
-    entropy: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor | None]:
-    logprobs, entropies, *_ = _token_logprobs(
-        logits, labels, mask, temperature, number, entropy, backend
-    )
-    return logprobs, entropies if entropy else None
-
-
-@overload
-def token_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    entropy: Literal[False] = False,
-    check_labels: bool = False,
-    backend: str = "auto",
-) -> Tensor: ...
-
-
-@overload
-def token_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    entropy: Literal[True],
-    check_labels: bool = False,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def token_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    temperature: float | Tensor = 1.0,
-    mask: Tensor | None = None,
-    entropy: bool,
-    check_labels: bool = False,
-    backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 def token_logprobs(
     logits: Tensor,
     labels: Tensor,
@@ -284,7 +230,7 @@ def token_logprobs(
     entropy: bool = False,
     check_labels: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """log softmax(z)[y] per token with z = logits/T, and the entropy H = -Σ_v p_v log p_v.
 
     One pass over the logits forward; backward reads them again and writes their gradient
@@ -327,6 +273,6 @@ def token_logprobs(
     chosen = choose(backend, logits)
     if check_labels or (chosen == "torch" and logits.device.type == "cpu"):
         labels = checked_labels(labels, mask, logits.shape[-1])
-    run: Any = _compiled if torch.compiler.is_compiling() else _TokenLogprobs.apply
-    logprobs, entropies = run(logits, labels, mask, temperatures, number, entropy, chosen)
+    run: Any = _token_logprobs if torch.compiler.is_compiling() else _TokenLogprobs.apply
+    logprobs, entropies, *_ = run(logits, labels, mask, temperatures, number, entropy, chosen)
     return (logprobs, entropies) if entropy else logprobs

@@ -1,11 +1,11 @@
 """Registration of ops as ``torch.library`` operators, which ``torch.compile`` does not look into.
 
-A public op over the vocabulary takes its operator while a graph is being traced, and only then.
-What runs is the code of eager mode: its loops over chunks are not unrolled, and its workspaces are
-not part of a graph.
+A public op over the vocabulary calls its operator only while a graph is traced. The operator runs
+the code of eager mode: its loops over chunks are not unrolled, and its workspaces are not part of
+the graph.
 
 An operator takes tensors and plain values, and returns tensors of which none is a view of another;
-one that is not wanted is empty. Each has a fake, which says what comes back, and where it has a
+an unwanted one is empty. Each has a fake, which gives the shapes of its results, and where it has a
 gradient an operator for backward, since backward is traced as well.
 """
 
@@ -23,7 +23,7 @@ NAMESPACE = re.sub(r"\W", "_", __package__ or "fastrl_kernels")
 
 
 def operator(schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Registers a function under its name; with the schema that its annotations say, or this."""
+    """Registers a function under its name, with the schema of its annotations or a given one."""
 
     def register(function: Callable[..., Any]) -> Any:
         name = f"{NAMESPACE}::{function.__name__.strip('_')}"
@@ -33,8 +33,8 @@ def operator(schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
 
 
 def dense(x: Tensor) -> Tensor:
-    """Contiguous from its memory's start on, as a fake says. The Triton kernels lay a gradient out
-    as its logits lie, which may be from an odd address on, or with padded rows."""
+    """Contiguous from its memory's start on, as fakes promise. Triton kernels give a gradient the
+    layout of its logits, which may start at an odd address or have padded rows."""
     if x.is_contiguous() and x.storage_offset() == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -55,5 +55,5 @@ def split(x: Any) -> tuple[Tensor | None, Any]:
 
 
 def joined(x: Tensor | None, number: Any) -> Any:
-    """What was ``split``."""
+    """The inverse of ``split``."""
     return number if x is None else x

@@ -1,5 +1,5 @@
-"""The clipped PPO objective with its value and KL terms, from log-probs or from hidden states, and
-the statistics that go with it."""
+"""The clipped PPO objective with value and KL terms, from log-probs or from hidden states, and its
+statistics."""
 
 from __future__ import annotations
 
@@ -57,13 +57,12 @@ def _denominator(constants: PPOConstants, settings: PPOSettings) -> Tensor:
 
 
 def inverse_of(denominator: Tensor) -> Tensor:
-    """0 where the denominator is: it comes from ranks that all count nothing, whose loss is 0."""
+    """1/denominator, and 0 for 0: a batch that counts no token on any rank has loss 0."""
     return torch.where(denominator == 0, 0.0, 1.0 / denominator)
 
 
 def _token_weights(constants: PPOConstants, settings: PPOSettings) -> Tensor | None:
-    """What each token weighs, [..., T] or [..., 1], beside the denominator; None where all weigh
-    1."""
+    """Weights of tokens, [..., T] or [..., 1], without the denominator; None where all are 1."""
     mask, given = constants.mask, constants.token_weights
     weights = None if given is None else torch.where(mask, given.float(), 0.0)
     if settings.aggregate != "seq-mean-token-mean":
@@ -73,7 +72,7 @@ def _token_weights(constants: PPOConstants, settings: PPOSettings) -> Tensor | N
 
 
 class _PolicyTerms(NamedTuple):
-    """Of each token, without the weights of tokens and the denominator."""
+    """Terms of the loss per token, without token weights and denominator."""
 
     loss: Tensor  # the clipped objective
     kl: Tensor | None  # the KL term without its coefficient
@@ -86,8 +85,8 @@ class _PolicyTerms(NamedTuple):
 def _policy_terms(logprobs: Tensor, constants: PPOConstants, settings: PPOSettings) -> _PolicyTerms:
     """The clipped objective and the KL term per token, and their derivative by log π.
 
-    Inside the clip range both branches are the same and the derivative is that of the ratio, all
-    of it. Exactly at a bound (probability 0) it is the unclipped branch's as well.
+    Inside the clip range both branches are equal, and the derivative is that of the ratio. Exactly
+    at a bound (probability 0) it is the unclipped branch's.
     """
     mask = constants.mask
     log_ratio = masked_difference(logprobs, constants.old_logprobs, mask)
@@ -117,7 +116,8 @@ def _policy_terms(logprobs: Tensor, constants: PPOConstants, settings: PPOSettin
 def _value_error(
     values: Tensor, constants: PPOConstants, settings: PPOSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """½·the larger squared error, its derivative, where it clips, (V - R)², and V where counted."""
+    """½·the larger squared error, its derivative, where it is clipped, (V - R)², and V, 0 where
+    masked."""
     assert constants.old_values is not None
     assert constants.returns is not None
     mask = constants.mask
@@ -386,7 +386,7 @@ def _linear_forward(
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """The loss, its statistics, log-probs and entropies, and the wanted gradients of the loss by
-    hidden states, weight and bias. What a token weighs is known before its log-prob is."""
+    hidden states, weight and bias. The weight of a token does not depend on its log-prob."""
     passes: Any = None
     if inputs.backend == "triton":
         from ._triton import ppo_loss
@@ -420,7 +420,7 @@ def _linear_forward(
     "bool entropy, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _linear_ppo_loss(*arguments: Any) -> tuple[Tensor, ...]:
-    """The results, and the gradients that are wanted of the loss by the first three."""
+    """The results, and the wanted gradients of the loss by the first three arguments."""
     inputs, others = split_head(arguments)
     old_logprobs, advantages, mask, weights, *tensors = others[:7]
     low, high, dual_clip, aggregate, number, kl_coef, kl_kind, entropy, wanted = others[7:]

@@ -23,7 +23,7 @@ from .checks import (
     check_same_shape,
 )
 
-# The public ones; whatever tests every op, or lists them, reads this.
+# The public losses, for the package and for tests of every op.
 __all__ = [
     "dpo_loss",
     "ipo_loss",
@@ -40,7 +40,7 @@ CERTAIN = -(2.0**-24)
 
 
 def _checked(**tensors: Tensor | None) -> list[Tensor]:
-    """The tensors that are there, [B] and on one device, in fp32."""
+    """The given tensors in fp32, checked to be [B] and on one device."""
     given = {name: x for name, x in tensors.items() if x is not None}
     first = next(iter(given))
     like = given[first]
@@ -73,7 +73,7 @@ def _check_label_smoothing(label_smoothing: float, kind: str) -> None:
 def _margins(
     policy_chosen: Tensor, policy_rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
 ) -> Tensor:
-    """h = r_w - r_l. A policy is close to its reference, so that r loses no digit first."""
+    """h = r_w - r_l. r first: a policy is close to its reference, so that no digits are lost."""
     policy_w, policy_l, ref_w, ref_l = _checked(
         policy_chosen=policy_chosen,
         policy_rejected=policy_rejected,
@@ -294,7 +294,7 @@ def kto_loss(
     check_device("desirable", desirable, "policy", policy)
     gain = (policy - reference) - _baseline(kl, policy)
     x = beta * torch.where(desirable, -gain, gain)
-    # Autograd takes σ·(1 - σ) for the slope, of which no digit is left where σ is close to 1.
+    # Autograd's slope σ·(1 - σ) has no correct digit where σ is close to 1.
     missed = torch.where(x > 0, 1.0 - torch.sigmoid(-x), torch.sigmoid(x))
     return torch.where(desirable, desirable_weight * missed, undesirable_weight * missed)
 

@@ -523,7 +523,7 @@ def decode_attention(
     live = position < lengths
     if window is not None:
         live = live & (position >= lengths - window)
-    # What is dead may hold anything: it is replaced before any arithmetic.
+    # Dead tokens may be NaN: they are replaced before any arithmetic.
     keys, values = (torch.where(live.mT, x[:batch].transpose(1, 2), 0.0) for x in (keys, values))
     query = query.reshape(batch, kv_heads, heads // kv_heads, width)
     scores = query @ keys.mT * (1 / math.sqrt(width) if scale is None else scale)

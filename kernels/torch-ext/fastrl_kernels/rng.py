@@ -1,4 +1,4 @@
-"""Keys of random draws: a hash of what a draw is for, so that nothing else decides it."""
+"""Keys of random draws: hashes of seed, sample and token, on which alone a draw depends."""
 
 from __future__ import annotations
 

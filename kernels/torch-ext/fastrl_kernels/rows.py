@@ -1,4 +1,4 @@
-"""How tensors of shape [..., V] are walked as rows, and allocated so that 16-byte access works."""
+"""Tensors [..., V] as rows, and allocations whose rows allow 16-byte access."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._cpu.row_chunks import FLOOR, rows_at_a_time
 from ._cpu.top_p import MANY, last_below, lowest_by_buckets, tempered
-from .checks import check_device, check_float
+from .checks import check_float, check_per_token
 from .dispatch import choose
 from .operators import joined, new, operator, split
 from .rng import GAMMA, is_integer, mixed, shifted
@@ -22,7 +22,7 @@ _INF = math.inf
 
 
 def _uniforms(keys: Tensor) -> Tensor:
-    """[r, 1] float64 in (0, 1). Mixed again, for keys that are no hash."""
+    """Uniform numbers [r, 1] float64 in (0, 1). Keys are hashed again, in case they are not."""
     return ((shifted(mixed(keys + GAMMA), 12) + 0.5) * 2.0**-52).unsqueeze(-1)
 
 
@@ -67,7 +67,7 @@ def _lowest_by_sorting(x: Tensor, e: Tensor, row_max: Tensor, p: SamplingParamet
         limit = torch.where(x >= lowest, e, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
         limit = limit * p.top_p
         weights = tempered(highest - row_max, p.temperature).exp_().double()
-        # Past the last that top-k kept there may be others: the last is as low as it gets.
+        # No lower than the lowest that top-k kept.
         found = torch.maximum(lowest, last_below(highest, weights, 0.0, limit))
         off = isinstance(p.top_p, Tensor) and p.top_p >= 1
         lowest = torch.where(off, lowest, found) if isinstance(off, Tensor) else found
@@ -149,7 +149,7 @@ def _torch_sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> Sample
     return SampledTokens(*(field.squeeze(-1) for field in fields))
 
 
-# name: whether it is an integer, what holds for its values, and how to say so
+# name: whether it is an integer, a condition for its values, and the condition in words
 _RULES = {
     "temperature": (False, lambda x: (x >= 0) & (x < _INF), "0 (greedy) or positive and finite"),
     "top_k": (True, lambda x: x >= 0, "0 (off) or positive"),
@@ -165,21 +165,14 @@ def _check_logits(logits: Tensor) -> None:
         raise ValueError(f"logits have shape {shape}: they must be [N, V] with V > 0")
 
 
-def _check_per_row(name: str, x: Tensor, logits: Tensor) -> None:
-    if x.shape != logits.shape[:1]:
-        shape, expected = tuple(x.shape), tuple(logits.shape[:1])
-        raise ValueError(f"{name} has shape {shape}: it must be {expected}, one per row of logits")
-    check_device(name, x, "logits", logits)
-
-
 def _check_parameter(name: str, x: float | Tensor, logits: Tensor) -> None:
-    """All but a tensor's values."""
+    """Checks a parameter, but for the values of a tensor."""
     whole, holds, rule = _RULES[name]
     if isinstance(x, Tensor):
         if not (is_integer(x) if whole else x.is_floating_point()):
             kind = "integers" if whole else "floating-point"
             raise TypeError(f"{name} must be {kind}, got {x.dtype}: convert it first")
-        _check_per_row(name, x, logits)
+        check_per_token(name, x, "logits", logits)
         return
     if isinstance(x, bool) or not isinstance(x, int if whole else (int, float)):
         kind = "an integer" if whole else "a number"
@@ -189,7 +182,7 @@ def _check_parameter(name: str, x: float | Tensor, logits: Tensor) -> None:
 
 
 def _check_values(parameters: SamplingParameters) -> None:
-    """Those of tensors."""
+    """Checks the values of tensors."""
     for name, x in parameters._asdict().items():
         _, holds, rule = _RULES[name]
         if isinstance(x, Tensor) and not (held := holds(x)).all():
@@ -200,7 +193,7 @@ def _check_values(parameters: SamplingParameters) -> None:
 def _run(
     logits: Tensor, keys: Tensor, parameters: SamplingParameters, backend: str
 ) -> SampledTokens:
-    """``sample_tokens`` of arguments that are checked but for the values of tensors."""
+    """``sample_tokens`` of arguments whose checks lack the values of tensors."""
     if backend == "triton":
         from ._triton import sampling
 
@@ -273,7 +266,7 @@ def sample_tokens(
 
     Nothing waits for the device, and no shape depends on data, but for PyTorch's path on CPU
     tensors: it reads parameters to check them, and with top-p whether the highest logits were
-    enough. Where scalars say that nothing is cut, that work is left out.
+    enough. Where scalars cut nothing, that work is left out.
 
     Args:
         logits: [N, V] fp32, bf16 or fp16; arithmetic is fp32. Never modified. Rows of any stride;
@@ -302,7 +295,7 @@ def sample_tokens(
     _check_logits(logits)
     if keys.dtype not in (torch.int64, torch.uint64):
         raise TypeError(f"keys must be int64 or uint64, got {keys.dtype}: see sample_keys")
-    _check_per_row("keys", keys, logits)
+    check_per_token("keys", keys, "logits", logits)
     parameters = SamplingParameters(temperature, top_k, top_p, min_p)
     for name, value in parameters._asdict().items():
         _check_parameter(name, value, logits)

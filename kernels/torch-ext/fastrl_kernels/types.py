@@ -12,7 +12,7 @@ KL_KINDS = ("kl", "abs", "mse", "k3", "k3+")
 AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LOG_RATIO_LIMIT = 20.0
 WHITEN_EPS = 1e-8
-# A sampling temperature below it is 0: its inverse would not be finite in fp32.
+# Lower sampling temperatures count as 0: their inverses would not be finite in fp32.
 COLDEST = 1e-30
 
 
@@ -33,7 +33,7 @@ class Temperature(NamedTuple):
 
 
 class LogitTransform(NamedTuple):
-    """What a model makes of its LM head's output x: c·tanh(s·x/c), without a cap s·x.
+    """Logits from the LM head's output x: c·tanh(s·x/c), or s·x without a soft cap.
 
     That is outer·u of the unscaled logit u = tanh(inner·x), or u = x without a cap.
     """
@@ -52,7 +52,7 @@ class LogitTransform(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """What is kept of each row of logits, [N] each; None where not wanted."""
+    """Statistics of each row of logits, [N] each; None where not wanted."""
 
     unscaled_max: Tensor  # max_v u_v, see LogitTransform
     exp_sum: Tensor  # Σ_v exp(z_v - max z)
@@ -137,13 +137,13 @@ class PPOConstants(NamedTuple):
 
 
 class PPOSettings(NamedTuple):
-    """What the PPO loss takes besides tensors."""
+    """Settings of the PPO loss that are not tensors."""
 
     low: float  # the ratio's bounds
     high: float
     dual_clip: float | None
     aggregate: str
-    denominator: float | None  # None where it is a tensor, or follows from the mask
+    denominator: float | None  # None where it is a tensor, or is counted from the mask
     value_cliprange: float
     value_coef: float
     kl_coef: float
@@ -249,15 +249,15 @@ class SampledTokens(NamedTuple):
     logprobs_t1: Tensor
     """fp32, under the whole softmax at temperature 1."""
     truncated_logprobs: Tensor
-    """fp32, under what was drawn from: at the sampling temperature, cut and renormalised."""
+    """fp32, under the truncated softmax at the sampling temperature, renormalised."""
     cutoffs: Tensor
-    """fp32, the lowest logit that was kept, as it stands in ``logits``; -inf where all were."""
+    """fp32, the lowest logit that was kept, as in ``logits``; -inf where all were."""
     entropies: Tensor
     """fp32, of the whole softmax at the sampling temperature."""
 
 
 class SamplingParameters(NamedTuple):
-    """Checked: each a number, or a tensor [N]."""
+    """Checked parameters, each a number or a tensor [N]."""
 
     temperature: float | Tensor
     top_k: int | Tensor
@@ -265,7 +265,7 @@ class SamplingParameters(NamedTuple):
     min_p: float | Tensor
 
     def truncates(self, vocabulary: int) -> tuple[bool, bool, bool]:
-        """Whether top-k, top-p and min-p may leave tokens out, as far as the host knows."""
+        """Whether top-k, top-p and min-p may leave out tokens; True where a tensor decides."""
         if not isinstance(self.temperature, Tensor) and self.temperature < COLDEST:
             return False, False, False
         return (
@@ -275,7 +275,7 @@ class SamplingParameters(NamedTuple):
         )
 
     def rows(self, chosen: slice) -> SamplingParameters:
-        """Those of some rows; tensors become columns [r, 1], of fp32 but for top-k."""
+        """Parameters of some rows; tensors become columns [r, 1], of fp32 but for top-k."""
 
         def column(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -287,10 +287,10 @@ class SamplingParameters(NamedTuple):
 
 
 class AttentionSettings(NamedTuple):
-    """Which of a row's tokens are live, and what becomes of their scores."""
+    """The live tokens of a row, and the transform of their scores."""
 
     span: int
-    window: int  # at most the span, which is no window at all
+    window: int  # at most the span, which means no window
     scale: float
     softcap: float | None
 

@@ -1,5 +1,5 @@
-"""Working memory, which CPU calls leave to the next one: there, memory that is new costs as much
-as the work that is done in it."""
+"""Working memory, kept for the next call on CPUs, where new memory costs as much as the work in
+it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def borrow(like: Tensor, nbytes: int) -> Tensor:
 
 
 def give_back(memory: Tensor) -> None:
-    """Nothing looks at what was borrowed any more."""
+    """Returns borrowed memory, which must not be read any more."""
     if memory.device.type == "cpu" and memory.numel() <= KEPT_BYTES and not _idle:
         _idle.append(memory)
 
 
 def clear() -> None:
-    """Frees what is kept."""
+    """Frees kept memory."""
     _idle.clear()
 
 
@@ -55,7 +55,7 @@ class Workspace:
         return flat.view(rows, stride)[:, : self.columns if columns is None else columns]
 
     def release(self) -> None:
-        """Nothing looks at the chunks any more."""
+        """Returns the memory; chunks must not be read any more."""
         memory, self._memory = self._memory, None
         if memory is not None:
             give_back(memory)

@@ -1,4 +1,4 @@
-"""Rows of logits a few at a time, so that what is worked on stays in a CPU's cache."""
+"""Chunks of a few rows of logits, which fit in a CPU's cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..rows import as_rows_together
 
 CHUNK_ELEMENTS = 1 << 20  # logits that are worked on at a time: 4 MiB in fp32
-# exp of it is 0. It stands in for -inf where its product with that 0 has to be 0.
+# Replaces -inf where exp(x)·x has to be 0: exp of it is 0.
 FLOOR = -200.0
 
 
@@ -39,7 +39,7 @@ def wide(x: Tensor, out: Tensor) -> Tensor:
 
 
 def zero_rows(x: Tensor, counted: Tensor) -> Tensor:
-    """Zeroes the fp32 rows that do not count, by their bits: NaN times 0 is NaN."""
+    """Zeroes fp32 rows that do not count, by their bits, as 0·NaN is NaN."""
     x.view(torch.int32).bitwise_and_(-counted.int())
     return x
 

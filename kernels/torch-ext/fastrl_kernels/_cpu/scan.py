@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import workspace
 
-# Elements of the rows that are worked on together: as many as what they need stays in cache.
+# Elements of rows that are processed together: their working memory fits in the cache.
 _TOGETHER = 1 << 16
 _BLOCK = 16
 _PLANES = 5  # of float64
@@ -23,7 +23,7 @@ def _scan(a: Tensor, b: Tensor) -> Tensor:
     """x_t = a_t·x_{t-1} + b_t along the first dimension of [T, N], x_{-1} = 0. Overwrites a and b.
 
     Blocks of 16 steps advance together, step by step, as if x were 0 where they begin; then a block
-    is one step of a shorter scan, which tells what each of them begins with.
+    is one step of a shorter scan, which gives the values that blocks begin with.
     """
     steps, rows = a.shape
     blocks = -(-steps // _BLOCK)
@@ -42,8 +42,8 @@ def _scan(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _smooth_scan(a: Tensor, b: Tensor) -> Tensor:
-    """The same along the last dimension, for slopes whose product p stays above 0: then
-    x_t = p_t·Σ_{s≤t} b_s / p_s, in which the latest terms are the largest, so that none is lost."""
+    """The same along the last dimension, for slopes whose product p stays above 0:
+    x_t = p_t·Σ_{s≤t} b_s / p_s. The latest terms are the largest, so that none is lost."""
     product = a.cumprod_(-1)
     return b.div_(product).cumsum_(-1).mul_(product)
 
@@ -51,8 +51,7 @@ def _smooth_scan(a: Tensor, b: Tensor) -> Tensor:
 class Steps:
     """Which steps of some rows [rows, T] count, and which of those end an episode.
 
-    ``planes``: [5, rows, T] of memory for what is worked out, in float64: a long carry costs no
-    digits then.
+    ``planes``: [5, rows, T] of working memory, float64, so that long sums keep their digits.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Steps:
         return x
 
     def plane(self) -> Tensor:
-        """One that nobody uses."""
+        """An unused plane."""
         return next(self._planes)
 
     def copied(self, x: Tensor) -> Tensor:
@@ -117,7 +116,7 @@ class Job(NamedTuple):
     inputs: tuple[Tensor | None, ...]
     dtypes: tuple[torch.dtype | None, ...]
     coefficients: tuple[float, float]
-    from_end: bool  # time runs the other way for it
+    from_end: bool  # whether ``work`` gets the last step first
 
     def at(self, rows: slice) -> Job:
         flags, inputs = (
@@ -143,7 +142,7 @@ def few_rows_at_a_time(job: Job) -> list[Tensor | None]:
     assert like is not None
     rows, length = like.shape
     if like.device.type != "cpu" or torch.compiler.is_compiling():
-        wide = torch.float32 if like.device.type == "mps" else torch.float64  # which mps has not
+        wide = torch.float32 if like.device.type == "mps" else torch.float64  # mps has no float64
         return job.run(like.new_empty(_PLANES, rows, length, dtype=wide))
     few = max(1, min(rows, _TOGETHER // length))
     nbytes = _PLANES * few * length * torch.float64.itemsize

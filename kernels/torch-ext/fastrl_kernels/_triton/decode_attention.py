@@ -45,7 +45,7 @@ def _store_row(ptr, acc, exp_sum, length, mask):
 
 @triton.jit
 def _load_tokens(ptr, tokens, low, high, stride, columns, D: tl.constexpr):
-    """Live tokens of a tile, and 0 elsewhere: what is dead may be NaN."""
+    """Live tokens of a tile, and 0 elsewhere, where memory may be NaN."""
     mask = ((tokens >= low) & (tokens < high))[:, None]
     if columns.shape[0] != D:
         mask = mask & (columns < D)[None, :]
@@ -96,7 +96,7 @@ def _decode_attention_fwd_kernel(
     WIDE: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    # Heads lie side by side in a token: programs that run together read one stretch of memory.
+    # The heads of a token are contiguous: programs that run together read one piece of memory.
     at = tl.program_id(0)
     block = at % BLOCKS
     at = at // BLOCKS
@@ -204,7 +204,7 @@ def _decode_attention_merge_kernel(
 
 
 def _shapes(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Any]:
-    """What programs hold: by dtype and the widths and numbers of heads only."""
+    """Sizes of tiles: by dtype and the widths and numbers of heads only."""
     size = query.element_size()
     group = query.shape[1] // keys.shape[2]
     heads = min(_HEADS[size], triton.next_power_of_2(group))

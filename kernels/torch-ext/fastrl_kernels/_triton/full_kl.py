@@ -143,22 +143,10 @@ def forward(
     saved = kl.new_empty(5, kl.numel()) if save else None
     with device_of(logits):
         _full_kl_fwd_kernel[(outer * inner,)](
-            rows,
-            refs,
-            per_row(mask),
-            per_row(temperature),
-            number,
-            kl,
-            saved,
-            kl.numel(),
-            vocabulary,
-            inner,
-            rows.stride(0),
-            rows.stride(1),
-            refs.stride(0),
-            refs.stride(1),
+            rows, refs, per_row(mask), per_row(temperature), number, kl, saved,
+            kl.numel(), vocabulary, inner, *rows.stride()[:2], *refs.stride()[:2],
             **window(vocabulary, logits.dtype, ref_logits.dtype),
-        )
+        )  # fmt: skip
     return kl, saved
 
 
@@ -260,25 +248,9 @@ def backward(
     parts = parts_of(vocabulary, shapes["VEC"])
     with device_of(logits):
         _full_kl_bwd_kernel[(outer * inner * parts,)](
-            per_row(grad),
-            rows,
-            refs,
-            per_row(mask),
-            per_row(temperature),
-            number,
-            saved,
-            dlogits,
-            grad.numel(),
-            vocabulary,
-            parts,
-            inner,
-            rows.stride(0),
-            rows.stride(1),
-            refs.stride(0),
-            refs.stride(1),
-            dlogits.stride(0),
-            dlogits.stride(1),
-            **shapes,
-            PART=PART_VECTORS * shapes["VEC"],
-        )
+            per_row(grad), rows, refs, per_row(mask), per_row(temperature), number,
+            saved, dlogits, grad.numel(), vocabulary, parts, inner,
+            *rows.stride()[:2], *refs.stride()[:2], *dlogits.stride()[:2],
+            **shapes, PART=PART_VECTORS * shapes["VEC"],
+        )  # fmt: skip
     return dlogits.view(logits.shape)

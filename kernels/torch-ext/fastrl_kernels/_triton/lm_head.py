@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gemm import multiply
-from ..types import LogitTransform, RowGradients, RowStatistics, Temperature
 from .logprob import FLOOR, LN2, LOG2E, LOWEST, dlogits_of, online_softmax, row_temperature
 from .rows import PART_VECTORS, load_end, parts_of, window
 from .tiles import accurate_tanh, device_of
@@ -35,7 +34,7 @@ def _load_tail(ptr, columns, high, inner, VEC: tl.constexpr):
 
 @triton.jit
 def _earlier_maximum(x_ptr, columns, label, row_max, inner):
-    """Whether a column before the label's holds the maximum as well."""
+    """Whether a column before the label's has the maximum, too."""
     x = tl.load(x_ptr + columns, mask=columns < label, other=float("-inf")).to(tl.float32)
     return (columns < label) & (_unscaled(x, inner) >= row_max)
 
@@ -194,7 +193,7 @@ def _lm_head_bwd_kernel(
 
 @triton.jit
 def _store_tail(ptr, columns, x, high, VEC: tl.constexpr):
-    """Whole vectors: what lies after the row's end is padding."""
+    """Stores whole vectors: after the row's end there is padding."""
     tl.store(
         ptr + columns, x.to(ptr.dtype.element_ty), mask=columns < (high + VEC - 1) // VEC * VEC
     )
@@ -223,28 +222,19 @@ def _lm_head_scale_kernel(
 
 
 class TritonHead:
-    """Chunks keep their products whether ``once`` or not: to compute an exponential once more
-    costs a GPU nothing."""
+    """``HeadBackend`` of Triton kernels. Chunks keep their products even with ``once``: another
+    exponential costs a GPU nothing."""
 
     @staticmethod
     def chunk_dtype(hidden: Tensor) -> torch.dtype:
         return hidden.dtype
 
     @staticmethod
-    def fill(
-        x: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
-    ) -> None:
+    def fill(x, hidden, weight, bias, transform):
         multiply(x, hidden, weight, bias)
 
     @staticmethod
-    def statistics(
-        x: Tensor,
-        labels: Tensor,
-        transform: LogitTransform,
-        temperature: Temperature,
-        out: RowStatistics,
-        once: bool = False,
-    ) -> None:
+    def statistics(x, labels, transform, temperature, out, once=False):
         if not len(x):
             return
         with device_of(x):
@@ -255,16 +245,7 @@ class TritonHead:
             )  # fmt: skip
 
     @staticmethod
-    def gradients_(
-        x: Tensor,
-        first: int,
-        labels: Tensor,
-        transform: LogitTransform,
-        temperature: Temperature,
-        saved: RowStatistics,
-        upstream: RowGradients,
-        once: bool = False,
-    ) -> None:
+    def gradients_(x, first, labels, transform, temperature, saved, upstream, once=False):
         shapes = window(x.shape[1], x.dtype)
         parts = parts_of(x.shape[1], shapes["VEC"])
         with device_of(x):
@@ -278,7 +259,7 @@ class TritonHead:
 
     @staticmethod
     def scale_(x: Tensor, factor: Tensor) -> None:
-        # A gradient has the layout of what it is of, which may be transposed: its memory, in order.
+        # A gradient may be transposed, like its tensor: this is its memory, in order.
         flat = x.as_strided((x.numel(),), (1,))
         programs = min(_SCALE_PROGRAMS, triton.cdiv(len(flat), _SCALE_BLOCK))
         if programs:

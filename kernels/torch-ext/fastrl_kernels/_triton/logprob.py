@@ -29,7 +29,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 # Where a running maximum starts: below every logit, and finite, so that a slot that has seen only
 # -inf has differences of -inf, never NaN.
 LOWEST = tl.constexpr(-1e30)
-# 2 to this power is 0. It stands in for -inf where its product with that 0 has to be 0.
+# Replaces -inf where 2^x·x has to be 0: 2 to this power is 0.
 FLOOR = tl.constexpr(-200.0)
 
 
@@ -52,7 +52,7 @@ def online_softmax(x, m, s, t, scale, ENTROPY: tl.constexpr):
 
 @triton.jit
 def row_temperature(temperature_ptr, temperature, row, AGAIN: tl.constexpr = False):
-    """The row's temperature in fp32; AGAIN loads it anew, where a register would hold it long."""
+    """The row's temperature in fp32; AGAIN loads it a second time, which frees a register."""
     if temperature_ptr is not None:
         return tl.load(temperature_ptr + row, volatile=AGAIN).to(tl.float32)
     return tl.full([], temperature, tl.float32)
@@ -152,20 +152,10 @@ def forward(
     statistics = [logprobs.new_empty(n) if want else None for want in wanted]
     with device_of(logits):
         _token_logprobs_fwd_kernel[(n,)](
-            rows,
-            per_row(labels),
-            per_row(mask),
-            per_row(temperature),
-            number,
-            logprobs,
-            entropies,
-            *statistics,
-            vocabulary,
-            inner,
-            rows.stride(0),
-            rows.stride(1),
-            **window(vocabulary, logits.dtype),
-        )
+            rows, per_row(labels), per_row(mask), per_row(temperature), number,
+            logprobs, entropies, *statistics,
+            vocabulary, inner, *rows.stride()[:2], **window(vocabulary, logits.dtype),
+        )  # fmt: skip
     return logprobs, entropies, statistics
 
 
@@ -266,23 +256,10 @@ def backward(
     parts = parts_of(vocabulary, shapes["VEC"])
     with device_of(logits):
         _token_logprobs_bwd_kernel[(labels.numel() * parts,)](
-            per_row(grad_logprobs),
-            per_row(grad_entropies),
-            rows,
-            per_row(labels),
-            per_row(mask),
-            per_row(temperature),
-            number,
-            *statistics,
-            dlogits,
-            vocabulary,
-            parts,
-            inner,
-            rows.stride(0),
-            rows.stride(1),
-            dlogits.stride(0),
-            dlogits.stride(1),
-            **shapes,
-            PART=PART_VECTORS * shapes["VEC"],
-        )
+            per_row(grad_logprobs), per_row(grad_entropies),
+            rows, per_row(labels), per_row(mask), per_row(temperature), number,
+            *statistics, dlogits,
+            vocabulary, parts, inner, *rows.stride()[:2], *dlogits.stride()[:2],
+            **shapes, PART=PART_VECTORS * shapes["VEC"],
+        )  # fmt: skip
     return dlogits.view(logits.shape)

@@ -313,7 +313,7 @@ def _whiten_bwd_kernel(
 
 
 def whiten_forward(values, mask, shift_mean: bool, given: SplitMoments | None):
-    """What is whitened, and what backward takes."""
+    """Whitened values, and the tensors that backward takes."""
     x, mask = values.contiguous(), mask.contiguous()
     out = torch.empty_like(x, dtype=torch.float32)
     with device_of(x):

@@ -138,7 +138,7 @@ def _ppo_loss_fwd_kernel(
 def _ppo_loss_reduce_kernel(
     partials_ptr,  # [STATS, partials]
     row_counts_ptr,  # [rows] counted tokens of each row, or None
-    denominator,  # fp32, a pointer to one, or None: what the aggregation counts
+    denominator,  # fp32, a pointer to one, or None: counted by the aggregation
     loss_ptr,  # []
     stats_ptr,  # [STATS]
     inverse_ptr,  # [] 1 / denominator
@@ -214,7 +214,7 @@ def _launch_fwd(logprobs, values, constants, settings, needs_logprobs, needs_val
     dvalues = torch.empty_like(values, dtype=torch.float32) if needs_values else None
     by_rows = settings.aggregate in ("seq-mean-token-sum", "seq-mean-token-mean")
     row_counts = None
-    if by_rows:  # the one aggregation family that needs a look at whole rows first
+    if by_rows:  # these aggregates need the lengths of whole rows
         row_counts = constants.mask.sum(-1, dtype=torch.int32).view(-1)
     per_row = row_counts if settings.aggregate == "seq-mean-token-mean" else None
     coefs = (float(settings.value_coef), float(settings.kl_coef))

@@ -1,4 +1,4 @@
-"""What kernels share that walk rows of a vocabulary: 16-byte access whatever the row's start.
+"""Access to rows of a vocabulary by 16-byte vectors, whatever the row's start.
 
 A row of V elements is walked in windows of BLOCK elements that begin at a multiple of VEC elements
 (16 bytes of the narrowest operand), at or below the row's start. Interior windows need no mask;

@@ -1,12 +1,12 @@
 """Sampling tokens: every row in parts, one of which is drawn, and then a token within it.
 
 A row is cut into parts of PART columns, and a program holds one part as a tile, in the order of its
-columns wherever the row lies in memory. One pass over all parts finds their softmax statistics. A
+columns, whatever the row's address. One pass over all parts finds their softmax statistics. A
 part is then drawn by its weight, and a token among its columns, by Gumbel's trick both times:
 the noise costs more than the softmax, and all parts but the drawn one go without.
 
 Top-k, top-p and min-p come between: what they keep of each part, and the lowest logit they keep.
-Top-k and top-p look for that logit by its bits, in a code that orders as logits do, from the
+Top-k and top-p search that logit by its bits, in a code that orders as logits do, from the
 highest digit down: a pass adds up, per part and digit, the tokens (or their weights) that the next
 pass needs to choose its digit. Passes are as many as the dtype has digits, whatever the logits.
 """
@@ -149,7 +149,7 @@ def _sample_digit_kernel(
 
     digits = tl.arange(0, _DIGITS)
     bins = tl.zeros([_DIGITS], tl.float32)
-    # Most parts lie wholly below the digits found so far, once there are some.
+    # After the first digits most parts are wholly below them.
     highest = ordered_code(tl.load(max_ptr + at), SAME_BITS)
     if ((highest >> position) >> _DIGIT_BITS) >= prefix:
         x = load_part(logits_ptr, row, row_stride, part, V, PART, TILE, VEC)
@@ -241,7 +241,7 @@ def _sample_kept_kernel(
         x = load_part(logits_ptr, row, row_stride, part, V, PART, TILE, VEC)
         e = tl.exp2((x - row_max) * scale)
         kept = (ordered_code(x, SAME_BITS) >= lowest_code) & (e >= least)
-        # Neither past the row's end nor where it holds -inf is there anything to keep.
+        # Columns past the row's end and logits of -inf are never kept.
         kept = kept & (x > float("-inf"))
         tl.store(kept_ptr + at, tl.sum(tl.where(kept, e, 0.0), 0))
         tl.store(lowest_ptr + at, tl.min(tl.where(kept, x, float("inf")), 0))
@@ -257,7 +257,7 @@ def _search(
     limit: float | Tensor,
     count: bool,
 ) -> Found:
-    """All passes of top-k (``count``) or top-p: what the last one leaves for ``_narrowed``."""
+    """All passes of top-k (``count``) or top-p; the last one's results, for ``_narrowed``."""
     same_bits = _SAME_BITS[parts.logits[0].dtype]
     digits = -(-(32 - same_bits) // _DIGIT_BITS.value)
     found = _NOTHING
@@ -266,21 +266,10 @@ def _search(
         prefixes = bins.new_empty(parts.n, dtype=torch.int32)
         above = bins.new_empty(parts.n)
         _sample_digit_kernel[parts.grid](
-            *parts.logits,
-            *statistics,
-            kept,
-            *row_argument(limit),
-            *found,
-            bins,
-            prefixes,
-            above,
-            *parts.sizes,
-            digit * _DIGIT_BITS.value,
-            COUNT=count,
-            SAME_BITS=same_bits,
-            **parts.shapes,
-            **parts.all,
-        )
+            *parts.logits, *statistics, kept, *row_argument(limit), *found, bins, prefixes, above,
+            *parts.sizes, digit * _DIGIT_BITS.value,
+            COUNT=count, SAME_BITS=same_bits, **parts.shapes, **parts.all,
+        )  # fmt: skip
         found = (bins, prefixes, above)
     return found
 
@@ -296,20 +285,10 @@ def _keep(
 ) -> list[Tensor]:
     results = parts.new(3)
     _sample_kept_kernel[parts.grid](
-        *parts.logits,
-        *statistics,
-        *row_argument(p.top_k),
-        *by_k,
-        *row_argument(p.top_p),
-        k_kept,
-        *by_p,
-        *row_argument(min_p),
-        *results,
-        *parts.sizes,
-        SAME_BITS=_SAME_BITS[parts.logits[0].dtype],
-        **parts.shapes,
-        **parts.all,
-    )
+        *parts.logits, *statistics, *row_argument(p.top_k), *by_k,
+        *row_argument(p.top_p), k_kept, *by_p, *row_argument(min_p), *results, *parts.sizes,
+        SAME_BITS=_SAME_BITS[parts.logits[0].dtype], **parts.shapes, **parts.all,
+    )  # fmt: skip
     return results
 
 
@@ -424,27 +403,14 @@ def sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> SampledTokens
     at_one = not isinstance(p.temperature, Tensor) and p.temperature in (0.0, 1.0)
     with device_of(logits):
         parts = VocabTiles(logits, p.temperature)
-        *statistics, mean, sum_t1 = parts.new(4)
+        *statistics, mean = parts.new(3)
+        sum_t1 = None if at_one else parts.new(1)[0]
         _sample_statistics_kernel[parts.grid](
-            *parts.logits,
-            *statistics,
-            mean,
-            None if at_one else sum_t1,
-            *parts.sizes,
-            **parts.shapes,
+            *parts.logits, *statistics, mean, sum_t1, *parts.sizes, **parts.shapes
         )
         kept = _truncate(parts, statistics, p)
         _sample_draw_kernel[(n,)](
-            *parts.logits,
-            per_row(keys),
-            *statistics,
-            mean,
-            None if at_one else sum_t1,
-            *kept,
-            tokens,
-            *results,
-            *parts.sizes,
-            **parts.shapes,
-            **parts.all,
-        )
+            *parts.logits, per_row(keys), *statistics, mean, sum_t1, *kept, tokens, *results,
+            *parts.sizes, **parts.shapes, **parts.all,
+        )  # fmt: skip
     return SampledTokens(tokens, *results)

@@ -1,7 +1,7 @@
-"""What the elementwise and the row kernels share: tile shapes, and functions without drift.
+"""Tile shapes and accurate functions of the elementwise and the row kernels.
 
 Kernels specialise on whether the element count or the row length is a multiple of 16, which wide
-loads depend on, and on no other number: batches of any size then run what is already compiled.
+loads depend on, and on no other number: batches of any size use the same compiled kernel.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -21,10 +21,10 @@ def row_tile(length: int) -> tuple[int, int]:
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous, from a 16-byte boundary on. Alignment decides how a tile lies over the threads,
-    hence the order of its sums, and a row's bits must not depend on where it lies in memory.
+    """Contiguous, from a 16-byte boundary on. Alignment decides how threads share a tile,
+    hence the order of its sums, and a row's bits must not depend on its address.
 
-    A graph that is compiled has no addresses: there, what is contiguous stays as it is."""
+    A graph that is compiled has no addresses: there, contiguous tensors stay as they are."""
     x = x.contiguous()
     return x if torch.compiler.is_compiling() or x.data_ptr() % 16 == 0 else x.clone()
 
@@ -58,7 +58,7 @@ def accurate_tanh(x):
 
 @triton.jit
 def load_counted(ptr, at, counted, inside):
-    """fp32, and 0 where not counted: what stands there never enters the arithmetic. The load
+    """Loads fp32, and 0 where not counted, so that NaN there has no effect. The load
     itself is masked by bounds only, so that it stays a vector."""
     return tl.where(counted, tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32), 0.0)
 

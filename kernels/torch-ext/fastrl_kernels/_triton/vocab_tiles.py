@@ -1,8 +1,8 @@
-"""What the sampling kernels share: rows cut into parts, each of which a program holds as one tile.
+"""Rows of logits in parts, one tile each, for the sampling kernels.
 
 A part is PART columns, less than a tile by the longest vector, so that it fits wherever the row
-starts. Its columns are moved to slots 0, 1, … as it is loaded: what is computed of them does not
-depend on where the row lies in memory.
+starts. Its columns are moved to slots 0, 1, … as it is loaded, so that results do not depend on the
+row's address.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The state that goes from step to step beside the weights: KL coefficient and score scaling."""
+"""Scaling, normalisation and clipping of scores, by the moments of all scores so far."""
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,37 +11,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from fastrl.config import PPOConfig
-
-
-class AdaptiveKLController:
-    """β ← β·(1 + clip(kl/target - 1, ±0.2)·n/horizon) after n samples (Ziegler et al., 2019)."""
-
-    def __init__(self, init_kl_coef: float, target: float, horizon: float):
-        self.value = init_kl_coef
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, current: float, n_steps: int) -> None:
-        if math.isnan(current):  # nothing was measured
-            return
-        error = min(max(current / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
-
-
-class FixedKLController:
-    """A constant β."""
-
-    def __init__(self, kl_coef: float):
-        self.value = kl_coef
-
-    def update(self, current: float, n_steps: int) -> None:
-        pass
-
-
-def make_kl_controller(config: PPOConfig) -> AdaptiveKLController | FixedKLController:
-    if config.adap_kl_ctrl and config.init_kl_coef > 0:  # 0 stays 0, whatever the KL
-        return AdaptiveKLController(config.init_kl_coef, config.target, config.horizon)
-    return FixedKLController(config.init_kl_coef)
 
 
 @dataclass
@@ -55,14 +23,14 @@ class RunningMoments:
     count: float = 1e-24
 
     def update(self, xs: Tensor) -> tuple[float, float]:
-        """Take in scores [n]; returns their own mean and standard deviation."""
+        """Adds scores [n]; returns their own mean and standard deviation."""
         n = xs.numel()
         batch_var, batch_mean = (float(x) for x in torch.var_mean(xs.double(), correction=0))
         delta, total = batch_mean - self.mean, self.count + n
         square_sum = batch_var * n + self.var * self.count + delta**2 * self.count * n / total
         self.mean += delta * n / total
         self.var = square_sum / total
-        if total > 1:  # the deviation of a single score says nothing: the old one stays
+        if total > 1:  # a single score has no deviation: the old one stays
             self.std = (square_sum / (total - 1)) ** 0.5
         self.count = total
         return batch_mean, (batch_var * n / (n - 1)) ** 0.5 if n > 1 else 0.0
@@ -80,7 +48,7 @@ class RunningMoments:
 
 
 class ScoreTransform:
-    """Scales, normalises and clips scores as the configuration says; ``running`` is only read."""
+    """Scales, normalises and clips scores by the configuration; does not change ``running``."""
 
     def __init__(self, config: PPOConfig, running: RunningMoments, accelerator: Accelerator):
         self.scale = config.use_score_scaling
@@ -90,8 +58,8 @@ class ScoreTransform:
         self.accelerator = accelerator
 
     def __call__(self, scores: Tensor) -> tuple[Tensor, RunningMoments]:
-        """Scores [B] fp32 on the CPU -> the same, transformed, and the moments with these taken in.
-        NaN, where there is no score, stays."""
+        """Transforms scores [B], fp32 on the CPU; returns them and the moments that include them.
+        NaN, for a missing score, stays."""
         moments = replace(self.running)
         if self.scale:
             device = self.accelerator.device

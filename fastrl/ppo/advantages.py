@@ -1,0 +1,158 @@
+"""Advantages: generalised advantage estimates, or differences from a group's baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+import fastrl_kernels
+from fastrl.config import PPOConfig
+from fastrl.data.batch import to_host
+
+EPS = 1e-4  # added to a group's standard deviation
+
+
+class Advantages(Protocol):
+    """Advantages and returns from rewards, with a value function or a group as baseline."""
+
+    def check(self, queries: Sequence[Tensor]) -> None:
+        """
+        Raises:
+            ValueError: samples that are not in the order that the estimate needs.
+        """
+
+    def __call__(
+        self, values: Tensor, rewards: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Values (zero where masked), advantages and returns, each [B, T-1]."""
+
+    def statistics(self, scores: Tensor) -> dict[str, Tensor]:
+        """Statistics of a batch's scores [B], of which NaN are missing; 0-d tensors."""
+
+
+class GAE:
+    """Generalised advantage estimates, whitened over the batch (Schulman et al., 2016)."""
+
+    def __init__(self, config: PPOConfig):
+        self.gamma, self.lam = config.gamma, config.lam
+        self.whiten_rewards = config.whiten_rewards
+
+    def check(self, queries: Sequence[Tensor]) -> None:
+        """Any order is right."""
+
+    def __call__(
+        self, values: Tensor, rewards: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        values = torch.where(mask, values, 0.0)
+        if self.whiten_rewards:
+            rewards = fastrl_kernels.masked_whiten(rewards, mask, shift_mean=False)
+        advantages, returns = fastrl_kernels.gae(
+            rewards, values, mask, gamma=self.gamma, lam=self.lam, whiten=True
+        )
+        return values, advantages, returns
+
+    def statistics(self, scores: Tensor) -> dict[str, Tensor]:
+        return {}
+
+
+class GroupBaseline:
+    """Advantages over the other responses to the same prompt; no values are learned.
+
+    R is the sum of a response's rewards, and all its tokens have the same advantage, a function of
+    the group's R. It is not whitened; where all R of a group are equal it is exactly 0. A response
+    of which no token counts is in no baseline; where fewer than two are left, the advantage is 0.
+
+    Args:
+        size: responses per prompt, one after the other.
+        advantages_of: from R less that of the group's first response that counts, and which
+            responses count, both [groups, size]: advantages [groups, size]. Where a response does
+            not count R is 0, and its advantage is not read.
+    """
+
+    def __init__(self, size: int, advantages_of: Callable[[Tensor, Tensor], Tensor]):
+        self.size, self.advantages_of = size, advantages_of
+
+    def check(self, queries: Sequence[Tensor]) -> None:
+        """
+        Raises:
+            ValueError: queries of a group differ.
+        """
+        host = to_host(queries)
+        for start in range(0, len(host), self.size):
+            for i in range(start + 1, start + self.size):
+                if not torch.equal(host[start], host[i]):
+                    raise ValueError(
+                        f"group {start // self.size}: queries[{i}] is not queries[{start}]; with "
+                        f"group_size={self.size} the responses to a prompt lie one after the "
+                        "other: repeat each query that many times in a row"
+                    )
+
+    def __call__(
+        self, values: Tensor, rewards: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Values (zeros), advantages, and returns R, each [B, T-1], zero where masked."""
+        if len(rewards) % self.size:
+            raise ValueError(
+                f"{len(rewards)} samples are not whole groups of {self.size}: pass all responses "
+                "to each prompt"
+            )
+        totals = torch.where(mask, rewards, 0.0).sum(-1)
+        groups, counts = totals.view(-1, self.size), mask.any(-1).view(-1, self.size)
+        advantages = self.advantages_of(_above_first(groups, counts), counts)
+        return (
+            torch.zeros_like(rewards),
+            torch.where(mask, advantages.view(-1, 1), 0.0),
+            torch.where(mask, totals[:, None], 0.0),
+        )
+
+    def statistics(self, scores: Tensor) -> dict[str, Tensor]:
+        """Share of groups whose scores are all equal, and the mean deviation within groups."""
+        groups = scores.view(-1, self.size)
+        counts = ~groups.isnan()
+        differences = _above_first(groups, counts)
+        return {
+            "groups/no_spread": (differences == 0).all(-1).float().mean(),
+            "groups/reward_std": _deviation(differences, counts).mean(),
+        }
+
+
+def _above_first(rewards: Tensor, counts: Tensor) -> Tensor:
+    """R less that of the group's first response that counts; 0 where a response does not count."""
+    first = rewards.gather(-1, counts.int().argmax(-1, keepdim=True))
+    return torch.where(counts, rewards - first, 0.0)
+
+
+def centred(rewards: Tensor, counts: Tensor) -> Tensor:
+    """R - mean R (Liu et al., "Understanding R1-Zero-like training", 2025: Dr. GRPO)."""
+    return rewards - rewards.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True).clamp(min=1)
+
+
+def standardised(rewards: Tensor, counts: Tensor) -> Tensor:
+    """(R - mean R) / (std R + EPS), std unbiased (Shao et al., "DeepSeekMath", 2024: GRPO)."""
+    return centred(rewards, counts) / (_deviation(rewards, counts) + EPS)
+
+
+def leave_one_out(rewards: Tensor, counts: Tensor) -> Tensor:
+    """R less the mean of the others' (Ahmadian et al., "Back to basics", 2024: RLOO)."""
+    others = (counts.sum(-1, keepdim=True) - 1).clamp(min=1)
+    return rewards - (rewards.sum(-1, keepdim=True) - rewards) / others
+
+
+def _deviation(x: Tensor, counts: Tensor) -> Tensor:
+    """Unbiased standard deviation of the last dimension's elements that count, kept as one; 0 of
+    fewer than two."""
+    squares = torch.where(counts, centred(x, counts), 0.0).square().sum(-1, keepdim=True)
+    return (squares / (counts.sum(-1, keepdim=True) - 1).clamp(min=1)).sqrt()
+
+
+_GROUP_BASELINES = {"grpo": standardised, "dr_grpo": centred, "rloo": leave_one_out}
+
+
+def make_advantages(config: PPOConfig) -> Advantages:
+    """By ``PPOConfig.advantage``."""
+    if config.advantage == "gae":
+        return GAE(config)
+    return GroupBaseline(config.group_size, _GROUP_BASELINES[config.advantage])

@@ -1,0 +1,239 @@
+"""The loss of a mini-batch: the clipped objective, the value loss, and statistics of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.config import PPOConfig
+from fastrl.data.batch import TokenBatch
+from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores
+from fastrl.ppo.experience import Experience, scoring_request
+from fastrl.ppo.kl import kl_in_loss
+
+
+class Aggregate:
+    """How a loss sums over tokens, by ``PPOConfig.loss_aggregate``: Σ_t w_t·ℓ_t / denominator.
+
+    The kinds are the kernels' AGGREGATES. Here w and the denominator are computed outside of the
+    kernel, which sees flat tokens and not their sequences:
+
+    "token-mean": w = 1; the number of tokens, weighted by their samples' weights.
+    "seq-mean-token-sum": w = 1; the number of samples with a token and a weight above 0.
+    "seq-mean-token-mean": w = 1/(the sample's tokens); the same number of samples.
+    "seq-mean-token-sum-norm": w = 1/length, the same for all; samples with a weight above 0.
+    """
+
+    def __init__(self, config: PPOConfig):
+        self.kind, self.norm_length = config.loss_aggregate, config.loss_norm_length
+
+    def weights(self, mask: Tensor, given: Tensor | None) -> Tensor | None:
+        """w of each sample's tokens, [B], times the samples' weights; None where all are 1."""
+        lengths = mask.sum(-1)
+        if self.kind == "seq-mean-token-mean":
+            own = lengths.clamp(min=1).reciprocal()
+        elif self.kind == "seq-mean-token-sum-norm":
+            longest = lengths.max().clamp(min=1)
+            own = torch.ones_like(lengths) / (self.norm_length or longest)
+        else:
+            return given
+        return own if given is None else own * given
+
+    def denominator(self, lengths: Tensor, weights: Tensor | None) -> Tensor:
+        """Of some samples, from their numbers of response tokens and their weights, [b] each; that
+        of several mini-batches is that of all their samples."""
+        if self.kind == "token-mean":
+            return lengths.sum() if weights is None else (weights * lengths).sum()
+        counts = lengths > 0
+        if weights is not None:
+            counts = (
+                weights > 0 if self.kind == "seq-mean-token-sum-norm" else counts & (weights > 0)
+            )
+        return counts.sum().clamp(min=1)
+
+
+class Minibatch(NamedTuple):
+    """Some samples of a batch, without the padding that none of them needs."""
+
+    tokens: TokenBatch
+    old: Experience  # of their response tokens, [N]
+
+    @classmethod
+    def of(cls, batch: TokenBatch, experience: Experience, indices: Sequence[int]) -> Minibatch:
+        """Samples ``indices`` of a batch with their experience [B, T-1]."""
+        columns = batch.columns(indices)
+        shifted = slice(columns.start, columns.stop - 1)
+        tokens = batch.select(indices)
+        return cls(tokens, experience.of_tokens(indices, shifted, tokens.response_mask))
+
+
+class MinibatchLoss(NamedTuple):
+    """The loss of a mini-batch under the policy as it is now."""
+
+    loss: Tensor  # []
+    stats: dict[str, Tensor]  # [] each, by their classic names
+    mean_ratio: Tensor  # []
+    ratios: Tensor  # [N], of the response tokens
+    advantages: Tensor  # [N]
+
+
+# Statistics of the policy's loss, and the fields of the kernels' LossStats that they are.
+_POLICY_STATS = {
+    "ppo/loss/policy": "policy_loss",
+    "ppo/policy/approxkl": "approx_kl",
+    "ppo/policy/policykl": "policy_kl",
+    "ppo/policy/clipfrac": "clipfrac",
+    "ppo/policy/clamped_ratios": "clamped_ratios",
+}
+_OTHER_STATS = (
+    "ppo/loss/total",
+    "ppo/policy/entropy",
+    "ppo/policy/advantages_mean",
+    "ppo/returns/mean",
+    "ppo/returns/var",
+)
+_VALUE_STATS = (
+    "ppo/loss/value",
+    "ppo/val/vpred",
+    "ppo/val/error",
+    "ppo/val/clipfrac",
+    "ppo/val/mean",
+    "ppo/val/var",
+)
+
+
+class UpdateLoss:
+    """The loss of a mini-batch, and its statistics.
+
+    Σ_t w_t·[max(-A·ρ, -A·clip(ρ, 1 - low, 1 + high)) + vf_coef·½·max((v-R)², (clip(v, v_old ±
+    c) - R)²) + KL term] / denominator over the response tokens; without a value function the second
+    is absent. The policy's part, with the KL term, is computed by the LM head's kernel.
+
+    Attributes:
+        aggregate: gives w and the denominator.
+        per_step: whether all mini-batches of an optimizer step have one denominator.
+        temperature: T of the policy softmax(logits / T).
+        names: the classic names of its statistics.
+    """
+
+    def __init__(self, config: PPOConfig):
+        high = config.cliprange if config.cliprange_high is None else config.cliprange_high
+        self.cliprange = (config.cliprange, high)
+        self.aggregate = Aggregate(config)
+        self.has_values = config.needs_values
+        self.cliprange_value, self.vf_coef = config.cliprange_value, config.vf_coef
+        kind = config.loss_denominator  # "auto" is TRL's for GAE
+        self.per_step = kind == "step" or (kind == "auto" and not config.needs_values)
+        self.temperature = config.temperature
+        self.names = (
+            *_POLICY_STATS,
+            *_OTHER_STATS,
+            *(_VALUE_STATS if self.has_values else ()),
+            *(("ppo/loss/kl",) if kl_in_loss(config) else ()),
+        )
+
+    def denominators(self, minibatches: Sequence[Minibatch]) -> list[Tensor]:
+        """Denominators of the losses of an optimizer step's mini-batches, whose mean is the step's
+        loss.
+
+        Each by its own tokens (or samples), as in TRL: tokens of a short mini-batch weigh more. Or,
+        ``per_step``, by those of all n mini-batches over n: Σ_j S_j / D is the mean of
+        S_j / (D / n), so that the step does not depend on how many mini-batches there are.
+        """
+        lengths = [minibatch.tokens.mask.sum(-1) for minibatch in minibatches]
+        weights = [minibatch.old.weights for minibatch in minibatches]
+        if self.per_step and len(minibatches) > 1:
+            joined = None if weights[0] is None else torch.cat(weights)  # type: ignore[arg-type]
+            whole = self.aggregate.denominator(torch.cat(lengths), joined)
+            return [whole / len(minibatches)] * len(minibatches)
+        return list(map(self.aggregate.denominator, lengths, weights))
+
+    def request(self, minibatch: Minibatch, denominator: Tensor) -> ScoringRequest:
+        """The model's request for the policy's part of the loss, log-probs and values."""
+        tokens, old = minibatch
+        weights = old.weights
+        if weights is not None:  # of tokens; with output_size it does not wait for the device
+            lengths = tokens.mask.sum(-1)
+            weights = weights.repeat_interleave(lengths, output_size=len(old.logprobs))
+        objective = PolicyObjective(
+            old.logprobs, old.advantages, self.cliprange, old.kl, weights, denominator
+        )
+        return scoring_request(
+            tokens,
+            temperature=self.temperature,
+            entropy=True,
+            values=self.has_values,
+            objective=objective,
+        )
+
+    def __call__(self, old: Experience, request: ScoringRequest, new: TokenScores) -> MinibatchLoss:
+        """The loss of a mini-batch.
+
+        Args:
+            old: its experience.
+            request: from :meth:`request`, for this mini-batch.
+            new: the model's scores for it.
+        """
+        objective = request.objective
+        assert isinstance(objective, PolicyObjective)
+        assert new.loss is not None
+        assert new.stats is not None
+        value_loss, stats = self.value_loss(new, objective, old.values, old.returns)
+        loss = new.loss + self.vf_coef * value_loss
+        stats["ppo/loss/total"] = loss.detach()
+        ratios = (new.logprobs - old.logprobs).exp()
+        return MinibatchLoss(loss, stats, new.stats.mean_ratio, ratios, old.advantages)
+
+    def value_loss(
+        self, new: TokenScores, objective: PolicyObjective, old_values: Tensor, returns: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Σ_t w_t·½·max((v-R)², (clip(v, v_old ± c) - R)²) / denominator, 0 without a value
+        function; and all statistics but the whole loss.
+
+        Args:
+            new: with the policy's loss and its statistics.
+            objective: which that is of; its denominator is a tensor, where 0 gives 0.
+            old_values, returns: [N].
+        """
+        assert new.stats is not None
+        assert new.entropies is not None
+        returns_mean, returns_var = _moments(returns)
+        stats = {name: getattr(new.stats, field) for name, field in _POLICY_STATS.items()}
+        stats |= {
+            "ppo/policy/entropy": new.entropies.mean(),
+            "ppo/policy/advantages_mean": objective.advantages.mean(),
+            "ppo/returns/mean": returns_mean,
+            "ppo/returns/var": returns_var,
+        }
+        if objective.kl is not None:
+            stats["ppo/loss/kl"] = new.stats.kl_loss
+        if not self.has_values:
+            return torch.zeros_like(returns_mean), stats
+        values, weights, denominator = new.values, objective.token_weights, objective.denominator
+        assert isinstance(values, Tensor)
+        assert isinstance(denominator, Tensor)
+        c = self.cliprange_value
+        near = torch.clamp(values, old_values - c, old_values + c)
+        error, near_error = (values - returns).square(), (near - returns).square()
+        clips = near_error > error
+        losses = 0.5 * torch.where(clips, near_error, error)
+        total = (losses if weights is None else weights * losses).sum()
+        loss = total * torch.where(denominator == 0, 0.0, 1.0 / denominator)
+        values_mean, values_var = _moments(old_values)
+        return loss, stats | {
+            "ppo/loss/value": loss.detach(),
+            "ppo/val/vpred": values.detach().mean(),
+            "ppo/val/error": error.detach().mean(),
+            "ppo/val/clipfrac": clips.float().mean(),
+            "ppo/val/mean": values_mean,
+            "ppo/val/var": values_var,
+        }
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance of [N]; that of one number is 0."""
+    variance, mean = torch.var_mean(x, correction=0)
+    return mean, variance * (len(x) / max(len(x) - 1, 1))
