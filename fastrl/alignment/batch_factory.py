@@ -84,7 +84,7 @@ class BatchFactory:
         self.params = params or SamplingParams()
         self.seed, self.shuffle = seed, shuffle
         self.rank, self.world = 0, 1
-        self._taken = 0  # batches that are behind
+        self.taken = 0  # batches made so far
         self.sampler: ResponseSampler | None = None
         self._source: Source | None = None
         if engine is not None or not self.task.online:
@@ -104,7 +104,7 @@ class BatchFactory:
     def skip(self, batches: int) -> None:
         """Puts so many batches behind: the next :meth:`take` begins there, as a run does that was
         interrupted."""
-        self._taken = batches
+        self.taken = batches
 
     def __len__(self) -> int:
         """Batches of a run."""
@@ -115,7 +115,7 @@ class BatchFactory:
     def __iter__(self) -> Iterator[Batch]:
         """The batches of a run, see the class."""
         if not self.task.online:
-            self._taken = 0
+            self.taken = 0
         return self.take(len(self))
 
     def take(self, count: int) -> Iterator[Batch]:
@@ -126,8 +126,8 @@ class BatchFactory:
         """
         source = self._ready()
         chunks = self._chunks()
-        for chunk in itertools.islice(chunks, self._taken, self._taken + count):
-            self._taken += 1
+        for chunk in itertools.islice(chunks, self.taken, self.taken + count):
+            self.taken += 1
             yield source([self.data[i] for i in chunk[self.rank :: self.world]])
 
     def preview(self) -> Iterator[Batch]:

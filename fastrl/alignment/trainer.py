@@ -13,6 +13,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from fastrl.alignment.arguments import AlignmentConfig
@@ -114,6 +116,9 @@ class Trainer(OwnModelCard, transformers.Trainer):
         self.evaluation: OfflineEvaluation | OnlineEvaluation | None = None
         if eval_factory is not None:
             self.evaluation = make_evaluation(eval_factory, self.loss)
+        self._drawn = DrawnBatches(factory)
+        self.add_callback(self._drawn)
+        self._last_batch: int | None = None  # of the run: the factory's number after it
         self._means = Means()
         self._step: list[Batch] = []  # of the optimizer step that is not complete yet
         self._enough = False  # of the batch whose parts are being learned
@@ -168,13 +173,17 @@ class Trainer(OwnModelCard, transformers.Trainer):
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As in transformers."""
-        steps = self._steps_done(resume_from_checkpoint)
-        accumulated = steps * self.args.gradient_accumulation_steps
-        if steps or not self.factory.task.online:  # prompts go on where the last run has ended
-            self.factory.skip(math.ceil(accumulated / self._parts))
+        resumed = self._drawn_before(resume_from_checkpoint)
+        if resumed is not None:
+            self.factory.skip(resumed["taken"])
+        elif not self.factory.task.online:  # prompts go on where the last run has ended
+            self.factory.skip(0)
+        self._drawn.before_run = self.factory.taken if resumed is None else resumed["before_run"]
+        updates = math.ceil(self._epoch_length() / self.args.gradient_accumulation_steps)
         if self.args.max_steps <= 0:
-            updates = math.ceil(self._epoch_length() / self.args.gradient_accumulation_steps)
             self.args.max_steps = updates * self._epochs
+        epochs = math.ceil(self.args.max_steps / updates)
+        self._last_batch = self._drawn.before_run + epochs * self._epoch_length() // self._parts
         self._look_ahead()
         self._step = []
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -215,7 +224,14 @@ class Trainer(OwnModelCard, transformers.Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """The factory's batches of one epoch, made when they are asked for."""
         length = self._epoch_length()
-        epoch = _Epoch(lambda: self.batches(length // self._parts), length)
+
+        def batches() -> Iterator[Batch]:
+            count = length // self._parts
+            if self._last_batch is not None:  # a resumed run ends where the whole one would have
+                count = max(min(count, self._last_batch - self.factory.taken), 0)
+            return self.batches(count)
+
+        epoch = _Epoch(batches, length)
         # Of its own, or a loader that is made anew would move torch's generator.
         generator = torch.Generator()
         return DataLoader(epoch, batch_size=None, collate_fn=_as_it_is, generator=generator)
@@ -232,13 +248,14 @@ class Trainer(OwnModelCard, transformers.Trainer):
     def _epoch_length(self) -> int:
         return len(self.factory) // self._epochs * self._parts
 
-    def _steps_done(self, checkpoint: Any) -> int:
-        """Of the run that goes on from a checkpoint; 0 where none does."""
+    def _drawn_before(self, checkpoint: Any) -> dict[str, int] | None:
+        """What :class:`DrawnBatches` recorded in a checkpoint; None without a checkpoint."""
         if checkpoint is True:
             checkpoint = get_last_checkpoint(str(self.args.output_dir))
         if not checkpoint:
-            return 0
-        return json.loads((Path(checkpoint) / "trainer_state.json").read_text())["global_step"]
+            return None
+        state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
+        return state["stateful_callbacks"][DrawnBatches.__name__]["attributes"]
 
     def _look_ahead(self) -> None:
         """While the model is still what training begins with."""
@@ -295,6 +312,21 @@ class Trainer(OwnModelCard, transformers.Trainer):
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
+
+class DrawnBatches(TrainerCallback, ExportableState):
+    """Records in each checkpoint how many batches the factory had made.
+
+    The number of steps does not say it: after an early stop the rest of a batch is not learned.
+    """
+
+    def __init__(self, factory: BatchFactory):
+        self.factory = factory
+        self.before_run = 0  # batches made before the run began
+
+    def state(self) -> dict[str, Any]:
+        counts = {"taken": self.factory.taken, "before_run": self.before_run}
+        return {"args": {}, "attributes": counts}
 
 
 class _Epoch(IterableDataset):

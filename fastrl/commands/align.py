@@ -20,6 +20,7 @@ from fastrl.commands.fit import (
 )
 from fastrl.commands.lora import lora_config
 from fastrl.config import setting, setting_like
+from fastrl.trainers.supervised import longest
 
 if TYPE_CHECKING:
     from fastrl.alignment import Annotator, BatchFactory, SampleReweighter, Trainer
@@ -185,9 +186,11 @@ def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
     peft_config = lora_config(job, "SEQ_CLS" if loss.learns == "reward model" else "CAUSAL_LM")
     _check_dropout(job, flags, loss)
     train, held_out, tokenizer = job.begin(flags)
+    model = _model(job, loss)
+    flags.max_length = longest(flags, model, tokenizer)
     factory, eval_factory = _factories(job, flags, train, held_out, tokenizer)
     trainer = Trainer(
-        _model(job, loss),
+        model,
         flags,
         factory,
         loss,

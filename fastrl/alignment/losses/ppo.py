@@ -156,8 +156,16 @@ class PPO(Loss):
         record = UpdateRecord(loss.names)
         record.add(outcome)
         record.warn(self.ratio_threshold)
-        means = record.means(accelerator.device)
-        return LossOutput(means["ppo/loss/total"], means), outcome.moved_too_far
+        device = accelerator.device
+        means = record.means(device)
+        counts = {
+            "ppo/skipped_minibatches": record.skipped,
+            "ppo/nonfinite_minibatches": record.nonfinite,
+            "ppo/nonfinite_steps": record.nonfinite_steps,
+            "ppo/early_stopped": record.stopped_early,
+        }
+        metrics = means | {k: torch.tensor(float(x), device=device) for k, x in counts.items()}
+        return LossOutput(means["ppo/loss/total"], metrics), outcome.moved_too_far
 
     @torch.no_grad()
     def _experience(self, batch: Batch, policy: Any, reference: Any) -> Experience:
