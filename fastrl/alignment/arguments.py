@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from fastrl.config import PPOConfig
 from fastrl.trainers.supervised import SupervisedArguments, setting
 
 REFERENCES = ("auto", "cached", "copy", "adapter", "trunk", "offload")
@@ -14,8 +12,8 @@ REFERENCES = ("auto", "cached", "copy", "adapter", "trunk", "offload")
 @dataclass
 class AlignmentConfig(SupervisedArguments):
     """Settings of :class:`fastrl.alignment.Trainer`, beside those of
-    ``transformers.TrainingArguments``. How many samples there are, and how many make a batch, is
-    the :class:`BatchFactory`'s affair.
+    ``transformers.TrainingArguments``. The :class:`BatchFactory` has the batch size and the number
+    of samples.
 
     Raises:
         ValueError: an unknown reference, or layers to share without it.
@@ -52,13 +50,3 @@ class AlignmentConfig(SupervisedArguments):
             )
         if self.rollout_slots < 1:
             raise ValueError(f"rollout_slots must be at least 1, got {self.rollout_slots}")
-
-
-def reference_settings(args: Any, mode: str) -> PPOConfig:
-    """What :func:`fastrl.ref_model.choose_ref_model` reads."""
-    return PPOConfig(
-        reference=mode,
-        num_shared_layers=args.num_shared_layers,
-        reference_adapter=args.reference_adapter,
-        init_kl_coef=0.0 if mode == "none" else 1.0,
-    )

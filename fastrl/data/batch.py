@@ -494,15 +494,20 @@ def without_tokens(
     return responses, masks
 
 
-def check_weights(weights: Any, batch_size: int, device: torch.device) -> Tensor | None:
-    """Samples' weights as one fp32 tensor [batch_size].
+def check_weights(
+    weights: Any, batch_size: int, device: torch.device | str = "cpu"
+) -> Tensor | None:
+    """Samples' weights as one fp32 tensor [batch_size]; None stays None.
 
     Raises:
         ValueError: not ``batch_size`` finite numbers of 0 or more; names the element.
     """
     if weights is None:
         return None
-    values = torch.as_tensor(weights, dtype=torch.float32).detach().cpu()
+    try:
+        values = torch.as_tensor(weights, dtype=torch.float32).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"weights must be numbers, one per sample: {error}") from error
     if values.shape != (batch_size,):
         raise ValueError(
             f"weights has shape {tuple(values.shape)}: pass one number per sample, [{batch_size}]"

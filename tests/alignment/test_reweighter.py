@@ -233,7 +233,7 @@ def test_a_function_weighs_all_generations_or_each() -> None:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        ([1.0], r"ByFunction\(mine\): weights have shape \(1,\): return one per sample, 2"),
+        ([1.0], r"ByFunction\(mine\): weights has shape \(1,\): pass one number per sample, \[2\]"),
         ([1.0, -1.0], r"ByFunction\(mine\): weights\[1\] is -1\.0"),
         ([math.nan, 1.0], r"ByFunction\(mine\): weights\[0\] is nan"),
         ([math.inf, 1.0], r"ByFunction\(mine\): weights\[0\] is inf"),

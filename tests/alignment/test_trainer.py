@@ -223,14 +223,13 @@ def test_a_resumed_run_skips_the_prompts_that_were_drawn_before_an_early_stop(
             output_dir=str(folder),
         )
         numbers: list[int] = []
-        make = trainer.factory._source
+        make = trainer.factory.batch
 
         def noted(rows: Any) -> Any:
             numbers.extend(row.columns["number"] for row in rows)
             return make(rows)
 
-        trainer._place_sampler()
-        make, trainer.factory._source = trainer.factory._source, noted
+        trainer.factory.batch = noted
         trainer.train(resume_from_checkpoint=resume)
         return numbers
 
@@ -323,10 +322,10 @@ def test_a_loss_of_ones_own_needs_a_class_and_nothing_else(make_trainer: Make) -
         name = "margin"
 
         def losses(self, chosen: Any, rejected: Any) -> torch.Tensor:
-            return rejected.policy.sums - chosen.policy.sums
+            return rejected.sums - chosen.sums
 
         def implicit_reward(self, side: Any) -> torch.Tensor:
-            return side.policy.sums
+            return side.sums
 
     trainer = make_trainer(
         Margin(), epochs=8, eval_factory=make_factory("offline-pairwise"), learning_rate=1e-2

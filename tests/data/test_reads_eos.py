@@ -191,7 +191,7 @@ def test_ppo_says_which_completions_are_whole() -> None:
 
 
 def test_online_tasks_say_which_responses_are_whole() -> None:
-    from fastrl.alignment.batch_factory import compare_responses, score_responses
+    from fastrl.alignment.responses import compare_responses, score_responses
     from fastrl.data.examples import Example, Response
 
     reward = ClassifierReward(marked(True), tiny.tokenizer())
