@@ -15,13 +15,8 @@ from torch import Tensor, nn
 import fastrl_kernels
 from fastrl.data import reads_eos
 from fastrl.data.collators import SIDES, RewardDataCollatorWithPadding, both_sides
-from fastrl.data.encode import (
-    closes_texts,
-    end_token,
-    has_tokens,
-    missing_token_columns,
-    prepare_pairs,
-)
+from fastrl.data.encode import closes_texts, end_token
+from fastrl.data.prepare import has_tokens, missing_token_columns, prepare_pairs
 from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.utils import evaluating
 from fastrl.run.model_card import REWARD
@@ -101,7 +96,7 @@ class RewardTrainer(SupervisedTrainer):
         args: a :class:`RewardConfig`, or transformers' TrainingArguments.
         data_collator: by default :class:`RewardDataCollatorWithPadding`; another gets the rows of
             the data sets as they are, and makes such batches.
-        train_dataset, eval_dataset: see :func:`fastrl.data.encode.prepare_pairs`.
+        train_dataset, eval_dataset: see :func:`fastrl.data.prepare.prepare_pairs`.
         tokenizer, processing_class: the same under its old and its new name; by default the one
             beside the model's weights.
         compute_metrics: by default :func:`compute_accuracy`.
@@ -204,7 +199,7 @@ class RewardTrainer(SupervisedTrainer):
         return model
 
     def ready_data(self, dataset: Any, training: bool) -> Any:
-        """Token columns, see :func:`fastrl.data.encode.prepare_pairs`."""
+        """Token columns, see :func:`fastrl.data.prepare.prepare_pairs`."""
         if self._own_collator:
             return dataset
         missing = missing_token_columns(dataset)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import DataCollatorForLanguageModeling
 
 from fastrl.data.collators import DataCollatorForCompletionOnlyLM, TextCollator, targets_of
-from fastrl.data.encode import TokenizeOptions, prepare_texts
 from fastrl.data.pack import JoinedCollator, PackedTexts, choose_packing
+from fastrl.data.prepare import prepare_texts
 from fastrl.models.lm_head import Head, choose_head
 from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.scoring import ScoringRequest, TokenNLL, score_logits
@@ -137,14 +137,14 @@ class SFTTrainer(SupervisedTrainer):
         if model is not None:
             model = self.ready_model(loaded(model, load_language_model, args, trainable=True))
         completions, data_collator = _split_collator(data_collator)
-        self._options = TokenizeOptions(
-            args.dataset_text_field,
-            formatting_func,
-            completions,
-            args.append_eos,
-            args.completion_only_loss,
-            args.assistant_only_loss,
-        )
+        self._encoding = {
+            "text_field": args.dataset_text_field,
+            "formatting_func": formatting_func,
+            "completions": completions,
+            "append_eos": args.append_eos,
+            "completion_only": args.completion_only_loss,
+            "assistant_only": args.assistant_only_loss,
+        }
         self._longest = longest(args, model, self._tokenizer)
         packs = args.packing or bool(args.eval_packing)
         if packs and data_collator is not None:
@@ -193,13 +193,13 @@ class SFTTrainer(SupervisedTrainer):
         return model
 
     def ready_data(self, dataset: Any, training: bool) -> Any:
-        """Token ids and labels, see :func:`fastrl.data.encode.prepare_texts`; packed where
-        that is asked for."""
+        """Token ids and labels, see :func:`fastrl.data.prepare.prepare_texts`; packed if
+        the settings say so."""
         if isinstance(dataset, PackedTexts):
             return dataset
         args = self._settings
         texts = prepare_texts(
-            dataset, self._tokenizer, self._options, self._longest, args.dataset_num_proc
+            dataset, self._tokenizer, self._longest, args.dataset_num_proc, **self._encoding
         )
         packs = args.packing if training or args.eval_packing is None else args.eval_packing
         return PackedTexts(texts, self._longest) if packs and self._longest else texts
