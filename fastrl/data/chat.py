@@ -45,8 +45,8 @@ def as_messages(prompt: TextOrMessages) -> list[dict[str, Any]]:
 
 
 def render(messages: list[dict[str, Any]], tokenizer: Any, *, answered: bool = True) -> str:
-    """Messages as the tokenizer's chat template writes them; unless ``answered``, with the beginning
-    of the assistant's turn.
+    """Messages as the tokenizer's chat template writes them; unless ``answered``, up to where the
+    assistant's answer begins.
 
     Raises:
         ValueError: a tokenizer without a chat template.

@@ -177,8 +177,8 @@ class DatasLoader(Sequence[Example]):
             raise ValueError(f"unknown kind {kind!r}: choose one of {', '.join(KINDS)}")
         if kind not in _SERVES[self._given]:
             raise ValueError(
-                f"{kind} are needed, which are read from {NEEDS[kind]}; the data set's columns give "
-                f"{self._given} only: {', '.join(self.columns)}"
+                f"{kind} are needed, which are read from {NEEDS[kind]}; the data set's columns "
+                f"give {self._given} only: {', '.join(self.columns)}"
             )
         self.kind = kind
         self._picks, dropped = self._picked()

@@ -14,26 +14,25 @@ from fastrl.data.examples import Example, Response
 
 TRUNCATIONS = ("keep_end", "keep_start")
 
-Spans = Sequence[tuple[int, int]] | None  # where tokens stand in a text; None: not known
+Spans = Sequence[tuple[int, int]] | None  # begin and end of each token in a text; None: not known
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Tokenises prompts and responses apart, as a policy reads and writes them: a prompt's tokens
-    are the same in front of any response, and no token spans the border.
+    """Tokenises prompts and responses apart, as in generation: a prompt's tokens are the same in
+    front of any response, and no token spans both.
 
-    A response's tokens are those of a text that goes on: without the space that SentencePiece puts
+    A response is tokenised as the continuation of a text: without the space that SentencePiece puts
     in front of a text.
 
     Args:
-        tokenizer: its special tokens stand in front of prompts as it puts them there, and nowhere
-            else.
+        tokenizer: its special tokens are added in front of prompts only.
         max_length: of prompt and response; the response's end is cut, and with it its EOS.
-        max_prompt_length: of prompts. None leaves them what the longest response of an example
-            does not need of ``max_length``, and half of it in any case.
+        max_prompt_length: of prompts. None gives them what the longest response of an example
+            leaves of ``max_length``, but at least half of it.
         truncation: "keep_end" or "keep_start" of prompts that are too long.
-        add_eos: end responses that are texts with EOS. Chat templates end theirs by themselves;
-            blanks that they put behind EOS are left out, as no policy writes them.
+        add_eos: end responses that are texts with EOS. Chat templates write their own; blanks
+            behind it are left out, because no policy generates them.
 
     Raises:
         ValueError: limits that leave no room, another truncation.
@@ -69,11 +68,11 @@ class Encoder:
         finished: bool = True,
         **others: Any,
     ) -> Example:
-        """A prompt with its responses.
+        """Encodes a prompt with its responses.
 
         Args:
-            finished: False where a length has cut the responses: they get no EOS, and keep none
-                that a chat template writes.
+            finished: False for responses that a length limit cut: they get no EOS, and lose that of
+                a chat template.
             others: fields of the example.
 
         Raises:
@@ -103,8 +102,8 @@ class Encoder:
     def joined(
         self, prompt: TextOrMessages, answer: TextOrMessages, *, finished: bool = True
     ) -> tuple[list[int], int]:
-        """The token ids of a prompt and its answer, and how many of them are the prompt's: 0 where
-        that says nothing, and the answer is a text or a conversation of its own."""
+        """The token ids of a prompt and its answer, and how many of them are the prompt's: 0 if it
+        is blank, and the answer is a whole text or conversation."""
         if not prompt or (isinstance(prompt, str) and is_blank(prompt)):
             both = isinstance(prompt, str) and isinstance(answer, str)
             ids, _ = self.alone(prompt + answer if both else answer)  # type: ignore[operator]
@@ -115,9 +114,8 @@ class Encoder:
     def alone(
         self, said: TextOrMessages, assistant_only: bool = False
     ) -> tuple[list[int], list[bool]]:
-        """The token ids of a text without a prompt, as the tokenizer writes a text, or of a
-        conversation; and which of them are learned: all, or those of the assistant's turns, as the
-        chat template marks them."""
+        """The token ids of a text without a prompt, or of a conversation; and which of them to
+        learn: all, or those of the assistant's turns, as the chat template marks them."""
         if isinstance(said, str):
             ids = encode_text(said, self.tokenizer) if said else []
             if self.add_eos and ids:
@@ -139,12 +137,12 @@ class Encoder:
         return max(self.max_length - longest, (self.max_length + 1) // 2)
 
     def _prompt(self, text: str, chat: bool) -> tuple[list[int], list[int], Spans]:
-        """What the tokenizer puts in front of a text, and the text; without what it puts behind."""
+        """The special tokens in front of a text, the text's tokens, and their spans."""
         special = not _is_complete(text, self.tokenizer, chat)
         ids, added, spans = _tokens(self.tokenizer, text, special)
         begin = next((i for i, special in enumerate(added) if not special), len(added))
         if begin == 0 and ids[:1] in ([self.tokenizer.bos_token_id], [self.tokenizer.cls_token_id]):
-            begin = 1  # written in the text
+            begin = 1  # the text itself begins with it
         end = next((i for i in range(begin, len(added)) if added[i]), len(added))
         return ids[:begin], ids[begin:end], spans and spans[begin:end]
 
@@ -163,7 +161,7 @@ class Encoder:
                 f"front of its response ({whole!r:.200}): mend the template, or bring texts"
             )
         text = whole[len(prompt_text) :]
-        if not finished:  # what the template puts behind the message was not written
+        if not finished:  # the policy did not write what the template puts behind the message
             content = answer[-1]["content"].strip()
             text = text[: text.rfind(content) + len(content)]
         ids, spans = self._continued(text)
@@ -172,7 +170,7 @@ class Encoder:
         return text, ids, spans
 
     def _end(self, ids: list[int]) -> int:
-        """Tokens up to the last EOS, if only blanks follow it; else all."""
+        """The number of tokens up to the last EOS, if only blanks follow it; else of all."""
         eos = self.tokenizer.eos_token_id
         if eos not in ids:
             return len(ids)
@@ -185,15 +183,15 @@ class Encoder:
         """Tokens ``begin`` to ``end``, and their part of the text."""
         if begin <= 0 and end >= len(ids):
             return text, ids
-        if spans is None:  # only tokenizers in Rust know
+        if spans is None:  # slow tokenizers
             return self.tokenizer.decode(ids[begin:end]), ids[begin:end]
         # A token's span may leave out the space in front of it, which belongs to its text.
         start, stop = (spans[i - 1][1] if i else 0 for i in (begin, min(end, len(spans))))
         return text[start:stop], ids[begin:end]
 
     def _continued(self, text: str) -> tuple[list[int], Spans]:
-        """The tokens of a text that goes on: up to its first special token without the space that
-        would stand in front of a text; from there on as the tokenizer writes it anywhere."""
+        """The tokens of a text that continues another, and their spans: up to its first special
+        token without the space in front of a text, from there on as the tokenizer encodes it."""
         ids, _, spans = _tokens(self.tokenizer, text)
         if self._continuing is self.tokenizer:
             return ids, spans
@@ -207,8 +205,8 @@ class Encoder:
 
     @cached_property
     def _continuing(self) -> Any:
-        """The tokenizer for what follows a text: without the space that SentencePiece puts in front
-        of one. (Of other kinds of tokenizer that do so, some know words with that space alone.)"""
+        """The tokenizer without the space that SentencePiece puts in front of a text. (Other kinds
+        that add a space are left as they are: some know words only with it.)"""
         if not self.tokenizer.is_fast:
             return self.tokenizer
         backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
@@ -232,12 +230,12 @@ class Encoder:
 def encode_prompt(
     prompt: TextOrMessages, tokenizer: Any, name: str = "prompt", *, closed: bool = False
 ) -> tuple[str, list[int]]:
-    """A prompt as one text and its token ids: those of a text with the special tokens that the
-    tokenizer puts in front, those of a chat by its template, up to where the answer begins.
+    """A prompt as one text and its token ids: of a text with the special tokens the tokenizer
+    puts in front, of a chat by its template, up to where the answer begins.
 
     Args:
         name: of the prompt, for messages.
-        closed: with what the tokenizer puts behind a text, too: encoders read it.
+        closed: add the special tokens at the end, too, which encoders read.
 
     Raises:
         ValueError: as :func:`fastrl.data.chat.prompt_text`.
@@ -250,13 +248,13 @@ def encode_prompt(
 
 
 def encode_text(text: str, tokenizer: Any, chat: bool = False) -> list[int]:
-    """The token ids of a whole text as the tokenizer writes one, with special tokens on both ends;
-    a chat template's text brings its own."""
+    """The token ids of a whole text, with the tokenizer's special tokens at both ends; that of a
+    chat template has its own."""
     return tokenizer(text, add_special_tokens=not _is_complete(text, tokenizer, chat))["input_ids"]
 
 
 def encode_responses(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """The token ids of texts that go on behind prompts, without EOS."""
+    """The token ids of texts that continue prompts, without EOS."""
     encoder = Encoder(tokenizer)
     return [encoder._continued(text)[0] for text in texts]
 
@@ -264,8 +262,8 @@ def encode_responses(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
 def encode_jointly(
     texts: Sequence[str], tokenizer: Any, *, chat: bool, max_length: int | None
 ) -> Any:
-    """Whole texts as a padded batch, tokenised as the tokenizer writes and cuts a text; with
-    ``chat`` they bring their special tokens along."""
+    """Whole texts as a padded batch, encoded and cut by the tokenizer; with ``chat`` they have their
+    special tokens already."""
     return tokenizer(
         list(texts),
         padding=True,
@@ -277,7 +275,7 @@ def encode_jointly(
 
 
 def end_token(tokenizer: Any) -> int | None:
-    """EOS; of a tokenizer without one (BERT's) the token that it puts behind a text."""
+    """EOS, or else SEP (BERT's tokenizer has no EOS)."""
     eos = tokenizer.eos_token_id
     return getattr(tokenizer, "sep_token_id", None) if eos is None else eos
 
@@ -289,18 +287,19 @@ def closes_texts(tokenizer: Any) -> bool:
 
 
 def _ended(ids: list[int], tokenizer: Any) -> list[int]:
-    """With the end token behind them, once, if the tokenizer has one."""
+    """The ids with the end token behind them, once, if the tokenizer has one."""
     end = end_token(tokenizer)
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
 def _open_ended(ids: list[int], tokenizer: Any) -> list[int]:
+    """The ids without an end token behind them."""
     return ids[:-1] if ids and ids[-1] == end_token(tokenizer) else ids
 
 
 def _is_complete(text: str, tokenizer: Any, chat: bool) -> bool:
-    """Whether a text brings its special tokens along: chat templates do, and texts that begin with
-    one."""
+    """Whether a text has its special tokens already: from a chat template, or because it begins
+    with BOS."""
     start = tokenizer.bos_token or tokenizer.cls_token
     return chat or bool(start and text.startswith(start))
 
@@ -308,7 +307,7 @@ def _is_complete(text: str, tokenizer: Any, chat: bool) -> bool:
 def _tokens(
     tokenizer: Any, text: str, special: bool = False
 ) -> tuple[list[int], Sequence[int], Spans]:
-    """A text's token ids, which of them the tokenizer has added, and where they stand in it."""
+    """A text's token ids, which of them the tokenizer added, and their spans."""
     fast = tokenizer.is_fast
     made = tokenizer(
         text,
@@ -322,7 +321,7 @@ def _tokens(
 
 
 def _without_prefix(state: Any) -> Any:
-    """A SentencePiece tokenizer's step, as JSON, that puts no space in front of a text."""
+    """A normalizer or pre-tokenizer, as JSON, that puts no space in front of a text."""
     if isinstance(state, list):
         return [_without_prefix(x) for x in state]
     if not isinstance(state, dict):
