@@ -246,7 +246,7 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         for name in _JSON_FIELDS:
-            setattr(self, name, _parse_json(name, getattr(self, name)))
+            setattr(self, name, parse_json(name, getattr(self, name)))
         self._apply_deprecated_names()
         if self.mini_batch_size is None:
             self.mini_batch_size = min(128, self.batch_size)
@@ -386,12 +386,18 @@ class PPOConfig:
 
 
 def json_object(value: dict | str | None) -> dict[str, Any]:
-    """A JSON field of a constructed PPOConfig, which is a dict by then."""
+    """A JSON field of a constructed PPOConfig, as a dict; for type checkers."""
     assert isinstance(value, dict)
     return value
 
 
-def _parse_json(name: str, value: dict | str | None) -> dict:
+def parse_json(name: str, value: dict | str | None) -> dict[str, Any]:
+    """The setting ``name``, a dict or JSON text, as a dict; {} of None.
+
+    Raises:
+        ValueError: text that is not JSON.
+        TypeError: not a JSON object.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -262,8 +262,8 @@ def encode_responses(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
 def encode_jointly(
     texts: Sequence[str], tokenizer: Any, *, chat: bool, max_length: int | None
 ) -> Any:
-    """Whole texts as a padded batch, encoded and cut by the tokenizer; with ``chat`` they have their
-    special tokens already."""
+    """Whole texts as a padded batch, encoded and cut by the tokenizer; with ``chat`` they have
+    their special tokens already."""
     return tokenizer(
         list(texts),
         padding=True,

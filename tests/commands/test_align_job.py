@@ -101,7 +101,7 @@ def test_loss_coefficients_weights_and_an_adapter_are_flags(folder, tmp_path):
         ({"loss": "kto"}, "kto does not fit the task offline-pairwise"),
         ({"loss": "dqo"}, "unknown loss 'dqo'"),
         ({"loss-args": "{beta: 1}"}, "loss_args is not valid JSON"),
-        ({"loss-args": "[1]"}, "loss_args must be a JSON object"),
+        ({"loss-args": "[1]"}, "loss_args must be a dict or a JSON object"),
         ({"loss-args": '{"gamma": 1}'}, "the loss dpo has no coefficient 'gamma'"),
         ({"task": "online-pairwise"}, "pass --annotator or --judge, one of the two"),
         ({"annotator": "rewards.py:length"}, "leave out --annotator and --judge"),
