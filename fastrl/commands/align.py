@@ -165,7 +165,7 @@ class AlignFlags(CommandFlags, AlignmentConfig):
 
 
 def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
-    """Train, save and report."""
+    """Trains, saves and reports."""
     from fastrl.alignment import Trainer, make_reweighter
 
     loss = job.make_loss()

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastrl.commands.checks import check_base, check_call, check_dtype, check_seed
+from fastrl.commands.checks import check_call, check_dtype, check_model, check_seed
 from fastrl.commands.fit import say_none_held_out
 from fastrl.commands.lora import lora_config
 from fastrl.config import PPOConfig, json_object, setting, setting_like
@@ -102,8 +102,8 @@ class PPOJob:
     prompt_words: int | None = setting("Take only the first words of each text as prompt.", None)
     max_prompt_tokens: int | None = setting("Take only the first tokens of each prompt.", None)
     long_prompts: str = setting(
-        "What becomes of prompts that with their new tokens exceed the model's context: refuse or "
-        "drop (they are counted).",
+        "How to treat prompts that with their new tokens exceed the model's context: refuse (an "
+        "error) or drop (counted).",
         "refuse",
     )
 
@@ -178,7 +178,7 @@ class PPOFlags(PPOConfig):
     _argument_group_name: ClassVar[str] = "PPO"
 
     steps: int = setting("Number of steps, each on batch_size completions.", 100)
-    # A saved adapter that is trained on is what a user starts from, as a whole model would be.
+    # Unlike the trainer's default: KL is to the saved adapter that a run starts from.
     reference_adapter: str = setting_like(PPOConfig, "reference_adapter", "auto")
     log_with: str | None = setting(
         "Tracker, such as wandb or tensorboard: any that accelerate knows.",
@@ -187,7 +187,7 @@ class PPOFlags(PPOConfig):
     )
 
     def config_for(self, job: PPOJob) -> PPOConfig:
-        """The trainer's settings; what the job knows is taken from it unless given."""
+        """The trainer's settings; names and lengths that are not given come from the job."""
         fields = {f.name: f.default for f in dataclasses.fields(self) if f.init}
         settings = {name: getattr(self, name) for name in fields}
         settings["steps"] = self.steps * self.batch_size
@@ -205,7 +205,7 @@ class PPOFlags(PPOConfig):
 
 @dataclass
 class GRPOJob(PPOJob):
-    """A :class:`PPOJob` in a folder of its own."""
+    """A :class:`PPOJob` with another default folder."""
 
     command: ClassVar[str] = "grpo"
     essentials: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -228,8 +228,8 @@ class GRPOJob(PPOJob):
 
 @dataclass
 class GRPOFlags(PPOFlags):
-    """PPOFlags with defaults for group baselines: no value function, the KL in the loss with a
-    fixed coefficient, one pass over each batch."""
+    """PPOFlags with GRPO's defaults: no value function, a fixed KL coefficient in the loss,
+    one pass over each batch."""
 
     _argument_group_name: ClassVar[str] = "GRPO"
 
@@ -243,10 +243,10 @@ class GRPOFlags(PPOFlags):
 
 
 def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
-    """Train, save and report; the change in held-out reward, None without evaluation prompts."""
+    """Trains, saves and reports; returns the change in held-out reward, None without evaluation
+    prompts."""
     from fastrl.core import set_seed
     from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
-    from fastrl.models.load import model_folder
     from fastrl.ppo import PPOTrainer
     from fastrl.rewards.functions import ClassifierReward, load_reward
     from fastrl.run.metrics import RunCallback
@@ -267,8 +267,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     check_seed(flags.seed)
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
-    policy, peft_config = model_folder(job.model), lora_config(job, "CAUSAL_LM")
-    check_base(job)
+    policy, peft_config = check_model(job), lora_config(job, "CAUSAL_LM")
     reward = load_reward(job.reward, label=job.reward_label, batch_size=job.reward_batch_size)
     tokenizer = load_tokenizer(policy)
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
@@ -279,7 +278,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         job.model, dtype=job.dtype, peft_config=peft_config, is_trainable=True
     )
 
-    if config.log_with is not None:  # of trackers that write files
+    if config.log_with is not None:  # where trackers write files
         json_object(config.project_kwargs).setdefault("logging_dir", str(folder.logs))
     trainer = PPOTrainer(config, model, tokenizer=tokenizer)
     if isinstance(reward, ClassifierReward):
@@ -311,12 +310,12 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         },
         show=job.samples,
     )
-    trainer.accelerator.end_training()  # trackers are closed
+    trainer.accelerator.end_training()  # closes the trackers
     return comparison
 
 
 def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Rows to train on and rows to evaluate on, with a column "prompt"; no prompt is in both."""
+    """Rows to train on and rows to evaluate on, with a column "prompt", and no prompt in both."""
 
     def rows_of(source: str) -> Dataset:
         table = load_table(source, job.dataset_split)

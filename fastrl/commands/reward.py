@@ -31,7 +31,7 @@ class RewardFlags(CommandFlags, RewardConfig):
 
 
 def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
-    """Train, save and report."""
+    """Trains, saves and reports."""
     from fastrl.data.reads_eos import load_from_adapter
     from fastrl.models.load import load_reward_model
     from fastrl.trainers.reward import RewardTrainer

@@ -6,12 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fastrl.commands.fit import (
-    CommandFlags,
-    FitJob,
-    essential_flags,
-    fit,
-)
+from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.commands.lora import lora_config
 from fastrl.config import setting
 from fastrl.trainers.sft import SFTConfig
@@ -40,7 +35,7 @@ class SFTFlags(CommandFlags, SFTConfig):
 
 
 def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
-    """Train, save and report."""
+    """Trains, saves and reports."""
     from fastrl.data.collators import DataCollatorForCompletionOnlyLM
     from fastrl.models.load import load_language_model
     from fastrl.trainers.sft import SFTTrainer
