@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -192,7 +193,8 @@ class PolicyLearner:
             self._compared = CachedReference(score, self._tokens)
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
-        policy = TrainedPolicy(model, self._tokens, self._mean)
+        mean = functools.partial(self.accelerator.reduce, reduction="mean")
+        policy = TrainedPolicy(model, self._tokens, mean)
         return policy, self._compared if self.loss.compares else None
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
@@ -203,9 +205,6 @@ class PolicyLearner:
                 self._compared.learn(each)
         if last:
             self._compared.close()
-
-    def _mean(self, x: Tensor) -> Tensor:
-        return self.accelerator.reduce(x, reduction="mean")
 
     def save(self, model: Any, folder: str, state_dict: dict[str, Tensor] | None) -> None:
         self.reference.verify()

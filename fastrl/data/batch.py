@@ -246,6 +246,15 @@ class BatchMaker(ABC):
         """Padded arguments of the model's forward, on the CPU."""
 
     @abstractmethod
+    def padded(
+        self,
+        inputs: dict[str, Tensor],
+        query_lengths: list[int],
+        response_lengths: list[int],
+        response_masks: list[Tensor] | None,
+    ) -> TokenBatch:
+        """One batch from padded arguments of the model's forward, all on the CPU."""
+
     def from_inputs(
         self,
         inputs: dict[str, Tensor],
@@ -254,6 +263,12 @@ class BatchMaker(ABC):
         response_masks: Sequence[Tensor] | None = None,
     ) -> TokenBatch:
         """One batch on the CPU, from what :meth:`model_inputs` made of these queries."""
+        return self.padded(
+            {name: tensor.cpu() for name, tensor in inputs.items()},
+            [len(q) for q in queries],
+            [len(r) for r in responses],
+            None if response_masks is None else [m.cpu() for m in response_masks],
+        )
 
     def own(
         self, responses: Sequence[Tensor], response_masks: Sequence[Tensor] | None = None
@@ -287,20 +302,15 @@ class DecoderOnlyBatches(BatchMaker):
     ) -> dict[str, Tensor]:
         return self._pad([torch.cat(pair).cpu() for pair in zip(queries, responses, strict=True)])
 
-    def from_inputs(
+    def padded(
         self,
         inputs: dict[str, Tensor],
-        queries: Sequence[Tensor],
-        responses: Sequence[Tensor],
-        response_masks: Sequence[Tensor] | None = None,
+        query_lengths: list[int],
+        response_lengths: list[int],
+        response_masks: list[Tensor] | None,
     ) -> TokenBatch:
-        return TokenBatch.from_padded(
-            inputs["input_ids"].cpu(),
-            inputs["attention_mask"].cpu(),
-            [len(q) for q in queries],
-            [len(r) for r in responses],
-            None if response_masks is None else [m.cpu() for m in response_masks],
-        )
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        return TokenBatch.from_padded(ids, mask, query_lengths, response_lengths, response_masks)
 
     def _warn_of_prompts(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
         for i, (q, r) in enumerate(zip(queries, responses, strict=True)):
@@ -325,27 +335,20 @@ class EncoderDecoderBatches(BatchMaker):
         read, written = self._pad([q.cpu() for q in queries], "right"), self._pad(started, "right")
         return {**read, **{f"decoder_{name}": tensor for name, tensor in written.items()}}
 
-    def from_inputs(
+    def padded(
         self,
         inputs: dict[str, Tensor],
-        queries: Sequence[Tensor],
-        responses: Sequence[Tensor],
-        response_masks: Sequence[Tensor] | None = None,
+        query_lengths: list[int],
+        response_lengths: list[int],
+        response_masks: list[Tensor] | None,
     ) -> TokenBatch:
         # A collator may have padded on the left.
-        read = _padded_right(inputs["input_ids"].cpu(), inputs["attention_mask"].cpu())
-        written = _padded_right(
-            inputs["decoder_input_ids"].cpu(), inputs["decoder_attention_mask"].cpu()
-        )
-        of_decoder = TokenBatch.from_padded(
-            *written,
-            [1] * len(responses),  # the start token takes the place of the query
-            [len(r) for r in responses],
-            None if response_masks is None else [m.cpu() for m in response_masks],
-        )
-        lengths = [len(q) for q in queries]
+        ids, mask = _padded_right(inputs["input_ids"], inputs["attention_mask"])
+        written = _padded_right(inputs["decoder_input_ids"], inputs["decoder_attention_mask"])
+        starts = [1] * len(response_lengths)  # the start token takes the place of the query
+        decoded = TokenBatch.from_padded(*written, starts, response_lengths, response_masks)
         return EncodedBatch(
-            **vars(of_decoder), encoder_ids=read[0], encoder_mask=read[1], encoder_lengths=lengths
+            **vars(decoded), encoder_ids=ids, encoder_mask=mask, encoder_lengths=query_lengths
         )
 
     def own(

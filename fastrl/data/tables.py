@@ -57,7 +57,12 @@ def load_table(source: str, split: str = "train") -> Dataset:
     if path.is_dir():
         if any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(str(path))
-            return _pick_split(saved, split, source)
+            if not hasattr(saved, "keys"):
+                return saved
+            if split not in saved:
+                splits = ", ".join(saved)
+                raise ValueError(f"{source} has no split {split!r}: choose one of {splits}")
+            return saved[split]
         files = sorted(f for f in path.iterdir() if f.suffix in _FORMATS)
         if not files:
             raise FileNotFoundError(f"{source} holds no {', '.join(_FORMATS)} file")
@@ -162,7 +167,10 @@ def take_prompts(
     if words is not None:
         prompts = [" ".join(text.split()[:words]) for text in prompts]
     if max_tokens is not None:
-        prompts = [_first_tokens(text, max_tokens, tokenizer) for text in prompts]
+        for row, text in enumerate(prompts):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(ids) > max_tokens:
+                prompts[row] = tokenizer.decode(ids[:max_tokens])
     kept = [row for row, prompt in enumerate(prompts) if _says_something(prompt)]
     if not kept:
         raise ValueError(f"column {column!r} holds no text: every prompt is empty")
@@ -351,14 +359,6 @@ def _check_object(row: Any, place: str) -> None:
         )
 
 
-def _pick_split(saved: Any, split: str, source: str) -> Dataset:
-    if not hasattr(saved, "keys"):
-        return saved
-    if split not in saved:
-        raise ValueError(f"{source} has no split {split!r}: choose one of {', '.join(saved)}")
-    return saved[split]
-
-
 def _find_column(table: Dataset, column: str | None) -> str:
     there = ", ".join(table.column_names)
     if column is None:
@@ -371,8 +371,3 @@ def _find_column(table: Dataset, column: str | None) -> str:
     elif column not in table.column_names:
         raise ValueError(f"the data set has no column {column!r}: its columns are {there}")
     return column
-
-
-def _first_tokens(text: str, count: int, tokenizer: Any) -> str:
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return text if len(ids) <= count else tokenizer.decode(ids[:count])

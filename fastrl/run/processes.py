@@ -8,11 +8,6 @@ import os
 _COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
-def started_processes() -> int:
-    """The number in the launcher's environment variables; 1 without a launcher."""
-    return max(int(os.environ.get(name) or 1) for name in _COUNTS)
-
-
 def check_one_process(what: str, known: int = 1) -> None:
     """Checks that a run is one process: several would each train a model on the same prompts.
 
@@ -24,7 +19,7 @@ def check_one_process(what: str, known: int = 1) -> None:
     Raises:
         ValueError: more than one process, by either number.
     """
-    count = max(known, started_processes())
+    count = max(known, *(int(os.environ.get(name) or 1) for name in _COUNTS))
     if count > 1:
         raise ValueError(
             f"{what} runs as one process, and was started as {count}: each would do the same work "
