@@ -13,7 +13,7 @@ from fastrl.alignment.annotator import ask_preferences, ask_scores
 from fastrl.alignment.batch import Batch, columns_of
 from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.losses import Loss
-from fastrl.alignment.responses import ends_of, prompts_of, texts_of
+from fastrl.alignment.responses import finished_of, prompts_of, texts_of
 from fastrl.run.callbacks import Samples
 
 
@@ -100,7 +100,7 @@ class OnlineEvaluation:
                 continue
             # Keyed by index, an example's random numbers are the same however many processes run.
             sampled, _ = sampler(examples, 1, self.factory.seed, ids)
-            texts, ends = texts_of(sampled), ends_of(sampled)
+            texts, ends = texts_of(sampled), finished_of(sampled)
             asked, columns = prompts_of(examples), columns_of(examples)
             if self._scores:
                 rewards += ask_scores(annotator, asked, texts, columns, ends)

@@ -40,7 +40,7 @@ from fastrl.models.load import (
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import check_trainable, evaluating
 from fastrl.ref_model import RefModel, choose_ref_model
-from fastrl.trainers.supervised import loaded
+from fastrl.trainers.supervised import load_if_path
 
 
 class Learner(Protocol):
@@ -81,7 +81,7 @@ class RewardLearner:
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
         if ref_model is not None:
             raise ValueError(f"the loss {self.loss.name} has no reference: leave out ref_model")
-        model = loaded(model, load_reward_model, self.args)
+        model = load_if_path(model, load_reward_model, self.args)
         labels = getattr(model.config, "num_labels", None)
         if labels != 1 or not hasattr(model.config, "num_labels"):
             raise ValueError(
@@ -132,10 +132,10 @@ class PolicyLearner:
     def __init__(self, args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any):
         self.args, self.loss, self.task, self.tokenizer = args, loss, task, tokenizer
         self.reference: RefModel
-        self._compared: ReferencePolicy | CachedReference
+        self._scored_reference: ReferencePolicy | CachedReference
 
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
-        model = loaded(model, load_language_model, self.args, trainable=True)
+        model = load_if_path(model, load_language_model, self.args, trainable=True)
         if not isinstance(model, PreTrainedModelWrapper):
             values = self.loss.learns == "policy with values"
             wrapper = AutoModelForCausalLMWithValueHead if values else CausalLMPolicy
@@ -187,24 +187,24 @@ class PolicyLearner:
         unwrapped: Any = accelerator.unwrap_model(model)
         batches = make_batches(unwrapped, self.tokenizer, None)
         self._tokens = Tokens(batches, accelerator.device, self.reference)
-        self._compared = ReferencePolicy(self.reference, self._tokens)
+        self._scored_reference = ReferencePolicy(self.reference, self._tokens)
         if self._cached:
             score = self.reference.score if unwrapped.is_peft_model else _scored_by(model)
-            self._compared = CachedReference(score, self._tokens)
+            self._scored_reference = CachedReference(score, self._tokens)
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
         mean = functools.partial(self.accelerator.reduce, reduction="mean")
         policy = TrainedPolicy(model, self._tokens, mean)
-        return policy, self._compared if self.loss.compares else None
+        return policy, self._scored_reference if self.loss.compares else None
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
-        if not isinstance(self._compared, CachedReference) or self._compared.closed:
+        if not isinstance(self._scored_reference, CachedReference) or self._scored_reference.closed:
             return
         for batch in batches:
             for each in self.loss.reference_batches(batch):
-                self._compared.learn(each)
+                self._scored_reference.learn(each)
         if last:
-            self._compared.close()
+            self._scored_reference.close()
 
     def save(self, model: Any, folder: str, state_dict: dict[str, Tensor] | None) -> None:
         self.reference.verify()

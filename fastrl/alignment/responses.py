@@ -71,7 +71,11 @@ def score_responses(
 ) -> tuple[list[Example], list[list[float]]]:
     """Examples of one response each with the annotator's scores as rewards; and the scores."""
     scores = ask_scores(
-        annotator, prompts_of(examples), texts_of(examples), columns_of(examples), ends_of(examples)
+        annotator,
+        prompts_of(examples),
+        texts_of(examples),
+        columns_of(examples),
+        finished_of(examples),
     )
     return [replace(e, rewards=(s,)) for e, s in zip(examples, scores, strict=True)], [scores]
 
@@ -97,7 +101,7 @@ def compare_responses(
         texts_of(chosen, 0),
         texts_of(chosen, 1),
         columns_of(chosen),
-        (ends_of(chosen, 0), ends_of(chosen, 1)),
+        (finished_of(chosen, 0), finished_of(chosen, 1)),
     )
     for i, first in zip(asked, preferences, strict=True):
         if first is None:
@@ -122,6 +126,6 @@ def texts_of(examples: Sequence[Example], i: int = 0) -> list[str]:
     return [example.responses[i].text for example in examples]
 
 
-def ends_of(examples: Sequence[Example], i: int = 0) -> list[bool]:
+def finished_of(examples: Sequence[Example], i: int = 0) -> list[bool]:
     """Which of the examples' responses ``i`` were not cut by a length limit."""
     return [example.responses[i].finished for example in examples]

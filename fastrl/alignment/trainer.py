@@ -130,12 +130,12 @@ class Trainer(OwnModelCard, transformers.Trainer):
     def batches(self, count: int) -> Iterator[Batch]:
         """Yields the mini-batches of the next ``count`` batches of the factory."""
         policy, reference = self.learner.views(self.model_wrapped)
-        self._place_sampler()
+        self._ensure_sampler()
         for batch in self.factory.take(count):
             if self.reweighter is not None:
                 with torch.no_grad(), evaluating(self.model):
                     self.reweighter(batch, policy)
-            self._means.add(self._numbers(batch))
+            self._means.add(self._batch_metrics(batch))
             self._stop_batch = False
             for minibatch in self.loss.minibatches(batch, policy, reference):
                 yield minibatch
@@ -187,7 +187,7 @@ class Trainer(OwnModelCard, transformers.Trainer):
         self._last_batch = self._drawn.before_run + epochs * (
             self._epoch_length() // self.loss.minibatches_per_batch
         )
-        self._look_ahead()
+        self._show_batches()
         self._accumulated = []
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -207,7 +207,7 @@ class Trainer(OwnModelCard, transformers.Trainer):
                 "evaluation needs the eval_factory that the trainer is made with, and takes no "
                 "other data set"
             )
-        self._place_sampler()
+        self._ensure_sampler()
         if self.state.global_step == 0 and not self.is_in_train:
             self.learner.before_training(self._held_out(), last=False)
         with evaluating(self.model):
@@ -261,7 +261,7 @@ class Trainer(OwnModelCard, transformers.Trainer):
         state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
         return state["stateful_callbacks"][DrawnBatches.__name__]["attributes"]
 
-    def _look_ahead(self) -> None:
+    def _show_batches(self) -> None:
         """Shows the learner all batches, while the model is still as training begins."""
         minibatches = self.args.max_steps * self.args.gradient_accumulation_steps
         count = math.ceil(minibatches / self.loss.minibatches_per_batch)
@@ -272,7 +272,7 @@ class Trainer(OwnModelCard, transformers.Trainer):
         if isinstance(self.evaluation, OfflineEvaluation):
             yield from (batch for batch, _ in self.evaluation.batches())
 
-    def _place_sampler(self) -> None:
+    def _ensure_sampler(self) -> None:
         """Gives online factories an engine on the policy, unless they have one."""
         for factory in self._factories:
             if factory.task.online and factory.sampler is None:
@@ -285,7 +285,7 @@ class Trainer(OwnModelCard, transformers.Trainer):
                     )
                 factory.sample_with(self._engine)
 
-    def _numbers(self, batch: Batch) -> dict[str, Tensor]:
+    def _batch_metrics(self, batch: Batch) -> dict[str, Tensor]:
         """The metrics of a batch that do not depend on the loss."""
         found = {"weights": batch.weights()} if self.reweighter is not None else {}
         sampler = self.factory.sampler

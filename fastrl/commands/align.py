@@ -11,15 +11,14 @@ from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.losses import LOSSES, Loss, describe_losses, make_loss
 from fastrl.alignment.tasks import TASKS, Task, find_task
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit, held_out_accuracy
-from fastrl.commands.lora import lora_config
 from fastrl.config import parse_json, setting, setting_like
-from fastrl.trainers.supervised import longest
+from fastrl.trainers.supervised import length_limit
 
 if TYPE_CHECKING:
     from fastrl.alignment import Annotator, BatchFactory, Trainer
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AlignJob(FitJob):
     """What to learn from which data, how, and where the results go.
 
@@ -44,7 +43,7 @@ class AlignJob(FitJob):
     loss_args: str | None = setting(
         'The loss\'s coefficients as JSON, such as {"beta": 0.2}.', None
     )
-    output: str = setting("Folder for the model, the metrics and the report.", "runs/align")
+    output: str = setting_like(FitJob, "output", "runs/align")
 
     annotator: str | None = setting(
         "Online: sequence classifier or function (file.py:function) that scores responses. "
@@ -169,11 +168,11 @@ def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
     from fastrl.alignment import Trainer, make_reweighter
 
     loss = job.make_loss()
-    peft_config = lora_config(job, "SEQ_CLS" if loss.learns == "reward model" else "CAUSAL_LM")
+    peft_config = job.lora_config("SEQ_CLS" if loss.learns == "reward model" else "CAUSAL_LM")
     _check_dropout(job, flags, loss)
     train, held_out, tokenizer = job.begin(flags)
     model = _model(job, loss)
-    flags.max_length = longest(flags, model, tokenizer)
+    flags.max_length = length_limit(flags, model, tokenizer)
     factory, eval_factory = _factories(job, flags, train, held_out, tokenizer)
     trainer = Trainer(
         model,

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from fastrl.run.folder import RunFolder
-
-DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 _SEEDS = 2**32  # NumPy's limit
-
-
-def check_dtype(name: str) -> None:
-    """
-    Raises:
-        ValueError: a dtype that weights cannot have.
-    """
-    if name not in DTYPES:
-        raise ValueError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}")
 
 
 def check_seed(seed: int) -> None:
@@ -29,29 +16,6 @@ def check_seed(seed: int) -> None:
     """
     if not 0 <= seed < _SEEDS:
         raise ValueError(f"seed must lie between 0 and {_SEEDS - 1}, got {seed}")
-
-
-def check_model(job: Any) -> str:
-    """The folder of the model that a job starts from.
-
-    Args:
-        job: with ``model``, ``lora_r`` and ``output``.
-
-    Raises:
-        FileNotFoundError: there is no model.
-        ValueError: the run would save an adapter in place of its base model.
-    """
-    from fastrl.models.load import base_folder, is_adapter, model_folder
-
-    folder, target = model_folder(job.model), RunFolder(job.output).model
-    if not target.is_dir() or not (job.lora_r or is_adapter(job.model)):
-        return folder
-    if Path(base_folder(job.model)).resolve() == target.resolve():
-        raise ValueError(
-            f"output {job.output}: {target} is the base of the adapter, which would be saved in "
-            "its place: name another output"
-        )
-    return folder
 
 
 def check_call(

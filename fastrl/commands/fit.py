@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from fastrl.commands.checks import check_dtype, check_model, check_seed
-from fastrl.commands.lora import check_dropout
+from fastrl.commands.checks import check_seed
+from fastrl.commands.job import TrainingJob
 from fastrl.config import setting
 from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table
 from fastrl.models.load import load_tokenizer
@@ -52,22 +52,10 @@ def essential_flags(what: tuple[str, ...], data: tuple[str, ...]) -> dict[str, t
     }
 
 
-@dataclass
-class FitJob:
-    """What to train, on which data, and where the results go."""
+@dataclass(kw_only=True)
+class FitJob(TrainingJob):
+    """A job of a command on transformers' Trainer."""
 
-    command: ClassVar[str]
-    _argument_group_name: ClassVar[str] = "the job"
-
-    model: str = setting(
-        "The model to start from: a directory (a run's, or of an adapter to train on) or a Hub id."
-    )
-    dataset: str = setting(
-        "The data: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
-        ".json, .csv, .tsv, .parquet or .txt."
-    )
-    output: str = setting("Folder for the model, the metrics and the report.", "runs/fit")
-    dataset_split: str = setting("Split of a Hub data set.", "train")
     eval_dataset: str | None = setting(
         "Data set to evaluate on; by default examples are held out from --dataset.", None
     )
@@ -76,18 +64,11 @@ class FitJob:
         "--eval-dataset: how many of its examples; by default all, 256 at most.",
         None,
     )
-    lora_r: int = setting("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
-    lora_alpha: int = setting("LoRA's scaling numerator.", 32)
-    lora_dropout: float = setting("LoRA's dropout in training.", 0.0)
-    dtype: str = setting("Type of the model's weights, such as float32 or bfloat16.", "float32")
 
     def __post_init__(self) -> None:
-        for name in ("eval_examples", "lora_r"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} must be 0 or more, got {value}")
-        check_dtype(self.dtype)
-        check_dropout(self)
+        super().__post_init__()
+        if self.eval_examples is not None and self.eval_examples < 0:
+            raise ValueError(f"eval_examples must be 0 or more, got {self.eval_examples}")
 
     def load(self, seed: int) -> tuple[Dataset, Dataset | None]:
         """Examples to train on and to evaluate on, which are disjoint if they are of one data set.
@@ -132,7 +113,7 @@ class FitJob:
         folder = RunFolder(self.output)
         folder.check()
         flags.check()
-        model = check_model(self)  # before the data, which take longer
+        model = self.check_model()  # before the data, which take longer
         set_seed(flags.seed)
         flags.output_dir = str(folder.checkpoints)
         flags.trackers, flags.report_to = split_trackers(flags.report_to)

@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastrl.commands.checks import check_call, check_dtype, check_model, check_seed
+from fastrl.commands.checks import check_call, check_seed
 from fastrl.commands.fit import say_none_held_out
-from fastrl.commands.lora import lora_config
+from fastrl.commands.job import TrainingJob
 from fastrl.config import PPOConfig, json_object, setting, setting_like
 from fastrl.data.tables import (
     LONG_PROMPTS,
@@ -58,16 +58,15 @@ _STEPS = (
 _RUN = ("lora_r", "dtype", "seed", "log_with")
 
 
-@dataclass
-class PPOJob:
+@dataclass(kw_only=True)
+class PPOJob(TrainingJob):
     """What to train, on which prompts, for which reward, and where the results go.
 
     Raises:
-        ValueError: a size that is not positive, a LoRA rank below zero.
+        ValueError: a size out of range, LoRA dropout.
     """
 
     command: ClassVar[str] = "ppo"
-    _argument_group_name: ClassVar[str] = "the job"
     essentials: ClassVar[dict[str, tuple[str, ...]]] = {
         **_WHAT,
         "PPO": (
@@ -81,9 +80,6 @@ class PPOJob:
         "model and run": _RUN,
     }
 
-    model: str = setting(
-        "Causal language model: a directory (a run's, or of an adapter to train on) or a Hub id."
-    )
     dataset: str = setting(
         "Prompts: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
         ".json, .csv, .tsv, .parquet or .txt."
@@ -93,12 +89,11 @@ class PPOJob:
         "(file.py:function). Functions are named as module:function or path/to/file.py:function, "
         "and called with (prompts, completions, completion_ids, **columns)."
     )
-    output: str = setting("Folder for the model, the metrics and the report.", "runs/ppo")
+    output: str = setting_like(TrainingJob, "output", "runs/ppo")
 
     prompt_column: str | None = setting(
         "Column of the prompts; by default the first of prompt, query and text.", None
     )
-    dataset_split: str = setting("Split of a Hub data set.", "train")
     prompt_words: int | None = setting("Take only the first words of each text as prompt.", None)
     max_prompt_tokens: int | None = setting("Take only the first tokens of each prompt.", None)
     long_prompts: str = setting(
@@ -130,10 +125,7 @@ class PPOJob:
     top_k: int = setting("Sample among the k likeliest tokens; 0 is all of them.", 0)
     top_p: float = setting("Sample among the likeliest tokens that make up this probability.", 1.0)
 
-    lora_r: int = setting("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
-    lora_alpha: int = setting("LoRA's scaling numerator.", 32)
     lora_dropout: float = setting("Must be 0: a policy that PPO trains has no dropout.", 0.0)
-    dtype: str = setting("Type of the model's weights, such as float32 or bfloat16.", "float32")
     samples: int = setting("Completions to show before and after training.", 8)
 
     def __post_init__(self) -> None:
@@ -141,11 +133,10 @@ class PPOJob:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
-        for name in ("eval_prompts", "eval_every", "top_k", "lora_r", "samples"):
+        for name in ("eval_prompts", "eval_every", "top_k", "samples"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
-        check_dtype(self.dtype)
         if self.missing_eos_penalty is not None and not math.isfinite(self.missing_eos_penalty):
             raise ValueError(f"missing_eos_penalty must be finite, got {self.missing_eos_penalty}")
         if self.lora_dropout:
@@ -161,6 +152,7 @@ class PPOJob:
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        super().__post_init__()
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
@@ -203,7 +195,7 @@ class PPOFlags(PPOConfig):
         return PPOConfig(**settings)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GRPOJob(PPOJob):
     """A :class:`PPOJob` with another default folder."""
 
@@ -223,7 +215,7 @@ class GRPOJob(PPOJob):
         "model and run": _RUN,
     }
 
-    output: str = setting("Folder for the model, the metrics and the report.", "runs/grpo")
+    output: str = setting_like(TrainingJob, "output", "runs/grpo")
 
 
 @dataclass
@@ -267,7 +259,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     check_seed(flags.seed)
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
-    policy, peft_config = check_model(job), lora_config(job, "CAUSAL_LM")
+    policy, peft_config = job.check_model(), job.lora_config("CAUSAL_LM")
     reward = load_reward(job.reward, label=job.reward_label, batch_size=job.reward_batch_size)
     tokenizer = load_tokenizer(policy)
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)

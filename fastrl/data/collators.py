@@ -76,11 +76,11 @@ class DataCollatorForCompletionOnlyLM:
     def learned(self, input_ids: Sequence[int]) -> list[bool]:
         """Which tokens of a text are learned."""
         ids = list(input_ids)
-        starts = [at + len(self._response) for at in _places(ids, self._response)]
+        starts = [at + len(self._response) for at in _positions_of(ids, self._response)]
         if self._instruction is None:
             spans = [(start, len(ids)) for start in starts[-1:]]  # the prompt may quote it
         else:
-            instructions = _places(ids, self._instruction)
+            instructions = _positions_of(ids, self._instruction)
             turns = [*instructions, len(ids)]
             spans = [(start, min(t for t in turns if t >= start)) for start in starts]
             if not instructions:  # the ends of the answers are not known
@@ -126,7 +126,7 @@ class DataCollatorForCompletionOnlyLM:
 
     def _warn_of_missing_templates(self, rows: Sequence[list[int]]) -> None:
         for name, (template, ids) in self.templates().items():
-            without = [row for row in rows if not _places(row, ids)]
+            without = [row for row in rows if not _positions_of(row, ids)]
             if without:
                 warnings.warn(
                     f"{name} {template!r} does not occur in {len(without)} of {len(rows)} texts as "
@@ -217,7 +217,7 @@ class RewardDataCollatorWithPadding:
         )
         width = padded["attention_mask"].shape[1]
         if self.padding is True or self.padding == "longest":
-            width = _needed(padded["attention_mask"], self.pad_to_multiple_of or 1)
+            width = _used_width(padded["attention_mask"], self.pad_to_multiple_of or 1)
         batch: dict[str, Any] = {"return_loss": True}
         for name in ("input_ids", "attention_mask"):
             for side, half in zip(SIDES, padded[name][:, :width].chunk(2), strict=True):
@@ -229,7 +229,7 @@ class RewardDataCollatorWithPadding:
         return batch
 
 
-def _needed(mask: Tensor, multiple: int) -> int:
+def _used_width(mask: Tensor, multiple: int) -> int:
     """The number of columns up to the last one used; padding on the left stays, because positions
     may count from there."""
     counted = mask.any(0).nonzero()
@@ -250,6 +250,6 @@ def both_sides(inputs: dict[str, Any], pad: int | None) -> dict[str, Tensor]:
     return joined
 
 
-def _places(ids: list[int], template: list[int]) -> list[int]:
+def _positions_of(ids: list[int], template: list[int]) -> list[int]:
     width = len(template)
     return [i for i in range(len(ids) - width + 1) if ids[i : i + width] == template]

@@ -101,8 +101,8 @@ def read_row(
     sides = (roles.chosen, roles.rejected) if kind == PAIRS else (roles.response,)
     columns = [] if kind == PROMPTS else [column for column in sides if column is not None]
     message = has_role if alone else is_message
-    answers = tuple(read_said(row, i, column, message) for column in columns)
-    given = "" if roles.prompt is None else read_said(row, i, roles.prompt, message)
+    answers = tuple(read_text_or_chat(row, i, column, message) for column in columns)
+    given = "" if roles.prompt is None else read_text_or_chat(row, i, roles.prompt, message)
     unprompted = roles.prompt is None or (alone and not given)
     if answers and unprompted and all(is_blank(answer) for answer in answers):
         return "", answers  # the caller drops empty answers
@@ -138,7 +138,7 @@ def read_label(row: Mapping[str, Any], i: int, column: str) -> bool:
     return bool(label)
 
 
-def read_said(
+def read_text_or_chat(
     row: Mapping[str, Any], i: int, column: str, message: Callable[[Any], bool] = is_message
 ) -> TextOrMessages:
     """The text or the chat messages in a column of row ``i``; "" for None.

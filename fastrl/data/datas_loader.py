@@ -25,13 +25,13 @@ from fastrl.data.examples import Example
 from fastrl.data.tables import columns_of, each_row, open_rows
 
 # What each kind of data can be read as.
-_SERVES = {
+_READABLE_AS = {
     PROMPTS: (PROMPTS,),
     ANSWERS: (ANSWERS, PROMPTS),
     FEEDBACK: (FEEDBACK, ANSWERS, PROMPTS),
     PAIRS: (PAIRS, FEEDBACK, ANSWERS, PROMPTS),
 }
-_DROPPED = {"empty": "have an empty response", "equal": "have equal sides"}
+_REASONS = {"empty": "have an empty response", "equal": "have equal sides"}
 
 
 class DatasLoader(Sequence[Example]):
@@ -175,7 +175,7 @@ class DatasLoader(Sequence[Example]):
     def _take(self, kind: str) -> None:
         if kind not in KINDS:
             raise ValueError(f"unknown kind {kind!r}: choose one of {', '.join(KINDS)}")
-        if kind not in _SERVES[self._given]:
+        if kind not in _READABLE_AS[self._given]:
             raise ValueError(
                 f"{kind} are needed, which are read from {NEEDS[kind]}; the data set's columns "
                 f"give {self._given} only: {', '.join(self.columns)}"
@@ -183,7 +183,7 @@ class DatasLoader(Sequence[Example]):
         self.kind = kind
         self._picks, dropped = self._picked()
         count = sum(dropped.values())
-        why = ", ".join(f"{dropped[x]} {said}" for x, said in _DROPPED.items() if dropped[x])
+        why = ", ".join(f"{dropped[x]} {said}" for x, said in _REASONS.items() if dropped[x])
         if not self._picks:
             raise ValueError(
                 f"no example is left of {len(self._rows)} rows: {why or 'none is desired'}"

@@ -107,7 +107,7 @@ class Encoder:
         if not prompt or (isinstance(prompt, str) and is_blank(prompt)):
             both = isinstance(prompt, str) and isinstance(answer, str)
             ids, _ = self.alone(prompt + answer if both else answer)  # type: ignore[operator]
-            return ids if finished else _open_ended(ids, self.tokenizer), 0
+            return ids if finished else _without_end(ids, self.tokenizer), 0
         example = self(prompt, (answer,), finished=finished)
         return [*example.prompt_ids, *example.responses[0].ids], len(example.prompt_ids)
 
@@ -119,7 +119,7 @@ class Encoder:
         if isinstance(said, str):
             ids = encode_text(said, self.tokenizer) if said else []
             if self.add_eos and ids:
-                ids = _ended(ids, self.tokenizer)
+                ids = _with_end(ids, self.tokenizer)
             learned = [True] * len(ids)
         else:
             made = self.tokenizer.apply_chat_template(
@@ -150,10 +150,10 @@ class Encoder:
         self, prompt: TextOrMessages, prompt_text: str, answer: TextOrMessages, finished: bool
     ) -> tuple[str, list[int], Spans]:
         if isinstance(answer, str):
-            ids, spans = self._continued(answer)
+            ids, spans = self._encode_continuation(answer)
             if not finished:
-                return answer, _open_ended(ids, self.tokenizer), spans
-            return answer, _ended(ids, self.tokenizer) if self.add_eos else ids, spans
+                return answer, _without_end(ids, self.tokenizer), spans
+            return answer, _with_end(ids, self.tokenizer) if self.add_eos else ids, spans
         whole = render([*as_messages(prompt), *answer], self.tokenizer)
         if not whole.startswith(prompt_text):
             raise ValueError(
@@ -164,7 +164,7 @@ class Encoder:
         if not finished:  # the policy did not write what the template puts behind the message
             content = answer[-1]["content"].strip()
             text = text[: text.rfind(content) + len(content)]
-        ids, spans = self._continued(text)
+        ids, spans = self._encode_continuation(text)
         if finished:
             text, ids = self._cut(text, ids, spans, 0, self._end(ids))
         return text, ids, spans
@@ -189,14 +189,14 @@ class Encoder:
         start, stop = (spans[i - 1][1] if i else 0 for i in (begin, min(end, len(spans))))
         return text[start:stop], ids[begin:end]
 
-    def _continued(self, text: str) -> tuple[list[int], Spans]:
+    def _encode_continuation(self, text: str) -> tuple[list[int], Spans]:
         """The tokens of a text that continues another, and their spans: up to its first special
         token without the space in front of a text, from there on as the tokenizer encodes it."""
         ids, _, spans = _tokens(self.tokenizer, text)
-        if self._continuing is self.tokenizer:
+        if self._continuation_tokenizer is self.tokenizer:
             return ids, spans
         special = self.tokenizer.added_tokens_decoder
-        first, _, where = _tokens(self._continuing, text)
+        first, _, where = _tokens(self._continuation_tokenizer, text)
         begin, end = (
             next((i for i, token in enumerate(row) if token in special), len(row))
             for row in (ids, first)
@@ -204,7 +204,7 @@ class Encoder:
         return [*first[:end], *ids[begin:]], [*(where or ())[:end], *(spans or ())[begin:]]
 
     @cached_property
-    def _continuing(self) -> Any:
+    def _continuation_tokenizer(self) -> Any:
         """The tokenizer without the space that SentencePiece puts in front of a text. (Other kinds
         that add a space are left as they are: some know words only with it.)"""
         if not self.tokenizer.is_fast:
@@ -218,7 +218,7 @@ class Encoder:
             state = json.loads(step.__getstate__())
             without = _without_prefix(state)
             if without != state:
-                setattr(backend, name, _restored(name, without))
+                setattr(backend, name, _from_state(name, without))
                 changed = True
         if not changed:
             return self.tokenizer
@@ -256,7 +256,7 @@ def encode_text(text: str, tokenizer: Any, chat: bool = False) -> list[int]:
 def encode_responses(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """The token ids of texts that continue prompts, without EOS."""
     encoder = Encoder(tokenizer)
-    return [encoder._continued(text)[0] for text in texts]
+    return [encoder._encode_continuation(text)[0] for text in texts]
 
 
 def encode_jointly(
@@ -286,13 +286,13 @@ def closes_texts(tokenizer: Any) -> bool:
     return end is not None and encode_text("a", tokenizer)[-1:] == [end]
 
 
-def _ended(ids: list[int], tokenizer: Any) -> list[int]:
+def _with_end(ids: list[int], tokenizer: Any) -> list[int]:
     """The ids with the end token behind them, once, if the tokenizer has one."""
     end = end_token(tokenizer)
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def _open_ended(ids: list[int], tokenizer: Any) -> list[int]:
+def _without_end(ids: list[int], tokenizer: Any) -> list[int]:
     """The ids without an end token behind them."""
     return ids[:-1] if ids and ids[-1] == end_token(tokenizer) else ids
 
@@ -332,7 +332,7 @@ def _without_prefix(state: Any) -> Any:
     return {key: never.get(key, _without_prefix(value)) for key, value in state.items()}
 
 
-def _restored(name: str, state: dict[str, Any]) -> Any:
+def _from_state(name: str, state: dict[str, Any]) -> Any:
     from tokenizers import normalizers, pre_tokenizers
 
     empty: Any = normalizers.Sequence([]) if name == "normalizer" else pre_tokenizers.Sequence([])

@@ -171,7 +171,7 @@ def take_prompts(
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             if len(ids) > max_tokens:
                 prompts[row] = tokenizer.decode(ids[:max_tokens])
-    kept = [row for row, prompt in enumerate(prompts) if _says_something(prompt)]
+    kept = [row for row, prompt in enumerate(prompts) if _has_text(prompt)]
     if not kept:
         raise ValueError(f"column {column!r} holds no text: every prompt is empty")
     if table.column_names == [PROMPT]:  # a table without columns has no rows to add one to
@@ -208,7 +208,7 @@ def _key(prompt: TextOrMessages) -> str:
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
 
 
-def _says_something(prompt: TextOrMessages) -> bool:
+def _has_text(prompt: TextOrMessages) -> bool:
     if isinstance(prompt, str):
         return bool(prompt.strip())
     return any(message and (message.get("content") or "").strip() for message in prompt)
@@ -241,7 +241,7 @@ def _read_files(files: list[Path]) -> Dataset:
                 formats.pop(), data_files=[str(file) for file in files], split="train", **options
             )
     except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
-        _blame(files, error)
+        _raise_read_error(files, error)
 
 
 @contextlib.contextmanager
@@ -294,7 +294,7 @@ def _check_bytes(file: Path) -> None:
             line += text.count("\n")
 
 
-def _blame(files: list[Path], error: Exception) -> NoReturn:
+def _raise_read_error(files: list[Path], error: Exception) -> NoReturn:
     """Raises an error that names the file that could not be read, and the reason.
 
     Raises:
@@ -314,11 +314,11 @@ def _blame(files: list[Path], error: Exception) -> NoReturn:
     if "corresponds to no data" in said:
         raise ValueError(f"{file} holds no rows") from error
     if _FORMATS[file.suffix] == "json":
-        _blame_json(file)
+        _check_json(file)
     raise ValueError(f"{file} cannot be read as {file.suffix[1:].upper()}: {said}") from error
 
 
-def _blame_json(file: Path) -> None:
+def _check_json(file: Path) -> None:
     """
     Raises:
         ValueError: the first line that is not valid JSON, or not an object.

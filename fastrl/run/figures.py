@@ -87,7 +87,7 @@ def draw_run(
         rows: one dict of metrics per step; rows of evaluations may stand between them.
         kl_ceiling: drawn into the KL panel, in nats per sequence.
     """
-    figure, panels = _sheet(title, 2, 3)
+    figure, panels = _new_figure(title, 2, 3)
     _draw_reward(panels[0], rows)
     _draw_kl(panels[1], rows, kl_ceiling)
     _draw_line(panels[2], rows, "ppo/policy/entropy", "Policy entropy", "nats per token", GREEN)
@@ -114,7 +114,7 @@ def draw_stages(
         rows: of PPO.
         stages: rows of "sft" and "reward", as transformers' Trainer logs them.
     """
-    figure, panels = _sheet(title, 2, 3)
+    figure, panels = _new_figure(title, 2, 3)
     _draw_pair(panels[0], stages["sft"], ("loss", "eval_loss"), "1. SFT loss", "nats per token")
     _draw_pair(
         panels[1], stages["reward"], ("", "eval_accuracy"), "2. Reward model", "share of pairs"
@@ -138,7 +138,7 @@ _FIT_PANELS = (
 
 def draw_fit(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
     """Draws a run of transformers' Trainer from its logs."""
-    figure, panels = _sheet(title, 2, 2)
+    figure, panels = _new_figure(title, 2, 2)
     _draw_pair(panels[0], rows, ("loss", "eval_loss"), "Loss", "nats")
     second = next((pair for pair in _FIT_PANELS if series(rows, pair[0][1])), None)
     if second is not None:
@@ -150,7 +150,7 @@ def draw_fit(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
     return figure
 
 
-def _sheet(title: str, rows: int, columns: int) -> tuple[Figure, Any]:
+def _new_figure(title: str, rows: int, columns: int) -> tuple[Figure, Any]:
     """A figure and its panels."""
     # Without pyplot, which would choose a GUI backend and keep the figure in memory.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -176,7 +176,7 @@ def _draw_pair(
     if evaluated:
         panel.plot(evaluated.steps, evaluated.values, "o-", color=VERMILION, markersize=5)
         names.append(("held out", VERMILION))
-    _head(panel, title, unit, names)
+    _finish_panel(panel, title, unit, names)
 
 
 def _draw_reward(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
@@ -199,7 +199,7 @@ def _draw_reward(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
             capsize=3,
         )
         names.append(("held out ± s.e.", VERMILION))
-    _head(panel, "Reward", "", names)
+    _finish_panel(panel, "Reward", "", names)
 
 
 def _draw_kl(panel: Axes, rows: Sequence[dict[str, Any]], ceiling: float | None) -> None:
@@ -215,7 +215,7 @@ def _draw_kl(panel: Axes, rows: Sequence[dict[str, Any]], ceiling: float | None)
         panel.axhline(ceiling, color=GREY, linestyle=(0, (4, 3)))
         panel.set_ylim(top=1.08 * max([ceiling, *kl.values, *evaluated.values]))
         names.append((f"ceiling {ceiling:g}", GREY))
-    _head(panel, "KL to the reference", "nats per sequence", names)
+    _finish_panel(panel, "KL to the reference", "nats per sequence", names)
 
 
 def _draw_clip_fraction(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
@@ -229,7 +229,7 @@ def _draw_clip_fraction(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
             panel.plot(line.steps, line.values, color=colour)
             names.append((name, colour))
     panel.set_ylim(bottom=0)
-    _head(panel, "Clip fraction", "share of tokens", names)
+    _finish_panel(panel, "Clip fraction", "share of tokens", names)
 
 
 def _draw_phases(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
@@ -246,7 +246,7 @@ def _draw_phases(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
         # One slow step, such as the first, must not set the scale.
         totals = sorted(map(sum, zip(*(seconds for _, _, seconds in layers), strict=True)))
         panel.set_ylim(0, 1.15 * totals[int(0.95 * (len(totals) - 1))])
-    _head(panel, "Time per step", "seconds", [(f"■ {n}", c) for n, c, _ in layers])
+    _finish_panel(panel, "Time per step", "seconds", [(f"■ {n}", c) for n, c, _ in layers])
 
 
 def _draw_line(
@@ -256,10 +256,10 @@ def _draw_line(
     if line:
         panel.plot(line.steps, line.values, color=colour)
         panel.set_ylim(bottom=min(0.0, *line.values))
-    _head(panel, title, unit, [("", colour)] if line else [])
+    _finish_panel(panel, title, unit, [("", colour)] if line else [])
 
 
-def _head(panel: Axes, title: str, unit: str, names: Sequence[tuple[str, str]]) -> None:
+def _finish_panel(panel: Axes, title: str, unit: str, names: Sequence[tuple[str, str]]) -> None:
     """Draws the panel's title and axes, and above them each line's name in its colour, in place of
     a legend."""
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea

@@ -24,8 +24,8 @@ from fastrl.trainers.supervised import (
     SupervisedArguments,
     SupervisedTrainer,
     is_path,
-    loaded,
-    longest,
+    length_limit,
+    load_if_path,
     setting,
     settings_of,
     tokenizer_of,
@@ -141,15 +141,15 @@ class RewardTrainer(SupervisedTrainer):
         self._append_eos = args.append_eos
         self._reads_eos: bool | None = None
         if model is not None:
-            path, model = model, loaded(model, load_reward_model, args)
+            path, model = model, load_if_path(model, load_reward_model, args)
             if is_path(path):
                 reads_eos.load_from_adapter(model, path)
-            model = self.ready_model(model)
+            model = self.prepare_model(model)
             if self._append_eos is None:
                 self._append_eos = reads_eos.recorded(model)
         if self._append_eos is None:
             self._append_eos = self._tokenizer is not None and closes_texts(self._tokenizer)
-        self._longest = longest(args, model, self._tokenizer)
+        self._max_length = length_limit(args, model, self._tokenizer)
         super().__init__(
             model=model,
             args=args,
@@ -173,7 +173,7 @@ class RewardTrainer(SupervisedTrainer):
         reads_eos.record(model, self._reads_eos)
         return model
 
-    def ready_model(self, model: Any) -> Any:
+    def prepare_model(self, model: Any) -> Any:
         """The model, checked, with an adapter if there is a peft_config."""
         config = getattr(model, "config", None)
         labels = getattr(config, "num_labels", 1)
@@ -198,7 +198,7 @@ class RewardTrainer(SupervisedTrainer):
             model.add_model_tags([*self._tag_names])
         return model
 
-    def ready_data(self, dataset: Any, training: bool) -> Any:
+    def prepare_data(self, dataset: Any, training: bool) -> Any:
         """Token columns, see :func:`fastrl.data.prepare.prepare_pairs`."""
         if self._own_collator:
             return dataset
@@ -214,7 +214,7 @@ class RewardTrainer(SupervisedTrainer):
         pairs = prepare_pairs(
             dataset,
             self._tokenizer,
-            self._longest,
+            self._max_length,
             self._settings.dataset_num_proc,
             add_eos=self._append_eos,
         )
@@ -296,7 +296,7 @@ class RewardTrainer(SupervisedTrainer):
                 )
             return metrics
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self.once_ready(eval_dataset)
+            eval_dataset = self.prepare_eval_data(eval_dataset)
         self.visualize_samples(num_print_samples, eval_dataset)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 

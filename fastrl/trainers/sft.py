@@ -22,8 +22,8 @@ from fastrl.run.model_card import SFT
 from fastrl.trainers.supervised import (
     SupervisedArguments,
     SupervisedTrainer,
-    loaded,
-    longest,
+    length_limit,
+    load_if_path,
     setting,
     settings_of,
     tokenizer_of,
@@ -138,7 +138,9 @@ class SFTTrainer(SupervisedTrainer):
         self._tokenizer = tokenizer_of(tokenizer, processing_class, model)
         self._settings, self._peft_config = args, peft_config
         if model is not None:
-            model = self.ready_model(loaded(model, load_language_model, args, trainable=True))
+            model = self.prepare_model(
+                load_if_path(model, load_language_model, args, trainable=True)
+            )
         completions, data_collator = _split_collator(data_collator)
         self._encoding = {
             "text_field": args.dataset_text_field,
@@ -148,11 +150,11 @@ class SFTTrainer(SupervisedTrainer):
             "completion_only": args.completion_only_loss,
             "assistant_only": args.assistant_only_loss,
         }
-        self._longest = longest(args, model, self._tokenizer)
+        self._max_length = length_limit(args, model, self._tokenizer)
         packs = args.packing or bool(args.eval_packing)
         if packs and data_collator is not None:
             raise ValueError("packing makes its own batches: leave out data_collator")
-        if packs and self._longest is None:
+        if packs and self._max_length is None:
             raise ValueError("packing needs max_length: how many tokens a row holds")
         super().__init__(
             model=model,
@@ -182,7 +184,7 @@ class SFTTrainer(SupervisedTrainer):
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         self._head: Head | None = None
 
-    def ready_model(self, model: Any) -> Any:
+    def prepare_model(self, model: Any) -> Any:
         """The model, checked, with an adapter if there is a peft_config."""
         config = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False) or not model.get_output_embeddings():
@@ -195,17 +197,17 @@ class SFTTrainer(SupervisedTrainer):
             raise ValueError("prompt tuning shifts the positions of tokens: use LoRA, say")
         return model
 
-    def ready_data(self, dataset: Any, training: bool) -> Any:
+    def prepare_data(self, dataset: Any, training: bool) -> Any:
         """Token ids and labels, see :func:`fastrl.data.prepare.prepare_texts`; packed if
         the settings say so."""
         if isinstance(dataset, PackedTexts):
             return dataset
         args = self._settings
         texts = prepare_texts(
-            dataset, self._tokenizer, self._longest, args.dataset_num_proc, **self._encoding
+            dataset, self._tokenizer, self._max_length, args.dataset_num_proc, **self._encoding
         )
         packs = args.packing if training or args.eval_packing is None else args.eval_packing
-        return PackedTexts(texts, self._longest) if packs and self._longest else texts
+        return PackedTexts(texts, self._max_length) if packs and self._max_length else texts
 
     def compute_loss(
         self,

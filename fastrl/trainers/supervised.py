@@ -60,8 +60,8 @@ class SupervisedTrainer(OwnModelCard, Trainer, ABC):
     """transformers' Trainer, which prepares all models and data sets that it is given: at
     construction, by ``model_init``, in ``evaluate`` and in ``predict``.
 
-    Subclasses do so in :meth:`ready_model` and :meth:`ready_data`, and set what these need before
-    ``super().__init__``.
+    Subclasses do so in :meth:`prepare_model` and :meth:`prepare_data`, and set what these need
+    before ``super().__init__``.
     """
 
     args: Any
@@ -87,41 +87,45 @@ class SupervisedTrainer(OwnModelCard, Trainer, ABC):
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
         self._prepared: weakref.WeakSet = weakref.WeakSet()
         with args.main_process_first(desc="preparing the data"):
-            train = None if train_dataset is None else self.ready_data(train_dataset, True)
+            train = None if train_dataset is None else self.prepare_data(train_dataset, True)
             if isinstance(eval_dataset, dict):
-                evaluation: Any = {name: self.once_ready(x) for name, x in eval_dataset.items()}
+                evaluation: Any = {
+                    name: self.prepare_eval_data(x) for name, x in eval_dataset.items()
+                }
             else:
-                evaluation = None if eval_dataset is None else self.once_ready(eval_dataset)
+                evaluation = None if eval_dataset is None else self.prepare_eval_data(eval_dataset)
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)
         if self._trains:
             warn_of_lost_updates(self.model, MIXED_PRECISION, stacklevel=3)
 
     @abstractmethod
-    def ready_model(self, model: Any) -> Any:
+    def prepare_model(self, model: Any) -> Any:
         """The model to train."""
 
     @abstractmethod
-    def ready_data(self, dataset: Any, training: bool) -> Any:
+    def prepare_data(self, dataset: Any, training: bool) -> Any:
         """The data set that the collator reads."""
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        model = self.ready_model(super().call_model_init(trial))
+        model = self.prepare_model(super().call_model_init(trial))
         if self._trains:
             check_trainable(model)
         return model
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         known = eval_dataset is None or isinstance(eval_dataset, str)
-        return super().get_eval_dataloader(eval_dataset if known else self.once_ready(eval_dataset))
+        return super().get_eval_dataloader(
+            eval_dataset if known else self.prepare_eval_data(eval_dataset)
+        )
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        return super().get_test_dataloader(self.once_ready(test_dataset))
+        return super().get_test_dataloader(self.prepare_eval_data(test_dataset))
 
-    def once_ready(self, dataset: Any) -> Any:
+    def prepare_eval_data(self, dataset: Any) -> Any:
         """A data set for evaluation, prepared unless it is already."""
         if any(dataset is known for known in self._prepared):
             return dataset
-        ready = self.ready_data(dataset, False)
+        ready = self.prepare_data(dataset, False)
         if ready is not dataset:
             self._prepared.add(ready)
         return ready
@@ -140,14 +144,14 @@ def settings_of(args: Any, kind: type, **keywords: Any) -> Any:
     return args
 
 
-def loaded(model: Any, load: Callable[..., Any], args: Any, **options: Any) -> Any:
+def load_if_path(model: Any, load: Callable[..., Any], args: Any, **options: Any) -> Any:
     """A model loaded from its path by ``load``; a model as it is."""
     if not is_path(model):
         return model
     return load(model, **(options | (args.model_init_kwargs or {})))
 
 
-def longest(args: Any, model: Any, tokenizer: Any) -> int | None:
+def length_limit(args: Any, model: Any, tokenizer: Any) -> int | None:
     """``max_length``, but at most the limits of model and tokenizer; None: there is no limit."""
     limits = [args.max_length, getattr(tokenizer, "model_max_length", None)]
     if getattr(model, "config", None) is not None:
