@@ -1,8 +1,8 @@
 """Reinforcement learning from rewards and preferences for language models, on plain Hugging Face
 models.
 
-Names are imported when they are first asked for: `patch_trl` also serves environments whose
-transformers is older than what the trainers need.
+Names are imported at their first use, so that `patch_trl` works with versions of transformers that
+are older than what the trainers need.
 """
 
 import importlib

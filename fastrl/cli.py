@@ -1,12 +1,13 @@
-"""The command ``fastrl``: chooses a command, and prints errors as one line."""
+"""The program ``fastrl``: runs a command, and prints errors as one line."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from fastrl.commands.flags import UsageError, parse, unknown_name
 from fastrl.run.processes import check_one_process
@@ -24,29 +25,29 @@ commands:
   reward train a reward model on preference pairs
   align  learn from preferences, as data or live: DPO, KTO, ORPO and others
   ppo    PPO on your model, prompts and reward
-  grpo   the same without a value function: GRPO, Dr. GRPO, RLOO (--advantage)
-  report draw the figure of a run anew; results of several runs side by side
+  grpo   PPO without a value function: GRPO, Dr. GRPO, RLOO (--advantage)
+  report redraw the figure of a run; results of several runs side by side
   env    versions, devices, and the kernels that would be used
 
 "fastrl COMMAND --help" shows the flags that matter, --help-all the rest. A YAML
 file may hold any of them; flags given beside it win. With FASTRL_DEBUG=1 an
 error shows its traceback.
 
-exit status: 0 done; 1 a goal was missed, or a defect of fastrl; 2 a mistake in
-what was given, or in a function that was named; 130 interrupted
+exit status: 0 done; 1 a goal was missed, or a bug in fastrl; 2 an error in the
+input, or in a function that it names; 130 interrupted
 """
 
-# Mistakes in what was given; anything else is a defect of fastrl and keeps its traceback.
+# Errors of the user's input; any other is a bug in fastrl and keeps its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
-_OF_LIBRARIES = ("OutOfMemoryError", "SafetensorError")  # by name: torch may not be imported
+_LIBRARY_ERRORS = ("OutOfMemoryError", "SafetensorError")  # by name: torch may not be imported
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Runs one command.
 
     Returns:
-        The exit status: 0, 1 where a goal was missed, 2 after a user's error, 130 after Ctrl-C. A
-        defect of fastrl is raised.
+        the exit status: 0, 1 if a goal was missed, 2 after an error of the user, 130 after Ctrl-C.
+        A bug in fastrl is raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
@@ -65,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(unknown_name("command", command, _COMMANDS))
         if command in _ONE_PROCESS:
             check_one_process(f"fastrl {command}")
-        return _COMMANDS[command](arguments[1:])
-    except BrokenPipeError:  # the reader of the output has closed it: head, or a pager
+        return _run(command, arguments[1:])
+    except BrokenPipeError:  # head or a pager has closed the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
@@ -80,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown, status = f"{fault.where if fault else ''}fastrl: error: {message}", 2
     finally:
         warnings.formatwarning = with_place
-    # The error's frames are gone by now: objects in them are freed, and print what they print
-    # then, before the message, which comes last.
+    # Objects in the error's frames are freed now, and may print; the message comes last.
     drop_bars()
     gc.collect()
     sys.stdout.flush()
@@ -96,7 +96,7 @@ def _warning_line(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    """One line, as errors are; of other categories, which are for programmers, with the place."""
+    """A warning as one line; those for programmers, of other categories, with file and line."""
     text = " ".join(str(message).split())
     if category is UserWarning:
         return f"fastrl: warning: {text}\n"
@@ -104,7 +104,7 @@ def _warning_line(
 
 
 def _message(error: BaseException) -> str:
-    """One line; transformers' messages have breaks and indents of their own."""
+    """An error as one line, without the line breaks of transformers' messages."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.strerror}: {error.filename}"
     text = " ".join(str(error).split()) or type(error).__name__
@@ -114,80 +114,31 @@ def _message(error: BaseException) -> str:
 
 
 def _is_users(error: BaseException) -> bool:
-    return isinstance(error, _USER_ERRORS) or type(error).__name__ in _OF_LIBRARIES
+    return isinstance(error, _USER_ERRORS) or type(error).__name__ in _LIBRARY_ERRORS
 
 
-def _demo(arguments: Sequence[str]) -> int:
-    from fastrl.demo.experiment import Demo, run_demo
-
-    (demo,) = parse("demo", [Demo], arguments)
-    return run_demo(demo)
-
-
-def _ppo(arguments: Sequence[str]) -> int:
-    from fastrl.commands.ppo import PPOFlags, PPOJob, run_ppo
-
-    job, flags = parse("ppo", [PPOJob, PPOFlags], arguments)
-    run_ppo(job, flags)
-    return 0
+def _run(command: str, arguments: Sequence[str]) -> int:
+    """Runs a command in its own module, which is imported only now."""
+    module, kinds, function = _COMMANDS[command]
+    found = importlib.import_module(f"fastrl.{module}")
+    run = getattr(found, function)
+    if command == "report":  # folders, no settings
+        run(arguments)
+        return 0
+    status = run(*parse(command, [getattr(found, kind) for kind in kinds], arguments))
+    return status if command == "demo" else 0
 
 
-def _grpo(arguments: Sequence[str]) -> int:
-    from fastrl.commands.ppo import GRPOFlags, GRPOJob, run_ppo
-
-    job, flags = parse("grpo", [GRPOJob, GRPOFlags], arguments)
-    run_ppo(job, flags)
-    return 0
-
-
-def _sft(arguments: Sequence[str]) -> int:
-    from fastrl.commands.sft import SFTFlags, SFTJob, run_sft
-
-    job, flags = parse("sft", [SFTJob, SFTFlags], arguments)
-    run_sft(job, flags)
-    return 0
-
-
-def _reward(arguments: Sequence[str]) -> int:
-    from fastrl.commands.reward import RewardFlags, RewardJob, run_reward
-
-    job, flags = parse("reward", [RewardJob, RewardFlags], arguments)
-    run_reward(job, flags)
-    return 0
-
-
-def _align(arguments: Sequence[str]) -> int:
-    from fastrl.commands.align import AlignFlags, AlignJob, run_align
-
-    job, flags = parse("align", [AlignJob, AlignFlags], arguments)
-    run_align(job, flags)
-    return 0
-
-
-def _report(arguments: Sequence[str]) -> int:
-    from fastrl.commands.report import run_report
-
-    run_report(arguments)
-    return 0
-
-
-def _env(arguments: Sequence[str]) -> int:
-    parse("env", [], arguments)
-    from fastrl.commands.env import describe
-
-    print(describe())
-    return 0
-
-
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "demo": _demo,
-    "sft": _sft,
-    "reward": _reward,
-    "align": _align,
-    "ppo": _ppo,
-    "grpo": _grpo,
-    "report": _report,
-    "env": _env,
+# Of each command: its module, the dataclasses of its flags, and the function that takes them.
+_COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "demo": ("demo.experiment", ("Demo",), "run_demo"),
+    "sft": ("commands.sft", ("SFTJob", "SFTFlags"), "run_sft"),
+    "reward": ("commands.reward", ("RewardJob", "RewardFlags"), "run_reward"),
+    "align": ("commands.align", ("AlignJob", "AlignFlags"), "run_align"),
+    "ppo": ("commands.ppo", ("PPOJob", "PPOFlags"), "run_ppo"),
+    "grpo": ("commands.ppo", ("GRPOJob", "GRPOFlags"), "run_ppo"),
+    "report": ("commands.report", (), "run_report"),
+    "env": ("commands.env", (), "run_env"),
 }
 _ONE_PROCESS = tuple(name for name in _COMMANDS if name not in ("report", "env"))
 

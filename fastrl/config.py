@@ -33,16 +33,12 @@ _JSON_FIELDS = (
 )
 
 
-def _experiment_name() -> str:
-    return os.path.basename(sys.argv[0]).removesuffix(".py") or "fastrl"
-
-
 def setting(text: str, default: Any = dataclasses.MISSING, aliases: Sequence[str] = ()) -> Any:
-    """A field of a dataclass, with its sentence in ``--help``.
+    """A field of a dataclass, with its text for ``--help``.
 
     Args:
-        default: or a function that makes it.
-        aliases: other flags for it, such as "--report-to"; their names stand in YAML files too.
+        default: the default, or a function that makes it.
+        aliases: other flags for it, such as "--report-to", whose names YAML files may use, too.
     """
     metadata: dict[str, Any] = {"help": text}
     if aliases:
@@ -53,7 +49,7 @@ def setting(text: str, default: Any = dataclasses.MISSING, aliases: Sequence[str
 
 
 def setting_like(kind: Any, name: str, default: Any) -> Any:
-    """A field with the sentence of a field of the dataclass ``kind``, and another default."""
+    """A field with the help of field ``name`` of the dataclass ``kind``, and another default."""
     return setting(kind.__dataclass_fields__[name].metadata["help"], default)
 
 
@@ -70,7 +66,10 @@ class PPOConfig:
     """
 
     # Tracking
-    exp_name: str = setting("Name of the experiment, for trackers.", _experiment_name)
+    exp_name: str = setting(
+        "Name of the experiment, for trackers.",
+        lambda: os.path.basename(sys.argv[0]).removesuffix(".py") or "fastrl",
+    )
     seed: int = setting("Seed of Python, NumPy, torch and of the shuffle of the PPO epochs.", 0)
     log_with: str | None = setting(
         "Tracker: any that accelerate knows, such as wandb or tensorboard.", None
@@ -128,14 +127,14 @@ class PPOConfig:
         "Generate in the engine, or by the model's own generate: engine, generate.", "engine"
     )
     old_logprobs: str = setting(
-        "Where log-probs and values before the update come from: rollout (where the responses were "
-        "generated), recompute (another forward), auto (the rollout, where a few samples scored "
-        "anew agree with it).",
+        "Source of the log-probs and values before the update: rollout (computed while "
+        "generating), recompute (another forward), auto (the rollout, if a few samples that are "
+        "scored again agree with it).",
         "auto",
     )
     rollout_slots: int = setting("Samples that the engine generates at a time, at most.", 64)
     rollout_kv_cache_gib: float | None = setting(
-        "Memory for the engine's keys and values: fewer samples at a time where they do not fit.",
+        "Memory for the engine's keys and values; fewer samples at a time if they do not fit.",
         None,
     )
     rollout_sleep: bool = setting(
@@ -144,7 +143,7 @@ class PPOConfig:
 
     # The reference
     reference: str = setting(
-        "What the KL is measured against: copy (a frozen copy), adapter (a PEFT model's base), "
+        "Reference model of the KL: copy (a frozen copy), adapter (a PEFT model's base), "
         "trunk (a copy that shares the bottom layers), offload (a copy in host memory), none (with "
         "init_kl_coef 0), auto (adapter for PEFT models, trunk with num_shared_layers, none "
         "without a KL coefficient, else copy).",
@@ -161,21 +160,25 @@ class PPOConfig:
         "off",
     )
     trunk_cache_gib: float = setting(
-        "With trunk: device memory for what the shared layers made of a batch, kept across PPO "
+        "With trunk: device memory for the shared layers' activations of a batch, kept across PPO "
         "epochs.",
         2.0,
     )
-    trunk_cache_host_gib: float = setting("The same in host memory, for what does not fit.", 8.0)
-    sync_ref_every: int = setting("Steps between two moves of the reference to the policy.", 0)
-    ref_ema: float = setting("Weight of the policy in such a move; 1 is a copy of it.", 1.0)
+    trunk_cache_host_gib: float = setting(
+        "With trunk: host memory for activations that do not fit in trunk_cache_gib.", 8.0
+    )
+    sync_ref_every: int = setting(
+        "Steps between two updates of the reference from the policy; 0: never.", 0
+    )
+    ref_ema: float = setting("Weight of the policy in such an update; 1 copies it.", 1.0)
 
     # KL to the reference
     kl_in: str = setting(
-        "Where the KL penalty acts: reward (each token's reward), loss (a term of the loss, the "
-        "k3 estimate; kl_penalty is then a statistic).",
+        "Where the KL penalty is added: reward (to each token's reward), loss (the k3 estimate; "
+        "kl_penalty is then a statistic).",
         "reward",
     )
-    adap_kl_ctrl: bool = setting("Adapt the KL coefficient to reach `target`; else keep it.", True)
+    adap_kl_ctrl: bool = setting("Adapt the KL coefficient to reach `target`.", True)
     init_kl_coef: float = setting("Initial coefficient β of the KL penalty.", 0.2)
     kl_penalty: str = setting(
         "Per-token penalty: kl (log π - log ref), abs, mse (half its square), full (over the "
@@ -184,13 +187,16 @@ class PPOConfig:
     )
     target: float = setting("KL per sequence that the adaptive controller aims at, in nats.", 6.0)
     horizon: float = setting("Samples over which the adaptive controller reacts.", 10_000.0)
-    early_stopping: bool = setting("Stop a step's epochs when the policy moved too far.", False)
-    target_kl: float = setting("Early stopping acts above 1.5 times this policy KL.", 1.0)
+    early_stopping: bool = setting(
+        "Stop a step's epochs once the policy KL exceeds 1.5 times target_kl.", False
+    )
+    target_kl: float = setting("Policy KL of early stopping, in nats per token.", 1.0)
 
     # Advantages
     advantage: str = setting(
-        "Where advantages come from: gae (a value function), or the other responses to the same "
-        "prompt: grpo ((R - mean) / deviation), dr_grpo (R - mean), rloo (R - the others' mean).",
+        "How advantages are estimated: gae (by a value function), or from the other responses to "
+        "the same prompt: grpo ((R - mean) / deviation), dr_grpo (R - mean), rloo (R - the others' "
+        "mean).",
         "gae",
     )
     group_size: int = setting(
@@ -201,9 +207,7 @@ class PPOConfig:
     gamma: float = setting("Discount γ.", 1.0)
     lam: float = setting("λ of generalised advantage estimation.", 0.95)
     cliprange: float = setting("Clip range of the probability ratio.", 0.2)
-    cliprange_high: float | None = setting(
-        "Clip range of the ratio above 1, where that is to be another.", None
-    )
+    cliprange_high: float | None = setting("Clip range of the ratio above 1, if it differs.", None)
     loss_aggregate: str = setting(
         "How the loss sums over tokens: token-mean, seq-mean-token-mean (a mean of samples' means; "
         "GRPO's own), seq-mean-token-sum, seq-mean-token-sum-norm (over samples times a fixed "
@@ -211,18 +215,19 @@ class PPOConfig:
         "token-mean",
     )
     loss_norm_length: int | None = setting(
-        "That fixed length, such as max_new_tokens; by default the longest response of a step.",
+        "The fixed length of seq-mean-token-sum-norm, such as max_new_tokens; by default the "
+        "longest response of a step.",
         None,
     )
     loss_denominator: str = setting(
-        "Whose tokens (or samples) the loss is divided by where gradients are accumulated: "
+        "Which tokens (or samples) the loss is divided by when gradients are accumulated: "
         "minibatch (each mini-batch's own, and a mean over mini-batches, as in TRL), step (those "
         "of the whole optimizer step), auto (minibatch with gae, else step).",
         "auto",
     )
     on_nonfinite: str = setting(
-        "What happens to samples, losses and gradients that are NaN or infinite: skip (they are "
-        "left out, counted, and named in a warning), raise (an error).",
+        "How to treat samples, losses and gradients that are NaN or infinite: skip (leave them "
+        "out, count them, and name them in a warning), raise (an error).",
         "skip",
     )
     cliprange_value: float = setting("Clip range of the value function's change.", 0.2)
@@ -246,7 +251,7 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         for name in _JSON_FIELDS:
-            setattr(self, name, _parse_json(name, getattr(self, name)))
+            setattr(self, name, parse_json(name, getattr(self, name)))
         self._apply_deprecated_names()
         if self.mini_batch_size is None:
             self.mini_batch_size = min(128, self.batch_size)
@@ -262,7 +267,7 @@ class PPOConfig:
 
     @property
     def needs_values(self) -> bool:
-        """Whether a value function is learnt."""
+        """Whether a value function is trained."""
         return self.advantage == "gae"
 
     @property
@@ -272,7 +277,7 @@ class PPOConfig:
 
     @property
     def prompts_per_step(self) -> int:
-        """Per process."""
+        """Prompts per step() and process."""
         return self.batch_size // self.group_size
 
     def to_dict(self) -> dict[str, Any]:
@@ -312,7 +317,16 @@ class PPOConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("learning_rate", "init_kl_coef", "cliprange", "cliprange_value", "vf_coef"):
+        for name in (
+            "learning_rate",
+            "init_kl_coef",
+            "cliprange",
+            "cliprange_value",
+            "vf_coef",
+            "trunk_cache_gib",
+            "trunk_cache_host_gib",
+            "sync_ref_every",
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more and finite, got {getattr(self, name)}")
         for name in ("gamma", "lam"):
@@ -324,14 +338,11 @@ class PPOConfig:
                 raise ValueError(f"{name} must be positive or None, got {value}")
         if self.adap_kl_ctrl and not self.target > 0:
             raise ValueError(f"target must be positive with adap_kl_ctrl, got {self.target}")
-        if self.kl_penalty not in KL_PENALTIES:
-            raise ValueError(
-                f"unknown kl_penalty {self.kl_penalty!r}: choose one of {', '.join(KL_PENALTIES)}"
-            )
         for name, choices in (
             ("rollout_backend", ROLLOUT_BACKENDS),
             ("old_logprobs", OLD_LOGPROBS),
             ("advantage", ADVANTAGES),
+            ("kl_penalty", KL_PENALTIES),
             ("kl_in", KL_PLACES),
             ("loss_aggregate", AGGREGATES),
             ("loss_denominator", LOSS_DENOMINATORS),
@@ -343,9 +354,6 @@ class PPOConfig:
                 raise ValueError(
                     f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(choices)}"
                 )
-        for name in ("trunk_cache_gib", "trunk_cache_host_gib", "sync_ref_every"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be 0 or more and finite, got {getattr(self, name)}")
         if not 0 < self.ref_ema <= 1:
             raise ValueError(f"ref_ema must lie in (0, 1], got {self.ref_ema}")
         if self.push_to_hub_if_best_kwargs and "repo_id" not in self.push_to_hub_if_best_kwargs:
@@ -386,12 +394,18 @@ class PPOConfig:
 
 
 def json_object(value: dict | str | None) -> dict[str, Any]:
-    """A JSON field of a constructed PPOConfig, which is a dict by then."""
+    """A JSON field of a constructed PPOConfig, as a dict; for type checkers."""
     assert isinstance(value, dict)
     return value
 
 
-def _parse_json(name: str, value: dict | str | None) -> dict:
+def parse_json(name: str, value: dict | str | None) -> dict[str, Any]:
+    """The setting ``name``, a dict or JSON text, as a dict; {} of None.
+
+    Raises:
+        ValueError: text that is not JSON.
+        TypeError: not a JSON object.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -1,4 +1,4 @@
-"""Helpers under the names that TRL's ``trl.core`` gave them, on fastrl's kernels where it pays."""
+"""The helpers of TRL's ``trl.core``, some of them on fastrl's kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PADDING_VALUE = -1  # of stacked statistics of different lengths
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, those of all devices included."""
+    """Seeds Python's, NumPy's and torch's generators, on all devices."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -48,7 +48,7 @@ def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor:
-    """Mean of the counted elements, of all or along ``axis``; 0 where none counts."""
+    """Mean of the elements under the mask, of all or along ``axis``; 0 if there are none."""
     counted = mask.bool()
     if axis is None:
         return fastrl_kernels.masked_mean(values, counted)
@@ -57,12 +57,12 @@ def masked_mean(values: Tensor, mask: Tensor, axis: int | None = None) -> Tensor
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the counted elements, with Bessel's correction; 0 where fewer than two count."""
+    """Variance of the elements under the mask, with Bessel's correction; 0 of fewer than two."""
     return fastrl_kernels.masked_var(values, mask.bool(), unbiased=unbiased)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x - mean)/std over the counted elements, plus the mean again unless ``shift_mean``."""
+    """(x - mean)/std over the elements under the mask; plus the mean unless ``shift_mean``."""
     return fastrl_kernels.masked_whiten(values, mask.bool(), shift_mean=shift_mean)
 
 
@@ -72,7 +72,7 @@ def whiten(values: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def clip_by_value(x: Tensor, tensor_min: Tensor | float, tensor_max: Tensor | float) -> Tensor:
-    """x limited to [tensor_min, tensor_max], element by element; the maximum is applied first."""
+    """max(min(x, tensor_max), tensor_min), element by element."""
     low, high = (
         torch.as_tensor(b, dtype=x.dtype, device=x.device) for b in (tensor_min, tensor_max)
     )
@@ -86,7 +86,7 @@ def top_k_top_p_filtering(
     filter_value: float = -float("inf"),
     min_tokens_to_keep: int = 1,
 ) -> Tensor:
-    """Logits [N, V] with what top-k, then top-p leaves out set to ``filter_value``."""
+    """Logits [N, V], with tokens outside top-k, then top-p, set to ``filter_value``."""
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
     settings: dict[str, Any] = {
@@ -105,14 +105,14 @@ def top_k_top_p_filtering(
 def respond_to_batch(
     model: nn.Module, queries: Tensor, txt_len: int = 20, top_k: int = 0, top_p: float = 1.0
 ) -> Tensor:
-    """Sample ``txt_len`` tokens for each query, the plain way: one whole forward pass per token.
+    """Samples ``txt_len`` tokens for each query, with a whole forward pass per token.
 
     Args:
         model: returns logits [B, T, V] as the first element of its output.
         queries: [B, T] int64, all of one length.
 
     Returns:
-        [B, txt_len] int64, the responses alone.
+        [B, txt_len] int64, the responses without the queries.
     """
     input_ids = queries
     was_training = model.training
@@ -180,7 +180,7 @@ def convert_to_scalar(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LengthSampler:
-    """Draws lengths uniformly from [min_value, max_value), with NumPy's global generator.
+    """Samples lengths uniformly from [min_value, max_value), with NumPy's global generator.
 
     Raises:
         ValueError: an empty range.
@@ -198,7 +198,7 @@ class LengthSampler:
 
 
 class PPODecorators:
-    """``empty_device_cache`` gives cached device memory back after a phase, where switched on."""
+    """``empty_device_cache`` frees cached device memory after a block, if switched on."""
 
     optimize_device_cache = False
 
@@ -218,9 +218,9 @@ def randn_tensor(
     dtype: torch.dtype | None = None,
     layout: torch.layout = torch.strided,
 ) -> Tensor:
-    """Normal random numbers; a list of generators seeds each batch element by itself.
+    """Normal random numbers; a list of generators has one for each batch element.
 
-    A CPU generator draws on the CPU and the result is moved to ``device``, so that a seed gives
+    A CPU generator samples on the CPU and the result is moved to ``device``, so that a seed gives
     the same numbers on every device.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Time by phase, without stalling the device."""
+"""Clocks: time by phase, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class HostClock:
-    """Wall time of phases, for devices that work synchronously. A phase's times add up."""
+    """Wall time by phase, for synchronous devices; repeated phases add up."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -23,12 +23,12 @@ class HostClock:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase, and ``total`` since construction. Call it once the device is done."""
+        """Seconds by phase, and ``total`` since construction; call it when the device is idle."""
         return {**self._seconds, "total": time.perf_counter() - self._start}
 
 
 class DeviceClock(HostClock):
-    """Phases bounded by CUDA events: nothing waits until the times are read."""
+    """Time between CUDA events, which are waited for only in :meth:`seconds`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,4 +51,5 @@ class DeviceClock(HostClock):
 
 
 def start_clock(device: torch.device) -> HostClock:
+    """The clock for a device, started."""
     return DeviceClock() if device.type == "cuda" else HostClock()

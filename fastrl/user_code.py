@@ -1,7 +1,7 @@
-"""Errors of functions that a user wrote and named: rewards, annotators, judges, reweighters.
+"""Errors in a user's functions: rewards, annotators, judges, reweighters.
 
-Such a function's exception is raised as it is, with a note of whose it was, so that a command can
-show the user's own lines in place of the library's.
+Their exceptions are raised as they are, but marked with the function's name, so that a command can
+show the user's lines of the traceback only.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _LIBRARIES = tuple(
 
 @dataclass(frozen=True)
 class Fault:
-    """An exception that a user's function, or the file it is in, has raised.
+    """An exception in a user's function, or in the file it is in.
 
     Attributes:
-        where: the user's own frames, as a traceback prints them; "" where the call itself failed.
-        message: one line: whose error, of which type, what it says, and its line.
+        where: the user's frames, as in a traceback; "" if the call itself failed.
+        message: one line: the function, the exception's type and message, and its line.
     """
 
     where: str
@@ -40,8 +40,8 @@ class Fault:
 
 
 def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose exceptions say that they came from ``name``; objects that can be called
-    are returned as they are, for they may have methods that callers ask for."""
+    """The function, with its exceptions marked by ``name``; other callables are returned as they
+    are, because callers may use their methods."""
     if not inspect.isroutine(function):
         return function
 
@@ -55,7 +55,7 @@ def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def running(name: str) -> Iterator[None]:
-    """Marks what is raised inside as the error of the user's ``name``."""
+    """Marks exceptions in the block as errors of the user's ``name``."""
     try:
         yield
     except Exception as error:
@@ -64,7 +64,7 @@ def running(name: str) -> Iterator[None]:
 
 
 def fault_of(error: BaseException) -> Fault | None:
-    """What to show of an exception that :func:`running` has marked; None for any other."""
+    """What to show of an exception that :func:`running` marked; None for other exceptions."""
     name = getattr(error, _MARK, None)
     if name is None:
         return None
@@ -85,7 +85,7 @@ def fault_of(error: BaseException) -> Fault | None:
 
 
 def _users(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """Those below the last one of this file that belong to no library; all of them where the
+    """The frames below the last one of this file that are not in a library; all of them if the
     function itself is in one."""
     ours = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
     below = [frame for frame in frames[ours + 1 :] if not frame.filename.startswith("<")]

@@ -1,8 +1,8 @@
 """Aligning a language model from data or from live feedback, with a weight for every sample.
 
-A :class:`DatasLoader` reads examples; a :class:`BatchFactory` makes batches of them for a task, or
-of the policy's own responses, which an annotator judges; a reweighter sets the weight of each
-sample; a :class:`Loss` says what is learned, and a :class:`Trainer` learns it.
+A :class:`DatasLoader` reads examples; a :class:`BatchFactory` makes batches for a task, of these
+examples or of the policy's responses, which an annotator judges; a reweighter sets the weight of
+each sample; a :class:`Trainer` minimises a :class:`Loss`.
 """
 
 from fastrl.alignment.annotator import Annotator, RewardAnnotator, load_annotator

@@ -1,4 +1,4 @@
-"""Judging responses while they are learned from: scores, and comparisons of two."""
+"""Annotators: judges of the policy's responses, by scores or by comparing two."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Annotator(Protocol):
     """Judges responses; ``columns`` are the data's other columns, a list of B values each."""
 
     def score(self, prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
-        """How good each response is, B finite numbers on a scale of the annotator's own."""
+        """How good each response is, B finite numbers on any scale."""
 
     def compare(
         self, prompts: list[str], firsts: list[str], seconds: list[str], **columns: Any
@@ -40,10 +40,10 @@ def ask_scores(
     columns: Mapping[str, list[Any]] | None = None,
     finished: list[bool] | None = None,
 ) -> list[float]:
-    """What an annotator, whoever wrote it, says of responses.
+    """An annotator's scores of responses, checked.
 
     Args:
-        finished: False for responses that a length has cut; said to annotators with
+        finished: False for responses that were cut by a length limit; passed to annotators with
             ``wants_finished``.
 
     Raises:
@@ -65,7 +65,7 @@ def ask_preferences(
     columns: Mapping[str, list[Any]] | None = None,
     finished: tuple[list[bool], list[bool]] | None = None,
 ) -> list[float | None]:
-    """What an annotator, whoever wrote it, says of pairs of responses.
+    """An annotator's preferences between pairs of responses, checked.
 
     Args:
         finished: of the first and of the second responses, as in :func:`ask_scores`.
@@ -82,22 +82,22 @@ def ask_preferences(
 
 
 def name_of(annotator: Any) -> str:
-    """For messages."""
+    """An annotator's name, for messages."""
     return getattr(annotator, "name", None) or type(annotator).__name__
 
 
 class RewardAnnotator:
-    """Judges by a reward function, whose scores say which of two responses is better.
+    """Judges by a reward function, and compares two responses by their rewards.
 
     Args:
         reward: called as ``reward(prompts=, completions=, completion_ids=, **columns)``, a
             :class:`fastrl.rewards.classifier.ClassifierReward` or any other; see
             :mod:`fastrl.rewards.functions`.
-        tokenizer: gives ``completion_ids`` where the caller has no column of that name; without
-            either, a reward function that needs none is called without them.
+        tokenizer: makes ``completion_ids``, unless the data have a column of that name; needed only
+            by reward functions that take them.
 
     Attributes:
-        last_scores: of the last comparison, those of the first and of the second responses.
+        last_scores: the rewards of the first and of the second responses of the last comparison.
     """
 
     def __init__(self, reward: RewardFunction, tokenizer: Any = None):
@@ -109,7 +109,7 @@ class RewardAnnotator:
 
     @property
     def wants_finished(self) -> bool:
-        """Whether the reward function has to be told which responses are whole."""
+        """Whether the reward function takes ``finished``."""
         return getattr(self.reward, "wants_finished", False)
 
     def score(self, prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
@@ -129,7 +129,7 @@ class RewardAnnotator:
     def compare(
         self, prompts: list[str], firsts: list[str], seconds: list[str], **columns: Any
     ) -> list[float | None]:
-        """By the scores of both; equal ones are a tie."""
+        """Compares by the rewards of both; equal ones are a tie."""
         finished = columns.pop("finished", None)
         scores = []
         for i, side in enumerate((firsts, seconds)):
@@ -141,8 +141,7 @@ class RewardAnnotator:
         return preferences
 
     def statistics(self) -> dict[str, float]:
-        """Responses that were scored ("annotator/calls") and comparisons without a winner
-        ("annotator/ties")."""
+        """Counts of scored responses ("annotator/calls") and of ties ("annotator/ties")."""
         return self._counts.read()
 
 
@@ -154,7 +153,7 @@ def preferences_of(firsts: Sequence[float], seconds: Sequence[float]) -> list[fl
 def load_annotator(
     name: str, *, label: int | str | None = None, batch_size: int = 64, tokenizer: Any = None
 ) -> Annotator:
-    """The annotator that a name on a command line stands for.
+    """The annotator that a command line names.
 
     Args:
         name, label, batch_size: of a reward function, see
@@ -167,13 +166,13 @@ def load_annotator(
 def _needs(function: Any, argument: str) -> bool:
     try:
         parameter = inspect.signature(function).parameters.get(argument)
-    except ValueError:  # some that are written in C have none
+    except ValueError:  # of some functions written in C
         return False
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _others(columns: Mapping[str, list[Any]] | None, arguments: Sequence[str]) -> dict[str, Any]:
-    """The data's columns, none of which may stand for an argument."""
+    """The data's columns, none of which may have the name of an argument."""
     for name in arguments:
         if name in (columns or ()):
             raise ValueError(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from fastrl.config import PPOConfig
-from fastrl.trainers.supervised import SupervisedArguments, setting
+from fastrl.config import PPOConfig, setting, setting_like
+from fastrl.trainers.supervised import SupervisedArguments
 
 REFERENCES = ("auto", "cached", "copy", "adapter", "trunk", "offload")
 
@@ -14,8 +13,8 @@ REFERENCES = ("auto", "cached", "copy", "adapter", "trunk", "offload")
 @dataclass
 class AlignmentConfig(SupervisedArguments):
     """Settings of :class:`fastrl.alignment.Trainer`, beside those of
-    ``transformers.TrainingArguments``. How many samples there are, and how many make a batch, is
-    the :class:`BatchFactory`'s affair.
+    ``transformers.TrainingArguments``. The :class:`BatchFactory` has the batch size and the number
+    of samples.
 
     Raises:
         ValueError: an unknown reference, or layers to share without it.
@@ -25,24 +24,16 @@ class AlignmentConfig(SupervisedArguments):
         "Longest prompt with its response, in tokens. None: the model's limit.", 1024
     )
     reference: str = setting(
-        "What losses compare the policy with: cached (log-probs computed once, before training; "
+        "Reference model of the losses: cached (its log-probs are computed once, before training; "
         "offline), copy (a frozen copy), adapter (a PEFT model's base), trunk (a copy that shares "
         "the bottom layers), offload (a copy in host memory), auto (adapter for PEFT models, trunk "
         "with num_shared_layers, cached for offline tasks, else copy).",
         "auto",
     )
-    num_shared_layers: int | None = setting(
-        "With trunk: the bottom layers, and the embeddings below them, are frozen, and policy and "
-        "reference share them.",
-        None,
-    )
-    reference_adapter: str = setting(
-        "With adapter: off (the base model), start (a frozen copy of the adapter as training "
-        "begins) or auto (start for an adapter that was trained before, off for a new one).",
-        "off",
-    )
+    num_shared_layers: int | None = setting_like(PPOConfig, "num_shared_layers", None)
+    reference_adapter: str = setting_like(PPOConfig, "reference_adapter", "off")
     disable_dropout: bool = setting("Train without dropout.", True)
-    rollout_slots: int = setting("Samples that the engine generates at a time, at most.", 64)
+    rollout_slots: int = setting_like(PPOConfig, "rollout_slots", 64)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,13 +43,3 @@ class AlignmentConfig(SupervisedArguments):
             )
         if self.rollout_slots < 1:
             raise ValueError(f"rollout_slots must be at least 1, got {self.rollout_slots}")
-
-
-def reference_settings(args: Any, mode: str) -> PPOConfig:
-    """What :func:`fastrl.ref_model.choose_ref_model` reads."""
-    return PPOConfig(
-        reference=mode,
-        num_shared_layers=args.num_shared_layers,
-        reference_adapter=args.reference_adapter,
-        init_kl_coef=0.0 if mode == "none" else 1.0,
-    )

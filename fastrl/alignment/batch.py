@@ -1,4 +1,4 @@
-"""A batch of prompts with one or two responses each, whatever the task."""
+"""A batch of prompts with one or two responses each, for every task."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.data.batch import TokenBatch, pad
+from fastrl.data.batch import TokenBatch, check_weights, pad
 from fastrl.data.examples import Example
 from fastrl.ppo.experience import Experience
 
 
 class Batch(dict[str, Any]):
-    """What trainers, losses and reweighters are given; everything lies on the host.
+    """The samples that losses and reweighters are called with, on the host.
 
     ``prompt``: B texts; ``prompt_token_ids``, ``prompt_attention_mask``: [B, P] int64, padded on
     the left. For i = 1, and 2 where there are pairs: ``generation{i}``: B texts, prompt and
@@ -28,11 +28,12 @@ class Batch(dict[str, Any]):
 
     Attributes:
         rollout_logprobs: of the responses' tokens when they were sampled, a list of B tensors per
-            generation; None where they come from the data.
-        scores: what an annotator has said of the responses, B numbers per generation; None where
-            it has only compared them.
-        tokens: the same for a model, where it has been made.
-        experience: what a policy-gradient update reads of it, where it has been computed.
+            generation; None for responses from the data.
+        scores: the annotator's scores of the responses, B numbers per generation; None where it
+            only compares them.
+        tokens: the padded model inputs, once they have been made.
+        experience: log-probs, values and advantages for a policy-gradient update, once they have
+            been computed.
     """
 
     def __init__(self, examples: Sequence[Example], pad_token_id: int | None):
@@ -42,9 +43,9 @@ class Batch(dict[str, Any]):
         self.scores: list[list[float]] | None = None
         self.tokens: TokenBatch | None = None
         self.experience: Experience | None = None
-        self._prompts = [_ids(example.prompt_ids) for example in examples]
+        self._prompts = [torch.tensor(example.prompt_ids, dtype=torch.long) for example in examples]
         self._responses = [
-            [_ids(example.responses[i].ids) for example in examples]
+            [torch.tensor(example.responses[i].ids, dtype=torch.long) for example in examples]
             for i in range(len(examples[0].responses))
         ]
         self["prompt"] = [example.prompt for example in examples]
@@ -73,14 +74,18 @@ class Batch(dict[str, Any]):
         return self._prompts
 
     def responses(self, i: int) -> list[Tensor]:
-        """Those of generation ``i``, 1 or 2, without their prompts."""
+        """B 1-D tensors of generation ``i``, 1 or 2, without their prompts."""
         return self._responses[i - 1]
 
+    def all_responses(self) -> list[Tensor]:
+        """Those of all generations, one generation after the other."""
+        return [response for side in self._responses for response in side]
+
     def rewards(self, i: int) -> Tensor:
-        """[B] fp32 of generation ``i``.
+        """The rewards of generation ``i``, [B] fp32.
 
         Raises:
-            ValueError: the task has none.
+            ValueError: a task without rewards.
         """
         rewards = self[f"generation{i}_reward"]
         if rewards is None:
@@ -88,14 +93,12 @@ class Batch(dict[str, Any]):
         return rewards
 
     def weights(self) -> Tensor:
-        """[B] fp32, of samples: a pair's is √(w₁·w₂), which is w where both are w, and 0 where
-        either is."""
-        every = [self[f"generation{i}_weight"] for i in range(1, self.generations + 1)]
-        return (
-            every[0]
-            if len(every) == 1
-            else torch.where(every[0] == every[1], every[0], (every[0] * every[1]).sqrt())
-        )
+        """The samples' weights, [B] fp32; a pair's is √(w₁·w₂), exactly w where both are w."""
+        first = self["generation1_weight"]
+        if self.generations == 1:
+            return first
+        second = self["generation2_weight"]
+        return torch.where(first == second, first, (first * second).sqrt())
 
     def weigh(self, i: int, weights: Tensor | Sequence[float]) -> None:
         """Sets the weights [B] of generation ``i``.
@@ -103,10 +106,12 @@ class Batch(dict[str, Any]):
         Raises:
             ValueError: not B numbers, or one that is negative or not finite, named by its index.
         """
-        self[f"generation{i}_weight"] = checked_weights(weights, self.size)
+        if weights is None:
+            raise ValueError("weights is None: pass one number per sample")
+        self[f"generation{i}_weight"] = check_weights(weights, self.size)
 
     def select(self, indices: Sequence[int]) -> Batch:
-        """Some samples, with their rewards, weights and what is known of them."""
+        """Some samples, with their rewards, weights, scores and rollout log-probs."""
         chosen = list(indices)
         part = Batch([self.examples[i] for i in chosen], self.pad_token_id)
         for name in part:
@@ -141,41 +146,12 @@ class Batch(dict[str, Any]):
             f"{name}_response_only": [e.responses[i].text for e in self.examples],
             f"{name}_token_ids": padded["input_ids"],
             f"{name}_attention_mask": padded["attention_mask"],
-            f"{name}_reward": None if None in rewards else _fp32(rewards),
-            f"{name}_weight": _fp32(weights),
+            f"{name}_reward": None if None in rewards else torch.tensor(rewards).float(),
+            f"{name}_weight": torch.tensor(weights).float(),
         }
-
-
-def checked_weights(weights: Tensor | Sequence[float], size: int) -> Tensor:
-    """[size] fp32 on the host.
-
-    Raises:
-        ValueError: another number of them, or one that is negative or not finite, or no number.
-    """
-    try:
-        given = torch.as_tensor(weights, dtype=torch.float32).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:  # torch's, of what is no number
-        raise ValueError(f"weights must be numbers, one per sample: {error}") from error
-    if given.shape != (size,):
-        raise ValueError(f"weights have shape {tuple(given.shape)}: return one per sample, {size}")
-    wrong = (~(given >= 0) | given.isinf()).nonzero()
-    if len(wrong):
-        i = int(wrong[0])
-        raise ValueError(
-            f"weights[{i}] is {float(given[i])}: weights must be finite numbers of 0 or more"
-        )
-    return given
 
 
 def columns_of(examples: Sequence[Example]) -> dict[str, list[Any]]:
     """The data's other columns; None where a row has none of that name."""
     names = dict.fromkeys(name for example in examples for name in example.columns)
     return {name: [example.columns.get(name) for example in examples] for name in names}
-
-
-def _fp32(numbers: Sequence[Any]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float32)
-
-
-def _ids(ids: Sequence[int]) -> Tensor:
-    return torch.tensor(ids, dtype=torch.long)

@@ -1,8 +1,4 @@
-"""How a trainer's model does on held-out examples: by its loss, or by what an annotator says of the
-responses that it writes now.
-
-:func:`make_evaluation` chooses by the task.
-"""
+"""Evaluation on held-out examples: by the loss, or by an annotator of new responses."""
 
 from __future__ import annotations
 
@@ -15,19 +11,14 @@ from torch import Tensor
 
 from fastrl.alignment.annotator import ask_preferences, ask_scores
 from fastrl.alignment.batch import Batch, columns_of
-from fastrl.alignment.batch_factory import (
-    BatchFactory,
-    ends_of,
-    prompts_of,
-    scores_pairs,
-    texts_of,
-)
+from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.losses import Loss
+from fastrl.alignment.responses import finished_of, prompts_of, texts_of
+from fastrl.run.callbacks import Samples
 
 
 class Means:
-    """Means of metrics over samples, or over batches where they are given by batches; fetched from
-    the device when they are asked for."""
+    """Means of metrics over all elements that were added, kept on the device until asked for."""
 
     def __init__(self) -> None:
         self._seen: dict[str, list[Tensor]] = {}
@@ -37,7 +28,7 @@ class Means:
             self._seen.setdefault(name, []).append(values.detach().float().flatten())
 
     def take(self, accelerator: Any) -> dict[str, float]:
-        """Over all processes, which all have seen the same metrics; begins anew."""
+        """The means over all processes, which must have added the same metrics; starts anew."""
         names = sorted(self._seen)
         if not names:
             return {}
@@ -49,7 +40,7 @@ class Means:
 
 
 class OfflineEvaluation:
-    """Loss and metrics of the examples' own responses."""
+    """Loss and metrics on the responses in the data."""
 
     def __init__(self, factory: BatchFactory, loss: Loss):
         self.factory, self.loss = factory, loss
@@ -64,28 +55,20 @@ class OfflineEvaluation:
         return means.take(accelerator)
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
-        """This process's, and whether they count: one whose share is empty goes along with the
-        others, whose losses may wait for it."""
+        """Yields this process's batches, and whether they count: a process without a share of the
+        last one takes part with an example that does not, because the others may wait for it."""
         for _, examples in self.factory.in_order():
             yield self.factory.batch(examples or [self.factory.data[0]]), bool(examples)
 
 
-@dataclass(frozen=True)
-class Judged:
-    """Responses to the held-out prompts, and what they are worth."""
-
-    prompts: list[str]
-    completions: list[str]
-    rewards: list[float]
-
-
 @dataclass
 class OnlineEvaluation:
-    """Responses written with one seed, and their rewards; or, where the annotator compares alone,
-    how often they are preferred to those of the first evaluation."""
+    """The mean reward of responses to held-out prompts; or, with an annotator that only compares,
+    how often they are preferred to those of the first evaluation. All evaluations sample with the
+    same random numbers."""
 
     factory: BatchFactory
-    judged: list[Judged] = field(default_factory=list)  # one per evaluation, on this process
+    judged: list[Samples] = field(default_factory=list)  # of each evaluation, on this process
 
     def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
         now = self._judge()
@@ -103,11 +86,10 @@ class OnlineEvaluation:
 
     @property
     def _scores(self) -> bool:
-        """Whether the annotator's verdicts in training are scores, or come from them."""
-        one = self.factory.task.generations == 1
-        return one or scores_pairs(self.factory.annotator)
+        """Whether the annotator scores responses, or compares two by scores."""
+        return self.factory.task.generations == 1 or hasattr(self.factory.annotator, "last_scores")
 
-    def _judge(self) -> Judged:
+    def _judge(self) -> Samples:
         prompts: list[str] = []
         responses: list[str] = []
         rewards: list[float] = []
@@ -116,9 +98,9 @@ class OnlineEvaluation:
         for ids, examples in self.factory.in_order():
             if not examples:
                 continue
-            # By their numbers in the data, an example's draws are those of any share of the work.
+            # Keyed by index, an example's random numbers are the same however many processes run.
             sampled, _ = sampler(examples, 1, self.factory.seed, ids)
-            texts, ends = texts_of(sampled), ends_of(sampled)
+            texts, ends = texts_of(sampled), finished_of(sampled)
             asked, columns = prompts_of(examples), columns_of(examples)
             if self._scores:
                 rewards += ask_scores(annotator, asked, texts, columns, ends)
@@ -130,9 +112,4 @@ class OnlineEvaluation:
                 rewards += [0.5 if verdict is None else verdict for verdict in verdicts]
             prompts += asked
             responses += texts
-        return Judged(prompts, responses, rewards)
-
-
-def make_evaluation(factory: BatchFactory, loss: Loss) -> OfflineEvaluation | OnlineEvaluation:
-    """By the task."""
-    return OnlineEvaluation(factory) if factory.task.online else OfflineEvaluation(factory, loss)
+        return Samples(prompts, responses, rewards)

@@ -1,18 +1,16 @@
-"""What is trained: a policy beside its reference, or a reward model.
-
-:func:`make_learner` chooses by the loss.
-"""
+"""The models of a trainer: a policy with its reference model, or a reward model."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fastrl.alignment.arguments import AlignmentConfig, reference_settings
+from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.logprobs import (
     CachedReference,
@@ -23,6 +21,7 @@ from fastrl.alignment.logprobs import (
 )
 from fastrl.alignment.losses import Loss
 from fastrl.alignment.tasks import Task
+from fastrl.config import PPOConfig
 from fastrl.data import reads_eos
 from fastrl.data.batch import make_batches
 from fastrl.data.encode import end_token
@@ -41,68 +40,48 @@ from fastrl.models.load import (
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import check_trainable, evaluating
 from fastrl.ref_model import RefModel, choose_ref_model
-from fastrl.trainers.supervised import loaded
+from fastrl.trainers.supervised import load_if_path
 
 
-class Learner:
-    """A model as a trainer handles it.
+class Learner(Protocol):
+    """Prepares, saves and loads a trainer's model, and shows it to the loss."""
+
+    def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
+        """The model to train, from a model or its path; called before there is an optimizer."""
+
+    def place(self, model: nn.Module, accelerator: Any) -> None:
+        """Called once the model is on its device."""
+
+    def views(self, model: nn.Module) -> tuple[Any, Any]:
+        """The policy and the reference that a loss is called with."""
+
+    def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
+        """Called with batches while the model is still as training begins; ``last`` says that no
+        more will come."""
+
+    def save(self, model: Any, folder: str, state_dict: dict[str, Tensor] | None) -> None:
+        """Writes what ``from_pretrained`` loads."""
+
+    def load(self, model: Any, folder: str) -> None:
+        """Loads the weights of a checkpoint into the model."""
+
+
+class RewardLearner:
+    """A sequence classifier with one label; there is no reference model.
 
     Args:
-        args: the trainer's.
-        loss: what it learns by.
-        task: what its batches are of.
+        args: of the trainer.
+        loss: of the trainer.
         tokenizer: of the model.
     """
 
-    def __init__(self, args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any):
-        self.args, self.loss, self.task, self.tokenizer = args, loss, task, tokenizer
-        self.accelerator: Any = None
-
-    def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
-        """The model as it is trained, from a model or its path; before there is an optimizer."""
-        raise NotImplementedError
-
-    def _dropout(self, model: nn.Module) -> None:
-        """Switched off where the arguments say so; an adapter that has some is told of."""
-        if not self.args.disable_dropout:
-            return
-        p = adapter_dropout(language_model(model))
-        if p:
-            warnings.warn(
-                f"the adapter's lora_dropout={p:g} does not act, because disable_dropout is True: "
-                "set that to False to train with dropout",
-                stacklevel=5,
-            )
-        switch_off_dropout(model)
-
-    def place(self, model: nn.Module, accelerator: Any) -> None:
-        """Once the device is known."""
-        self.accelerator = accelerator
-
-    def views(self, model: nn.Module) -> tuple[Any, Any]:
-        """What a loss is called with: the policy and the reference."""
-        raise NotImplementedError
-
-    def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
-        """Looks at batches while the model is still the one that training begins with; ``last``
-        says that there will be no others."""
-
-    def save(self, model: Any, folder: str, state_dict: dict[str, Tensor] | None) -> None:
-        """What ``from_pretrained`` loads."""
-        raise NotImplementedError
-
-    def load(self, model: Any, folder: str) -> None:
-        """Puts the weights of a checkpoint into the model."""
-        raise NotImplementedError
-
-
-class RewardLearner(Learner):
-    """A sequence classifier with one label, which nothing is compared with."""
+    def __init__(self, args: AlignmentConfig, loss: Loss, tokenizer: Any):
+        self.args, self.loss, self.tokenizer = args, loss, tokenizer
 
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
         if ref_model is not None:
             raise ValueError(f"the loss {self.loss.name} has no reference: leave out ref_model")
-        model = loaded(model, load_reward_model, self.args)
+        model = load_if_path(model, load_reward_model, self.args)
         labels = getattr(model.config, "num_labels", None)
         if labels != 1 or not hasattr(model.config, "num_labels"):
             raise ValueError(
@@ -110,19 +89,22 @@ class RewardLearner(Learner):
                 "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
             )
         if model.config.pad_token_id is None:
-            # By it a decoder's classifier finds each sequence's last token.
+            # A decoder's classifier finds each sequence's last token by it.
             model.config.pad_token_id = self.tokenizer.pad_token_id
         model = with_adapter(model, peft_config, self.args)
-        self._dropout(model)
+        _switch_off_dropout(model, self.args)
         check_trainable(model)
         self.model = model
         return model
+
+    def place(self, model: nn.Module, accelerator: Any) -> None:
+        self.accelerator = accelerator
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
         return RewardModel(model, self.accelerator.device), None
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
-        """Says in the model whether it reads EOS, see :mod:`fastrl.data.reads_eos`."""
+        """Records in the model whether it reads EOS, see :mod:`fastrl.data.reads_eos`."""
         first = next(iter(batches), None)
         if last and first is not None:
             end = end_token(self.tokenizer)
@@ -137,29 +119,40 @@ class RewardLearner(Learner):
         load_weights(model, folder)
 
 
-class PolicyLearner(Learner):
-    """A causal language model without values, and a reference where the loss compares."""
+class PolicyLearner:
+    """A causal language model, with a value head if the loss trains one, and its reference model.
 
-    wrapper: type[PreTrainedModelWrapper] = CausalLMPolicy
+    Args:
+        args: of the trainer.
+        loss: of the trainer.
+        task: of the batches.
+        tokenizer: of the model.
+    """
 
     def __init__(self, args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any):
-        super().__init__(args, loss, task, tokenizer)
+        self.args, self.loss, self.task, self.tokenizer = args, loss, task, tokenizer
         self.reference: RefModel
-        self._tokens: Tokens
-        self._compared: ReferencePolicy | CachedReference
+        self._scored_reference: ReferencePolicy | CachedReference
 
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
-        model = loaded(model, load_language_model, self.args, trainable=True)
+        model = load_if_path(model, load_language_model, self.args, trainable=True)
         if not isinstance(model, PreTrainedModelWrapper):
-            model = self.wrapper.from_pretrained(with_adapter(model, peft_config, self.args))
+            values = self.loss.learns == "policy with values"
+            wrapper = AutoModelForCausalLMWithValueHead if values else CausalLMPolicy
+            model = wrapper.from_pretrained(with_adapter(model, peft_config, self.args))
         elif peft_config is not None:
             raise ValueError("peft_config is for a plain model: this one is wrapped already")
-        self._dropout(model)
+        _switch_off_dropout(model, self.args)
         check_trainable(model.pretrained_model)
         mode = self._mode(model, ref_model)
         self._cached = mode == "cached"
-        settings = reference_settings(
-            self.args, ("adapter" if model.is_peft_model else "none") if self._cached else mode
+        if self._cached:
+            mode = "adapter" if model.is_peft_model else "none"
+        settings = PPOConfig(
+            reference=mode,
+            num_shared_layers=self.args.num_shared_layers,
+            reference_adapter=self.args.reference_adapter,
+            init_kl_coef=0.0 if mode == "none" else 1.0,
         )
         self.reference = choose_ref_model(settings, model, ref_model)
         return model
@@ -169,18 +162,18 @@ class PolicyLearner(Learner):
         if not compares:
             if ref_model is not None or mode != "auto":
                 raise ValueError(
-                    f"the loss {self.loss.name} compares the policy with nothing: leave out "
-                    "ref_model, and reference at 'auto'"
+                    f"the loss {self.loss.name} has no reference: leave out ref_model, and "
+                    "reference at 'auto'"
                 )
             return "none"
         if mode == "cached" and self.task.online:
             raise ValueError(
-                "reference='cached' is for responses that are there before training, which those "
-                f"of {self.task.name} are not: choose 'copy', 'adapter', 'trunk' or 'offload'"
+                "reference='cached' is for responses that exist before training, unlike those of "
+                f"{self.task.name}: choose 'copy', 'adapter', 'trunk' or 'offload'"
             )
         if mode == "cached" and ref_model is not None:
             raise ValueError(
-                "reference='cached' takes the model as training begins for its reference: leave "
+                "reference='cached' uses the model as training begins as its reference: leave "
                 "out ref_model, or choose reference='copy'"
             )
         chosen_for = self.args.num_shared_layers is not None or ref_model is not None
@@ -189,31 +182,29 @@ class PolicyLearner(Learner):
         return "cached"
 
     def place(self, model: nn.Module, accelerator: Any) -> None:
-        super().place(model, accelerator)
+        self.accelerator = accelerator
         self.reference.place(model, accelerator)
         unwrapped: Any = accelerator.unwrap_model(model)
         batches = make_batches(unwrapped, self.tokenizer, None)
         self._tokens = Tokens(batches, accelerator.device, self.reference)
-        self._compared = ReferencePolicy(self.reference, self._tokens)
+        self._scored_reference = ReferencePolicy(self.reference, self._tokens)
         if self._cached:
-            as_it_is = self.reference.score if unwrapped.is_peft_model else _scored_by(model)
-            self._compared = CachedReference(as_it_is, self._tokens)
+            score = self.reference.score if unwrapped.is_peft_model else _scored_by(model)
+            self._scored_reference = CachedReference(score, self._tokens)
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
-        policy = TrainedPolicy(model, self._tokens, self._mean)
-        return policy, self._compared if self.loss.compares else None
+        mean = functools.partial(self.accelerator.reduce, reduction="mean")
+        policy = TrainedPolicy(model, self._tokens, mean)
+        return policy, self._scored_reference if self.loss.compares else None
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
-        if not isinstance(self._compared, CachedReference) or self._compared.closed:
+        if not isinstance(self._scored_reference, CachedReference) or self._scored_reference.closed:
             return
         for batch in batches:
-            for each in self.loss.compared(batch):
-                self._compared.learn(each)
+            for each in self.loss.reference_batches(batch):
+                self._scored_reference.learn(each)
         if last:
-            self._compared.close()
-
-    def _mean(self, x: Tensor) -> Tensor:
-        return self.accelerator.reduce(x, reduction="mean")
+            self._scored_reference.close()
 
     def save(self, model: Any, folder: str, state_dict: dict[str, Tensor] | None) -> None:
         self.reference.verify()
@@ -223,31 +214,25 @@ class PolicyLearner(Learner):
         model.load_weights(folder)
 
 
-class ActorCriticLearner(PolicyLearner):
-    """A causal language model with a value head."""
-
-    wrapper = AutoModelForCausalLMWithValueHead
-
-
-LEARNERS: dict[str, type[Learner]] = {
-    "policy": PolicyLearner,
-    "policy with values": ActorCriticLearner,
-    "reward model": RewardLearner,
-}
-
-
 def make_learner(args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any) -> Learner:
-    """By what the loss learns."""
-    return LEARNERS[loss.learns](args, loss, task, tokenizer)
+    """The learner of what ``loss.learns``."""
+    if loss.learns == "reward model":
+        return RewardLearner(args, loss, tokenizer)
+    return PolicyLearner(args, loss, task, tokenizer)
 
 
-def language_model(model: Any) -> Any:
-    """A model of transformers or PEFT, out of its wrapper."""
-    return model.pretrained_model if isinstance(model, PreTrainedModelWrapper) else model
-
-
-def switch_off_dropout(model: nn.Module) -> None:
-    """For good: policy and reference, and the two responses of a pair, then see the same model."""
+def _switch_off_dropout(model: Any, args: AlignmentConfig) -> None:
+    """Sets dropout to 0 for good if the arguments say so: policy and reference, and the two
+    responses of a pair, then go through the same model."""
+    if not args.disable_dropout:
+        return
+    p = adapter_dropout(getattr(model, "pretrained_model", model))
+    if p:
+        warnings.warn(
+            f"the adapter's lora_dropout={p:g} does not act, because disable_dropout is True: set "
+            "that to False to train with dropout",
+            stacklevel=5,
+        )
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

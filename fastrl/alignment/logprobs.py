@@ -1,4 +1,4 @@
-"""What losses and reweighters see of the models: log-probs of responses, or rewards."""
+"""The models as losses and reweighters call them: for log-probs of responses, or rewards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.alignment.batch import Batch
-from fastrl.data.batch import BatchMaker, TokenBatch
+from fastrl.data.batch import BatchMaker, TokenBatch, pad
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.ppo.experience import scoring_request
 from fastrl.ref_model import RefModel
@@ -18,29 +18,41 @@ Score = Callable[[dict[str, Any], ScoringRequest], TokenScores]
 
 
 class ResponseLogprobs(NamedTuple):
-    """Of one response per sample, in nats."""
+    """Log-probs of one response per sample, in nats."""
 
     sums: Tensor  # [B] fp32, Σ log π over the response's tokens
-    tokens: Tensor  # [B] int64, how many they are
+    tokens: Tensor  # [B] int64, the response's length
+    ref_sums: Any = None  # [B] fp32, Σ log ref; in losses on pairs that read a reference
 
     @property
     def means(self) -> Tensor:
         return self.sums / self.tokens
 
+    @property
+    def ref_means(self) -> Tensor:
+        return self.ref_sums / self.tokens
+
+    @property
+    def ratio(self) -> Tensor:
+        """r = Σ log π - Σ log ref, [B]."""
+        return self.sums - self.ref_sums
+
     def where(self, condition: Tensor, other: ResponseLogprobs) -> ResponseLogprobs:
         """These where [B] ``condition`` holds, the other's elsewhere."""
         pairs = zip(self, other, strict=True)
-        return ResponseLogprobs(*(torch.where(condition, x, y) for x, y in pairs))
+        return ResponseLogprobs(
+            *(None if x is None else torch.where(condition, x, y) for x, y in pairs)
+        )
 
 
 class Tokens:
-    """Makes what a causal model reads of a batch, once per batch: all its responses, each behind
-    its prompt, generation 1 first.
+    """Makes a batch's tokens, once per batch: all its responses, each behind its prompt,
+    generation 1 first.
 
     Args:
-        batches: for the model and its tokenizer.
+        batches: pads for the model and its tokenizer.
         device: where the models are.
-        reference: whose layers may be shared with the policy.
+        reference: may share layers with the policy, whose activations are then cached.
     """
 
     def __init__(self, batches: BatchMaker, device: torch.device, reference: RefModel):
@@ -48,28 +60,26 @@ class Tokens:
 
     def __call__(self, batch: Batch) -> TokenBatch:
         if batch.tokens is None:
-            which = range(1, batch.generations + 1)
-            responses = [response for i in which for response in batch.responses(i)]
-            tokens = self.batches(batch.prompts() * batch.generations, responses)
+            tokens = self.batches(batch.prompts() * batch.generations, batch.all_responses())
             tokens = tokens.to(self.device)
             batch.tokens = tokens.on(self.reference.trunk_cache(tokens.sequences()))
         return batch.tokens
 
 
 class TrainedPolicy:
-    """The language model that is trained. One forward serves all responses of a batch.
+    """The language model that is trained; scores all responses of a batch in one forward.
 
     Attributes:
-        model: as it is trained, wrapped for several processes say.
-        tokens: what it reads.
-        mean: a 0-d tensor's mean over all processes.
+        model: as accelerate has wrapped it.
+        tokens: makes its inputs.
+        mean: averages a 0-d tensor over all processes.
     """
 
     def __init__(self, model: nn.Module, tokens: Tokens, mean: Callable[[Tensor], Tensor]):
         self.model, self.tokens, self.mean = model, tokens, mean
 
     def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]:
-        """One per generation; prompts are not scored."""
+        """Those of the responses, one per generation."""
         return response_logprobs(self._score, self.tokens(batch), batch.generations)
 
     def _score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
@@ -77,23 +87,23 @@ class TrainedPolicy:
 
 
 class ReferencePolicy:
-    """What the policy is compared with; never with gradients."""
+    """The reference model, without gradients."""
 
     def __init__(self, reference: RefModel, tokens: Tokens):
         self.reference, self.tokens = reference, tokens
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]:
-        """One per generation."""
+        """Those of the responses, one per generation."""
         return response_logprobs(self.reference.score, self.tokens(batch), batch.generations)
 
 
 class CachedReference:
-    """Log-probs that were computed once, before training began: no reference has to be kept.
+    """The reference model's log-probs, computed before training, so that it need not be kept.
 
     Args:
-        compute: what computes them.
-        tokens: of the models.
+        compute: scores with the reference model.
+        tokens: makes its inputs.
     """
 
     def __init__(self, compute: Score, tokens: Tokens):
@@ -102,12 +112,12 @@ class CachedReference:
         self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     def __len__(self) -> int:
-        """Responses that are known."""
+        """How many responses are known."""
         return len(self._known)
 
     @torch.no_grad()
     def learn(self, batch: Batch) -> None:
-        """Computes those that are not known yet."""
+        """Computes and keeps the log-probs of responses that are not known yet."""
         assert self._compute is not None
         new = [
             i for i in range(batch.size) if not all(key in self._known for key in _keys(batch, i))
@@ -125,11 +135,11 @@ class CachedReference:
         return self._compute is None
 
     def close(self) -> None:
-        """No more is learned, and what computed it is let go."""
+        """Releases the reference model; nothing more can be learned."""
         self._compute = None
 
     def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]:
-        """One per generation.
+        """Those of the responses, one per generation.
 
         Raises:
             ValueError: a response that was not seen before training.
@@ -151,10 +161,10 @@ class CachedReference:
 
 
 class RewardModel:
-    """A sequence classifier with one label: a reward for every response of a batch.
+    """A sequence classifier with one label, whose logit is a response's reward.
 
     Attributes:
-        model: as it is trained.
+        model: as accelerate has wrapped it.
         device: where it is.
     """
 
@@ -162,23 +172,19 @@ class RewardModel:
         self.model, self.device = model, device
 
     def rewards(self, batch: Batch) -> tuple[Tensor, ...]:
-        """[B] fp32 per generation, of prompt and response; one forward for all."""
-        which = range(1, batch.generations + 1)
-        inputs = {}
-        for name, filler in (("token_ids", batch.pad_token_id or 0), ("attention_mask", 0)):
-            sides = [batch[f"generation{i}_{name}"] for i in which]
-            width = max(side.shape[1] for side in sides)
-            inputs[name] = torch.cat(
-                [nn.functional.pad(x, (0, width - x.shape[1]), value=filler) for x in sides]
-            ).to(self.device)
-        out = self.model(input_ids=inputs["token_ids"], attention_mask=inputs["attention_mask"])
+        """The rewards of each generation, [B] fp32, in one forward."""
+        prompts = batch.prompts() * batch.generations
+        sequences = [torch.cat(x) for x in zip(prompts, batch.all_responses(), strict=True)]
+        inputs = pad(sequences, batch.pad_token_id, "right")
+        out = self.model(**{name: x.to(self.device) for name, x in inputs.items()})
         return out.logits.float().squeeze(-1).chunk(batch.generations)
 
 
 def response_logprobs(
     score: Score, tokens: TokenBatch, generations: int
 ) -> tuple[ResponseLogprobs, ...]:
-    """Sums over the counted tokens of each response, in a fixed order."""
+    """Sums the log-probs of each response's tokens, in a fixed order; one result per
+    generation."""
     request = scoring_request(tokens, values=False)
     scores = score(tokens.model_inputs, request)
     sums = tokens.scatter(scores.logprobs, request.rows).sum(-1)

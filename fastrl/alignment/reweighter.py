@@ -1,4 +1,4 @@
-"""The weights of samples, by which their losses are multiplied."""
+"""Reweighters: they set the weights of samples, which multiply their losses."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fastrl.rewards.functions import as_number, load_function
 
 
 class SampleReweighter(Protocol):
-    """Sets the weights of a batch, which are all 1 before."""
+    """Sets the weights of a batch, which are 1 by default."""
 
     def __call__(self, batch: Batch, policy: Any) -> None:
         """Calls ``batch.weigh(i, weights)`` for every generation i, from 1 to
         ``batch.generations``.
 
         Args:
-            policy: that learns; ``policy.logprobs(batch)`` gives, per generation, the responses'
-                summed log-probs, ``sums`` [B], and their lengths, ``tokens`` [B].
+            policy: that is trained; ``policy.logprobs(batch)`` gives, per generation, the
+                responses' summed log-probs, ``sums`` [B], and their lengths, ``tokens`` [B].
         """
 
 
@@ -36,10 +36,10 @@ class Uniform:
 
 
 class ByLength:
-    """w ∝ length^-power, over a mean of 1: longer responses weigh less.
+    """w ∝ length^-power, with a mean of 1: longer responses weigh less.
 
-    A response's length counts its tokens, EOS included. The mean is that of the samples' weights in
-    the batch, a pair's being the geometric mean of its two.
+    A response's length counts its tokens, EOS included. The mean is over the samples of the batch;
+    the weight of a pair is the geometric mean of its two.
 
     Raises:
         ValueError: a negative power.
@@ -58,20 +58,20 @@ class ByLength:
 
 
 class ByMargin:
-    """w ∝ |score₁ - score₂|^power of pairs, over a mean of 1 in the batch; where all margins are 0,
+    """w ∝ |score₁ - score₂|^power of pairs, with a mean of 1 in the batch; if all margins are 0,
     w = 1.
 
-    Scores are those of the annotator that has made the pairs, ``batch.scores``; else the
-    data's columns say margins or scores.
+    The scores are the annotator's, ``batch.scores``, if there are any; else margins or scores are
+    read from the data's columns.
 
     Args:
         power: of the margin.
-        margin_column: of margins.
-        score_columns: of both sides' scores, the preferred one first.
+        margin_column: column of margins.
+        score_columns: columns of both sides' scores, the preferred one first.
 
     Raises:
-        ValueError: a power that is not positive; at a batch, responses that are no pairs, neither
-            scores nor columns, a value that is not a finite number, named by its index.
+        ValueError: a power that is not positive; for a batch: not pairs, neither scores nor
+            columns, a value that is not a finite number, named by its index.
     """
 
     def __init__(
@@ -114,16 +114,16 @@ class ByMargin:
 
 
 class ByImportance:
-    """w = min(cap, π_θ(y|x) / π_data(y|x)): the ratio of the policy that learns to the one that
-    wrote the responses, truncated (truncated importance sampling, Ionides 2008).
+    """w = min(cap, π_θ(y|x) / π_data(y|x)): the ratio of the trained policy to the one that
+    generated the responses (truncated importance sampling, Ionides 2008).
 
-    log π is a sum over a response's tokens; the ratio carries no gradient. A pair weighs the joint
+    log π is a sum over a response's tokens; the ratio carries no gradient. A pair has the joint
     ratio of both its responses, truncated once. With ``length_normalised`` the ratio is the
     geometric mean of its tokens', exp((Σ log π_θ - Σ log π_data) / tokens), of a pair over the
     tokens of both: biased, but of far less variance.
 
-    What π_data says comes with responses that a policy has sampled, ``batch.rollout_logprobs``, at
-    temperature 1; else from a column.
+    Sampled responses bring their log-probs under π_data at temperature 1,
+    ``batch.rollout_logprobs``; those of other responses are read from columns.
 
     Args:
         cap: the largest weight.
@@ -132,8 +132,8 @@ class ByImportance:
             response its sum, or a list with one number per token, EOS included.
 
     Raises:
-        ValueError: a cap that is not positive; at a batch, no log-probs of π_data, as many as there
-            are no tokens, or none that are finite.
+        ValueError: a cap that is not positive; for a batch: no log-probs under π_data, another
+            number of them than tokens, or one that is not finite.
     """
 
     def __init__(
@@ -169,9 +169,9 @@ class ByImportance:
             there = batch.columns
             if len(names) != batch.generations or any(name not in there for name in names):
                 raise ValueError(
-                    "ByImportance needs the log-probs of the policy that wrote the responses: take "
-                    "them from the policy (an online task), or name the data's columns of them, "
-                    f"{batch.generations} here, by columns=; they are {', '.join(there) or 'none'}"
+                    "ByImportance needs the log-probs of the policy that generated the responses: "
+                    "choose an online task, or name the data's columns of them with columns=, "
+                    f"{batch.generations} here; the columns are {', '.join(there) or 'none'}"
                 )
             given = [there[name] for name in names]
         return torch.stack(
@@ -183,8 +183,8 @@ class ByImportance:
 
 
 class ByFunction:
-    """Weights that a function of the batch returns: B numbers for all generations, or a tuple of
-    such, one for each."""
+    """Weights from a function of the batch, which returns B numbers for all generations, or a tuple
+    of B numbers for each."""
 
     def __init__(self, function: Callable[[Batch], Any]):
         self.function = function
@@ -211,15 +211,15 @@ _REWEIGHTERS: dict[str, Callable[..., SampleReweighter]] = {
 
 
 def make_reweighter(name: str, **options: Any) -> SampleReweighter:
-    """What a name on a command line stands for.
+    """The reweighter that a command line names.
 
     Args:
         name: "uniform", "length", "margin", "importance"; or a function of a batch, as
             "module:function" or "path/to/file.py:function".
-        options: of its class.
+        options: arguments of its class.
 
     Raises:
-        ValueError: no such name, or no such option.
+        ValueError: an unknown name or option.
     """
     if ":" in name:
         make: Callable[..., SampleReweighter] = ByFunction
@@ -244,12 +244,12 @@ def _each(batch: Batch) -> range:
 
 
 def _weigh(reweighter: Any, batch: Batch, weights: Any) -> None:
-    """Sets the weights of all generations; what is wrong with them is said of the reweighter."""
+    """Sets the weights of all generations; errors name the reweighter."""
     name = getattr(reweighter, "name", type(reweighter).__name__)
     for i, part in zip(_each(batch), weights, strict=True):
         try:
             batch.weigh(i, part)
-        except (TypeError, ValueError, RuntimeError) as error:  # torch's, of what is no number
+        except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
 
@@ -258,7 +258,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _numbers(reweighter: Any, name: str, values: Any) -> Tensor:
-    """Finite numbers, fp64."""
+    """The values as fp64, checked to be finite."""
     values = list(values)
     numbers = [as_number(value) for value in values]
     for i, number in enumerate(numbers):
@@ -271,7 +271,7 @@ def _numbers(reweighter: Any, name: str, values: Any) -> Tensor:
 
 
 def _totals(name: str, values: Sequence[Any], responses: Sequence[Tensor]) -> list[Any]:
-    """Sums over tokens of log-probs that may be sums already."""
+    """The sum of each response's log-probs, given as a sum or per token."""
     totals = []
     for i, (value, response) in enumerate(zip(values, responses, strict=True)):
         if not _is_list(value) or isinstance(value, str):
@@ -280,7 +280,7 @@ def _totals(name: str, values: Sequence[Any], responses: Sequence[Tensor]) -> li
         if len(value) != len(response):
             raise ValueError(
                 f"ByImportance: {name}[{i}] has {len(value)} numbers for {len(response)} tokens: "
-                "bring one per token of the response as it is here, EOS and cuts included"
+                "one per token is needed, with EOS, and without tokens that were cut"
             )
         totals.append(torch.as_tensor(value, dtype=torch.float64).sum())
     return totals

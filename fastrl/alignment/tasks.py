@@ -1,4 +1,4 @@
-"""The learning tasks: what a batch holds, and where its responses and rewards come from."""
+"""The tasks: the data, responses and rewards of their batches."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from fastrl.data.columns import ANSWERS, FEEDBACK, PAIRS, PROMPTS
 
 @dataclass(frozen=True)
 class Task:
-    """A row of the table in :data:`TASKS`.
+    """A task, one of :data:`TASKS`.
 
     Attributes:
         data: the kind of examples that it needs.
         generations: responses per prompt in a batch.
-        online: the policy writes the responses and an annotator judges them; else the data do both.
-        rewards: whether there are any.
+        online: whether the policy generates the responses and an annotator judges them; else both
+            come from the data.
+        rewards: whether its batches have rewards.
     """
 
     name: str
@@ -40,10 +41,10 @@ TASKS = {
 
 
 def find_task(task: str | Task) -> Task:
-    """A task by its name; hyphens and underscores are the same.
+    """The task of that name; hyphens and underscores are the same.
 
     Raises:
-        ValueError: no such task.
+        ValueError: an unknown task.
     """
     if isinstance(task, Task):
         return task

@@ -1,4 +1,4 @@
-"""The trainer of the alignment framework: one loop for every task."""
+"""The trainer of the alignment framework, for every task."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.batch_factory import BatchFactory
-from fastrl.alignment.evaluation import Means, OfflineEvaluation, OnlineEvaluation, make_evaluation
+from fastrl.alignment.evaluation import Means, OfflineEvaluation, OnlineEvaluation
 from fastrl.alignment.learners import make_learner
 from fastrl.alignment.losses import Loss, make_loss
 from fastrl.models.utils import evaluating, warn_of_lost_updates
@@ -28,33 +30,32 @@ from fastrl.trainers.supervised import MIXED_PRECISION, settings_of
 
 
 class Trainer(OwnModelCard, transformers.Trainer):
-    """Aligns a model by a loss, on the batches of a factory.
+    """Trains a model by a loss on the batches of a factory.
 
-    transformers' Trainer does what it does elsewhere: optimizer and schedule, accumulation,
-    precision, processes, callbacks, trackers, checkpoints. One batch after the other is taken from
-    the factory, weighed by the reweighter, and learned by the loss; online, the policy of that
-    moment has written it.
+    transformers' Trainer does the rest: optimizer and schedule, accumulation, precision, processes,
+    callbacks, trackers, checkpoints. Each batch is made by the factory (online, from responses of
+    the current policy), weighted by the reweighter, and given to the loss.
 
-    Evaluation: offline, the mean loss and metrics of held-out examples; online, what the annotator
-    says of the responses to held-out prompts, always written with the same random numbers.
+    Evaluation: offline, the mean loss and metrics of held-out examples; online, the annotator's
+    judgement of responses to held-out prompts, always sampled with the same random numbers.
 
     Args:
         model: a causal language model; for the loss of reward models a sequence classifier with one
             label; or its path.
-        args: an :class:`AlignmentConfig`. The factory says how long the run is, unless
-            ``max_steps`` does.
+        args: an :class:`AlignmentConfig`. Unless ``max_steps`` is set, the factory determines how
+            long the run is.
         factory: makes the batches.
         loss: a :class:`Loss`, or its name.
-        eval_factory: makes those of the evaluation, of the same task.
+        eval_factory: makes the batches of the evaluation, of the same task.
         reweighter: sets the samples' weights, see :mod:`fastrl.alignment.reweighter`; None leaves
-            them at what the factory says, 1.
-        ref_model: what the policy is compared with, in place of itself as training begins.
+            them at 1.
+        ref_model: the reference model; by default the policy as training begins.
         peft_config: puts an adapter on the model.
         callbacks, optimizers: as in transformers.
 
     Raises:
-        ValueError: a loss that does not fit the task; a reference that the model or the task cannot
-            have; evaluation of another task; a tokenizer without a pad token.
+        ValueError: a loss that does not fit the task; a reference mode that the model or the task
+            cannot have; an eval_factory of another task; a tokenizer without a pad token.
     """
 
     args: AlignmentConfig
@@ -86,10 +87,10 @@ class Trainer(OwnModelCard, transformers.Trainer):
         self.learner = make_learner(args, self.loss, factory.task, factory.tokenizer)
         model = self.learner.ready(model, ref_model, peft_config)
         args.remove_unused_columns = False
-        # The factory knows where a run that goes on has to begin; nothing is drawn to be dropped.
+        # The factory itself skips what a resumed run has used.
         args.ignore_data_skip = True
         args.per_device_train_batch_size = factory.batch_size
-        # Without a GPU torch would warn of it.
+        # torch warns of it without a GPU.
         args.dataloader_pin_memory = False
         super().__init__(
             model=model,
@@ -113,27 +114,32 @@ class Trainer(OwnModelCard, transformers.Trainer):
             )
         self.evaluation: OfflineEvaluation | OnlineEvaluation | None = None
         if eval_factory is not None:
-            self.evaluation = make_evaluation(eval_factory, self.loss)
+            self.evaluation = (
+                OnlineEvaluation(eval_factory)
+                if factory.task.online
+                else OfflineEvaluation(eval_factory, self.loss)
+            )
+        self._drawn = DrawnBatches(factory)
+        self.add_callback(self._drawn)
+        self._last_batch: int | None = None  # of the run: the factory's number after it
         self._means = Means()
-        self._step: list[Batch] = []  # of the optimizer step that is not complete yet
-        self._enough = False  # of the batch whose parts are being learned
+        self._accumulated: list[Batch] = []  # of the optimizer step that is not complete yet
+        self._stop_batch = False  # the rest of the current batch's mini-batches is to be skipped
         self._engine: Any = None
 
-    # ------------------------------------------------------------------ the algorithm
-
     def batches(self, count: int) -> Iterator[Batch]:
-        """What the next ``count`` batches of the factory are learned as."""
+        """Yields the mini-batches of the next ``count`` batches of the factory."""
         policy, reference = self.learner.views(self.model_wrapped)
-        self._place_sampler()
+        self._ensure_sampler()
         for batch in self.factory.take(count):
             if self.reweighter is not None:
                 with torch.no_grad(), evaluating(self.model):
                     self.reweighter(batch, policy)
-            self._means.add(self._numbers(batch))
-            self._enough = False
-            for part in self.loss.parts(batch, policy, reference):
-                yield part
-                if self._enough:
+            self._means.add(self._batch_metrics(batch))
+            self._stop_batch = False
+            for minibatch in self.loss.minibatches(batch, policy, reference):
+                yield minibatch
+                if self._stop_batch:
                     break
 
     def compute_loss(
@@ -143,7 +149,7 @@ class Trainer(OwnModelCard, transformers.Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The loss of one batch; its metrics are kept for the next log."""
+        """The loss of one batch; keeps its metrics for the next log."""
         loss, metrics = self.loss(inputs, *self.learner.views(model))
         self._means.add(metrics)
         return (loss, metrics) if return_outputs else loss
@@ -151,32 +157,38 @@ class Trainer(OwnModelCard, transformers.Trainer):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """The gradient of one batch; of a loss with ``whole_steps``, that of all batches of an
+        """The gradient of one batch; of a loss with ``backward``, that of all mini-batches of an
         optimizer step, with the last of them."""
-        if not self.loss.whole_steps:
+        if self.loss.backward is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        self._step.append(inputs)
+        self._accumulated.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        parts, self._step = self._step, []
+        minibatches, self._accumulated = self._accumulated, []
         model.train()
-        (loss, metrics), self._enough = self.loss.backward(
-            parts, model, self.accelerator, self.optimizer
+        (loss, metrics), self._stop_batch = self.loss.backward(
+            minibatches, model, self.accelerator, self.optimizer
         )
         self._means.add(metrics)
         return loss
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As in transformers."""
-        steps = self._steps_done(resume_from_checkpoint)
-        accumulated = steps * self.args.gradient_accumulation_steps
-        if steps or not self.factory.task.online:  # prompts go on where the last run has ended
-            self.factory.skip(math.ceil(accumulated / self._parts))
+        resumed = self._drawn_before(resume_from_checkpoint)
+        if resumed is not None:
+            self.factory.skip(resumed["taken"])
+        elif not self.factory.task.online:  # online, prompts continue where the last run ended
+            self.factory.skip(0)
+        self._drawn.before_run = self.factory.taken if resumed is None else resumed["before_run"]
+        updates = math.ceil(self._epoch_length() / self.args.gradient_accumulation_steps)
         if self.args.max_steps <= 0:
-            updates = math.ceil(self._epoch_length() / self.args.gradient_accumulation_steps)
             self.args.max_steps = updates * self._epochs
-        self._look_ahead()
-        self._step = []
+        epochs = math.ceil(self.args.max_steps / updates)
+        self._last_batch = self._drawn.before_run + epochs * (
+            self._epoch_length() // self.loss.minibatches_per_batch
+        )
+        self._show_batches()
+        self._accumulated = []
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(
@@ -188,11 +200,14 @@ class Trainer(OwnModelCard, transformers.Trainer):
         """Metrics of the evaluation factory's examples, under ``eval_``.
 
         Raises:
-            ValueError: there is none; another data set.
+            ValueError: there is no evaluation factory; another data set.
         """
         if self.evaluation is None or eval_dataset is not None:
-            raise ValueError("evaluation is of the eval_factory that the trainer was made with")
-        self._place_sampler()
+            raise ValueError(
+                "evaluation needs the eval_factory that the trainer is made with, and takes no "
+                "other data set"
+            )
+        self._ensure_sampler()
         if self.state.global_step == 0 and not self.is_in_train:
             self.learner.before_training(self._held_out(), last=False)
         with evaluating(self.model):
@@ -205,24 +220,28 @@ class Trainer(OwnModelCard, transformers.Trainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """With the means of what the loss said since the last log."""
+        """Adds the means of the metrics since the last log."""
         if "loss" in logs:
             logs |= self._means.take(self.accelerator)
         super().log(logs, start_time)
 
-    # ------------------------------------------------------------------ how long, and from where
-
     def get_train_dataloader(self) -> DataLoader:
-        """The factory's batches of one epoch, made when they are asked for."""
+        """The mini-batches of one epoch, made when they are asked for."""
         length = self._epoch_length()
-        epoch = _Epoch(lambda: self.batches(length // self._parts), length)
-        # Of its own, or a loader that is made anew would move torch's generator.
-        generator = torch.Generator()
-        return DataLoader(epoch, batch_size=None, collate_fn=_as_it_is, generator=generator)
 
-    @property
-    def _parts(self) -> int:
-        return self.loss.parts_of(self.factory.batch_size)
+        def batches() -> Iterator[Batch]:
+            count = length // self.loss.minibatches_per_batch
+            if self._last_batch is not None:  # a resumed run ends where the whole one would have
+                count = max(min(count, self._last_batch - self.factory.taken), 0)
+            return self.batches(count)
+
+        # A loader without a generator draws from torch's, and so would change what follows.
+        return DataLoader(
+            _Epoch(batches, length),
+            batch_size=None,
+            collate_fn=lambda batch: batch,
+            generator=torch.Generator(),
+        )
 
     @property
     def _epochs(self) -> int:
@@ -230,28 +249,31 @@ class Trainer(OwnModelCard, transformers.Trainer):
         return self.factory.epochs if whole_passes else 1
 
     def _epoch_length(self) -> int:
-        return len(self.factory) // self._epochs * self._parts
+        """In mini-batches."""
+        return len(self.factory) // self._epochs * self.loss.minibatches_per_batch
 
-    def _steps_done(self, checkpoint: Any) -> int:
-        """Of the run that goes on from a checkpoint; 0 where none does."""
+    def _drawn_before(self, checkpoint: Any) -> dict[str, int] | None:
+        """What :class:`DrawnBatches` recorded in a checkpoint; None without a checkpoint."""
         if checkpoint is True:
             checkpoint = get_last_checkpoint(str(self.args.output_dir))
         if not checkpoint:
-            return 0
-        return json.loads((Path(checkpoint) / "trainer_state.json").read_text())["global_step"]
+            return None
+        state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
+        return state["stateful_callbacks"][DrawnBatches.__name__]["attributes"]
 
-    def _look_ahead(self) -> None:
-        """While the model is still what training begins with."""
-        updates = self.args.max_steps * self.args.gradient_accumulation_steps
-        planned = itertools.islice(self.factory.preview(), math.ceil(updates / self._parts))
+    def _show_batches(self) -> None:
+        """Shows the learner all batches, while the model is still as training begins."""
+        minibatches = self.args.max_steps * self.args.gradient_accumulation_steps
+        count = math.ceil(minibatches / self.loss.minibatches_per_batch)
+        planned = itertools.islice(self.factory.preview(), count)
         self.learner.before_training(itertools.chain(planned, self._held_out()), last=True)
 
     def _held_out(self) -> Iterator[Batch]:
         if isinstance(self.evaluation, OfflineEvaluation):
             yield from (batch for batch, _ in self.evaluation.batches())
 
-    def _place_sampler(self) -> None:
-        """Sees to it that the policy is sampled for online tasks."""
+    def _ensure_sampler(self) -> None:
+        """Gives online factories an engine on the policy, unless they have one."""
         for factory in self._factories:
             if factory.task.online and factory.sampler is None:
                 if self._engine is None:
@@ -263,23 +285,20 @@ class Trainer(OwnModelCard, transformers.Trainer):
                     )
                 factory.sample_with(self._engine)
 
-    def _numbers(self, batch: Batch) -> dict[str, Tensor]:
-        """What is logged of a batch, whatever its loss."""
+    def _batch_metrics(self, batch: Batch) -> dict[str, Tensor]:
+        """The metrics of a batch that do not depend on the loss."""
         found = {"weights": batch.weights()} if self.reweighter is not None else {}
         sampler = self.factory.sampler
         if sampler is None:
             return found
-        which = range(1, batch.generations + 1)
-        lengths = [float(len(response)) for i in which for response in batch.responses(i)]
+        lengths = [float(len(response)) for response in batch.all_responses()]
         statistics = {**sampler.stats, **self.factory.annotator.statistics()}
         found |= {"rewards/mean": batch.rewards(1), "tokens/responses": torch.tensor(lengths)}
         found |= {name: torch.tensor(float(value)) for name, value in statistics.items()}
         return {name: x.to(self.accelerator.device) for name, x in found.items()}
 
-    # ------------------------------------------------------------------ transformers' own
-
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs  # batches lie on the host, what a model reads of them is made when it reads
+        return inputs  # batches stay on the host; the loss moves what a model reads
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = output_dir or str(self.args.output_dir)
@@ -297,8 +316,23 @@ class Trainer(OwnModelCard, transformers.Trainer):
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
 
+class DrawnBatches(TrainerCallback, ExportableState):
+    """Records in each checkpoint how many batches the factory had made.
+
+    The number of steps does not say it: after an early stop the rest of a batch is not learned.
+    """
+
+    def __init__(self, factory: BatchFactory):
+        self.factory = factory
+        self.before_run = 0  # batches made before the run began
+
+    def state(self) -> dict[str, Any]:
+        counts = {"taken": self.factory.taken, "before_run": self.before_run}
+        return {"args": {}, "attributes": counts}
+
+
 class _Epoch(IterableDataset):
-    """What a function yields, and how much of it there is."""
+    """A data set of what a function yields, and its length."""
 
     def __init__(self, make: Callable[[], Iterator[Batch]], length: int):
         self._make, self._length = make, length
@@ -308,10 +342,6 @@ class _Epoch(IterableDataset):
 
     def __len__(self) -> int:
         return self._length
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _check(factory: BatchFactory, eval_factory: BatchFactory | None) -> None:

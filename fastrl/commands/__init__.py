@@ -1,1 +1,1 @@
-"""The commands: from flags to a run in its folder."""
+"""The commands: from flags to a run and its folder."""

@@ -1,8 +1,7 @@
-"""``fastrl align``: a model from preferences, by any task and loss of the alignment framework."""
+"""``fastrl align``: any task and loss of the alignment framework."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,27 +10,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.losses import LOSSES, Loss, describe_losses, make_loss
 from fastrl.alignment.tasks import TASKS, Task, find_task
-from fastrl.commands.fit import (
-    CommandFlags,
-    FitJob,
-    essential_flags,
-    fit,
-    held_out_accuracy,
-)
-from fastrl.commands.lora import lora_config
-from fastrl.config import setting, setting_like
+from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit, held_out_accuracy
+from fastrl.config import parse_json, setting, setting_like
+from fastrl.trainers.supervised import length_limit
 
 if TYPE_CHECKING:
-    from fastrl.alignment import Annotator, BatchFactory, SampleReweighter, Trainer
+    from fastrl.alignment import Annotator, BatchFactory, Trainer
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AlignJob(FitJob):
     """What to learn from which data, how, and where the results go.
 
     Raises:
-        ValueError: an unknown task or loss, one that does not fit the other, options that are not
-            JSON, an online task without an annotator or judge, sampling out of range.
+        ValueError: an unknown task or loss, a loss that does not fit the task, options that are not
+            JSON, an online task without an annotator or judge, a sampling setting out of range.
+        TypeError: options that are not a JSON object.
     """
 
     command: ClassVar[str] = "align"
@@ -40,7 +34,7 @@ class AlignJob(FitJob):
         ("annotator", "judge", "max_new_tokens", "temperature"),
     )
 
-    task: str = setting(f"What to learn from: {', '.join(TASKS)}.", "offline-pairwise")
+    task: str = setting(f"Learning task: {', '.join(TASKS)}.", "offline-pairwise")
     loss: str | None = setting(
         f"Loss, by default the task's first: {', '.join(LOSSES)}. Coefficients: "
         f"{describe_losses()}.",
@@ -49,7 +43,7 @@ class AlignJob(FitJob):
     loss_args: str | None = setting(
         'The loss\'s coefficients as JSON, such as {"beta": 0.2}.', None
     )
-    output: str = setting("Folder for the model, the metrics and the report.", "runs/align")
+    output: str = setting_like(FitJob, "output", "runs/align")
 
     annotator: str | None = setting(
         "Online: sequence classifier or function (file.py:function) that scores responses. "
@@ -67,11 +61,11 @@ class AlignJob(FitJob):
         None,
     )
     judge_unparsed: str = setting(
-        "What becomes of a judge's answer that cannot be parsed: refuse, skip or tie.", "skip"
+        "How to treat a judge's answer that cannot be parsed: refuse, skip or tie.", "skip"
     )
     reweighter: str | None = setting(
-        "What weighs samples: uniform, length, margin, importance, or a function of the batch, as "
-        "module:function.",
+        "Weights of the samples: uniform, length, margin, importance, or a function of the batch, "
+        "as module:function.",
         None,
     )
     reweighter_args: str | None = setting(
@@ -93,16 +87,16 @@ class AlignJob(FitJob):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.make_loss().check(self.learning_task, 2)
-        _options("reweighter_args", self.reweighter_args)
+        parse_json("reweighter_args", self.reweighter_args)
         if self.learning_task.online and (self.annotator is None) == (self.judge is None):
             raise ValueError(
-                f"the task {self.learning_task.name} learns from verdicts on the policy's "
-                "responses: pass --annotator or --judge, one of the two"
+                f"the task {self.learning_task.name} needs a judgement of the policy's responses: "
+                "pass --annotator or --judge, one of the two"
             )
         if not self.learning_task.online and (self.annotator or self.judge):
             raise ValueError(
-                f"the task {self.learning_task.name} takes everything from the data: leave out "
-                "--annotator and --judge"
+                f"the task {self.learning_task.name} takes its responses and labels from the data: "
+                "leave out --annotator and --judge"
             )
         if self.learning_task.online:
             self.sampling()
@@ -113,8 +107,8 @@ class AlignJob(FitJob):
 
     def make_loss(self) -> Loss:
         first = next(name for name, loss in LOSSES.items() if self.learning_task.name in loss.tasks)
-        name, options = self.loss or first, _options("loss_args", self.loss_args)
-        if name == "ppo":  # whose policy is the one that is sampled
+        name, options = self.loss or first, parse_json("loss_args", self.loss_args)
+        if name == "ppo":  # its policy is the one that is sampled
             options.setdefault("temperature", self.temperature)
         return make_loss(name, **options)
 
@@ -129,15 +123,14 @@ class AlignJob(FitJob):
         )
 
     def make_annotator(self, tokenizer: Any, device: Any) -> Annotator | None:
-        """Of an online task, on the device where it computes; the tokenizer is the policy's."""
+        """The annotator of an online task on ``device``, or None; the tokenizer is the policy's."""
         from fastrl.alignment import JudgeAnnotator, ModelJudge, load_annotator
         from fastrl.rewards.functions import load_function
 
         if self.judge is not None:
-            named = ":" in self.judge
             judge = (
                 load_function(self.judge)
-                if named
+                if ":" in self.judge
                 else ModelJudge.from_pretrained(self.judge, device=device)
             )
             return JudgeAnnotator(judge, unparsed=self.judge_unparsed)
@@ -149,13 +142,6 @@ class AlignJob(FitJob):
         if hasattr(annotator.reward, "to"):
             annotator.reward.to(device)
         return annotator
-
-    def make_reweighter(self) -> SampleReweighter | None:
-        from fastrl.alignment import make_reweighter
-
-        if self.reweighter is None:
-            return None
-        return make_reweighter(self.reweighter, **_options("reweighter_args", self.reweighter_args))
 
 
 @dataclass
@@ -178,21 +164,25 @@ class AlignFlags(CommandFlags, AlignmentConfig):
 
 
 def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
-    """Train, save and report."""
-    from fastrl.alignment import Trainer
+    """Trains, saves and reports."""
+    from fastrl.alignment import Trainer, make_reweighter
 
     loss = job.make_loss()
-    peft_config = lora_config(job, "SEQ_CLS" if loss.learns == "reward model" else "CAUSAL_LM")
+    peft_config = job.lora_config("SEQ_CLS" if loss.learns == "reward model" else "CAUSAL_LM")
     _check_dropout(job, flags, loss)
     train, held_out, tokenizer = job.begin(flags)
+    model = _model(job, loss)
+    flags.max_length = length_limit(flags, model, tokenizer)
     factory, eval_factory = _factories(job, flags, train, held_out, tokenizer)
     trainer = Trainer(
-        _model(job, loss),
+        model,
         flags,
         factory,
         loss,
         eval_factory=eval_factory,
-        reweighter=job.make_reweighter(),
+        reweighter=None
+        if job.reweighter is None
+        else make_reweighter(job.reweighter, **parse_json("reweighter_args", job.reweighter_args)),
         peft_config=peft_config,
     )
     title = f"{job.model}: {job.learning_task.name} by {loss.name} on {job.dataset}"
@@ -219,7 +209,7 @@ def _model(job: AlignJob, loss: Loss) -> Any:
 def _check_dropout(job: AlignJob, flags: AlignFlags, loss: Loss) -> None:
     """
     Raises:
-        ValueError: a dropout that would not act, or must not.
+        ValueError: dropout that the loss does not allow, or that would not act.
     """
     if not job.lora_dropout:
         return
@@ -238,7 +228,7 @@ def _check_dropout(job: AlignJob, flags: AlignFlags, loss: Loss) -> None:
 def _factories(
     job: AlignJob, flags: AlignFlags, train: Any, held_out: Any, tokenizer: Any
 ) -> tuple[BatchFactory, BatchFactory | None]:
-    """Of training and of evaluation, with one annotator."""
+    """The factories of training and of evaluation, with one annotator."""
     from fastrl.alignment import BatchFactory, DatasLoader
 
     annotator = job.make_annotator(tokenizer, flags.device)
@@ -269,7 +259,7 @@ def _factories(
 
 
 def _results_of(trainer: Trainer) -> Callable[[dict[str, float]], dict[str, float]]:
-    """What ``summary.json`` records of an evaluation."""
+    """The function that picks from an evaluation's metrics what ``summary.json`` records."""
     examples: Any = trainer.eval_dataset
 
     def results(metrics: dict[str, float]) -> dict[str, float]:
@@ -289,20 +279,3 @@ def _results_of(trainer: Trainer) -> Callable[[dict[str, float]], dict[str, floa
         return found
 
     return results
-
-
-def _options(name: str, text: str | None) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ValueError: text that is none.
-    """
-    if text is None:
-        return {}
-    try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is not valid JSON: {error}") from error
-    if not isinstance(options, dict):
-        raise ValueError(f"{name} must be a JSON object, got {options!r}")
-    return options

@@ -1,4 +1,4 @@
-"""What ``fastrl env`` prints: versions, devices, and the backend that each kernel would use."""
+"""``fastrl env``: versions, devices, and the backend that each kernel would use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Python's version and that of each package that matters here, "not installed" without it."""
+    """The versions of Python and of :data:`PACKAGES`."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -34,7 +34,7 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> dict[str, str]:
-    """The devices that torch can use, and what they are."""
+    """The devices that torch can use, and their descriptions."""
     found = {"cpu": f"{platform.machine()}, {torch.get_num_threads()} threads"}
     if torch.cuda.is_available():
         platform_name = "ROCm" if torch.version.hip else "CUDA"
@@ -48,7 +48,7 @@ def devices() -> dict[str, str]:
 
 
 def kernel_ops() -> list[str]:
-    """The names of the public ops that have a choice of backend."""
+    """The names of the public ops with several backends."""
     return [
         name
         for name in fastrl_kernels.__all__
@@ -70,3 +70,8 @@ def describe() -> str:
         lines += [f"  on {device}: {backend} ({reason})"]
         lines += [f"    {op:<18}{backend}" for op in kernel_ops()]
     return "\n".join(lines)
+
+
+def run_env() -> None:
+    """Prints the report."""
+    print(describe())

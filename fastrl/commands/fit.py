@@ -1,4 +1,4 @@
-"""What ``fastrl sft``, ``reward`` and ``align`` share: flags, data, and a run of a trainer."""
+"""The shared part of ``fastrl sft``, ``reward`` and ``align``: flags, data, and the run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from fastrl.commands.checks import check_base, check_dtype, check_seed
-from fastrl.commands.lora import check_dropout
+from fastrl.commands.checks import check_seed
+from fastrl.commands.job import TrainingJob
 from fastrl.config import setting
 from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table
 from fastrl.models.load import load_tokenizer
@@ -39,10 +39,10 @@ _RUN = ("lora_r", "lora_alpha", "dtype", "seed", "logging_steps", "report_to")
 
 
 def essential_flags(what: tuple[str, ...], data: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Those that ``--help`` shows, in groups, see :func:`fastrl.commands.flags.parse`.
+    """The flags that ``--help`` shows, in groups, see :func:`fastrl.commands.flags.parse`.
 
     Args:
-        what, data: a command's own, of what it trains and of its data.
+        what, data: further flags of a command's first two groups.
     """
     return {
         "what to train": ("model", "dataset", "output", *what),
@@ -52,22 +52,10 @@ def essential_flags(what: tuple[str, ...], data: tuple[str, ...]) -> dict[str, t
     }
 
 
-@dataclass
-class FitJob:
-    """What to train, on which data, and where the results go."""
+@dataclass(kw_only=True)
+class FitJob(TrainingJob):
+    """A job of a command on transformers' Trainer."""
 
-    command: ClassVar[str]
-    _argument_group_name: ClassVar[str] = "the job"
-
-    model: str = setting(
-        "The model to start from: a directory (a run's, or of an adapter to train on) or a Hub id."
-    )
-    dataset: str = setting(
-        "The data: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
-        ".json, .csv, .tsv, .parquet or .txt."
-    )
-    output: str = setting("Folder for the model, the metrics and the report.", "runs/fit")
-    dataset_split: str = setting("Split of a Hub data set.", "train")
     eval_dataset: str | None = setting(
         "Data set to evaluate on; by default examples are held out from --dataset.", None
     )
@@ -76,24 +64,17 @@ class FitJob:
         "--eval-dataset: how many of its examples; by default all, 256 at most.",
         None,
     )
-    lora_r: int = setting("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
-    lora_alpha: int = setting("LoRA's scaling numerator.", 32)
-    lora_dropout: float = setting("LoRA's dropout in training.", 0.0)
-    dtype: str = setting("Type of the model's weights, such as float32 or bfloat16.", "float32")
 
     def __post_init__(self) -> None:
-        for name in ("eval_examples", "lora_r"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} must be 0 or more, got {value}")
-        check_dtype(self.dtype)
-        check_dropout(self)
+        super().__post_init__()
+        if self.eval_examples is not None and self.eval_examples < 0:
+            raise ValueError(f"eval_examples must be 0 or more, got {self.eval_examples}")
 
     def load(self, seed: int) -> tuple[Dataset, Dataset | None]:
-        """Examples to train on and to evaluate on, disjoint where they come from one data set.
+        """Examples to train on and to evaluate on, which are disjoint if they are of one data set.
 
         Raises:
-            ValueError: no example is left to train on.
+            ValueError: no example left to train on.
         """
         table = load_table(self.dataset, self.dataset_split)
         if self.eval_examples == 0:
@@ -117,25 +98,22 @@ class FitJob:
 
     def begin(self, flags: Any) -> tuple[Dataset, Dataset | None, Any]:
         """Checks everything that needs no model, and loads data and tokenizer; sets the flags that
-        follow from the job: the folder of checkpoints, no evaluation without held-out examples,
-        and the trackers that are left to transformers.
+        follow from the job: the folder of checkpoints, the trackers that transformers serves, and
+        no evaluation without held-out examples.
 
         Returns:
-            data to train on, data to evaluate on, the tokenizer.
+            data to train on, data to evaluate on or None, the tokenizer.
 
         Raises:
-            FileNotFoundError: no model or data where they are named.
+            FileNotFoundError: no model or data of that name.
             ValueError: flags, data or files that cannot be used.
         """
         from transformers import set_seed
 
-        from fastrl.models.load import model_folder
-
         folder = RunFolder(self.output)
         folder.check()
         flags.check()
-        model = model_folder(self.model)  # before the data, which take longer
-        check_base(self)
+        model = self.check_model()  # before the data, which take longer
         set_seed(flags.seed)
         flags.output_dir = str(folder.checkpoints)
         flags.trackers, flags.report_to = split_trackers(flags.report_to)
@@ -146,13 +124,13 @@ class FitJob:
 
 
 def _help_of(name: str, text: str) -> Any:
-    """A field of transformers' TrainingArguments with its default, and help of our own."""
+    """A field of transformers' TrainingArguments with its default and our help."""
     return setting(text, TrainingArguments.__dataclass_fields__[name].default)
 
 
 @dataclass
 class CommandFlags:
-    """Defaults that serve a command, where transformers' own are made for programs."""
+    """Defaults for a command in place of those of transformers' TrainingArguments."""
 
     output_dir: str | None = dataclasses.field(default=None, init=False)
     num_train_epochs: float = _help_of("num_train_epochs", "Passes over the data.")
@@ -188,11 +166,10 @@ class CommandFlags:
     )
 
     def check(self) -> None:
-        """Refuses settings that no run could have.
-
+        """
         Raises:
-            ValueError: a size, a rate or a seed out of range; an unknown tracker; what the commands
-                do not do.
+            ValueError: a size, a rate or a seed out of range; an unknown tracker; resuming, which
+                the commands do not do.
             ImportError: a tracker that is not installed.
         """
         given: Any = self
@@ -214,8 +191,8 @@ class CommandFlags:
             raise ValueError(f"num_train_epochs must be positive, got {given.num_train_epochs}")
         if given.resume_from_checkpoint is not None:
             raise ValueError(
-                "a command starts anew: leave out resume_from_checkpoint, or resume by the trainer "
-                "in Python (trainer.train(resume_from_checkpoint=...))"
+                "a command always starts a new run: leave out resume_from_checkpoint, or resume in "
+                "Python (trainer.train(resume_from_checkpoint=...))"
             )
         check_seed(given.seed)
         check_trackers("report_to", given.report_to, of_transformers=True)
@@ -236,8 +213,8 @@ def fit(
 
     Args:
         description: of the progress bar.
-        results: what ``summary.json`` records of an evaluation's metrics.
-        evaluations: to which the trainer adds the samples of each.
+        results: picks from an evaluation's metrics what ``summary.json`` records.
+        evaluations: a list to which the trainer adds the samples of each evaluation.
         show: how many samples to print.
     """
     from fastrl.run.report import finish_run, pair_samples
@@ -280,10 +257,10 @@ def fit(
 
 
 def say_none_held_out(count: int, what: str) -> None:
-    """Prints that there are too few examples to hold any out by default."""
+    """Prints that there are too few examples to hold out any by default."""
     print(
-        f"{count} {what} are too few to hold any out, so that nothing is evaluated: ask for a "
-        f"number with --eval-{what}, or name an --eval-dataset",
+        f"{count} {what} are too few to hold any out, so nothing is evaluated: set a number with "
+        f"--eval-{what}, or name an --eval-dataset",
         file=sys.stderr,
     )
 

@@ -1,4 +1,4 @@
-"""Command-line flags of dataclasses, and a YAML file beside them.
+"""Command-line flags of dataclasses, with their YAML files and help.
 
 ``--help`` shows the flags that matter, ``--help-all`` all of them.
 """
@@ -17,17 +17,17 @@ from typing import Any, NoReturn, get_origin
 _KINDS = {int: "int", float: "float", str: "text", dict: "JSON"}
 _LONGEST_CHOICES = 24  # characters of a list of choices beside its flag
 _LINES = 2  # of a flag in --help
-_RAGGED = 8  # characters that breaking lines at words may cost
+_RAGGED = 8  # characters that a line may lose because it breaks at words
 _HELP_FLAGS = ("help", "help_all")
 _JSON = re.compile(r"\(JSON|as JSON|JSON config")  # in the help of a flag that takes it
 
 
 class UsageError(ValueError):
-    """A command line or a configuration file that does not make sense."""
+    """An error in a command line or a configuration file."""
 
 
 def parse(command: str, kinds: Sequence[Any], arguments: Sequence[str]) -> tuple[Any, ...]:
-    """Instances of the dataclasses ``kinds`` from "[config.yaml] [--flag value ...]".
+    """Parses "[config.yaml] [--flag value ...]" into instances of the dataclasses ``kinds``.
 
     The first of them may name the flags that ``--help`` shows, in ``essentials``: a dict from the
     titles of groups to names. Without it, ``--help`` shows all.
@@ -40,7 +40,7 @@ def parse(command: str, kinds: Sequence[Any], arguments: Sequence[str]) -> tuple
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
-            # One spelling per flag: argparse names --batch_size/--batch-size and other names.
+            # argparse shows all spellings of a flag, --batch_size/--batch-size: keep one.
             short = re.sub(r"--\w+/(--[\w-]+)(?:/--[\w-]+)*", r"\1", message)
             raise UsageError(f"{short} (see fastrl {command} --help)")
 
@@ -71,27 +71,25 @@ def parse(command: str, kinds: Sequence[Any], arguments: Sequence[str]) -> tuple
 
 
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """By setting; a boolean that is on by default has a second flag, --no-..., which comes last."""
+    """Actions by setting. A boolean that is on by default has a second action, --no-...: the first
+    is kept."""
     return {action.dest: action for action in reversed(parser._actions)}
 
 
 def _aliases(actions: Mapping[str, argparse.Action]) -> dict[str, argparse.Action]:
-    """By the other names of settings."""
+    """Actions by the other names of settings."""
     return {
         option[2:].replace("-", "_"): action
         for action in actions.values()
         for option in action.option_strings
-        if action.nargs != 0  # whose second flag, --no-..., is its opposite
+        if action.nargs != 0  # not --no-...
     }
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """A message, with the known name that is most like the unknown one."""
+    """An error message that suggests the most similar known name."""
     near = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f"unknown {kind} {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
-
-
-# ---------------------------------------------------------------------- YAML
 
 
 def _flags_of(path: Path, known: Mapping[str, argparse.Action]) -> list[str]:
@@ -102,7 +100,7 @@ def _flags_of(path: Path, known: Mapping[str, argparse.Action]) -> list[str]:
         raise UsageError(f"unexpected argument {str(path)!r}: a configuration ends in .yaml")
 
     class Loader(yaml.SafeLoader):
-        """With YAML 1.2's booleans: a plain no is text, as in "save_strategy: no"."""
+        """Reads booleans as YAML 1.2 does: no is text, as in "save_strategy: no"."""
 
         yaml_implicit_resolvers = {  # noqa: RUF012 - not a field, there and here
             first: [(tag, form) for tag, form in forms if first in "tTfF" or "bool" not in tag]
@@ -143,11 +141,8 @@ def _flag(path: Path, action: argparse.Action, value: Any) -> list[str]:
     return [f"{flag}={value}"]
 
 
-# ---------------------------------------------------------------------- help
-
-
 class _Help(argparse.Action):
-    """Prints help and ends the command."""
+    """Prints help and exits."""
 
     def __init__(self, *, essentials: Any = None, **settings: Any):
         super().__init__(nargs=0, default=argparse.SUPPRESS, **settings)
@@ -160,7 +155,7 @@ class _Help(argparse.Action):
 
 
 def _brief(parser: argparse.ArgumentParser, essentials: Mapping[str, Sequence[str]]) -> str:
-    """The flags that matter, in groups."""
+    """The help of the flags that matter, in groups."""
     actions = _actions(parser)
     formatter = _FlagsThatMatter(prog=parser.prog)
     formatter.add_usage(parser.usage, [], [])
@@ -195,8 +190,7 @@ class _AllFlags(argparse.HelpFormatter):
 
 
 class _FlagsThatMatter(_AllFlags):
-    """As much of each flag's help as fits two lines: all of it, its first sentence, or its first
-    clause."""
+    """As much of each flag's help as fits in two lines: all, its first sentence or first clause."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=32)

@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastrl.commands.checks import check_base, check_call, check_dtype, check_seed
+from fastrl.commands.checks import check_call, check_seed
 from fastrl.commands.fit import say_none_held_out
-from fastrl.commands.lora import lora_config
+from fastrl.commands.job import TrainingJob
 from fastrl.config import PPOConfig, json_object, setting, setting_like
 from fastrl.data.tables import (
     LONG_PROMPTS,
@@ -58,16 +58,15 @@ _STEPS = (
 _RUN = ("lora_r", "dtype", "seed", "log_with")
 
 
-@dataclass
-class PPOJob:
+@dataclass(kw_only=True)
+class PPOJob(TrainingJob):
     """What to train, on which prompts, for which reward, and where the results go.
 
     Raises:
-        ValueError: a size that is not positive, a LoRA rank below zero.
+        ValueError: a size out of range, LoRA dropout.
     """
 
     command: ClassVar[str] = "ppo"
-    _argument_group_name: ClassVar[str] = "the job"
     essentials: ClassVar[dict[str, tuple[str, ...]]] = {
         **_WHAT,
         "PPO": (
@@ -81,9 +80,6 @@ class PPOJob:
         "model and run": _RUN,
     }
 
-    model: str = setting(
-        "Causal language model: a directory (a run's, or of an adapter to train on) or a Hub id."
-    )
     dataset: str = setting(
         "Prompts: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
         ".json, .csv, .tsv, .parquet or .txt."
@@ -93,17 +89,16 @@ class PPOJob:
         "(file.py:function). Functions are named as module:function or path/to/file.py:function, "
         "and called with (prompts, completions, completion_ids, **columns)."
     )
-    output: str = setting("Folder for the model, the metrics and the report.", "runs/ppo")
+    output: str = setting_like(TrainingJob, "output", "runs/ppo")
 
     prompt_column: str | None = setting(
         "Column of the prompts; by default the first of prompt, query and text.", None
     )
-    dataset_split: str = setting("Split of a Hub data set.", "train")
     prompt_words: int | None = setting("Take only the first words of each text as prompt.", None)
     max_prompt_tokens: int | None = setting("Take only the first tokens of each prompt.", None)
     long_prompts: str = setting(
-        "What becomes of prompts that with their new tokens exceed the model's context: refuse or "
-        "drop (they are counted).",
+        "How to treat prompts that with their new tokens exceed the model's context: refuse (an "
+        "error) or drop (counted).",
         "refuse",
     )
 
@@ -130,10 +125,7 @@ class PPOJob:
     top_k: int = setting("Sample among the k likeliest tokens; 0 is all of them.", 0)
     top_p: float = setting("Sample among the likeliest tokens that make up this probability.", 1.0)
 
-    lora_r: int = setting("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
-    lora_alpha: int = setting("LoRA's scaling numerator.", 32)
     lora_dropout: float = setting("Must be 0: a policy that PPO trains has no dropout.", 0.0)
-    dtype: str = setting("Type of the model's weights, such as float32 or bfloat16.", "float32")
     samples: int = setting("Completions to show before and after training.", 8)
 
     def __post_init__(self) -> None:
@@ -141,11 +133,10 @@ class PPOJob:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
-        for name in ("eval_prompts", "eval_every", "top_k", "lora_r", "samples"):
+        for name in ("eval_prompts", "eval_every", "top_k", "samples"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
-        check_dtype(self.dtype)
         if self.missing_eos_penalty is not None and not math.isfinite(self.missing_eos_penalty):
             raise ValueError(f"missing_eos_penalty must be finite, got {self.missing_eos_penalty}")
         if self.lora_dropout:
@@ -161,6 +152,7 @@ class PPOJob:
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        super().__post_init__()
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
@@ -178,7 +170,7 @@ class PPOFlags(PPOConfig):
     _argument_group_name: ClassVar[str] = "PPO"
 
     steps: int = setting("Number of steps, each on batch_size completions.", 100)
-    # A saved adapter that is trained on is what a user starts from, as a whole model would be.
+    # Unlike the trainer's default: KL is to the saved adapter that a run starts from.
     reference_adapter: str = setting_like(PPOConfig, "reference_adapter", "auto")
     log_with: str | None = setting(
         "Tracker, such as wandb or tensorboard: any that accelerate knows.",
@@ -187,7 +179,7 @@ class PPOFlags(PPOConfig):
     )
 
     def config_for(self, job: PPOJob) -> PPOConfig:
-        """The trainer's settings; what the job knows is taken from it unless given."""
+        """The trainer's settings; names and lengths that are not given come from the job."""
         fields = {f.name: f.default for f in dataclasses.fields(self) if f.init}
         settings = {name: getattr(self, name) for name in fields}
         settings["steps"] = self.steps * self.batch_size
@@ -203,9 +195,9 @@ class PPOFlags(PPOConfig):
         return PPOConfig(**settings)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GRPOJob(PPOJob):
-    """A :class:`PPOJob` in a folder of its own."""
+    """A :class:`PPOJob` with another default folder."""
 
     command: ClassVar[str] = "grpo"
     essentials: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -223,13 +215,13 @@ class GRPOJob(PPOJob):
         "model and run": _RUN,
     }
 
-    output: str = setting("Folder for the model, the metrics and the report.", "runs/grpo")
+    output: str = setting_like(TrainingJob, "output", "runs/grpo")
 
 
 @dataclass
 class GRPOFlags(PPOFlags):
-    """PPOFlags with defaults for group baselines: no value function, the KL in the loss with a
-    fixed coefficient, one pass over each batch."""
+    """PPOFlags with GRPO's defaults: no value function, a fixed KL coefficient in the loss,
+    one pass over each batch."""
 
     _argument_group_name: ClassVar[str] = "GRPO"
 
@@ -243,10 +235,10 @@ class GRPOFlags(PPOFlags):
 
 
 def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
-    """Train, save and report; the change in held-out reward, None without evaluation prompts."""
+    """Trains, saves and reports; returns the change in held-out reward, None without evaluation
+    prompts."""
     from fastrl.core import set_seed
     from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
-    from fastrl.models.load import model_folder
     from fastrl.ppo import PPOTrainer
     from fastrl.rewards.functions import ClassifierReward, load_reward
     from fastrl.run.metrics import RunCallback
@@ -267,8 +259,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     check_seed(flags.seed)
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
-    policy, peft_config = model_folder(job.model), lora_config(job, "CAUSAL_LM")
-    check_base(job)
+    policy, peft_config = job.check_model(), job.lora_config("CAUSAL_LM")
     reward = load_reward(job.reward, label=job.reward_label, batch_size=job.reward_batch_size)
     tokenizer = load_tokenizer(policy)
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
@@ -279,7 +270,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         job.model, dtype=job.dtype, peft_config=peft_config, is_trainable=True
     )
 
-    if config.log_with is not None:  # of trackers that write files
+    if config.log_with is not None:  # where trackers write files
         json_object(config.project_kwargs).setdefault("logging_dir", str(folder.logs))
     trainer = PPOTrainer(config, model, tokenizer=tokenizer)
     if isinstance(reward, ClassifierReward):
@@ -311,12 +302,12 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         },
         show=job.samples,
     )
-    trainer.accelerator.end_training()  # trackers are closed
+    trainer.accelerator.end_training()  # closes the trackers
     return comparison
 
 
 def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Rows to train on and rows to evaluate on, with a column "prompt"; no prompt is in both."""
+    """Rows to train on and rows to evaluate on, with a column "prompt", and no prompt in both."""
 
     def rows_of(source: str) -> Dataset:
         table = load_table(source, job.dataset_split)

@@ -1,4 +1,4 @@
-"""``fastrl report``: the figure and the results of runs, from the folders that they have left."""
+"""``fastrl report``: the figure and the results of runs, from their folders."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fastrl.run.report import results_table, run_console, samples_table, write_r
 
 
 def run_report(arguments: Sequence[str]) -> None:
-    """Draws ``report.png`` of each run anew, and prints results side by side; of a single run also
-    samples before and after training.
+    """Redraws ``report.png`` of each run, and prints their results side by side; of a single run
+    also samples before and after training.
 
     Raises:
         UsageError: no folder, or an unknown flag.
         FileNotFoundError: a folder without a run.
-        ValueError: a file of a run that cannot be read.
+        ValueError: a run's file that cannot be read.
     """
 
     class Parser(argparse.ArgumentParser):

@@ -6,19 +6,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit, held_out_accuracy
-from fastrl.commands.lora import lora_config
-from fastrl.config import setting
+from fastrl.config import setting, setting_like
 from fastrl.trainers.reward import RewardConfig
 
 
-@dataclass
+@dataclass(kw_only=True)
 class RewardJob(FitJob):
     """Pairs to learn from: chosen, rejected, and a prompt that they may share."""
 
     command: ClassVar[str] = "reward"
     essentials: ClassVar[dict[str, tuple[str, ...]]] = essential_flags((), ())
 
-    output: str = setting("Folder for the model, the metrics and the report.", "runs/reward")
+    output: str = setting_like(FitJob, "output", "runs/reward")
 
 
 @dataclass
@@ -31,12 +30,12 @@ class RewardFlags(CommandFlags, RewardConfig):
 
 
 def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
-    """Train, save and report."""
+    """Trains, saves and reports."""
     from fastrl.data.reads_eos import load_from_adapter
     from fastrl.models.load import load_reward_model
     from fastrl.trainers.reward import RewardTrainer
 
-    peft_config = lora_config(job, "SEQ_CLS")
+    peft_config = job.lora_config("SEQ_CLS")
     train, held_out, tokenizer = job.begin(flags)
     model = load_reward_model(job.model, dtype=job.dtype)
     load_from_adapter(model, job.model)

@@ -6,18 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fastrl.commands.fit import (
-    CommandFlags,
-    FitJob,
-    essential_flags,
-    fit,
-)
-from fastrl.commands.lora import lora_config
-from fastrl.config import setting
+from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
+from fastrl.config import setting, setting_like
 from fastrl.trainers.sft import SFTConfig
 
 
-@dataclass
+@dataclass(kw_only=True)
 class SFTJob(FitJob):
     """Texts to learn."""
 
@@ -26,7 +20,7 @@ class SFTJob(FitJob):
         (), ("dataset_text_field", "response_template", "packing")
     )
 
-    output: str = setting("Folder for the model, the metrics and the report.", "runs/sft")
+    output: str = setting_like(FitJob, "output", "runs/sft")
     response_template: str | None = setting(
         "Learn only what follows this text in each example, such as '### Answer:'.", None
     )
@@ -40,12 +34,12 @@ class SFTFlags(CommandFlags, SFTConfig):
 
 
 def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
-    """Train, save and report."""
+    """Trains, saves and reports."""
     from fastrl.data.collators import DataCollatorForCompletionOnlyLM
     from fastrl.models.load import load_language_model
     from fastrl.trainers.sft import SFTTrainer
 
-    peft_config = lora_config(job, "CAUSAL_LM")
+    peft_config = job.lora_config("CAUSAL_LM")
     train, held_out, tokenizer = job.begin(flags)
     trainer = SFTTrainer(
         load_language_model(job.model, dtype=job.dtype, trainable=True),

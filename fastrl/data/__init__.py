@@ -1,1 +1,1 @@
-"""From what people bring, texts and chats, to what models read."""
+"""Data sets, chat templates, tokenisation and batches."""

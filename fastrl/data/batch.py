@@ -1,8 +1,9 @@
-"""Queries and responses as one checked, padded batch, for the kind of model that reads it."""
+"""Checked, padded batches of queries and responses, for causal models and encoder–decoders."""
 
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -21,21 +22,21 @@ Collator = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Queries and responses, padded to [B, T]. Which tokens are learned is known on the host.
+    """Queries and responses, padded to [B, T].
 
-    Per-token quantities have shape [B, T-1]: position t belongs to the token at t+1, so a
-    response's first token stands at len(query)-1.
+    Per-token quantities have shape [B, T-1]: position t belongs to the token at t+1, so that of a
+    response's first token is len(query)-1.
     """
 
     input_ids: Tensor  # [B, T] int64
     attention_mask: Tensor  # [B, T] int64
     position_ids: Tensor | None  # [B, T] int64; None where positions simply count columns
     mask: Tensor  # [B, T-1] bool, True where a response token counts
-    response_mask: Tensor  # the same on the CPU
+    response_mask: Tensor  # mask on the CPU
     query_lengths: list[int]
     response_lengths: list[int]
     left_padded: bool
-    # What a reference's trunk makes of these samples, and which of them these are.
+    # The activations of layers shared with a reference model, and the samples' indices in it.
     boundaries: TrunkCache | None = None
     samples: Sequence[int] = ()
 
@@ -71,7 +72,7 @@ class TokenBatch:
 
     @property
     def model_inputs(self) -> dict[str, Tensor]:
-        """Made anew at every look."""
+        """Arguments of the model's forward."""
         inputs = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         if self.position_ids is not None:
             inputs["position_ids"] = self.position_ids
@@ -81,7 +82,7 @@ class TokenBatch:
 
     @property
     def prompt_lengths(self) -> list[int]:
-        """Tokens of each query, wherever the model reads it."""
+        """Tokens of each query, whether the decoder or the encoder reads it."""
         return self.query_lengths
 
     def sequences(self) -> list[Tensor]:
@@ -91,14 +92,15 @@ class TokenBatch:
         return [row[-length:] if self.left_padded else row[:length] for row, length in rows]
 
     def on(self, boundaries: TrunkCache | None) -> Self:
-        """The same, whose model inputs hold boundaries where there are any."""
+        """The same batch, whose model inputs hold the shared layers' activations if there are
+        any."""
         return replace(self, boundaries=boundaries, samples=range(len(self)))
 
     def __len__(self) -> int:
         return len(self.query_lengths)
 
     def counting(self) -> list[int]:
-        """Samples of which at least one token counts; the others take no part in anything."""
+        """The indices of samples of which at least one token counts."""
         return self.response_mask.any(-1).nonzero()[:, 0].tolist()
 
     def to(self, device: torch.device) -> Self:
@@ -118,7 +120,7 @@ class TokenBatch:
         return rows.to(self.input_ids.device, non_blocking=True)
 
     def mask_of_responses(self) -> Tensor:
-        """Which of all responses' tokens, one after the other, count; on the CPU."""
+        """Which tokens of the concatenated responses count, on the CPU."""
         columns = torch.arange(self.response_mask.shape[1])
         width = self.input_ids.shape[1]
         lengths = torch.tensor([self.query_lengths, self.response_lengths])
@@ -128,18 +130,18 @@ class TokenBatch:
         return self.response_mask[inside]
 
     def scatter(self, per_row: Tensor, rows: Tensor) -> Tensor:
-        """[N] values of ``rows()`` as [B, T-1], zero elsewhere; differentiable."""
+        """Values [N] of ``rows()`` as [B, T-1], zero elsewhere; differentiable."""
         flat = per_row.new_zeros(self.input_ids.numel()).index_copy(0, rows, per_row)
         return flat.view(self.input_ids.shape)[:, :-1]
 
     def columns(self, indices: Sequence[int]) -> slice:
-        """Columns of [B, T] that samples ``indices`` need: padding common to all is left out."""
+        """The columns of [B, T] in which samples ``indices`` are not all padding."""
         width = self.input_ids.shape[1]
         longest = max(self.query_lengths[i] + self.response_lengths[i] for i in indices)
         return slice(width - longest, width) if self.left_padded else slice(0, longest)
 
     def select(self, indices: Sequence[int]) -> Self:
-        """Some samples, without the padding that none of them needs."""
+        """Some samples, without columns that are padding in all of them."""
         columns = self.columns(indices)
         shifted = slice(columns.start, columns.stop - 1)
         index = torch.as_tensor(list(indices))
@@ -160,7 +162,8 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class EncodedBatch(TokenBatch):
-    """[B, T] is what the decoder reads, its start token in the query's place; queries lie apart."""
+    """A batch for an encoder–decoder: [B, T] is what the decoder reads, with its start token in
+    place of the query; the encoder reads the queries."""
 
     encoder_ids: Tensor = field(kw_only=True)  # [B, S] int64
     encoder_mask: Tensor = field(kw_only=True)  # [B, S] int64
@@ -197,15 +200,15 @@ class EncodedBatch(TokenBatch):
         )
 
 
-class BatchMaker:
-    """Makes checked, padded batches of queries and responses for one model; the base of what each
-    kind of model has.
+class BatchMaker(ABC):
+    """Makes checked, padded batches of queries and responses for one kind of model.
 
     Args:
         layout: of the model.
         vocab_size: of the model.
-        tokenizer: gives the pad token and the padding side.
-        collator: pads in place of that; gets dicts of ``input_ids`` and ``attention_mask``.
+        tokenizer: has the pad token and the padding side.
+        collator: pads in place of the tokenizer's settings; gets dicts of ``input_ids`` and
+            ``attention_mask``.
     """
 
     def __init__(
@@ -219,7 +222,7 @@ class BatchMaker:
         """One batch on the CPU.
 
         Raises:
-            ValueError: names the list and the element that is wrong, and says how.
+            ValueError: a wrong element, named with its list.
         """
         queries, responses, response_masks = check_token_lists(
             queries, responses, response_masks, vocab_size=self.vocab_size
@@ -236,11 +239,21 @@ class BatchMaker:
         self._warn_of_prompts(queries, responses)
         return self.from_inputs(inputs, queries, responses, response_masks)
 
+    @abstractmethod
     def model_inputs(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor]
     ) -> dict[str, Tensor]:
-        """What the model's forward takes, padded, on the CPU."""
-        raise NotImplementedError
+        """Padded arguments of the model's forward, on the CPU."""
+
+    @abstractmethod
+    def padded(
+        self,
+        inputs: dict[str, Tensor],
+        query_lengths: list[int],
+        response_lengths: list[int],
+        response_masks: list[Tensor] | None,
+    ) -> TokenBatch:
+        """One batch from padded arguments of the model's forward, all on the CPU."""
 
     def from_inputs(
         self,
@@ -250,16 +263,21 @@ class BatchMaker:
         response_masks: Sequence[Tensor] | None = None,
     ) -> TokenBatch:
         """One batch on the CPU, from what :meth:`model_inputs` made of these queries."""
-        raise NotImplementedError
+        return self.padded(
+            {name: tensor.cpu() for name, tensor in inputs.items()},
+            [len(q) for q in queries],
+            [len(r) for r in responses],
+            None if response_masks is None else [m.cpu() for m in response_masks],
+        )
 
     def own(
         self, responses: Sequence[Tensor], response_masks: Sequence[Tensor] | None = None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-        """Responses and masks without what is not the response's."""
+        """Responses and masks without a decoder's start token."""
         return responses, response_masks
 
-    def _warn_of_prompts(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
-        """Warns of responses that hold their query, where that is hardly meant."""
+    def _warn_of_prompts(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:  # noqa: B027
+        """Warns of responses that begin with their query, of models that read both as one."""
 
     def _warn(self, what: str) -> None:
         if not self._warned:
@@ -276,27 +294,23 @@ class BatchMaker:
 
 
 class DecoderOnlyBatches(BatchMaker):
-    """For a causal model: responses behind their queries, padded where the tokenizer says."""
+    """Batches for a causal model: responses behind their queries, padded on the tokenizer's
+    side."""
 
     def model_inputs(
         self, queries: Sequence[Tensor], responses: Sequence[Tensor]
     ) -> dict[str, Tensor]:
         return self._pad([torch.cat(pair).cpu() for pair in zip(queries, responses, strict=True)])
 
-    def from_inputs(
+    def padded(
         self,
         inputs: dict[str, Tensor],
-        queries: Sequence[Tensor],
-        responses: Sequence[Tensor],
-        response_masks: Sequence[Tensor] | None = None,
+        query_lengths: list[int],
+        response_lengths: list[int],
+        response_masks: list[Tensor] | None,
     ) -> TokenBatch:
-        return TokenBatch.from_padded(
-            inputs["input_ids"].cpu(),
-            inputs["attention_mask"].cpu(),
-            [len(q) for q in queries],
-            [len(r) for r in responses],
-            None if response_masks is None else [m.cpu() for m in response_masks],
-        )
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        return TokenBatch.from_padded(ids, mask, query_lengths, response_lengths, response_masks)
 
     def _warn_of_prompts(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:
         for i, (q, r) in enumerate(zip(queries, responses, strict=True)):
@@ -309,9 +323,9 @@ class DecoderOnlyBatches(BatchMaker):
 
 
 class EncoderDecoderBatches(BatchMaker):
-    """For an encoder–decoder: queries go to the encoder, responses to the decoder.
+    """Batches for an encoder–decoder: queries for the encoder, responses for the decoder.
 
-    Both are padded at their ends, whatever the tokenizer's side: there no position depends on it.
+    Both are padded on the right, whatever the tokenizer's side, so that no position depends on it.
     """
 
     def model_inputs(
@@ -321,53 +335,46 @@ class EncoderDecoderBatches(BatchMaker):
         read, written = self._pad([q.cpu() for q in queries], "right"), self._pad(started, "right")
         return {**read, **{f"decoder_{name}": tensor for name, tensor in written.items()}}
 
-    def from_inputs(
+    def padded(
         self,
         inputs: dict[str, Tensor],
-        queries: Sequence[Tensor],
-        responses: Sequence[Tensor],
-        response_masks: Sequence[Tensor] | None = None,
+        query_lengths: list[int],
+        response_lengths: list[int],
+        response_masks: list[Tensor] | None,
     ) -> TokenBatch:
-        # a collator may have padded them on the other side
-        read = _to_the_front(inputs["input_ids"].cpu(), inputs["attention_mask"].cpu())
-        written = _to_the_front(
-            inputs["decoder_input_ids"].cpu(), inputs["decoder_attention_mask"].cpu()
-        )
-        of_decoder = TokenBatch.from_padded(
-            *written,
-            [1] * len(responses),  # the start token stands for the query
-            [len(r) for r in responses],
-            None if response_masks is None else [m.cpu() for m in response_masks],
-        )
-        lengths = [len(q) for q in queries]
+        # A collator may have padded on the left.
+        ids, mask = _padded_right(inputs["input_ids"], inputs["attention_mask"])
+        written = _padded_right(inputs["decoder_input_ids"], inputs["decoder_attention_mask"])
+        starts = [1] * len(response_lengths)  # the start token takes the place of the query
+        decoded = TokenBatch.from_padded(*written, starts, response_lengths, response_masks)
         return EncodedBatch(
-            **vars(of_decoder), encoder_ids=read[0], encoder_mask=read[1], encoder_lengths=lengths
+            **vars(decoded), encoder_ids=ids, encoder_mask=mask, encoder_lengths=query_lengths
         )
 
     def own(
         self, responses: Sequence[Tensor], response_masks: Sequence[Tensor] | None = None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-        # A response that is the start token alone is one: BART's ends a response too.
+        # The start token alone is a response: BART's is also its EOS.
         if not all(len(r) > 1 and int(r[0]) == self.layout.start for r in responses):
             return responses, response_masks
         self._warn(
             f"all responses begin with the decoder's start token ({self.layout.start}), as "
-            "model.generate returns them: it is left out, being no part of a response. "
-            "PPOTrainer.generate does so too"
+            "model.generate returns them: it is left out, because it is not part of a response. "
+            "PPOTrainer.generate leaves it out, too"
         )
         masks = None if response_masks is None else [mask[1:] for mask in response_masks]
         return [r[1:] for r in responses], masks
 
 
 def make_batches(model: Any, tokenizer: Any, collator: Collator | None) -> BatchMaker:
-    """By the kind of model."""
+    """The maker of batches for the model's kind."""
     layout, vocab_size = layout_of(model), model.config.get_text_config().vocab_size
     kind = EncoderDecoderBatches if isinstance(layout, EncoderDecoder) else DecoderOnlyBatches
     return kind(layout, vocab_size, tokenizer, collator)
 
 
-def _to_the_front(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows whose padding comes last; their tokens keep their order."""
+def _padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The same tokens and mask with all padding on the right."""
     order = mask.argsort(dim=1, descending=True, stable=True)
     return ids.gather(1, order), mask.gather(1, order)
 
@@ -385,7 +392,7 @@ def pad(sequences: Sequence[Tensor], pad_token_id: int | None, side: str) -> dic
 
 
 def need_pad_token(lengths: Iterable[int], pad_token_id: int | None, tokenizer: Any) -> None:
-    """Refuse to pad without a pad token; samples of one length need none.
+    """Checks that there is a pad token, unless all samples have one length.
 
     Raises:
         ValueError: lengths differ and the tokenizer has no pad token.
@@ -403,7 +410,7 @@ def check_token_lists(
     """Queries, responses and masks as CPU tensors.
 
     Raises:
-        ValueError: names the list and the element that is wrong, and says how.
+        ValueError: a wrong element, named with its list.
     """
     names = {"queries": queries, "responses": responses}
     if response_masks is not None:
@@ -452,8 +459,7 @@ def check_batch_size(queries: Any, responses: Any, batch_size: int) -> None:
 
 
 def check_scores(scores: Any, batch_size: int, left_out: Sequence[int] = ()) -> Tensor:
-    """Scores as one fp32 tensor [batch_size] on the CPU; NaN for those of samples that are left
-    out, whatever is given.
+    """Scores as one fp32 tensor [batch_size] on the CPU; NaN for samples that are left out.
 
     Raises:
         ValueError: not ``batch_size`` tensors of one finite number each; names the element.
@@ -481,28 +487,33 @@ def check_scores(scores: Any, batch_size: int, left_out: Sequence[int] = ()) -> 
 def without_tokens(
     queries: Any, responses: Any, response_masks: Any, left_out: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Responses and their masks where no token of the samples ``left_out`` counts; where one of
-    those is empty, a token of its query takes the place that a batch has for it."""
+    """Responses and masks in which no token of the samples ``left_out`` counts; an empty response
+    of these becomes a token of its query, because a batch needs one."""
     responses = list(responses)
     masks = [torch.ones_like(r) for r in responses] if response_masks is None else response_masks
     masks = list(masks)
     if len(masks) != len(responses):
-        return responses, masks  # which is an error
+        return responses, masks  # the checks of the batch refuse it
     for i in left_out:
         responses[i] = responses[i] if len(responses[i]) else queries[i][-1:]
         masks[i] = torch.zeros_like(responses[i])
     return responses, masks
 
 
-def check_weights(weights: Any, batch_size: int, device: torch.device) -> Tensor | None:
-    """Samples' weights as one fp32 tensor [batch_size].
+def check_weights(
+    weights: Any, batch_size: int, device: torch.device | str = "cpu"
+) -> Tensor | None:
+    """Samples' weights as one fp32 tensor [batch_size]; None stays None.
 
     Raises:
         ValueError: not ``batch_size`` finite numbers of 0 or more; names the element.
     """
     if weights is None:
         return None
-    values = torch.as_tensor(weights, dtype=torch.float32).detach().cpu()
+    try:
+        values = torch.as_tensor(weights, dtype=torch.float32).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"weights must be numbers, one per sample: {error}") from error
     if values.shape != (batch_size,):
         raise ValueError(
             f"weights has shape {tuple(values.shape)}: pass one number per sample, [{batch_size}]"
@@ -515,7 +526,7 @@ def check_weights(weights: Any, batch_size: int, device: torch.device) -> Tensor
 
 
 def collate(examples: Sequence[Any]) -> Any:
-    """A batch of examples, as the classic loop expects it.
+    """A batch of examples in the form of the classic loop.
 
     Dicts become a dict of lists, with ``input_ids`` as 1-D LongTensors. Tuples become a list of
     their fields' batches; tensors of one shape are stacked, others become a list; the rest is as in
@@ -523,7 +534,10 @@ def collate(examples: Sequence[Any]) -> Any:
     """
     first = examples[0]
     if isinstance(first, Mapping):
-        return collate_as_lists(examples)
+        batch = {key: [example[key] for example in examples] for key in first}
+        if "input_ids" in batch:
+            batch["input_ids"] = [torch.as_tensor(x, dtype=torch.long) for x in batch["input_ids"]]
+        return batch
     if isinstance(first, tuple):
         fields = [collate(field) for field in zip(*examples, strict=True)]
         return type(first)(*fields) if hasattr(first, "_fields") else fields
@@ -532,25 +546,17 @@ def collate(examples: Sequence[Any]) -> Any:
     return torch.utils.data.default_collate(list(examples))
 
 
-def collate_as_lists(examples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Dicts as a dict of lists, ``input_ids`` as 1-D LongTensors."""
-    batch = {key: [example[key] for example in examples] for key in examples[0]}
-    if "input_ids" in batch:
-        batch["input_ids"] = [torch.as_tensor(ids, dtype=torch.long) for ids in batch["input_ids"]]
-    return batch
-
-
 def make_dataloader(
     dataset: Any,
     batch_size: int,
     collator: Callable | None,
     keep_columns: Iterable[str] | None,
 ) -> torch.utils.data.DataLoader:
-    """A shuffled loader of whole batches, with a warning where there is none.
+    """A shuffled loader of whole batches, with a warning if there is none.
 
     Args:
         collator: default :func:`collate`.
-        keep_columns: of a ``datasets.Dataset``, other columns are dropped; None keeps all.
+        keep_columns: other columns of a ``datasets.Dataset`` are dropped; None keeps all.
     """
     if len(dataset) < batch_size:
         warnings.warn(

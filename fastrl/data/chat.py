@@ -1,4 +1,4 @@
-"""Texts and chat messages: where a prompt ends, and what the chat template makes of it."""
+"""Texts and chat messages: the chat template, and splitting conversations at the last prompt."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def is_message(message: Any) -> bool:
 
 
 def is_chat(said: Any) -> bool:
-    """Whether something is a list of dicts, as chats are, and neither a text nor token ids."""
+    """Whether something is a list of dicts, and neither a text nor token ids."""
     return isinstance(said, list | tuple) and any(isinstance(each, Mapping) for each in said)
 
 
 def has_role(message: Any) -> bool:
-    """Whether something may be a message whose content is none or no text: a tool's call, say."""
+    """Whether something is a message, whatever its content: a tool call has no text."""
     return isinstance(message, Mapping) and isinstance(message.get("role"), str)
 
 
@@ -35,18 +35,18 @@ def is_blank(said: TextOrMessages) -> bool:
 
 
 def is_whole(said: TextOrMessages) -> bool:
-    """Whether chat messages have their prompt in front of the answer."""
+    """Whether chat messages begin with their prompt, and not with the answer."""
     return bool(said) and not isinstance(said, str) and said[0]["role"] != "assistant"
 
 
 def as_messages(prompt: TextOrMessages) -> list[dict[str, Any]]:
-    """A text is what a user says."""
+    """A prompt as chat messages; a text becomes a user's message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def render(messages: list[dict[str, Any]], tokenizer: Any, *, answered: bool = True) -> str:
-    """Messages as the tokenizer's chat template writes them; those that are not answered yet up to
-    where the answer begins.
+    """Messages as the tokenizer's chat template writes them; unless ``answered``, up to where the
+    assistant's answer begins.
 
     Raises:
         ValueError: a tokenizer without a chat template.
@@ -69,8 +69,8 @@ def prompt_text(prompt: TextOrMessages, tokenizer: Any, name: str) -> str:
         name: of the prompt, for messages.
 
     Raises:
-        ValueError: messages without a role or a content of text, without anything said, or ending
-            in the assistant's; a tokenizer without a chat template, or one that refuses them.
+        ValueError: messages that lack a role or a text, are all blank, or end with the assistant's;
+            a tokenizer without a chat template, or a template that refuses the messages.
     """
     if isinstance(prompt, str):
         return prompt
@@ -84,8 +84,8 @@ def prompt_text(prompt: TextOrMessages, tokenizer: Any, name: str) -> str:
         raise ValueError(f"{name} is empty: nothing is said in its messages")
     if prompt[-1]["role"] == "assistant":
         raise ValueError(
-            f"{name} ends with an assistant's message, which is what the policy is to write: leave "
-            "it out of the prompt"
+            f"{name} ends with an assistant's message, which the policy is to write: leave it out "
+            "of the prompt"
         )
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -102,11 +102,12 @@ def prompt_text(prompt: TextOrMessages, tokenizer: Any, name: str) -> str:
 
 
 def split_conversations(chats: Sequence[TextOrMessages], where: str) -> PromptAndAnswers:
-    """Whole conversations: what they share up to an assistant's turn is the prompt; of a single one
-    all but its last turn.
+    """Splits whole conversations into prompt and answers: the prompt is what they share up to an
+    assistant's turn; of a single conversation all but its last turn.
 
     Raises:
-        ValueError: a conversation that ends with no assistant's message, or shares no prompt.
+        ValueError: a conversation that does not end with the assistant's message, or shares no
+            prompt with the others.
     """
     full: list[Any] = [chat for chat in chats if chat]
     if any(chat[-1]["role"] != "assistant" for chat in full):
@@ -124,11 +125,11 @@ def split_conversations(chats: Sequence[TextOrMessages], where: str) -> PromptAn
 
 
 def split_dialogues(texts: Sequence[Any], where: str) -> PromptAndAnswers:
-    """Whole dialogues as text: the prompt is what both have up to their last common
-    "\\n\\nAssistant:".
+    """Splits two dialogues, as texts, into prompt and answers: the prompt is their common beginning
+    up to the last "\\n\\nAssistant:".
 
     Raises:
-        ValueError: other than two texts, or two that share no prompt.
+        ValueError: not two texts, or two that share no prompt.
     """
     if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{where} has no prompt: bring a column of prompts (prompt_column)")

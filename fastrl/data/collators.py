@@ -1,4 +1,4 @@
-"""From tokenised rows to padded batches: texts, and pairs of texts."""
+"""Collators: padded batches of tokenised texts, and of pairs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
+from fastrl.data.batch import need_pad_token, pad
+
 IGNORED = -100  # label of tokens that are not learned
 SIDES = ("chosen", "rejected")
 TOKEN_COLUMNS = tuple(
@@ -20,22 +22,22 @@ _SHOWN = 40  # tokens of a text in a warning
 
 
 class DataCollatorForCompletionOnlyLM:
-    """Says which tokens of a text are learned: those behind its last response template; or, with an
-    instruction template, those behind every response template up to the next instruction. Of a text
-    in which a template does not occur nothing is learned, and a warning says so.
+    """Finds the tokens of a text to learn: those behind its last response template; or, with an
+    instruction template, those behind every response template up to the next instruction. A text
+    without a template has none, and a warning says so.
 
-    Templates are found as tokens. Where a tokenizer joins a template's ends with what is around it,
+    Templates are found as tokens. If the tokenizer joins a template's ends with the text around it,
     pass the template's token ids as they are inside a text. EOS is learned like any other token,
-    also where it is the pad token.
+    even if it is the pad token.
 
     Args:
         response_template: text or token ids in front of what is learned.
         instruction_template: text or token ids in front of what is not; for dialogues.
         tokenizer: of the texts.
         mlm: only False.
-        ignore_index: label of tokens that are not learned, where this is called as a collator.
-        padding_free: a batch is one row, in which the texts stand one after the other and
-            ``position_ids`` begin anew with each; there is no attention_mask.
+        ignore_index: label of tokens that are not learned, when this is called as a collator.
+        padding_free: join the texts of a batch in one row, whose ``position_ids`` restart with
+            each text, without an attention_mask.
 
     Raises:
         ValueError: an empty template, ``mlm=True``.
@@ -74,20 +76,20 @@ class DataCollatorForCompletionOnlyLM:
     def learned(self, input_ids: Sequence[int]) -> list[bool]:
         """Which tokens of a text are learned."""
         ids = list(input_ids)
-        starts = [at + len(self._response) for at in _places(ids, self._response)]
+        starts = [at + len(self._response) for at in _positions_of(ids, self._response)]
         if self._instruction is None:
             spans = [(start, len(ids)) for start in starts[-1:]]  # the prompt may quote it
         else:
-            instructions = _places(ids, self._instruction)
+            instructions = _positions_of(ids, self._instruction)
             turns = [*instructions, len(ids)]
             spans = [(start, min(t for t in turns if t >= start)) for start in starts]
-            if not instructions:  # where the answers end is not known
+            if not instructions:  # the ends of the answers are not known
                 spans = []
         return [any(start <= i < stop for start, stop in spans) for i in range(len(ids))]
 
-    def __call__(self, features: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """A padded batch with labels, for loops of one's own; features are dicts with ``input_ids``
-        or token ids. With ``padding_free`` one row [1, T] and its ``position_ids``."""
+    def __call__(self, features: Sequence[Any]) -> dict[str, Tensor]:
+        """A padded batch with labels, for training loops of your own; features are token ids, or
+        dicts with ``input_ids``. With ``padding_free`` one row [1, T] and its ``position_ids``."""
         rows = [f["input_ids"] if isinstance(f, Mapping) else f for f in features]
         rows = [[int(token) for token in row] for row in rows]
         self._warn_of_missing_templates(rows)
@@ -109,12 +111,12 @@ class DataCollatorForCompletionOnlyLM:
                     ("position_ids", positions),
                 )
             }
-        return _batch(rows, learned, self.tokenizer.pad_token_id, self.ignore_index)
+        return _batch(rows, learned, self.tokenizer, self.ignore_index)
 
     torch_call = __call__  # its name in transformers' collators
 
     def templates(self) -> dict[str, tuple[Any, list[int]]]:
-        """By name those that were given: as they were given, and as token ids."""
+        """The templates by name: as they were given, and as token ids."""
         given: dict[str, tuple[Any, list[int]]] = {
             "response_template": (self.response_template, self._response)
         }
@@ -124,7 +126,7 @@ class DataCollatorForCompletionOnlyLM:
 
     def _warn_of_missing_templates(self, rows: Sequence[list[int]]) -> None:
         for name, (template, ids) in self.templates().items():
-            without = [row for row in rows if not _places(row, ids)]
+            without = [row for row in rows if not _positions_of(row, ids)]
             if without:
                 warnings.warn(
                     f"{name} {template!r} does not occur in {len(without)} of {len(rows)} texts as "
@@ -137,48 +139,42 @@ class DataCollatorForCompletionOnlyLM:
 
 @dataclass
 class TextCollator:
-    """Pads ``input_ids`` and ``labels`` on the right; says on the host which tokens are learned.
-
-    ``rows`` [N] are the flat positions b·T + t whose next token ``targets`` [N] counts.
-    """
+    """Pads ``input_ids`` and ``labels`` on the right, and lists the tokens to learn: ``rows`` [N]
+    are the flat positions b·T + t that predict them, ``targets`` [N] the tokens at t+1."""
 
     tokenizer: Any
 
-    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         ids, labels = ([f[name] for f in features] for name in ("input_ids", "labels"))
-        batch = _batch(ids, labels, self.tokenizer.pad_token_id)
+        batch = _batch(ids, labels, self.tokenizer)
         batch["labels"][:, 0] = IGNORED  # nothing predicts it
         return batch | targets_of(batch["labels"])
 
 
 def _batch(
-    ids: Sequence[Any], labels: Sequence[Any], pad: int | None, ignored: int = IGNORED
-) -> dict[str, torch.Tensor]:
-    if pad is None:
-        if len({len(row) for row in ids}) > 1:
-            raise ValueError(
-                "the texts differ in length, and the tokenizer has no pad token: set "
-                "tokenizer.pad_token = tokenizer.eos_token, say"
-            )
-        pad = 0  # is not needed
-    return {
-        "input_ids": _padded(ids, pad),
-        "attention_mask": _padded([[1] * len(row) for row in ids], 0),
-        "labels": _padded(labels, ignored),
-    }
+    ids: Sequence[Any], labels: Sequence[Any], tokenizer: Any, ignored: int = IGNORED
+) -> dict[str, Tensor]:
+    """Padded on the right: ``input_ids``, ``attention_mask`` and ``labels``, [B, T]."""
+    need_pad_token(map(len, ids), tokenizer.pad_token_id, tokenizer)
+    rows, targets = (
+        [torch.tensor(list(row), dtype=torch.long) for row in part] for part in (ids, labels)
+    )
+    batch = pad(rows, tokenizer.pad_token_id, "right")
+    batch["labels"] = nn.utils.rnn.pad_sequence(targets, True, ignored)
+    return batch
 
 
-def targets_of(labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """``rows`` and ``targets`` of labels [B, T]."""
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+def targets_of(labels: Tensor) -> dict[str, Tensor]:
+    """``rows`` and ``targets`` of labels [B, T], see :class:`TextCollator`."""
+    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
     rows = (shifted != IGNORED).nonzero().squeeze(1)
     return {"rows": rows, "targets": shifted[rows]}
 
 
 @dataclass
 class RewardDataCollatorWithPadding:
-    """Pads both sides of pairs to one width: one forward serves both. Padding that the rows bring
-    along is cut off where no row needs it.
+    """Pads both sides of pairs to one width, for one forward. Padding in the rows themselves is cut
+    off where no row needs it.
 
     Args:
         tokenizer: gives the pad token.
@@ -196,7 +192,7 @@ class RewardDataCollatorWithPadding:
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """``input_ids_*`` and ``attention_mask_*`` [B, T] for both sides, and ``margin`` if given:
-        [B] fp32, or [B, 1] where the rows hold it in a list of one number.
+        [B] fp32, or [B, 1] if the rows hold lists of one number.
 
         Raises:
             ValueError: columns that are missing.
@@ -221,7 +217,7 @@ class RewardDataCollatorWithPadding:
         )
         width = padded["attention_mask"].shape[1]
         if self.padding is True or self.padding == "longest":
-            width = _needed(padded["attention_mask"], self.pad_to_multiple_of or 1)
+            width = _used_width(padded["attention_mask"], self.pad_to_multiple_of or 1)
         batch: dict[str, Any] = {"return_loss": True}
         for name in ("input_ids", "attention_mask"):
             for side, half in zip(SIDES, padded[name][:, :width].chunk(2), strict=True):
@@ -233,17 +229,17 @@ class RewardDataCollatorWithPadding:
         return batch
 
 
-def _needed(mask: Tensor, multiple: int) -> int:
-    """Columns up to the last that counts in any row; what is left of it stays, as positions may
-    count from there."""
+def _used_width(mask: Tensor, multiple: int) -> int:
+    """The number of columns up to the last one used; padding on the left stays, because positions
+    may count from there."""
     counted = mask.any(0).nonzero()
     last = int(counted[-1]) + 1 if len(counted) else mask.shape[1]
     return min(-(-last // multiple) * multiple, mask.shape[1])
 
 
 def both_sides(inputs: dict[str, Any], pad: int | None) -> dict[str, Tensor]:
-    """``input_ids`` and ``attention_mask`` [2B, T]: the chosen, then the rejected. A collator of
-    the user's may pad each side by itself; the narrower is widened with ``pad``."""
+    """``input_ids`` and ``attention_mask`` [2B, T]: the chosen, then the rejected. If a collator of
+    the user padded each side by itself, the narrower is widened with ``pad``."""
     joined = {}
     for name, filler in (("input_ids", pad or 0), ("attention_mask", 0)):
         sides = [inputs[f"{name}_{side}"] for side in SIDES]
@@ -254,14 +250,6 @@ def both_sides(inputs: dict[str, Any], pad: int | None) -> dict[str, Tensor]:
     return joined
 
 
-def _places(ids: list[int], template: list[int]) -> list[int]:
+def _positions_of(ids: list[int], template: list[int]) -> list[int]:
     width = len(template)
     return [i for i in range(len(ids) - width + 1) if ids[i : i + width] == template]
-
-
-def _padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(
-        [torch.as_tensor(list(row), dtype=torch.long) for row in rows],
-        batch_first=True,
-        padding_value=value,
-    )

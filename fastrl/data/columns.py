@@ -1,4 +1,4 @@
-"""Which column is what, and what a row says: a prompt and answers to it, texts or chat messages."""
+"""Roles of a data set's columns; from a row to its prompt and answers, texts or chat messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastrl.data.chat import (
 )
 from fastrl.data.tables import USUAL_COLUMNS
 
-# What a data set is made of.
+# Kinds of examples.
 PROMPTS, ANSWERS, FEEDBACK, PAIRS = "prompts", "answers", "feedback", "pairs"
 KINDS = (PROMPTS, ANSWERS, FEEDBACK, PAIRS)
 _USUAL = {
@@ -29,7 +29,7 @@ _USUAL = {
     "chosen": ("chosen",),
     "rejected": ("rejected",),
 }
-# What a kind of examples is read from.
+# What each kind is read from.
 NEEDS = {
     PROMPTS: "a prompt",
     ANSWERS: "a prompt and a response (or messages)",
@@ -50,10 +50,10 @@ class Roles:
 
     @classmethod
     def find(cls, columns: Sequence[str], named: Mapping[str, str | None]) -> Roles:
-        """By the names that were given, else by usual ones.
+        """Finds the columns by the names given, or else by usual ones.
 
         Raises:
-            ValueError: a name that was given and is no column.
+            ValueError: a name that is not a column.
         """
         found = {}
         for role, usual in _USUAL.items():
@@ -66,11 +66,11 @@ class Roles:
             found[role] = name or next((c for c in usual if c in columns), None)
         answered = found["response"] or found["chosen"]
         if answered and found["prompt"] == "text" != named.get("prompt"):
-            found["prompt"] = None  # texts beside answers are usually the whole of it
+            found["prompt"] = None  # "text" beside answers usually holds prompt and answer
         return cls(**found)
 
     def kind(self) -> str | None:
-        """The richest kind of examples that the columns make."""
+        """The richest kind of examples that the columns give."""
         if self.chosen and self.rejected:
             return PAIRS
         if self.response:
@@ -78,7 +78,7 @@ class Roles:
         return PROMPTS if self.prompt else None
 
     def read(self, kind: str) -> set[str]:
-        """The columns that become parts of an example, the others go along."""
+        """The columns that are read as parts of an example; the others are kept beside it."""
         if kind == PROMPTS:
             return {self.prompt} if self.prompt else set()
         return {name for f in fields(self) if (name := getattr(self, f.name)) is not None}
@@ -87,12 +87,12 @@ class Roles:
 def read_row(
     row: Mapping[str, Any], i: int, roles: Roles, kind: str, *, alone: bool = False
 ) -> PromptAndAnswers:
-    """The prompt of row ``i`` and the answers to it, each a text or chat messages, of the richest
-    kind that its columns make.
+    """The prompt of row ``i`` and the answers to it, each a text or chat messages.
 
     Args:
-        alone: texts and conversations without a prompt stand for themselves, their prompt is "";
-            messages may have contents that are no texts.
+        kind: that the columns give, see :meth:`Roles.kind`.
+        alone: allow texts and conversations without a prompt, which is "" then, and messages whose
+            content is not a text.
 
     Raises:
         ValueError: neither text nor chat messages, an empty prompt, a dialogue without one; names
@@ -101,11 +101,11 @@ def read_row(
     sides = (roles.chosen, roles.rejected) if kind == PAIRS else (roles.response,)
     columns = [] if kind == PROMPTS else [column for column in sides if column is not None]
     message = has_role if alone else is_message
-    answers = tuple(read_said(row, i, column, message) for column in columns)
-    given = "" if roles.prompt is None else read_said(row, i, roles.prompt, message)
+    answers = tuple(read_text_or_chat(row, i, column, message) for column in columns)
+    given = "" if roles.prompt is None else read_text_or_chat(row, i, roles.prompt, message)
     unprompted = roles.prompt is None or (alone and not given)
     if answers and unprompted and all(is_blank(answer) for answer in answers):
-        return "", answers  # to be dropped, as empty answers are
+        return "", answers  # the caller drops empty answers
     where = f"{' and '.join(columns)} of row {i}"
     if len({isinstance(answer, str) for answer in answers if answer}) > 1:
         raise ValueError(f"{where} hold a text and chat messages: make both the same")
@@ -125,7 +125,7 @@ def read_row(
 
 
 def read_label(row: Mapping[str, Any], i: int, column: str) -> bool:
-    """Whether row ``i`` is desired.
+    """The label of row ``i``: whether its response is desired.
 
     Raises:
         ValueError: neither a boolean nor 0 or 1.
@@ -138,10 +138,10 @@ def read_label(row: Mapping[str, Any], i: int, column: str) -> bool:
     return bool(label)
 
 
-def read_said(
+def read_text_or_chat(
     row: Mapping[str, Any], i: int, column: str, message: Callable[[Any], bool] = is_message
 ) -> TextOrMessages:
-    """The text or the chat messages in a column of row ``i``; "" where it has none.
+    """The text or the chat messages in a column of row ``i``; "" for None.
 
     Raises:
         ValueError: something else; names the row and the column.

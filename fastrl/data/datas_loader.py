@@ -1,4 +1,4 @@
-"""Data sets of prompts, answers, feedback or pairs, as examples for a model."""
+"""DatasLoader: data sets of prompts, answers, feedback or pairs, as encoded examples."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from fastrl.data.examples import Example
 from fastrl.data.tables import columns_of, each_row, open_rows
 
 # What each kind of data can be read as.
-_SERVES = {
+_READABLE_AS = {
     PROMPTS: (PROMPTS,),
     ANSWERS: (ANSWERS, PROMPTS),
     FEEDBACK: (FEEDBACK, ANSWERS, PROMPTS),
     PAIRS: (PAIRS, FEEDBACK, ANSWERS, PROMPTS),
 }
-_DROPPED = {"empty": "have an empty response", "equal": "have equal sides"}
+_REASONS = {"empty": "have an empty response", "equal": "have equal sides"}
 
 
 class DatasLoader(Sequence[Example]):
     """A sequence of examples of one kind.
 
-    ``prompts`` are read from a column of prompts; ``answers`` with a response beside it;
-    ``feedback`` with a response and a label; ``pairs`` with chosen and rejected. Richer data serve
-    as poorer: pairs as feedback (either side, desired or not), as answers (the chosen side) or as
-    prompts, feedback as answers (the desired ones), all of them as prompts; see :meth:`as_kind`.
+    ``prompts`` are read from a column of prompts; ``answers`` also have a response; ``feedback`` a
+    response and a label; ``pairs`` chosen and rejected. Richer data can be read as poorer: pairs as
+    feedback (chosen: desired, rejected: not), as answers (chosen) or as prompts, feedback as
+    answers (the desired ones), all of them as prompts; see :meth:`as_kind`.
 
     Prompts and responses are texts or chat messages, which go through the tokenizer's template. The
     prompt may also be inside the responses: messages, or chosen and rejected, may be conversations;
     chosen and rejected may be texts of the form "\\n\\nHuman: …\\n\\nAssistant: …", whose prompt is
     what both have up to their last common "\\n\\nAssistant:".
 
-    Texts are looked at once, here: examples with an empty response or with equal sides are left
-    out, and counted in a warning. They are tokenised when they are asked for; sides that a limit
-    makes equal stay.
+    All texts are checked here: examples with an empty response or with equal sides are left out,
+    and counted in a warning. They are tokenised when they are read; sides that become equal by a
+    length limit stay.
 
     Args:
         source: a file, a folder or a Hub id, see :func:`fastrl.data.tables.load_table`; a Hugging
             Face data set; a list of rows.
-        tokenizer: of the model that learns.
+        tokenizer: of the model to train.
         kind: "prompts", "answers", "feedback" or "pairs"; None takes the richest that the columns
-            make.
+            give.
         split: of a data set with several.
         max_length, max_prompt_length, truncation, add_eos: see
             :class:`fastrl.data.encode.Encoder`.
@@ -66,10 +66,10 @@ class DatasLoader(Sequence[Example]):
         chosen_column, rejected_column: by default "chosen" and "rejected".
 
     Raises:
-        ValueError: no such column, a kind that the columns do not make; something that is neither
+        ValueError: no such column, a kind that the columns do not give; something that is neither
             text nor chat messages, an empty prompt, a label that is not boolean, named by row and
             column; no example left.
-        TypeError: no data set, see :func:`fastrl.data.tables.as_dataset`.
+        TypeError: not a data set, see :func:`fastrl.data.tables.as_dataset`.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class DatasLoader(Sequence[Example]):
         """The same data as examples of another kind.
 
         Raises:
-            ValueError: the columns do not make that.
+            ValueError: the columns do not give that kind.
         """
         if kind == self.kind:
             return self
@@ -123,10 +123,10 @@ class DatasLoader(Sequence[Example]):
         return other
 
     def uncut(self) -> DatasLoader:
-        """The same examples but for those that a limit of length would cut.
+        """The same examples without those that a length limit would cut, counted in a warning.
 
         Raises:
-            ValueError: all of them.
+            ValueError: no example left.
         """
         if self.encoder.max_length is None and self.encoder.max_prompt_length is None:
             return self
@@ -175,22 +175,22 @@ class DatasLoader(Sequence[Example]):
     def _take(self, kind: str) -> None:
         if kind not in KINDS:
             raise ValueError(f"unknown kind {kind!r}: choose one of {', '.join(KINDS)}")
-        if kind not in _SERVES[self._given]:
+        if kind not in _READABLE_AS[self._given]:
             raise ValueError(
-                f"{kind} are needed, which are made of {NEEDS[kind]}; the data set's columns make "
-                f"{self._given} only: {', '.join(self.columns)}"
+                f"{kind} are needed, which are read from {NEEDS[kind]}; the data set's columns "
+                f"give {self._given} only: {', '.join(self.columns)}"
             )
         self.kind = kind
         self._picks, dropped = self._picked()
         count = sum(dropped.values())
-        why = ", ".join(f"{dropped[x]} {said}" for x, said in _DROPPED.items() if dropped[x])
+        why = ", ".join(f"{dropped[x]} {said}" for x, said in _REASONS.items() if dropped[x])
         if not self._picks:
             raise ValueError(
                 f"no example is left of {len(self._rows)} rows: {why or 'none is desired'}"
             )
         if count:
             warnings.warn(f"{count} of {len(self._rows)} rows dropped: {why}", stacklevel=3)
-        self[0]  # a chat template that does not serve is seen now
+        self[0]  # raises now if the chat template does not fit
 
     def _picked(self) -> tuple[list[_Pick], Counter[str]]:
         picks, dropped = [], Counter[str]()
@@ -230,7 +230,7 @@ _FROM_PAIRS = {
 
 def _why_useless(said: PromptAndAnswers, kind: str) -> str:
     prompt, answers = said
-    if kind == PROMPTS:  # only where it would have been inside responses
+    if kind == PROMPTS:  # it is blank only if it should have been inside the responses
         return "empty" if is_blank(prompt) else ""
     if any(is_blank(answer) for answer in answers):
         return "empty"

@@ -1,54 +1,38 @@
-"""From a row to token ids, and which of them are learned: for SFT, pairs, prompts and rewards."""
+"""Token ids of prompts and responses: the encoder of SFT, pairs, prompts and reward scoring."""
 
 from __future__ import annotations
 
 import copy
 import json
-import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from fastrl.data.chat import (
-    TextOrMessages,
-    as_messages,
-    has_role,
-    is_blank,
-    prompt_text,
-    render,
-)
-from fastrl.data.collators import IGNORED, SIDES, TOKEN_COLUMNS, DataCollatorForCompletionOnlyLM
-from fastrl.data.columns import ANSWERS, PAIRS, Roles, read_row
+from fastrl.data.chat import TextOrMessages, as_messages, is_blank, prompt_text, render
 from fastrl.data.examples import Example, Response
-from fastrl.data.tables import as_dataset
 
 TRUNCATIONS = ("keep_end", "keep_start")
 
-Spans = Sequence[tuple[int, int]] | None  # where tokens stand in a text; None: not known
-
-
-# ---------------------------------------------------------------------- one prompt, one response
+Spans = Sequence[tuple[int, int]] | None  # begin and end of each token in a text; None: not known
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Tokenises prompts and responses apart, as a policy reads and writes them: a prompt's tokens
-    are the same in front of any response, and no token spans the border.
+    """Tokenises prompts and responses apart, as in generation: a prompt's tokens are the same in
+    front of any response, and no token spans both.
 
-    A response's tokens are those of a text that goes on: without the space that SentencePiece puts
+    A response is tokenised as the continuation of a text: without the space that SentencePiece puts
     in front of a text.
 
     Args:
-        tokenizer: its special tokens stand in front of prompts as it puts them there, and nowhere
-            else.
+        tokenizer: its special tokens are added in front of prompts only.
         max_length: of prompt and response; the response's end is cut, and with it its EOS.
-        max_prompt_length: of prompts. None leaves them what the longest response of an example
-            does not need of ``max_length``, and half of it in any case.
+        max_prompt_length: of prompts. None gives them what the longest response of an example
+            leaves of ``max_length``, but at least half of it.
         truncation: "keep_end" or "keep_start" of prompts that are too long.
-        add_eos: end responses that are texts with EOS. Chat templates end theirs by themselves;
-            blanks that they put behind EOS are left out, as no policy writes them.
+        add_eos: end responses that are texts with EOS. Chat templates write their own; blanks
+            behind it are left out, because no policy generates them.
 
     Raises:
         ValueError: limits that leave no room, another truncation.
@@ -84,11 +68,11 @@ class Encoder:
         finished: bool = True,
         **others: Any,
     ) -> Example:
-        """A prompt with its responses.
+        """Encodes a prompt with its responses.
 
         Args:
-            finished: False where a length has cut the responses: they get no EOS, and keep none
-                that a chat template writes.
+            finished: False for responses that a length limit cut: they get no EOS, and lose that of
+                a chat template.
             others: fields of the example.
 
         Raises:
@@ -118,25 +102,24 @@ class Encoder:
     def joined(
         self, prompt: TextOrMessages, answer: TextOrMessages, *, finished: bool = True
     ) -> tuple[list[int], int]:
-        """The token ids of a prompt and its answer, and how many of them are the prompt's: 0 where
-        that says nothing, and the answer is a text or a conversation of its own."""
+        """The token ids of a prompt and its answer, and how many of them are the prompt's: 0 if it
+        is blank, and the answer is a whole text or conversation."""
         if not prompt or (isinstance(prompt, str) and is_blank(prompt)):
             both = isinstance(prompt, str) and isinstance(answer, str)
             ids, _ = self.alone(prompt + answer if both else answer)  # type: ignore[operator]
-            return ids if finished else _open_ended(ids, self.tokenizer), 0
+            return ids if finished else _without_end(ids, self.tokenizer), 0
         example = self(prompt, (answer,), finished=finished)
         return [*example.prompt_ids, *example.responses[0].ids], len(example.prompt_ids)
 
     def alone(
         self, said: TextOrMessages, assistant_only: bool = False
     ) -> tuple[list[int], list[bool]]:
-        """The token ids of a text without a prompt, as the tokenizer writes a text, or of a
-        conversation; and which of them are learned: all, or those of the assistant's turns, as the
-        chat template marks them."""
+        """The token ids of a text without a prompt, or of a conversation; and which of them to
+        learn: all, or those of the assistant's turns, as the chat template marks them."""
         if isinstance(said, str):
             ids = encode_text(said, self.tokenizer) if said else []
             if self.add_eos and ids:
-                ids = _ended(ids, self.tokenizer)
+                ids = _with_end(ids, self.tokenizer)
             learned = [True] * len(ids)
         else:
             made = self.tokenizer.apply_chat_template(
@@ -154,12 +137,12 @@ class Encoder:
         return max(self.max_length - longest, (self.max_length + 1) // 2)
 
     def _prompt(self, text: str, chat: bool) -> tuple[list[int], list[int], Spans]:
-        """What the tokenizer puts in front of a text, and the text; without what it puts behind."""
+        """The special tokens in front of a text, the text's tokens, and their spans."""
         special = not _is_complete(text, self.tokenizer, chat)
         ids, added, spans = _tokens(self.tokenizer, text, special)
         begin = next((i for i, special in enumerate(added) if not special), len(added))
         if begin == 0 and ids[:1] in ([self.tokenizer.bos_token_id], [self.tokenizer.cls_token_id]):
-            begin = 1  # written in the text
+            begin = 1  # the text itself begins with it
         end = next((i for i in range(begin, len(added)) if added[i]), len(added))
         return ids[:begin], ids[begin:end], spans and spans[begin:end]
 
@@ -167,10 +150,10 @@ class Encoder:
         self, prompt: TextOrMessages, prompt_text: str, answer: TextOrMessages, finished: bool
     ) -> tuple[str, list[int], Spans]:
         if isinstance(answer, str):
-            ids, spans = self._continued(answer)
+            ids, spans = self._encode_continuation(answer)
             if not finished:
-                return answer, _open_ended(ids, self.tokenizer), spans
-            return answer, _ended(ids, self.tokenizer) if self.add_eos else ids, spans
+                return answer, _without_end(ids, self.tokenizer), spans
+            return answer, _with_end(ids, self.tokenizer) if self.add_eos else ids, spans
         whole = render([*as_messages(prompt), *answer], self.tokenizer)
         if not whole.startswith(prompt_text):
             raise ValueError(
@@ -178,16 +161,16 @@ class Encoder:
                 f"front of its response ({whole!r:.200}): mend the template, or bring texts"
             )
         text = whole[len(prompt_text) :]
-        if not finished:  # what the template puts behind the message was not written
+        if not finished:  # the policy did not write what the template puts behind the message
             content = answer[-1]["content"].strip()
             text = text[: text.rfind(content) + len(content)]
-        ids, spans = self._continued(text)
+        ids, spans = self._encode_continuation(text)
         if finished:
             text, ids = self._cut(text, ids, spans, 0, self._end(ids))
         return text, ids, spans
 
     def _end(self, ids: list[int]) -> int:
-        """Tokens up to the last EOS, if only blanks follow it; else all."""
+        """The number of tokens up to the last EOS, if only blanks follow it; else of all."""
         eos = self.tokenizer.eos_token_id
         if eos not in ids:
             return len(ids)
@@ -200,20 +183,20 @@ class Encoder:
         """Tokens ``begin`` to ``end``, and their part of the text."""
         if begin <= 0 and end >= len(ids):
             return text, ids
-        if spans is None:  # only tokenizers in Rust know
+        if spans is None:  # slow tokenizers
             return self.tokenizer.decode(ids[begin:end]), ids[begin:end]
         # A token's span may leave out the space in front of it, which belongs to its text.
         start, stop = (spans[i - 1][1] if i else 0 for i in (begin, min(end, len(spans))))
         return text[start:stop], ids[begin:end]
 
-    def _continued(self, text: str) -> tuple[list[int], Spans]:
-        """The tokens of a text that goes on: up to its first special token without the space that
-        would stand in front of a text; from there on as the tokenizer writes it anywhere."""
+    def _encode_continuation(self, text: str) -> tuple[list[int], Spans]:
+        """The tokens of a text that continues another, and their spans: up to its first special
+        token without the space in front of a text, from there on as the tokenizer encodes it."""
         ids, _, spans = _tokens(self.tokenizer, text)
-        if self._continuing is self.tokenizer:
+        if self._continuation_tokenizer is self.tokenizer:
             return ids, spans
         special = self.tokenizer.added_tokens_decoder
-        first, _, where = _tokens(self._continuing, text)
+        first, _, where = _tokens(self._continuation_tokenizer, text)
         begin, end = (
             next((i for i, token in enumerate(row) if token in special), len(row))
             for row in (ids, first)
@@ -221,9 +204,9 @@ class Encoder:
         return [*first[:end], *ids[begin:]], [*(where or ())[:end], *(spans or ())[begin:]]
 
     @cached_property
-    def _continuing(self) -> Any:
-        """The tokenizer for what follows a text: without the space that SentencePiece puts in front
-        of one. (Of other kinds of tokenizer that do so, some know words with that space alone.)"""
+    def _continuation_tokenizer(self) -> Any:
+        """The tokenizer without the space that SentencePiece puts in front of a text. (Other kinds
+        that add a space are left as they are: some know words only with it.)"""
         if not self.tokenizer.is_fast:
             return self.tokenizer
         backend = copy.deepcopy(self.tokenizer.backend_tokenizer)
@@ -235,7 +218,7 @@ class Encoder:
             state = json.loads(step.__getstate__())
             without = _without_prefix(state)
             if without != state:
-                setattr(backend, name, _restored(name, without))
+                setattr(backend, name, _from_state(name, without))
                 changed = True
         if not changed:
             return self.tokenizer
@@ -247,12 +230,12 @@ class Encoder:
 def encode_prompt(
     prompt: TextOrMessages, tokenizer: Any, name: str = "prompt", *, closed: bool = False
 ) -> tuple[str, list[int]]:
-    """A prompt as one text and its token ids: those of a text with the special tokens that the
-    tokenizer puts in front, those of a chat by its template, up to where the answer begins.
+    """A prompt as one text and its token ids: of a text with the special tokens the tokenizer
+    puts in front, of a chat by its template, up to where the answer begins.
 
     Args:
         name: of the prompt, for messages.
-        closed: with what the tokenizer puts behind a text, too: encoders read it.
+        closed: add the special tokens at the end, too, which encoders read.
 
     Raises:
         ValueError: as :func:`fastrl.data.chat.prompt_text`.
@@ -265,22 +248,22 @@ def encode_prompt(
 
 
 def encode_text(text: str, tokenizer: Any, chat: bool = False) -> list[int]:
-    """The token ids of a whole text as the tokenizer writes one, with special tokens on both ends;
-    a chat template's text brings its own."""
+    """The token ids of a whole text, with the tokenizer's special tokens at both ends; that of a
+    chat template has its own."""
     return tokenizer(text, add_special_tokens=not _is_complete(text, tokenizer, chat))["input_ids"]
 
 
 def encode_responses(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """The token ids of texts that go on behind prompts, without EOS."""
+    """The token ids of texts that continue prompts, without EOS."""
     encoder = Encoder(tokenizer)
-    return [encoder._continued(text)[0] for text in texts]
+    return [encoder._encode_continuation(text)[0] for text in texts]
 
 
 def encode_jointly(
     texts: Sequence[str], tokenizer: Any, *, chat: bool, max_length: int | None
 ) -> Any:
-    """Whole texts as a padded batch, tokenised as the tokenizer writes and cuts a text; with
-    ``chat`` they bring their special tokens along."""
+    """Whole texts as a padded batch, encoded and cut by the tokenizer; with ``chat`` they have
+    their special tokens already."""
     return tokenizer(
         list(texts),
         padding=True,
@@ -292,7 +275,7 @@ def encode_jointly(
 
 
 def end_token(tokenizer: Any) -> int | None:
-    """EOS; of a tokenizer without one (BERT's) the token that it puts behind a text."""
+    """EOS, or else SEP (BERT's tokenizer has no EOS)."""
     eos = tokenizer.eos_token_id
     return getattr(tokenizer, "sep_token_id", None) if eos is None else eos
 
@@ -303,19 +286,20 @@ def closes_texts(tokenizer: Any) -> bool:
     return end is not None and encode_text("a", tokenizer)[-1:] == [end]
 
 
-def _ended(ids: list[int], tokenizer: Any) -> list[int]:
-    """With the end token behind them, once, if the tokenizer has one."""
+def _with_end(ids: list[int], tokenizer: Any) -> list[int]:
+    """The ids with the end token behind them, once, if the tokenizer has one."""
     end = end_token(tokenizer)
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def _open_ended(ids: list[int], tokenizer: Any) -> list[int]:
+def _without_end(ids: list[int], tokenizer: Any) -> list[int]:
+    """The ids without an end token behind them."""
     return ids[:-1] if ids and ids[-1] == end_token(tokenizer) else ids
 
 
 def _is_complete(text: str, tokenizer: Any, chat: bool) -> bool:
-    """Whether a text brings its special tokens along: chat templates do, and texts that begin with
-    one."""
+    """Whether a text has its special tokens already: from a chat template, or because it begins
+    with BOS."""
     start = tokenizer.bos_token or tokenizer.cls_token
     return chat or bool(start and text.startswith(start))
 
@@ -323,7 +307,7 @@ def _is_complete(text: str, tokenizer: Any, chat: bool) -> bool:
 def _tokens(
     tokenizer: Any, text: str, special: bool = False
 ) -> tuple[list[int], Sequence[int], Spans]:
-    """A text's token ids, which of them the tokenizer has added, and where they stand in it."""
+    """A text's token ids, which of them the tokenizer added, and their spans."""
     fast = tokenizer.is_fast
     made = tokenizer(
         text,
@@ -337,7 +321,7 @@ def _tokens(
 
 
 def _without_prefix(state: Any) -> Any:
-    """A SentencePiece tokenizer's step, as JSON, that puts no space in front of a text."""
+    """A normalizer or pre-tokenizer, as JSON, that puts no space in front of a text."""
     if isinstance(state, list):
         return [_without_prefix(x) for x in state]
     if not isinstance(state, dict):
@@ -348,7 +332,7 @@ def _without_prefix(state: Any) -> Any:
     return {key: never.get(key, _without_prefix(value)) for key, value in state.items()}
 
 
-def _restored(name: str, state: dict[str, Any]) -> Any:
+def _from_state(name: str, state: dict[str, Any]) -> Any:
     from tokenizers import normalizers, pre_tokenizers
 
     empty: Any = normalizers.Sequence([]) if name == "normalizer" else pre_tokenizers.Sequence([])
@@ -359,300 +343,3 @@ def _restored(name: str, state: dict[str, Any]) -> Any:
         step = kind()
     step.__setstate__(json.dumps(state).encode())
     return step
-
-
-# ---------------------------------------------------------------------- texts to learn from
-
-
-class TokenizeOptions(NamedTuple):
-    """How texts are read from a data set's columns, and what of them is learned."""
-
-    text_field: str = "text"
-    formatting_func: Callable | None = None
-    completions: DataCollatorForCompletionOnlyLM | None = None
-    append_eos: bool = True
-    completion_only: bool = True
-    assistant_only: bool = False
-
-
-def prepare_texts(
-    dataset: Any,
-    tokenizer: Any,
-    options: TokenizeOptions,
-    max_length: int | None = None,
-    num_proc: int | None = None,
-) -> Any:
-    """A data set with ``input_ids`` and ``labels``. Longer texts are cut at their ends; of a prompt
-    with its completion the prompt's beginning goes first, see :class:`Encoder`. Texts in which
-    nothing is left to learn are dropped, and counted in a warning.
-
-    Raises:
-        TypeError: no data set, see :func:`fastrl.data.tables.as_dataset`.
-        ValueError: columns that are missing, no text left.
-    """
-    dataset = as_dataset(dataset)
-    if options.formatting_func is not None:
-        dataset = _formatted(dataset, options.formatting_func)
-    encoder = Encoder(tokenizer, max_length, add_eos=options.append_eos)
-    encode = _by_columns(dataset.column_names, encoder, options)
-
-    def prepare(row: dict[str, Any], i: int) -> dict[str, Any]:
-        ids, labels = encode(row, i)
-        ids, labels = ids[:max_length], labels[:max_length]
-        if options.completions is not None:
-            learned = options.completions.learned(ids)
-            labels = _labels(ids, learned)
-        # The first token is predicted by nothing.
-        useful = any(label != IGNORED for label in labels[1:])
-        return {"input_ids": ids, "labels": labels, _USEFUL: useful}
-
-    prepared = dataset.map(
-        prepare,
-        with_indices=True,
-        num_proc=num_proc,
-        remove_columns=dataset.column_names,
-        desc="tokenising",
-    )
-    kept = [i for i, useful in enumerate(prepared[_USEFUL]) if useful]
-    whole, prepared = len(prepared), prepared.remove_columns(_USEFUL)
-    if len(kept) == whole:
-        return prepared
-    why = "nothing is learned from them: they are empty"
-    if max_length is not None:
-        why += f", or what would be learned lies behind max_length={max_length}"
-    if options.completions is not None:
-        named = " or ".join(
-            f"{k} {given!r}" for k, (given, _) in options.completions.templates().items()
-        )
-        why += (
-            f", or {named} does not occur in them as these tokens (pass token ids as they are "
-            "inside a text)"
-        )
-    if not kept:
-        raise ValueError(f"no text is left of {whole}; {why}")
-    warnings.warn(f"{whole - len(kept)} of {whole} texts dropped; {why}", stacklevel=2)
-    return prepared.select(kept)
-
-
-_FORMATTED, _USEFUL = "_text", "_useful"
-_DEFAULT_FIELD = TokenizeOptions().text_field
-
-
-def _formatted(dataset: Any, formatting_func: Callable) -> Any:
-    """One column of texts: of a function of a row, or of a batch of rows, that returns texts."""
-    errors = []
-    for batched, rows in ((False, dataset[0]), (True, dataset[:1])):
-        try:
-            made = formatting_func(rows)
-        except Exception as error:  # the other convention's arguments
-            errors.append(error)
-            continue
-        fits = _are_texts(made) if batched else isinstance(made, str)
-        if fits:
-            return dataset.map(
-                lambda rows: {_FORMATTED: formatting_func(rows)},
-                batched=batched,
-                remove_columns=dataset.column_names,
-                desc="formatting",
-            )
-    raise ValueError(
-        "formatting_func must return a text for a row, or a list of texts for a batch of rows (a "
-        f"dict of lists); the data set has columns {', '.join(dataset.column_names)}"
-    ) from (errors[0] if errors else None)
-
-
-def _are_texts(made: Any) -> bool:
-    return isinstance(made, list) and all(isinstance(text, str) for text in made)
-
-
-def _by_columns(
-    columns: Sequence[str], encoder: Encoder, options: TokenizeOptions
-) -> Callable[[dict[str, Any], int], tuple[list[int], list[int]]]:
-    """By the columns that there are: from a row, token ids and labels."""
-
-    def text(column: str) -> Callable[[dict[str, Any], int], tuple[list[int], list[int]]]:
-        def encode(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
-            text = row[column]
-            if not (text is None or isinstance(text, str)):
-                raise TypeError(
-                    f"column {column!r} must hold text, but row {i} holds {str(text)[:60]!r}, "
-                    f"{type(text).__name__}"
-                )
-            ids, _ = encoder.alone(text or "")
-            return ids, ids
-
-        return encode
-
-    def messages(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
-        said = row["messages"]
-        if not (isinstance(said, list) and all(has_role(message) for message in said)):
-            raise TypeError(
-                f"column 'messages' of row {i} holds {str(said)[:60]!r}: it must hold chat "
-                "messages (dicts with a role and a content)"
-            )
-        ids, learned = encoder.alone(said, options.assistant_only)
-        return ids, _labels(ids, learned)
-
-    roles = Roles("prompt", "completion", None, None, None)
-
-    def completion(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
-        prompt, (answer,) = read_row(row, i, roles, ANSWERS, alone=True)
-        if not answer:
-            return [], []
-        ids, border = encoder.joined(prompt, answer)
-        learned = [at >= border or not options.completion_only for at in range(len(ids))]
-        return ids, _labels(ids, learned)
-
-    if options.assistant_only and "messages" not in columns:
-        raise ValueError(
-            f"assistant_only_loss needs messages, the data set has columns {', '.join(columns)}"
-        )
-    if options.formatting_func is not None:
-        return text(_FORMATTED)
-    field = options.text_field
-    if field in columns and field != _DEFAULT_FIELD:
-        return text(field)
-    if field == _DEFAULT_FIELD:
-        if "input_ids" in columns:
-            return lambda row, i: (row["input_ids"], row.get("labels") or row["input_ids"])
-        if "messages" in columns:
-            return messages
-        if {"prompt", "completion"} <= set(columns):
-            return completion
-        if field in columns:
-            return text(field)
-    raise ValueError(
-        f"the data set has columns {', '.join(columns)}: it needs {field} (dataset_text_field), "
-        "prompt and completion, messages, or input_ids; or pass formatting_func"
-    )
-
-
-def _labels(ids: Sequence[int], learned: Sequence[bool]) -> list[int]:
-    return [t if counts else IGNORED for t, counts in zip(ids, learned, strict=True)]
-
-
-# ---------------------------------------------------------------------- pairs to learn from
-
-
-def prepare_pairs(
-    dataset: Any,
-    tokenizer: Any,
-    max_length: int | None,
-    num_proc: int | None = None,
-    *,
-    add_eos: bool = False,
-) -> Any:
-    """A data set with token columns, and ``margin`` where there is one; pairs that teach nothing,
-    and texts of more than ``max_length`` tokens, are dropped, and counted in a warning.
-
-    Args:
-        dataset: with the columns of :class:`RewardDataCollatorWithPadding`, whose length is the
-            caller's affair; or with ``chosen`` and ``rejected``, texts or lists of chat messages,
-            which may share a ``prompt``.
-        add_eos: see :class:`Encoder`.
-
-    Raises:
-        TypeError: no data set, see :func:`fastrl.data.tables.as_dataset`.
-        ValueError: columns that are missing, a margin that is not one finite number, no pair left.
-    """
-    dataset = as_dataset(dataset)
-    columns = set(dataset.column_names)
-    margin = ["margin"] if "margin" in columns else []
-    if margin:
-        _check_margins(dataset)
-    if has_tokens(dataset):
-        dataset, max_length = dataset.select_columns([*TOKEN_COLUMNS, *margin]), None
-    else:
-        if not columns >= set(SIDES):
-            raise ValueError(
-                f"the data set has columns {', '.join(dataset.column_names)}: it needs chosen and "
-                f"rejected (texts or chats, with an optional prompt), or {', '.join(TOKEN_COLUMNS)}"
-            )
-        roles = Roles("prompt" if "prompt" in columns else None, None, None, *SIDES)
-        encoder = Encoder(tokenizer, add_eos=add_eos)
-
-        def tokenise(row: Mapping[str, Any], i: int) -> dict[str, list[int]]:
-            prompt, answers = read_row(row, i, roles, PAIRS, alone=True)
-            tokens: dict[str, list[int]] = {}
-            for side, answer in zip(SIDES, answers, strict=True):
-                # An empty side stays empty, whatever its prompt: it is dropped.
-                ids = encoder.joined(prompt, answer)[0] if answer else []
-                tokens |= {f"input_ids_{side}": ids, f"attention_mask_{side}": [1] * len(ids)}
-            return tokens
-
-        dataset = dataset.map(
-            tokenise,
-            with_indices=True,
-            num_proc=num_proc,
-            remove_columns=[c for c in dataset.column_names if c not in margin],
-            desc="tokenising pairs",
-        )
-    return _drop_useless(dataset, max_length, num_proc)
-
-
-def has_tokens(dataset: Any) -> bool:
-    """Whether a data set of pairs is tokenised already."""
-    return set(as_dataset(dataset).column_names) >= set(TOKEN_COLUMNS)
-
-
-def missing_token_columns(dataset: Any) -> list[str]:
-    """What the collator would miss in a data set with token columns; [] where there are none."""
-    columns = set(as_dataset(dataset).column_names)
-    tokenised = any(name.startswith("input_ids_") for name in columns)
-    return [name for name in TOKEN_COLUMNS if name not in columns] if tokenised else []
-
-
-def _check_margins(dataset: Any) -> None:
-    for i, margin in enumerate(dataset["margin"]):
-        number = margin[0] if isinstance(margin, list) and len(margin) == 1 else margin
-        if not isinstance(number, (int, float)) or not math.isfinite(number):
-            raise ValueError(
-                f"margin[{i}] is {margin}: margins must be finite numbers, or lists of one"
-            )
-
-
-def _drop_useless(dataset: Any, max_length: int | None, num_proc: int | None) -> Any:
-    reasons = {
-        "empty": "have an empty side",
-        "equal": "have equal sides",
-        "long": f"have a side of more than max_length={max_length} tokens",
-    }
-    causes = list(
-        dataset.map(
-            lambda row: {"_why": _why_useless(row, max_length)},
-            num_proc=num_proc,
-            remove_columns=dataset.column_names,
-            desc="checking pairs",
-        )["_why"]
-    )
-    kept = [i for i, cause in enumerate(causes) if not cause]
-    if len(kept) == len(causes):
-        return dataset
-    counted = ", ".join(
-        f"{causes.count(cause)} {text}" for cause, text in reasons.items() if cause in causes
-    )
-    if not kept:
-        raise ValueError(f"no pair is left of {len(causes)}: {counted}")
-    warnings.warn(
-        f"{len(causes) - len(kept)} of {len(causes)} pairs dropped: {counted}", stacklevel=2
-    )
-    return dataset.select(kept)
-
-
-def _why_useless(row: dict[str, Any], max_length: int | None) -> str:
-    counted = []
-    for side in SIDES:
-        ids, mask = row[f"input_ids_{side}"], row[f"attention_mask_{side}"]
-        if len(ids) != len(mask):
-            raise ValueError(
-                f"input_ids_{side} has {len(ids)} tokens, attention_mask_{side} {len(mask)}: "
-                "make them of one length"
-            )
-        counted.append([token for token, counts in zip(ids, mask, strict=True) if counts])
-    chosen, rejected = counted
-    if not chosen or not rejected:
-        return "empty"
-    if chosen == rejected:
-        return "equal"
-    too_long = max_length is not None and max(len(chosen), len(rejected)) > max_length
-    return "long" if too_long else ""

@@ -1,4 +1,4 @@
-"""One example of a data set, as text and as the tokens that a model reads."""
+"""An example of a data set, as text and tokens."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Response:
-    """A response to a prompt; its ids follow the prompt's, and end in EOS where it is complete.
+    """A response to a prompt; its ids follow the prompt's, and end with EOS if it is complete.
 
     Attributes:
-        finished: False where a length has cut it.
+        finished: False if it was cut by a length limit.
     """
 
     text: str
@@ -22,16 +22,16 @@ class Response:
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, the responses to it that are learned from, and what a data set has beside them.
+    """A prompt with the responses to train on, and their labels.
 
     Attributes:
         prompt: as the model reads it, chat template included.
         prompt_ids: its tokens.
-        responses: none, one, or a pair; of the data's pairs the first is the preferred one.
-        desired: of a single response, whether it is a good one; None where the data do not say.
+        responses: none, one, or a pair; in pairs from the data the first is preferred.
+        desired: the label of a single response; None if the data have none.
         columns: the row's other columns.
-        rewards: of the responses; None where nobody has judged them.
-        weights: of the responses, 1 each where there are none.
+        rewards: of the responses; None if they have not been judged.
+        weights: of the responses; empty: 1 each.
     """
 
     prompt: str

@@ -1,4 +1,4 @@
-"""Several texts in one row, each as if it were alone."""
+"""Packing: several texts in one row, without attention between them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from torch.utils.data import Dataset
 from fastrl.data.collators import IGNORED, targets_of
 from fastrl.models.utils import evaluating
 
-_ROWS = ((5, 3, 6), (4, 7))  # lengths of texts, of the check
-_TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and less
+_ROWS = ((5, 3, 6), (4, 7))  # lengths of the texts with which a model is checked
+_TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and in lower precision
 
 
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which texts share a row of ``room`` tokens: the longest first, each into the fullest row that
-    holds it."""
+    """Indices of the texts in each row of ``room`` tokens: best fit, the longest text first."""
     rows: list[list[int]] = []
     by_space: dict[int, list[list[int]]] = {}  # rows by what is left in them
     spaces: list[int] = []  # its keys, in order
@@ -44,8 +43,8 @@ def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 class PackedTexts(Dataset):
-    """Rows of texts, joined when they are asked for: ``input_ids`` and ``labels`` one after the
-    other, and the ``lengths`` of the texts.
+    """A data set of packed rows: ``input_ids`` and ``labels`` of several texts one after the other,
+    and the texts' ``lengths``.
 
     Args:
         texts: a data set with ``input_ids`` and ``labels``.
@@ -70,11 +69,11 @@ class PackedTexts(Dataset):
 
 @dataclass
 class PackedCollator:
-    """Rows of texts, padded on the right; ``position_ids`` begin anew with each text.
+    """Pads packed rows on the right; ``position_ids`` restart with each text.
 
     Args:
-        mask: also the mask [B, 1, T, T] by which a text sees itself alone, for models that do not
-            read it off the positions.
+        mask: add the attention mask [B, 1, T, T] that separates the texts, for models that do not
+            derive it from the positions.
     """
 
     tokenizer: Any
@@ -103,7 +102,7 @@ class PackedCollator:
 
 @dataclass
 class JoinedCollator:
-    """A whole batch as one row without padding: [1, T]."""
+    """Joins a whole batch in one row without padding, [1, T]."""
 
     packed: PackedCollator
 
@@ -119,10 +118,10 @@ class JoinedCollator:
 def choose_packing(
     model: Any, tokenizer: Any, autocast: contextlib.AbstractContextManager | None = None
 ) -> PackedCollator:
-    """How this model is told where texts begin: by positions alone, or by a mask.
+    """The collator that keeps this model's packed texts apart: by positions alone, or by a mask.
 
     Raises:
-        ValueError: neither keeps a text from its neighbours.
+        ValueError: neither does.
     """
     with evaluating(model), torch.no_grad(), autocast or contextlib.nullcontext():
         for mask in (False, True):
@@ -130,13 +129,13 @@ def choose_packing(
             if _isolates(model, collator):
                 return collator
     raise ValueError(
-        f"{type(model).__name__} lets packed texts see each other: pass packing=False, or a data "
-        "collator with padding_free=False"
+        f"{type(model).__name__} lets packed texts attend to each other: pass packing=False, or a "
+        "data collator with padding_free=False"
     )
 
 
 def _isolates(model: Any, collator: PackedCollator) -> bool:
-    """Whether texts in one row have the logits that they have alone."""
+    """Whether texts have the same logits packed as alone."""
     vocabulary = model.config.get_text_config().vocab_size
     rows = [list(lengths) for lengths in _ROWS]
     features = []

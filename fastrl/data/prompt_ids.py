@@ -1,4 +1,4 @@
-"""Token ids of prompts to generate from: made of texts and chats, and checked."""
+"""Token ids of prompts to generate from: encoding, and checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Prompt = TextOrMessages | Tensor | Sequence[int]
 
 
 def check_tensors(prompts: Sequence[Any]) -> None:
-    """Refuses what is not tokenised.
+    """Checks that prompts are tensors.
 
     Raises:
         ValueError: a prompt that is not a tensor, named by its index.
@@ -33,7 +33,7 @@ def check_tensors(prompts: Sequence[Any]) -> None:
 def check_prompts(
     prompts: Sequence[Tensor], model: Any, max_new_tokens: int | Sequence[int] | None
 ) -> None:
-    """Refuses prompts that cannot be continued, by their index.
+    """Checks prompts to generate from; errors name the index.
 
     Raises:
         ValueError: a prompt that is empty or not 1-D integers, or leaves no room to generate.
@@ -70,11 +70,12 @@ def check_prompts(
 def token_ids(
     prompt: Prompt, tokenizer: Any, name: str = "prompt", *, closed: bool = False
 ) -> Tensor:
-    """A prompt's 1-D token ids on the host: those of a text with the special tokens that the
-    tokenizer puts in front, those of chat messages by its template, or the ids themselves.
+    """A prompt's 1-D token ids on the host: of a text with the special tokens that the tokenizer
+    puts in front, of chat messages by its template, or the given ids.
 
     Args:
-        closed: for encoders, see :func:`fastrl.data.encode.encode_prompt`.
+        closed: add the tokens that encoders read at the end, see
+            :func:`fastrl.data.encode.encode_prompt`.
 
     Raises:
         ValueError: as :func:`fastrl.data.chat.prompt_text`.

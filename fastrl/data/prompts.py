@@ -1,4 +1,4 @@
-"""The prompts of a training run: texts, chats or token ids, and the order in which they come."""
+"""The prompts of a training run, and the order in which they are used."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,30 +22,25 @@ _PROMPT_COLUMNS = ("prompt", "query")
 _REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
+@dataclass
 class Prompts:
-    """Prompts as text and token ids, with the columns that a reward function may want.
+    """Prompts as text and token ids, with the other columns of their data set.
 
     Attributes:
         said: each prompt as it was given, a text or chat messages; token ids as their text.
-        texts: the same as one text each, chats through the tokenizer's chat template.
+        texts: each prompt as one text, chats through the tokenizer's chat template.
         ids: token ids of these, 1-D int64.
-        columns: the other columns of the data set.
-        rows: where each prompt stands in what was passed.
-        name_of: calls such a row by name, for messages.
+        columns: the other columns, for the reward function.
+        rows: the index of each prompt in what was passed.
+        name_of: the name of such an index, for messages.
     """
 
-    def __init__(
-        self,
-        said: list[TextOrMessages],
-        texts: list[str],
-        ids: list[Tensor],
-        columns: dict[str, list[Any]],
-        rows: list[int],
-        name_of: Callable[[int], str],
-    ):
-        self.said, self.texts, self.ids = said, texts, ids
-        self.columns = columns
-        self.rows, self.name_of = rows, name_of
+    said: list[TextOrMessages]
+    texts: list[str]
+    ids: list[Tensor]
+    columns: dict[str, list[Any]]
+    rows: list[int]
+    name_of: Callable[[int], str]
 
     @classmethod
     def from_list(
@@ -56,19 +52,20 @@ class Prompts:
         *,
         closed: bool = False,
     ) -> Prompts:
-        """From texts, chat messages or 1-D token ids.
+        """Makes prompts from texts, chat messages or 1-D token ids.
 
         A chat goes through the tokenizer's chat template, up to where the assistant's answer
-        begins; the template brings the special tokens. A text gets those that the tokenizer puts
-        in front, unless it begins with BOS already.
+        begins; the template has the special tokens. A text gets those that the tokenizer puts in
+        front, unless it begins with BOS.
 
         Args:
-            closed: for encoders, see :func:`fastrl.data.encode.encode_prompt`.
+            closed: add the tokens that encoders read at the end, see
+                :func:`fastrl.data.encode.encode_prompt`.
 
         Raises:
-            ValueError: a single text or chat; a prompt without a token; messages without a role or
-                a content of text, without anything said, or ending in the assistant's; a tokenizer
-                without a chat template. The message names the prompt.
+            ValueError: a single text or chat; a prompt without a token; messages that lack a role
+                or a text, are all blank, or end with the assistant's; a tokenizer without a chat
+                template. The error names the prompt.
         """
         if isinstance(prompts, str):
             raise ValueError(f"prompts must be a list of texts, got the text {prompts!r}")
@@ -104,10 +101,10 @@ class Prompts:
         *,
         closed: bool = False,
     ) -> Prompts:
-        """From a data set with a column of texts or chats, or of token ids under ``input_ids``.
+        """Makes prompts from a column of texts or chats, or of token ids under ``input_ids``.
 
         Args:
-            of: which data set it is, for messages.
+            of: the name of the data set, for messages.
             closed: as in :meth:`from_list`.
 
         Raises:
@@ -159,18 +156,18 @@ class Prompts:
         )
 
     def repeated(self, times: int) -> Prompts:
-        """Each prompt so many times in a row."""
+        """Each prompt ``times`` times in a row."""
         return self.take([i for i in range(len(self)) for _ in range(times)])
 
     def fitting(self, layout: Layout, new_tokens: int, long_prompts: str) -> Prompts:
-        """Those that leave room for ``new_tokens`` in the model's context.
+        """The prompts that leave room for ``new_tokens`` in the model's context.
 
         Args:
-            long_prompts: "refuse" raises where one does not; "drop" leaves those out, with one
-                warning that counts them.
+            long_prompts: "refuse" raises an error for one that does not; "drop" leaves such prompts
+                out, and counts them in a warning.
 
         Raises:
-            ValueError: a prompt that is too long, named; with "drop", all of them.
+            ValueError: a prompt that is too long, named; with "drop", no prompt left.
         """
         limits = [layout.exceeded(len(tokens), new_tokens) for tokens in self.ids]
         kept = [i for i, limit in enumerate(limits) if limit is None]
@@ -196,7 +193,7 @@ class Prompts:
         return self.take(kept)
 
     def fingerprint(self) -> str:
-        """The same for the same token ids in the same order."""
+        """A hash of the token ids, in their order."""
         digest = hashlib.sha256()
         for tokens in self.ids:
             digest.update(len(tokens).to_bytes(8, "little"))
@@ -205,15 +202,15 @@ class Prompts:
 
 
 class PromptStream:
-    """Batches of indices without end: every epoch in an order of its own, in whole batches.
+    """An endless stream of batches of indices, every epoch in another order, in whole batches.
 
     The order of epoch e (from 0) is permutation e+1 of those that ``np.random.RandomState(seed)``
-    draws; what an epoch leaves that fills no batch is dropped. ``epoch`` and ``index`` say where
-    the stream stands.
+    draws; the rest of an epoch that fills no batch is dropped. ``epoch`` and ``index`` are the
+    stream's position.
 
     Args:
         count: number of prompts.
-        seed: of the orders.
+        seed: of the permutations.
     """
 
     def __init__(self, count: int, seed: int):
@@ -238,7 +235,7 @@ class PromptStream:
 
     @contextlib.contextmanager
     def kept_on_error(self) -> Iterator[None]:
-        """Leaves the stream where it stood if what was done with its prompts failed."""
+        """Restores the stream's position if the block raises an exception."""
         epoch, index = self.epoch, self.index
         try:
             yield
@@ -247,7 +244,7 @@ class PromptStream:
             raise
 
     def state_dict(self) -> dict[str, int]:
-        """Numbers that JSON holds."""
+        """Seed and position, as numbers that JSON can hold."""
         return {
             "count": self.count,
             "seed": self.seed,
@@ -278,7 +275,7 @@ class PromptStream:
 def read_eval_prompts(
     source: Any, column: str | None, tokenizer: Any, *, closed: bool = False
 ) -> Prompts:
-    """From a data set, or a list."""
+    """Evaluation prompts from a data set or a list."""
     if hasattr(source, "column_names"):
         return Prompts.from_dataset(source, column, tokenizer, "eval_prompts's ", closed=closed)
     return Prompts.from_list(source, tokenizer, "eval_prompts[{}]".format, closed=closed)

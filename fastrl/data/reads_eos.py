@@ -1,10 +1,10 @@
-"""Whether a reward model reads EOS behind a response, saved beside it.
+"""Whether a reward model reads EOS behind a response: a record that is saved with it.
 
-A reward model has to be scored on the token ids that it was trained on. Those that are trained here
-say so by a key in their config.json, which ``save_pretrained`` and ``push_to_hub`` write and
-``from_pretrained`` reads; an adapter, which has no config.json, by a file of its own. A classifier
-without that record was trained elsewhere: it is scored on prompt and response as one text, as its
-tokenizer writes a text.
+A reward model must be scored on the same token ids as it was trained on. fastrl records this in a
+key of the model's config.json, which ``save_pretrained`` and ``push_to_hub`` write and
+``from_pretrained`` reads; an adapter, which has no config.json, gets a file of its own. A
+classifier without the record was trained elsewhere: it is scored on prompt and response as one
+text, as its tokenizer encodes a text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ADAPTER_FILE = "fastrl.json"
 
 
 def record(model: Any, reads_eos: bool | None) -> None:
-    """Puts it into the model's configuration; None: not known, which takes it away."""
+    """Writes the record to the model's configuration; None (not known) removes it."""
     config = getattr(model, "config", None)
     if config is None:
         return
@@ -32,18 +32,18 @@ def record(model: Any, reads_eos: bool | None) -> None:
 
 
 def recorded(model: Any) -> bool | None:
-    """What the model's configuration says; None where it says nothing."""
+    """The record in the model's configuration; None if there is none."""
     return getattr(getattr(model, "config", None), KEY, None)
 
 
 def save_beside_adapter(model: Any, folder: str | Path) -> None:
-    """Writes the record where an adapter was saved; a whole model's config.json has it already."""
+    """Writes an adapter's record to its folder; a whole model has it in config.json."""
     if hasattr(model, "peft_config"):
         Path(folder, ADAPTER_FILE).write_text(json.dumps({KEY: recorded(model)}) + "\n")
 
 
 def load_from_adapter(model: Any, path: str | os.PathLike) -> None:
-    """Reads the record of an adapter into the model's configuration, which is its base's."""
+    """Copies an adapter's record to the model's configuration, which is that of its base."""
     if not hasattr(model, "peft_config"):
         return
     file = find_file(model_folder(path), ADAPTER_FILE, {})

@@ -1,4 +1,4 @@
-"""Data sets from files, the Hub, lists and data sets; prompts out of them, and rows held out."""
+"""Data sets from files, the Hub and lists; their prompts, and rows held out for evaluation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from fastrl.data.chat import TextOrMessages
 
 PROMPT = "prompt"
-ROW = "__row__"  # a column that says which row of its file a row was, for messages
-LONG_PROMPTS = ("refuse", "drop")  # what becomes of prompts over a model's context
+ROW = "__row__"  # a column with the number of a row in its file, for messages
+LONG_PROMPTS = ("refuse", "drop")  # how to treat prompts longer than a model's context
 USUAL_COLUMNS = (PROMPT, "query", "text")
-MOST_HELD_OUT = 256  # examples, where no number is asked for
+MOST_HELD_OUT = 256  # examples, by default
 _FORMATS = {
     ".jsonl": "json",
     ".json": "json",
@@ -34,7 +34,7 @@ _CHUNK = 1 << 22  # bytes
 
 
 def load_table(source: str, split: str = "train") -> Dataset:
-    """A local file, a folder of files of one format, or a data set of the Hub.
+    """Loads a local file, a folder of files of one format, or a data set of the Hub.
 
     Args:
         source: a .jsonl, .json, .parquet, .csv, .tsv or .txt file, a folder of them, a folder that
@@ -43,8 +43,8 @@ def load_table(source: str, split: str = "train") -> Dataset:
 
     Raises:
         FileNotFoundError: a path that does not exist, or a folder without data files.
-        ValueError: a file of another format, an empty or broken one, text in another encoding than
-            UTF-8 (named, with the line where that is known); a folder of several formats; an
+        ValueError: a file of another format, an empty or broken one, text that is not UTF-8 (the
+            error names the file, and the line if it is known); a folder of several formats; an
             unknown split.
     """
     import datasets
@@ -57,7 +57,12 @@ def load_table(source: str, split: str = "train") -> Dataset:
     if path.is_dir():
         if any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
             saved = datasets.load_from_disk(str(path))
-            return _pick_split(saved, split, source)
+            if not hasattr(saved, "keys"):
+                return saved
+            if split not in saved:
+                splits = ", ".join(saved)
+                raise ValueError(f"{source} has no split {split!r}: choose one of {splits}")
+            return saved[split]
         files = sorted(f for f in path.iterdir() if f.suffix in _FORMATS)
         if not files:
             raise FileNotFoundError(f"{source} holds no {', '.join(_FORMATS)} file")
@@ -74,8 +79,8 @@ def as_dataset(dataset: Any) -> Dataset:
         dataset: a ``datasets.Dataset``, a list of rows, or another data set of rows by index.
 
     Raises:
-        TypeError: something else.
-        ValueError: an empty one.
+        TypeError: anything else.
+        ValueError: an empty data set.
     """
     import datasets
 
@@ -93,7 +98,7 @@ def as_dataset(dataset: Any) -> Dataset:
 
 
 def open_rows(source: Any, split: str) -> Any:
-    """Rows by index. Lists stay what they are, so that what is wrong in them can be named."""
+    """Rows by index. Lists are not converted, so that errors can name their rows."""
     if isinstance(source, str | os.PathLike):
         return load_table(os.fspath(source), split)
     if isinstance(source, dict) and split in source:
@@ -113,7 +118,7 @@ def columns_of(rows: Any) -> list[str]:
 
 
 def each_row(rows: Any) -> Iterator[Mapping[str, Any]]:
-    """All rows; of a data set in batches, which is many times faster than one by one."""
+    """All rows, read from a data set in batches, which is many times faster than one by one."""
     if not hasattr(rows, "column_names"):
         yield from rows
         return
@@ -139,9 +144,9 @@ def take_prompts(
         max_tokens: then keep each text's first tokens only, as ``tokenizer`` counts them.
 
     Raises:
-        ValueError: no such column (the message lists those there are), no prompt left, or chats
-            that are to be cut.
-        TypeError: a column that holds something else than text or chats.
+        ValueError: no such column (the error lists the columns), no prompt left, or a limit for
+            chats, which cannot be cut.
+        TypeError: a column of something other than text or chats.
     """
     from fastrl.data.chat import is_chat
 
@@ -156,17 +161,20 @@ def take_prompts(
     for name, limit in (("prompt_words", words), ("max_prompt_tokens", max_tokens)):
         if limit is not None and not isinstance(prompts[0], str):
             raise ValueError(
-                f"{name} cuts texts, and column {column!r} holds chat messages, which would not be "
-                "whole then: leave it out"
+                f"{name} cuts texts, and column {column!r} holds chat messages, which cannot be "
+                "cut: leave it out"
             )
     if words is not None:
         prompts = [" ".join(text.split()[:words]) for text in prompts]
     if max_tokens is not None:
-        prompts = [_first_tokens(text, max_tokens, tokenizer) for text in prompts]
-    kept = [row for row, prompt in enumerate(prompts) if _says_something(prompt)]
+        for row, text in enumerate(prompts):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if len(ids) > max_tokens:
+                prompts[row] = tokenizer.decode(ids[:max_tokens])
+    kept = [row for row, prompt in enumerate(prompts) if _has_text(prompt)]
     if not kept:
         raise ValueError(f"column {column!r} holds no text: every prompt is empty")
-    if table.column_names == [PROMPT]:  # without it, no row would be left to add a column to
+    if table.column_names == [PROMPT]:  # a table without columns has no rows to add one to
         return table.from_dict({PROMPT: prompts}).select(kept)
     if PROMPT in table.column_names:
         table = table.remove_columns(PROMPT)
@@ -174,17 +182,17 @@ def take_prompts(
 
 
 def sample_rows(table: Dataset, count: int, seed: int) -> Dataset:
-    """``count`` rows of distinct prompts, or all where there are fewer; a seed picks the same."""
+    """``count`` random rows of distinct prompts, or all if there are fewer."""
     row_of = {_key(prompt): row for row, prompt in enumerate(table[PROMPT])}
     rows = sorted(row_of.values())
     return table.select(random.Random(seed).sample(rows, min(count, len(rows))))
 
 
 def drop_prompts(table: Dataset, prompts: Collection[TextOrMessages]) -> Dataset:
-    """The rows whose prompt is none of ``prompts``.
+    """The rows whose prompt is not in ``prompts``.
 
     Raises:
-        ValueError: no row would be left.
+        ValueError: no row left.
     """
     unwanted = {_key(prompt) for prompt in prompts}
     kept = [row for row, prompt in enumerate(table[PROMPT]) if _key(prompt) not in unwanted]
@@ -196,24 +204,23 @@ def drop_prompts(table: Dataset, prompts: Collection[TextOrMessages]) -> Dataset
 
 
 def _key(prompt: TextOrMessages) -> str:
-    """The same for the same prompt."""
+    """A text that identifies the prompt."""
     return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
 
 
-def _says_something(prompt: TextOrMessages) -> bool:
+def _has_text(prompt: TextOrMessages) -> bool:
     if isinstance(prompt, str):
         return bool(prompt.strip())
     return any(message and (message.get("content") or "").strip() for message in prompt)
 
 
 def count_prompts(table: Dataset) -> int:
-    """Distinct ones."""
+    """The number of distinct prompts."""
     return len({_key(prompt) for prompt in table[PROMPT]})
 
 
 def held_out_count(asked: int | None, available: int) -> int:
-    """How many of the available examples to hold out: as many as were asked for, or else
-    min(256, a tenth), which is none of fewer than ten."""
+    """How many examples to hold out: ``asked``, or by default min(256, a tenth of them)."""
     return min(MOST_HELD_OUT, available // _HELD_OUT_OF) if asked is None else asked
 
 
@@ -234,12 +241,12 @@ def _read_files(files: list[Path]) -> Dataset:
                 formats.pop(), data_files=[str(file) for file in files], split="train", **options
             )
     except (datasets.exceptions.DatasetGenerationError, ValueError, StopIteration) as error:
-        _blame(files, error)
+        _raise_read_error(files, error)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No bar that stops half-way and no log of ``datasets`` above the error that names the line."""
+    """Hides the progress bar and logs of ``datasets``, which would stand above our error."""
     import datasets
     from datasets.utils import logging
 
@@ -257,7 +264,7 @@ def _quiet() -> Iterator[None]:
 def _check_bytes(file: Path) -> None:
     """
     Raises:
-        ValueError: an empty file, one that is no Parquet, text that is not UTF-8.
+        ValueError: an empty file, a broken Parquet file, text that is not UTF-8.
     """
     if file.stat().st_size == 0:
         raise ValueError(f"{file} is empty")
@@ -287,11 +294,11 @@ def _check_bytes(file: Path) -> None:
             line += text.count("\n")
 
 
-def _blame(files: list[Path], error: Exception) -> NoReturn:
-    """Says which of the files could not be read, and why.
+def _raise_read_error(files: list[Path], error: Exception) -> NoReturn:
+    """Raises an error that names the file that could not be read, and the reason.
 
     Raises:
-        ValueError: always, but for errors of the operating system, which are raised as they are.
+        ValueError: always, except for errors of the operating system, which are raised as they are.
     """
     cause = error.__cause__ or error
     if isinstance(cause, OSError):
@@ -307,11 +314,11 @@ def _blame(files: list[Path], error: Exception) -> NoReturn:
     if "corresponds to no data" in said:
         raise ValueError(f"{file} holds no rows") from error
     if _FORMATS[file.suffix] == "json":
-        _blame_json(file)
+        _check_json(file)
     raise ValueError(f"{file} cannot be read as {file.suffix[1:].upper()}: {said}") from error
 
 
-def _blame_json(file: Path) -> None:
+def _check_json(file: Path) -> None:
     """
     Raises:
         ValueError: the first line that is not valid JSON, or not an object.
@@ -352,14 +359,6 @@ def _check_object(row: Any, place: str) -> None:
         )
 
 
-def _pick_split(saved: Any, split: str, source: str) -> Dataset:
-    if not hasattr(saved, "keys"):
-        return saved
-    if split not in saved:
-        raise ValueError(f"{source} has no split {split!r}: choose one of {', '.join(saved)}")
-    return saved[split]
-
-
 def _find_column(table: Dataset, column: str | None) -> str:
     there = ", ".join(table.column_names)
     if column is None:
@@ -372,8 +371,3 @@ def _find_column(table: Dataset, column: str | None) -> str:
     elif column not in table.column_names:
         raise ValueError(f"the data set has no column {column!r}: its columns are {there}")
     return column
-
-
-def _first_tokens(text: str, count: int, tokenizer: Any) -> str:
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return text if len(ids) <= count else tokenizer.decode(ids[:count])

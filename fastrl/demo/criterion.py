@@ -1,4 +1,4 @@
-"""What PPO must reach in the demo, and what its texts say beside the reward."""
+"""The demo's criterion of success, and statistics of its texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KL_CEILING = 5.0  # to the language model that PPO starts from, in nats per sequ
 
 
 def failures(comparison: Comparison) -> list[str]:
-    """The conditions that were missed, each as a clause; a KL that is not known misses its."""
+    """The conditions that were missed, each as a clause; an unknown KL misses its condition."""
     missed = []
     if not comparison.gain_in_sems >= GAIN_IN_SEMS:
         missed.append(
@@ -24,7 +24,7 @@ def failures(comparison: Comparison) -> list[str]:
 
 
 def success() -> str:
-    """What was reached where no condition was missed."""
+    """What was reached if no condition was missed."""
     return (
         f"the reward rose by at least {GAIN_IN_SEMS:g} standard errors "
         f"with KL below its ceiling of {KL_CEILING:g} nats per sequence"
@@ -32,7 +32,7 @@ def success() -> str:
 
 
 def text_statistics(before: Evaluation, after: Evaluation) -> dict[str, float]:
-    """The grammar's own polarity, which PPO is not trained on, and how many completions differ."""
+    """The texts' polarity by the rule, which is not the reward, and counts of distinct texts."""
     return {
         "rule_polarity_before": _mean_polarity(before),
         "rule_polarity_after": _mean_polarity(after),

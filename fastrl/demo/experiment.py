@@ -1,8 +1,8 @@
-"""``fastrl demo``: SFT, a reward model and PPO, on film reviews that a grammar writes.
+"""``fastrl demo``: SFT, a reward model and PPO, on film reviews from a grammar.
 
-Text, tokenizer and models are made from a seed. Whether PPO has succeeded is decided by
-:mod:`fastrl.demo.criterion`. Models and prompts of all stages stay in the output folder, for the
-other commands to go on with.
+Text, tokenizer and models are made from a seed. :mod:`fastrl.demo.criterion` decides whether PPO
+has succeeded. Models and prompts of all stages stay in the output folder, where the other commands
+can use them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fastrl.run.report import finish_training, run_console
 
 GENERATION = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}
 
-# Reviews that no model trains on come from seeds far from those of the training text.
+# Seeds of reviews for evaluation are far from those of the training text.
 _HELD_OUT_SEED_OFFSET = 1_000_000
 
 
@@ -43,7 +43,7 @@ class Demo:
     seed: int = setting("Seed of the text, the models and the training.", 0)
     output: str = setting("Folder for the model, the metrics and the report.", "runs/demo")
     steps: int | None = setting("Number of PPO steps; by default 50, or 14 with --quick.", None)
-    quick: bool = setting("Everything smaller, for a first look.", False)
+    quick: bool = setting("Less data and fewer steps, for a first look.", False)
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
@@ -52,7 +52,7 @@ class Demo:
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything a demo takes."""
+    """The sizes of a demo's data and the numbers of its steps."""
 
     reviews: int
     language_model_steps: int
@@ -91,7 +91,7 @@ QUICK = Size(
 
 @dataclass(frozen=True)
 class Models:
-    """What PPO starts from."""
+    """The models that PPO starts with."""
 
     tokenizer: Any
     language_model: Any
@@ -101,7 +101,8 @@ class Models:
 
 
 def run_demo(demo: Demo) -> int:
-    """Runs all stages and reports; 0 if the reward rose enough within the KL ceiling, else 1."""
+    """Runs all stages and reports; returns 0 if the reward rose enough under the KL ceiling, else
+    1."""
     console, started = run_console(), time.perf_counter()
     size = QUICK if demo.quick else FULL
     steps = demo.steps or size.ppo_steps
@@ -150,7 +151,7 @@ def run_demo(demo: Demo) -> int:
 
 
 def train_models(demo: Demo, size: Size, folder: RunFolder, console: Console) -> Models:
-    """Writes the texts, then fits tokenizer, language model and reward model to them."""
+    """Generates the texts, and trains tokenizer, language model and reward model on them."""
     seed = demo.seed
     begin = time.perf_counter()
     console.rule("1/3  text, tokenizer, and a language model by SFT")
@@ -178,7 +179,7 @@ def train_models(demo: Demo, size: Size, folder: RunFolder, console: Console) ->
 def improve(
     models: Models, demo: Demo, size: Size, steps: int, folder: RunFolder
 ) -> tuple[PPOTrainer, TrainResult]:
-    """PPO for the reward model; prompts to train on and to evaluate on are disjoint."""
+    """Trains the language model by PPO; prompts for training and evaluation are disjoint."""
     prompts, held_out = split_openings(size.train_prompts, size.eval_prompts, demo.seed)
     for name, texts in (("prompts", prompts), ("held_out", held_out)):
         folder.write_rows(f"{name}.jsonl", ({"prompt": text} for text in texts))
@@ -206,7 +207,7 @@ def _ppo_config(seed: int, batch_size: int) -> PPOConfig:
         batch_size=batch_size,
         mini_batch_size=batch_size // 2,
         ppo_epochs=4,
-        # Strong enough for the policy to stay varied: at 0.1 it repeats a few sentences.
+        # At 0.1 the policy ends up repeating a few sentences.
         init_kl_coef=0.4,
         target=3.0,
     )
@@ -222,7 +223,8 @@ def _verdict(missed: list[str], console: Console, seconds: float) -> int:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Models this small gain little from a second thread, and lose much where cores are shared."""
+    """Runs the block on one thread: such small models gain little from a second one, and lose much
+    when cores are shared."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

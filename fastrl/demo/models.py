@@ -27,8 +27,8 @@ _BATCH_SIZE = 32
 def build_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per word of ``texts``, and padding, EOS and unknown tokens.
 
-    As in GPT-2's tokenizer a word carries the space before it, so that a prompt and a completion
-    decode to texts that can be joined as they are.
+    As in GPT-2's tokenizer a token includes the space before the word, so that a prompt and a
+    completion decode to texts that can be joined.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -51,7 +51,7 @@ def build_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 def train_language_model(
     tokenizer: PreTrainedTokenizerFast, reviews: Sequence[Review], steps: int, folder: RunFolder
 ) -> GPT2LMHeadModel:
-    """A GPT-2-shaped model fitted to the reviews, each ended by EOS."""
+    """A small GPT-2 model, trained on the reviews, each followed by EOS."""
     model = GPT2LMHeadModel(_gpt2_config(tokenizer))
     held_out = len(reviews) // 16
     texts = Dataset.from_dict({"text": [review.text for review in reviews]})
@@ -75,7 +75,8 @@ def train_reward_model(
     steps: int,
     folder: RunFolder,
 ) -> tuple[GPT2ForSequenceClassification, float]:
-    """A model that scores the first of each pair above the second; its share of held-out pairs."""
+    """A reward model trained on pairs, the preferred one first; and its accuracy on held-out
+    pairs."""
     model = GPT2ForSequenceClassification(_gpt2_config(tokenizer, num_labels=1))
     trainer = RewardTrainer(
         model,
@@ -92,7 +93,7 @@ def train_reward_model(
 
 
 def _save(trainer: Any, folder: RunFolder) -> None:
-    """For the commands, beside the metrics."""
+    """Saves model and tokenizer, for use by other commands."""
 
     def save(model: Path) -> None:
         trainer.model.save_pretrained(model)

@@ -1,10 +1,10 @@
 """The demo's texts: a small grammar of film reviews, a rule for their polarity, and a labeller.
 
-The grammar writes sentences such as "frankly , this director delivers a clever thriller but the
+The grammar makes sentences such as "frankly , this director delivers a clever thriller but the
 ending is never believable .". `polarity` is the rule that says how favourable a sentence is; a
-noisy `labeller` follows it, and the demo's reward classifier learns from such labels alone. The
-rule itself is never the reward: it shows, at the end, whether the policy pleased the classifier by
-writing better reviews.
+noisy `labeller` follows it, and the demo's reward classifier is trained on such labels only. The
+rule itself is never the reward: at the end it shows whether the classifier's reward rose because
+the reviews became more favourable.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ def sentence(rng: random.Random) -> str:
     if draw < 0.3:
         parts += [rng.choice(JOINERS), _clause(rng, mood)]
     elif draw < 0.65:
-        # "but" mostly announces a change of heart, as it does in reviews.
+        # After "but" the polarity mostly turns, as in real reviews.
         turned = _OPPOSITE[mood] if rng.random() < 0.8 else mood
         parts += [rng.choice(CONTRASTS), _clause(rng, turned)]
     return " ".join([*parts, "."])
 
 
 def opening(rng: random.Random) -> str:
-    """The first words of a review, cut before anything favourable or unfavourable is said."""
+    """The first words of a review, before any favourable or unfavourable word."""
     start = [rng.choice(OPENERS)] if rng.random() < 0.6 else []
     if rng.random() < 0.35:
         subject_and_verb = [_person(rng), rng.choice(MAKES)]
@@ -126,8 +126,8 @@ def opening(rng: random.Random) -> str:
 def polarity(text: str) -> int:
     """How favourable a sentence is: the sum of `WEIGHTS` over its words.
 
-    A negator turns the sign of what follows it in its clause ("never moving"), and everything
-    after "but" or its like counts twice.
+    A negator changes the sign of the words after it in its clause ("never moving"), and words after
+    "but", "yet" or "though" count twice.
     """
     total, factor, sign = 0, 1, 1
     for word in text.split():
@@ -172,7 +172,7 @@ def preference_pairs(count: int, seed: int) -> list[tuple[str, str]]:
 
 
 def split_openings(train: int, held_out: int, seed: int) -> tuple[list[str], list[str]]:
-    """Two disjoint lists of distinct openings: prompts to train on and prompts to judge by."""
+    """Two disjoint lists of distinct openings: prompts for training and for evaluation."""
     rng = random.Random(seed)
     distinct: dict[str, None] = {}
     while len(distinct) < train + held_out:

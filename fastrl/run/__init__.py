@@ -1,1 +1,1 @@
-"""Everything that a run writes: its folder, metrics, progress, model card, report, uploads."""
+"""The files of a run: folder, metrics, report, model card, uploads."""

@@ -1,4 +1,4 @@
-"""Hooks of ``PPOTrainer.train``: the base of a user's own, and what they are given."""
+"""Callbacks of ``PPOTrainer.train``: their base class, and the results that they are given."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Evaluation:
     mean: float
     sem: float  # standard error of the mean
     kl: float  # mean KL to the reference per sequence, in nats; NaN where there is none
-    rewards: list[float]  # NaN for a sample that ended in NaN logits, which no mean has in it
+    rewards: list[float]  # NaN for a sample that ended in NaN logits, which the means leave out
     prompts: list[str]
     completions: list[str]
-    nan_samples: int = 0  # how many did
+    nan_samples: int = 0  # samples that ended in NaN logits
 
     def scalars(self) -> dict[str, float]:
-        """As metrics."""
+        """The numbers, under the names of metrics."""
         return {
             "eval/reward_mean": self.mean,
             "eval/reward_sem": self.sem,
@@ -49,10 +49,10 @@ class Samples:
 
 @dataclass(repr=False)
 class TrainResult:
-    """What ``train`` returns: a dict of numbers per step, and every evaluation.
+    """The result of ``train``: a dict of numbers per step, and every evaluation.
 
     Attributes:
-        dropped_prompts, dropped_eval_prompts: how many ``long_prompts="drop"`` has left out.
+        dropped_prompts, dropped_eval_prompts: how many prompts ``long_prompts="drop"`` left out.
     """
 
     history: list[dict[str, float]] = field(default_factory=list)
@@ -72,10 +72,10 @@ class TrainResult:
 
 
 class TrainCallback:
-    """Override what you need; every method does nothing by default.
+    """Base class of callbacks; its methods do nothing.
 
-    ``trainer`` is the :class:`fastrl.PPOTrainer`. Steps are counted over all of its runs: a second
-    ``train()`` of 10 steps after a first one of 10 has the steps 11 to 20.
+    ``trainer`` is the :class:`fastrl.PPOTrainer`. Steps are counted over all calls of ``train()``:
+    a second call of 10 steps after a first one of 10 has the steps 11 to 20.
     """
 
     def on_train_begin(self, trainer: Any, total_steps: int) -> None: ...
@@ -89,11 +89,11 @@ class TrainCallback:
     def on_train_end(self, trainer: Any, result: TrainResult) -> None: ...
 
     def close(self) -> None:
-        """Called last, after an exception as well: release what is open."""
+        """Called last, also after an exception: releases resources."""
 
 
 def closing_callbacks(run: Callable[..., TrainResult]) -> Callable[..., TrainResult]:
-    """Decorates a loop's method: when it ends, also by an exception, its callbacks are closed."""
+    """Decorator of a loop's method: closes its callbacks at the end, also after an exception."""
 
     @functools.wraps(run)
     def closing(loop: Any, *args: Any, **kwargs: Any) -> TrainResult:
@@ -108,5 +108,5 @@ def closing_callbacks(run: Callable[..., TrainResult]) -> Callable[..., TrainRes
 
 
 def kl_text(nats: float) -> str:
-    """A KL as part of a line; empty where there is none."""
+    """A KL as part of a line; empty if it is NaN."""
     return "" if math.isnan(nats) else f", KL {nats:.2f}"

@@ -1,8 +1,8 @@
-"""The figure of a run: its curves, step by step.
+"""The figure of a run: its curves by step.
 
-:func:`draw` chooses by what was recorded: reward, KL, entropy, value loss, clip fraction and time
-of PPO, GRPO and others (:func:`draw_run`), with SFT and reward model before it
-(:func:`draw_road`), or loss and accuracy of transformers' Trainer (:func:`draw_fit`).
+:func:`draw` chooses by the recorded metrics: reward, KL, entropy, value loss, clip fraction and
+time of PPO, GRPO and others (:func:`draw_run`), the same after SFT and a reward model
+(:func:`draw_stages`), or loss and accuracy of transformers' Trainer (:func:`draw_fit`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette: told apart with every common colour blindness, and in grey.
+# Okabe and Ito's palette, for readers with and without colour blindness.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, GREY, FAINT = "#CC79A7", "#56B4E9", "#6B6B6B", "#D9D9D9"
 
-# Phases of a step, in the order in which they run, and the timers that make each of them up.
+# Phases of a step in their order: name, timers, colour.
 PHASES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("rollout", ("time/rollout",), SKY),
     ("reward", ("time/reward",), PURPLE),
@@ -47,7 +47,7 @@ class Series:
 
 
 def series(rows: Sequence[dict[str, Any]], key: str) -> Series:
-    """The finite values of one metric and their steps; rows that lack it are passed over."""
+    """The finite values of one metric, and their steps."""
     steps, values = [], []
     for index, row in enumerate(rows):
         value = row.get(key)
@@ -68,11 +68,11 @@ def draw(
 
     Args:
         rows: of metrics.jsonl.
-        stages: rows of what came before the run, by name.
+        stages: rows of the run's earlier stages, by name.
         kl_ceiling: drawn into the KL panel, in nats per sequence.
     """
     if {"sft", "reward"} <= set(stages):
-        return draw_road(rows, stages, title=title, kl_ceiling=kl_ceiling)
+        return draw_stages(rows, stages, title=title, kl_ceiling=kl_ceiling)
     if series(rows, "reward/mean") or series(rows, "eval/reward_mean"):
         return draw_run(rows, title=title, kl_ceiling=kl_ceiling)
     return draw_fit(rows, title=title)
@@ -87,7 +87,7 @@ def draw_run(
         rows: one dict of metrics per step; rows of evaluations may stand between them.
         kl_ceiling: drawn into the KL panel, in nats per sequence.
     """
-    figure, panels = _sheet(title, 2, 3)
+    figure, panels = _new_figure(title, 2, 3)
     _draw_reward(panels[0], rows)
     _draw_kl(panels[1], rows, kl_ceiling)
     _draw_line(panels[2], rows, "ppo/policy/entropy", "Policy entropy", "nats per token", GREEN)
@@ -101,7 +101,7 @@ def draw_run(
     return figure
 
 
-def draw_road(
+def draw_stages(
     rows: Sequence[dict[str, Any]],
     stages: Mapping[str, Sequence[dict[str, Any]]],
     *,
@@ -114,7 +114,7 @@ def draw_road(
         rows: of PPO.
         stages: rows of "sft" and "reward", as transformers' Trainer logs them.
     """
-    figure, panels = _sheet(title, 2, 3)
+    figure, panels = _new_figure(title, 2, 3)
     _draw_pair(panels[0], stages["sft"], ("loss", "eval_loss"), "1. SFT loss", "nats per token")
     _draw_pair(
         panels[1], stages["reward"], ("", "eval_accuracy"), "2. Reward model", "share of pairs"
@@ -127,7 +127,7 @@ def draw_road(
     return figure
 
 
-# Beside the loss the first of these that a run has: what says most of it.
+# The first of these metrics that a run has is drawn beside the loss.
 _FIT_PANELS = (
     (("accuracy", "eval_accuracy"), "Accuracy", "share of pairs"),
     (("rewards/mean", "eval_reward"), "Reward", ""),
@@ -137,8 +137,8 @@ _FIT_PANELS = (
 
 
 def draw_fit(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
-    """Draws a run of transformers' Trainer, from what it logs."""
-    figure, panels = _sheet(title, 2, 2)
+    """Draws a run of transformers' Trainer from its logs."""
+    figure, panels = _new_figure(title, 2, 2)
     _draw_pair(panels[0], rows, ("loss", "eval_loss"), "Loss", "nats")
     second = next((pair for pair in _FIT_PANELS if series(rows, pair[0][1])), None)
     if second is not None:
@@ -150,9 +150,9 @@ def draw_fit(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
     return figure
 
 
-def _sheet(title: str, rows: int, columns: int) -> tuple[Figure, Any]:
+def _new_figure(title: str, rows: int, columns: int) -> tuple[Figure, Any]:
     """A figure and its panels."""
-    # pyplot is not used: it would choose a GUI backend and keep the figure alive in its registry.
+    # Without pyplot, which would choose a GUI backend and keep the figure in memory.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -167,7 +167,7 @@ def _sheet(title: str, rows: int, columns: int) -> tuple[Figure, Any]:
 def _draw_pair(
     panel: Axes, rows: Sequence[dict[str, Any]], keys: tuple[str, str], title: str, unit: str
 ) -> None:
-    """A metric of the training batches, and the same of held-out data."""
+    """Draws a metric of the training batches and of held-out data."""
     names = []
     training, evaluated = (series(rows, key) for key in keys)
     if training:
@@ -176,7 +176,7 @@ def _draw_pair(
     if evaluated:
         panel.plot(evaluated.steps, evaluated.values, "o-", color=VERMILION, markersize=5)
         names.append(("held out", VERMILION))
-    _head(panel, title, unit, names)
+    _finish_panel(panel, title, unit, names)
 
 
 def _draw_reward(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
@@ -199,7 +199,7 @@ def _draw_reward(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
             capsize=3,
         )
         names.append(("held out ± s.e.", VERMILION))
-    _head(panel, "Reward", "", names)
+    _finish_panel(panel, "Reward", "", names)
 
 
 def _draw_kl(panel: Axes, rows: Sequence[dict[str, Any]], ceiling: float | None) -> None:
@@ -215,7 +215,7 @@ def _draw_kl(panel: Axes, rows: Sequence[dict[str, Any]], ceiling: float | None)
         panel.axhline(ceiling, color=GREY, linestyle=(0, (4, 3)))
         panel.set_ylim(top=1.08 * max([ceiling, *kl.values, *evaluated.values]))
         names.append((f"ceiling {ceiling:g}", GREY))
-    _head(panel, "KL to the reference", "nats per sequence", names)
+    _finish_panel(panel, "KL to the reference", "nats per sequence", names)
 
 
 def _draw_clip_fraction(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
@@ -229,7 +229,7 @@ def _draw_clip_fraction(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
             panel.plot(line.steps, line.values, color=colour)
             names.append((name, colour))
     panel.set_ylim(bottom=0)
-    _head(panel, "Clip fraction", "share of tokens", names)
+    _finish_panel(panel, "Clip fraction", "share of tokens", names)
 
 
 def _draw_phases(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
@@ -243,10 +243,10 @@ def _draw_phases(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
     if layers:
         colours = [colour for _, colour, _ in layers]
         panel.stackplot(steps, *(seconds for _, _, seconds in layers), colors=colours, linewidth=0)
-        # One slow step (the first one warms up) must not flatten all the others.
+        # One slow step, such as the first, must not set the scale.
         totals = sorted(map(sum, zip(*(seconds for _, _, seconds in layers), strict=True)))
         panel.set_ylim(0, 1.15 * totals[int(0.95 * (len(totals) - 1))])
-    _head(panel, "Time per step", "seconds", [(f"■ {n}", c) for n, c, _ in layers])
+    _finish_panel(panel, "Time per step", "seconds", [(f"■ {n}", c) for n, c, _ in layers])
 
 
 def _draw_line(
@@ -256,14 +256,12 @@ def _draw_line(
     if line:
         panel.plot(line.steps, line.values, color=colour)
         panel.set_ylim(bottom=min(0.0, *line.values))
-    _head(panel, title, unit, [("", colour)] if line else [])
+    _finish_panel(panel, title, unit, [("", colour)] if line else [])
 
 
-def _head(panel: Axes, title: str, unit: str, names: Sequence[tuple[str, str]]) -> None:
-    """The panel's title and axes, and each line's name in its own colour in place of a legend.
-
-    The names stand above the axes, where no curve can run into them.
-    """
+def _finish_panel(panel: Axes, title: str, unit: str, names: Sequence[tuple[str, str]]) -> None:
+    """Draws the panel's title and axes, and above them each line's name in its colour, in place of
+    a legend."""
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
     from matplotlib.ticker import MaxNLocator
 

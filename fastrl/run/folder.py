@@ -1,4 +1,4 @@
-"""The folder of a run: where each of its files goes, and how it is written."""
+"""RunFolder: the files of a run, and how they are written and read."""
 
 from __future__ import annotations
 
@@ -11,37 +11,42 @@ from typing import Any
 
 
 class RunFolder:
-    """Names and writes the files of a run; every command leaves the same.
+    """The folder of a run; every command writes the same files.
 
     ================== ============================================================================
     ``run.json``       command, title, job and settings; written as the run begins
-    ``metrics.jsonl``  one JSON object per log and per evaluation, appended as they come
-    ``logs/``          of trackers that write files
-    ``checkpoints/``   of transformers' Trainer, where asked for
+    ``metrics.jsonl``  one JSON object per log and per evaluation, appended during the run
+    ``logs/``          files of trackers
+    ``checkpoints/``   of transformers' Trainer, if the flags ask for them
     ``model/``         weights, tokenizer and model card (``README.md``)
     ``samples.jsonl``  responses to held-out prompts before and after training, with their rewards
     ``report.png``     curves
-    ``summary.json``   what run.json says, and the results
+    ``summary.json``   the contents of run.json, and the results
     ================== ============================================================================
 
-    A run in the folder of an earlier one overwrites it: :meth:`begin` removes the earlier one's
-    metrics, samples, report and summary; its model stays until there is a new one. Every file but
-    ``metrics.jsonl``, and ``model/``, is written under another name and then renamed: a reader, or
-    a run that was interrupted, finds the old one or the new one, never half of it.
+    A run in the folder of an earlier one overwrites it: :meth:`begin` removes the earlier run's
+    metrics, samples, report and summary; its model stays until there is a new one. ``model/`` and
+    every file but ``metrics.jsonl`` are written under another name and then renamed, so that a
+    reader, or an interrupted run, never sees half of one.
 
     Args:
         path: of the folder; nothing is written before :meth:`begin`.
-        config: of ``run.json``: values that JSON can hold, others as their text.
+        config: for ``run.json``; values that JSON cannot hold are written as text.
     """
 
     def __init__(self, path: str | os.PathLike[str], config: Mapping[str, Any] | None = None):
         self.name = os.fspath(path)
         self.path = Path(path)
         self.config: dict[str, Any] = dict(config or {})
+        self.metrics = self.path / "metrics.jsonl"
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.report = self.path / "report.png"
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
-        """The folder of a run that has begun, with its ``run.json``.
+        """The folder of an existing run, with the contents of its ``run.json``.
 
         Raises:
             FileNotFoundError: there is no ``metrics.jsonl``.
@@ -50,49 +55,25 @@ class RunFolder:
         folder = cls(path)
         if not folder.metrics.is_file():
             raise FileNotFoundError(
-                f"{path} holds no run: there is no metrics.jsonl; name the folder that a command "
-                "wrote, its --output"
+                f"{path} holds no run: there is no metrics.jsonl; name the --output folder of a "
+                "command"
             )
         folder.config = folder.read("run.json")
         return folder
 
-    # ------------------------------------------------------------------ names
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.png"
-
     def stage(self, name: str, config: Mapping[str, Any] | None = None) -> RunFolder:
-        """The folder of a stage that comes before the run."""
+        """The folder of an earlier stage of the run."""
         return RunFolder(self.path / name, config)
 
     def stages(self) -> dict[str, RunFolder]:
-        """Those that ``run.json`` names under "stages"."""
+        """The stages that ``run.json`` names under "stages"."""
         return {name: self.stage(name) for name in self.config.get("stages", ())}
 
-    # ------------------------------------------------------------------ writing
-
     def check(self) -> None:
-        """Refuses a folder that cannot be written.
+        """Checks that the folder can be written.
 
         Raises:
-            ValueError: no name, or a file in the way.
+            ValueError: no name, or a file of that name.
             PermissionError: a folder that cannot be written to.
         """
         if not self.name.strip():
@@ -106,8 +87,8 @@ class RunFolder:
             raise PermissionError(f"output {self.name}: {there} cannot be written to")
 
     def begin(self) -> None:
-        """Makes the folder, or empties that of an earlier run but for its model, checkpoints and
-        logs; writes ``run.json`` and an empty ``metrics.jsonl``."""
+        """Makes the folder, or removes an earlier run's files except model, checkpoints and logs;
+        writes ``run.json`` and an empty ``metrics.jsonl``."""
         self.path.mkdir(parents=True, exist_ok=True)
         for name in ("summary.json", "samples.jsonl", "report.png"):
             (self.path / name).unlink(missing_ok=True)
@@ -118,8 +99,7 @@ class RunFolder:
         """Replaces ``model/``.
 
         Args:
-            save: writes the model, its tokenizer and its card to the folder that it is given, and
-                makes it.
+            save: makes the folder that it is given, and writes model, tokenizer and card to it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.path, prefix=".saving-") as folder:
@@ -130,31 +110,28 @@ class RunFolder:
             new.rename(self.model)
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """A JSON object to a file."""
+        """Writes a JSON object to a file."""
         self._replace(name, json.dumps(content, indent=2, default=str) + "\n")
 
     def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """JSON objects to a file, one per line."""
+        """Writes JSON objects to a file, one per line."""
         self._replace(name, "".join(json.dumps(row, default=str) + "\n" for row in rows))
 
-    def write_samples(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """``samples.jsonl``."""
-        self.write_rows("samples.jsonl", rows)
-
     def write_summary(self, results: Mapping[str, Any]) -> dict[str, Any]:
-        """Results and configuration to ``summary.json``; returns both."""
+        """Writes results and configuration to ``summary.json``; returns both."""
         summary = {**results, **self.config}
         self.write("summary.json", summary)
         return summary
 
     def write_report(self, figure: Any) -> None:
-        """A figure of matplotlib to ``report.png``."""
+        """Writes a figure of matplotlib to ``report.png``."""
         part = self.path / ".report.png"
         figure.savefig(part)
         part.replace(self.report)
 
     def drop_empty_checkpoints(self) -> None:
-        """Removes the folder that transformers' Trainer makes, where it holds none."""
+        """Removes the folder of checkpoints, which transformers' Trainer always makes, if it is
+        empty."""
         if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
             self.checkpoints.rmdir()
 
@@ -163,13 +140,11 @@ class RunFolder:
         part.write_text(text, encoding="utf-8")
         part.replace(self.path / name)
 
-    # ------------------------------------------------------------------ reading
-
     def read(self, name: str) -> dict[str, Any]:
-        """A JSON object from a file; empty where there is no such file.
+        """Reads a JSON object from a file; empty if there is no such file.
 
         Raises:
-            ValueError: something else.
+            ValueError: not a JSON object.
         """
         path = self.path / name
         if not path.is_file():
@@ -183,11 +158,11 @@ class RunFolder:
         return content
 
     def summary(self) -> dict[str, Any]:
-        """Of a run that has ended; else empty."""
+        """Reads ``summary.json``; empty before the run has ended."""
         return self.read("summary.json")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Metrics.
+        """Reads ``metrics.jsonl``.
 
         Raises:
             ValueError: a line that is not a JSON object, named by its number.
@@ -195,7 +170,7 @@ class RunFolder:
         return _rows(self.metrics)
 
     def samples(self) -> list[dict[str, Any]]:
-        """Of a run that has ended and was evaluated on prompts; else empty.
+        """Reads ``samples.jsonl``; empty if there is none.
 
         Raises:
             ValueError: a line that is not a JSON object, named by its number.
@@ -204,7 +179,7 @@ class RunFolder:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """JSON objects from a file, one per line; none where there is no such file."""
+    """Reads JSON objects from a file, one per line; none if there is no such file."""
     if not path.is_file():
         return []
     rows = []

@@ -21,10 +21,9 @@ _OF_UPLOAD = (
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuses unknown arguments of :func:`upload`.
-
+    """
     Raises:
-        TypeError: an argument that :func:`upload` does not know, named.
+        TypeError: an argument that :func:`upload` does not have.
     """
     known = (*_OF_REPOSITORY, *_OF_UPLOAD)
     unknown = [name for name in options if name not in known]
@@ -46,19 +45,19 @@ def upload(
     """Uploads a folder to a model repository, in one commit.
 
     Args:
-        private: a repository that is not there is created with this visibility, before anything is
-            uploaded; None leaves it to the Hub's default for the namespace.
-        token: of the Hub; by default the one that is logged in.
+        private: visibility of a repository that does not exist and is created; None: the Hub's
+            default for the namespace.
+        token: of the Hub; by default that of the logged-in user.
         options: of ``HfApi.upload_folder``: commit_message, commit_description, revision,
             create_pr, parent_commit, path_in_repo, allow_patterns, ignore_patterns,
             delete_patterns.
 
     Returns:
-        the commit, as ``HfApi.upload_folder`` gives it.
+        the commit, from ``HfApi.upload_folder``.
 
     Raises:
         TypeError: another option.
-        ValueError: ``private=True``, and a public repository of that name is there already.
+        ValueError: ``private=True``, but the repository exists and is public.
     """
     from huggingface_hub import HfApi
 
@@ -67,7 +66,7 @@ def upload(
     api.create_repo(repo_id, private=private, exist_ok=True)
     if private and not api.repo_info(repo_id).private:
         raise ValueError(
-            f"{repo_id} is there already and is public, private=True does not change that: nothing "
-            "was uploaded; make it private on the Hub, or choose another repo_id"
+            f"{repo_id} exists and is public, which private=True does not change: nothing was "
+            "uploaded; make it private on the Hub, or choose another repo_id"
         )
     return api.upload_folder(repo_id=repo_id, folder_path=folder, **options)

@@ -1,4 +1,4 @@
-"""Metrics of a run: to metrics.jsonl, to trackers, to the console."""
+"""Metrics of a run: metrics.jsonl, trackers, the console."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CONSOLE_ROWS = 4
-# Where the package has another name than the tracker.
+# Packages with another name than their tracker.
 _PACKAGES = {
     "azure_ml": "azureml-mlflow",
     "comet_ml": "comet-ml",
@@ -28,7 +28,7 @@ _PACKAGES = {
 
 
 def scalars(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Only the plain numbers, as floats."""
+    """The plain numbers among the statistics, as floats."""
     return {
         name: float(value)
         for name, value in stats.items()
@@ -37,11 +37,8 @@ def scalars(stats: Mapping[str, Any]) -> dict[str, float]:
 
 
 def without_nan(record: Mapping[str, float]) -> dict[str, float]:
-    """The numbers that are known."""
+    """The numbers that are not NaN."""
     return {name: value for name, value in record.items() if not math.isnan(value)}
-
-
-# ---------------------------------------------------------------------- metrics.jsonl
 
 
 class MetricsFile:
@@ -51,7 +48,7 @@ class MetricsFile:
         self.path = Path(path)
 
     def begin(self) -> None:
-        """Makes the file anew, and its folder where there is none."""
+        """Makes an empty file, and its folder if there is none."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("")
 
@@ -61,10 +58,10 @@ class MetricsFile:
 
 
 class JsonlCallback(TrainCallback):
-    """One JSON object per step, and one per evaluation (``eval/*``), appended as they come.
+    """Writes one JSON object per step, and one per evaluation (``eval/*``).
 
-    What is not known (NaN), such as a KL without a reference, is left out. The file is begun anew
-    unless the same callback goes on with the same trainer.
+    NaN, such as a KL without a reference, is left out. The file starts empty, unless the same
+    callback continues with the same trainer.
     """
 
     def __init__(self, path: str | Path):
@@ -78,7 +75,7 @@ class JsonlCallback(TrainCallback):
         self.begin()
 
     def begin(self) -> None:
-        """Begins the file anew."""
+        """Empties the file."""
         self.file.begin()
 
     def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
@@ -89,7 +86,7 @@ class JsonlCallback(TrainCallback):
 
 
 class RunCallback(JsonlCallback):
-    """A :class:`JsonlCallback` in a run's folder, which it begins as training begins."""
+    """A :class:`JsonlCallback` in a run's folder, which it makes when training begins."""
 
     def __init__(self, folder: RunFolder):
         super().__init__(folder.metrics)
@@ -99,15 +96,12 @@ class RunCallback(JsonlCallback):
         self.folder.begin()
 
 
-# ---------------------------------------------------------------------- trackers
-
-
 def check_trackers(flag: str, names: Iterable[str], *, of_transformers: bool = False) -> None:
-    """Refuses trackers that are unknown or not installed.
+    """Checks that trackers are known and installed.
 
     Args:
-        flag: that names them, for messages.
-        of_transformers: whether those that transformers alone knows will do.
+        flag: the name of the setting, for messages.
+        of_transformers: also allow trackers that only transformers knows.
 
     Raises:
         ValueError: an unknown tracker.
@@ -134,7 +128,7 @@ def check_trackers(flag: str, names: Iterable[str], *, of_transformers: bool = F
 
 
 def split_trackers(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Those that accelerate knows, which every command serves, and those of transformers alone."""
+    """The trackers that accelerate knows, and those that only transformers knows."""
     names, known = list(names), _names_of_accelerate()
     return [n for n in names if n in known], [n for n in names if n not in known]
 
@@ -154,15 +148,14 @@ def open_trackers(
     options: Mapping[str, Any] | None = None,
     folder: str | Path | None = None,
 ) -> None:
-    """Opens trackers, to which ``accelerator.log`` then sends; ``accelerator.end_training`` closes
-    them.
+    """Opens trackers for ``accelerator.log``; ``accelerator.end_training`` closes them.
 
     Args:
-        trackers: a name that accelerate knows, a tracker of its kind, or a list of these.
-        project: the name under which they show the run.
+        trackers: a name that accelerate knows, one of its trackers, or a list of these.
+        project: the project name that they show.
         settings: of the run; the numbers among them are shown.
-        options: by a tracker's name, keyword arguments of it.
-        folder: of trackers that write files; None is that of the accelerator's own configuration.
+        options: keyword arguments by tracker name.
+        folder: for files of trackers; None: that of the accelerator's configuration.
     """
     from accelerate.tracking import filter_trackers
 
@@ -176,9 +169,9 @@ class TrackerCallback(TrainCallback):
     """Sends every step's and evaluation's numbers, and tables of their samples (query, response,
     reward), to the trackers of ``PPOConfig.log_with``.
 
-    Tables ("samples", "eval/samples") go to trackers that accelerate knows to take them (wandb,
-    ClearML: those with a ``log_table``), and to tensorboard as text; others get the numbers alone.
-    Trackers stay open, as training may go on: ``trainer.accelerator.end_training()`` closes them.
+    Tables ("samples", "eval/samples") go to accelerate's trackers that have ``log_table`` (wandb,
+    ClearML), and to tensorboard as text; others get the numbers only. Trackers stay open for
+    further training: ``trainer.accelerator.end_training()`` closes them.
     """
 
     def __init__(self) -> None:
@@ -212,7 +205,7 @@ def _log_table(accelerator: Accelerator, name: str, samples: Samples, step: int)
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table as tensorboard shows text."""
+    """A table in Markdown, which tensorboard shows."""
     escaped = (
         [str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row]
         for row in (columns, ["---"] * len(columns), *rows)
@@ -229,9 +222,9 @@ def log_stats(
     rewards: Sequence[Tensor | float] | Tensor,
     columns_to_log: Iterable[str],
 ) -> dict[str, Any]:
-    """Send statistics, ``env/reward_*`` and a table of samples to the tracker or the console.
+    """Sends statistics, ``env/reward_*`` and a table of samples to the tracker or the console.
 
-    Returns what was logged. Every process takes part; the main one logs.
+    Every process must call it; the main one logs, and returns what was logged.
     """
     import torch
 

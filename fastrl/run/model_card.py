@@ -1,4 +1,4 @@
-"""The model card of what fastrl has trained: where it comes from, what it is, how to load it."""
+"""Model cards: how a model was trained, its base model, and code that loads it."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Method:
-    """How a model was trained.
+    """The training method in a model card.
 
     Attributes:
         title: in words.
-        tags: of the Hub.
+        tags: for the Hub.
     """
 
     title: str
@@ -54,7 +54,7 @@ class Method:
 
     @classmethod
     def aligned(cls, task: str, loss: str) -> Method:
-        """Of the alignment framework."""
+        """The method of a run of the alignment framework."""
         return cls(f"the loss {loss} on the task {task}", ("alignment", loss.lower()))
 
 
@@ -72,7 +72,7 @@ _POLICY_GRADIENTS = {
 
 
 def policy_gradient(name: str) -> Method:
-    """By the name in ``PPOConfig.method``."""
+    """The method named in ``PPOConfig.method``."""
     return _POLICY_GRADIENTS[name]
 
 
@@ -80,10 +80,10 @@ def model_card(name: str, model: Any, method: Method | None = None, base: str | 
     """The text of a README.md.
 
     Args:
-        name: of the repository or folder; the card's code loads it by that.
+        name: of the repository or folder, which the card's code loads.
         model: of transformers or PEFT, or a fastrl model with its value head, as it is saved.
-        method: how it was trained; None says nothing of that.
-        base: what it was trained from, where the model itself does not say.
+        method: of training; None: not recorded.
+        base: the model that training began with, if the model itself does not name it.
     """
     inner = getattr(model, "pretrained_model", model)
     adapters = _adapters(model, inner)
@@ -111,14 +111,14 @@ def model_card(name: str, model: Any, method: Method | None = None, base: str | 
 def write_model_card(
     folder: str | Path, name: str, model: Any, method: Method | None = None, base: str | None = None
 ) -> None:
-    """Writes :func:`model_card` to ``README.md`` in the folder, which is made where it is not."""
+    """Writes :func:`model_card` to ``README.md`` in the folder, which is made if there is none."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(model_card(name, model, method, base), encoding="utf-8")
 
 
 class OwnModelCard:
-    """A trainer of transformers, with fastrl's model card in place of transformers' own."""
+    """Mixin for transformers' Trainer: writes fastrl's model card in place of transformers'."""
 
     args: Any
     accelerator: Any
@@ -135,20 +135,19 @@ class OwnModelCard:
         *_: Any,
         **__: Any,
     ) -> None:
-        """Write ``README.md`` to the output folder.
+        """Writes ``README.md`` to the output folder.
 
         Args:
-            model_name: of the folder, by default its own; the name of a repository that is pushed
-                to comes first.
-            finetuned_from: the base model, where the model does not name one.
-            language, license, tags: transformers' arguments; not part of this card.
+            model_name: by default the folder's name; ``hub_model_id`` takes precedence.
+            finetuned_from: the base model, if the model does not name one.
+            language, license, tags: arguments of transformers that are not used here.
         """
         if self.accelerator.is_main_process:
             name = getattr(self, "hub_model_id", None) or model_name
             self.write_card(str(self.args.output_dir), name, finetuned_from)
 
     def write_card(self, folder: str, name: str | None = None, base: str | None = None) -> None:
-        """The model card, in a folder."""
+        """Writes the model card to a folder."""
         model = self.accelerator.unwrap_model(self.model)
         name = name or Path(folder).absolute().name
         write_model_card(folder, name, model, self.method, base)
@@ -162,14 +161,14 @@ def _kind(inner: Any) -> str:
 
 
 def _adapters(model: Any, inner: Any) -> dict[str, Any]:
-    """Those that are saved: not a reference's, nor a reward's."""
+    """The adapters that are saved, without those of a reference or a reward model."""
     held = getattr(inner, "peft_config", {})
     saved = model._own_adapters() if held and hasattr(model, "_own_adapters") else held
     return {name: held[name] for name in saved}
 
 
 def _base_of(inner: Any, adapters: dict[str, Any]) -> str | None:
-    """The model that this one began as, by its own account."""
+    """The base model that the model itself names."""
     for config in adapters.values():
         if config.base_model_name_or_path:
             return os.fspath(config.base_model_name_or_path)

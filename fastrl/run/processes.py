@@ -1,34 +1,28 @@
-"""How many processes a run was started as."""
+"""The number of processes of a run."""
 
 from __future__ import annotations
 
 import os
 
-# Where launchers (torchrun, accelerate launch, mpirun) say it; accelerate reads the same.
+# Variables set by launchers (torchrun, accelerate launch, mpirun); accelerate reads the same.
 _COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
-def started_processes() -> int:
-    """As the launcher's environment says; 1 without one."""
-    return max(int(os.environ.get(name) or 1) for name in _COUNTS)
-
-
 def check_one_process(what: str, known: int = 1) -> None:
-    """Refuses several processes, each of which would draw the same prompts and train a model of its
-    own.
+    """Checks that a run is one process: several would each train a model on the same prompts.
 
     Args:
-        what: is run, for the message.
-        known: how many accelerate knows of. On a CPU it knows of itself alone, whatever the
-            launcher's environment says.
+        what: the name of the run, for the message.
+        known: the number that accelerate has. On a CPU it is 1, whatever the launcher's environment
+            variables say.
 
     Raises:
-        ValueError: more than one, by either.
+        ValueError: more than one process, by either number.
     """
-    count = max(known, started_processes())
+    count = max(known, *(int(os.environ.get(name) or 1) for name in _COUNTS))
     if count > 1:
         raise ValueError(
             f"{what} runs as one process, and was started as {count}: each would do the same work "
-            "and end with a model of its own. Start it by itself, without torchrun or accelerate "
-            "launch (or with --nproc-per-node 1)"
+            "and save its own model. Start it without torchrun or accelerate launch (or with "
+            "--nproc-per-node 1)"
         )

@@ -1,4 +1,4 @@
-"""Progress bars: that of ``PPOTrainer.train``, and bars that are left before their end."""
+"""The progress bar of ``PPOTrainer.train``, and removing unfinished bars."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ProgressCallback(TrainCallback):
 
 
 def drop_bar(bar: Any) -> None:
-    """Removes a bar that does not reach its end, and says in a line how far it came."""
+    """Removes an unfinished bar, and prints how far it came."""
     bar.leave = False
     bar.close()
     if bar.total:
@@ -56,11 +56,11 @@ def drop_bar(bar: Any) -> None:
 
 
 def drop_bars() -> None:
-    """Removes all open bars, whatever library made them; does nothing without tqdm."""
+    """Removes all open bars of tqdm, of any library."""
     tqdm = sys.modules.get("tqdm")
     if tqdm is None:
         return
-    # tqdm keeps its open bars here, and has no public name for them.
+    # tqdm has no public name for its open bars.
     for bar in list(getattr(tqdm.tqdm, "_instances", ())):
         bar.leave = False
         bar.close()

@@ -1,4 +1,4 @@
-"""The end of a run: model, summary and figure are written, results and samples are printed."""
+"""The end of a run: writes model, summary and figure, prints results and samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Mean reward on the same prompts before and after training, and how sure the gain is."""
+    """Mean reward on the same prompts before and after training, with standard errors."""
 
     before: float
     before_sem: float
@@ -36,7 +36,7 @@ class Comparison:
 
     @property
     def gain_sem(self) -> float:
-        """√(s.e.² + s.e.²): the two means taken as independent, which pairing could only shrink."""
+        """√(s.e.² + s.e.²), as if the means were independent: an upper bound for paired prompts."""
         return math.hypot(self.before_sem, self.after_sem)
 
     @property
@@ -73,10 +73,10 @@ def finish_training(
     *,
     show: int = 8,
 ) -> Comparison | None:
-    """:func:`finish_run` of ``PPOTrainer.train``: with samples and the gain in reward.
+    """:func:`finish_run` for ``PPOTrainer.train``, with samples and the gain in reward.
 
     Returns:
-        The change in mean reward over the evaluation prompts; None in a run without evaluation.
+        the change in mean reward over the evaluation prompts; None in a run without evaluation.
     """
     if len(result.evaluations) < 2:
         finish_run(folder, save, results)
@@ -107,18 +107,18 @@ def finish_run(
 
     Args:
         save: writes the model to a folder.
-        results: of ``summary.json``.
+        results: for ``summary.json``.
         lines: to print.
-        samples: what :func:`pair_samples` returned.
+        samples: from :func:`pair_samples`.
         show: how many samples to print.
 
     Returns:
-        what ``summary.json`` holds.
+        the contents of ``summary.json``.
     """
     folder.save_model(save)
     written = "model, metrics.jsonl, report.png, summary.json"
     if samples:
-        folder.write_samples(samples)
+        folder.write_rows("samples.jsonl", samples)
         written += ", samples.jsonl"
     summary = folder.write_summary(results)
     write_report(folder)
@@ -132,7 +132,7 @@ def finish_run(
 
 
 def write_report(folder: RunFolder) -> Path:
-    """Draws a run's curves from its metrics; metrics that are missing are left out.
+    """Draws a run's curves from its metrics.
 
     Returns:
         the path of ``report.png``.
@@ -147,7 +147,7 @@ def write_report(folder: RunFolder) -> Path:
 
 
 def run_console() -> Console:
-    """A console as wide as its terminal, or wide enough for the table where there is none."""
+    """A console as wide as its terminal, or 120 columns without one."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -178,8 +178,7 @@ def pair_samples(before: Any, after: Any) -> list[dict[str, Any]]:
 
 
 def samples_table(rows: Sequence[Mapping[str, Any]], count: int = 8) -> Table:
-    """A table of some rows of ``samples.jsonl``, spread evenly over them; none is picked by its
-    reward."""
+    """A table of ``count`` rows of ``samples.jsonl``, evenly spaced."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

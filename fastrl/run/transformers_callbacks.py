@@ -18,7 +18,7 @@ from fastrl.run.progress import drop_bar
 
 
 class MetricsCallback(TrainerCallback):
-    """Appends each log to a file, and sends it to the trackers of the trainer's accelerator."""
+    """Appends each log to a file, and sends it to the accelerator's trackers."""
 
     def __init__(self, file: MetricsFile, accelerator: Any):
         self.file, self.accelerator = file, accelerator
@@ -64,7 +64,7 @@ class LossProgress(TrainerCallback):
             self.bar = None
 
     def close(self) -> None:
-        """Called last, after an exception as well."""
+        """Called last, also after an exception."""
         if self.bar is not None:
             drop_bar(self.bar)
             self.bar = None
@@ -74,12 +74,12 @@ class LossProgress(TrainerCallback):
 def recording(
     trainer: Any, folder: RunFolder, description: str, trackers: Any = ()
 ) -> Iterator[None]:
-    """Begins a run's folder, and writes a trainer's logs there and to trackers meanwhile, with a
-    progress bar; at the end, also by an exception, the bar is removed and the trackers are closed.
+    """Begins a run's folder; within the block, writes a trainer's logs there and to trackers, and
+    shows a progress bar. At the end, also after an exception, removes the bar and closes trackers.
 
     Args:
         description: of the progress bar.
-        trackers: that accelerate knows, by name.
+        trackers: names of trackers that accelerate knows.
     """
     for callback in (OwnProgress, PrinterCallback):
         trainer.remove_callback(callback)

@@ -1,5 +1,4 @@
-"""Learning from examples, on transformers' Trainer: reward models from pairs, language models from
-texts."""
+"""SFTTrainer and RewardTrainer, on transformers' Trainer."""
 
 from fastrl.data.collators import (
     DataCollatorForCompletionOnlyLM,

@@ -1,4 +1,4 @@
-"""RewardTrainer: a reward model from pairs of a preferred and another text."""
+"""RewardTrainer: a reward model from pairs of a chosen and a rejected text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,8 @@ from torch import Tensor, nn
 import fastrl_kernels
 from fastrl.data import reads_eos
 from fastrl.data.collators import SIDES, RewardDataCollatorWithPadding, both_sides
-from fastrl.data.encode import (
-    closes_texts,
-    end_token,
-    has_tokens,
-    missing_token_columns,
-    prepare_pairs,
-)
+from fastrl.data.encode import closes_texts, end_token
+from fastrl.data.prepare import has_tokens, missing_token_columns, prepare_pairs
 from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.utils import evaluating
 from fastrl.run.model_card import REWARD
@@ -29,8 +24,8 @@ from fastrl.trainers.supervised import (
     SupervisedArguments,
     SupervisedTrainer,
     is_path,
-    loaded,
-    longest,
+    length_limit,
+    load_if_path,
     setting,
     settings_of,
     tokenizer_of,
@@ -52,8 +47,8 @@ class RewardConfig(SupervisedArguments):
         "Weight of mean((r_chosen + r_rejected)²), which keeps rewards around 0.", None
     )
     append_eos: bool | None = setting(
-        "End every side with EOS. It is saved with the model, which is then scored so. None: as "
-        "the model says that it was trained, or else as the tokenizer closes a text.",
+        "End every side with EOS; saved with the model, so that it is scored in the same way. "
+        "None: as the model was trained before, or else as its tokenizer ends texts.",
         None,
     )
     num_print_samples: int = setting("Pairs to show at each evaluation; -1 is all of them.", 4)
@@ -64,8 +59,8 @@ def compute_accuracy(eval_pred: Any) -> dict[str, float]:
 
     Args:
         eval_pred: an ``EvalPrediction``, or a pair, of arrays or tensors: P(chosen) and P(rejected)
-            or the two rewards, [N, 2]; and which of the two is preferred, [N], by default 0 for all
-            (the chosen).
+            or the two rewards, [N, 2]; and the index of the preferred one, [N], by default 0 (the
+            chosen).
     """
     predictions, labels = (_as_array(x) for x in (*eval_pred,)[:2])
     if labels is None:
@@ -89,24 +84,24 @@ class RewardTrainer(SupervisedTrainer):
 
     loss = -log σ(r_c - r_r - margin) + c·(r_c + r_r)², mean over pairs (Bradley–Terry; the margin
     as in Llama 2, arXiv:2307.09288; c is ``center_rewards_coefficient``). Both sides go through the
-    model in one forward. Of a model with several labels each is a reward with this loss, and their
-    means are compared in evaluation, as in TRL 0.11; a warning says so.
+    model in one forward. If the model has several labels, each is trained with this loss, and
+    evaluation compares their means, as in TRL 0.11, with a warning.
 
-    Prompts and their answers are tokenised apart. Whether the model has learned with EOS behind the
-    answers is saved with it (:mod:`fastrl.data.reads_eos`), and where it scores it reads the same.
+    Prompts and answers are tokenised apart. Whether answers end with EOS is saved with the model
+    (:mod:`fastrl.data.reads_eos`), which then scores them in the same way.
 
     Args:
         model: an ``AutoModelForSequenceClassification`` with ``num_labels=1``, or its path; a saved
             adapter of one, by its path, is trained on.
         args: a :class:`RewardConfig`, or transformers' TrainingArguments.
-        data_collator: by default :class:`RewardDataCollatorWithPadding`; another gets the rows of
-            the data sets as they are, and makes such batches.
-        train_dataset, eval_dataset: see :func:`fastrl.data.encode.prepare_pairs`.
-        tokenizer, processing_class: the same under its old and its new name; by default the one
-            beside the model's weights.
+        data_collator: by default :class:`RewardDataCollatorWithPadding`; another one gets the rows
+            of the data sets as they are, and must make the same kind of batches.
+        train_dataset, eval_dataset: see :func:`fastrl.data.prepare.prepare_pairs`.
+        tokenizer, processing_class: the tokenizer, under its old or new name; by default the one
+            saved with the model.
         compute_metrics: by default :func:`compute_accuracy`.
         max_length: in place of the configuration's.
-        peft_config: puts an adapter on the model; one that is quantised is prepared for it.
+        peft_config: adds an adapter to the model, which is prepared for it if it is quantised.
 
     Raises:
         FileNotFoundError: a path without a model.
@@ -146,15 +141,15 @@ class RewardTrainer(SupervisedTrainer):
         self._append_eos = args.append_eos
         self._reads_eos: bool | None = None
         if model is not None:
-            path, model = model, loaded(model, load_reward_model, args)
+            path, model = model, load_if_path(model, load_reward_model, args)
             if is_path(path):
                 reads_eos.load_from_adapter(model, path)
-            model = self.ready_model(model)
+            model = self.prepare_model(model)
             if self._append_eos is None:
                 self._append_eos = reads_eos.recorded(model)
         if self._append_eos is None:
             self._append_eos = self._tokenizer is not None and closes_texts(self._tokenizer)
-        self._longest = longest(args, model, self._tokenizer)
+        self._max_length = length_limit(args, model, self._tokenizer)
         super().__init__(
             model=model,
             args=args,
@@ -178,8 +173,8 @@ class RewardTrainer(SupervisedTrainer):
         reads_eos.record(model, self._reads_eos)
         return model
 
-    def ready_model(self, model: Any) -> Any:
-        """Checked, and with an adapter where one is asked for."""
+    def prepare_model(self, model: Any) -> Any:
+        """The model, checked, with an adapter if there is a peft_config."""
         config = getattr(model, "config", None)
         labels = getattr(config, "num_labels", 1)
         if labels != 1:
@@ -190,12 +185,12 @@ class RewardTrainer(SupervisedTrainer):
                 stacklevel=3,
             )
         if config is not None and config.pad_token_id is None and self._tokenizer is not None:
-            # By it a decoder's classifier finds each sequence's last token.
+            # A decoder's classifier finds each sequence's last token by it.
             config.pad_token_id = self._tokenizer.pad_token_id
         if getattr(self._peft_config, "task_type", "SEQ_CLS") != "SEQ_CLS":
             warnings.warn(
-                "peft_config.task_type is not SEQ_CLS: the layer that makes the reward is frozen "
-                "unless modules_to_save names it",
+                "peft_config.task_type is not SEQ_CLS: the layer that computes the reward is "
+                "frozen unless modules_to_save names it",
                 stacklevel=3,
             )
         model = with_adapter(model, self._peft_config, self._settings)
@@ -203,8 +198,8 @@ class RewardTrainer(SupervisedTrainer):
             model.add_model_tags([*self._tag_names])
         return model
 
-    def ready_data(self, dataset: Any, training: bool) -> Any:
-        """Token columns, see :func:`fastrl.data.encode.prepare_pairs`."""
+    def prepare_data(self, dataset: Any, training: bool) -> Any:
+        """Token columns, see :func:`fastrl.data.prepare.prepare_pairs`."""
         if self._own_collator:
             return dataset
         missing = missing_token_columns(dataset)
@@ -219,12 +214,12 @@ class RewardTrainer(SupervisedTrainer):
         pairs = prepare_pairs(
             dataset,
             self._tokenizer,
-            self._longest,
+            self._max_length,
             self._settings.dataset_num_proc,
             add_eos=self._append_eos,
         )
         if training and not has_tokens(dataset):
-            end = end_token(self._tokenizer)  # a chat template may write it, too
+            end = end_token(self._tokenizer)  # also from a chat template
             self._reads_eos = all(
                 ids[-1] == end for ids in pairs.select(range(min(len(pairs), 20)))[_CHOSEN]
             )
@@ -286,7 +281,7 @@ class RewardTrainer(SupervisedTrainer):
         *,
         num_print_samples: int | None = None,
     ) -> dict[str, float]:
-        """As in ``Trainer``; prints some pairs first, as many as the configuration says."""
+        """As in ``Trainer``, after printing ``num_print_samples`` pairs."""
         if num_print_samples is None:
             num_print_samples = getattr(self.args, "num_print_samples", 4)
         which = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -301,12 +296,12 @@ class RewardTrainer(SupervisedTrainer):
                 )
             return metrics
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self.once_ready(eval_dataset)
+            eval_dataset = self.prepare_eval_data(eval_dataset)
         self.visualize_samples(num_print_samples, eval_dataset)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def visualize_samples(self, num_print_samples: int, eval_dataset: Any = None) -> None:
-        """A table of evaluation pairs and the model's probabilities; -1 shows all of them."""
+        """Prints a table of evaluation pairs and the model's probabilities; -1: of all pairs."""
         if num_print_samples == 0 or self.processing_class is None:
             return
         rows: list[tuple[str, str, list[float]]] = []
@@ -335,6 +330,6 @@ def _print_pairs(rows: list[tuple[str, str, list[float]]]) -> None:
 
     table = Table("chosen", "rejected", "P(chosen)", "P(rejected)", show_lines=True)
     for chosen, rejected, probabilities in rows:
-        # As text: brackets in it are no markup.
+        # As Text, because brackets in a str would be markup.
         table.add_row(Text(chosen), Text(rejected), *(f"{p:.4f}" for p in probabilities))
     run_console().print(table)

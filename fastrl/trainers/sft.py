@@ -1,4 +1,4 @@
-"""SFTTrainer: a language model from texts, without logits of the vocabulary's size."""
+"""SFTTrainer: supervised fine-tuning of a language model, with the loss fused with its head."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import DataCollatorForLanguageModeling
 
 from fastrl.data.collators import DataCollatorForCompletionOnlyLM, TextCollator, targets_of
-from fastrl.data.encode import TokenizeOptions, prepare_texts
 from fastrl.data.pack import JoinedCollator, PackedTexts, choose_packing
+from fastrl.data.prepare import prepare_texts
 from fastrl.models.lm_head import Head, choose_head
 from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.scoring import ScoringRequest, TokenNLL, score_logits
@@ -22,15 +22,15 @@ from fastrl.run.model_card import SFT
 from fastrl.trainers.supervised import (
     SupervisedArguments,
     SupervisedTrainer,
-    loaded,
-    longest,
+    length_limit,
+    load_if_path,
     setting,
     settings_of,
     tokenizer_of,
 )
 
-# Classic keywords that steered how texts were packed and mapped.
-_OF_OLD = (
+# Keywords of TRL's classic SFTTrainer that have no effect here.
+_IGNORED_KEYWORDS = (
     "infinite",
     "num_of_sequences",
     "chars_per_token",
@@ -68,20 +68,20 @@ class SFTConfig(SupervisedArguments):
 class SFTTrainer(SupervisedTrainer):
     """Trains a causal language model on texts.
 
-    loss = -Σ log p(token) / tokens, over the tokens that count: all of a text but its first, or its
-    completion; ``tokens`` are those of a whole step, however it is split up. The LM head is fused
-    with the loss (``fastrl_kernels.linear_nll_loss``), and runs on counted tokens alone.
+    loss = -Σ log p(token) / tokens, over the tokens to learn: all of a text but its first, or its
+    completion; ``tokens`` is their number in a whole optimizer step. The LM head is fused with the
+    loss (``fastrl_kernels.linear_nll_loss``), and runs on these tokens only.
 
     Args:
         model: a causal LM, or its path; a saved adapter, by its path, is trained on.
         args: an :class:`SFTConfig`, or transformers' TrainingArguments.
-        data_collator: a :class:`DataCollatorForCompletionOnlyLM`, or one of your own, which gets
+        data_collator: a :class:`DataCollatorForCompletionOnlyLM`, or your own, which gets rows of
             ``input_ids`` and ``labels``.
         train_dataset, eval_dataset: with a column of texts (``dataset_text_field``), with
             ``prompt`` and ``completion``, ``messages``, or ``input_ids``.
-        tokenizer, processing_class: the same under its old and its new name; by default the one
-            beside the model's weights.
-        peft_config: puts an adapter on the model; one that is quantised is prepared for it.
+        tokenizer, processing_class: the tokenizer, under its old or new name; by default the one
+            saved with the model.
+        peft_config: adds an adapter to the model, which is prepared for it if it is quantised.
         dataset_text_field, packing, max_seq_length, dataset_num_proc, eval_packing,
             neftune_noise_alpha, model_init_kwargs: in place of the configuration's.
         formatting_func: of a row, returns its text; or of a batch of rows, a list of texts.
@@ -118,9 +118,12 @@ class SFTTrainer(SupervisedTrainer):
         eval_packing: bool | None = None,
         neftune_noise_alpha: float | None = None,
         model_init_kwargs: dict | None = None,
-        **of_old: Any,
+        **ignored: Any,
     ):
-        _refuse_unknown(of_old)
+        for name in ignored:
+            if name not in _IGNORED_KEYWORDS:
+                raise TypeError(f"SFTTrainer has no argument {name!r}")
+            warnings.warn(f"{name} has no effect: leave it out", FutureWarning, stacklevel=2)
         args = settings_of(
             args,
             SFTConfig,
@@ -135,21 +138,23 @@ class SFTTrainer(SupervisedTrainer):
         self._tokenizer = tokenizer_of(tokenizer, processing_class, model)
         self._settings, self._peft_config = args, peft_config
         if model is not None:
-            model = self.ready_model(loaded(model, load_language_model, args, trainable=True))
+            model = self.prepare_model(
+                load_if_path(model, load_language_model, args, trainable=True)
+            )
         completions, data_collator = _split_collator(data_collator)
-        self._options = TokenizeOptions(
-            args.dataset_text_field,
-            formatting_func,
-            completions,
-            args.append_eos,
-            args.completion_only_loss,
-            args.assistant_only_loss,
-        )
-        self._longest = longest(args, model, self._tokenizer)
+        self._encoding = {
+            "text_field": args.dataset_text_field,
+            "formatting_func": formatting_func,
+            "completions": completions,
+            "append_eos": args.append_eos,
+            "completion_only": args.completion_only_loss,
+            "assistant_only": args.assistant_only_loss,
+        }
+        self._max_length = length_limit(args, model, self._tokenizer)
         packs = args.packing or bool(args.eval_packing)
         if packs and data_collator is not None:
             raise ValueError("packing makes its own batches: leave out data_collator")
-        if packs and self._longest is None:
+        if packs and self._max_length is None:
             raise ValueError("packing needs max_length: how many tokens a row holds")
         super().__init__(
             model=model,
@@ -166,21 +171,21 @@ class SFTTrainer(SupervisedTrainer):
         )
         if self.args.n_gpu > 1:
             raise ValueError(
-                f"one process with {self.args.n_gpu} GPUs splits batches behind the loss's back: "
-                "start one process per GPU (accelerate launch, torchrun)"
+                f"one process with {self.args.n_gpu} GPUs would split batches without the loss's "
+                "knowledge: start one process per GPU (accelerate launch, torchrun)"
             )
         joins = completions is not None and completions.padding_free
         if packs or joins:
             autocast = self.compute_loss_context_manager()
             packed = choose_packing(self.model, self._tokenizer, autocast)
             self.data_collator = JoinedCollator(packed) if joins else packed
-        # Batches say how many tokens count: the loss is divided by those of a whole step, of which
-        # none is the first of its row.
+        # transformers then passes the number of tokens to learn in a whole step, first tokens not
+        # counted, and the loss is divided by it.
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         self._head: Head | None = None
 
-    def ready_model(self, model: Any) -> Any:
-        """Checked, and with an adapter where one is asked for."""
+    def prepare_model(self, model: Any) -> Any:
+        """The model, checked, with an adapter if there is a peft_config."""
         config = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False) or not model.get_output_embeddings():
             raise ValueError(
@@ -192,17 +197,17 @@ class SFTTrainer(SupervisedTrainer):
             raise ValueError("prompt tuning shifts the positions of tokens: use LoRA, say")
         return model
 
-    def ready_data(self, dataset: Any, training: bool) -> Any:
-        """Token ids and labels, see :func:`fastrl.data.encode.prepare_texts`; packed where
-        that is asked for."""
+    def prepare_data(self, dataset: Any, training: bool) -> Any:
+        """Token ids and labels, see :func:`fastrl.data.prepare.prepare_texts`; packed if
+        the settings say so."""
         if isinstance(dataset, PackedTexts):
             return dataset
         args = self._settings
         texts = prepare_texts(
-            dataset, self._tokenizer, self._options, self._longest, args.dataset_num_proc
+            dataset, self._tokenizer, self._max_length, args.dataset_num_proc, **self._encoding
         )
         packs = args.packing if training or args.eval_packing is None else args.eval_packing
-        return PackedTexts(texts, self._longest) if packs and self._longest else texts
+        return PackedTexts(texts, self._max_length) if packs and self._max_length else texts
 
     def compute_loss(
         self,
@@ -214,11 +219,11 @@ class SFTTrainer(SupervisedTrainer):
         """Mean negative log-likelihood; with ``return_outputs`` also the logits of all tokens."""
         if "labels" not in inputs:
             raise ValueError(f"batches need labels, the data collator makes {', '.join(inputs)}")
-        if "rows" not in inputs:  # a collator of the user's
+        if "rows" not in inputs:  # from a collator of the user
             inputs = {**inputs, **targets_of(inputs["labels"])}
         whole_step = num_items_in_batch is not None
         tokens = torch.as_tensor(num_items_in_batch if whole_step else len(inputs["rows"]))
-        # A scaler's factor has to reach gradients in fp16 before they are rounded.
+        # In fp16 the loss must be scaled before its gradient is computed.
         objective = None if self.args.fp16 else TokenNLL(tokens.clamp(min=1))
         request = ScoringRequest(
             inputs["rows"], inputs["targets"], values=False, objective=objective
@@ -246,7 +251,7 @@ class SFTTrainer(SupervisedTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """As in ``Trainer``; where the loss is all that is wanted, without logits."""
+        """As in ``Trainer``, but without logits if only the loss is needed."""
         if not prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
@@ -254,7 +259,8 @@ class SFTTrainer(SupervisedTrainer):
             return self.compute_loss(model, inputs).detach(), None, None
 
     def _scoring_head(self, inputs: dict[str, Any]) -> Head:
-        """Chosen at the first use, on a few tokens: only then is the model in place."""
+        """The model's LM head, found with a few tokens at the first use, when the model is on its
+        device."""
         if self._head is None:
             model = self._plain(self.model)
             corner = {"input_ids": inputs["input_ids"][:1, :8], "use_cache": False}
@@ -267,7 +273,7 @@ class SFTTrainer(SupervisedTrainer):
 
 
 def _split_collator(given: Any) -> tuple[DataCollatorForCompletionOnlyLM | None, Any]:
-    """What a collator says of the labels, and the collator where it is one of the user's own."""
+    """The collator that marks completions, and the user's own collator; None if it is not that."""
     if isinstance(given, DataCollatorForCompletionOnlyLM):
         return given, None
     if type(given) is DataCollatorForLanguageModeling:
@@ -275,10 +281,3 @@ def _split_collator(given: Any) -> tuple[DataCollatorForCompletionOnlyLM | None,
             raise ValueError("the data collator masks tokens: pass mlm=False, or leave it out")
         return None, None  # the default does the same
     return None, given
-
-
-def _refuse_unknown(keywords: dict[str, Any]) -> None:
-    for name in keywords:
-        if name not in _OF_OLD:
-            raise TypeError(f"SFTTrainer has no argument {name!r}")
-        warnings.warn(f"{name} has no effect any more: leave it out", FutureWarning, stacklevel=3)

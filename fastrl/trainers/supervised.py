@@ -1,4 +1,4 @@
-"""What the trainers on pairs and on texts share: settings, and how models and data come in."""
+"""The base of SFTTrainer and RewardTrainer: settings, models and data sets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class SupervisedArguments(TrainingArguments):
                 "evaluation_strategy is deprecated: use eval_strategy", FutureWarning, stacklevel=3
             )
             self.eval_strategy = self.evaluation_strategy
-            self.evaluation_strategy = None  # one place says it from here on
+            self.evaluation_strategy = None
         if self.report_to is None:
             self.report_to = "none"
         super().__post_init__()
@@ -55,11 +56,11 @@ class SupervisedArguments(TrainingArguments):
             raise ValueError(f"max_length must be at least 1 or None, got {self.max_length}")
 
 
-class SupervisedTrainer(OwnModelCard, Trainer):
-    """transformers' Trainer, whose models and data sets are made ready wherever they come in: at
-    construction, from ``model_init``, in ``evaluate`` and in ``predict``.
+class SupervisedTrainer(OwnModelCard, Trainer, ABC):
+    """transformers' Trainer, which prepares all models and data sets that it is given: at
+    construction, by ``model_init``, in ``evaluate`` and in ``predict``.
 
-    Subclasses say how, in :meth:`ready_model` and :meth:`ready_data`, and set what these need
+    Subclasses do so in :meth:`prepare_model` and :meth:`prepare_data`, and set what these need
     before ``super().__init__``.
     """
 
@@ -82,53 +83,57 @@ class SupervisedTrainer(OwnModelCard, Trainer):
         if self._trains and rest.get("model") is not None:
             check_trainable(rest["model"])
         args.remove_unused_columns = False
-        # Without a GPU torch would warn of it.
+        # torch warns of it without a GPU.
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
         self._prepared: weakref.WeakSet = weakref.WeakSet()
         with args.main_process_first(desc="preparing the data"):
-            train = None if train_dataset is None else self.ready_data(train_dataset, True)
+            train = None if train_dataset is None else self.prepare_data(train_dataset, True)
             if isinstance(eval_dataset, dict):
-                evaluation: Any = {name: self.once_ready(x) for name, x in eval_dataset.items()}
+                evaluation: Any = {
+                    name: self.prepare_eval_data(x) for name, x in eval_dataset.items()
+                }
             else:
-                evaluation = None if eval_dataset is None else self.once_ready(eval_dataset)
+                evaluation = None if eval_dataset is None else self.prepare_eval_data(eval_dataset)
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)
         if self._trains:
             warn_of_lost_updates(self.model, MIXED_PRECISION, stacklevel=3)
 
-    def ready_model(self, model: Any) -> Any:
-        """The model as it is trained."""
-        raise NotImplementedError
+    @abstractmethod
+    def prepare_model(self, model: Any) -> Any:
+        """The model to train."""
 
-    def ready_data(self, dataset: Any, training: bool) -> Any:
-        """The data set as the collator reads it."""
-        raise NotImplementedError
+    @abstractmethod
+    def prepare_data(self, dataset: Any, training: bool) -> Any:
+        """The data set that the collator reads."""
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        model = self.ready_model(super().call_model_init(trial))
+        model = self.prepare_model(super().call_model_init(trial))
         if self._trains:
             check_trainable(model)
         return model
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         known = eval_dataset is None or isinstance(eval_dataset, str)
-        return super().get_eval_dataloader(eval_dataset if known else self.once_ready(eval_dataset))
+        return super().get_eval_dataloader(
+            eval_dataset if known else self.prepare_eval_data(eval_dataset)
+        )
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        return super().get_test_dataloader(self.once_ready(test_dataset))
+        return super().get_test_dataloader(self.prepare_eval_data(test_dataset))
 
-    def once_ready(self, dataset: Any) -> Any:
-        """A data set for evaluation, made ready unless it is."""
+    def prepare_eval_data(self, dataset: Any) -> Any:
+        """A data set for evaluation, prepared unless it is already."""
         if any(dataset is known for known in self._prepared):
             return dataset
-        ready = self.ready_data(dataset, False)
+        ready = self.prepare_data(dataset, False)
         if ready is not dataset:
             self._prepared.add(ready)
         return ready
 
 
 def settings_of(args: Any, kind: type, **keywords: Any) -> Any:
-    """A copy of the arguments with the keywords that were given; transformers' own arguments get
-    the other settings' defaults."""
+    """A copy of the arguments, with the keywords that are not None; settings that transformers' own
+    arguments lack get their defaults."""
     args = kind() if args is None else copy.copy(args)
     for field in dataclasses.fields(kind):
         if not hasattr(args, field.name):
@@ -139,31 +144,28 @@ def settings_of(args: Any, kind: type, **keywords: Any) -> Any:
     return args
 
 
-def loaded(model: Any, load: Callable[..., Any], args: Any, **options: Any) -> Any:
-    """A model from its path, by a function of :mod:`fastrl.models.load`; others as they are."""
+def load_if_path(model: Any, load: Callable[..., Any], args: Any, **options: Any) -> Any:
+    """A model loaded from its path by ``load``; a model as it is."""
     if not is_path(model):
         return model
     return load(model, **(options | (args.model_init_kwargs or {})))
 
 
-def longest(args: Any, model: Any, tokenizer: Any) -> int | None:
-    """``max_length``, as far as model and tokenizer go; None where nothing limits it."""
-    limits = (args.max_length, getattr(tokenizer, "model_max_length", None), positions_of(model))
-    # A tokenizer that knows no limit says 10^30.
+def length_limit(args: Any, model: Any, tokenizer: Any) -> int | None:
+    """``max_length``, but at most the limits of model and tokenizer; None: there is no limit."""
+    limits = [args.max_length, getattr(tokenizer, "model_max_length", None)]
+    if getattr(model, "config", None) is not None:
+        limits.append(context_length(model))
+    # A tokenizer without a limit has 10^30.
     return min((limit for limit in limits if limit is not None and limit < 10**9), default=None)
 
 
-def positions_of(model: Any) -> int | None:
-    config = getattr(model, "config", None)
-    return None if config is None else context_length(model)
-
-
 def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None) -> Any:
-    """Whichever of the two names was used, or else the tokenizer beside the model's weights, whose
-    EOS then pads where it has no pad token.
+    """The tokenizer under its old or new name, or else the one saved with the model, whose EOS pads
+    if it has no pad token.
 
     Raises:
-        ValueError: none or two, or one without a pad token.
+        ValueError: no tokenizer, two of them, or one without a pad token.
     """
     if tokenizer is not None and processing_class is not None:
         raise ValueError("pass the tokenizer as processing_class, or as tokenizer, not both")
@@ -182,5 +184,5 @@ def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None) -> An
 
 
 def is_path(model: Any) -> bool:
-    """Whether a model is given by its name or folder."""
+    """Whether a model is given as a name or folder."""
     return isinstance(model, str) or hasattr(model, "__fspath__")

@@ -219,7 +219,8 @@ def test_mismatched_pairs_are_each_prompt_with_the_next_ones_response() -> None:
         ([1.0, 1.0, float("nan"), 1.0], r"weights\[2\] is nan"),
         ([float("inf"), 1.0, 1.0, 1.0], r"weights\[0\] is inf"),
         ([1.0, None, 1.0, 1.0], "weights must be numbers, one per sample"),
-        ([1.0, 1.0], r"weights have shape \(2,\): return one per sample, 4"),
+        (None, "weights is None"),
+        ([1.0, 1.0], r"weights has shape \(2,\): pass one number per sample, \[4\]"),
     ],
 )
 def test_a_weight_that_is_none_is_refused(weights: list[float], says: str) -> None:
@@ -251,7 +252,7 @@ def test_a_factory_that_makes_no_sense_is_refused(given: dict[str, Any], says: s
 
 def test_an_online_factory_needs_somebody_who_writes() -> None:
     factory = make("online-pairwise", annotator=LikesHigh())
-    with pytest.raises(ValueError, match="nobody writes the responses of online-pairwise"):
+    with pytest.raises(ValueError, match="no engine generates the responses of online-pairwise"):
         list(itertools.islice(factory, 1))
 
 

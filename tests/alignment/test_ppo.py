@@ -185,6 +185,8 @@ def test_a_loss_that_is_not_finite_reaches_no_weight(make_trainer: Make, accumul
     with pytest.warns(UserWarning, match="non-finite loss in 1 mini-batch"):
         trainer.train()
     assert trainer.state.global_step == 4 // accumulated
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert sum(log["ppo/nonfinite_minibatches"] for log in logs) == 1
     after = weights(policy)
     assert all(x.isfinite().all() for x in after.values())
     assert any(not torch.equal(x, before[name]) for name, x in after.items())
@@ -198,12 +200,15 @@ def test_a_mini_batch_whose_ratio_is_too_large_is_left_out(
     before = weights(policy)
     factory = make_factory("reinforcement-learning", engine=Recites())
     loss = PPO(epochs=2, ratio_threshold=0.9)  # at first it is 1
-    trainer = make_trainer(loss, policy, factory=factory, learning_rate=0.05)
+    trainer = make_trainer(loss, policy, factory=factory, learning_rate=0.05, logging_steps=1)
     if scaled:  # as in fp16, which wants a GPU
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     with pytest.warns(UserWarning, match=r"mean probability ratio exceeds ratio_threshold=0.9"):
         trainer.train()
     assert trainer.state.global_step == 2
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert [log["ppo/skipped_minibatches"] for log in logs] == [1, 1]
+    assert all(log["ppo/early_stopped"] == log["ppo/nonfinite_steps"] == 0 for log in logs)
     assert all(torch.equal(x, before[name]) for name, x in weights(policy).items())
 
 
@@ -220,6 +225,7 @@ def test_early_stopping_goes_on_to_the_next_batch(make_trainer: Make) -> None:
     stopped = [log for log in logs if log["ppo/policy/policykl"] > 1.5e-9]
     assert stopped
     assert all(log["grad_norm"] == 0 for log in stopped)
+    assert [log for log in logs if log["ppo/early_stopped"] == 1] == stopped
 
 
 def test_the_ratio_moves_from_1_within_a_batch(make_trainer: Make) -> None:

@@ -23,11 +23,11 @@ from tests.golden import tiny
         ("sft", {"task": "offline-pairwise"}, "sft does not fit the task offline-pairwise"),
         ("dpo", {"task": "sft"}, "it is for offline-pairwise, online-pairwise; for sft choose sft"),
         ("kto", {"batch_size": 1}, "batch_size must be at least 2, got 1"),
-        ("simpo", {"reference": "copy"}, "compares the policy with nothing"),
+        ("simpo", {"reference": "copy"}, "the loss simpo has no reference"),
         (
             "dpo",
             {"task": "online-pairwise", "reference": "cached"},
-            "are not: choose 'copy', 'adapter'",
+            "unlike those of online-pairwise: choose 'copy', 'adapter'",
         ),
         ("dpo", {"reference": "adapter"}, "needs a PEFT model"),
         ("dpo", {"reference": "trunk"}, "needs num_shared_layers"),
@@ -62,7 +62,7 @@ def test_a_tokenizer_without_a_pad_token_is_refused(make_trainer: Make) -> None:
 
 
 def test_evaluation_needs_a_factory(make_trainer: Make) -> None:
-    with pytest.raises(ValueError, match="evaluation is of the eval_factory"):
+    with pytest.raises(ValueError, match="evaluation needs the eval_factory"):
         make_trainer("dpo").evaluate()
 
 

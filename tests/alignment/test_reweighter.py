@@ -196,14 +196,14 @@ def test_log_probs_come_from_columns_where_none_are_known() -> None:
 @pytest.mark.parametrize(
     ("columns", "named", "said"),
     [
-        ({}, None, r"take them from the policy \(an online task\), or name.* 1 here.* none"),
-        ({"a": [1.0], "b": [1.0]}, "c", "they are a, b"),
+        ({}, None, r"choose an online task, or name.* 1 here.* none"),
+        ({"a": [1.0], "b": [1.0]}, "c", "the columns are a, b"),
         ({"a": [1.0], "b": [1.0]}, ("a", "b"), "1 here"),
         ({"a": [None]}, "a", r"ByImportance: a\[0\] is None"),
         ({"a": ["x"]}, "a", r"ByImportance: a\[0\] is 'x'"),
         ({"a": [math.nan]}, "a", r"ByImportance: a\[0\] is nan"),
         ({"a": [[-1.0, -math.inf]]}, "a", r"ByImportance: a\[0\] is tensor\(-inf"),
-        ({"a": [[-1.0] * 3]}, "a", r"a\[0\] has 3 numbers for 2 tokens: bring one per token"),
+        ({"a": [[-1.0] * 3]}, "a", r"a\[0\] has 3 numbers for 2 tokens: one per token is needed"),
     ],
 )
 def test_log_probs_that_are_not_there_are_refused(
@@ -233,7 +233,7 @@ def test_a_function_weighs_all_generations_or_each() -> None:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        ([1.0], r"ByFunction\(mine\): weights have shape \(1,\): return one per sample, 2"),
+        ([1.0], r"ByFunction\(mine\): weights has shape \(1,\): pass one number per sample, \[2\]"),
         ([1.0, -1.0], r"ByFunction\(mine\): weights\[1\] is -1\.0"),
         ([math.nan, 1.0], r"ByFunction\(mine\): weights\[0\] is nan"),
         ([math.inf, 1.0], r"ByFunction\(mine\): weights\[0\] is inf"),

@@ -204,6 +204,42 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=parameter)
 
 
+def test_a_resumed_run_skips_the_prompts_that_were_drawn_before_an_early_stop(
+    make_trainer: Make, tmp_path: Path
+) -> None:
+    """Each batch is left after one step of four, so steps do not count batches."""
+
+    def drawn(folder: Path, resume: Any = None) -> list[int]:
+        loss = make_loss("ppo", early_stopping=True, target_kl=1e-9, kl_coef=0.0, epochs=4)
+        trainer = make_trainer(
+            loss,
+            tiny_models.policy(),
+            examples(PROMPTS, 16),
+            batch_size=2,
+            learning_rate=0.05,
+            optim="sgd",
+            save_strategy="steps",
+            save_steps=4,
+            output_dir=str(folder),
+        )
+        numbers: list[int] = []
+        make = trainer.factory.batch
+
+        def noted(rows: Any) -> Any:
+            numbers.extend(row.columns["number"] for row in rows)
+            return make(rows)
+
+        trainer.factory.batch = noted
+        trainer.train(resume_from_checkpoint=resume)
+        return numbers
+
+    whole = drawn(tmp_path / "whole")
+    assert whole == list(range(16))
+    again = drawn(tmp_path / "again", str(tmp_path / "whole" / "checkpoint-4"))
+    assert again == whole[-len(again) :]
+    assert 0 < len(again) <= 12
+
+
 def test_what_is_saved_loads_as_a_plain_model_and_holds_no_pickle(
     make_trainer: Make, tmp_path: Path
 ) -> None:
@@ -286,10 +322,10 @@ def test_a_loss_of_ones_own_needs_a_class_and_nothing_else(make_trainer: Make) -
         name = "margin"
 
         def losses(self, chosen: Any, rejected: Any) -> torch.Tensor:
-            return rejected.policy.sums - chosen.policy.sums
+            return rejected.sums - chosen.sums
 
         def implicit_reward(self, side: Any) -> torch.Tensor:
-            return side.policy.sums
+            return side.sums
 
     trainer = make_trainer(
         Margin(), epochs=8, eval_factory=make_factory("offline-pairwise"), learning_rate=1e-2

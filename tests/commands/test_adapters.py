@@ -152,7 +152,7 @@ def test_a_new_adapter_on_an_adapter_is_refused_with_the_remedy(
     command, world, sft, tmp_path, capsys
 ):
     assert run(command, world, tmp_path / "run", model=sft, **{"lora-r": 2}) == 2
-    assert "leave out lora_r to train on that one, or merge it" in capsys.readouterr().err
+    assert "leave out lora_r to continue training it, or merge it" in capsys.readouterr().err
 
 
 def test_the_kl_is_to_the_adapter_that_the_run_began_with(world, sft, tmp_path, capsys):
@@ -209,7 +209,7 @@ def test_dropout_is_refused_where_it_would_make_the_ratio_lie(command, world, tm
 @pytest.mark.parametrize(
     ("command", "flags", "message"),
     [
-        ("sft", {"lora-dropout": 0.1}, "is that of a new adapter: set lora_r too"),
+        ("sft", {"lora-dropout": 0.1}, "is for a new adapter: set lora_r, too"),
         ("sft", {"lora-dropout": 1.5, "lora-r": 2}, "lora_dropout must lie in [0, 1), got 1.5"),
         ("align", {"lora-dropout": 0.1, "lora-r": 2}, "pass --disable-dropout false"),
         (

@@ -101,7 +101,7 @@ def test_loss_coefficients_weights_and_an_adapter_are_flags(folder, tmp_path):
         ({"loss": "kto"}, "kto does not fit the task offline-pairwise"),
         ({"loss": "dqo"}, "unknown loss 'dqo'"),
         ({"loss-args": "{beta: 1}"}, "loss_args is not valid JSON"),
-        ({"loss-args": "[1]"}, "loss_args must be a JSON object"),
+        ({"loss-args": "[1]"}, "loss_args must be a dict or a JSON object"),
         ({"loss-args": '{"gamma": 1}'}, "the loss dpo has no coefficient 'gamma'"),
         ({"task": "online-pairwise"}, "pass --annotator or --judge, one of the two"),
         ({"annotator": "rewards.py:length"}, "leave out --annotator and --judge"),
@@ -115,6 +115,21 @@ def test_what_is_wrong_is_said_in_a_line(folder, tmp_path, capsys, flags, messag
     assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "model").exists()
+
+
+@pytest.mark.parametrize("task", ["offline-pairwise", "reward-modelling"])
+@pytest.mark.filterwarnings("ignore:Some weights of GPT2ForSequenceClassification")
+@pytest.mark.filterwarnings("ignore:.* examples are longer than max_length")
+def test_texts_are_cut_or_dropped_at_the_models_limit(task, folder, tmp_path):
+    """As by ``fastrl sft`` and ``reward``: the default max_length is beyond it."""
+    long = [
+        {"prompt": "the film is ", "chosen": "moving " * n, "rejected": "tedious " * n}
+        for n in (3, 200)
+    ]
+    data = tmp_path / "long.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in long * 2))
+    flags = {"dataset": data, "eval-examples": 0, "max-length": 1024, "max-steps": 1, "task": task}
+    assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 0
 
 
 def test_a_judge_that_says_nothing_may_stop_the_run(folder, tmp_path, capsys):

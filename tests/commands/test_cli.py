@@ -203,12 +203,12 @@ def test_help_all_shows_every_flag_in_a_users_words(capsys, command):
 
 
 def test_a_bar_is_closed_before_the_message(monkeypatch, capsys):
-    def stopping(_):
+    def stopping(*_):
         bar = tqdm(total=3, desc="mapping", leave=True)
         bar.update()
         raise ValueError("too\n  few")
 
-    monkeypatch.setitem(cli._COMMANDS, "env", stopping)
+    monkeypatch.setattr(cli, "_run", stopping)
     status, _, err = run(capsys, "env")
     assert status == 2
     assert err.split("\n")[-1] == ""
@@ -220,7 +220,7 @@ def test_a_bar_is_closed_before_the_message(monkeypatch, capsys):
 def test_a_warning_is_one_line_without_a_place_in_the_source():
     program = (
         "import warnings; from fastrl import cli; before = warnings.formatwarning\n"
-        "cli._COMMANDS['env'] = lambda _: warnings.warn('top_p=0.8\\n  acts') or 0\n"
+        "cli._run = lambda *_: warnings.warn('top_p=0.8\\n  acts') or 0\n"
         "assert cli.main(['env']) == 0 and warnings.formatwarning is before"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -228,10 +228,10 @@ def test_a_warning_is_one_line_without_a_place_in_the_source():
 
 
 def test_a_device_that_is_full_is_no_defect(monkeypatch, capsys):
-    def full(_):
+    def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setitem(cli._COMMANDS, "env", full)
+    monkeypatch.setattr(cli, "_run", full)
     status, _, err = run(capsys, "env")
     assert status == 2
     assert err.startswith("fastrl: error: CUDA out of memory. Lower the batch size")
@@ -250,19 +250,19 @@ def test_debug_shows_the_traceback(monkeypatch):
 
 
 def test_defects_keep_their_traceback(monkeypatch):
-    def defect(_):
+    def defect(*_):
         raise AssertionError("a defect")
 
-    monkeypatch.setitem(cli._COMMANDS, "env", defect)
+    monkeypatch.setattr(cli, "_run", defect)
     with pytest.raises(AssertionError):
         cli.main(["env"])
 
 
 def test_interrupt_exits_with_130(monkeypatch, capsys):
-    def interrupted(_):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli._COMMANDS, "env", interrupted)
+    monkeypatch.setattr(cli, "_run", interrupted)
     assert run(capsys, "env")[0] == 130
 
 

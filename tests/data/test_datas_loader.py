@@ -121,8 +121,8 @@ def test_prompts_keep_the_answers_beside_them_as_columns() -> None:
         (
             {"prompt": "w5", "id": 1},
             "pairs",
-            "pairs are needed, which are made of chosen and rejected.* columns make prompts only: "
-            "prompt, id",
+            "pairs are needed, which are read from chosen and rejected.* columns give prompts "
+            "only: prompt, id",
         ),
         ({"prompt": "w5", "response": "w6"}, "feedback", "feedback are needed.*answers only"),
         ({"prompt": "w5"}, "answers", "answers are needed, .* a prompt and a response"),

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from fastrl import DataCollatorForCompletionOnlyLM
 from fastrl.data.collators import IGNORED, TextCollator
-from fastrl.data.encode import TokenizeOptions, prepare_texts
+from fastrl.data.prepare import prepare_texts
 from tests.data.conftest import chat_tokenizer
 from tests.golden import tiny
 
@@ -20,7 +20,7 @@ EOS = tiny.EOS
 
 def prepared(rows: list[dict[str, Any]], max_length: int | None = None, **ways: Any) -> Any:
     tokenizer = ways.pop("tokenizer", None) or tiny.tokenizer()
-    return prepare_texts(rows, tokenizer, TokenizeOptions(**ways), max_length)
+    return prepare_texts(rows, tokenizer, max_length, **ways)
 
 
 def only(rows: list[dict[str, Any]], max_length: int | None = None, **ways: Any) -> Any:
@@ -257,6 +257,6 @@ def test_batches_say_which_tokens_are_learned() -> None:
 
 def test_preparing_twice_changes_nothing() -> None:
     once = prepared([{"prompt": "w5 ", "completion": "w6"}])
-    twice = prepare_texts(once, tiny.tokenizer(), TokenizeOptions())
+    twice = prepare_texts(once, tiny.tokenizer())
     assert isinstance(twice, Dataset)
     assert twice[0] == once[0]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from fastrl.alignment import BatchFactory, DatasLoader
 from fastrl.data.chat import is_blank
 from fastrl.data.collators import IGNORED
-from fastrl.data.encode import TokenizeOptions, end_token, prepare_pairs, prepare_texts
+from fastrl.data.encode import end_token
+from fastrl.data.prepare import prepare_pairs, prepare_texts
 from fastrl.data.prompt_ids import token_ids
 from fastrl.data.prompts import Prompts
 from fastrl.data.reads_eos import KEY
@@ -87,7 +88,7 @@ def scored(tokenizer: Any, prompt: Any, answer: Any, reads_eos: bool | None, **g
 
 
 def learned(tokenizer: Any, row: dict[str, Any], limit: int | None) -> tuple[Any, Any]:
-    (made,) = prepare_texts([row], tokenizer, TokenizeOptions(), limit)
+    (made,) = prepare_texts([row], tokenizer, limit)
     border = next(i for i, label in enumerate(made["labels"]) if label != IGNORED)
     assert made["labels"] == [IGNORED] * border + made["input_ids"][border:]
     return made["input_ids"][:border], made["input_ids"]

@@ -125,7 +125,9 @@ def test_a_neighbours_text_never_changes_a_loss(make_sft: Make, scored: Any, fam
 @pytest.mark.parametrize("family", ["bloom"])
 def test_a_model_that_cannot_keep_texts_apart_is_refused(make_sft: Make, family: str) -> None:
     model = tiny_models.language_model(family)
-    with pytest.raises(ValueError, match="lets packed texts see each other: pass packing=False"):
+    with pytest.raises(
+        ValueError, match="lets packed texts attend to each other: pass packing=False"
+    ):
         make_sft(model, packing=True)
     make_sft(model)
 
@@ -142,7 +144,7 @@ def test_positions_that_a_model_does_not_heed_are_found_out() -> None:
         def forward(self, input_ids: Tensor, use_cache: bool, **_: Any) -> Any:
             return self.inner(input_ids=input_ids, use_cache=use_cache)
 
-    with pytest.raises(ValueError, match="Heedless lets packed texts see each other"):
+    with pytest.raises(ValueError, match="Heedless lets packed texts attend to each other"):
         choose_packing(Heedless(), tiny.tokenizer())
 
 

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from fastrl import RewardDataCollatorWithPadding
 from fastrl.data.collators import TOKEN_COLUMNS
-from fastrl.data.encode import prepare_pairs
+from fastrl.data.prepare import prepare_pairs
 from tests.data.conftest import chat_tokenizer
 from tests.golden import tiny
 from tests.trainers.conftest import Make, pairs, weights

@@ -12,7 +12,7 @@ from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, Rew
 from fastrl.alignment import AlignmentConfig, BatchFactory, DatasLoader, Trainer
 from fastrl.alignment.annotator import RewardAnnotator
 from fastrl.data.collators import TOKEN_COLUMNS
-from fastrl.data.encode import prepare_pairs
+from fastrl.data.prepare import prepare_pairs
 from fastrl.data.reads_eos import ADAPTER_FILE, KEY, recorded
 from fastrl.rewards.functions import ClassifierReward, load_reward
 from tests import tiny_models
@@ -191,7 +191,7 @@ def test_ppo_says_which_completions_are_whole() -> None:
 
 
 def test_online_tasks_say_which_responses_are_whole() -> None:
-    from fastrl.alignment.batch_factory import compare_responses, score_responses
+    from fastrl.alignment.responses import compare_responses, score_responses
     from fastrl.data.examples import Example, Response
 
     reward = ClassifierReward(marked(True), tiny.tokenizer())

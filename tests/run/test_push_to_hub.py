@@ -84,7 +84,7 @@ def test_arguments_that_nobody_knows_are_refused_before_anything_is_created(call
 
 def test_a_public_repository_is_not_taken_for_a_private_one(calls):
     calls[0].public = True
-    with pytest.raises(ValueError, match="org/tuned is there already and is public"):
+    with pytest.raises(ValueError, match="org/tuned exists and is public"):
         make_trainer().push_to_hub("org/tuned", private=True)
     assert [call[0] for call in calls[1:]] == ["create"]
     make_trainer().push_to_hub("org/tuned")

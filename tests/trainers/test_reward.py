@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from fastrl import RewardConfig, RewardDataCollatorWithPadding, RewardTrainer, compute_accuracy
-from fastrl.data.encode import prepare_pairs
+from fastrl.data.prepare import prepare_pairs
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import (

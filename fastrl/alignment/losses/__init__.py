@@ -1,4 +1,4 @@
-"""What is learned from a batch: a class per loss, in a file per kind of batch."""
+"""The losses: a class each, in a file per kind of batch."""
 
 from fastrl.alignment.losses.base import (
     LOSSES,
@@ -23,23 +23,6 @@ from fastrl.alignment.losses.pairwise import (
 from fastrl.alignment.losses.pointwise import KTO, SFT
 from fastrl.alignment.losses.ppo import PPO
 from fastrl.alignment.losses.reward import BradleyTerry
-
-# Known by name. Of a task's losses the first is its default.
-for _loss in (
-    DPO,
-    ConservativeDPO,
-    RobustDPO,
-    Hinge,
-    IPO,
-    SimPO,
-    ORPO,
-    SLiC,
-    SFT,
-    KTO,
-    PPO,
-    BradleyTerry,
-):
-    register(_loss)
 
 __all__ = [
     "DPO",

@@ -1,9 +1,10 @@
-"""What every loss of the framework is."""
+"""The base class of losses, and the registry of their names."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -14,20 +15,20 @@ from fastrl.alignment.batch import Batch
 from fastrl.alignment.tasks import Task
 from fastrl.rollout import SamplingParams
 
-LOSSES: dict[str, type[Loss]] = {}
+LOSSES: dict[str, type[Loss]] = {}  # by name; of a task's losses the first is its default
 SomeLoss = TypeVar("SomeLoss", bound="type[Loss]")
 
 
 class LossOutput(NamedTuple):
-    """What is differentiated, and what is logged."""
+    """The loss of a batch, and the metrics to log."""
 
     loss: Tensor  # 0-d fp32, with the samples' weights in it
     metrics: dict[str, Tensor]  # detached; [B] where they are per sample, else 0-d
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A loss with its coefficients: called with a batch, it says how the policy should change.
+class Loss(ABC):
+    """A loss function with its coefficients, called with a batch.
 
     Subclass it, give it a ``name``, the ``tasks`` that it fits and a ``__call__``; :func:`register`
     it where a command should know it by its name.
@@ -35,58 +36,46 @@ class Loss:
     Attributes:
         name: in commands.
         tasks: names of tasks that it fits.
-        compares: whether it reads the reference.
+        compares: whether it reads the reference model.
         learns: what is trained: "policy", "policy with values" or "reward model".
-        whole_steps: whether :meth:`backward` computes the gradient of an optimizer step; else it
-            is the sum of those of :meth:`__call__`.
+        backward: ``backward(minibatches, model, accelerator, optimizer)`` leaves the gradient of a
+            whole optimizer step in the weights, or none if the step should be skipped; returns the
+            mean :class:`LossOutput`, and whether the rest of the batch is to be skipped. The
+            trainer takes the step. None: the gradient is that of :meth:`__call__`, summed.
     """
 
     name: ClassVar[str]
     tasks: ClassVar[tuple[str, ...]]
     compares: ClassVar[bool] = False
     learns: ClassVar[str] = "policy"
-    whole_steps: ClassVar[bool] = False
+    backward: ClassVar[Any] = None
 
+    @abstractmethod
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
         """
         Args:
-            batch: as the task makes it.
-            policy: has ``logprobs(batch)``, with gradients (of a reward model ``rewards(batch)``).
-            reference: has ``logprobs(batch)``, without; None where the loss does not compare.
+            batch: of one of the tasks.
+            policy: has ``logprobs(batch)``, with gradients (a reward model: ``rewards(batch)``).
+            reference: has ``logprobs(batch)``, without gradients; None unless ``compares``.
         """
-        raise NotImplementedError
 
-    def parts(self, batch: Batch, policy: Any, reference: Any) -> Iterator[Batch]:
-        """What one batch is learned as: itself, once."""
+    def minibatches(self, batch: Batch, policy: Any, reference: Any) -> Iterator[Batch]:
+        """The mini-batches that a batch is trained on: the batch itself, once."""
         yield batch
 
-    def parts_of(self, size: int) -> int:
-        """How many parts a batch of ``size`` samples has."""
+    @property
+    def minibatches_per_batch(self) -> int:
+        """How many batches :meth:`minibatches` yields."""
         return 1
 
-    def backward(
-        self, parts: Sequence[Batch], model: Any, accelerator: Any, optimizer: Any
-    ) -> tuple[LossOutput, bool]:
-        """Leaves the gradient of one optimizer step in the weights, or none where the step is not
-        to be taken.
-
-        Args:
-            parts: what :meth:`parts` yielded for the step.
-            model, optimizer: as accelerate has wrapped them; the step is the caller's to take.
-
-        Returns:
-            means over the parts, and whether the rest of their batch is not to be learned.
-        """
-        raise NotImplementedError
-
-    def compared(self, batch: Batch) -> tuple[Batch, ...]:
-        """Whose log-probs the loss asks the reference for."""
+    def reference_batches(self, batch: Batch) -> tuple[Batch, ...]:
+        """The batches whose log-probs the loss asks the reference for."""
         return (batch,) if self.compares else ()
 
     def check(self, task: Task, batch_size: int) -> None:
         """
         Raises:
-            ValueError: a task, or a number of samples, that the loss does not fit.
+            ValueError: a task or a batch size that the loss does not fit.
         """
         if task.name not in self.tasks:
             fitting = [name for name, loss in LOSSES.items() if task.name in loss.tasks]
@@ -95,25 +84,25 @@ class Loss:
                 f"{', '.join(self.tasks)}; for {task.name} choose {', '.join(fitting)}"
             )
 
-    def check_sampling(self, params: SamplingParams) -> None:
-        """Of an online task, how its responses are sampled.
+    def check_sampling(self, params: SamplingParams) -> None:  # noqa: B027 - most need no check
+        """Checks how an online task samples its responses.
 
         Raises:
-            ValueError: the loss takes responses of another distribution.
+            ValueError: the loss needs responses of another distribution.
         """
 
 
 def register(loss: SomeLoss) -> SomeLoss:
-    """Makes a loss known by its name."""
+    """Class decorator: adds a loss to :data:`LOSSES`."""
     LOSSES[loss.name] = loss
     return loss
 
 
 def make_loss(name: str, **coefficients: Any) -> Loss:
-    """A loss by its name.
+    """Makes a loss from its name.
 
     Raises:
-        ValueError: no such loss; a coefficient that it does not have, or one out of range.
+        ValueError: an unknown loss or coefficient, or a coefficient out of range.
     """
     if name not in LOSSES:
         raise ValueError(f"unknown loss {name!r}: choose one of {', '.join(LOSSES)}")
@@ -127,7 +116,7 @@ def make_loss(name: str, **coefficients: Any) -> Loss:
 
 
 def describe_losses() -> str:
-    """The losses with their coefficients, for ``--help`` and documents."""
+    """All losses with their coefficients, for ``--help``."""
     return "; ".join(
         f"{name} ({', '.join(f'{f.name}={f.default}' for f in dataclasses.fields(loss))})"
         for name, loss in LOSSES.items()
@@ -135,6 +124,6 @@ def describe_losses() -> str:
 
 
 def weighted_mean(losses: Tensor, batch: Batch) -> Tensor:
-    """Σ w·ℓ / B; a weight of 0 takes a sample's gradient away, whatever its loss is."""
+    """Σ w·ℓ / B; a sample of weight 0 has no gradient, even where its loss is not finite."""
     weights = batch.weights().to(losses.device)
     return torch.where(weights > 0, weights * losses, 0.0).sum() / len(losses)

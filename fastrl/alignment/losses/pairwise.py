@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,32 +12,12 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.logprobs import ResponseLogprobs
-from fastrl.alignment.losses.base import Loss, LossOutput, weighted_mean
-
-
-class PairSide(NamedTuple):
-    """One response of every pair."""
-
-    policy: ResponseLogprobs
-    reference: ResponseLogprobs | None
-
-    def where(self, condition: Tensor, other: PairSide) -> PairSide:
-        mine, theirs = self.reference, other.reference
-        return PairSide(
-            self.policy.where(condition, other.policy),
-            None if mine is None or theirs is None else mine.where(condition, theirs),
-        )
-
-    @property
-    def ratio(self) -> Tensor:
-        """r = Σ log π - Σ log ref, [B]."""
-        assert self.reference is not None
-        return self.policy.sums - self.reference.sums
+from fastrl.alignment.losses.base import Loss, LossOutput, register, weighted_mean
 
 
 @dataclass(frozen=True)
 class PairwiseLoss(Loss):
-    """ℓ(preferred, other) per pair.
+    """A loss ℓ(preferred, other) of each pair of responses.
 
     A pair's rewards say which is preferred: with p that of the first, the loss is
     p·ℓ(first, second) + (1-p)·ℓ(second, first), and p is 1, 0, or ½ for a tie.
@@ -44,19 +25,24 @@ class PairwiseLoss(Loss):
 
     tasks: ClassVar[tuple[str, ...]] = ("offline-pairwise", "online-pairwise")
 
-    def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
-        """[B]."""
-        raise NotImplementedError
+    @abstractmethod
+    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
+        """ℓ of each pair, [B]."""
 
-    def implicit_reward(self, side: PairSide) -> Tensor:
-        """What the policy's log-probs say a response is worth, [B]."""
-        raise NotImplementedError
+    @abstractmethod
+    def implicit_reward(self, side: ResponseLogprobs) -> Tensor:
+        """The reward that the policy's log-probs imply, [B]; for metrics."""
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
-        first, second = self._sides(batch, policy, reference)
-        preferred = batch.rewards(1)  # on the host, where to look costs nothing
+        # The reference first, while no activations of the policy take memory.
+        refs = [side.sums for side in reference.logprobs(batch)] if self.compares else (None, None)
+        first, second = (
+            side._replace(ref_sums=ref)
+            for side, ref in zip(policy.logprobs(batch), refs, strict=True)
+        )
+        preferred = batch.rewards(1)  # on the host, where reading it does not wait for the device
         undecided = bool(((preferred > 0) & (preferred < 1)).any())
-        preferred = preferred.to(first.policy.sums.device)
+        preferred = preferred.to(first.sums.device)
         ahead = preferred >= 0.5
         chosen, rejected = first.where(ahead, second), second.where(ahead, first)
         losses = self.losses(chosen, rejected)
@@ -66,39 +52,35 @@ class PairwiseLoss(Loss):
             losses = torch.where(share < 1, both, losses)
         return LossOutput(weighted_mean(losses, batch), self._metrics(chosen, rejected))
 
-    def _sides(self, batch: Batch, policy: Any, reference: Any) -> tuple[PairSide, PairSide]:
-        # The reference first: the policy's activations are not there yet.
-        of_both = reference.logprobs(batch) if self.compares else (None, None)
-        one, two = map(PairSide, policy.logprobs(batch), of_both)
-        return one, two
-
     @torch.no_grad()
-    def _metrics(self, chosen: PairSide, rejected: PairSide) -> dict[str, Tensor]:
+    def _metrics(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> dict[str, Tensor]:
         good, bad = self.implicit_reward(chosen), self.implicit_reward(rejected)
         return {
             "rewards/chosen": good,
             "rewards/rejected": bad,
             "rewards/margins": good - bad,
             "rewards/accuracies": (good > bad).float(),
-            "logps/chosen": chosen.policy.sums.detach(),
-            "logps/rejected": rejected.policy.sums.detach(),
+            "logps/chosen": chosen.sums.detach(),
+            "logps/rejected": rejected.sums.detach(),
         }
 
 
 @dataclass(frozen=True)
 class ReferenceLoss(PairwiseLoss):
-    """A function of r = log π - log ref of both sides."""
+    """A loss that is a function of r = log π - log ref of both responses."""
 
     compares: ClassVar[bool] = True
     beta: float = 0.1
 
-    def implicit_reward(self, side: PairSide) -> Tensor:
+    def implicit_reward(self, side: ResponseLogprobs) -> Tensor:
         return self.beta * side.ratio
 
 
 @dataclass(frozen=True)
 class MarginLoss(ReferenceLoss):
-    """A function of the margin h = β(r_w - r_l), see :func:`fastrl_kernels.dpo_loss`.
+    """A loss that is a function of the margin h = β(r_w - r_l).
+
+    See :func:`fastrl_kernels.dpo_loss`.
 
     Args:
         label_smoothing: ε, the share of swapped labels.
@@ -107,27 +89,27 @@ class MarginLoss(ReferenceLoss):
     kind: ClassVar[str] = "sigmoid"
     label_smoothing: float = 0.0
 
-    def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
-        assert chosen.reference is not None
-        assert rejected.reference is not None
+    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
         return fastrl_kernels.dpo_loss(
-            chosen.policy.sums,
-            rejected.policy.sums,
-            chosen.reference.sums,
-            rejected.reference.sums,
+            chosen.sums,
+            rejected.sums,
+            chosen.ref_sums,
+            rejected.ref_sums,
             beta=self.beta,
             label_smoothing=self.label_smoothing,
             kind=self.kind,
         )
 
 
+@register
 @dataclass(frozen=True)
 class DPO(MarginLoss):
-    """-log σ(β(r_w - r_l)): direct preference optimisation."""
+    """-log σ(β(r_w - r_l)): direct preference optimisation (Rafailov et al., 2023)."""
 
     name: ClassVar[str] = "dpo"
 
 
+@register
 @dataclass(frozen=True)
 class ConservativeDPO(MarginLoss):
     """DPO where a share ε of the labels is swapped: (1-ε)·ℓ(h) + ε·ℓ(-h)."""
@@ -136,6 +118,7 @@ class ConservativeDPO(MarginLoss):
     label_smoothing: float = 0.1
 
 
+@register
 @dataclass(frozen=True)
 class RobustDPO(MarginLoss):
     """DPO without the bias of swapped labels: [(1-ε)·ℓ(h) - ε·ℓ(-h)]/(1-2ε)."""
@@ -145,6 +128,7 @@ class RobustDPO(MarginLoss):
     label_smoothing: float = 0.1
 
 
+@register
 @dataclass(frozen=True)
 class Hinge(MarginLoss):
     """max(0, 1 - β(r_w - r_l))."""
@@ -153,6 +137,7 @@ class Hinge(MarginLoss):
     kind: ClassVar[str] = "hinge"
 
 
+@register
 @dataclass(frozen=True)
 class IPO(ReferenceLoss):
     """(h - 1/(2β))², h = r_w - r_l: identity preference optimisation.
@@ -167,24 +152,25 @@ class IPO(ReferenceLoss):
     name: ClassVar[str] = "ipo"
     length_means: bool = False
 
-    def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
-        assert chosen.reference is not None
-        assert rejected.reference is not None
-        figure = "means" if self.length_means else "sums"
-        sides = (chosen.policy, rejected.policy, chosen.reference, rejected.reference)
-        return fastrl_kernels.ipo_loss(*(getattr(side, figure) for side in sides), beta=self.beta)
+    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
+        logprobs = (chosen.sums, rejected.sums, chosen.ref_sums, rejected.ref_sums)
+        if self.length_means:
+            logprobs = (chosen.means, rejected.means, chosen.ref_means, rejected.ref_means)
+        return fastrl_kernels.ipo_loss(*logprobs, beta=self.beta)
 
 
 @dataclass(frozen=True)
 class LengthNormalizedLoss(PairwiseLoss):
-    """A function of p̄, the mean log-prob of a response's tokens; there is no reference."""
+    """A loss that is a function of p̄, the mean log-prob of a response's tokens, without a
+    reference."""
 
     beta: float = 1.0
 
-    def implicit_reward(self, side: PairSide) -> Tensor:
-        return self.beta * side.policy.means
+    def implicit_reward(self, side: ResponseLogprobs) -> Tensor:
+        return self.beta * side.means
 
 
+@register
 @dataclass(frozen=True)
 class SimPO(LengthNormalizedLoss):
     """-log σ(β·(p̄_w - p̄_l) - γ): simple preference optimisation.
@@ -196,11 +182,12 @@ class SimPO(LengthNormalizedLoss):
     beta: float = 2.0
     gamma: float = 1.0
 
-    def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
-        means = chosen.policy.means, rejected.policy.means
+    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
+        means = chosen.means, rejected.means
         return fastrl_kernels.simpo_loss(*means, beta=self.beta, gamma=self.gamma)
 
 
+@register
 @dataclass(frozen=True)
 class ORPO(LengthNormalizedLoss):
     """-p̄_w - β·log σ(log-odds of p̄_w less those of p̄_l): odds-ratio preference optimisation.
@@ -211,11 +198,12 @@ class ORPO(LengthNormalizedLoss):
     name: ClassVar[str] = "orpo"
     beta: float = 0.1
 
-    def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
-        means = chosen.policy.means, rejected.policy.means
-        return fastrl_kernels.orpo_loss(*means, beta=self.beta) - chosen.policy.means
+    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
+        means = chosen.means, rejected.means
+        return fastrl_kernels.orpo_loss(*means, beta=self.beta) - chosen.means
 
 
+@register
 @dataclass(frozen=True)
 class SLiC(PairwiseLoss):
     """max(0, β - log p_w + log p_l) - λ·log p_w: sequence likelihood calibration.
@@ -227,9 +215,9 @@ class SLiC(PairwiseLoss):
     beta: float = 1.0
     lam: float = 0.1
 
-    def losses(self, chosen: PairSide, rejected: PairSide) -> Tensor:
-        sums = chosen.policy.sums, rejected.policy.sums
+    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
+        sums = chosen.sums, rejected.sums
         return fastrl_kernels.slic_loss(*sums, beta=self.beta, lam=self.lam)
 
-    def implicit_reward(self, side: PairSide) -> Tensor:
-        return side.policy.sums
+    def implicit_reward(self, side: ResponseLogprobs) -> Tensor:
+        return side.sums

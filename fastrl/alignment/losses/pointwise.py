@@ -10,10 +10,11 @@ from torch import Tensor
 
 import fastrl_kernels
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.losses.base import Loss, LossOutput, weighted_mean
+from fastrl.alignment.losses.base import Loss, LossOutput, register, weighted_mean
 from fastrl.alignment.tasks import Task
 
 
+@register
 @dataclass(frozen=True)
 class SFT(Loss):
     """-Σ log π over the tokens of all responses / their number: supervised fine-tuning.
@@ -33,6 +34,7 @@ class SFT(Loss):
         return LossOutput(-total / torch.where(tokens > 0, tokens, 1.0), metrics)
 
 
+@register
 @dataclass(frozen=True)
 class KTO(Loss):
     """λ·(1 - σ(±β(r - KL))), + where a response is desired: Kahneman–Tversky optimisation.
@@ -63,15 +65,14 @@ class KTO(Loss):
                 f"be at least 2, got {batch_size}"
             )
 
-    def compared(self, batch: Batch) -> tuple[Batch, ...]:
+    def reference_batches(self, batch: Batch) -> tuple[Batch, ...]:
         return batch, batch.mismatched()
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
         rewards = batch.rewards(1)
-        # What has no gradient first: the policy's activations are not there yet.
+        # First what has no gradient, while no activations of the policy take memory.
         kl = self._kl(batch, policy, reference)
-        (ref,) = reference.logprobs(batch)
-        (scores,) = policy.logprobs(batch)
+        (ref,), (scores,) = reference.logprobs(batch), policy.logprobs(batch)
         desirable = (rewards > self._threshold(rewards)).to(scores.sums.device)
         losses = fastrl_kernels.kto_loss(
             scores.sums,
@@ -88,7 +89,7 @@ class KTO(Loss):
                 "kl": kl.clamp(min=0.0),
                 "rewards/chosen": implied[desirable],
                 "rewards/rejected": implied[~desirable],
-                # Whether a response is worth more than the usual one, as it should be or not.
+                # Desired responses should have more than the KL, the others less.
                 "rewards/accuracies": (
                     (implied > self.beta * kl.clamp(min=0.0)) == desirable
                 ).float(),
@@ -97,15 +98,15 @@ class KTO(Loss):
         return LossOutput(weighted_mean(losses, batch), metrics)
 
     def _threshold(self, rewards: Tensor) -> float:
-        """Of rewards on the host."""
+        """The reward, on the host, above which a response is desired."""
         if self.threshold is not None:
             return self.threshold
-        verdicts = bool(((rewards == 0) | (rewards == 1)).all())
-        return 0.5 if verdicts else float(rewards.mean())
+        binary = bool(((rewards == 0) | (rewards == 1)).all())
+        return 0.5 if binary else float(rewards.mean())
 
     @torch.no_grad()
     def _kl(self, batch: Batch, policy: Any, reference: Any) -> Tensor:
-        if batch.size == 1:  # what is left of the data: there is no other prompt
+        if batch.size == 1:  # the rest of an epoch: there is no other prompt
             return policy.mean(torch.zeros((), device=policy.tokens.device))
         other = batch.mismatched()
         (scores,), (ref,) = policy.logprobs(other), reference.logprobs(other)

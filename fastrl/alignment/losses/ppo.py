@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.losses.base import Loss, LossOutput
+from fastrl.alignment.losses.base import Loss, LossOutput, register
 from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
 from fastrl.models.utils import evaluating
@@ -23,35 +23,35 @@ from fastrl.ref_model.none import NoRefModel
 from fastrl.rollout import SamplingParams
 
 
+@register
 @dataclass(frozen=True)
 class PPO(Loss):
-    """max(-A·ρ, -A·clip(ρ)) + c·value loss, rewards less β·KL: proximal policy optimisation.
+    """max(-A·ρ, -A·clip(ρ)) + c·value loss, with a KL penalty: proximal policy optimisation.
 
-    A batch is scored by policy and reference once; advantages are GAE's, whitened; then it is
-    learned ``epochs`` times, in mini-batches, each of which is a step. A sample's weight multiplies
-    its tokens. A mini-batch whose loss is not finite or whose mean ratio is too large takes no part
-    in its step. This is the update of :class:`fastrl.PPOTrainer`, which has more to choose.
+    Policy and reference score a batch once; the advantages are generalised advantage estimates,
+    whitened. Then the policy is trained on the batch ``epochs`` times, in mini-batches. A sample's
+    weight multiplies the loss of its tokens. A mini-batch whose loss is not finite or whose mean
+    ratio is too large is left out of its step. This is the update of :class:`fastrl.PPOTrainer`,
+    which has more options.
 
     Args:
         epochs: passes over each batch.
-        mini_batches: parts of each pass.
-        kl_coef: β of the penalty -β·(log π - log ref) on every token's reward; with 0 there is no
-            reference.
-        gamma, lam: of GAE.
-        cliprange: of the ratio ρ.
-        cliprange_value: of the value function's change.
+        mini_batches: mini-batches in each pass, an optimizer step each unless gradients are
+            accumulated.
+        kl_coef: β of the penalty -β·(log π - log ref) on every token's reward; 0: no reference.
+        gamma, lam: discount and λ of the advantages.
+        cliprange: clip range of the ratio ρ.
+        cliprange_value: clip range of the value function's change.
         vf_coef: c.
         temperature: T of the policy softmax(logits / T), at which responses are sampled.
         ratio_threshold: mini-batches whose mean ratio exceeds this are left out.
         early_stopping: go on to the next batch once mean(log π_old - log π) exceeds
-            1.5·target_kl.
-        target_kl: see there.
+            1.5·``target_kl``.
     """
 
     name: ClassVar[str] = "ppo"
     tasks: ClassVar[tuple[str, ...]] = ("reinforcement-learning",)
     learns: ClassVar[str] = "policy with values"
-    whole_steps: ClassVar[bool] = True
     epochs: int = 4
     mini_batches: int = 1
     kl_coef: float = 0.05
@@ -69,7 +69,7 @@ class PPO(Loss):
         for name in ("epochs", "mini_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        self._settings  # noqa: B018 - its checks are ours
+        self._settings  # noqa: B018 - PPOConfig checks the rest
 
     @property
     def compares(self) -> bool:  # type: ignore[override]
@@ -112,17 +112,19 @@ class PPO(Loss):
         if changes:
             changed = ", ".join(f"{name}={value}" for name, value in changes.items())
             warnings.warn(
-                f"{changed}: responses are not drawn from the policy itself, whose "
-                "log-probs the ratio, the clip range and the KL are of: these are approximate; "
-                "leave it out for exact ones",
+                f"{changed}: responses are not drawn from softmax(logits / temperature), which "
+                "the ratio and the KL assume, so both are approximate; leave it out to make them "
+                "exact",
                 stacklevel=3,
             )
 
-    def parts_of(self, size: int) -> int:
+    @property
+    def minibatches_per_batch(self) -> int:
         return self.epochs * self.mini_batches
 
-    def parts(self, batch: Batch, policy: Any, reference: Any) -> Iterator[Batch]:
-        """The batch's experience once, then mini-batches of it."""
+    def minibatches(self, batch: Batch, policy: Any, reference: Any) -> Iterator[Batch]:
+        """Computes the batch's experience once; then yields its mini-batches, every epoch in
+        another order."""
         experience = self._experience(batch, policy, reference)
         assert batch.tokens is not None
         size = batch.size // self.mini_batches
@@ -135,7 +137,7 @@ class PPO(Loss):
                 yield part
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
-        if batch.experience is None:  # it has not gone through parts: that of an evaluation
+        if batch.experience is None:  # a whole batch, which minibatches() did not make
             tokens, experience = policy.tokens(batch), self._experience(batch, policy, reference)
             batch.tokens, batch.experience = Minibatch.of(tokens, experience, range(batch.size))
         assert batch.tokens is not None
@@ -147,20 +149,29 @@ class PPO(Loss):
         return LossOutput(found.loss, found.stats)
 
     def backward(
-        self, parts: Sequence[Batch], model: Any, accelerator: Any, optimizer: Any
+        self, minibatches: Sequence[Batch], model: Any, accelerator: Any, optimizer: Any
     ) -> tuple[LossOutput, bool]:
+        """Leaves the gradient of an optimizer step in the weights, see :class:`Loss`."""
         loss = self._update_loss
         gradient = GradientStep(self._settings, accelerator, model, optimizer, loss)
-        outcome = gradient([Minibatch(part.tokens, part.experience) for part in parts])  # type: ignore[arg-type]
+        outcome = gradient([Minibatch(part.tokens, part.experience) for part in minibatches])  # type: ignore[arg-type]
         if accelerator.scaler is not None and not outcome.taken:
-            # A GradScaler needs gradients; infinite ones are those that it leaves out.
+            # A GradScaler needs gradients, and skips steps whose gradients are infinite.
             weight = next(p for p in model.parameters() if p.requires_grad)
             weight.grad = torch.full_like(weight, torch.inf)
         record = UpdateRecord(loss.names)
         record.add(outcome)
         record.warn(self.ratio_threshold)
-        means = record.means(accelerator.device)
-        return LossOutput(means["ppo/loss/total"], means), outcome.moved_too_far
+        device = accelerator.device
+        means = record.means(device)
+        counts = {
+            "ppo/skipped_minibatches": record.skipped,
+            "ppo/nonfinite_minibatches": record.nonfinite,
+            "ppo/nonfinite_steps": record.nonfinite_steps,
+            "ppo/early_stopped": record.stopped_early,
+        }
+        metrics = means | {k: torch.tensor(float(x), device=device) for k, x in counts.items()}
+        return LossOutput(means["ppo/loss/total"], metrics), outcome.moved_too_far
 
     @torch.no_grad()
     def _experience(self, batch: Batch, policy: Any, reference: Any) -> Experience:

@@ -9,9 +9,10 @@ import torch
 
 import fastrl_kernels
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.losses.base import Loss, LossOutput, weighted_mean
+from fastrl.alignment.losses.base import Loss, LossOutput, register, weighted_mean
 
 
+@register
 @dataclass(frozen=True)
 class BradleyTerry(Loss):
     """-log σ(r₁ - r₂): a reward model from pairs whose first response is the preferred one.

@@ -1,0 +1,131 @@
+"""Responses that the policy writes for online tasks, and what an annotator says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fastrl.alignment.annotator import ask_preferences, ask_scores
+from fastrl.alignment.batch import columns_of
+from fastrl.data.examples import Example, Response
+from fastrl.models.layout import layout_of
+from fastrl.rollout import RolloutOutput, SamplingParams
+
+
+class ResponseSampler:
+    """Samples responses of the policy, as text and tokens.
+
+    Args:
+        engine: generates, such as :class:`fastrl.RolloutEngine`.
+        tokenizer: of the policy.
+        params: how to sample.
+    """
+
+    def __init__(self, engine: Any, tokenizer: Any, params: SamplingParams):
+        self.engine, self.tokenizer, self.params = engine, tokenizer, params
+        self.layout = layout_of(engine.model)
+        self.stats: dict[str, float] = {}  # of the last call
+
+    def __call__(
+        self,
+        examples: Sequence[Example],
+        n: int = 1,
+        seed: int | None = None,
+        ids: Sequence[int] | None = None,
+    ) -> tuple[list[Example], RolloutOutput]:
+        """The examples with n sampled responses each, and the engine's output, whose sequences
+        follow the examples' order.
+
+        Args:
+            seed: of the random numbers; None takes one from torch's generator.
+            ids: of the examples, which with the seed determine the random numbers.
+        """
+        prompts = [torch.tensor(example.prompt_ids) for example in examples]
+        params = replace(self.params, n=n)
+        if seed is not None:
+            params = replace(params, seed=seed)
+        output = self.engine.generate(prompts, params, ids)
+        self.stats = output.stats
+        responses = [
+            Response(
+                self.layout.decode(self.tokenizer, prompts[i // n], row),
+                tuple(row.tolist()),
+                finished=reason != "length",
+            )
+            for i, (row, reason) in enumerate(
+                zip(output.sequences, output.finish_reasons, strict=True)
+            )
+        ]
+        sampled = [
+            replace(example, responses=tuple(responses[i * n : (i + 1) * n]))
+            for i, example in enumerate(examples)
+        ]
+        return sampled, output
+
+
+def score_responses(
+    annotator: Any, examples: Sequence[Example]
+) -> tuple[list[Example], list[list[float]]]:
+    """Examples of one response each with the annotator's scores as rewards; and the scores."""
+    scores = ask_scores(
+        annotator,
+        prompts_of(examples),
+        texts_of(examples),
+        columns_of(examples),
+        finished_of(examples),
+    )
+    return [replace(e, rewards=(s,)) for e, s in zip(examples, scores, strict=True)], [scores]
+
+
+def compare_responses(
+    annotator: Any, examples: Sequence[Example]
+) -> tuple[list[Example], list[list[float]] | None]:
+    """Examples of two responses each with the annotator's preferences as rewards; and, where it
+    compares by scores, those of the first and of the second responses.
+
+    The preferred response has reward 1.0, the other 0.0; both have 0.5 in a tie, and where the
+    annotator has no opinion, which also sets their weights to 0.
+    """
+    judged = [replace(e, rewards=(0.5, 0.5), weights=(1.0, 1.0)) for e in examples]
+    # Two equal responses need no judge.
+    asked = [i for i, e in enumerate(examples) if e.responses[0].text != e.responses[1].text]
+    if not asked:
+        return judged, None
+    chosen = [examples[i] for i in asked]
+    preferences = ask_preferences(
+        annotator,
+        prompts_of(chosen),
+        texts_of(chosen, 0),
+        texts_of(chosen, 1),
+        columns_of(chosen),
+        (finished_of(chosen, 0), finished_of(chosen, 1)),
+    )
+    for i, first in zip(asked, preferences, strict=True):
+        if first is None:
+            judged[i] = replace(judged[i], weights=(0.0, 0.0))
+        else:
+            judged[i] = replace(judged[i], rewards=(first, 1.0 - first))
+    of_asked = getattr(annotator, "last_scores", None)
+    if of_asked is None:
+        return judged, None
+    scores = [[0.0] * len(examples) for _ in range(2)]
+    for i, *both in zip(asked, *of_asked, strict=True):
+        scores[0][i], scores[1][i] = both
+    return judged, scores
+
+
+def prompts_of(examples: Sequence[Example]) -> list[str]:
+    return [example.prompt for example in examples]
+
+
+def texts_of(examples: Sequence[Example], i: int = 0) -> list[str]:
+    """The texts of the examples' responses ``i``, 0 or 1."""
+    return [example.responses[i].text for example in examples]
+
+
+def finished_of(examples: Sequence[Example], i: int = 0) -> list[bool]:
+    """Which of the examples' responses ``i`` were not cut by a length limit."""
+    return [example.responses[i].finished for example in examples]

@@ -1,0 +1,95 @@
+"""TrainingJob: the settings and checks that the training commands share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fastrl.config import setting
+from fastrl.run.folder import RunFolder
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+
+
+@dataclass(kw_only=True)
+class TrainingJob:
+    """What to train, on which data, and where the results go.
+
+    Raises:
+        ValueError: a LoRA setting out of range, a dropout without a new adapter, an unknown dtype.
+    """
+
+    command: ClassVar[str]
+    _argument_group_name: ClassVar[str] = "the job"
+
+    model: str = setting(
+        "The model to start from: a directory (a run's, or of an adapter to train on) or a Hub id."
+    )
+    dataset: str = setting(
+        "The data: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
+        ".json, .csv, .tsv, .parquet or .txt."
+    )
+    output: str = setting("Folder for the model, the metrics and the report.", "runs/fit")
+    dataset_split: str = setting("Split of a Hub data set.", "train")
+    lora_r: int = setting("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
+    lora_alpha: int = setting("LoRA's scaling numerator.", 32)
+    lora_dropout: float = setting("LoRA's dropout in training.", 0.0)
+    dtype: str = setting("Type of the model's weights, such as float32 or bfloat16.", "float32")
+
+    def __post_init__(self) -> None:
+        if self.lora_r < 0:
+            raise ValueError(f"lora_r must be 0 or more, got {self.lora_r}")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout must lie in [0, 1), got {self.lora_dropout}")
+        if self.lora_dropout and not self.lora_r:
+            raise ValueError(
+                f"lora_dropout={self.lora_dropout:g} is for a new adapter: set lora_r, too, or "
+                "leave it out (a saved adapter keeps its own)"
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
+
+    def check_model(self) -> str:
+        """The folder of the model.
+
+        Raises:
+            FileNotFoundError: there is no model.
+            ValueError: the run would save an adapter in place of its base model.
+        """
+        from fastrl.models.load import base_folder, is_adapter, model_folder
+
+        folder, target = model_folder(self.model), RunFolder(self.output).model
+        if not target.is_dir() or not (self.lora_r or is_adapter(self.model)):
+            return folder
+        if Path(base_folder(self.model)).resolve() == target.resolve():
+            raise ValueError(
+                f"output {self.output}: {target} is the base of the adapter, which would be saved "
+                "in its place: name another output"
+            )
+        return folder
+
+    def lora_config(self, task_type: str) -> Any:
+        """The configuration of a new adapter; None if ``lora_r`` is 0.
+
+        Raises:
+            FileNotFoundError: a folder without a model.
+            ValueError: a rank although the model is already an adapter.
+        """
+        if self.lora_r == 0:
+            return None
+        from peft import LoraConfig
+
+        from fastrl.models.load import MERGE_ADAPTER, is_adapter
+
+        if is_adapter(self.model):
+            raise ValueError(
+                f"lora_r={self.lora_r} asks for a new adapter, but {self.model} is one: leave out "
+                f"lora_r to continue training it, or {MERGE_ADAPTER}"
+            )
+        return LoraConfig(
+            r=self.lora_r,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            task_type=task_type,
+        )

@@ -1,0 +1,307 @@
+"""Data sets of texts for SFT, and of pairs for reward models, as token columns."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fastrl.data.chat import has_role
+from fastrl.data.collators import IGNORED, SIDES, TOKEN_COLUMNS, DataCollatorForCompletionOnlyLM
+from fastrl.data.columns import ANSWERS, PAIRS, Roles, read_row
+from fastrl.data.encode import Encoder
+from fastrl.data.tables import as_dataset
+
+_FORMATTED, _USEFUL = "_text", "_useful"  # columns in between
+_DEFAULT_FIELD = "text"
+
+
+def prepare_texts(
+    dataset: Any,
+    tokenizer: Any,
+    max_length: int | None = None,
+    num_proc: int | None = None,
+    *,
+    text_field: str = _DEFAULT_FIELD,
+    formatting_func: Callable | None = None,
+    completions: DataCollatorForCompletionOnlyLM | None = None,
+    append_eos: bool = True,
+    completion_only: bool = True,
+    assistant_only: bool = False,
+) -> Any:
+    """A data set with ``input_ids`` and ``labels``. Longer texts are cut at their ends; a prompt
+    with a completion loses the prompt's beginning first, see :class:`Encoder`. Texts without a
+    token to learn are dropped, and counted in a warning.
+
+    Args:
+        text_field: column of texts.
+        formatting_func: makes a row's text, or a list of texts of a batch of rows.
+        completions: finds the tokens to learn behind its response template.
+        append_eos: end every text with EOS.
+        completion_only: of rows with a prompt and a completion, learn the completion only.
+        assistant_only: of messages, learn the assistant's turns only.
+
+    Raises:
+        TypeError: not a data set, see :func:`fastrl.data.tables.as_dataset`; a column of another
+            type.
+        ValueError: columns that are missing, no text left.
+    """
+    dataset = as_dataset(dataset)
+    if formatting_func is not None:
+        dataset, text_field = _formatted(dataset, formatting_func), _FORMATTED
+    encoder = Encoder(tokenizer, max_length, add_eos=append_eos)
+    encode = _row_encoder(
+        dataset.column_names, encoder, text_field, completion_only, assistant_only
+    )
+
+    def prepare(row: dict[str, Any], i: int) -> dict[str, Any]:
+        ids, labels = encode(row, i)
+        ids, labels = ids[:max_length], labels[:max_length]
+        if completions is not None:
+            learned = completions.learned(ids)
+            labels = _labels(ids, learned)
+        # Nothing predicts the first token.
+        useful = any(label != IGNORED for label in labels[1:])
+        return {"input_ids": ids, "labels": labels, _USEFUL: useful}
+
+    prepared = dataset.map(
+        prepare,
+        with_indices=True,
+        num_proc=num_proc,
+        remove_columns=dataset.column_names,
+        desc="tokenising",
+    )
+    kept = [i for i, useful in enumerate(prepared[_USEFUL]) if useful]
+    whole, prepared = len(prepared), prepared.remove_columns(_USEFUL)
+    if len(kept) == whole:
+        return prepared
+    why = "nothing is learned from them: they are empty"
+    if max_length is not None:
+        why += f", or all of it lies behind max_length={max_length}"
+    if completions is not None:
+        named = " or ".join(f"{k} {given!r}" for k, (given, _) in completions.templates().items())
+        why += (
+            f", or {named} does not occur in them as these tokens (pass token ids as they are "
+            "inside a text)"
+        )
+    if not kept:
+        raise ValueError(f"no text is left of {whole}; {why}")
+    warnings.warn(f"{whole - len(kept)} of {whole} texts dropped; {why}", stacklevel=2)
+    return prepared.select(kept)
+
+
+def _formatted(dataset: Any, formatting_func: Callable) -> Any:
+    """A data set with one column, of the texts that the function makes of a row, or of a batch."""
+    errors = []
+    for batched, rows in ((False, dataset[0]), (True, dataset[:1])):
+        try:
+            made = formatting_func(rows)
+        except Exception as error:  # the other convention's arguments
+            errors.append(error)
+            continue
+        texts = made if isinstance(made, list) else [made]
+        if isinstance(made, list) == batched and all(isinstance(text, str) for text in texts):
+            return dataset.map(
+                lambda rows: {_FORMATTED: formatting_func(rows)},
+                batched=batched,
+                remove_columns=dataset.column_names,
+                desc="formatting",
+            )
+    raise ValueError(
+        "formatting_func must return a text for a row, or a list of texts for a batch of rows (a "
+        f"dict of lists); the data set has columns {', '.join(dataset.column_names)}"
+    ) from (errors[0] if errors else None)
+
+
+def _row_encoder(
+    columns: Sequence[str],
+    encoder: Encoder,
+    text_field: str,
+    completion_only: bool,
+    assistant_only: bool,
+) -> Callable[[dict[str, Any], int], tuple[list[int], list[int]]]:
+    """The function that makes token ids and labels of a row and its index, chosen by the columns.
+
+    Raises:
+        ValueError: columns without anything to learn.
+    """
+    roles = Roles("prompt", "completion", None, None, None)
+
+    def text(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
+        text = row[text_field]
+        if not (text is None or isinstance(text, str)):
+            raise TypeError(
+                f"column {text_field!r} must hold text, but row {i} holds {str(text)[:60]!r}, "
+                f"{type(text).__name__}"
+            )
+        ids, _ = encoder.alone(text or "")
+        return ids, ids
+
+    def messages(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
+        said = row["messages"]
+        if not (isinstance(said, list) and all(has_role(message) for message in said)):
+            raise TypeError(
+                f"column 'messages' of row {i} holds {str(said)[:60]!r}: it must hold chat "
+                "messages (dicts with a role and a content)"
+            )
+        ids, learned = encoder.alone(said, assistant_only)
+        return ids, _labels(ids, learned)
+
+    def completion(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
+        prompt, (answer,) = read_row(row, i, roles, ANSWERS, alone=True)
+        if not answer:
+            return [], []
+        ids, border = encoder.joined(prompt, answer)
+        learned = [at >= border or not completion_only for at in range(len(ids))]
+        return ids, _labels(ids, learned)
+
+    if assistant_only and "messages" not in columns:
+        raise ValueError(
+            f"assistant_only_loss needs messages, the data set has columns {', '.join(columns)}"
+        )
+    if text_field in columns and text_field != _DEFAULT_FIELD:
+        return text
+    if text_field == _DEFAULT_FIELD:
+        if "input_ids" in columns:
+            return lambda row, i: (row["input_ids"], row.get("labels") or row["input_ids"])
+        if "messages" in columns:
+            return messages
+        if {"prompt", "completion"} <= set(columns):
+            return completion
+        if text_field in columns:
+            return text
+    raise ValueError(
+        f"the data set has columns {', '.join(columns)}: it needs {text_field} "
+        "(dataset_text_field), prompt and completion, messages, or input_ids; or pass "
+        "formatting_func"
+    )
+
+
+def _labels(ids: Sequence[int], learned: Sequence[bool]) -> list[int]:
+    return [t if counts else IGNORED for t, counts in zip(ids, learned, strict=True)]
+
+
+def prepare_pairs(
+    dataset: Any,
+    tokenizer: Any,
+    max_length: int | None,
+    num_proc: int | None = None,
+    *,
+    add_eos: bool = False,
+) -> Any:
+    """A data set with token columns, and ``margin`` if there is one. Pairs with an empty side, with
+    equal sides, or with a side of more than ``max_length`` tokens are dropped, and counted in a
+    warning.
+
+    Args:
+        dataset: with ``chosen`` and ``rejected``, texts or lists of chat messages, which may share
+            a ``prompt``; or with the token columns of :class:`RewardDataCollatorWithPadding`,
+            whose lengths are not checked.
+        add_eos: see :class:`Encoder`.
+
+    Raises:
+        TypeError: not a data set, see :func:`fastrl.data.tables.as_dataset`.
+        ValueError: columns that are missing, a margin that is not one finite number, no pair left.
+    """
+    dataset = as_dataset(dataset)
+    columns = set(dataset.column_names)
+    margin = ["margin"] if "margin" in columns else []
+    if margin:
+        _check_margins(dataset)
+    if has_tokens(dataset):
+        dataset, max_length = dataset.select_columns([*TOKEN_COLUMNS, *margin]), None
+    else:
+        if not columns >= set(SIDES):
+            raise ValueError(
+                f"the data set has columns {', '.join(dataset.column_names)}: it needs chosen and "
+                f"rejected (texts or chats, with an optional prompt), or {', '.join(TOKEN_COLUMNS)}"
+            )
+        roles = Roles("prompt" if "prompt" in columns else None, None, None, *SIDES)
+        encoder = Encoder(tokenizer, add_eos=add_eos)
+
+        def tokenise(row: Mapping[str, Any], i: int) -> dict[str, list[int]]:
+            prompt, answers = read_row(row, i, roles, PAIRS, alone=True)
+            tokens: dict[str, list[int]] = {}
+            for side, answer in zip(SIDES, answers, strict=True):
+                # An empty side stays empty, whatever its prompt: it is dropped.
+                ids = encoder.joined(prompt, answer)[0] if answer else []
+                tokens |= {f"input_ids_{side}": ids, f"attention_mask_{side}": [1] * len(ids)}
+            return tokens
+
+        dataset = dataset.map(
+            tokenise,
+            with_indices=True,
+            num_proc=num_proc,
+            remove_columns=[c for c in dataset.column_names if c not in margin],
+            desc="tokenising pairs",
+        )
+    return _drop_useless(dataset, max_length, num_proc)
+
+
+def has_tokens(dataset: Any) -> bool:
+    """Whether a data set of pairs is already tokenised."""
+    return set(as_dataset(dataset).column_names) >= set(TOKEN_COLUMNS)
+
+
+def missing_token_columns(dataset: Any) -> list[str]:
+    """The columns that the collator needs and a tokenised data set lacks; [] of one with texts."""
+    columns = set(as_dataset(dataset).column_names)
+    tokenised = any(name.startswith("input_ids_") for name in columns)
+    return [name for name in TOKEN_COLUMNS if name not in columns] if tokenised else []
+
+
+def _check_margins(dataset: Any) -> None:
+    for i, margin in enumerate(dataset["margin"]):
+        number = margin[0] if isinstance(margin, list) and len(margin) == 1 else margin
+        if not isinstance(number, (int, float)) or not math.isfinite(number):
+            raise ValueError(
+                f"margin[{i}] is {margin}: margins must be finite numbers, or lists of one"
+            )
+
+
+def _drop_useless(dataset: Any, max_length: int | None, num_proc: int | None) -> Any:
+    reasons = {
+        "empty": "have an empty side",
+        "equal": "have equal sides",
+        "long": f"have a side of more than max_length={max_length} tokens",
+    }
+    causes = list(
+        dataset.map(
+            lambda row: {"_why": _why_useless(row, max_length)},
+            num_proc=num_proc,
+            remove_columns=dataset.column_names,
+            desc="checking pairs",
+        )["_why"]
+    )
+    kept = [i for i, cause in enumerate(causes) if not cause]
+    if len(kept) == len(causes):
+        return dataset
+    counted = ", ".join(
+        f"{causes.count(cause)} {text}" for cause, text in reasons.items() if cause in causes
+    )
+    if not kept:
+        raise ValueError(f"no pair is left of {len(causes)}: {counted}")
+    warnings.warn(
+        f"{len(causes) - len(kept)} of {len(causes)} pairs dropped: {counted}", stacklevel=2
+    )
+    return dataset.select(kept)
+
+
+def _why_useless(row: dict[str, Any], max_length: int | None) -> str:
+    counted = []
+    for side in SIDES:
+        ids, mask = row[f"input_ids_{side}"], row[f"attention_mask_{side}"]
+        if len(ids) != len(mask):
+            raise ValueError(
+                f"input_ids_{side} has {len(ids)} tokens, attention_mask_{side} {len(mask)}: "
+                "make them of one length"
+            )
+        counted.append([token for token, counts in zip(ids, mask, strict=True) if counts])
+    chosen, rejected = counted
+    if not chosen or not rejected:
+        return "empty"
+    if chosen == rejected:
+        return "equal"
+    too_long = max_length is not None and max(len(chosen), len(rejected)) > max_length
+    return "long" if too_long else ""
