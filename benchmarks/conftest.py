@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report
-from benchmarks.harness import EAGER, RESULTS, Case, Measurement, Run, device_of, free, machine
-from benchmarks.peers import TRL_CLASSIC, Uninstallable, peer_python
+from benchmarks.cases import EAGER, Case
+from benchmarks.environments import TRL_CLASSIC, Uninstallable, peer_python
+from benchmarks.harness import Measurement, Run
+from benchmarks.memory import free
+from benchmarks.results import RESULTS, device_of, machine
+from benchmarks.terminal import render
 
 RUN = pytest.StashKey[Run]()
 
@@ -112,6 +115,6 @@ def pytest_terminal_summary(terminalreporter: object, config: pytest.Config) -> 
     run = config.stash[RUN]
     for result in run.results.values():
         for entry in result["entries"]:
-            terminalreporter.write_line("\n" + report.render(entry, device_of(result)))
+            terminalreporter.write_line("\n" + render(entry, device_of(result)))
     for path in run.saved.values():
         terminalreporter.write_line(f"\nsaved as {path}")

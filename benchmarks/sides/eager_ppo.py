@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks import peers
+from benchmarks import eager
 
 Numbers = dict[str, Tensor]
 
@@ -148,10 +148,10 @@ class PPOTrainer:
             logprobs, values = self._scores(self.model, batch)
             ref_logprobs, _ = self._scores(self.reference, batch)
             clock("forward_pass")
-            found = peers.kl_rewards(logprobs, ref_logprobs, final, batch.mask, self.kl_coef)
+            found = eager.kl_rewards(logprobs, ref_logprobs, final, batch.mask, self.kl_coef)
             clock("compute_rewards")
             values = values * batch.mask
-            estimated = peers.gae(
+            estimated = eager.gae(
                 found["rewards"], values, batch.mask, self.config.gamma, self.config.lam, True
             )
             clock("compute_advantages")
@@ -249,7 +249,7 @@ class PPOTrainer:
         half = self.config.accelerator_kwargs.get("mixed_precision") == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
             logits, values = model(batch.input_ids, batch.attention_mask)
-        outputs = peers.token_logprobs(logits[:, :-1], batch.input_ids[:, 1:], entropy=entropy)
+        outputs = eager.token_logprobs(logits[:, :-1], batch.input_ids[:, 1:], entropy=entropy)
         return outputs, values[:, :-1]
 
     def _adapt(self, kl: float) -> None:
