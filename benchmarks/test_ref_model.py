@@ -285,10 +285,7 @@ def judge(job: Job, device: torch.device) -> tuple[dict[str, float], str | None]
 
 def _judge(job: Job, device: torch.device) -> tuple[dict[str, float], str | None]:
     data = samples(job)
-    copy = build(job.model, device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16"):
-        both = zip(data.queries, data.responses, strict=True)
-        expected = torch.cat([plain_logprobs(copy, *sample) for sample in both])
+    expected = copy_logprobs(job, data, device)
     largest: dict[str, float] = {}
     with own_accelerate():
         for name, mode in MODES.items():
@@ -309,6 +306,14 @@ def _judge(job: Job, device: torch.device) -> tuple[dict[str, float], str | None
             del side
             free(device)
     return largest, None
+
+
+def copy_logprobs(job: Job, data: Samples, device: torch.device) -> Tensor:
+    """Log-probs of a separate copy for all response tokens, [N], each sample alone."""
+    copy = build(job.model, device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16"):
+        both = zip(data.queries, data.responses, strict=True)
+        return torch.cat([plain_logprobs(copy, *sample) for sample in both])
 
 
 @torch.no_grad()

@@ -16,17 +16,16 @@ import torch
 from accelerate.state import AcceleratorState
 
 import fastrl
-from benchmarks import (
-    eager_ppo,
-    peers,
-    test_grpo,
-    test_ppo,
-    test_training,
-    worker,
-)
-from benchmarks.harness import OURS, Case, Measurement, Red, Run
-from benchmarks.peers import Uninstallable, peer_python
-from benchmarks.worker import EOS, PAD, Absent, Worker, WorkerError, environment
+from benchmarks import environments, models, test_grpo, test_ppo, test_training, worker
+from benchmarks.cases import OURS, Case
+from benchmarks.environments import Uninstallable, peer_python
+from benchmarks.harness import Measurement, Red, Run
+from benchmarks.models import EOS, PAD
+from benchmarks.sides import __main__ as script
+from benchmarks.sides import eager_ppo, training
+from benchmarks.sides.grpo import GRPOSide
+from benchmarks.sides.ppo import TIMERS, PPOSide
+from benchmarks.worker import Absent, Worker, WorkerError, environment
 
 CPU = torch.device("cpu")
 TOY, TOY_QWEN = test_ppo._TOYS
@@ -41,9 +40,6 @@ def a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-# --- processes -----------------------------------------------------------------------------------
 
 
 def a_worker(folder: Path, script: str) -> Worker:
@@ -76,19 +72,18 @@ def test_only_our_own_sides_see_the_source_tree(monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     assert "PYTHONPATH" not in environment("trl")
     for ours in worker.OURS:
-        root, kernels = environment(ours)["PYTHONPATH"].split(os.pathsep)
+        root, kernels, *_ = environment(ours)["PYTHONPATH"].split(os.pathsep)
         assert (Path(root) / "benchmarks" / "worker.py").exists()
         assert (Path(kernels) / "fastrl_kernels").exists()
 
 
 def test_a_peers_process_needs_neither_fastrl_nor_this_package() -> None:
-    """Its environment has neither: the script and the harness are loaded by their paths."""
+    """Its environment has neither: the script loads the package by its path."""
     code = (
-        "import importlib.util, sys; "
-        f"spec = importlib.util.spec_from_file_location('worker', {worker.__file__!r}); "
-        "worker = importlib.util.module_from_spec(spec); sys.modules['worker'] = worker; "
-        "spec.loader.exec_module(worker); worker.neighbour('harness').footprint; "
-        "print(*(sys.modules.keys() & {'fastrl', 'fastrl_kernels', 'benchmarks', 'datasets'}))"
+        "import runpy, sys; "
+        f"main = runpy.run_path({script.__file__!r}); main['load_benchmarks'](); "
+        "import benchmarks.sides.ppo, benchmarks.sides.training, benchmarks.sides.grpo; "
+        "print(*(sys.modules.keys() & {'fastrl', 'fastrl_kernels', 'datasets', 'transformers'}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment("trl"), capture_output=True, text=True,
@@ -109,9 +104,9 @@ def test_where_nothing_can_be_installed_one_line_says_what_to_do(
         python.write_text("#!/bin/sh\necho retrying >&2\necho 'No torch' >&2\nexit 1\n")
         python.chmod(0o755)
 
-    monkeypatch.setattr(peers, "ROOT", tmp_path)
-    monkeypatch.setattr(peers, "VENVS", tmp_path / "venvs")
-    monkeypatch.setattr(peers.venv, "create", create)
+    monkeypatch.setattr(environments, "ROOT", tmp_path)
+    monkeypatch.setattr(environments, "VENVS", tmp_path / "venvs")
+    monkeypatch.setattr(environments.venv, "create", create)
     with pytest.raises(Uninstallable) as found:
         peer_python("trl==0.11.4")
     why = {"venv": "no space", "pip": "No torch"}[broken]
@@ -122,8 +117,8 @@ def test_where_nothing_can_be_installed_one_line_says_what_to_do(
 
 
 def test_a_peer_that_is_installed_beside_us_needs_no_environment(monkeypatch) -> None:
-    monkeypatch.setattr(peers.importlib.metadata, "version", lambda name: "1.16.0")
-    assert peer_python(peers.TRL) == Path(sys.executable)
+    monkeypatch.setattr(environments.importlib.metadata, "version", lambda name: "1.16.0")
+    assert peer_python(environments.TRL) == Path(sys.executable)
 
 
 class StandIn:
@@ -172,8 +167,6 @@ def measured(monkeypatch):
 
     return measured
 
-
-# --- PPO's gate ----------------------------------------------------------------------------------
 
 disagreements, not_finite = test_ppo.disagreements, test_ppo.not_finite
 
@@ -293,16 +286,13 @@ def test_a_shape_is_compared_in_fp32_on_a_smaller_batch() -> None:
             exact, shape = case.of.exact.shape, case.of.shape
             assert (exact["dtype"], exact["batch"], exact["mini_batch"]) == ("fp32", 8, 4)
             assert exact["layers"] == shape["layers"]
-            config = worker.config_of(shape, shape["query"] + shape["response"])
+            config = models.config_of(shape, shape["query"] + shape["response"])
             assert config.max_position_embeddings >= shape["query"] + shape["response"]
-
-
-# --- PPO's sides ---------------------------------------------------------------------------------
 
 
 def a_side(library: Any, work: test_ppo.Work, reference: str = "copy", **changes: Any):
     optimizer = changes.pop("optimizer", "adam")
-    return worker.PPOSide(library, work.shape | changes, reference, optimizer)
+    return PPOSide(library, work.shape | changes, reference, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:the LM head shares its weight:UserWarning")
@@ -340,7 +330,7 @@ def test_a_qwen2_in_bf16_has_its_layers_where_they_are_looked_for() -> None:
 def test_a_turn_reports_every_phase_of_an_iteration() -> None:
     found = a_side(fastrl, TOY, layers=1, batch=2, epochs=1).turn()
     assert found["peak"] is None  # a CPU keeps no count
-    assert found["seconds"].keys() == {"iteration", "generate", "step()", *worker.TIMERS}
+    assert found["seconds"].keys() == {"iteration", "generate", "step()", *TIMERS}
     assert all(value > 0 for value in found["seconds"].values())
 
 
@@ -364,10 +354,10 @@ def test_no_response_ends_by_a_token_that_is_sampled() -> None:
 
 
 def test_without_peft_an_adapter_is_absent(monkeypatch) -> None:
-    assert worker.why_absent({"reference": "adapter"}) is None
+    assert script.why_absent({"reference": "adapter"}) is None
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert "peft cannot be imported" in worker.why_absent({"reference": "adapter"})
-    assert worker.why_absent({"reference": "trunk"}) is None
+    assert "peft cannot be imported" in script.why_absent({"reference": "adapter"})
+    assert script.why_absent({"reference": "trunk"}) is None
 
 
 # What TRL 0.11.4 reports and the gate compares.
@@ -428,8 +418,6 @@ def test_the_eager_peer_generates_after_padding_and_ends_at_eos() -> None:
     assert cut.tolist() == [8, *alone[1].tolist()[:until]]
 
 
-# --- SFT and DPO ---------------------------------------------------------------------------------
-
 DATA = {case.benchmark: case.of for case in test_training.cases(Run(CPU, toy=True))}
 
 
@@ -455,12 +443,12 @@ def test_losses_come_before_figures(measured, kind: str, loss: float, red: bool)
 
 def test_data_are_ragged_end_and_fit_the_model() -> None:
     sft, dpo, _ = (case.of.shape for case in test_training.cases(Run(CPU)))
-    for ids in (found := worker.texts(sft)):
+    for ids in (found := training.texts(sft)):
         assert ids[-1] == EOS < min(ids[:-1])
         assert max(ids) < sft["vocabulary"]
     assert len({len(ids) for ids in found}) > 20
     assert len(found) == 10 * sft["batch"]
-    pairs = worker.pairs(dpo)
+    pairs = training.pairs(dpo)
     assert len(pairs) == 10 * dpo["batch"]
     longest = max(len(prompt) + len(ids) + 1 for prompt, *both in pairs for ids in both)
     assert dpo["longest"] - 16 < longest <= dpo["longest"]
@@ -469,10 +457,10 @@ def test_data_are_ragged_end_and_fit_the_model() -> None:
 def test_texts_say_the_same_tokens_and_responses_end() -> None:
     """One library is given texts, to which it appends EOS, the other tokens."""
     shape = DATA["dpo"].shape
-    tokenizer = worker.word_tokenizer(shape["vocabulary"])
+    tokenizer = models.word_tokenizer(shape["vocabulary"])
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (PAD, EOS)
-    loader = worker.Loader(worker.pairs(shape), tokenizer)
-    for i, (prompt, *both) in enumerate(worker.pairs(shape)):
+    loader = training.Loader(training.pairs(shape), tokenizer)
+    for i, (prompt, *both) in enumerate(training.pairs(shape)):
         example = loader[i]
         assert list(example.prompt_ids) == tokenizer(example.prompt)["input_ids"] == prompt
         for response, ids in zip(example.responses, both, strict=True):
@@ -485,7 +473,9 @@ def test_texts_say_the_same_tokens_and_responses_end() -> None:
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_a_trainers_side_trains_and_says_what_it_took(kind: str) -> None:
     data = DATA[kind]
-    side = worker.SIDES[kind](fastrl, data.shape | {"layers": 1}, **data.options)
+    side = {"sft": training.SFTSide, "dpo": training.DPOSide}[kind](
+        fastrl, data.shape | {"layers": 1}, **data.options
+    )
     losses = side.check()["losses"]
     assert len(losses) == 10
     before = [p.detach().clone() for p in side.trainer.model.parameters()]
@@ -497,8 +487,6 @@ def test_a_trainers_side_trains_and_says_what_it_took(kind: str) -> None:
     assert side.turn()["seconds"]["epoch"] > 0
     assert sum(side.check()["losses"]) < sum(losses) - 1  # the same data, which it knows by now
 
-
-# --- GRPO ----------------------------------------------------------------------------------------
 
 (GRPO,) = (case.of for case in test_grpo.cases(Run(CPU, toy=True)))
 
@@ -527,7 +515,7 @@ def test_nothing_moved_is_no_agreement() -> None:
 
 @pytest.mark.filterwarnings("ignore:generate. min_new_tokens:UserWarning")
 def test_a_grpo_side_moves_its_parameters_and_says_what_it_took() -> None:
-    side = worker.GRPOSide(fastrl, GRPO.shape, optimizer="sgd")
+    side = GRPOSide(fastrl, GRPO.shape, optimizer="sgd")
     moved = side.check()["moved"]
     assert all(norm > 0 for norm in moved.values())
     assert side.turn()["seconds"]["step"] > 0
