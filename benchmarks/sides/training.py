@@ -156,21 +156,15 @@ class DPOSide(TrainerSide):
         from datasets import Dataset
 
         tokenizer = word_tokenizer(shape["vocabulary"])
+        rows = preferences(shape)
         if library.__name__ == "fastrl":
             alignment = importlib.import_module("fastrl.alignment")
+            data = alignment.DatasLoader(rows, tokenizer)
             factory = alignment.BatchFactory(
-                "offline-pairwise",
-                Loader(pairs(shape), tokenizer),
-                batch_size=shape["batch"],
-                shuffle=False,
+                "offline-pairwise", data, batch_size=shape["batch"], shuffle=False
             )
             settings = alignment.AlignmentConfig(reference=reference, **arguments)
             return alignment.Trainer(model, settings, factory, alignment.DPO(beta=BETA))
-        # TRL's trainer takes no tokens, and appends EOS itself.
-        rows = [
-            {"prompt": words(p), "chosen": f" {words(c)}", "rejected": f" {words(r)}"}
-            for p, c, r in pairs(shape)
-        ]
         return library.DPOTrainer(
             model,
             # TRL copies only what it can load again by a name.
@@ -190,31 +184,6 @@ class DPOSide(TrainerSide):
             self.trainer.factory.skip(0)
 
 
-class Loader:
-    """Pairs in the form that fastrl's batch factory takes."""
-
-    def __init__(self, found: list[tuple[list[int], ...]], tokenizer: Any) -> None:
-        alignment = importlib.import_module("fastrl.alignment")
-        self.tokenizer = tokenizer
-        self.examples = [
-            alignment.Example(
-                words(prompt),
-                tuple(prompt),
-                tuple(alignment.Response(f" {words(ids)}", (*ids, EOS)) for ids in responses),
-            )
-            for prompt, *responses in found
-        ]
-
-    def as_kind(self, kind: Any) -> Loader:
-        return self
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, i: int) -> Any:
-        return self.examples[i]
-
-
 def drawn(rng: np.random.RandomState, length: int, vocabulary: int) -> list[int]:
     """Words, log-uniformly distributed: there is something to learn, and a step that is not taken
     shows in the losses."""
@@ -229,18 +198,18 @@ def texts(shape: dict[str, Any]) -> list[list[int]]:
     return [[*drawn(rng, length - 1, shape["vocabulary"]), EOS] for length in lengths]
 
 
-def pairs(shape: dict[str, Any]) -> list[tuple[list[int], list[int], list[int]]]:
-    """Prompts, preferred responses and others, each of up to half the longest; responses lack their
-    EOS. The other responses take all words alike."""
-    rng = np.random.RandomState(0)
+def preferences(shape: dict[str, Any]) -> list[dict[str, str]]:
+    """Prompts, preferred responses and others, each of up to half the longest with the EOS that
+    both libraries append. The other responses take all words alike."""
+    rng, vocabulary = np.random.RandomState(0), shape["vocabulary"]
     found = []
     for _ in range(shape["count"]):
         prompt, *responses = rng.randint(shape["shortest"], shape["longest"] // 2 + 1, 3)
         found.append(
-            (
-                drawn(rng, prompt, shape["vocabulary"]),
-                drawn(rng, responses[0] - 1, shape["vocabulary"]),
-                rng.randint(EOS + 1, shape["vocabulary"], responses[1] - 1).tolist(),
-            )
+            {
+                "prompt": words(drawn(rng, prompt, vocabulary)),
+                "chosen": " " + words(drawn(rng, responses[0] - 1, vocabulary)),
+                "rejected": " " + words(rng.randint(EOS + 1, vocabulary, responses[1] - 1)),
+            }
         )
     return found

@@ -454,20 +454,6 @@ def test_data_are_ragged_end_and_fit_the_model() -> None:
     assert dpo["longest"] - 16 < longest <= dpo["longest"]
 
 
-def test_texts_say_the_same_tokens_and_responses_end() -> None:
-    """One library is given texts, to which it appends EOS, the other tokens."""
-    shape = DATA["dpo"].shape
-    tokenizer = models.word_tokenizer(shape["vocabulary"])
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (PAD, EOS)
-    loader = training.Loader(training.pairs(shape), tokenizer)
-    for i, (prompt, *both) in enumerate(training.pairs(shape)):
-        example = loader[i]
-        assert list(example.prompt_ids) == tokenizer(example.prompt)["input_ids"] == prompt
-        for response, ids in zip(example.responses, both, strict=True):
-            text = example.prompt + response.text + tokenizer.eos_token
-            assert tokenizer(text)["input_ids"] == [*prompt, *response.ids] == [*prompt, *ids, EOS]
-
-
 # TRL 1.16 takes transformers 4 too, which knows no other name.
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
