@@ -16,11 +16,11 @@ import torch
 from accelerate.state import AcceleratorState
 
 import fastrl
-from benchmarks import environments, models, test_grpo, test_ppo, test_training, worker
+from benchmarks import environments, test_grpo, test_ppo, test_training, worker
 from benchmarks.cases import OURS, Case
 from benchmarks.environments import Uninstallable, peer_python
 from benchmarks.harness import Measurement, Red, Run
-from benchmarks.models import EOS, PAD
+from benchmarks.models import EOS
 from benchmarks.sides import __main__ as script
 from benchmarks.sides import eager_ppo, training
 from benchmarks.sides.grpo import GRPOSide
@@ -169,29 +169,36 @@ def measured(monkeypatch):
 
 
 disagreements, not_finite = test_ppo.disagreements, test_ppo.not_finite
+KL, CLIP = "objective/kl", "ppo/val/clipfrac"
 
 
-def test_agreement_is_within_the_tolerance() -> None:
-    theirs = [{"objective/kl": 2.0, "ppo/policy/policykl": 0.0}]
-    assert not list(disagreements([{"objective/kl": 2.001, "ppo/policy/policykl": 9e-6}], theirs))
-
-
-@pytest.mark.parametrize("ours", [{}, {"objective/kl": 2.003}, {"objective/kl": NAN}], ids=str)
-def test_a_statistic_that_is_missing_or_off_is_named(ours: dict) -> None:
-    (line,) = disagreements([ours], [{"objective/kl": 2.0}])
-    assert "objective/kl" in line
-
-
-@pytest.mark.parametrize(("share", "red"), [(0.3404, False), (0.341, True)])
-@pytest.mark.parametrize("key", ["ppo/policy/clipfrac", "ppo/val/clipfrac"])
-def test_a_few_tokens_may_fall_on_either_side_of_the_clip(key: str, share: float, red: bool):
-    assert bool(list(disagreements([{key: share}], [{key: 0.34}]))) == red
-
-
-@pytest.mark.parametrize(("kl", "red"), [(NAN, False), (0.0, True)])
-def test_what_cannot_be_known_must_not_be_there(kl: float, red: bool) -> None:
-    found = disagreements([{"objective/kl": kl}], [{"objective/kl": 2.0}], test_ppo.UNKNOWN["none"])
-    assert bool(list(found)) == red
+@pytest.mark.parametrize(
+    ("ours", "theirs", "unknown", "exact", "passes"),
+    [
+        ({KL: 2.001}, {KL: 2.0}, (), None, True),
+        ({KL: 9e-6}, {KL: 0.0}, (), None, True),
+        ({KL: 2.003}, {KL: 2.0}, (), None, False),
+        ({KL: NAN}, {KL: 2.0}, (), None, False),
+        ({}, {KL: 2.0}, (), None, False),
+        # a few tokens may fall on either side of the clip
+        ({CLIP: 0.3404}, {CLIP: 0.34}, (), None, True),
+        ({CLIP: 0.341}, {CLIP: 0.34}, (), None, False),
+        # what cannot be known must be NaN
+        ({KL: NAN}, {KL: 2.0}, test_ppo.UNKNOWN["none"], None, True),
+        ({KL: 0.0}, {KL: 2.0}, test_ppo.UNKNOWN["none"], None, False),
+        # float64 decides: within rounding, nearer than the peer, farther, and what it cannot judge
+        ({KL: 1.0}, {KL: 2.0}, (), {KL: 1.0005}, True),
+        ({KL: 1.0}, {KL: 2.0}, (), {KL: 1.4}, True),
+        ({KL: 1.0}, {KL: 2.0}, (), {KL: 1.6}, False),
+        ({KL: NAN}, {KL: 2.0}, (), {KL: 1.0}, False),
+        ({KL: 1.0}, {KL: 2.0}, (), {}, False),
+        ({}, {KL: 2.0}, (), {KL: 2.0}, False),
+    ],
+)
+def test_statistics_agree_or_float64_decides(ours, theirs, unknown, exact, passes) -> None:
+    lines = list(disagreements([ours], [theirs], unknown, None if exact is None else [exact]))
+    assert (not lines) == passes
+    assert passes or (KL in lines[0] or CLIP in lines[0])
 
 
 @pytest.mark.parametrize(
@@ -216,28 +223,6 @@ def test_both_must_train_the_same_parameters(theirs: dict) -> None:
 def test_in_bf16_a_statistic_that_is_no_number_is_named(ours, theirs, unknown, said) -> None:
     lines = list(not_finite([ours], [theirs], unknown))
     assert (said in lines[0]) if said else not lines
-
-
-@pytest.mark.parametrize(
-    ("mine", "exact", "stands"),
-    [
-        (1.0, 1.0005, True),  # rounding
-        (1.0, 1.4, True),  # nearer than the peer
-        (1.0, 1.6, False),
-        (1.0, NAN, False),
-        (NAN, 1.0, False),
-    ],
-)
-def test_of_two_numbers_float64_decides(mine: float, exact: float, stands: bool) -> None:
-    sides = [{"objective/kl": mine}], [{"objective/kl": 2.0}]
-    assert list(disagreements(*sides))
-    assert (not list(disagreements(*sides, exact=[{"objective/kl": exact}]))) == stands
-
-
-def test_float64_excuses_nothing_that_is_missing() -> None:
-    theirs = [{"objective/kl": 2.0}]
-    assert list(disagreements([{}], theirs, exact=theirs))
-    assert list(disagreements([{"objective/kl": 1.0}], theirs, exact=[{}]))
 
 
 def a_check(kl: float, trained: int = 7) -> dict:
@@ -281,13 +266,10 @@ def test_a_red_gate_has_no_figures(measured, check, said: str) -> None:
 
 
 def test_a_shape_is_compared_in_fp32_on_a_smaller_batch() -> None:
-    for device in ("cpu", "cuda"):
-        for case in test_ppo.cases(Run(torch.device(device))):
-            exact, shape = case.of.exact.shape, case.of.shape
-            assert (exact["dtype"], exact["batch"], exact["mini_batch"]) == ("fp32", 8, 4)
-            assert exact["layers"] == shape["layers"]
-            config = models.config_of(shape, shape["query"] + shape["response"])
-            assert config.max_position_embeddings >= shape["query"] + shape["response"]
+    (case, *_) = test_ppo.cases(Run(torch.device("cuda")))
+    exact = case.of.exact.shape
+    assert (exact["dtype"], exact["batch"], exact["mini_batch"]) == ("fp32", 8, 4)
+    assert exact["layers"] == case.of.shape["layers"]
 
 
 def a_side(library: Any, work: test_ppo.Work, reference: str = "copy", **changes: Any):
@@ -348,11 +330,6 @@ def test_generation_is_run_in_the_precision_of_the_shape(monkeypatch, dtype: str
     assert seen == [dtype == "bf16"]
 
 
-def test_no_response_ends_by_a_token_that_is_sampled() -> None:
-    trainer = a_side(eager_ppo, TOY, batch=2).trainer
-    assert trainer.tokenizer.eos_token_id == trainer.model.pretrained_model.config.eos_token_id
-
-
 def test_without_peft_an_adapter_is_absent(monkeypatch) -> None:
     assert script.why_absent({"reference": "adapter"}) is None
     monkeypatch.setitem(sys.modules, "peft", None)
@@ -360,24 +337,12 @@ def test_without_peft_an_adapter_is_absent(monkeypatch) -> None:
     assert script.why_absent({"reference": "trunk"}) is None
 
 
-# What TRL 0.11.4 reports and the gate compares.
-STATISTICS = {
-    "objective/kl", "objective/kl_coef", "objective/entropy", "ppo/mean_non_score_reward",
-    "ppo/mean_scores", "ppo/std_scores", "tokens/queries_len_mean", "tokens/queries_len_std",
-    "tokens/responses_len_mean", "tokens/responses_len_std", "ppo/loss/policy", "ppo/loss/value",
-    "ppo/loss/total", "ppo/policy/entropy", "ppo/policy/approxkl", "ppo/policy/policykl",
-    "ppo/policy/clipfrac", "ppo/policy/advantages_mean", "ppo/returns/mean", "ppo/returns/var",
-    "ppo/val/vpred", "ppo/val/error", "ppo/val/clipfrac", "ppo/val/mean", "ppo/val/var",
-    "ppo/val/var_explained", "ppo/learning_rate",
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("work", [TOY, TOY_QWEN], ids=lambda work: work.model.family)
 def test_the_eager_peer_passes_the_gate_with_all_of_trls_statistics(work) -> None:
     ours, theirs = (
         a_side(library, work.exact, optimizer="sgd").check() for library in (fastrl, eager_ppo)
     )
-    assert theirs["statistics"][0].keys() == STATISTICS
+    assert len(theirs["statistics"][0]) == 27, "all of TRL 0.11.4's"
     assert not list(disagreements(ours["statistics"], theirs["statistics"]))
     assert not list(test_ppo.trained_otherwise(ours["trained"], theirs["trained"]))
 
@@ -448,9 +413,10 @@ def test_data_are_ragged_end_and_fit_the_model() -> None:
         assert max(ids) < sft["vocabulary"]
     assert len({len(ids) for ids in found}) > 20
     assert len(found) == 10 * sft["batch"]
-    pairs = training.pairs(dpo)
-    assert len(pairs) == 10 * dpo["batch"]
-    longest = max(len(prompt) + len(ids) + 1 for prompt, *both in pairs for ids in both)
+    rows = training.preferences(dpo)
+    assert len(rows) == 10 * dpo["batch"]
+    counts = [[len(text.split()) for text in row.values()] for row in rows]
+    longest = max(prompt + n + 1 for prompt, *both in counts for n in both)
     assert dpo["longest"] - 16 < longest <= dpo["longest"]
 
 
