@@ -44,30 +44,7 @@ TITLES = {
     "ops": "Single ops",
 }
 HEADLINES = ("ppo", "grpo", "sft", "dpo", "rollout")  # in the project's README
-INTRODUCTION = """# Benchmarks
-
-Written by `python -m benchmarks report` from the newest files in `results/`; do not edit.
-
-```
-make bench                               # what this machine allows, and this report
-pytest benchmarks --results              # every main case; saved in benchmarks/results
-pytest benchmarks/test_ops.py -k gae     # one op; --full: more shapes than the main ones
-pytest benchmarks/test_ppo.py --peer-python PATH   # with an interpreter that has TRL 0.11.4
-python -m benchmarks gpu                 # on an NVIDIA GPU, unattended: tests, checks, all of these
-python -m benchmarks report --compare OLD NEW      # how ratios differ between two result files
-python -m tests.aot                      # registers, spills and load widths, without a GPU
-```
-
-How to read it. A ratio is the median over rounds in which the sides took turns, its range in
-brackets; above 1, fastrl is the faster (or the side, where there is a baseline in place of fastrl).
-*Device* is the time between two events on a GPU, with a cold cache; *call* is by the caller's
-clock. *Of the roofline*: the time of the least work alone, a copy of as many bytes or the library's
-matrix products of the same shapes, which takes its turns with the others, over the time taken; in
-rollouts, of the bytes that decode steps cannot but read. *Memory* is the peak above inputs and
-returned gradients; of training steps, above weights, the reference's too, and AdamW's state; of PPO
-iterations, all that is allocated. *Error* is against float64, in units of eager PyTorch's own in
-the same dtype (with a floor of 5e-8 of the result's norm); above 2 there are no figures at all.
-"""
+INTRODUCTION = Path(__file__).with_name("introduction.md")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     for device, results in devices.items():
         made = plots(folder / "plots" / device, results, TITLES)
         sections.append(section(device, results, [path.relative_to(folder) for path in made]))
-    parts = [INTRODUCTION.rstrip(), missing(devices), *sections]
+    parts = [INTRODUCTION.read_text().rstrip(), missing(devices), *sections]
     (folder / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n")
     (folder / "NOTES.md").write_text(notes_on_tunables(devices))
     return 0
@@ -299,7 +276,7 @@ def notes_on_tunables(devices: dict[str, list[Result]]) -> str:
     """`NOTES.md`: every prediction, and beside it what was measured on each device."""
     parts = [
         "# What should make the kernels faster, and what did",
-        "Written by `python -m benchmarks report`; predictions are made in `gpu.py`, before "
+        "Written by `python -m benchmarks report`; predictions are made in `tunables.py`, before "
         "`python -m benchmarks gpu --only tune` measures them. A value is taken over where it is "
         "faster in every round and every case of its ops, and the checks stay green.",
     ]

@@ -1,4 +1,4 @@
-"""PPO in plain eager PyTorch: a peer where TRL cannot be installed and, in float64, the judge where two
+"""PPO in plain eager PyTorch: a peer where TRL cannot be installed; in float64, the judge where two
 libraries' statistics differ by more than rounding.
 
 The algorithm is that of TRL 0.11.4's classic PPOTrainer, and so is the surface, as far as
