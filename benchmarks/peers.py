@@ -78,8 +78,14 @@ def _kernels_need(device: torch.device, dtype: str = "") -> None:
         raise Unsuitable("its kernels take half precision only")
 
 
-def _ignoring(labels: Tensor, mask: Tensor | None) -> Tensor:
-    return labels if mask is None else torch.where(mask, labels, -100)
+def _from_losses(losses: Callable[..., Tensor], shape: Shape, *notes: str) -> Peer:
+    """A peer that computes cross-entropies, in which labels of -100 are ignored."""
+
+    def call(labels: Tensor, mask: Tensor | None = None, **inputs: Tensor) -> Results:
+        labels = labels if mask is None else torch.where(mask, labels, -100)
+        return {"logprobs": -losses(**inputs, labels=labels).float()}
+
+    return Peer(call, "; ".join([*notes, *_no_entropy(shape)]))
 
 
 def _no_entropy(shape: Shape) -> list[str]:
@@ -105,12 +111,9 @@ def flash_attn(shape: Shape, device: torch.device) -> Peer:
     from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
     _kernels_need(device)
-
-    def call(logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> Results:
-        losses, _ = cross_entropy_loss(logits, _ignoring(labels, mask), ignore_index=-100)
-        return {"logprobs": -losses}
-
-    return Peer(call, "".join(_no_entropy(shape)))
+    return _from_losses(
+        lambda logits, labels: cross_entropy_loss(logits, labels, ignore_index=-100)[0], shape
+    )
 
 
 def _trl_logprobs(shape: Shape) -> LinearLogprobs:
@@ -168,13 +171,13 @@ def liger_linear(shape: Shape, device: torch.device) -> Peer:
 
     _kernels_need(device)
 
-    def call(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None = None) -> Results:
-        losses = LigerFusedLinearCrossEntropyFunction.apply(
-            hidden, weight, _ignoring(labels, mask), None, None, -100, 0.0, 0.0, "none"
+    def losses(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        found = LigerFusedLinearCrossEntropyFunction.apply(
+            hidden, weight, labels, None, None, -100, 0.0, 0.0, "none"
         )
-        return {"logprobs": -(losses[0] if isinstance(losses, tuple) else losses)}
+        return found[0] if isinstance(found, tuple) else found
 
-    return Peer(call, "".join(_no_entropy(shape)))
+    return _from_losses(losses, shape)
 
 
 def liger_loss(shape: Shape, device: torch.device) -> Peer:
@@ -207,12 +210,13 @@ def cut_cross_entropy(shape: Shape, device: torch.device) -> Peer:
     from cut_cross_entropy import linear_cross_entropy
 
     _kernels_need(device, shape.dtype)
-
-    def call(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None = None) -> Results:
-        losses = linear_cross_entropy(hidden, weight, _ignoring(labels, mask), reduction="none")
-        return {"logprobs": -losses.float()}
-
-    return Peer(call, "; ".join(["leaves out small gradients (its default)", *_no_entropy(shape)]))
+    return _from_losses(
+        lambda hidden, weight, labels: linear_cross_entropy(
+            hidden, weight, labels, reduction="none"
+        ),
+        shape,
+        "leaves out small gradients (its default)",
+    )
 
 
 def torchrl(shape: Shape, device: torch.device) -> Peer:

@@ -33,7 +33,7 @@ REFERENCES = {
     "trunk": "embeddings, the head that is tied to them and the bottom half of the layers are "
     "frozen, on both sides; fastrl stores them once and step() runs them once per sample, the peer "
     "stores them twice and runs them in every forward",
-    "offload": "fastrl's copy is in host memory; the peer keeps one as ever",
+    "offload": "fastrl's copy is in host memory; the peer's on the device",
     "none": "the KL coefficient is 0; fastrl has no reference, the peer keeps a copy",
 }
 UNKNOWN = {"none": {"objective/kl"}}  # statistics that are NaN without a reference
