@@ -1,6 +1,6 @@
 """`pytest benchmarks`: options, the session's run, and its report at the end.
 
-Each `test_*.py` has ``cases(run)``, and a test that takes a ``case`` and its ``measurement``. A test
+Each `test_*.py` has ``cases(run)``, and a test that takes a ``case`` and its ``measurement``. It
 fails where its gate fails, never for its times.
 """
 
