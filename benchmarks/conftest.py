@@ -1,7 +1,7 @@
-"""`pytest benchmarks`: options, the session's run, and what it says at the end.
+"""`pytest benchmarks`: options, the session's run, and its report at the end.
 
-Each module of benchmarks has ``cases(run)``, and a test that takes one ``case`` and a
-``measurement`` of it. A test fails where its gate is red, never for its times.
+Each `test_*.py` has ``cases(run)``, and a test that takes a ``case`` and its ``measurement``. It
+fails where its gate fails, never for its times.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report
-from benchmarks.harness import EAGER, RESULTS, Case, Measurement, Run, device_of, free, machine
-from benchmarks.peers import TRL_CLASSIC, Uninstallable, peer_python
+from benchmarks.cases import EAGER, Case
+from benchmarks.environments import TRL_CLASSIC, Uninstallable, peer_python
+from benchmarks.harness import Measurement, Run
+from benchmarks.memory import free
+from benchmarks.results import RESULTS, device_of, machine
+from benchmarks.terminal import render
 
 RUN = pytest.StashKey[Run]()
 
@@ -24,16 +27,18 @@ RUN = pytest.StashKey[Run]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fastrl's benchmarks")
     group.addoption("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    group.addoption("--full", action="store_true", help="more than each benchmark's main cases")
-    group.addoption("--toy", action="store_true", help="tiny cases, twice; nothing is saved")
+    group.addoption("--full", action="store_true", help="more cases than the main ones")
+    group.addoption("--toy", action="store_true", help="tiny cases, two rounds; nothing is saved")
     group.addoption("--rounds", type=int, metavar="N", help="counted turns of each side")
-    group.addoption("--minutes", type=float, metavar="M", help="begin nothing that takes longer")
+    group.addoption("--minutes", type=float, metavar="M", help="skip what would take longer")
     group.addoption("--threads", type=int, metavar="N", help="of each side; default: all cores")
-    group.addoption("--no-peers", action="store_true", help="beside eager PyTorch at most")
-    group.addoption("--peer-python", type=Path, metavar="PATH", help="that has TRL 0.11.4")
+    group.addoption("--no-peers", action="store_true", help="without other libraries")
+    group.addoption(
+        "--peer-python", type=Path, metavar="PATH", help="an interpreter that has TRL 0.11.4"
+    )
     group.addoption(
         "--results", type=Path, metavar="FOLDER", nargs="?", const=RESULTS,
-        help="save what is measured there; without a folder, in benchmarks/results",
+        help="save result files there; without FOLDER, in benchmarks/results",
     )  # fmt: skip
 
 
@@ -62,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # what a library warns of is no failure of a measurement
+    for item in items:  # a library's warning is no failure of a measurement
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("ignore"))
 
@@ -88,7 +93,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 @pytest.fixture
 def measurement(run: Run, case: Case, benchmark: object) -> Iterator[Measurement]:
-    """Of a case that there is time for."""
+    """The measurement of a case, if there is time for it."""
     if why := run.obstacle(case):
         pytest.skip(why)
     benchmark.group = case.benchmark
@@ -98,7 +103,7 @@ def measurement(run: Run, case: Case, benchmark: object) -> Iterator[Measurement
 
 @pytest.fixture
 def python(run: Run, case: Case, request: pytest.FixtureRequest) -> Path:
-    """An interpreter that has the module's peer."""
+    """An interpreter that has the peer of the test's module."""
     peer = request.module.peer_of(run)
     if peer == EAGER:
         return Path(sys.executable)
@@ -112,6 +117,6 @@ def pytest_terminal_summary(terminalreporter: object, config: pytest.Config) -> 
     run = config.stash[RUN]
     for result in run.results.values():
         for entry in result["entries"]:
-            terminalreporter.write_line("\n" + report.render(entry, device_of(result)))
+            terminalreporter.write_line("\n" + render(entry, device_of(result)))
     for path in run.saved.values():
         terminalreporter.write_line(f"\nsaved as {path}")

@@ -2,7 +2,7 @@
 
 Two workers, one per library, hold a trainer on the same weights and prompts. First a gate: both
 make two steps of gradient descent on given completions, and must move every parameter as far. Then
-each says what memory a step takes, and they take turns, with Adam and completions of their own.
+the memory of a step is measured, and they take turns, with Adam and completions of their own.
 """
 
 from __future__ import annotations
@@ -10,23 +10,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import worker
-from benchmarks.harness import OURS, Case, Goal, Measurement, Run
-from benchmarks.peers import TRL
-from benchmarks.test_ppo import asking
-from benchmarks.worker import Model
+from benchmarks import models, worker
+from benchmarks.cases import Case, Goal
+from benchmarks.environments import TRL
+from benchmarks.harness import Measurement, Run
+from benchmarks.models import Model
 
 # Of how far a parameter moves: its norm, of that of all of them.
 RELATIVE, OF_ALL = 1e-3, 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Step(worker.Workload):
     """A model in fp32, and completions of prompts, in groups: lengths in tokens."""
 
     model: Model
@@ -37,16 +35,10 @@ class Step:
     beta: float = 0.04
 
     @property
-    def shape(self) -> dict[str, Any]:
-        """As workers are told."""
-        sizes = {name: x for name, x in vars(self).items() if name != "model"}
-        return vars(self.model) | sizes | {"threads": torch.get_num_threads()}
-
-    @property
     def what(self) -> str:
-        """One sentence on what a step is."""
+        """A step in one sentence."""
         return (
-            f"{worker.described(vars(self.model))}, fp32: {self.batch} completions of "
+            f"{self.model}, fp32: {self.batch} completions of "
             f"{self.completion} tokens to prompts of {self.prompt}, in groups of {self.group}, "
             f"β = {self.beta}, one update"
         )
@@ -54,10 +46,10 @@ class Step:
 
 def cases(run: Run) -> list[Case]:
     """Short and long prompts."""
-    small = dataclasses.replace(worker.SMALL, context=1024)
+    small = dataclasses.replace(models.SMALL, context=1024)
     found = [Step(small, prompt) for prompt in (16, 256)]
     if run.toy:
-        found = [Step(worker.TOY, 6, completion=5, batch=4, group=2)]
+        found = [Step(models.TOY, 6, completion=5, batch=4, group=2)]
     return [
         Case(
             "grpo",
@@ -96,17 +88,12 @@ def test_step(measurement: Measurement, case: Case, python: Path) -> None:
 
 def measure(measurement: Measurement, step: Step, python: Path) -> None:
     """Gate, memory, then turns of both sides."""
-    entry, device = measurement.entry, measurement.run.device.type
-    entry["shape"], entry["units"] = step.shape, ["tokens", step.batch * step.completion]
-    with worker.pair(TRL, python, "grpo", step.shape, device, optimizer="sgd") as workers:
+    measurement.entry["units"] = ["tokens", step.batch * step.completion]
+    with worker.pair(measurement, TRL, python, "grpo", step.shape, optimizer="sgd") as workers:
         moved = [side.ask("check")["moved"] for side in workers.values()]
     if wrong := list(moved_otherwise(*moved)):
         measurement.refuse("by two steps of gradient descent: " + "; ".join(wrong))
-    with worker.pair(TRL, python, "grpo", step.shape, device) as workers:
-        sides = {name: asking(side) for name, side in workers.items()}
-        for name, side in sides.items():
-            side.turn()  # makes Adam's state
-            side.memory = workers[name].ask("memory")
-        found = {name: side.versions for name, side in workers.items()}
-        measurement.run.result("grpo")["versions"] |= found
-        measurement.measure({OURS: sides[OURS], TRL: sides[TRL]}, 7)
+    with worker.pair(measurement, TRL, python, "grpo", step.shape) as workers:
+        for side in workers.values():
+            side.ask("turn")  # makes Adam's state
+        worker.turns_with_memory(measurement, workers)

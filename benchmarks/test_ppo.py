@@ -1,30 +1,29 @@
-"""A whole PPO iteration on fastrl and on TRL's classic trainer, or on plain PyTorch.
+"""A whole PPO iteration of fastrl beside TRL's classic trainer, or beside plain PyTorch.
 
-Two workers, one per library and each in its own environment, hold a trainer on the same weights
-and queries. First a gate, in fp32 and with plain gradient descent: both make the same two steps,
-and their statistics must agree. Where they differ by more than rounding, a PPO in float64 makes the
-same steps and decides: fastrl must be within rounding of it, or nearer to it than the peer. What is
-timed has Adam, which makes whole steps of rounding, and may be in bf16: there the statistics must
-be finite, and how far they lie apart is told.
+Two workers, one per library, hold a trainer on the same weights and queries. First a gate, in fp32
+and with plain gradient descent: both make the same two steps, and their statistics must agree.
+Where they differ by more than rounding, a PPO in float64 makes the same steps and decides: fastrl
+must be within rounding of it, or nearer to it than the peer. What is timed has Adam, which turns
+rounding into whole steps, and may be in bf16: its statistics must be finite, and their difference
+is noted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import worker
-from benchmarks.harness import EAGER, OURS, Case, Goal, Measurement, Run, Side
-from benchmarks.peers import TRL_CLASSIC
-from benchmarks.worker import Absent, Model, Worker
+from benchmarks import models, worker
+from benchmarks.cases import EAGER, OURS, Case, Goal
+from benchmarks.environments import TRL_CLASSIC
+from benchmarks.harness import Measurement, Run
+from benchmarks.models import Model
+from benchmarks.worker import Absent, Worker, asking
 
 # What both sides do for each way of keeping the reference.
 REFERENCES = {
@@ -34,17 +33,20 @@ REFERENCES = {
     "trunk": "embeddings, the head that is tied to them and the bottom half of the layers are "
     "frozen, on both sides; fastrl stores them once and step() runs them once per sample, the peer "
     "stores them twice and runs them in every forward",
-    "offload": "fastrl's copy is in host memory; the peer keeps one as ever",
+    "offload": "fastrl's copy is in host memory; the peer's on the device",
     "none": "the KL coefficient is 0; fastrl has no reference, the peer keeps a copy",
 }
-UNKNOWN = {"none": {"objective/kl"}}  # to fastrl, without a reference
+UNKNOWN = {"none": {"objective/kl"}}  # statistics that are NaN without a reference
 
+# As in the golden tests. By gradient descent, two steps in fp32 are within 1e-5 of float64.
+RELATIVE, ABSOLUTE = 1e-3, 1e-5
+AT_THE_EDGE = 5e-4  # of all tokens: rounding puts their ratio on either side of where it is clipped
 
-# --- cases ---------------------------------------------------------------------------------------
+Statistics = list[dict[str, float]]  # of each step
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class Work(worker.Workload):
     """A model, a batch in tokens, and how the reference is kept. The model's weights are fp32; in
     bf16 it runs under autocast."""
 
@@ -57,59 +59,53 @@ class Work:
     reference: str = "copy"
 
     @property
-    def shape(self) -> dict[str, Any]:
-        """As workers are told."""
-        sizes = {k: v for k, v in vars(self).items() if k not in ("model", "reference")}
-        return vars(self.model) | sizes | {"threads": torch.get_num_threads()}
-
-    @property
     def exact(self) -> Work:
-        """What is compared number by number before this is timed: a smaller batch, in fp32."""
+        """What the gate compares: a smaller batch, in fp32."""
         model = dataclasses.replace(self.model, dtype="fp32")
         batch, mini_batch = min(self.batch, 8), min(self.mini_batch, 4)
         return dataclasses.replace(self, model=model, batch=batch, mini_batch=mini_batch)
 
     @property
     def what(self) -> str:
-        """One sentence on what an iteration is."""
+        """An iteration in one sentence."""
         precision = {
             "fp32": "fp32",
             "bf16": "bf16 by autocast over fp32 weights, which both sides' generate is run under",
         }[self.model.dtype]
         return (
-            f"{worker.described(vars(self.model))}, {precision}: {self.batch} samples of "
+            f"{self.model}, {precision}: {self.batch} samples of "
             f"{self.query} + {self.response} tokens, mini-batches of {self.mini_batch}, "
             f"{self.epochs} epochs; reference {self.reference}: {REFERENCES[self.reference]}"
         )
 
 
 _LARGE = {"batch": 64, "query": 128, "response": 256, "mini_batch": 8}
-_SMALL = Work(worker.SMALL, 16, 16, 48, 4)
-_TOYS = (Work(worker.TOY, 4, 8, 8, 2), Work(worker.TOY_QWEN, 4, 8, 8, 2))
+_TOYS = (Work(models.TOY, 4, 8, 8, 2), Work(models.TOY_QWEN, 4, 8, 8, 2))
 
 
 def cases(run: Run) -> list[Case]:
-    """Each model with each reference, the quickest first; without `full`, the usual ones."""
+    """Each model with each reference, the quickest first; all references with `full`."""
     peer = peer_of(run)
     if run.toy:
         found: tuple[tuple[Work, float, Goal | None], ...] = tuple((w, 1.0, None) for w in _TOYS)
     elif run.device.type == "cpu":
-        found = ((_SMALL, 200.0, Goal("speedup", 3.0, against=peer)),)
+        found = ((Work(models.SMALL, 16, 16, 48, 4), 200.0, Goal("speedup", 3.0, against=peer)),)
     else:
         goal = Goal("speedup", 5.0, ("nvidia", "amd"), against=peer)
         found = (
-            (Work(worker.GPT2, **_LARGE), 180.0, goal),
-            (Work(worker.QWEN, **_LARGE), 420.0, goal),
+            (Work(models.GPT2, **_LARGE), 180.0, goal),
+            (Work(models.QWEN, **_LARGE), 420.0, goal),
         )
-    references = ["copy", *(["adapter", "trunk"] if peer == TRL_CLASSIC and not run.toy else [])]
-    references += ["offload", "none"] if run.full and peer == TRL_CLASSIC else []
+    references = ["copy"]
+    if peer == TRL_CLASSIC:
+        references += ["adapter", "trunk", *(["offload", "none"] if run.full else [])]
     return [
         Case(
             "ppo",
             work.model.name,
             f"reference {reference}",
-            dataclasses.replace(work, reference=reference).what,
-            dataclasses.replace(work, reference=reference),
+            (of := dataclasses.replace(work, reference=reference)).what,
+            of,
             goals=(goal,) if goal and reference == "copy" else (),
             seconds=seconds,
         )
@@ -119,30 +115,10 @@ def cases(run: Run) -> list[Case]:
 
 
 def peer_of(run: Run) -> str:
-    """TRL where it can be had, on a CPU; on a GPU's machine, where an interpreter is named."""
+    """TRL on a CPU, and on a GPU's machine where an interpreter is named; else plain PyTorch."""
     if run.toy or not run.peers:
         return EAGER
     return TRL_CLASSIC if run.peer_python or run.device.type == "cpu" else EAGER
-
-
-# --- the gate ------------------------------------------------------------------------------------
-
-Statistics = list[dict[str, float]]  # of each step
-
-# As the golden tests. By gradient descent, two steps in fp32 are within 1e-5 of float64.
-RELATIVE, ABSOLUTE = 1e-3, 1e-5
-AT_THE_EDGE = 5e-4  # of all tokens: whose ratio rounding puts on either side of where it is clipped
-TOLD = (
-    "objective/kl",
-    "objective/entropy",
-    "ppo/loss/policy",
-    "ppo/loss/value",
-    "ppo/loss/total",
-    "ppo/policy/entropy",
-    "ppo/policy/approxkl",
-    "ppo/returns/mean",
-    "ppo/val/vpred",
-)
 
 
 def disagreements(
@@ -151,11 +127,11 @@ def disagreements(
     unknown: Collection[str] = (),
     exact: Statistics | None = None,
 ) -> Iterator[str]:
-    """A line for each of the peer's statistics that fastrl lacks or has otherwise; those that are
-    unknown to fastrl must be NaN.
+    """A line for each of the peer's statistics that fastrl lacks or computes otherwise; those that
+    are unknown to fastrl must be NaN.
 
-    Of two numbers that differ, ``exact``, what float64 gives, decides where it is known: fastrl's
-    may stand if it is as near to float64 as rounding leaves it, or nearer than the peer's.
+    Where ``exact``, float64's statistics, are given, fastrl's number may stand if it is within
+    rounding of float64's, or nearer to it than the peer's.
     """
     for step, (found, expected) in enumerate(zip(ours, theirs, strict=True)):
         for key, value in expected.items():
@@ -184,7 +160,7 @@ def not_finite(
     ours: Statistics, theirs: Statistics, unknown: Collection[str] = ()
 ) -> Iterator[str]:
     """A line for each of the peer's statistics that fastrl lacks, or that is no number on a side;
-    those that are unknown to fastrl are looked at on the peer's alone."""
+    fastrl may have none of those that are unknown to it."""
     for step, (found, expected) in enumerate(zip(ours, theirs, strict=True)):
         for key, value in expected.items():
             if key not in found:
@@ -196,17 +172,11 @@ def not_finite(
 
 
 def apart(ours: Statistics, theirs: Statistics, unknown: Collection[str] = ()) -> str:
-    """How far the sides' statistics lie apart where they are not held to a tolerance."""
-    lines = []
-    for key in TOLD:
-        if key in theirs[0] and key not in unknown:
-            both = [(mine[key], other[key]) for mine, other in zip(ours, theirs, strict=True)]
-            difference, of = (
-                statistics.fmean(map(abs, column))
-                for column in zip(*((a - b, b) for a, b in both), strict=True)
-            )
-            lines.append(f"{key} {difference:.1e} (of {of:.2g})")
-    return f"mean |Δ| of two steps' statistics, of the peer's own: {', '.join(lines)}"
+    """How far KL, losses and entropy of the first step lie apart, where no tolerance holds."""
+    told = ("objective/kl", "ppo/loss/policy", "ppo/loss/value", "ppo/policy/entropy")
+    found = [key for key in told if key in theirs[0] and key not in unknown]
+    differ = [f"{k} {abs(ours[0][k] - theirs[0][k]):.1e} (of {theirs[0][k]:.2g})" for k in found]
+    return f"|Δ| of the first step's statistics, of the peer's own: {', '.join(differ)}"
 
 
 def trained_otherwise(ours: dict[str, int], theirs: dict[str, int]) -> Iterator[str]:
@@ -219,23 +189,20 @@ def trained_otherwise(ours: dict[str, int], theirs: dict[str, int]) -> Iterator[
             )
 
 
-def wrong_steps(work: Work, peer: str, python: Path, device: str) -> Iterator[str]:
-    """What is wrong with fastrl's two steps of gradient descent; nothing where the sides agree, or
-    where float64 decides for fastrl."""
+def wrong_steps(measurement: Measurement, work: Work, peer: str, python: Path) -> Iterator[str]:
+    """What is wrong with fastrl's two steps of gradient descent."""
     unknown = UNKNOWN.get(work.reference, set())
     options = {"reference": work.reference, "optimizer": "sgd"}
-    with worker.pair(peer, python, "ppo", work.shape, device, **options) as sides:
+    with worker.pair(measurement, peer, python, "ppo", work.shape, **options) as sides:
         ours, theirs = (side.ask("check") for side in sides.values())
     yield from trained_otherwise(ours["trained"], theirs["trained"])
     both = ours["statistics"], theirs["statistics"]
     if any(disagreements(*both, unknown)):
+        device = measurement.run.device.type
         with Worker(Path(sys.executable), "float64", "ppo", work.shape, device, **options) as judge:
             judge.ready()
             exact = judge.ask("check")["statistics"]
         yield from disagreements(*both, unknown, exact)
-
-
-# --- the measurement -----------------------------------------------------------------------------
 
 
 def test_iteration(measurement: Measurement, case: Case, run: Run, python: Path) -> None:
@@ -247,38 +214,21 @@ def test_iteration(measurement: Measurement, case: Case, run: Run, python: Path)
 
 def measure(measurement: Measurement, work: Work, peer: str, python: Path) -> None:
     """Gate, then turns of both sides."""
-    run, unknown = measurement.run, UNKNOWN.get(work.reference, set())
-    device = run.device.type
-    measurement.entry["shape"] = work.shape
-    if wrong := list(wrong_steps(work.exact, peer, python, device)):
+    unknown = UNKNOWN.get(work.reference, set())
+    if wrong := list(wrong_steps(measurement, work.exact, peer, python)):
         measurement.refuse("by gradient descent in fp32: " + "; ".join(wrong))
-    with worker.pair(peer, python, "ppo", work.shape, device, reference=work.reference) as workers:
-        ours, theirs = (side.ask("check") for side in workers.values())
+    options = {"reference": work.reference}
+    with worker.pair(measurement, peer, python, "ppo", work.shape, **options) as workers:
+        ours, theirs = checks = [side.ask("check") for side in workers.values()]
         both = ours["statistics"], theirs["statistics"]
-        wrong = list(not_finite(*both, unknown))
+        wrong = [*not_finite(*both, unknown)]
         if wrong := [*wrong, *trained_otherwise(ours["trained"], theirs["trained"])]:
             measurement.refuse("; ".join(wrong))
         if work.model.dtype != "fp32":
             measurement.entry["remarks"].append(apart(*both, unknown))
-        sides = {}
-        for (name, side), check in zip(workers.items(), (ours, theirs), strict=True):
-            sides[name] = asking(side)
-            sides[name].facts = {"trained parameters": sum(check["trained"].values())}
+        sides = {name: asking(side) for name, side in workers.items()}
+        for side, check in zip(sides.values(), checks, strict=True):
+            side.facts = {"trained parameters": sum(check["trained"].values())}
             if check["at rest"] is not None:
-                sides[name].memory["at rest"] = check["at rest"]
-        measurement.run.result("ppo")["versions"] |= {n: w.versions for n, w in workers.items()}
+                side.memory["at rest"] = check["at rest"]
         measurement.measure({OURS: sides[OURS], peer: sides[peer]}, 7)
-
-
-def asking(side: Worker) -> Side:
-    """A worker as a side: its turn is an answer; the most memory that one needed is kept."""
-    found = Side(dict)
-
-    def turn() -> dict[str, float]:
-        answer = side.ask("turn")
-        if answer.get("peak") is not None:
-            found.memory["peak"] = max(answer["peak"], found.memory.get("peak", 0))
-        return answer["seconds"]
-
-    found.turn = turn
-    return found

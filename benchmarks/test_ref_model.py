@@ -1,8 +1,8 @@
 """What a step of PPO costs by the way its reference is kept.
 
 A gate comes first: reference log-probs equal to a separate full copy's, after the policy has
-moved. Then trainers take turns, one whole step at a time, and say themselves what they spent on
-scoring the batch (old and reference log-probs) and on an epoch of the update.
+moved. Then trainers take turns, one whole step at a time. Their own timers give the seconds of
+scoring the batch (old and reference log-probs) and of an epoch of the update.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import harness, worker
-from benchmarks.harness import Case, Goal, Measurement, Run, Seconds, footprint, storage_bytes
-from benchmarks.test_rollout import build
-from benchmarks.worker import Model
+from benchmarks import models, results
+from benchmarks.cases import Case, Goal
+from benchmarks.harness import Measurement, Run
+from benchmarks.memory import footprint, free, storage_bytes
+from benchmarks.models import Model, build, lora, plain_logprobs, word_tokenizer, wrong_logprobs
+from benchmarks.timing import Seconds, Side
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 
 HALF = "trunk 1/2"
-CHECKPOINTING = ", checkpointing"  # ends the names of sides that compute activations again
+CHECKPOINTING = ", checkpointing"  # ends the names of sides with activation checkpointing
 FIRST_TOKEN = 2  # after padding and end of sequence
+# The phases of step(), by its own timers; the trunk's pass over a batch is part of the scores.
+TIMERS = {"update": "time/ppo/optimize_step", "scores": "time/ppo/forward_pass"}
+MOVED = 0.02  # standard deviation, that of initial weights
 
 
-# --- cases ---------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Mode:
+class Mode(NamedTuple):
     """How a trainer keeps its reference."""
 
     reference: str  # PPOConfig's
@@ -54,7 +55,7 @@ MODES = {
     "offload": Mode("offload"),
     "none": Mode("none"),
 }
-CHECKPOINTED = (COPY, HALF)  # these are also measured with gradient checkpointing
+CHECKPOINTED = (COPY, HALF)  # these are also measured with activation checkpointing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Job:
 
     @property
     def what(self) -> str:
-        """What a step is made of, in words."""
+        """A step in words."""
         prompt, response = (f"{low} to {high}" for low, high in (self.prompt, self.response))
         return (
             f"{self.samples} samples with prompts of {prompt} tokens and responses of {response}, "
@@ -100,17 +101,17 @@ _TOY = Model("tiny", "gpt2", 4, 16, 2, 2, 32, 101, 64, "fp32", tied=False)
 
 
 def cases(run: Run) -> list[Case]:
-    """Those of a kind of device."""
+    """The cases of a kind of device."""
     if run.toy:
         jobs = [Job(_TOY, samples=4, mini_batch=2, prompt=(2, 4), response=(3, 9))]
     elif run.device.type == "cpu":
         jobs = [Job(_DEEP), Job(_WIDE_HEAD)]
     else:  # short batches would measure how fast kernels are launched
-        models = (
-            dataclasses.replace(worker.GPT2, dtype="fp32", tied=False),
-            dataclasses.replace(worker.QWEN, dtype="fp32"),
+        large = (
+            dataclasses.replace(models.GPT2, dtype="fp32", tied=False),
+            dataclasses.replace(models.QWEN, dtype="fp32"),
         )
-        jobs = [Job(model, "bf16", 64, 8, (32, 128), (64, 256)) for model in models]
+        jobs = [Job(model, "bf16", 64, 8, (32, 128), (64, 256)) for model in large]
     goal = Goal("speedup", 1.3, side=HALF, against=COPY, phase="update")
     return [
         Case(
@@ -140,18 +141,6 @@ def samples(job: Job) -> Samples:
     return Samples(queries, responses, scores)
 
 
-# --- sides ---------------------------------------------------------------------------------------
-
-# What step() spends, by its own clock; the trunk's pass over a batch is part of the scores.
-TIMERS = {"update": "time/ppo/optimize_step", "scores": "time/ppo/forward_pass"}
-LORA_RANK = 8
-# Of attention alone: GPT-2's c_proj would be that of its MLP too.
-_ATTENTION = {
-    "gpt2": ["attn.c_attn", "attn.c_proj"],
-    "qwen2": ["q_proj", "k_proj", "v_proj", "o_proj"],
-}
-
-
 @dataclasses.dataclass
 class Stepping:
     """A trainer that steps on the same batch again and again."""
@@ -161,7 +150,7 @@ class Stepping:
     checkpointing: bool = False
 
     def step(self) -> Seconds:
-        """Seconds by phase: those of `TIMERS`."""
+        """Seconds of the phases in `TIMERS`."""
         # The trainer's own setting: it is read at every update.
         self.trainer.config.gradient_checkpointing = self.checkpointing
         with warnings.catch_warnings():
@@ -171,22 +160,22 @@ class Stepping:
         return {phase: stats[timer] for phase, timer in TIMERS.items()}
 
     def reference_logprobs(self) -> Tensor:
-        """Of all response tokens, [N], sample by sample."""
+        """Of all response tokens, [N], sample by sample, on the host."""
         batch = self.trainer.make_batch(self.data.queries, self.data.responses, None)
         model = self.trainer.model
         training = model.training
         model.eval()
         try:
-            return self.trainer.scorer(batch).ref_logprobs[batch.mask]
+            return self.trainer.scorer(batch).ref_logprobs[batch.mask].cpu()
         finally:
             model.train(training)
 
     def observe(self) -> tuple[dict[str, float], int]:
-        """Bytes that are kept and needed, by a further step; and of how many samples a trunk's
+        """Bytes that are kept and needed, by a further step, and the number of samples whose trunk
         activations were not kept.
 
         Weights are those of policy and reference, each storage counted once; the peak is the most
-        that is live at a time during an update beyond all that is kept.
+        that is live during an update beyond what is kept.
         """
         kept, run_again = self._kept(), 0
         update, device = self.trainer.update, torch.device(self.trainer.current_device)
@@ -198,8 +187,9 @@ class Stepping:
                 kept["trunk activations"] = storage_bytes(stored.values())
                 run_again = len(batch) - len(stored)
             done: list[Any] = []
-            used = footprint(lambda: done.append(update(batch, experience)), lambda _: (), device)
-            kept["peak"] = used.peak
+            kept["peak"] = footprint(
+                lambda: done.append(update(batch, experience)), lambda _: (), device
+            )
             return done[0]
 
         self.trainer.update = watched  # type: ignore[assignment]
@@ -210,23 +200,21 @@ class Stepping:
         return kept, run_again
 
     def _kept(self) -> dict[str, float]:
-        models = [self.trainer.model, self.trainer.ref_model]
-        weights = [p for model in models if model is not None for p in model.parameters()]
+        trained = [self.trainer.model, self.trainer.ref_model]
+        weights = [p for model in trained if model is not None for p in model.parameters()]
         here = torch.device(self.trainer.current_device).type
-        states = self.trainer.optimizer.state.values()
+        states = [x for s in self.trainer.optimizer.state.values() for x in s.values()]
         on_host = storage_bytes(p for p in weights if p.device.type != here)
         found = {
             "weights": storage_bytes(p for p in weights if p.device.type == here),
-            "Adam's state": storage_bytes(
-                x for s in states for x in s.values() if torch.is_tensor(x)
-            ),
+            "Adam's state": storage_bytes(x for x in states if torch.is_tensor(x)),
         }
         return found | ({"weights on the host": on_host} if on_host else {})
 
 
 @contextlib.contextmanager
 def own_accelerate() -> Iterator[None]:
-    """While open, trainers may be made in another precision than those before; drop them first."""
+    """While open, trainers may have another precision than those before; drop them first."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -237,7 +225,7 @@ def own_accelerate() -> Iterator[None]:
 
 
 def trainer(job: Job, mode: Mode, device: torch.device) -> PPOTrainer:
-    """One with a policy of its own, whose weights are the same in every mode.
+    """A trainer with a policy of its own, whose weights are the same in every mode.
 
     Raises:
         ImportError: an adapter, without PEFT.
@@ -255,27 +243,19 @@ def trainer(job: Job, mode: Mode, device: torch.device) -> PPOTrainer:
             "mixed_precision": "bf16" if job.precision == "bf16" else "no",
         },
     )
+    adapter = None
+    if mode.reference == "adapter":
+        # Of attention alone: GPT-2's c_proj would be that of its MLP too.
+        qwen2 = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        adapter = lora(job.model.family, ["attn.c_attn", "attn.c_proj"], qwen2)
     base = build(job.model, device)
-    # A tied head that a trunk freezes is told of by the notes; PEFT has deprecations of others.
+    # The notes mention a tied head that a trunk freezes; PEFT warns of others' deprecations.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLMWithValueHead.from_pretrained(
-            base,
-            peft_config=_lora(job) if mode.reference == "adapter" else None,
-            summary_dropout_prob=0.0,
+            base, peft_config=adapter, summary_dropout_prob=0.0
         )
-        return PPOTrainer(config, model, tokenizer=worker.word_tokenizer())
-
-
-def _lora(job: Job) -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=LORA_RANK,
-        target_modules=_ATTENTION[job.model.family],
-        fan_in_fan_out=job.model.family == "gpt2",
-        task_type="CAUSAL_LM",
-    )
+        return PPOTrainer(config, model, tokenizer=word_tokenizer())
 
 
 def note(job: Job, mode: Mode) -> str:
@@ -284,24 +264,15 @@ def note(job: Job, mode: Mode) -> str:
     if shared is not None:
         head = ", and the head, which is tied to the embeddings" if job.model.tied else ""
         return f"{shared} of {job.model.layers} layers are shared and frozen{head}"
-    if mode.reference == "adapter":
-        return f"LoRA of rank {LORA_RANK} on the attention, all else frozen"
-    return ""
-
-
-# --- the gate ------------------------------------------------------------------------------------
-
-# Of |Δ log-prob|: the largest in fp32, the mean in less, where a single logit may be off by more.
-EXACT, ROUNDED = 1e-5, 5e-3
-MOVED = 0.02  # standard deviation, that of initial weights
+    return "LoRA of rank 8 on the attention, all else frozen" if mode.reference == "adapter" else ""
 
 
 def judge(job: Job, device: torch.device) -> tuple[dict[str, float], str | None]:
-    """The largest |Δ log-prob| in fp32 of each mode beside a separate full copy; and what is wrong,
-    there or in the job's own precision.
+    """The largest |Δ log-prob| in fp32 of each mode beside a separate full copy, and why the gate
+    fails, there or in the job's own precision.
 
-    Each trainer takes a step first, and its policy is then moved much further than by a step: what
-    the reference has in common with what is trained would be seen.
+    Each trainer takes a step first, and its policy is then moved much further: weights that the
+    reference shares with what is trained would show.
     """
     exact: dict[str, float] = {}
     for precision in dict.fromkeys(("fp32", job.precision)):
@@ -314,7 +285,7 @@ def judge(job: Job, device: torch.device) -> tuple[dict[str, float], str | None]
 
 def _judge(job: Job, device: torch.device) -> tuple[dict[str, float], str | None]:
     data = samples(job)
-    expected = plain_logprobs(build(job.model, device), data, job.precision)
+    expected = copy_logprobs(job, data, device)
     largest: dict[str, float] = {}
     with own_accelerate():
         for name, mode in MODES.items():
@@ -333,21 +304,16 @@ def _judge(job: Job, device: torch.device) -> tuple[dict[str, float], str | None
             if wrong:
                 return largest, f"{name}: {wrong}"
             del side
-            harness.free(device)
+            free(device)
     return largest, None
 
 
-def plain_logprobs(model: Any, data: Samples, precision: str) -> Tensor:
-    """Log-probs of all response tokens, [N], by a forward of each sample alone."""
-    half = torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16")
-    found = []
-    for query, response in zip(data.queries, data.responses, strict=True):
-        tokens = torch.cat([query, response]).to(model.device)
-        with torch.no_grad(), half:
-            logits = model(tokens.unsqueeze(0), use_cache=False).logits[0]
-        logprobs = logits[len(query) - 1 : -1].float().log_softmax(-1)
-        found.append(logprobs.gather(-1, tokens[len(query) :, None])[:, 0])
-    return torch.cat(found)
+def copy_logprobs(job: Job, data: Samples, device: torch.device) -> Tensor:
+    """Log-probs of a separate copy for all response tokens, [N], each sample alone."""
+    copy = build(job.model, device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16"):
+        both = zip(data.queries, data.responses, strict=True)
+        return torch.cat([plain_logprobs(copy, *sample) for sample in both])
 
 
 @torch.no_grad()
@@ -361,7 +327,7 @@ def move(model: torch.nn.Module) -> None:
 
 
 def another_mode(trainer: PPOTrainer, mode: Mode, layers: int) -> str | None:
-    """What the trainer keeps in place of what was asked for; None where it does as it was told."""
+    """What the trainer keeps in place of what was asked for, None where it does as asked."""
     reference, trunk = trainer.reference, trainer.model.trunk
     if reference.mode != mode.reference:
         return f"the reference is kept as {reference.mode} ({reference.why})"
@@ -376,22 +342,13 @@ def differing(found: Tensor, expected: Tensor, mode: Mode, precision: str) -> st
     if mode.reference == "none":
         there = int(found.isfinite().sum())
         return f"{there} log-probs, though there is no reference" if there else None
-    difference = (found - expected).abs()
-    kind, value, allowed = "largest", difference.max().item(), EXACT
-    if precision != "fp32":
-        kind, value, allowed = "mean", difference.mean().item(), ROUNDED
-    if value <= allowed:  # NaN is not
-        return None
-    return f"reference log-probs are off by {value:.1e} in {precision} ({kind}; {allowed:.0e} are \
-allowed)"
-
-
-# --- the measurement -----------------------------------------------------------------------------
+    wrong = wrong_logprobs(found, expected, precision)
+    return f"reference {wrong}" if wrong else None
 
 
 def test_step(measurement: Measurement, case: Case, run: Run) -> None:
     packages = ("torch", "triton", "transformers", "accelerate", "peft")
-    run.result("ref_model")["versions"] = harness.versions(*packages)
+    run.result("ref_model")["versions"] = results.versions(*packages)
     measure(measurement, case.of)
 
 
@@ -401,7 +358,7 @@ def measure(measurement: Measurement, job: Job) -> None:
     differences, red = judge(job, device)
     if red:
         measurement.refuse(red)
-    sides: dict[str, harness.Side] = {}
+    sides: dict[str, Side] = {}
     with own_accelerate():
         for name, mode in MODES.items():
             try:
@@ -412,14 +369,11 @@ def measure(measurement: Measurement, job: Job) -> None:
             for checkpointing in (False, True) if name in CHECKPOINTED else (False,):
                 stepping = Stepping(made, data, checkpointing)
                 stepping.step()  # uncounted
-                memory, run_again = stepping.observe()
+                memory, lost = stepping.observe()
                 side_name = name + CHECKPOINTING * checkpointing
-                if run_again:
-                    measurement.refuse(
-                        f"{side_name}: activations of {run_again} samples were not \
-kept"
-                    )
-                facts = {} if name not in differences else {"largest |Δ|": differences[name]}
-                note_ = "" if checkpointing else note(job, mode)
-                sides[side_name] = harness.Side(stepping.step, note_, memory=memory, facts=facts)
+                if lost:
+                    measurement.refuse(f"{side_name}: activations of {lost} samples were not kept")
+                facts = {"largest |Δ|": differences[name]} if name in differences else {}
+                words = "" if checkpointing else note(job, mode)
+                sides[side_name] = Side(stepping.step, words, memory=memory, facts=facts)
         measurement.measure(sides, 9, baseline=COPY)

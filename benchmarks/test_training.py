@@ -1,7 +1,7 @@
 """Supervised fine-tuning and DPO: a fastrl trainer beside TRL's, an epoch at a time.
 
 Two workers, one per library, hold a trainer on the same weights and data. First a gate: both train
-the same epoch, and the losses of its steps must agree. Then each says what memory a step takes, and
+the same epoch, and the losses of its steps must agree. Then the memory of a step is measured, and
 they take turns.
 """
 
@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import worker
-from benchmarks.harness import OURS, Case, Goal, Measurement, Run
-from benchmarks.peers import TRL
-from benchmarks.test_ppo import asking
-from benchmarks.worker import BETA, Model
+from benchmarks import models, worker
+from benchmarks.cases import Case, Goal
+from benchmarks.environments import TRL
+from benchmarks.harness import Measurement, Run
+from benchmarks.models import Model
+from benchmarks.sides.training import BETA, texts
 
 RELATIVE = 1e-4  # of two losses
 GOALS = (Goal("speedup", 1.3, against=TRL), Goal("memory share", 0.5, against=TRL))
 
 
 @dataclasses.dataclass(frozen=True)
-class Data:
+class Data(worker.Workload):
     """A model and data, everything in fp32: lengths in tokens. An epoch has ten steps."""
 
     kind: str  # sft or dpo
@@ -39,19 +39,12 @@ class Data:
     reference: str = ""  # of DPO
 
     @property
-    def shape(self) -> dict[str, Any]:
-        """As workers are told."""
-        sizes = {name: getattr(self, name) for name in ("shortest", "longest", "batch")}
-        many = "texts" if self.kind == "sft" else "pairs"
-        return vars(self.model) | sizes | {many: self.count, "threads": torch.get_num_threads()}
-
-    @property
     def options(self) -> dict[str, str]:
         return {"reference": self.reference} if self.reference else {}
 
     @property
     def what(self) -> str:
-        """One sentence on what an epoch is."""
+        """An epoch in one sentence."""
         if self.kind == "sft":
             data = f"{self.count} texts of {self.shortest} to {self.longest} tokens in batches of "
             data += f"{self.batch}"
@@ -63,28 +56,26 @@ class Data:
                 "cached": "the reference's log-probs are computed before training begins, and not "
                 "timed (TRL's precompute_ref_log_probs)",
             }[self.reference]
-        return f"{worker.described(vars(self.model))}, fp32: {data}; AdamW, no checkpointing"
+        return f"{self.model}, fp32: {data}; AdamW, no checkpointing"
 
     @property
     def units(self) -> list[Any]:
         """What an epoch is counted in, and how many it has."""
         if self.kind == "dpo":
             return ["pairs", self.count]
-        return ["tokens", sum(map(len, worker.texts(self.shape)))]
+        return ["tokens", sum(map(len, texts(self.shape)))]
 
 
 def cases(run: Run) -> list[Case]:
     """SFT, and DPO by how the reference is kept."""
-    small = dataclasses.replace(worker.SMALL, context=128)
+    small = dataclasses.replace(models.SMALL, context=128)
     found = [
         Data("sft", small, 80, 32, 128, 8),
         *(Data("dpo", small, 40, 16, 128, 4, reference) for reference in ("copy", "cached")),
     ]
     if run.toy:
-        found = [
-            Data("sft", worker.TOY, 20, 4, 12, 2),
-            Data("dpo", worker.TOY, 20, 4, 24, 2, "copy"),
-        ]
+        toy = models.TOY
+        found = [Data("sft", toy, 20, 4, 12, 2), Data("dpo", toy, 20, 4, 24, 2, "copy")]
     return [
         Case(
             data.kind,
@@ -100,7 +91,7 @@ def cases(run: Run) -> list[Case]:
 
 
 def disagreements(ours: list[float], theirs: list[float]) -> Iterator[str]:
-    """A line for each step whose losses are apart, or that one of the sides lacks."""
+    """A line for each step whose losses differ, or that one of the sides lacks."""
     if len(ours) != len(theirs) or not ours:
         yield f"fastrl made {len(ours)} steps, the peer {len(theirs)}"
         return
@@ -120,17 +111,12 @@ def test_epoch(measurement: Measurement, case: Case, python: Path) -> None:
 
 def measure(measurement: Measurement, data: Data, python: Path) -> None:
     """Gate, memory, then turns of both sides."""
-    entry, device = measurement.entry, measurement.run.device.type
-    entry["units"], entry["shape"] = data.units, data.shape
-    with worker.pair(TRL, python, data.kind, data.shape, device, **data.options) as workers:
+    entry, kind = measurement.entry, data.kind
+    entry["units"] = data.units
+    with worker.pair(measurement, TRL, python, kind, data.shape, **data.options) as workers:
         losses = [side.ask("check")["losses"] for side in workers.values()]
         if wrong := list(disagreements(*losses)):
             measurement.refuse("; ".join(wrong))
         apart = max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True))
         entry["remarks"].append(f"losses of {len(losses[0])} steps differ by {apart:.0e} at most")
-        sides = {name: asking(side) for name, side in workers.items()}
-        for name, side in sides.items():
-            side.memory = workers[name].ask("memory")
-        found = {name: side.versions for name, side in workers.items()}
-        measurement.run.result(data.kind)["versions"] |= found
-        measurement.measure({OURS: sides[OURS], TRL: sides[TRL]}, 7)
+        worker.turns_with_memory(measurement, workers)

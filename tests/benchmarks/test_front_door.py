@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import gpu
-from benchmarks.harness import ROOT
+from benchmarks import ROOT
+from benchmarks.environments import source_tree
 
 
-def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    kept = {k: v for k, v in gpu.environment().items() if not k.startswith(("TRITON", "PYTEST"))}
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    kept = {
+        k: v
+        for k, v in (os.environ | {"PYTHONPATH": source_tree()}).items()
+        if not k.startswith(("TRITON", "PYTEST"))
+    }
     command = [sys.executable, "-m", "pytest", "benchmarks/test_ops.py", "-q", "--toy"]
     return subprocess.run(
         [*command, "--device", "cpu", *map(str, arguments)],
-        cwd=ROOT, env=kept | environment, capture_output=True, text=True, check=False,
+        cwd=ROOT, env=kept | {"PYTHONPATH": source_tree()}, capture_output=True, text=True,
+        check=False,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
 import os
 import subprocess
@@ -16,19 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import ROOT, environments, gpu, ops, profilers, report, tunables
 from benchmarks import __main__ as command
-from benchmarks import gpu, harness, ops
-from benchmarks.gpu import TUNABLES, Stage, Tunable
-from benchmarks.harness import Case, Measurement, Run
+from benchmarks.cases import Case
+from benchmarks.gpu import Stage
+from benchmarks.harness import Measurement, Run
 from benchmarks.ops import Shape
 from benchmarks.test_ops import TOY
+from benchmarks.tunables import TUNABLES, Tunable
 
 CPU = torch.device("cpu")
 FINE = Stage("fine", "ends well", 2, ("-c", "print('all is well')"))
 FAILS = Stage("fails", "does not", 2, ("-c", "print('why it failed'); raise SystemExit(3)"))
-
-
-# --- stages --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -91,13 +89,13 @@ def test_every_stage_asks_for_what_there_is(stage: Stage) -> None:
     words = gpu.filled(stage, args, 1.5)
     assert not [word for word in words if "{" in word]
     if words[1] != "pytest":
-        assert words[1:3] == ["benchmarks.gpu", "tune"]
+        assert words[1] == "benchmarks.tunables"
         return
     paths = [word for word in words if word.startswith(("tests/", "benchmarks/"))]
     assert paths
     assert all(os.path.exists(path) for path in paths)
     if paths[0].startswith("benchmarks/"):
-        source = (harness.ROOT / "benchmarks" / "conftest.py").read_text()
+        source = (ROOT / "benchmarks" / "conftest.py").read_text()
         given = {word for word in words if word.startswith("--")} - {"--quiet"}
         assert all(f'"{option}"' in source for option in given)
 
@@ -105,15 +103,14 @@ def test_every_stage_asks_for_what_there_is(stage: Stage) -> None:
 def test_a_bare_checkout_is_enough() -> None:
     """Torch and triton may be all that a GPU machine has."""
     names = "{'transformers', 'datasets', 'accelerate', 'matplotlib', 'pytest', 'fastrl'}"
-    code = f"import sys, benchmarks.gpu; print(*(sys.modules.keys() & {names}))"
+    code = "import sys, benchmarks.gpu, benchmarks.tunables, benchmarks.profilers; "
+    code += f"print(*(sys.modules.keys() & {names}))"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=gpu.environment(), capture_output=True, text=True,
-        check=True,
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONPATH": environments.source_tree()},
     )  # fmt: skip
     assert done.stdout.split() == []
 
-
-# --- tunables ------------------------------------------------------------------------------------
 
 COLUMNS = dataclasses.replace(TUNABLES[1], values=(1024, 8192))
 SHAPE = Shape("linear_logprobs", 8, hidden=16, vocabulary=3000)
@@ -124,8 +121,7 @@ def test_a_tunable_is_a_number_that_the_kernels_have_and_get_back(tunable: Tunab
     assert tunable.shapes, "no case shows what it does"
     now = tunable.present
     assert now in tunable.values
-    for module, attribute in tunable.places:  # copies of one number
-        found = getattr(importlib.import_module(module), attribute)
+    for *_, found in tunable.found:  # copies of one number
         assert (found if tunable.key is None else found[tunable.key]) == now
     other = next(value for value in tunable.values if value != now)
 
@@ -141,7 +137,7 @@ def test_a_tunable_is_a_number_that_the_kernels_have_and_get_back(tunable: Tunab
 def tuned(tmp_path: Path) -> dict:
     run = Run(CPU, rounds=3, results=tmp_path)
     measurement = Measurement(run, Case("tune", SHAPE.op, SHAPE.label, of=SHAPE))
-    gpu.values_in_turns(measurement, COLUMNS, "torch")
+    tunables.values_in_turns(measurement, COLUMNS, "torch")
     (entry,) = json.loads(run.saved["tune"].read_text())["entries"]
     return entry
 
@@ -161,15 +157,13 @@ def test_a_value_with_other_results_or_none_has_no_time(tmp_path, monkeypatch, r
             raise RuntimeError("out of resource: shared memory")
         return "it is off" if COLUMNS.present == 1024 else None
 
-    monkeypatch.setattr(gpu, "wrong_numbers", wrong)
+    monkeypatch.setattr(tunables, "wrong_numbers", wrong)
     entry = tuned(tmp_path)
     assert set(entry["sides"]) == {"8192, now"}
     assert ("out of resource" if raises else "it is off") in entry["absent"]["1024"]
 
 
 def test_notes_tell_predictions_and_what_came_of_them(tmp_path) -> None:
-    from benchmarks import report
-
     assert report.notes_on_tunables({}).count("Measured: not yet.") == len(TUNABLES)
     entry = tuned(tmp_path)
     entry["sides"]["1024"]["seconds"] = {"call": [2.0, 4.0, 4.0]}
@@ -178,8 +172,6 @@ def test_notes_tell_predictions_and_what_came_of_them(tmp_path) -> None:
     assert "| 1024 | 4 s (2–4) | 0.500 (0.500–0.500) |" in text
     assert COLUMNS.predicted in text
 
-
-# --- profilers -----------------------------------------------------------------------------------
 
 NCU = """==PROF== Connected to process 7
 ==PROF== Disconnected from process 7
@@ -192,13 +184,17 @@ NCU = """==PROF== Connected to process 7
 
 
 def test_bytes_are_summed_over_kernels() -> None:
-    assert gpu.parse_ncu(NCU.splitlines()) == {"read": 1500, "written": 2_000_024, "kernels": 2}
+    assert profilers.parse_ncu(NCU.splitlines()) == {
+        "read": 1500,
+        "written": 2_000_024,
+        "kernels": 2,
+    }
 
 
 def test_a_profiler_that_may_not_count_says_so() -> None:
     refusal = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access counters"
-    with pytest.raises(gpu.Refused, match="ERR_NVGPUCTRPERM"):
-        gpu.parse_ncu(["==PROF== Connected", refusal])
+    with pytest.raises(profilers.Refused, match="ERR_NVGPUCTRPERM"):
+        profilers.parse_ncu(["==PROF== Connected", refusal])
 
 
 def test_ncu_profiles_this_very_module(monkeypatch) -> None:
@@ -208,25 +204,26 @@ def test_ncu_profiles_this_very_module(monkeypatch) -> None:
         asked.append((words, options))
         return types.SimpleNamespace(stdout=NCU)
 
-    monkeypatch.setattr(gpu.subprocess, "run", run)
-    assert gpu.count_bytes(SHAPE)["kernels"] == 2
+    monkeypatch.setattr(profilers.subprocess, "run", run)
+    monkeypatch.setattr(profilers.shutil, "which", lambda tool: tool)
+    assert profilers.count_bytes(SHAPE)["kernels"] == 2
     ((words, options),) = asked
-    assert words[-4:-1] == ["-m", "benchmarks.gpu", "profiled"]
+    assert words[-3:-1] == ["-m", "benchmarks.profilers"]
     assert Shape.read(json.loads(words[-1])) == SHAPE
     assert "torch-ext" in options["env"]["PYTHONPATH"]
 
 
 def test_the_sanitizers_summary_is_read() -> None:
     clean = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
-    assert gpu.parse_sanitizer(clean, 0) == {"errors": 0, "first": []}
+    assert profilers.parse_sanitizer(clean, 0) == {"errors": 0, "first": []}
     races = "========= COMPUTE-SANITIZER\n========= Error: Race reported\n"
     races += "========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n"
-    found = gpu.parse_sanitizer(races, gpu.EXIT_CODE)
+    found = profilers.parse_sanitizer(races, profilers.EXIT_CODE)
     assert found["errors"] == 2
     assert "Race reported" in found["first"][0]
     for text, code in (("", 1), ("Traceback\nModuleNotFoundError: x", 1), (clean, 1)):
-        with pytest.raises(gpu.Refused):
-            gpu.parse_sanitizer(text, code)
+        with pytest.raises(profilers.Refused):
+            profilers.parse_sanitizer(text, code)
 
 
 def test_the_sanitizer_sees_every_op_and_no_tensor_ends_within_a_vector(monkeypatch) -> None:
@@ -236,7 +233,7 @@ def test_the_sanitizer_sees_every_op_and_no_tensor_ends_within_a_vector(monkeypa
     monkeypatch.setattr(
         ops, "problem", lambda shape, *a, **k: seen.append(shape.op) or problem(shape, *a, **k)
     )
-    gpu.sanitized("cpu", TOY, "torch")
+    profilers.sanitized("cpu", TOY, "torch")
     assert set(seen) == set(ops.available())
     for op in ops.available():
-        assert all(shape.rows % 16 == 0 for shape in ops.OPS[op].checked(gpu.SANITIZED))
+        assert all(shape.rows % 16 == 0 for shape in ops.OPS[op].checked(profilers.SANITIZED))

@@ -1,4 +1,4 @@
-"""The records of ops: least work, shapes, peers; checks in the interpreter, which can all fail."""
+"""The records of ops: least work, shapes, gate, peers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import harness, ops, peers, test_ops
-from benchmarks.harness import EAGER, OURS, Case, Measurement, Red, Run, error_ratio, errors
-from benchmarks.ops import Attention, Shape
-from tests.kernels.conftest import (  # noqa: F401 - fixtures
-    _quiet_interpreter,
-    interpreter_rounds_to_nearest,
-    interpreter_scans_by_doubling,
-)
+from benchmarks import gate, ops, peers, test_ops, timing
+from benchmarks.cases import EAGER, OURS, Case
+from benchmarks.gate import backward, error_ratio, errors
+from benchmarks.harness import Measurement, Red, Run
+from benchmarks.memory import footprint
+from benchmarks.ops import Attention, Shape, attention, inputs
 
 CPU = torch.device("cpu")
 OPS = ops.available()
@@ -41,10 +39,7 @@ TINY = {
 
 
 def tiny(op: str) -> Shape:
-    return Shape(op, 6, backward=op in ops.DIFFERENTIABLE, **TINY[op])
-
-
-# --- the records ---------------------------------------------------------------------------------
+    return Shape(op, 6, backward=op in ops.record.DIFFERENTIABLE, **TINY[op])
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -55,20 +50,8 @@ def test_main_cases_come_first_and_none_is_repeated(op: str, device: str) -> Non
     assert [case.main for case in every] == [True] * len(some) + [False] * (len(every) - len(some))
     labels = [case.label for case in every]
     assert len(labels) == len(set(labels))
-
-
-def test_the_full_grid_holds_the_shapes_of_real_models() -> None:
-    found = [case.of for case in ops.cases("linear_logprobs", "cuda", full=True)]
-    assert set(ops.HEADS) <= {(shape.hidden, shape.vocabulary) for shape in found}
-    for axis, values in (("rows", ops.ROWS), ("active", ops.ACTIVE), ("head", ("frozen",))):
-        assert set(values) <= {getattr(shape, axis) for shape in found}
-    decodes = [case.of for case in ops.cases("decode_attention", "cpu", full=True)]
-    assert set(ops.DECODES) == {(s.attention, s.rows, s.steps) for s in decodes}
-
-
-def test_a_shape_survives_json() -> None:
-    for op in OPS:
-        assert Shape.read(dataclasses.asdict(tiny(op))) == tiny(op)
+    if op == "linear_logprobs":
+        assert set(inputs.HEADS) <= {(case.of.hidden, case.of.vocabulary) for case in every}
 
 
 def test_least_work_by_hand() -> None:
@@ -90,27 +73,25 @@ def test_least_work_by_hand() -> None:
     assert work(narrow).bytes == (1 + 4 + 5 + 5) * 32 * 2
 
 
-@pytest.mark.parametrize("slots", [1, 2, 7, 256])
-@pytest.mark.parametrize("active", [0.5, 0.75, 1.0])
+@pytest.mark.parametrize(("slots", "active"), [(1, 0.5), (7, 0.5), (256, 0.75), (256, 1.0)])
 def test_lengths_are_ragged_and_reach_both_ends(slots: int, active: float) -> None:
-    lengths = ops.ragged_lengths(slots, 512, active)
+    lengths = attention.ragged_lengths(slots, 512, active)
     assert (len(lengths), max(lengths)) == (slots, 512)
     if slots > 1:
         assert min(lengths) == max(1, (2 * active - 1) * 512)
         assert sum(lengths) / slots == pytest.approx(active * 512, abs=1)
-    if slots > 2 and active < 1:
-        assert lengths not in (sorted(lengths), sorted(lengths, reverse=True))
+        assert active == 1 or lengths not in (sorted(lengths), sorted(lengths, reverse=True))
 
 
 def test_what_is_live_is_what_counts_as_work() -> None:
     shape = dataclasses.replace(tiny("decode_attention"), rows=9, steps=40)
     shape = dataclasses.replace(shape, attention=Attention(4, 2, 8, window=11))
-    inputs = ops.problem(shape, "cpu").inputs
-    ends = inputs["lengths"].tolist()
+    given = ops.problem(shape, "cpu").inputs
+    ends = given["lengths"].tolist()
     assert {1, 40} <= set(ends)
-    for end, live in zip(ends, inputs["mask"], strict=True):
+    for end, live in zip(ends, given["mask"], strict=True):
         assert live.nonzero().flatten().tolist() == list(range(max(0, end - 11), end))
-    assert ops.work(shape).bytes == int(inputs["mask"].sum()) * 2 * 2 * 8 * 4
+    assert ops.work(shape).bytes == int(given["mask"].sum()) * 2 * 2 * 8 * 4
 
 
 HEADS = [
@@ -145,39 +126,29 @@ class Copied(TorchDispatchMode):
 
 
 def test_other_limits_move_as_many_bytes_as_stated() -> None:
-    assert ops.least(tiny("gae"), CPU) is None
-    run = harness.copying(1114, CPU)
+    run = ops.least(tiny("gae"), CPU)
     with Copied() as copied:
         run()
-    assert copied.bytes == 1114
+    assert copied.bytes == ops.work(tiny("gae")).bytes
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_ours_eager_and_exact_are_of_the_same_thing(op: str) -> None:
+def test_ours_eager_and_exact_are_of_the_same_thing_and_what_is_wrong_fails(op: str) -> None:
     problem = ops.problem(tiny(op), "cpu")
     found = {OURS: problem.results(problem.ours), EAGER: problem.results(problem.eager)}
     judged = errors(problem, found)
     assert judged[OURS].keys() == found[OURS].keys() - set(problem.given)
-    assert error_ratio(judged[OURS], judged[EAGER]) <= harness.FACTOR
+    assert error_ratio(judged[OURS], judged[EAGER]) <= gate.FACTOR
     in_blocks = errors(problem, found, block_bytes=2 * problem.row_bytes)
     for name, error in judged[OURS].items():
         again = in_blocks[OURS][name]
         assert again.error == pytest.approx(error.error, rel=1e-6, abs=1e-12)
         assert again.norm == pytest.approx(error.norm, rel=1e-9)
+        result = found[OURS][name]
+        for wrong in (result * 1.001 + 1e-4, torch.full_like(result, torch.nan)):
+            mine = errors(problem, {OURS: found[OURS] | {name: wrong}})[OURS]
+            assert not error_ratio(mine, judged[EAGER]) <= gate.FACTOR, f"{name} may be wrong"
 
-
-@pytest.mark.parametrize("op", OPS)
-def test_what_is_wrong_is_red(op: str) -> None:
-    problem = ops.problem(tiny(op), "cpu")
-    eager = errors(problem, {EAGER: problem.results(problem.eager)})[EAGER]
-    found = problem.results(problem.ours)
-    for name in found.keys() - set(problem.given):
-        for wrong in (found[name] * 1.001 + 1e-4, torch.full_like(found[name], torch.nan)):
-            mine = errors(problem, {OURS: found | {name: wrong}})[OURS]
-            assert not error_ratio(mine, eager) <= harness.FACTOR, f"{name} may be wrong"
-
-
-# --- from gate to figures ------------------------------------------------------------------------
 
 SMALL = Shape("token_logprobs", 8, vocabulary=40, entropy="metric")
 
@@ -187,12 +158,11 @@ def a_measurement(shape: Shape, peers: bool = False) -> Measurement:
     return Measurement(run, Case("ops", shape.op, shape.label, of=shape))
 
 
-@pytest.fixture
-def others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that agrees and computes less, one that is off, one that fails, one that is absent."""
+def test_sides_hold_all_that_a_claim_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that agree and compute less, that are off, that fail, that are absent or broken."""
 
     def less(logits, labels):
-        return peers.token_logprobs(logits, labels)
+        return ops.logits.eager.token_logprobs(logits, labels)
 
     def off(logits, labels):
         return {"logprobs": less(logits, labels)["logprobs"] * 1.1}
@@ -200,21 +170,26 @@ def others(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(logits, labels):
         raise RuntimeError("no such shape\nand more")
 
-    found = {"less": peers.Peer(less, "no entropy"), "off": peers.Peer(off)}
-    found["fails"] = peers.Peer(fails)
-    monkeypatch.setattr(peers, "peers_of", lambda shape, device: (found, {"gone": "not here"}))
+    def missing(shape, device):
+        raise ModuleNotFoundError("No module named 'lib'")
 
-
-def test_sides_hold_all_that_a_claim_needs(others: None) -> None:
+    makers = {name: lambda *_, call=call: peers.Peer(call, "no entropy")
+              for name, call in {"less": less, "off": off, "fails": fails}.items()}  # fmt: skip
+    makers |= {"missing": missing, "broken": fails}
+    record = dataclasses.replace(ops.OPS[SMALL.op], peers=makers, torch_compile=False)
+    monkeypatch.setitem(ops.OPS, SMALL.op, record)
     measurement = a_measurement(SMALL, peers=True)
     sides = test_ops.sides_of(measurement, SMALL)
     assert set(sides) == {OURS, EAGER, "less"}
     assert all(side.memory["peak"] > 0 and side.facts["error"] <= 2.5 for side in sides.values())
     assert sides["less"].note == "no entropy"
     absent = measurement.entry["absent"]
-    assert absent["gone"] == "not here"
-    assert "off, relative error" in absent["off"]
-    assert absent["fails"] == "RuntimeError: no such shape"
+    assert absent.pop("off").startswith("its results are off, relative error")
+    assert absent == {
+        "fails": "RuntimeError: no such shape",
+        "broken": "RuntimeError: no such shape",
+        "missing": "not installed (No module named 'lib')",
+    }
     assert measurement.entry["work"]["bytes"] == 3 * 8 * 40 * 4
 
 
@@ -223,10 +198,8 @@ def test_memory_that_an_op_keeps_for_its_next_call_is_counted() -> None:
     counted = test_ops.sides_of(a_measurement(shape), shape)[OURS].memory["peak"]
     problem = ops.problem(shape, CPU)
     problem.results(problem.ours)
-    again = harness.footprint(
-        lambda: problem.forward(problem.ours), lambda s: harness.backward(s).values(), CPU
-    )
-    assert counted >= again.peak + 64 * 800 * 4, "a chunk of logits"
+    again = footprint(lambda: problem.forward(problem.ours), lambda s: backward(s).values(), CPU)
+    assert counted >= again + 64 * 800 * 4, "a chunk of logits"
 
 
 @pytest.mark.parametrize("factor", [1.00001, math.nan])
@@ -238,12 +211,10 @@ def test_an_op_that_is_off_has_no_figures(factor: float, monkeypatch: pytest.Mon
 
     changed = dataclasses.replace(problem, ours=wrong)
     monkeypatch.setattr(ops, "problem", lambda *_, **__: changed)
-    monkeypatch.setattr(harness, "timed", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(timing, "timed", lambda *_: pytest.fail("timed"))
     with pytest.raises(Red, match="times eager PyTorch's"):
         test_ops.sides_of(a_measurement(SMALL), SMALL)
-
-
-# --- peers ---------------------------------------------------------------------------------------
+    assert "times eager PyTorch's" in test_ops.exact(SMALL, CPU)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -251,15 +222,14 @@ def test_every_peer_is_found_or_absent_with_a_reason_and_computes_the_same(op: s
     shape = dataclasses.replace(tiny(op), entropy="metric" if "entropy" in TINY[op] else "off")
     if shape.attention:
         shape = dataclasses.replace(shape, attention=Attention(6, 2, 8, window=5))
-    found, absent = peers.peers_of(shape, CPU)
-    assert found.keys() | absent.keys() == peers._PEERS[op].keys()
-    assert not found.keys() & absent.keys()
+    makers = ops.OPS[op].peers
+    found, absent = peers.peers_of(makers, shape, CPU)
+    assert sorted([*found, *absent]) == sorted(makers)
     assert all(absent.values())
     problem = ops.problem(shape, CPU)
     for name, peer in found.items():
-        if name != "torch.compile":  # takes a minute, and is eager's own formula
-            judged = errors(problem, {name: problem.results(peer.call)})[name]
-            assert harness.worst_relative(judged) <= peers.TOLERANCES["fp32"], name
+        judged = errors(problem, {name: problem.results(peer.call)})[name]
+        assert gate.worst_relative(judged) <= peers.TOLERANCES["fp32"], name
 
 
 class FlashAttn:
@@ -293,99 +263,25 @@ def test_flash_attn_is_called_as_its_documentation_says(options, monkeypatch) ->
     layer = Attention(6, 2, 8, **options)
     shape = Shape("decode_attention", 6, "bf16", steps=9, active=0.5, attention=layer)
     monkeypatch.setitem(sys.modules, "flash_attn", FlashAttn)
-    monkeypatch.setattr(peers, "_needs_gpu", lambda device: None)
-    problem = ops.problem(shape, CPU)
-    found, _ = peers.peers_of(shape, CPU)
+    problem, cuda = ops.problem(shape, CPU), torch.device("cuda")
+    makers = ops.OPS[shape.op].peers
+    found, _ = peers.peers_of(makers, shape, cuda)
     judged = errors(problem, {"": problem.results(found["flash-attn"].call)})[""]
-    assert harness.worst_relative(judged) <= peers.TOLERANCES["bf16"]
+    assert gate.worst_relative(judged) <= peers.TOLERANCES["bf16"]
     assert ("sdpa" in found) == ("softcap" not in options)
-    _, absent = peers.peers_of(dataclasses.replace(shape, dtype="fp32"), CPU)
+    _, absent = peers.peers_of(makers, dataclasses.replace(shape, dtype="fp32"), cuda)
     assert "half precision" in absent["flash-attn"]
 
 
-def test_a_library_that_is_missing_or_broken_is_listed(monkeypatch) -> None:
-    def missing(shape, device):
-        raise ModuleNotFoundError("No module named 'lib'")
-
-    def broken(shape, device):
-        raise RuntimeError("cannot load\nmore lines")
-
-    monkeypatch.setitem(peers._PEERS, "gae", {"missing": missing, "broken": broken})
-    found, absent = peers.peers_of(Shape("gae", 2, steps=3), CPU)
-    assert not found
-    assert absent == {
-        "missing": "not installed (No module named 'lib')",
-        "broken": "RuntimeError: cannot load",
-    }
-
-
-# --- checks of the kernels -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_the_checks_are_green(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FASTRL_KERNELS_BACKEND", raising=False)
-    names = []
-    for check in test_ops.checks(op, CPU, "triton", test_ops.TOY):
-        assert check.run() is None, check.name
-        names.append(check.name.split(":")[0])
-    masked = "dead is unread" if op == "decode_attention" else "zero where masked"
-    wanted = {"exact", "strided", masked, "same bits twice"}
-    assert set(names) == wanted | ({"same bits alone"} if ops.OPS[op].row_bits else set())
-
-
-def changed(shape: Shape, change) -> harness.Problem:
-    """A problem whose op's results are changed by `change(results, inputs)`."""
-    problem = ops.problem(shape, CPU, backend="torch")
-    ours = problem.ours
-    return dataclasses.replace(problem, ours=lambda **x: change(ours(**x), x))
-
-
-GAE = Shape("gae", 5, steps=16, active=0.7)
-
-
-@pytest.mark.parametrize(
-    ("check", "change"),
-    [
-        (harness.wrong_numbers, lambda found, x: found | {"returns": found["returns"] * 1.001}),
-        (test_ops.zero_where_masked, lambda found, x: found | {"returns": found["returns"] + 1e-9}),
-        (test_ops.zero_where_masked, lambda found, x: found | {"returns": x["values"] * 0}),
-        (test_ops.same_twice, lambda found, x: found | {"returns": torch.rand(5, 16)}),
-        (
-            test_ops.same_alone,
-            lambda found, x: found | {"returns": found["returns"] + len(x["mask"])},
-        ),
-    ],
-    ids=["exact", "not zero", "nan", "twice", "alone"],
-)
-def test_each_check_can_be_red(check, change) -> None:
-    assert check(changed(GAE, lambda found, x: found)) is None
-    assert check(changed(GAE, change))
-
-
-def test_reading_dead_tokens_is_red() -> None:
-    layer = Attention(4, 2, 8, window=5)
-    shape = Shape("decode_attention", 5, steps=16, active=0.5, backward=False, attention=layer)
-
-    def live_alone(found, x):
-        return {"out": x["values"].where(x["mask"][:, :, None, None], 0.0).sum(1)}
-
-    assert test_ops.dead_is_unread(changed(shape, live_alone)) is None
-    for end in (0, -1):  # what a window has left behind, and what is not written yet
-        wrong = changed(shape, lambda found, x, end=end: {"out": x["keys"][:, end]})
-        assert "out differs" in test_ops.dead_is_unread(wrong)
-
-
 def test_a_check_that_fails_or_raises_keeps_an_op_from_being_timed(monkeypatch) -> None:
-    def fails() -> None:
+    def fails(shape, device) -> None:
         raise RuntimeError("illegal memory access")
 
-    def fake(op, device):
-        return [test_ops.Check("a", lambda: "it differs"), test_ops.Check("b", fails)]
-
-    monkeypatch.setattr(test_ops, "checks", fake)
+    monkeypatch.setattr(test_ops, "exact", lambda shape, device: "it is off")
+    monkeypatch.setattr(test_ops, "waits_for_nothing", fails)
     run = Run(CPU)
-    with pytest.raises(AssertionError, match="b: RuntimeError: illegal memory access"):
+    with pytest.raises(AssertionError, match="RuntimeError: illegal memory access"):
         test_ops.test_kernels("gae", run)
-    assert run.red_ops == {"gae"}
-    assert [gate["wrong"] is None for gate in run.results["ops"]["gates"]] == [False, False]
+    assert {gate["wrong"] is None for gate in run.results["ops"]["gates"]} == {False}
+    assert run.obstacle(Case("ops", "gae", "small")) == "a check of the op is red"
+    assert run.obstacle(Case("ops", "whiten", "small")) is None

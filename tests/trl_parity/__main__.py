@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.harness import ROOT
-from benchmarks.peers import peer_python
+from benchmarks import ROOT
+from benchmarks.environments import peer_python
 
 PEER = "trl==0.11.4"
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import harness, report
-from benchmarks.harness import EAGER, OURS, Case, Goal, Measurement, Run, Side
+from benchmarks import report, results, terminal
+from benchmarks.cases import EAGER, OURS, Case, Goal, rooflines
+from benchmarks.harness import Measurement, Run
+from benchmarks.timing import Side
 
 CPU = torch.device("cpu")
 
@@ -43,16 +45,16 @@ def a_result(
     return run.results[benchmark] | fixed | changes
 
 
-def write(checkout: argparse.Namespace, *results: dict) -> tuple[str, str]:
+def write(checkout: argparse.Namespace, *found: dict) -> tuple[str, str]:
     """The two READMEs after a report on these results."""
-    for result in results:
-        harness.save(result, checkout.results)
+    for result in found:
+        results.save(result, checkout.results)
     assert report.run(checkout) == 0
     return tuple((checkout.root / p).read_text() for p in ("README.md", "benchmarks/README.md"))
 
 
 def test_committed_files_of_every_form_are_read(checkout) -> None:
-    shutil.copytree(harness.RESULTS, checkout.results)
+    shutil.copytree(results.RESULTS, checkout.results)
     paths = sorted(checkout.results.glob("cpu-2core/2026-11-21-*.json"))
     read = {path.name.split("-", 4)[-1][:-5]: report.read(path) for path in paths}
     assert None not in read.values()
@@ -60,7 +62,7 @@ def test_committed_files_of_every_form_are_read(checkout) -> None:
     old = json.loads((checkout.results / "cpu-2core/2026-11-21-4d1eabe-gae.json").read_text())
     taken = old["cases"][0]["implementations"]
     assert gae["sides"]["eager"]["seconds"] == {"call": taken["eager"]["seconds"]}
-    assert harness.rooflines(gae)[0] == old["cases"][0]["limit"][0] / taken[OURS]["seconds"][0]
+    assert rooflines(gae)[0] == old["cases"][0]["limit"][0] / taken[OURS]["seconds"][0]
     for text in write(checkout):
         assert "| A PPO iteration" in text or "### A PPO iteration" in text
         assert "2.62 (2.56–2.67)" in text or "2.62× (2.56–2.67)" in text
@@ -156,8 +158,8 @@ def test_plots_show_the_figures_are_the_same_every_time_and_old_ones_go(checkout
 
 
 def test_two_results_are_compared_by_their_ratios(checkout, capsys) -> None:
-    old = harness.save(a_result(), checkout.results)
-    new = harness.save(a_result(seconds=0.5, commit="1111111"), checkout.results)
+    old = results.save(a_result(), checkout.results)
+    new = results.save(a_result(seconds=0.5, commit="1111111"), checkout.results)
     assert command.main(["report", "--compare", str(old), str(new)]) == 0
     assert (
         "gae small, eager: 2.00 (2.00–2.00) → 4.00 (4.00–4.00), 2.000×" in capsys.readouterr().out
@@ -166,11 +168,11 @@ def test_two_results_are_compared_by_their_ratios(checkout, capsys) -> None:
 
 def test_a_terminal_shows_every_phase_goal_and_absentee() -> None:
     entry = a_result()["entries"][0]
-    text = report.render(entry, "cpu")
+    text = terminal.render(entry, "cpu")
     for words in ("fastrl faster by", "2.00 (2.00–2.00)", "goal ≥ 1.5× eager: reached",
                   "absent, torchrl: not installed", "25% of the roofline"):  # fmt: skip
         assert words in text
-    assert report.render(entry | {"red": "off"}, "cpu").endswith("RED, no figures: off")
+    assert terminal.render(entry | {"red": "off"}, "cpu").endswith("RED, no figures: off")
 
 
 def test_the_report_says_when_there_is_nothing_to_write(checkout, capsys) -> None:

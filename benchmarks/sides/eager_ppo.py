@@ -1,8 +1,8 @@
-"""PPO in plain eager PyTorch, as one writes it down: a peer where TRL cannot be installed, and, in
-float64, what decides where two libraries' statistics differ by more than rounding.
+"""PPO in plain eager PyTorch: a peer where TRL cannot be installed; in float64, the judge where two
+libraries' statistics differ by more than rounding.
 
 The algorithm is that of TRL 0.11.4's classic PPOTrainer, and so is the surface, as far as
-`worker.py` needs it: all logits of the policy and of a copy of it, log_softmax and gather, the KL
+`ppo.py` needs it: all logits of the policy and of a copy of it, log_softmax and gather, the KL
 as a reward, a loop over steps for the advantages, clipped losses in mini-batches, Adam, and the
 same statistics, mini-batches from NumPy's global generator. Generation is transformers'. It shares
 no code with fastrl's trainer or with TRL's.
@@ -11,9 +11,7 @@ no code with fastrl's trainer or with TRL's.
 from __future__ import annotations
 
 import copy
-import time
 import types
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks import peers
+from benchmarks import eager, timing
 
 Numbers = dict[str, Tensor]
 
@@ -49,7 +47,9 @@ class PPOConfig:
 
 
 class AutoModelForCausalLMWithValueHead(nn.Module):
-    """A causal language model and a linear value of each position; both in fp32."""
+    """A causal language model, perhaps with an adapter, and a linear value of each position."""
+
+    precision = torch.float32  # of weights and of all that follows the logits
 
     def __init__(self, pretrained_model: Any) -> None:
         super().__init__()
@@ -59,20 +59,23 @@ class AutoModelForCausalLMWithValueHead(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, model: Any, summary_dropout_prob: float = 0.0, peft_config: None = None
+        cls, model: Any, summary_dropout_prob: float = 0.0, peft_config: Any = None
     ) -> AutoModelForCausalLMWithValueHead:
         """Wraps a model."""
         assert not summary_dropout_prob
-        assert peft_config is None
-        return cls(model)
+        if peft_config is not None:
+            from peft import get_peft_model
+
+            model = get_peft_model(model, peft_config)
+        return cls(model).to(cls.precision)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, T, V] and values [B, T], in fp32."""
+        """Logits [B, T, V] and values [B, T]."""
         output = self.pretrained_model(
             input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False
         )
         values = self.v_head["summary"](output.hidden_states[-1]).squeeze(-1)
-        return output.logits.float(), values.float()
+        return output.logits.to(self.precision), values.to(self.precision)
 
 
 class Batch(NamedTuple):
@@ -97,7 +100,8 @@ class Experience(NamedTuple):
 
 
 class PPOTrainer:
-    """Trains the model against a frozen copy of it, on a GPU where there is one."""
+    """Trains the model, on a GPU where there is one. The reference is a frozen copy, above frozen
+    layers where some are shared, or an adapter's base."""
 
     def __init__(
         self,
@@ -105,9 +109,10 @@ class PPOTrainer:
         model: Any,
         tokenizer: Any,
         optimizer: torch.optim.Optimizer | None = None,
-        num_shared_layers: None = None,
+        num_shared_layers: int | None = None,
     ) -> None:
-        assert num_shared_layers is None
+        if num_shared_layers:
+            freeze_below(model.pretrained_model, num_shared_layers)
         torch.manual_seed(config.seed)
         self.config, self.tokenizer = config, tokenizer
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -148,10 +153,10 @@ class PPOTrainer:
             logprobs, values = self._scores(self.model, batch)
             ref_logprobs, _ = self._scores(self.reference, batch)
             clock("forward_pass")
-            found = peers.kl_rewards(logprobs, ref_logprobs, final, batch.mask, self.kl_coef)
+            found = eager.kl_rewards(logprobs, ref_logprobs, final, batch.mask, self.kl_coef)
             clock("compute_rewards")
             values = values * batch.mask
-            estimated = peers.gae(
+            estimated = eager.gae(
                 found["rewards"], values, batch.mask, self.config.gamma, self.config.lam, True
             )
             clock("compute_advantages")
@@ -236,6 +241,9 @@ class PPOTrainer:
 
     def _scores(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Log-probs and values of all samples, a mini-batch at a time."""
+        if model is self.reference and hasattr(model.pretrained_model, "disable_adapter"):
+            with self.model.pretrained_model.disable_adapter():
+                return self._scores(self.model, batch)
         parts = []
         for start in range(0, len(batch.mask), self.config.mini_batch_size):
             part = batch.part(slice(start, start + self.config.mini_batch_size))
@@ -245,11 +253,14 @@ class PPOTrainer:
         return torch.cat(logprobs), torch.cat(values)
 
     def _forward(self, model: Any, batch: Batch, entropy: bool = False) -> tuple[Numbers, Tensor]:
-        """What a softmax over all logits gives for the tokens that follow, and values."""
+        """Log-probs and entropies, by a softmax over all logits, and values."""
         half = self.config.accelerator_kwargs.get("mixed_precision") == "bf16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
             logits, values = model(batch.input_ids, batch.attention_mask)
-        outputs = peers.token_logprobs(logits[:, :-1], batch.input_ids[:, 1:], entropy=entropy)
+        logprobs = logits[:, :-1].log_softmax(-1)
+        outputs = {"logprobs": logprobs.gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)}
+        if entropy:
+            outputs["entropies"] = -(logprobs.exp() * logprobs).sum(-1)
         return outputs, values[:, :-1]
 
     def _adapt(self, kl: float) -> None:
@@ -261,7 +272,8 @@ class PPOTrainer:
     def _joined(self, queries: list[Tensor], responses: list[Tensor]) -> Batch:
         pairs = list(zip(queries, responses, strict=True))
         ids, attention_mask = self._padded([torch.cat(pair) for pair in pairs], side="right")
-        mask = torch.zeros(ids.shape[0], ids.shape[1] - 1, device=self.device)
+        shape = ids.shape[0], ids.shape[1] - 1
+        mask = torch.zeros(shape, dtype=self.model.precision, device=self.device)
         for row, (query, response) in enumerate(pairs):
             mask[row, len(query) - 1 : len(query) - 1 + len(response)] = 1.0
         return Batch(ids, attention_mask, mask)
@@ -275,20 +287,15 @@ class PPOTrainer:
 
 
 class Clock:
-    """Seconds of phases that follow one upon the other, once the device is done with each."""
+    """Seconds of consecutive phases, each until the device has finished it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.wait: Callable[[], None] = (
-            torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        )
-        self.seconds: dict[str, float] = {}
-        self.wait()
-        self.last = time.perf_counter()
+        self.device, self.seconds = device, {}
+        self.last = timing.now(device)
 
     def __call__(self, phase: str) -> None:
         """Ends a phase."""
-        self.wait()
-        now = time.perf_counter()
+        now = timing.now(self.device)
         self.seconds[f"time/ppo/{phase}"], self.last = now - self.last, now
 
 
@@ -303,69 +310,6 @@ def variance(values: Tensor, mask: Tensor) -> Tensor:
     return mean((values - mean(values, mask)).square(), mask) * count / (count - 1)
 
 
-class Float64Model(AutoModelForCausalLMWithValueHead):
-    """A causal language model, perhaps with an adapter, and values, in float64."""
-
-    @classmethod
-    def from_pretrained(
-        cls, model: Any, summary_dropout_prob: float = 0.0, peft_config: Any = None
-    ) -> Float64Model:
-        """Wraps a model, whose weights become float64."""
-        assert not summary_dropout_prob
-        if peft_config is not None:
-            from peft import get_peft_model
-
-            model = get_peft_model(model, peft_config)
-        return cls(model).double()
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, T, V] and values [B, T]."""
-        output = self.pretrained_model(
-            input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False
-        )
-        return output.logits, self.v_head["summary"](output.hidden_states[-1]).squeeze(-1)
-
-
-class Float64Trainer(PPOTrainer):
-    """The trainer with a copy, an adapter's base, or a copy above frozen layers as its reference,
-    without a rounding to fp32.
-
-    Its own rounding is nothing beside that of a library in fp32. (transformers computes rotary
-    angles and RMSNorm in fp32 whatever the weights are: errors of 1e-7, where 1e-3 is allowed.)
-    """
-
-    def __init__(
-        self,
-        config: PPOConfig,
-        model: Any,
-        tokenizer: Any,
-        optimizer: Any,
-        num_shared_layers: int | None = None,
-    ) -> None:
-        if num_shared_layers:
-            freeze_below(model.pretrained_model, num_shared_layers)
-        super().__init__(config, model, tokenizer, optimizer)
-
-    def _scores(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The reference of an adapter is its base."""
-        if model is self.reference and hasattr(model.pretrained_model, "disable_adapter"):
-            with self.model.pretrained_model.disable_adapter():
-                return super()._scores(self.model, batch)
-        return super()._scores(model, batch)
-
-    def _forward(self, model: Any, batch: Batch, entropy: bool = False) -> tuple[Numbers, Tensor]:
-        logits, values = model(batch.input_ids, batch.attention_mask)
-        logprobs = logits[:, :-1].log_softmax(-1)
-        outputs = {"logprobs": logprobs.gather(-1, batch.input_ids[:, 1:, None]).squeeze(-1)}
-        if entropy:
-            outputs["entropies"] = -(logprobs.exp() * logprobs).sum(-1)
-        return outputs, values[:, :-1]
-
-    def _joined(self, queries: list[Tensor], responses: list[Tensor]) -> Batch:
-        batch = super()._joined(queries, responses)
-        return batch._replace(mask=batch.mask.double())
-
-
 def freeze_below(model: Any, layers: int) -> None:
     """Freezes the embeddings and the lowest layers: what a model lists before the next layer."""
     for name, parameter in model.named_parameters():
@@ -374,9 +318,17 @@ def freeze_below(model: Any, layers: int) -> None:
         parameter.requires_grad_(False)
 
 
+class Float64Model(AutoModelForCausalLMWithValueHead):
+    """The same in float64, whose rounding is nothing beside that of a library in fp32.
+    (transformers computes rotary angles and RMSNorm in fp32 whatever the weights are: errors of
+    1e-7, where 1e-3 is allowed.)"""
+
+    precision = torch.float64
+
+
 FLOAT64 = types.SimpleNamespace(
     __name__="float64",
     AutoModelForCausalLMWithValueHead=Float64Model,
     PPOConfig=PPOConfig,
-    PPOTrainer=Float64Trainer,
+    PPOTrainer=PPOTrainer,
 )

@@ -1,0 +1,175 @@
+"""Models and tokenizers of whole workloads, which depend on nothing but sizes: the same under every
+version of a library. Needs torch and, where it builds something, transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.timing import DTYPES
+
+PAD, EOS = 0, 1  # the only special tokens
+# Allowed |Δ log-prob| beside a plain forward: the largest in fp32, the mean in less, where a single
+# logit may be off by more.
+EXACT, ROUNDED = 1e-5, 5e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model's sizes; the weights are random."""
+
+    name: str
+    family: str  # gpt2 or qwen2
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+    context: int
+    dtype: str = "bf16"
+    tied: bool = True  # the head is the embeddings' table
+
+    def __str__(self) -> str:
+        """`GPT-2 of 4 layers, width 256, 4 heads, vocabulary 50257`."""
+        grouped = self.kv_heads != self.heads
+        keys = f" ({self.kv_heads} of keys and values)" if grouped else ""
+        family = {"gpt2": "GPT-2", "qwen2": "Qwen2"}[self.family]
+        return (
+            f"{family} of {self.layers} layers, width {self.width}, {self.heads} heads{keys}, "
+            f"vocabulary {self.vocabulary}"
+        )
+
+
+SMALL = Model("GPT-2 4×256", "gpt2", 4, 256, 4, 4, 1024, 50257, 256, "fp32")
+GPT2 = Model("GPT-2 124M", "gpt2", 12, 768, 12, 12, 3072, 50257, 1024)
+QWEN = Model("Qwen2.5 0.5B", "qwen2", 24, 896, 14, 2, 4864, 151936, 1024)
+TOY = Model("toy GPT-2", "gpt2", 2, 32, 4, 4, 128, 503, 128, "fp32")
+TOY_QWEN = Model("toy Qwen2", "qwen2", 2, 32, 4, 2, 96, 503, 128, "bf16")
+
+
+def config_of(model: dict[str, Any], positions: int = 0, end: int | None = EOS) -> Any:
+    """transformers' configuration, without dropout, which sides would draw differently.
+
+    Args:
+        model: a `Model`'s fields.
+        positions: at least; the model's own context where that is more.
+        end: the end-of-sequence token; None for generation that makes a given number of tokens.
+    """
+    from transformers import GPT2Config, Qwen2Config
+
+    positions = max(model["context"], positions)
+    common = {
+        "vocab_size": model["vocabulary"],
+        "tie_word_embeddings": model["tied"],
+        "bos_token_id": end,
+        "eos_token_id": end,
+    }
+    if end is None:
+        common["pad_token_id"] = None
+    if model["family"] == "gpt2":
+        return GPT2Config(
+            n_layer=model["layers"],
+            n_embd=model["width"],
+            n_head=model["heads"],
+            n_inner=model["intermediate"],
+            n_positions=positions,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **common,
+        )
+    return Qwen2Config(
+        num_hidden_layers=model["layers"],
+        hidden_size=model["width"],
+        num_attention_heads=model["heads"],
+        num_key_value_heads=model["kv_heads"],
+        intermediate_size=model["intermediate"],
+        max_position_embeddings=positions,
+        **common,
+    )
+
+
+def model_of(shape: dict[str, Any], positions: int = 0) -> Any:
+    """The model in fp32, its weights drawn by parameter name."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config_of(shape, positions)).float()
+    fill_by_name(model)
+    return model
+
+
+@torch.no_grad()
+def fill_by_name(*modules: torch.nn.Module) -> None:
+    """Draws weights by parameter name as GPT-2 does: the same under every version of a library.
+    Adapters' weights too, so that their model differs from its base at once."""
+    for name, parameter in (named for module in modules for named in module.named_parameters()):
+        rng = np.random.RandomState(zlib.crc32(name.encode()))
+        noise = torch.from_numpy(rng.standard_normal(tuple(parameter.shape)).astype(np.float32))
+        is_gain = parameter.dim() == 1 and name.endswith("weight")
+        parameter.copy_(0.02 * noise + (1.0 if is_gain else 0.0))
+
+
+def build(model: Model, device: torch.device) -> Any:
+    """The model in its dtype, with random weights and without an end-of-sequence token."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        made = AutoModelForCausalLM.from_config(config_of(vars(model), end=None))
+    return made.to(DTYPES[model.dtype]).eval()
+
+
+def lora(family: str, gpt2: Sequence[str], qwen2: Sequence[str]) -> Any:
+    """A LoRA of rank 8 on these modules of the attention."""
+    from peft import LoraConfig
+
+    is_gpt2 = family == "gpt2"
+    return LoraConfig(
+        r=8,
+        target_modules=list(gpt2 if is_gpt2 else qwen2),
+        fan_in_fan_out=is_gpt2,  # its weights lie transposed
+        task_type="CAUSAL_LM",
+    )
+
+
+def word_tokenizer(vocabulary: int = EOS + 1) -> Any:
+    """Every number is a word, and its own id; the default vocabulary can only pad and end."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = {"<pad>": PAD, "<eos>": EOS} | {str(i): i for i in range(EOS + 1, vocabulary)}
+    core = Tokenizer(models.WordLevel(known, unk_token="<pad>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+
+
+def words(ids: Sequence[int]) -> str:
+    """The text that `word_tokenizer` turns into these ids."""
+    return " ".join(map(str, ids))
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, prompt: Tensor, response: Tensor) -> Tensor:
+    """Log-probs of a response's tokens, by a forward of this sample alone; on the host."""
+    tokens = torch.cat([prompt, response]).to(model.device)
+    logits = model(tokens.unsqueeze(0), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    found = logits.float().log_softmax(-1).gather(1, tokens[len(prompt) :, None])
+    return found.squeeze(1).cpu()
+
+
+def wrong_logprobs(found: Tensor, expected: Tensor, dtype: str) -> str | None:
+    """Why log-probs fail the gate, None where they pass."""
+    delta = (found - expected).abs()
+    kind, error, allowed = "largest", float(delta.max()), EXACT
+    if dtype != "fp32":
+        kind, error, allowed = "mean", float(delta.mean()), ROUNDED
+    if error <= allowed:  # NaN is not
+        return None
+    return f"log-probs are off by {error:.1e} in {dtype} ({kind} |Δ|; {allowed:.0e} is allowed)"

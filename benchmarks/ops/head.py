@@ -1,0 +1,304 @@
+"""Ops that fuse the LM head [V, H]: linear_logprobs, linear_ppo_loss, linear_nll_loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastrl_kernels as kernels
+from benchmarks import eager, peers
+from benchmarks.cases import Goal
+from benchmarks.gate import Problem, Results
+from benchmarks.ops.inputs import (
+    ACTIVE,
+    COMPILED_VOCABULARIES,
+    HEADS,
+    ROWS,
+    checked_rows,
+    flags,
+    labels_of,
+    normal,
+    upstream,
+)
+from benchmarks.ops.record import HOPPER, MIB, Compiled, Expect, Op, Shape, Work
+from benchmarks.timing import DTYPES
+from fastrl_kernels import reference
+
+# The kernels work on a chunk of logits whose rows begin at 16-byte boundaries and are padded to
+# whole vectors, unlike logits from users, of any vocabulary.
+CHUNK = Expect(
+    load_bytes=16,
+    store_bytes=16,
+    exempt=frozenset({"_load_tail", "_store_tail", "_earlier_maximum"}),
+    why="the last window of a row is masked per vector; a label that is the largest logit is rare, "
+    "and so is the look at what stands before it",
+)
+# Per-token tensors of a few rows, by the kernels of ppo_loss, which has calls of its own: where a
+# specialisation is shared with those, their demands and exemptions count.
+POLICY = Expect(load_bytes=0, any_tile=True, exempt=frozenset({"partials_ptr"}))
+COMPILED_ROWS, COMPILED_WIDTH = 32, 8
+
+
+def _head(shape: Shape, generator: torch.Generator) -> dict[str, Tensor]:
+    """Hidden states, a head whose logits have a standard deviation of about 3, and labels."""
+    dtype = DTYPES[shape.dtype]
+    hidden = normal(generator, shape.rows, shape.hidden).to(dtype)
+    weight = torch.empty(shape.vocabulary, shape.hidden, dtype=dtype)
+    for rows in weight.split(8192):
+        rows.copy_(normal(generator, *rows.shape, scale=3.0 / shape.hidden**0.5))
+    return {"hidden": hidden, "weight": weight, "labels": labels_of(shape, generator)}
+
+
+def _leaves(shape: Shape) -> tuple[str, ...]:
+    if not shape.backward:
+        return ()
+    return ("hidden", "weight") if shape.head == "trained" else ("hidden",)
+
+
+def _work(products: int, what: str) -> Callable[[Shape], Work]:
+    def of(shape: Shape) -> Work:
+        count = products - (shape.head == "frozen") if shape.backward else 1
+        flops = 2.0 * count * shape.active * shape.rows * shape.vocabulary * shape.hidden
+        # Each product reads the weight, or writes its gradient.
+        nbytes = count * shape.vocabulary * shape.hidden * shape.itemsize
+        return Work(nbytes, flops, f"{count} GEMMs of N·V·H" + (what if shape.backward else ""))
+
+    return of
+
+
+def _axes(*entropy: str, backward: Sequence[bool] = (True,)) -> dict[str, Sequence[Any]]:
+    return {
+        "hidden_vocabulary": HEADS,
+        "rows": ROWS,
+        "dtype": tuple(DTYPES),
+        "active": ACTIVE,
+        "entropy": entropy,
+        "head": ("trained", "frozen"),
+        "backward": backward,
+    }
+
+
+def _compiled_inputs(dtype: torch.dtype, vocabulary: int) -> dict[str, Any]:
+    return {
+        "hidden": torch.zeros(COMPILED_ROWS, COMPILED_WIDTH, dtype=dtype, requires_grad=True),
+        "weight": torch.zeros(vocabulary, COMPILED_WIDTH, dtype=dtype, requires_grad=True),
+        "labels": torch.zeros(COMPILED_ROWS, dtype=torch.int64),
+        "backend": "triton",
+    }
+
+
+def _options() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {
+        "": {},
+        "entropy": {"entropy": True},
+        "softcap": {"softcap": 30.0},
+        "temperatures": {"temperature": torch.ones(COMPILED_ROWS)},
+        "extras": {"extras": kernels.Extras._fields},
+    }
+    return found | {"all": {k: v for options in found.values() for k, v in options.items()}}
+
+
+def _linear_logprobs(
+    shape: Shape, generator: torch.Generator, backend: str, pick_rows: bool
+) -> Problem:
+    entropy = shape.entropy != "off"
+    names = ("logprobs", "entropies") if entropy else ("logprobs",)
+    inputs = _head(shape, generator)
+    rows = None
+    if shape.active != 1:
+        inputs["mask"] = flags(generator, shape.rows, share=shape.active)
+        if pick_rows:
+            rows = inputs["mask"].nonzero().squeeze(-1)  # callers know them on the host
+
+    def ours(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None = None) -> Results:
+        if rows is not None:
+            hidden, labels, mask = hidden[rows], labels[rows], None
+        found = kernels.linear_logprobs(
+            hidden, weight, labels, mask=mask, entropy=entropy, backend=backend
+        )
+        found = found if entropy else (found,)
+        if rows is not None:
+            found = [x.new_zeros(shape.rows).index_copy(0, rows, x) for x in found]
+        return dict(zip(names, found, strict=True))
+
+    def exact(
+        hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor | None = None
+    ) -> Results:
+        found = reference.token_logprobs(hidden @ weight.T, labels, mask=mask, entropy=entropy)
+        return dict(zip(names, found if entropy else (found,), strict=True))
+
+    return Problem(
+        inputs,
+        ours=ours,
+        eager=partial(eager.linear_logprobs, entropy=entropy),
+        exact=exact,
+        wrt=_leaves(shape),
+        upstream=upstream(shape, generator),
+        by_row=frozenset({"hidden", "labels", "mask", *names}),
+        row_bytes=8 * shape.vocabulary,
+    )
+
+
+def _compiled_linear_logprobs() -> Iterator[Compiled]:
+    def call(dtype: torch.dtype, vocabulary: int, options: dict[str, Any]) -> None:
+        # Half of the rows at a time, so that backward computes chunks of columns as well.
+        half = COMPILED_ROWS // 2 * vocabulary * dtype.itemsize
+        inputs = _compiled_inputs(dtype, vocabulary)
+        found = kernels.linear_logprobs(**inputs, workspace_bytes=half, **options)
+        found = [found] if isinstance(found, Tensor) else list(found)
+        outputs = [x for x in found if isinstance(x, Tensor)]
+        torch.autograd.backward(outputs, [torch.zeros_like(x) for x in outputs])
+
+    every, few = _options(), ("", "all")
+    calls = [
+        (name, vocabulary, label)
+        for name, vocabulary in product(DTYPES, COMPILED_VOCABULARIES)
+        for label in (every if name == "bf16" else few)
+    ]
+    calls += [("bf16", 503, label) for label in few]  # fits in one window
+    for name, vocabulary, label in calls:
+        made = partial(call, DTYPES[name], vocabulary, every[label])
+        yield Compiled(f"{name} V={vocabulary} {label}".strip(), made, CHUNK)
+
+
+_CPU = {"hidden": 768, "vocabulary": 50257}
+_CUDA = {"dtype": "bf16", "hidden": 4096, "vocabulary": 131072}
+LINEAR_LOGPROBS = Op(
+    problem=_linear_logprobs,
+    work=_work(4, ", the logits' one twice"),
+    main={
+        "cpu": (
+            (
+                # The entropy has a gradient; in the loss it is a statistic, as in classic PPO.
+                Shape("linear_logprobs", 1024, entropy="gradient", **_CPU),
+                (Goal("speedup", 1.6), Goal("memory share", 1 / 8)),
+            ),
+        ),
+        "cuda": (
+            (
+                Shape("linear_logprobs", 4096, **_CUDA),
+                (Goal("seconds", 26e-3, HOPPER), Goal("memory", 600 * MIB, HOPPER)),
+            ),
+        ),
+    },
+    axes=_axes("off", "metric", "gradient", backward=(True, False)),
+    checked=checked_rows("linear_logprobs", entropy="gradient", active=0.5, hidden=True),
+    compiled=_compiled_linear_logprobs,
+    peers={
+        "liger-kernel": peers.liger_linear,
+        "cut-cross-entropy": peers.cut_cross_entropy,
+        "trl": peers.trl_chunked,
+    },
+)
+
+
+def _linear_ppo_loss(
+    shape: Shape, generator: torch.Generator, backend: str, pick_rows: bool
+) -> Problem:
+    entropy = shape.entropy != "off"
+    head = _head(shape, generator)
+    mask = flags(generator, shape.rows, share=shape.active)
+    rows = mask.nonzero().squeeze(-1) if pick_rows and shape.active != 1 else None
+    split = zip(head["hidden"].split(512), head["labels"].split(512), strict=True)
+    with torch.no_grad():
+        old = [eager.linear_logprobs(x, head["weight"], y)["logprobs"] for x, y in split]
+    tokens = {
+        "old_logprobs": torch.cat(old) + normal(generator, shape.rows, scale=0.2),
+        "advantages": normal(generator, shape.rows),
+        "mask": mask,
+    }
+
+    def ours(weight: Tensor, denominator: float, **by_row: Tensor) -> Results:
+        if rows is not None:
+            by_row = {name: x[rows] for name, x in by_row.items()}
+        loss, stats = kernels.linear_ppo_loss(
+            weight=weight, denominator=denominator, entropy=entropy, backend=backend, **by_row
+        )
+        return {"loss": loss} | ({"entropy": stats.entropy} if entropy else {})
+
+    def exact(
+        hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, denominator: float,
+        **tokens: Tensor,
+    ) -> Results:  # fmt: skip
+        logits = hidden @ weight.T
+        logprobs, entropies = reference.token_logprobs(logits, labels, mask=mask, entropy=True)
+        loss, _ = reference.ppo_loss(logprobs, mask=mask, denominator=denominator, **tokens)
+        return {"loss": loss} | ({"entropy": entropies.sum() / denominator} if entropy else {})
+
+    return Problem(
+        head | tokens | {"denominator": float(mask.sum())},
+        ours=ours,
+        eager=partial(eager.linear_ppo_loss, entropy=entropy),
+        exact=exact,
+        wrt=_leaves(shape),
+        upstream={"loss": torch.ones(())},
+        by_row=frozenset({"hidden", "labels", *tokens}),
+        row_bytes=8 * shape.vocabulary,
+    )
+
+
+def _compiled_linear_ppo_loss() -> Iterator[Compiled]:
+    def call(dtype: torch.dtype, vocabulary: int, options: dict[str, Any]) -> None:
+        tokens = torch.zeros(COMPILED_ROWS)
+        loss, _ = kernels.linear_ppo_loss(
+            **_compiled_inputs(dtype, vocabulary), old_logprobs=tokens, advantages=tokens,
+            mask=tokens == 0, kl=kernels.KLTerm(tokens, 0.05), **options,
+        )  # fmt: skip
+        loss.backward()
+
+    def scale_a_large_gradient() -> None:
+        """Past 2 GiB, AMD addresses by pointer in place of buffer. The pages are never touched."""
+        from fastrl_kernels._triton.lm_head import TritonHead
+
+        TritonHead.scale_(torch.empty(2**30 + 2**20, dtype=torch.bfloat16), torch.ones(()))
+
+    everything = {k: v for k, v in _options()["all"].items() if k != "extras"}
+    yield from _compiled_losses(call, {"": {}, "all": everything}, {"_ppo_loss_*": POLICY})
+    yield Compiled("a gradient >2GiB", scale_a_large_gradient, CHUNK)
+
+
+def _compiled_linear_nll_loss() -> Iterator[Compiled]:
+    def call(dtype: torch.dtype, vocabulary: int, options: dict[str, Any]) -> None:
+        loss, _ = kernels.linear_nll_loss(**_compiled_inputs(dtype, vocabulary), **options)
+        loss.backward()
+
+    yield from _compiled_losses(call, {"": {}, "softcap": {"softcap": 30.0}}, {})
+
+
+def _compiled_losses(
+    call: Callable[..., None], options: dict[str, dict[str, Any]], others: dict[str, Expect]
+) -> Iterator[Compiled]:
+    for (name, dtype), vocabulary in product(DTYPES.items(), COMPILED_VOCABULARIES):
+        for label, given in options.items():
+            made = partial(call, dtype, vocabulary, given)
+            yield Compiled(f"{name} V={vocabulary} {label}".strip(), made, CHUNK, others)
+
+
+LINEAR_PPO_LOSS = Op(
+    problem=_linear_ppo_loss,
+    work=_work(3, ""),
+    main={
+        "cpu": (
+            (
+                Shape("linear_ppo_loss", 1024, entropy="metric", **_CPU),
+                (Goal("speedup", 2.2), Goal("memory share", 1 / 8)),
+            ),
+        ),
+        "cuda": (
+            (
+                Shape("linear_ppo_loss", 4096, entropy="metric", **_CUDA),
+                (Goal("seconds", 19.5e-3, HOPPER),),
+            ),
+        ),
+    },
+    axes=_axes("off", "metric"),
+    checked=checked_rows("linear_ppo_loss", entropy="metric", active=0.5, hidden=True),
+    compiled=_compiled_linear_ppo_loss,
+    peers={"liger-kernel": peers.liger_loss, "trl": peers.trl_chunked_loss},
+)
+LINEAR_NLL_LOSS = Op(compiled=_compiled_linear_nll_loss)

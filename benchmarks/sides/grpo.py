@@ -1,0 +1,151 @@
+"""A side of `test_grpo.py`: a trainer that makes GRPO steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.memory import footprint
+from benchmarks.models import EOS, model_of, word_tokenizer, words
+from benchmarks.sides.ppo import descent, sampling
+from benchmarks.sides.training import SETTINGS, temporary_folder, timed_train
+from benchmarks.timing import now
+
+
+class GRPOSide:
+    """GRPO steps on prompts of one length: completions of one length are drawn, scored by the share
+    of their ids that are even, and learned from once, with k3 to a copy as a term of the loss."""
+
+    def __init__(self, library: Any, shape: dict[str, Any], optimizer: str = "adam") -> None:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        self.shape, self.tokenizer = shape, word_tokenizer(shape["vocabulary"])
+        self.tokenizer.padding_side = "left"
+        self.model = model_of(shape, shape["prompt"] + shape["completion"])
+        self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.rng = np.random.RandomState(0)
+        count = 8 * shape["batch"] // shape["group"]
+        high = min(1000, shape["vocabulary"])
+        self.prompts = self.rng.randint(EOS + 1, high, (count, shape["prompt"])).tolist()
+        self.optimizer = descent(self.model) if optimizer == "sgd" else None
+        self.ours = library.__name__ == "fastrl"
+        self.trainer = self.make_ours(library) if self.ours else self.make_trls(library)
+
+    def make_ours(self, library: Any) -> Any:
+        shape = self.shape
+        return library.PPOTrainer(
+            library.PPOConfig(
+                batch_size=shape["batch"],
+                mini_batch_size=shape["batch"],
+                ppo_epochs=1,
+                advantage="grpo",
+                group_size=shape["group"],
+                kl_in="loss",
+                init_kl_coef=shape["beta"],
+                adap_kl_ctrl=False,
+                loss_aggregate="seq-mean-token-mean",
+                learning_rate=1e-5,
+                max_grad_norm=1.0,
+            ),
+            self.model,
+            tokenizer=self.tokenizer,
+            optimizer=self.optimizer,
+        )
+
+    def make_trls(self, library: Any) -> Any:
+        from datasets import Dataset
+
+        shape = self.shape
+        # TRL copies only what it can load again by a name.
+        folder = temporary_folder()
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        self.model.config._name_or_path = folder
+        return library.GRPOTrainer(
+            model=self.model,
+            reward_funcs=lambda completion_ids, **_: list(map(even_share, completion_ids)),
+            args=library.GRPOConfig(
+                output_dir=folder,
+                per_device_train_batch_size=shape["batch"],
+                num_generations=shape["group"],
+                max_completion_length=shape["completion"],
+                temperature=1.0,
+                beta=shape["beta"],
+                num_iterations=1,
+                loss_type="grpo",
+                shuffle_dataset=False,
+                max_steps=1,
+                learning_rate=1e-5,
+                generation_kwargs={"min_new_tokens": shape["completion"]},
+                **SETTINGS,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": list(map(words, self.prompts))}),
+            processing_class=self.tokenizer,
+            optimizers=(self.optimizer, None),
+        )
+
+    def check(self) -> dict[str, Any]:
+        """{"moved": how far, in norm, two steps of gradient descent on given completions move each
+        parameter}."""
+        shape = self.shape
+        for _ in range(2):
+            size = (shape["batch"], shape["completion"])
+            given = self.rng.randint(EOS + 1, shape["vocabulary"], size).tolist()
+            if self.ours:
+                self.learn(self.queries(), list(map(torch.tensor, given)))
+            else:
+                generate = self.trainer._generate_single_turn
+                self.trainer._generate_single_turn = lambda *_, given=given, **__: (given, None)
+                self.trainer.train()
+                self.trainer._generate_single_turn = generate
+        moved = {
+            name: float((p.detach().cpu() - self.before[name]).norm())
+            for name, p in self.model.named_parameters()
+        }
+        return {"moved": moved}
+
+    def queries(self) -> list[torch.Tensor]:
+        """The first prompts, each as often as there are completions of it."""
+        group = self.shape["group"]
+        chosen = self.prompts[: self.shape["batch"] // group]
+        return [torch.tensor(ids) for ids in chosen for _ in range(group)]
+
+    def learn(self, queries: list[torch.Tensor], responses: list[torch.Tensor]) -> None:
+        """Scores responses and steps on them with fastrl's trainer."""
+        scores = [torch.tensor(even_share(ids.tolist())) for ids in responses]
+        self.trainer.step(queries, responses, scores)
+
+    def step(self) -> None:
+        """Draws completions and learns from them with fastrl's trainer."""
+        queries = self.queries()
+        responses = self.trainer.generate(
+            queries,
+            batch_size=len(queries),
+            return_prompt=False,
+            **sampling(self.shape["completion"]),
+        )
+        self.learn(queries, responses)
+
+    def turn(self) -> dict[str, Any]:
+        """{"seconds": of a step}."""
+        if not self.ours:
+            return {"seconds": {"step": timed_train(self.trainer, "step")}}
+        device = next(self.model.parameters()).device
+        started = now(device)
+        self.step()
+        return {"seconds": {"step": now(device) - started}}
+
+    def memory(self) -> dict[str, Any]:
+        """{"peak": the most bytes that a step takes above weights, the reference's and Adam's}."""
+        device = next(self.model.parameters()).device
+        step = self.step if self.ours else self.trainer.train
+        return {"peak": footprint(step, lambda _: (), device)}
+
+
+def even_share(ids: Sequence[int]) -> float:
+    """A reward that costs nothing."""
+    return sum(i % 2 == 0 for i in ids) / max(len(ids), 1)
