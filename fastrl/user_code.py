@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-_MARK = "_fastrl_user_code"
+_MARK, _NAME = "_fastrl_user_code", "_fastrl_name"
 _LIBRARIES = tuple(
     os.path.join(folder, "")
     for folder in (
@@ -50,7 +50,13 @@ def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         with running(name):
             return function(*args, **kwargs)
 
+    setattr(call, _NAME, name)
     return call
+
+
+def name_of(function: Any, otherwise: str) -> str:
+    """The name of a function that :func:`named` returned, for messages."""
+    return getattr(function, _NAME, otherwise)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ LAYERS = (
     {"alignment"},
     {"demo", "commands"},
     {"cli"},
+    {"__main__"},
 )
 RANK = {room: rank for rank, rooms in enumerate(LAYERS) for room in rooms}
 TOGETHER = LAYERS[0]  # single files: they may import each other

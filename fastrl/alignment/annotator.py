@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from fastrl.data.chat import TextOrMessages, as_text
 from fastrl.data.encode import encode_responses
 from fastrl.rewards.functions import (
     RewardFunction,
@@ -18,13 +19,22 @@ from fastrl.rewards.judges import Counts
 
 @runtime_checkable
 class Annotator(Protocol):
-    """Judges responses; ``columns`` are the data's other columns, a list of B values each."""
+    """Judges responses; ``columns`` are the data's other columns, a list of B values each.
 
-    def score(self, prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
+    Prompts and responses are texts; where the data's prompts are chats, both are lists of messages.
+    """
+
+    def score(
+        self, prompts: list[TextOrMessages], responses: list[TextOrMessages], **columns: Any
+    ) -> list[float]:
         """How good each response is, B finite numbers on any scale."""
 
     def compare(
-        self, prompts: list[str], firsts: list[str], seconds: list[str], **columns: Any
+        self,
+        prompts: list[TextOrMessages],
+        firsts: list[TextOrMessages],
+        seconds: list[TextOrMessages],
+        **columns: Any,
     ) -> list[float | None]:
         """Which response is better, B numbers: 1.0 the first, 0.0 the second, 0.5 neither, or
         anything between; None leaves the pair out."""
@@ -35,8 +45,8 @@ class Annotator(Protocol):
 
 def ask_scores(
     annotator: Annotator,
-    prompts: list[str],
-    responses: list[str],
+    prompts: list[TextOrMessages],
+    responses: list[TextOrMessages],
     columns: Mapping[str, list[Any]] | None = None,
     finished: list[bool] | None = None,
 ) -> list[float]:
@@ -59,9 +69,9 @@ def ask_scores(
 
 def ask_preferences(
     annotator: Annotator,
-    prompts: list[str],
-    firsts: list[str],
-    seconds: list[str],
+    prompts: list[TextOrMessages],
+    firsts: list[TextOrMessages],
+    seconds: list[TextOrMessages],
     columns: Mapping[str, list[Any]] | None = None,
     finished: tuple[list[bool], list[bool]] | None = None,
 ) -> list[float | None]:
@@ -112,14 +122,17 @@ class RewardAnnotator:
         """Whether the reward function takes ``finished``."""
         return getattr(self.reward, "wants_finished", False)
 
-    def score(self, prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
+    def score(
+        self, prompts: list[TextOrMessages], responses: list[TextOrMessages], **columns: Any
+    ) -> list[float]:
         """
         Raises:
             ValueError: what the reward function returns is not B finite numbers; it needs
                 ``completion_ids`` and there are none.
         """
         if self.tokenizer is not None and "completion_ids" not in columns and responses:
-            columns["completion_ids"] = encode_responses(responses, self.tokenizer)
+            texts = list(map(as_text, responses))
+            columns["completion_ids"] = encode_responses(texts, self.tokenizer)
         if self._needs_ids and "completion_ids" not in columns:
             raise ValueError(f"{self.name} takes completion_ids: make it with a tokenizer")
         self._counts["calls"] += len(responses)
@@ -127,7 +140,11 @@ class RewardAnnotator:
         return check_rewards(rewards, len(responses), self.name)
 
     def compare(
-        self, prompts: list[str], firsts: list[str], seconds: list[str], **columns: Any
+        self,
+        prompts: list[TextOrMessages],
+        firsts: list[TextOrMessages],
+        seconds: list[TextOrMessages],
+        **columns: Any,
     ) -> list[float | None]:
         """Compares by the rewards of both; equal ones are a tie."""
         finished = columns.pop("finished", None)

@@ -13,7 +13,8 @@ from fastrl.alignment.annotator import ask_preferences, ask_scores
 from fastrl.alignment.batch import Batch, columns_of
 from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.losses import Loss
-from fastrl.alignment.responses import finished_of, prompts_of, texts_of
+from fastrl.alignment.responses import answers_of, finished_of, prompts_of
+from fastrl.data.chat import as_answer
 from fastrl.run.callbacks import Samples
 
 
@@ -100,16 +101,17 @@ class OnlineEvaluation:
                 continue
             # Keyed by index, an example's random numbers are the same however many processes run.
             sampled, _ = sampler(examples, 1, self.factory.seed, ids)
-            texts, ends = texts_of(sampled), finished_of(sampled)
-            asked, columns = prompts_of(examples), columns_of(examples)
+            asked, answers = prompts_of(examples), answers_of(sampled)
+            columns = columns_of(examples)
             if self._scores:
-                rewards += ask_scores(annotator, asked, texts, columns, ends)
+                rewards += ask_scores(annotator, asked, answers, columns, finished_of(sampled))
             elif not self.judged:
-                rewards += [0.5] * len(texts)
+                rewards += [0.5] * len(answers)
             else:
-                first = self.judged[0].completions[len(responses) :][: len(texts)]
-                verdicts = ask_preferences(annotator, asked, texts, first, columns)
+                texts = self.judged[0].completions[len(responses) :][: len(answers)]
+                first = list(map(as_answer, asked, texts))
+                verdicts = ask_preferences(annotator, asked, answers, first, columns)
                 rewards += [0.5 if verdict is None else verdict for verdict in verdicts]
-            prompts += asked
-            responses += texts
+            prompts += [example.prompt for example in examples]
+            responses += [example.responses[0].text for example in sampled]
         return Samples(prompts, responses, rewards)

@@ -40,9 +40,8 @@ class ResponseLogprobs(NamedTuple):
     def where(self, condition: Tensor, other: ResponseLogprobs) -> ResponseLogprobs:
         """These where [B] ``condition`` holds, the other's elsewhere."""
         pairs = zip(self, other, strict=True)
-        return ResponseLogprobs(
-            *(None if x is None else torch.where(condition, x, y) for x, y in pairs)
-        )
+        chosen: Any = (None if x is None else torch.where(condition, x, y) for x, y in pairs)
+        return ResponseLogprobs(*chosen)
 
 
 class Tokens:

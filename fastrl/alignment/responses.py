@@ -10,6 +10,7 @@ import torch
 
 from fastrl.alignment.annotator import ask_preferences, ask_scores
 from fastrl.alignment.batch import columns_of
+from fastrl.data.chat import TextOrMessages, as_answer
 from fastrl.data.examples import Example, Response
 from fastrl.models.layout import layout_of
 from fastrl.rollout import RolloutOutput, SamplingParams
@@ -73,7 +74,7 @@ def score_responses(
     scores = ask_scores(
         annotator,
         prompts_of(examples),
-        texts_of(examples),
+        answers_of(examples),
         columns_of(examples),
         finished_of(examples),
     )
@@ -98,8 +99,8 @@ def compare_responses(
     preferences = ask_preferences(
         annotator,
         prompts_of(chosen),
-        texts_of(chosen, 0),
-        texts_of(chosen, 1),
+        answers_of(chosen, 0),
+        answers_of(chosen, 1),
         columns_of(chosen),
         (finished_of(chosen, 0), finished_of(chosen, 1)),
     )
@@ -117,13 +118,13 @@ def compare_responses(
     return judged, scores
 
 
-def prompts_of(examples: Sequence[Example]) -> list[str]:
-    return [example.prompt for example in examples]
+def prompts_of(examples: Sequence[Example]) -> list[TextOrMessages]:
+    return [example.said for example in examples]
 
 
-def texts_of(examples: Sequence[Example], i: int = 0) -> list[str]:
-    """The texts of the examples' responses ``i``, 0 or 1."""
-    return [example.responses[i].text for example in examples]
+def answers_of(examples: Sequence[Example], i: int = 0) -> list[TextOrMessages]:
+    """The examples' responses ``i``, 0 or 1, as annotators get them: messages where prompts are."""
+    return [as_answer(example.said, example.responses[i].text) for example in examples]
 
 
 def finished_of(examples: Sequence[Example], i: int = 0) -> list[bool]:

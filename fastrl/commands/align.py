@@ -36,8 +36,8 @@ class AlignJob(FitJob):
 
     task: str = setting(f"Learning task: {', '.join(TASKS)}.", "offline-pairwise")
     loss: str | None = setting(
-        f"Loss, by default the task's first: {', '.join(LOSSES)}. Coefficients: "
-        f"{describe_losses()}.",
+        f"Loss, by default the task's first: {', '.join(LOSSES)}, or a class of yours as "
+        f"file.py:Class. Coefficients: {describe_losses()}.",
         None,
     )
     loss_args: str | None = setting(
@@ -110,6 +110,11 @@ class AlignJob(FitJob):
         name, options = self.loss or first, parse_json("loss_args", self.loss_args)
         if name == "ppo":  # its policy is the one that is sampled
             options.setdefault("temperature", self.temperature)
+        if ":" in name:
+            from fastrl.rewards.functions import load_function
+
+            own: Any = load_function(name)
+            return make_loss(own, **options)
         return make_loss(name, **options)
 
     def sampling(self) -> Any:

@@ -44,6 +44,21 @@ def as_messages(prompt: TextOrMessages) -> list[dict[str, Any]]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
+def as_answer(prompt: TextOrMessages, text: str) -> TextOrMessages:
+    """A completion as reward functions get it in TRL 1.x: a text, or behind chat messages a list of
+    one message."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def as_text(said: TextOrMessages) -> str:
+    """A text as it is; of a single message what it says, of several who says what."""
+    if isinstance(said, str):
+        return said
+    if len(said) == 1:
+        return said[0]["content"]
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
+
+
 def render(messages: list[dict[str, Any]], tokenizer: Any, *, answered: bool = True) -> str:
     """Messages as the tokenizer's chat template writes them; unless ``answered``, up to where the
     assistant's answer begins.

@@ -97,7 +97,8 @@ class Encoder:
                 room = min(room, max(self.max_length - len(prompt_ids), 0))
             cut, kept = self._cut(answer, tokens, where, 0, room)
             responses.append(Response(cut, tuple(kept), finished and room == len(tokens)))
-        return Example(text, prompt_ids, tuple(responses), **others)
+        messages = None if isinstance(prompt, str) else list(prompt)
+        return Example(text, prompt_ids, tuple(responses), messages=messages, **others)
 
     def joined(
         self, prompt: TextOrMessages, answer: TextOrMessages, *, finished: bool = True

@@ -32,6 +32,7 @@ class Example:
         columns: the row's other columns.
         rewards: of the responses; None if they have not been judged.
         weights: of the responses; empty: 1 each.
+        messages: the prompt of a chat as the data have it; None where it is a text.
     """
 
     prompt: str
@@ -41,3 +42,9 @@ class Example:
     columns: Mapping[str, Any] = field(default_factory=dict)
     rewards: tuple[float, ...] | None = None
     weights: tuple[float, ...] = ()
+    messages: list[dict[str, Any]] | None = None
+
+    @property
+    def said(self) -> str | list[dict[str, Any]]:
+        """The prompt as reward functions and judges get it: a text, or chat messages."""
+        return self.prompt if self.messages is None else self.messages

@@ -204,7 +204,10 @@ def choose_head(model: nn.Module, inputs: Inputs, tolerance: float = 1e-3) -> He
 def corner_of(inputs: Inputs) -> Inputs:
     """A few tokens of a batch, for :func:`choose_head`."""
     names = ("input_ids", "position_ids", "decoder_input_ids")
-    return {name: inputs[name][:1, :8] for name in names if inputs.get(name) is not None}
+    corner = {name: inputs[name][:1, :8] for name in names if inputs.get(name) is not None}
+    if "input_ids" in corner:  # transformers warns of padding tokens without one
+        corner["attention_mask"] = torch.ones_like(corner["input_ids"])
+    return corner
 
 
 def last_hidden(out: Any) -> Tensor:

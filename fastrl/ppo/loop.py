@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastrl.data.chat import TextOrMessages
+from fastrl.data.chat import as_answer
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.models.layout import EncoderDecoder
@@ -21,6 +21,7 @@ from fastrl.run.callbacks import Evaluation, Samples, TrainCallback, TrainResult
 from fastrl.run.metrics import TrackerCallback, scalars
 from fastrl.run.processes import check_one_process
 from fastrl.run.progress import ProgressCallback
+from fastrl.user_code import name_of
 
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer
@@ -179,13 +180,15 @@ class Loop:
             extra = {"finished": [rollout.finish_reasons[i] != "length" for i in sound]}
         rewards = self.reward_fn(
             prompts=asked.said,
-            completions=[_answer(batch.said[i], completions[i]) for i in sound],
+            completions=[as_answer(batch.said[i], completions[i]) for i in sound],
             completion_ids=[rollout.sequences[i].tolist() for i in sound],
             **asked.columns,
             **extra,
         )
         result = torch.full((len(batch),), torch.nan)
-        result[sound] = torch.tensor(check_rewards(rewards, len(asked)))
+        result[sound] = torch.tensor(
+            check_rewards(rewards, len(asked), name_of(self.reward_fn, "reward_fn"))
+        )
         return result
 
     def _decode(self, batch: Prompts, rollout: RolloutOutput) -> list[str]:
@@ -198,10 +201,3 @@ class Loop:
     def _call(self, event: str, *args: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self.trainer, *args)
-
-
-def _answer(prompt: TextOrMessages, completion: str) -> TextOrMessages:
-    """A completion as reward functions get it in TRL 1.x: a text, or a list of one message."""
-    if isinstance(prompt, str):
-        return completion
-    return [{"role": "assistant", "content": completion}]

@@ -62,7 +62,7 @@ def check_rewards(rewards: Any, count: int, who: str = "reward_fn") -> list[floa
     Raises:
         ValueError: not ``count`` finite numbers; names the first that is wrong.
     """
-    if not hasattr(rewards, "__len__"):
+    if isinstance(rewards, str) or not hasattr(rewards, "__len__"):
         raise ValueError(f"{who} returned {rewards!r}: it must return a list of numbers")
     if len(rewards) != count:
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastrl.data.chat import as_messages
+from fastrl.data.chat import TextOrMessages, as_messages, as_text
 from fastrl.data.encode import encode_prompt
 from fastrl.models.layout import EncoderDecoder, layout_of
 from fastrl.models.load import load_language_model, load_tokenizer
@@ -127,7 +127,9 @@ class JudgeAnnotator:
         self.name = f"JudgeAnnotator({getattr(judge, '__name__', type(judge).__name__)})"
         self._counts = Counts(calls=0, unparsed=0, ties=0, swaps_disagree=0)
 
-    def score(self, prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
+    def score(
+        self, prompts: list[TextOrMessages], responses: list[TextOrMessages], **columns: Any
+    ) -> list[float]:
         """
         Raises:
             ValueError: an answer without a number where there is no ``unparsed_score``.
@@ -143,7 +145,11 @@ class JudgeAnnotator:
         )
 
     def compare(
-        self, prompts: list[str], firsts: list[str], seconds: list[str], **columns: Any
+        self,
+        prompts: list[TextOrMessages],
+        firsts: list[TextOrMessages],
+        seconds: list[TextOrMessages],
+        **columns: Any,
     ) -> list[float | None]:
         """
         Raises:
@@ -267,9 +273,10 @@ def _check_template(name: str, template: str, places: Sequence[str]) -> None:
             raise ValueError(f"{name} has no {{{place}}}: put it where that text belongs")
 
 
-def _filled(template: str, columns: dict[str, Any], **texts: list[str]) -> list[str]:
-    """The template filled with each row's texts, which may contain braces."""
-    rows = zip(*texts.values(), strict=True)
+def _filled(template: str, columns: dict[str, Any], **texts: list[TextOrMessages]) -> list[str]:
+    """The template filled with each row's texts, which may contain braces, or with what messages
+    say."""
+    rows = zip(*(map(as_text, column) for column in texts.values()), strict=True)
     filled = []
     for i, row in enumerate(rows):
         others = {name: values[i] for name, values in columns.items()}

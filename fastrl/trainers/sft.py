@@ -14,7 +14,7 @@ from transformers import DataCollatorForLanguageModeling
 from fastrl.data.collators import DataCollatorForCompletionOnlyLM, TextCollator, targets_of
 from fastrl.data.pack import JoinedCollator, PackedTexts, choose_packing
 from fastrl.data.prepare import prepare_texts
-from fastrl.models.lm_head import Head, choose_head
+from fastrl.models.lm_head import Head, choose_head, corner_of
 from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.scoring import ScoringRequest, TokenNLL, score_logits
 from fastrl.models.utils import evaluating
@@ -263,7 +263,7 @@ class SFTTrainer(SupervisedTrainer):
         device."""
         if self._head is None:
             model = self._plain(self.model)
-            corner = {"input_ids": inputs["input_ids"][:1, :8], "use_cache": False}
+            corner = {**corner_of({"input_ids": inputs["input_ids"]}), "use_cache": False}
             with evaluating(model):
                 self._head = choose_head(model, corner)
         return self._head

@@ -44,7 +44,7 @@ def arguments(folder, output, **flags):
         "learning-rate": "1e-2", "logging-steps": 1, "use-cpu": "true", "max-new-tokens": 6,
         "max-length": 40, **flags,
     }  # fmt: skip
-    for name in ("annotator", "judge", "reweighter"):
+    for name in ("annotator", "judge", "reweighter", "loss"):
         if ".py" in str(settings.get(name)):
             settings[name] = folder / settings[name]
     return ["align", *(word for k, v in settings.items() for word in (f"--{k}", str(v)))]
@@ -103,6 +103,9 @@ def test_loss_coefficients_weights_and_an_adapter_are_flags(folder, tmp_path):
         ({"loss-args": "{beta: 1}"}, "loss_args is not valid JSON"),
         ({"loss-args": "[1]"}, "loss_args must be a dict or a JSON object"),
         ({"loss-args": '{"gamma": 1}'}, "the loss dpo has no coefficient 'gamma'"),
+        ({"loss-args": '{"beta": -1}'}, "beta must be positive and finite, got -1"),
+        ({"loss": "hinge", "loss-args": '{"label_smoothing": 0.1}'}, "has no coefficient 'label_"),
+        ({"loss": "weights.py:half"}, "is no loss: derive a dataclass from PairwiseLoss or Loss"),
         ({"task": "online-pairwise"}, "pass --annotator or --judge, one of the two"),
         ({"annotator": "rewards.py:length"}, "leave out --annotator and --judge"),
         ({"reweighter": "heavy"}, "unknown reweighter 'heavy'"),
@@ -114,7 +117,27 @@ def test_loss_coefficients_weights_and_an_adapter_are_flags(folder, tmp_path):
 def test_what_is_wrong_is_said_in_a_line(folder, tmp_path, capsys, flags, message):
     assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 2
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "run" / "model").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_of_ones_own_is_named_by_its_file(folder, tmp_path):
+    (folder / "mine.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from typing import ClassVar\n"
+        "from fastrl.alignment import PairwiseLoss\n"
+        "@dataclass(frozen=True)\n"
+        "class Constant(PairwiseLoss):\n"
+        "    name: ClassVar[str] = 'constant'\n"
+        "    worth: float = 2.0\n"
+        "    def losses(self, chosen, rejected):\n"
+        "        return self.worth + 0 * chosen.sums\n"
+        "    def implicit_reward(self, side):\n"
+        "        return side.sums\n"
+    )
+    flags = {"loss": "mine.py:Constant", "loss-args": '{"worth": 3}', "max-steps": 1}
+    assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 0
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows if "loss" in row] == [3.0]
 
 
 @pytest.mark.parametrize("task", ["offline-pairwise", "reward-modelling"])

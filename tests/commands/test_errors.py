@@ -186,7 +186,7 @@ def test_training_that_cannot_be_is_refused(command, flags, message, folder, tmp
         ("unfinished.py:f", "unfinished.py raised SyntaxError: "),
         ("faulty.py:narrow", "cannot be called: got an unexpected keyword argument 'text'"),
         ("faulty.py:wide", "cannot be called: missing a required argument: 'answer'"),
-        ("faulty.py:words", "reward_fn returned 'good' for completion 0"),
+        ("faulty.py:words", "faulty.py:words returned 'good' for completion 0"),
     ],
 )
 def test_a_reward_function_that_does_not_fit_is_told_why(reward, message, folder, tmp_path, capsys):

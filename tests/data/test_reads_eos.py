@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, RewardTrainer
 from fastrl.alignment import AlignmentConfig, BatchFactory, DatasLoader, Trainer
 from fastrl.alignment.annotator import RewardAnnotator
+from fastrl.alignment.responses import compare_responses, score_responses
 from fastrl.data.collators import TOKEN_COLUMNS
+from fastrl.data.encode import Encoder
+from fastrl.data.examples import Example, Response
 from fastrl.data.prepare import prepare_pairs
 from fastrl.data.reads_eos import ADAPTER_FILE, KEY, recorded
 from fastrl.rewards.functions import ClassifierReward, load_reward
@@ -191,9 +195,6 @@ def test_ppo_says_which_completions_are_whole() -> None:
 
 
 def test_online_tasks_say_which_responses_are_whole() -> None:
-    from fastrl.alignment.responses import compare_responses, score_responses
-    from fastrl.data.examples import Example, Response
-
     reward = ClassifierReward(marked(True), tiny.tokenizer())
     whole, cut = Response("w6", (6, EOS)), Response("w7", (7,), finished=False)
     ids = read_by(reward, ["w5 "], ["w6"])  # seen to be read one by one
@@ -205,6 +206,24 @@ def test_online_tasks_say_which_responses_are_whole() -> None:
     score_responses(annotator, [Example("w5 ", (5,), (cut,))])
     compare_responses(annotator, [Example("w5 ", (5,), (whole, cut))])
     assert [given["finished"] for given in read] == [[False], [True], [False]]
+
+
+def test_annotators_get_chats_as_messages_and_read_them_as_trained() -> None:
+    tokenizer = closing_chats()
+    reward = ClassifierReward(marked(True), tokenizer)
+    prompt = [{"role": "user", "content": "w5"}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("w6", "w7")]
+    example = Encoder(tokenizer)(prompt, answers)
+    trained_on = [[*example.prompt_ids, *response.ids] for response in example.responses]
+    written = zip(example.responses, ("w6", "w7"), strict=True)  # as decoded, without EOS
+    sampled = replace(example, responses=tuple(replace(r, text=text) for r, text in written))
+    given: list[Any] = []
+    annotator = RewardAnnotator(lambda **told: given.append(told) or reward(**told))
+    score_responses(annotator, [sampled])
+    compare_responses(annotator, [sampled])
+    assert [told["prompts"] for told in given] == [[prompt]] * 3
+    assert [told["completions"][0] for told in given] == [answers[0], *answers]
+    assert read_by(reward, [prompt, prompt], answers) == trained_on
 
 
 def test_without_a_record_a_text_is_read_as_its_tokenizer_writes_it(make_reward: Make) -> None:

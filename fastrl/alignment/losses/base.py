@@ -98,21 +98,27 @@ def register(loss: SomeLoss) -> SomeLoss:
     return loss
 
 
-def make_loss(name: str, **coefficients: Any) -> Loss:
-    """Makes a loss from its name.
+def make_loss(kind: str | type[Loss], **coefficients: Any) -> Loss:
+    """Makes a loss from its name, or from its class.
 
     Raises:
         ValueError: an unknown loss or coefficient, or a coefficient out of range.
+        TypeError: a class that is no loss.
     """
-    if name not in LOSSES:
-        raise ValueError(f"unknown loss {name!r}: choose one of {', '.join(LOSSES)}")
-    known = [field.name for field in dataclasses.fields(LOSSES[name]) if field.init]
+    if isinstance(kind, str):
+        if kind not in LOSSES:
+            raise ValueError(f"unknown loss {kind!r}: choose one of {', '.join(LOSSES)}")
+        kind = LOSSES[kind]
+    if not (isinstance(kind, type) and issubclass(kind, Loss)):
+        raise TypeError(f"{kind!r} is no loss: derive a dataclass from PairwiseLoss or Loss")
+    name = kind.name
+    known = [field.name for field in dataclasses.fields(kind) if field.init]
     for given in coefficients:
         if given not in known:
             raise ValueError(
                 f"the loss {name} has no coefficient {given!r}: it has {', '.join(known) or 'none'}"
             )
-    return LOSSES[name](**coefficients)
+    return kind(**coefficients)
 
 
 def describe_losses() -> str:

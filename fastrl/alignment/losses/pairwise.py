@@ -25,6 +25,16 @@ class PairwiseLoss(Loss):
 
     tasks: ClassVar[tuple[str, ...]] = ("offline-pairwise", "online-pairwise")
 
+    def __post_init__(self) -> None:
+        """Checks the coefficients, by the op that takes them.
+
+        Raises:
+            ValueError: a coefficient out of range.
+        """
+        one = torch.ones(1)
+        side = ResponseLogprobs(-one, one.long(), -one)
+        self.losses(side, side)
+
     @abstractmethod
     def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
         """ℓ of each pair, [B]."""
@@ -59,7 +69,7 @@ class PairwiseLoss(Loss):
             "rewards/chosen": good,
             "rewards/rejected": bad,
             "rewards/margins": good - bad,
-            "rewards/accuracies": (good > bad).float(),
+            "rewards/accuracies": torch.where(good == bad, 0.5, (good > bad).float()),
             "logps/chosen": chosen.sums.detach(),
             "logps/rejected": rejected.sums.detach(),
         }
@@ -130,11 +140,14 @@ class RobustDPO(MarginLoss):
 
 @register
 @dataclass(frozen=True)
-class Hinge(MarginLoss):
-    """max(0, 1 - β(r_w - r_l))."""
+class Hinge(ReferenceLoss):
+    """max(0, 1 - β(r_w - r_l)). See :func:`fastrl_kernels.dpo_loss`."""
 
     name: ClassVar[str] = "hinge"
-    kind: ClassVar[str] = "hinge"
+
+    def losses(self, chosen: ResponseLogprobs, rejected: ResponseLogprobs) -> Tensor:
+        sums = (chosen.sums, rejected.sums, chosen.ref_sums, rejected.ref_sums)
+        return fastrl_kernels.dpo_loss(*sums, beta=self.beta, kind="hinge")
 
 
 @register

@@ -57,6 +57,15 @@ class KTO(Loss):
     undesirable_weight: float = 1.0
     threshold: float | None = None
 
+    def __post_init__(self) -> None:
+        """Checks the coefficients, by the op that takes them.
+
+        Raises:
+            ValueError: a coefficient out of range.
+        """
+        zero = torch.zeros(1)
+        self._losses(zero, zero, zero == 0, zero[0])
+
     def check(self, task: Task, batch_size: int) -> None:
         super().check(task, batch_size)
         if batch_size < 2:
@@ -74,15 +83,7 @@ class KTO(Loss):
         kl = self._kl(batch, policy, reference)
         (ref,), (scores,) = reference.logprobs(batch), policy.logprobs(batch)
         desirable = (rewards > self._threshold(rewards)).to(scores.sums.device)
-        losses = fastrl_kernels.kto_loss(
-            scores.sums,
-            ref.sums,
-            desirable,
-            kl,
-            beta=self.beta,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-        )
+        losses = self._losses(scores.sums, ref.sums, desirable, kl)
         with torch.no_grad():
             implied = self.beta * (scores.sums - ref.sums)
             metrics = {
@@ -96,6 +97,17 @@ class KTO(Loss):
                 "logps/response": scores.sums.detach(),
             }
         return LossOutput(weighted_mean(losses, batch), metrics)
+
+    def _losses(self, logprobs: Tensor, ref: Tensor, desirable: Tensor, kl: Tensor) -> Tensor:
+        return fastrl_kernels.kto_loss(
+            logprobs,
+            ref,
+            desirable,
+            kl,
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
 
     def _threshold(self, rewards: Tensor) -> float:
         """The reward, on the host, above which a response is desired."""
