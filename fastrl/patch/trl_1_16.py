@@ -120,17 +120,11 @@ def _entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
     return entropies(logits).to(_result_dtype(logits))
 
 
-def _covers_both(
-    logits: Tensor,
-    index: Tensor,
-    entropy_requires_grad: bool = True,
-    temperature: float = 1.0,
-    row_mask: Tensor | None = None,
-) -> bool:
-    return _covers(logits, index, temperature, row_mask)
-
-
-@delegating(_covers_both)
+@delegating(
+    lambda logits, index, entropy_requires_grad=True, *rest, **options: _covers(
+        logits, index, *rest, **options
+    )
+)
 def _selective_log_softmax_and_entropy(
     logits: Tensor,
     index: Tensor,

@@ -133,8 +133,8 @@ def decode_attention(
     is a softcap c. Row i attends slot i. Scores, sums and the softmax are fp32; the weights are
     rounded to the values' dtype before they meet them, as tensor cores want them.
 
-    Nothing waits for the device, no shape depends on data, and launches depend on shapes
-    and numbers alone: a CUDA graph may replay them while lengths grow, up to the span. In the Triton
+    Nothing waits for the device, no shape depends on data, and launches depend on shapes and
+    numbers alone: a CUDA graph may replay them while lengths grow, up to the span. In the Triton
     path a row's bits depend neither on other rows nor on the span. Forward only.
 
     Args:

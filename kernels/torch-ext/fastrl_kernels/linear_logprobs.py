@@ -255,12 +255,7 @@ _linear_logprobs.register_autograd(_gradients, setup_context=_save_for_gradients
 
 
 def _compiled(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    inputs: HeadInputs,
-    entropy: bool,
-    extras: tuple[str, ...],
+    inputs: HeadInputs, entropy: bool, extras: tuple[str, ...]
 ) -> tuple[Tensor | None, ...]:
     results = _linear_logprobs(*flat_head(inputs), entropy, " ".join(extras))[3:]
     asked = (True, entropy, *(name in extras for name in Extras._fields))
@@ -331,12 +326,14 @@ def linear_logprobs(
         hidden, weight, labels, bias, temperature, softcap, logit_scale, mask, workspace_bytes,
         check_labels, backend,
     )  # fmt: skip
-    run: Any = _compiled if torch.compiler.is_compiling() else _LinearLogprobs.apply
     with torch.autocast(inputs.hidden.device.type, enabled=False):
-        logprobs, entropies, *others = run(
-            inputs.hidden, inputs.weight, inputs.bias, inputs, entropy, tuple(extras)
-        )
-    results = [logprobs]
+        if torch.compiler.is_compiling():
+            logprobs, entropies, *others = _compiled(inputs, entropy, tuple(extras))
+        else:
+            logprobs, entropies, *others = _LinearLogprobs.apply(
+                inputs.hidden, inputs.weight, inputs.bias, inputs, entropy, tuple(extras)
+            )
+    results: list[Any] = [logprobs]
     if entropy:
         results.append(entropies)
     if extras:

@@ -127,15 +127,7 @@ def _full_kl_fwd_kernel(
         tl.store(saved_ptr + 4 * n + row, tl.where(kl == kl, mean, kl))  # NaN reaches the gradient
 
 
-def forward(
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None,
-    temperature: Tensor | None,
-    number: float,
-    *,
-    save: bool,
-) -> tuple[Tensor, Tensor | None]:
+def forward(logits, ref_logits, mask, temperature, number, *, save):
     """The KL per token, and [5, N] that backward needs of the rows."""
     rows, refs = _rows_of(logits, ref_logits)
     outer, inner, vocabulary = rows.shape
@@ -232,15 +224,7 @@ def _full_kl_bwd_kernel(
             store_end(d_aligned, at, d, shift, end, VEC)
 
 
-def backward(
-    grad: Tensor,
-    logits: Tensor,
-    ref_logits: Tensor,
-    mask: Tensor | None,
-    temperature: Tensor | None,
-    number: float,
-    saved: Tensor,
-) -> Tensor:
+def backward(grad, logits, ref_logits, mask, temperature, number, saved):
     rows, refs = _rows_of(logits, ref_logits)
     outer, inner, vocabulary = rows.shape
     shapes = window(vocabulary, logits.dtype, ref_logits.dtype)

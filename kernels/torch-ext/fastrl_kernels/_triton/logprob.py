@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..rows import as_rows, empty_rows_like
 from ..types import IGNORE_LABEL
@@ -133,16 +132,7 @@ def _token_logprobs_fwd_kernel(
             tl.store(mean_ptr + row, mean)
 
 
-def forward(
-    logits: Tensor,
-    labels: Tensor,
-    mask: Tensor | None,
-    temperature: Tensor | None,
-    number: float,
-    *,
-    entropy: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+def forward(logits, labels, mask, temperature, number, *, entropy, save):
     """Log-probabilities, entropies, and what backward needs of each row: max, sum and mean."""
     rows = as_rows(logits)
     n, inner, vocabulary = labels.numel(), rows.shape[1], rows.shape[2]
@@ -237,16 +227,7 @@ def _token_logprobs_bwd_kernel(
             store_end(d_aligned, at, d, shift, end, VEC)
 
 
-def backward(
-    grad_logprobs: Tensor | None,
-    grad_entropies: Tensor | None,
-    logits: Tensor,
-    labels: Tensor,
-    mask: Tensor | None,
-    temperature: Tensor | None,
-    number: float,
-    statistics: list[Tensor | None],
-) -> Tensor:
+def backward(grad_logprobs, grad_entropies, logits, labels, mask, temperature, number, statistics):
     rows = as_rows(logits)
     _, inner, vocabulary = rows.shape
     if grad_logprobs is None:
