@@ -39,9 +39,11 @@ class ResponseLogprobs(NamedTuple):
 
     def where(self, condition: Tensor, other: ResponseLogprobs) -> ResponseLogprobs:
         """These where [B] ``condition`` holds, the other's elsewhere."""
-        pairs = zip(self, other, strict=True)
-        chosen: Any = (None if x is None else torch.where(condition, x, y) for x, y in pairs)
-        return ResponseLogprobs(*chosen)
+        mixed: list[Any] = [
+            None if x is None else torch.where(condition, x, y)
+            for x, y in zip(self, other, strict=True)
+        ]
+        return ResponseLogprobs(*mixed)
 
 
 class Tokens:

@@ -171,12 +171,17 @@ class AlignFlags(CommandFlags, AlignmentConfig):
 def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
     """Trains, saves and reports."""
     from fastrl.alignment import Trainer, make_reweighter
+    from fastrl.models.load import load_language_model, load_reward_model
 
     loss = job.make_loss()
     peft_config = job.lora_config("SEQ_CLS" if loss.learns == "reward model" else "CAUSAL_LM")
     _check_dropout(job, flags, loss)
     train, held_out, tokenizer = job.begin(flags)
-    model = _model(job, loss)
+    model = (
+        load_reward_model(job.model, dtype=job.dtype)
+        if loss.learns == "reward model"
+        else load_language_model(job.model, dtype=job.dtype, trainable=True)
+    )
     flags.max_length = length_limit(flags, model, tokenizer)
     factory, eval_factory = _factories(job, flags, train, held_out, tokenizer)
     trainer = Trainer(
@@ -201,14 +206,6 @@ def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
         evaluations=getattr(trainer.evaluation, "judged", ()),
         show=job.samples,
     )
-
-
-def _model(job: AlignJob, loss: Loss) -> Any:
-    from fastrl.models.load import load_language_model, load_reward_model
-
-    if loss.learns == "reward model":
-        return load_reward_model(job.model, dtype=job.dtype)
-    return load_language_model(job.model, dtype=job.dtype, trainable=True)
 
 
 def _check_dropout(job: AlignJob, flags: AlignFlags, loss: Loss) -> None:

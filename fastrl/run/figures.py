@@ -164,19 +164,27 @@ def _new_figure(title: str, rows: int, columns: int) -> tuple[Figure, Any]:
     return figure, figure.subplots(rows, columns).ravel()
 
 
+def _plot(
+    panel: Axes, rows: Sequence[dict[str, Any]], lines: Sequence[tuple[str, str, str, str]]
+) -> list[tuple[str, str]]:
+    """Plots metrics, each given by key, name, colour and line style; returns names and colours of
+    those that were recorded."""
+    names = []
+    for key, name, colour, style in lines:
+        line = series(rows, key)
+        if line:
+            panel.plot(line.steps, line.values, style, color=colour, markersize=5)
+            names.append((name, colour))
+    return names
+
+
 def _draw_pair(
     panel: Axes, rows: Sequence[dict[str, Any]], keys: tuple[str, str], title: str, unit: str
 ) -> None:
     """Draws a metric of the training batches and of held-out data."""
-    names = []
-    training, evaluated = (series(rows, key) for key in keys)
-    if training:
-        panel.plot(training.steps, training.values, color=BLUE)
-        names.append(("training batches", BLUE))
-    if evaluated:
-        panel.plot(evaluated.steps, evaluated.values, "o-", color=VERMILION, markersize=5)
-        names.append(("held out", VERMILION))
-    _finish_panel(panel, title, unit, names)
+    training, evaluated = keys
+    lines = ((training, "training batches", BLUE, "-"), (evaluated, "held out", VERMILION, "o-"))
+    _finish_panel(panel, title, unit, _plot(panel, rows, lines))
 
 
 def _draw_reward(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
@@ -203,31 +211,18 @@ def _draw_reward(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_kl(panel: Axes, rows: Sequence[dict[str, Any]], ceiling: float | None) -> None:
-    names = []
-    kl, evaluated = series(rows, "objective/kl"), series(rows, "eval/kl")
-    if kl:
-        panel.plot(kl.steps, kl.values, color=BLUE)
-        names.append(("training batches", BLUE))
-    if evaluated:
-        panel.plot(evaluated.steps, evaluated.values, "o", color=VERMILION, markersize=5)
-        names.append(("held out", VERMILION))
+    batches = ("objective/kl", "training batches", BLUE, "-")
+    names = _plot(panel, rows, [batches, ("eval/kl", "held out", VERMILION, "o")])
     if names and ceiling is not None:
+        panel.set_ylim(top=1.08 * max(ceiling, panel.dataLim.y1))
         panel.axhline(ceiling, color=GREY, linestyle=(0, (4, 3)))
-        panel.set_ylim(top=1.08 * max([ceiling, *kl.values, *evaluated.values]))
         names.append((f"ceiling {ceiling:g}", GREY))
     _finish_panel(panel, "KL to the reference", "nats per sequence", names)
 
 
 def _draw_clip_fraction(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    names = []
-    for key, name, colour in (
-        ("ppo/policy/clipfrac", "policy ratio", BLUE),
-        ("ppo/val/clipfrac", "value", PURPLE),
-    ):
-        line = series(rows, key)
-        if line:
-            panel.plot(line.steps, line.values, color=colour)
-            names.append((name, colour))
+    policy = ("ppo/policy/clipfrac", "policy ratio", BLUE, "-")
+    names = _plot(panel, rows, [policy, ("ppo/val/clipfrac", "value", PURPLE, "-")])
     panel.set_ylim(bottom=0)
     _finish_panel(panel, "Clip fraction", "share of tokens", names)
 
@@ -252,11 +247,10 @@ def _draw_phases(panel: Axes, rows: Sequence[dict[str, Any]]) -> None:
 def _draw_line(
     panel: Axes, rows: Sequence[dict[str, Any]], key: str, title: str, unit: str, colour: str
 ) -> None:
-    line = series(rows, key)
-    if line:
-        panel.plot(line.steps, line.values, color=colour)
-        panel.set_ylim(bottom=min(0.0, *line.values))
-    _finish_panel(panel, title, unit, [("", colour)] if line else [])
+    names = _plot(panel, rows, [(key, "", colour, "-")])
+    if names:
+        panel.set_ylim(bottom=min(0.0, panel.dataLim.y0))
+    _finish_panel(panel, title, unit, names)
 
 
 def _finish_panel(panel: Axes, title: str, unit: str, names: Sequence[tuple[str, str]]) -> None:

@@ -22,6 +22,12 @@ from fastrl.ppo.update import GradientStep, UpdateRecord
 from fastrl.ref_model.none import NoRefModel
 from fastrl.rollout import SamplingParams
 
+# Coefficients that are settings of PPOConfig under the same names.
+_SHARED_SETTINGS = (
+    *("gamma", "lam", "cliprange", "cliprange_value", "vf_coef", "temperature"),
+    *("ratio_threshold", "early_stopping", "target_kl"),
+)
+
 
 @register
 @dataclass(frozen=True)
@@ -77,18 +83,8 @@ class PPO(Loss):
 
     @property
     def _settings(self) -> PPOConfig:
-        return PPOConfig(
-            init_kl_coef=self.kl_coef,
-            gamma=self.gamma,
-            lam=self.lam,
-            cliprange=self.cliprange,
-            cliprange_value=self.cliprange_value,
-            vf_coef=self.vf_coef,
-            temperature=self.temperature,
-            ratio_threshold=self.ratio_threshold,
-            early_stopping=self.early_stopping,
-            target_kl=self.target_kl,
-        )
+        shared = {name: getattr(self, name) for name in _SHARED_SETTINGS}
+        return PPOConfig(init_kl_coef=self.kl_coef, **shared)
 
     @property
     def _update_loss(self) -> UpdateLoss:
