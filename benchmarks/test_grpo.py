@@ -24,7 +24,7 @@ RELATIVE, OF_ALL = 1e-3, 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
-class Step(worker.Workload):
+class Step(worker.WorkerShape):
     """A model in fp32, and completions of prompts, in groups: lengths in tokens."""
 
     model: Model

@@ -46,7 +46,7 @@ Statistics = list[dict[str, float]]  # of each step
 
 
 @dataclasses.dataclass(frozen=True)
-class Work(worker.Workload):
+class Iteration(worker.WorkerShape):
     """A model, a batch in tokens, and how the reference is kept. The model's weights are fp32; in
     bf16 it runs under autocast."""
 
@@ -59,7 +59,7 @@ class Work(worker.Workload):
     reference: str = "copy"
 
     @property
-    def exact(self) -> Work:
+    def exact(self) -> Iteration:
         """What the gate compares: a smaller batch, in fp32."""
         model = dataclasses.replace(self.model, dtype="fp32")
         batch, mini_batch = min(self.batch, 8), min(self.mini_batch, 4)
@@ -80,21 +80,25 @@ class Work(worker.Workload):
 
 
 _LARGE = {"batch": 64, "query": 128, "response": 256, "mini_batch": 8}
-_TOYS = (Work(models.TOY, 4, 8, 8, 2), Work(models.TOY_QWEN, 4, 8, 8, 2))
+_TOYS = (Iteration(models.TOY, 4, 8, 8, 2), Iteration(models.TOY_QWEN, 4, 8, 8, 2))
 
 
 def cases(run: Run) -> list[Case]:
     """Each model with each reference, the quickest first; all references with `full`."""
     peer = peer_of(run)
     if run.toy:
-        found: tuple[tuple[Work, float, Goal | None], ...] = tuple((w, 1.0, None) for w in _TOYS)
+        found: tuple[tuple[Iteration, float, Goal | None], ...] = tuple(
+            (w, 1.0, None) for w in _TOYS
+        )
     elif run.device.type == "cpu":
-        found = ((Work(models.SMALL, 16, 16, 48, 4), 200.0, Goal("speedup", 3.0, against=peer)),)
+        found = (
+            (Iteration(models.SMALL, 16, 16, 48, 4), 200.0, Goal("speedup", 3.0, against=peer)),
+        )
     else:
         goal = Goal("speedup", 5.0, ("nvidia", "amd"), against=peer)
         found = (
-            (Work(models.GPT2, **_LARGE), 180.0, goal),
-            (Work(models.QWEN, **_LARGE), 420.0, goal),
+            (Iteration(models.GPT2, **_LARGE), 180.0, goal),
+            (Iteration(models.QWEN, **_LARGE), 420.0, goal),
         )
     references = ["copy"]
     if peer == TRL_CLASSIC:
@@ -189,7 +193,9 @@ def trained_otherwise(ours: dict[str, int], theirs: dict[str, int]) -> Iterator[
             )
 
 
-def wrong_steps(measurement: Measurement, work: Work, peer: str, python: Path) -> Iterator[str]:
+def wrong_steps(
+    measurement: Measurement, work: Iteration, peer: str, python: Path
+) -> Iterator[str]:
     """What is wrong with fastrl's two steps of gradient descent."""
     unknown = UNKNOWN.get(work.reference, set())
     options = {"reference": work.reference, "optimizer": "sgd"}
@@ -212,7 +218,7 @@ def test_iteration(measurement: Measurement, case: Case, run: Run, python: Path)
         pytest.skip(run.leave(case, str(why)))
 
 
-def measure(measurement: Measurement, work: Work, peer: str, python: Path) -> None:
+def measure(measurement: Measurement, work: Iteration, peer: str, python: Path) -> None:
     """Gate, then turns of both sides."""
     unknown = UNKNOWN.get(work.reference, set())
     if wrong := list(wrong_steps(measurement, work.exact, peer, python)):

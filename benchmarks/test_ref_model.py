@@ -59,7 +59,7 @@ CHECKPOINTED = (COPY, HALF)  # these are also measured with activation checkpoin
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class RefModelJob:
     """A model, and the batch that each trainer steps on.
 
     Lengths of prompts and responses are uniform. Weights are fp32; `precision` is that of forwards.
@@ -103,15 +103,15 @@ _TOY = Model("tiny", "gpt2", 4, 16, 2, 2, 32, 101, 64, "fp32", tied=False)
 def cases(run: Run) -> list[Case]:
     """The cases of a kind of device."""
     if run.toy:
-        jobs = [Job(_TOY, samples=4, mini_batch=2, prompt=(2, 4), response=(3, 9))]
+        jobs = [RefModelJob(_TOY, samples=4, mini_batch=2, prompt=(2, 4), response=(3, 9))]
     elif run.device.type == "cpu":
-        jobs = [Job(_DEEP), Job(_WIDE_HEAD)]
+        jobs = [RefModelJob(_DEEP), RefModelJob(_WIDE_HEAD)]
     else:  # short batches would measure how fast kernels are launched
         large = (
             dataclasses.replace(models.GPT2, dtype="fp32", tied=False),
             dataclasses.replace(models.QWEN, dtype="fp32"),
         )
-        jobs = [Job(model, "bf16", 64, 8, (32, 128), (64, 256)) for model in large]
+        jobs = [RefModelJob(model, "bf16", 64, 8, (32, 128), (64, 256)) for model in large]
     goal = Goal("speedup", 1.3, side=HALF, against=COPY, phase="update")
     return [
         Case(
@@ -127,7 +127,7 @@ def cases(run: Run) -> list[Case]:
     ]
 
 
-def samples(job: Job) -> Samples:
+def samples(job: RefModelJob) -> Samples:
     """The job's batch: the same every time."""
     rng = np.random.RandomState(0)
 
@@ -224,7 +224,7 @@ def own_accelerate() -> Iterator[None]:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def trainer(job: Job, mode: Mode, device: torch.device) -> PPOTrainer:
+def trainer(job: RefModelJob, mode: Mode, device: torch.device) -> PPOTrainer:
     """A trainer with a policy of its own, whose weights are the same in every mode.
 
     Raises:
@@ -258,7 +258,7 @@ def trainer(job: Job, mode: Mode, device: torch.device) -> PPOTrainer:
         return PPOTrainer(config, model, tokenizer=word_tokenizer())
 
 
-def note(job: Job, mode: Mode) -> str:
+def note(job: RefModelJob, mode: Mode) -> str:
     """What a mode means for the job's model, in words."""
     shared = mode.shared_layers(job.model.layers)
     if shared is not None:
@@ -267,7 +267,7 @@ def note(job: Job, mode: Mode) -> str:
     return "LoRA of rank 8 on the attention, all else frozen" if mode.reference == "adapter" else ""
 
 
-def judge(job: Job, device: torch.device) -> tuple[dict[str, float], str | None]:
+def judge(job: RefModelJob, device: torch.device) -> tuple[dict[str, float], str | None]:
     """The largest |Δ log-prob| in fp32 of each mode beside a separate full copy, and why the gate
     fails, there or in the job's own precision.
 
@@ -283,7 +283,7 @@ def judge(job: Job, device: torch.device) -> tuple[dict[str, float], str | None]
     return exact, None
 
 
-def _judge(job: Job, device: torch.device) -> tuple[dict[str, float], str | None]:
+def _judge(job: RefModelJob, device: torch.device) -> tuple[dict[str, float], str | None]:
     data = samples(job)
     expected = copy_logprobs(job, data, device)
     largest: dict[str, float] = {}
@@ -308,7 +308,7 @@ def _judge(job: Job, device: torch.device) -> tuple[dict[str, float], str | None
     return largest, None
 
 
-def copy_logprobs(job: Job, data: Samples, device: torch.device) -> Tensor:
+def copy_logprobs(job: RefModelJob, data: Samples, device: torch.device) -> Tensor:
     """Log-probs of a separate copy for all response tokens, [N], each sample alone."""
     copy = build(job.model, device)
     with torch.autocast(device.type, torch.bfloat16, enabled=job.precision == "bf16"):
@@ -352,7 +352,7 @@ def test_step(measurement: Measurement, case: Case, run: Run) -> None:
     measure(measurement, case.of)
 
 
-def measure(measurement: Measurement, job: Job) -> None:
+def measure(measurement: Measurement, job: RefModelJob) -> None:
     """Gate, an observed step of each trainer, then turns, which are compared with the copy's."""
     device, data = measurement.run.device, samples(job)
     differences, red = judge(job, device)

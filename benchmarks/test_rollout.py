@@ -46,7 +46,7 @@ AUDITED = 4  # samples whose log-probs are compared with a plain forward's
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class RolloutJob:
     """Prompts with a length for each response, and the slots they share.
 
     Lengths of responses are log-normal (σ of the logarithm, median, at most), or all `median` where
@@ -88,25 +88,25 @@ class Workload(NamedTuple):
 # Goals that are None: not a main case.
 _H = ("nvidia h100", "nvidia h200")
 _ON_CPU = (
-    ("log-normal", Job(SMALL, 16, 16, (4, 32), 40, 200, 1.0),
+    ("log-normal", RolloutJob(SMALL, 16, 16, (4, 32), 40, 200, 1.0),
      (Goal("speedup", 1.5, against=GENERATE),)),
-    ("refilled", Job(SMALL, 64, 16, (4, 32), 40, 200, 1.0), ()),
-    ("equal lengths", Job(SMALL, 16, 16, (4, 32), 48, 48), None),
+    ("refilled", RolloutJob(SMALL, 64, 16, (4, 32), 40, 200, 1.0), ()),
+    ("equal lengths", RolloutJob(SMALL, 16, 16, (4, 32), 48, 48), None),
 )  # fmt: skip
 _ON_CUDA = (
-    ("alone", Job(GPT2, 1, 1, (16, 16), 256, 256),
+    ("alone", RolloutJob(GPT2, 1, 1, (16, 16), 256, 256),
      (Goal("seconds", 0.6e-3, _H, phase="decode step"),)),
     # The middle of a response is at a context of 512.
-    ("wide", Job(QWEN, 256, 256, (448, 448), 128, 128), (Goal("roofline", 0.5, _H[:1]),)),
-    ("log-normal", Job(GPT2, 256, 16, (4, 64), 128, 640, 1.0),
+    ("wide", RolloutJob(QWEN, 256, 256, (448, 448), 128, 128), (Goal("roofline", 0.5, _H[:1]),)),
+    ("log-normal", RolloutJob(GPT2, 256, 16, (4, 64), 128, 640, 1.0),
      (Goal("slots used", 0.95, ("nvidia", "amd")),)),
     *(
-        (f"batch of {n}", Job(model, n, n, (448, 448), 128, 128, all_peers=False), None)
+        (f"batch of {n}", RolloutJob(model, n, n, (448, 448), 128, 128, all_peers=False), None)
         for n in (1, 16, 64, 256) for model in (GPT2, QWEN)
         if (n, model) != (256, QWEN)  # that is the wide one
     ),
 )  # fmt: skip
-_TOY = (("toy", Job(TOY, 5, 2, (1, 4), 4, 6, 1.0), ()),)
+_TOY = (("toy", RolloutJob(TOY, 5, 2, (1, 4), 4, 6, 1.0), ()),)
 
 
 def cases(run: Run) -> list[Case]:
@@ -128,7 +128,7 @@ def cases(run: Run) -> list[Case]:
     ]
 
 
-def workload(job: Job) -> Workload:
+def workload(job: RolloutJob) -> Workload:
     """The job's prompts and lengths: the same every time."""
     rng = np.random.RandomState(0)
     low, high = job.prompt
@@ -140,7 +140,7 @@ def workload(job: Job) -> Workload:
     return Workload(prompts, np.clip(np.rint(lengths), 1, job.most).astype(int).tolist())
 
 
-def kv_bytes(job: Job, work: Workload) -> int:
+def kv_bytes(job: RolloutJob, work: Workload) -> int:
     """Bytes of live tokens' keys and values, summed over all steps of all samples.
 
     Before its t-th token, t = 0, 1, …, a sample with a prompt of p tokens reads those of p + t.
@@ -347,7 +347,7 @@ def test_rollout(measurement: Measurement, case: Case, run: Run) -> None:
     measure(measurement, case.of)
 
 
-def measure(measurement: Measurement, job: Job) -> None:
+def measure(measurement: Measurement, job: RolloutJob) -> None:
     """Gate, an uncounted rollout of each side, then turns."""
     device, peers = measurement.run.device, measurement.run.peers
     work, model = workload(job), build(job.model, device)
@@ -434,7 +434,7 @@ def _seconds(call: Generate, work: Workload, device: torch.device) -> Seconds:
     return {"rollout": timing.now(device) - begin}
 
 
-def _limit(ours: Side, job: Job, work: Workload, model: Any) -> Side:
+def _limit(ours: Side, job: RolloutJob, work: Workload, model: Any) -> Side:
     """A copy of the bytes that decode steps must read: all weights, live keys and values."""
     live, weights = kv_bytes(job, work), weight_bytes(model)
     steps = ours.facts["decode steps"]

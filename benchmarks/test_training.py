@@ -27,7 +27,7 @@ GOALS = (Goal("speedup", 1.3, against=TRL), Goal("memory share", 0.5, against=TR
 
 
 @dataclasses.dataclass(frozen=True)
-class Data(worker.Workload):
+class Data(worker.WorkerShape):
     """A model and data, everything in fp32: lengths in tokens. An epoch has ten steps."""
 
     kind: str  # sft or dpo

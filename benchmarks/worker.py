@@ -37,7 +37,7 @@ class Absent(RuntimeError):
     """A side's environment lacks what it was asked for."""
 
 
-class Workload:
+class WorkerShape:
     """Base of a workload's sizes: what workers are told of them."""
 
     model: Model

@@ -272,7 +272,7 @@ def test_a_shape_is_compared_in_fp32_on_a_smaller_batch() -> None:
     assert exact["layers"] == case.of.shape["layers"]
 
 
-def a_side(library: Any, work: test_ppo.Work, reference: str = "copy", **changes: Any):
+def a_side(library: Any, work: test_ppo.Iteration, reference: str = "copy", **changes: Any):
     optimizer = changes.pop("optimizer", "adam")
     return PPOSide(library, work.shape | changes, reference, optimizer)
 

@@ -15,7 +15,7 @@ from benchmarks.cases import OURS, Case, faster, rooflines
 from benchmarks.harness import Measurement, Red, Run
 from benchmarks.models import Model, build
 from benchmarks.test_ref_model import CHECKPOINTING, COPY, HALF, MODES, Stepping, own_accelerate
-from benchmarks.test_rollout import CONTINUOUS, GENERATE, STATIC, Job, Workload
+from benchmarks.test_rollout import CONTINUOUS, GENERATE, STATIC, RolloutJob, Workload
 from fastrl import RolloutEngine
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def an_entry(module, job) -> dict:
 
 
 TINY = Model("tiny", "gpt2", 1, 16, 2, 2, 32, 101, 32, "fp32")
-JOB = Job(TINY, 5, 2, (1, 4), 4, 6, 1.0)
+JOB = RolloutJob(TINY, 5, 2, (1, 4), 4, 6, 1.0)
 
 
 @pytest.fixture(autouse=True)
