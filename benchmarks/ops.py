@@ -1231,11 +1231,14 @@ def _compiled_sample_tokens() -> Iterator[Compiled]:
         keys = torch.zeros(size[0], dtype=torch.int64)
         kernels.sample_tokens(torch.empty(size, dtype=dtype), keys, backend="triton", **options)
 
-    odd_bf16 = (torch.bfloat16, (4, COMPILED_VOCABULARIES[0]))
+    # Of the vocabulary these kernels know only the number of parts, by powers of two: most parts in
+    # every dtype, and every option with fewer.
+    fewer = (torch.bfloat16, (4, COMPILED_VOCABULARIES[0]))
     calls = [
         (*each, label)
         for each in _compiled_vocabularies()
-        for label in (_SAMPLING if each[1:] == odd_bf16 else ("", "all"))
+        if each[1:] == fewer or each[2][1] == COMPILED_VOCABULARIES[1]
+        for label in (_SAMPLING if each[1:] == fewer else ("", "all"))
     ]
     calls += [(*each, "all") for each in _unusual_vocabularies()]
     for name, dtype, size, label in calls:
@@ -1338,14 +1341,25 @@ def _checked_attention(sizes: Sizes) -> Iterator[Shape]:
         yield _decode(Attention(*heads, sizes.width, **options), sizes.rows, tokens, dtype)
 
 
-# name: query heads to a head of keys, and options; a span of one split makes one launch
+# name: query heads to a head of keys, and options; a span of one split makes one launch. Of the
+# heads, what matters is how many a program takes: up to 16, or 32, of a half dtype; 1 or 2 of fp32.
 _ATTENTION: dict[str, tuple[int, dict[str, Any]]] = {
     "group=1": (1, {}),
-    "group=7": (7, {}),
     "group=7 one split": (7, {"span": 256}),
     "group=8 window softcap": (8, {"window": 200, "softcap": 50.0}),
     "group=80": (80, {}),
 }
+_COMPILED_ATTENTION = (
+    *product(("bf16",), (64, 128), ("group=7 one split", "group=80")),
+    ("bf16", 64, "group=1"),
+    ("bf16", 128, "group=8 window softcap"),
+    ("fp16", 64, "group=7 one split"),
+    ("fp16", 128, "group=8 window softcap"),
+    *product(("fp32",), (64, 128), ("group=1", "group=8 window softcap")),
+    ("bf16", 80, "group=7 one split"),
+    ("fp32", 96, "group=7 one split"),
+    *product(("bf16", "fp32"), (256,), ("group=8 window softcap",)),
+)
 
 
 def _compiled_attention() -> Iterator[Compiled]:
@@ -1355,15 +1369,7 @@ def _compiled_attention() -> Iterator[Compiled]:
         lengths = torch.ones(4, dtype=torch.int32)
         kernels.decode_attention(query, keys, values, lengths, backend="triton", **options)
 
-    few = ("group=1", "group=7 one split", "group=8 window softcap")
-    calls = [
-        (name, width, label)
-        for name in ("bf16", "fp16", "fp32")
-        for width in (64, 128)
-        for label in (_ATTENTION if name == "bf16" else few)
-    ]
-    calls += [(name, width, few[1]) for name in ("bf16", "fp32") for width in (80, 96, 256)]
-    for name, width, label in calls:
+    for name, width, label in _COMPILED_ATTENTION:
         made = partial(call, DTYPES[name], width, *_ATTENTION[label])
         yield Compiled(f"{name} D={width} {label}", made)
 
