@@ -252,9 +252,6 @@ def test_training_that_stops_takes_its_bar_away(
     assert not tqdm._instances
 
 
-# ---------------------------------------------------------------------- held-out examples
-
-
 def summary(path) -> dict:
     return json.loads((path / "summary.json").read_text())
 
