@@ -165,9 +165,6 @@ def test_a_class_name_stands_in_one_room():
     assert not shared
 
 
-# ---------------------------------------------------------------------- what one room alone does
-
-
 def calls(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
     """Every call, and the name of the innermost function that it stands in."""
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
+import runpy
 import zlib
 
 import numpy as np
 import pytest
 import torch
 
+from tests import conftest
 from tests.conftest import seed_draws
 
 Draws = tuple[float, float, float]
@@ -59,16 +59,16 @@ def drawn_late() -> Draws:
 
 
 @pytest.mark.parametrize(("given", "threads"), [(None, 1), ("3,2", 3)])
-def test_a_number_of_threads_that_is_given_is_kept(given: str | None, threads: int) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    environment |= {} if given is None else {"OMP_NUM_THREADS": given}
-    told = "import os, torch, tests.conftest as c; "
-    told += "print(torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])"
-    found = subprocess.run(
-        [sys.executable, "-c", told],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert found.stdout.split() == [str(threads), given or "1"]
+def test_a_number_of_threads_that_is_given_is_kept(
+    given: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")  # and restored afterwards
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    try:
+        runpy.run_path(conftest.__file__)
+        found = torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+    finally:
+        torch.set_num_threads(before)
+    assert found == (threads, given or "1")

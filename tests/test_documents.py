@@ -103,9 +103,6 @@ def with_block_of(*kinds: str) -> list[str]:
     return [page for page in PAGES if any(b.kind in kinds for p, b in EVERY if p == page)]
 
 
-# ---------------------------------------------------------------------- stand-ins
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level, of a few hundred tokens, with a chat template."""
@@ -207,9 +204,6 @@ def reader(stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     LOSSES.clear()
     LOSSES.update(losses)
     sys.modules.pop("rewards", None)
-
-
-# ---------------------------------------------------------------------- code blocks
 
 
 @pytest.mark.parametrize("page", with_block_of("python"))
@@ -318,9 +312,6 @@ def test_the_quick_starts_commands_run(reader: Path, capsys: Any) -> None:
             )
             ran.append(words[0])
     assert ran == ["sft", "reward", "align", "ppo"]
-
-
-# ---------------------------------------------------------------------- names and links
 
 
 def described_statistics() -> set[str]:

@@ -52,9 +52,6 @@ def misaligned_loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert loaded
 
 
-# ---------------------------------------------------------------------- loading
-
-
 def test_misaligned_weights_are_the_same_numbers_elsewhere() -> None:
     model, expected = tiny_models.language_model(), tiny_models.language_model()
     assert aligned(model)
@@ -134,9 +131,6 @@ def test_training_from_a_folder_goes_on_bit_by_bit(kind: str, tmp_path: Path) ->
     straight.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
     assert_same_weights(resumed.model, straight.model)
-
-
-# ---------------------------------------------------------------------- what rests on weights
 
 
 def test_a_step_learns_the_same_wherever_weights_lie() -> None:

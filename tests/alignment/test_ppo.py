@@ -265,9 +265,6 @@ def test_mini_batches_must_divide_the_batch(make_trainer: Make) -> None:
         make_trainer(PPO(mini_batches=3), tiny_models.policy())
 
 
-# ---------------------------------------------------------------------- sampling
-
-
 def test_the_loss_is_of_the_policy_that_is_sampled() -> None:
     loss = PPO(temperature=0.7)
     loss.check_sampling(SamplingParams(temperature=0.7))

@@ -1,8 +1,12 @@
 """`python -m tests.aot`: the ahead-of-time gate. Every kernel, every dtype, four targets, no GPU.
 
-Each target gets a process (kernels cache per device, and the interpreter must be off). The gate
-fails on a spill, on a narrow load in a main loop, on a call that raises, and on a kernel of the
-package that no call compiled.
+Each target gets a process (kernels cache per device, and the interpreter must be off). sm_80
+compiles every specialisation of the calls. The other targets compile every shape (dtypes,
+alignments, tiles, formulas) with the most options that it comes with, and every value of every
+option at least once (`covering` in worker.py); with `--full`, everything.
+
+The gate fails on a spill, on a narrow load in a main loop, on a call that raises, and on a kernel
+of the package that no call compiled.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--target", action="append", choices=TARGETS, help="only this target (repeatable)"
     )
     parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
+    parser.add_argument("--full", action="store_true", help="every specialisation on every target")
     parser.add_argument("--json", type=Path, help="also write the reports to this file")
     parser.add_argument(
         "--verbose", action="store_true", help="offending assembly lines, and full tracebacks"
@@ -43,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     targets = list(dict.fromkeys(args.target or TARGETS))
     reports = []
-    for report in run_targets(targets, CALLS, args.op):
+    for report in run_targets(targets, CALLS, args.op, args.full):
         reports.append(report)
         _print_table(report.target, report.rows)
     for reason in dict.fromkeys(row.let_pass for report in reports for row in report.rows):
@@ -64,13 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if passed else 1
 
 
-def run_targets(targets: Sequence[str], calls: str, ops: Sequence[str] = ()) -> Iterator[Report]:
+def run_targets(
+    targets: Sequence[str], calls: str, ops: Sequence[str] = (), full: bool = False
+) -> Iterator[Report]:
     """One process per target, as many at a time as there are cores; reports in order."""
     with ThreadPoolExecutor(max_workers=min(len(targets), os.cpu_count() or 1)) as pool:
-        yield from pool.map(lambda target: _run_worker(target, calls, ops), targets)
+        yield from pool.map(lambda target: _run_worker(target, calls, ops, full), targets)
 
 
-def _run_worker(target: str, calls: str, ops: Sequence[str]) -> Report:
+def _run_worker(target: str, calls: str, ops: Sequence[str], full: bool) -> Report:
     environment = {k: v for k, v in os.environ.items() if k not in _MISLEADING}
     # What this process can import, the worker can: a bare checkout has no installed packages.
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -78,6 +85,7 @@ def _run_worker(target: str, calls: str, ops: Sequence[str]) -> Report:
         out = Path(folder) / "report.json"
         command = [sys.executable, "-m", "tests.aot.worker", "--target", target]
         command += ["--calls", calls, "--out", str(out), *(f"--op={op}" for op in ops)]
+        command += ["--full"] if full else []
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if out.exists():
             return Report.from_json(json.loads(out.read_text(encoding="utf-8")))

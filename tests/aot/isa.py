@@ -70,9 +70,6 @@ def basename(path: str) -> str:
     return path.replace("\\", "/").rsplit("/", 1)[-1]
 
 
-# --- resources -----------------------------------------------------------------------------------
-
-
 def parse_cuobjdump(text: str) -> Usage:
     """``cuobjdump -res-usage`` of a cubin with one kernel (its largest function otherwise)."""
     found = [
@@ -107,8 +104,6 @@ def parse_amdgcn_usage(text: str) -> Usage:
     in_memory = counts["vgpr_spill_count"] + counts["private_segment_fixed_size"]
     return Usage(value("vgpr_count"), in_memory, detail)
 
-
-# --- the machine code ----------------------------------------------------------------------------
 
 _LABEL = re.compile(r"^\s*([$.\w]+):\s*(?:(?://|;).*)?$")
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]*)"')
@@ -201,9 +196,6 @@ def parse_assembly(text: str, backend: str) -> list[Access]:
     return list(_with_loops(blocks))
 
 
-# --- loops ---------------------------------------------------------------------------------------
-
-
 def _with_loops(blocks: list[_Block]) -> Iterator[Access]:
     """The accesses, those in an innermost loop with its number."""
     at = {label: i for i, block in enumerate(blocks) for label in block.labels}
@@ -271,8 +263,6 @@ def _forest(
                 stack.append((new, iter(sorted(edges[new] & nodes))))
         yield tree
 
-
-# --- the intermediate code ------------------------------------------------------------------------
 
 _LOC_DEFINITION = re.compile(r"^#(loc\d*) = loc\((.*)\)\s*$")
 _POSITION = re.compile(r'^"([^"]*)":(\d+):(\d+)')

@@ -9,13 +9,10 @@ from benchmarks.ops import Expect
 from tests.aot import __main__ as aot
 from tests.aot.isa import Access, Operand
 from tests.aot.judge import Widths, judge
-from tests.aot.worker import CaseError, Report, Row
+from tests.aot.worker import ABSENT, CaseError, Report, Row, covering
 
-TOY_TARGETS = ("sm_90", "gfx942")
+TOY_TARGETS = ("sm_80", "gfx942")  # the one that compiles everything, and another
 HERE = (("op.py", 10, 4),)
-
-
-# --- the verdict ---------------------------------------------------------------------------------
 
 
 def _verdict(
@@ -127,9 +124,6 @@ def test_no_demand_reports_widths_and_passes():
     assert (str(verdict.loads), verdict.faults) == ("2", ())
 
 
-# --- real kernels --------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def toy_reports():
     with pytest.MonkeyPatch.context() as patch:
@@ -141,7 +135,7 @@ def toy_reports():
 def test_toy_kernels_are_told_apart(toy_reports, target):
     report = toy_reports[target]
     rows = {row.op: row for row in report.rows}
-    assert set(rows) == {"wide", "narrow", "spilling", "tuned"}, report.errors
+    assert set(rows) == {"wide", "narrow", "spilling", "tuned", "optional"}, report.errors
 
     assert rows["wide"].faults == ()
     assert (rows["wide"].loads, rows["wide"].stores, rows["wide"].spills) == ("16", "16", 0)
@@ -163,6 +157,13 @@ def test_every_candidate_of_an_autotuned_kernel_is_compiled(toy_reports, target)
     assert sorted(row.constants["BLOCK"] for row in rows) == [1024, 2048]
 
 
+@pytest.mark.parametrize(("target", "count"), [("sm_80", 4), ("gfx942", 3)])
+def test_one_target_compiles_everything_and_others_what_covers_it(toy_reports, target, count):
+    found = {row.cases for row in toy_reports[target].rows if row.op == "optional"}
+    every = [("optional[]",), ("optional[mask]",), ("optional[scale]",), ("optional[mask scale]",)]
+    assert found == set(every[-count:])
+
+
 @pytest.mark.parametrize("target", TOY_TARGETS)
 def test_errors_and_forgotten_kernels_fail_the_gate(toy_reports, target):
     report = toy_reports[target]
@@ -180,7 +181,20 @@ def test_a_worker_that_dies_is_a_failure():
     assert "no_such_cases" in report.errors[0].message
 
 
-# --- the command ---------------------------------------------------------------------------------
+def test_a_covering_has_every_shape_with_the_most_options_and_every_value_of_an_option():
+    def known(dtype, mask=ABSENT, entropy=ABSENT):
+        return {"x": dtype, "mask": mask, "entropy": entropy}
+
+    found = {
+        "plain": known("*bf16"),
+        "mask": known("*bf16", mask="*u1"),
+        "entropy": known("*bf16", entropy="*fp32"),
+        "half entropy": known("*bf16", entropy="*bf16"),
+        "all": known("*bf16", mask="*u1", entropy="*fp32"),
+        "fp32": known("*fp32"),
+        "fp32 mask": known("*fp32", mask="*u1"),
+    }
+    assert covering(found) == {"all", "mask", "entropy", "half entropy", "fp32 mask"}
 
 
 def _row(**changes):
@@ -211,7 +225,7 @@ def _row(**changes):
     ],
 )
 def test_exit_code_and_json_follow_the_reports(report, code, said, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(aot, "run_targets", lambda targets, cases, ops: [report])
+    monkeypatch.setattr(aot, "run_targets", lambda *_: [report])
     path = tmp_path / "new" / "aot.json"
     assert aot.main(["--target", "sm_90", "--json", str(path)]) == code
     assert said in capsys.readouterr().out

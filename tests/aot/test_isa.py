@@ -12,8 +12,6 @@ from tests.aot.isa import (
     parse_ttgir,
 )
 
-# --- resources -----------------------------------------------------------------------------------
-
 
 def test_cuobjdump_reports_registers_and_no_spill():
     usage = parse_cuobjdump(
@@ -54,9 +52,6 @@ def test_amdgcn_metadata_reports_spills(spilled, counted):
     usage = parse_amdgcn_usage(text.replace(f".{spilled}:     0", f".{spilled}:     3"))
     assert usage.spills == counted
     assert usage.spill_detail == f".{spilled}:3"
-
-
-# --- widths --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -103,8 +98,6 @@ def test_amdgcn_access_widths(line, kind, width):
     (access,) = parse_assembly(f"\t{line}\n", "hip")
     assert (access.kind, access.width) == (kind, width)
 
-
-# --- loops and source lines ----------------------------------------------------------------------
 
 PTX = dedent("""\
     .visible .entry _k(

@@ -1,6 +1,8 @@
 """Calls for the gate's worker, in place of those of ``benchmarks.ops``."""
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 
 import torch
 import toy_kernels as toys
@@ -35,10 +37,19 @@ def _tuned() -> None:
     toys._tuned_kernel[(8,)](x, torch.empty_like(x))
 
 
+def _optional(mask: bool, scale: bool) -> None:
+    x = torch.empty(1024)
+    options = (x > 0 if mask else None, x if scale else None)
+    toys._optional_kernel[(1,)](x, *options, BLOCK=1024)
+
+
 def compiled() -> Iterator[tuple[str, Compiled]]:
     yield "wide", Compiled("bf16", _wide, BOTH)
     yield "narrow", Compiled("bf16", _narrow, BOTH)
     yield "spilling", Compiled("fp32", _spilling, BOTH)
     yield "tuned", Compiled("fp32", _tuned, BOTH)
+    for mask, scale in product((False, True), repeat=2):
+        label = " ".join(["mask"] * mask + ["scale"] * scale)
+        yield "optional", Compiled(label, partial(_optional, mask, scale))
     yield "raising", Compiled("", lambda: 1 / 0)
     yield "idle", Compiled("", lambda: None)

@@ -46,6 +46,18 @@ def _tuned_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _optional_kernel(x_ptr, mask_ptr, scale_ptr, BLOCK: tl.constexpr):
+    """Two options, each of which is off in one specialisation and on in another."""
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)
+    if mask_ptr is not None:
+        x = tl.where(tl.load(mask_ptr + at), x, 0.0)
+    if scale_ptr is not None:
+        x *= tl.load(scale_ptr)
+    tl.store(x_ptr + at, x)
+
+
+@triton.jit
 def _forgotten_kernel(x_ptr):
     """No case compiles it."""
     tl.store(x_ptr, 0.0)

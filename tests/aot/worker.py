@@ -1,8 +1,12 @@
-"""Compiles every call for one target, in a process of its own, and launches nothing.
+"""Compiles the kernels of every call for one target, in a process of its own, launching nothing.
 
 Triton asks its active driver which device it compiles for. This one answers with a target and says
 that tensors live on the CPU, so that calls of the public ops on CPU tensors build exactly the
 specialisations that users hit. Kernels cache per device, not per target: one process per target.
+
+One target compiles all of them, the others what `covering` chooses: options that meet in one kernel
+are the front end's business, which is the same for all; registers, spills and access widths are
+each target's own, and follow from dtypes, tiles and from how many options are on.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -34,6 +40,8 @@ from tests.aot.isa import (
 from tests.aot.judge import judge
 
 KERNEL_NAMES = "_*_kernel"
+ABSENT = "constexpr None"  # an optional argument that is left out
+Arguments = Mapping[str, str]  # what a specialisation knows of each argument
 
 
 @dataclass(frozen=True)
@@ -44,12 +52,13 @@ class Target:
     backend: str
     arch: int | str
     warp_size: int
+    full: bool = False  # compile every specialisation
 
 
 TARGETS = {
     t.name: t
     for t in (
-        Target("sm_80", "cuda", 80, 32),
+        Target("sm_80", "cuda", 80, 32, full=True),  # the quickest to compile for
         Target("sm_90", "cuda", 90, 32),
         Target("sm_100", "cuda", 100, 32),
         Target("gfx942", "hip", "gfx942", 64),
@@ -161,6 +170,23 @@ class Recorder:
         self._call: Compiled | None = None
         self._launches = 0
 
+    def choose(self, calls: Sequence[tuple[str, Compiled]]) -> None:
+        """Compile from now on only what covers the specialisations of these calls."""
+        from triton import knobs
+
+        found: dict[Any, dict[str, Arguments]] = defaultdict(dict)
+
+        def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+            found[fn.jit_function][key] = _arguments(compile)
+            return True  # do not compile
+
+        knobs.runtime.jit_cache_hook = note
+        for _, call in calls:
+            with suppress(Exception):  # it will be raised again, and reported
+                call.call()
+        chosen = {function: covering(each) for function, each in found.items()}
+        knobs.runtime.jit_cache_hook = lambda *, key, fn, **_: key not in chosen[fn.jit_function]
+
     def install(self) -> None:
         """Replace the driver and the launch, for the rest of the process."""
         from triton.runtime import driver
@@ -194,8 +220,10 @@ class Recorder:
             raise RuntimeError("the call launched no Triton kernel")
 
     def _record(self, function: Any, kernel: Any) -> None:
-        assert self._call is not None, "a kernel was launched outside of a call"
         self._launches += 1
+        if kernel is None:  # not chosen
+            return
+        assert self._call is not None, "a kernel was launched outside of a call"
         name = function.fn.__name__
         expects = (e for pattern, e in self._call.kernels.items() if fnmatch(name, pattern))
         expect = next(expects, self._call.expect)
@@ -207,6 +235,39 @@ class Recorder:
         seen.expect = seen.expect.stricter(expect)
         if self._name not in seen.cases:
             seen.cases.append(self._name)
+
+
+def _arguments(compile: Mapping[str, Any]) -> Arguments:
+    """Types, constants and alignments, as Triton's hook tells them; and the number of warps."""
+    names = list(compile["signature"])
+    found = {name: str(kind) for name, kind in compile["signature"].items()}
+    for path, constant in compile["constants"].items():
+        found[names[path[0]]] += f" {constant}"
+    for path, alignment in compile["configs"][0].items():
+        found[names[path[0]]] += f" {alignment or ''}".rstrip()
+    return {**found, "num_warps": str(compile["num_warps"])}
+
+
+def covering(specialisations: Mapping[str, Arguments]) -> set[str]:
+    """Which of a kernel's specialisations stand for all of them on a target.
+
+    The arguments that none of them leaves out (dtypes, alignments, tiles, formulas) are a shape:
+    each shape is compiled with the most options that it comes with, and of each option every value
+    at least once.
+    """
+    options = {k for each in specialisations.values() for k, v in each.items() if v == ABSENT}
+    chosen: set[str] = set()
+    seen: set[object] = set()
+    fullest_first = sorted(
+        specialisations.items(), key=lambda item: list(item[1].values()).count(ABSENT)
+    )
+    for key, arguments in fullest_first:
+        values = {(k, v) for k, v in arguments.items() if k in options}
+        new = {frozenset(arguments.items() - values), *values}
+        if not new <= seen:
+            chosen.add(key)
+            seen |= new
+    return chosen
 
 
 def kernel_name(function: Any) -> str:
@@ -319,12 +380,17 @@ def _case_error(case: str, error: Exception) -> CaseError:
     return CaseError(case, f"{type(error).__name__}: {lines[-1].strip()}", trace)
 
 
-def gate(target: Target, calls: Sequence[tuple[str, Compiled]], package: str | None) -> Report:
-    """Compile the calls; with a package, also demand that each of its kernels was among them."""
+def gate(
+    target: Target, calls: Sequence[tuple[str, Compiled]], package: str | None, full: bool
+) -> Report:
+    """Compile the calls, or what covers them unless ``full``; with a package, also demand that each
+    of its kernels was among them."""
     start = time.monotonic()
     report = Report(target.name)
     recorder = Recorder(target)
     recorder.install()
+    if not full:
+        recorder.choose(calls)
     for op, call in calls:
         try:
             recorder.call(op, call)
@@ -344,6 +410,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", choices=TARGETS, required=True)
     parser.add_argument("--calls", required=True, help="a module with PACKAGE and compiled()")
     parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
+    parser.add_argument("--full", action="store_true", help="compile every specialisation")
     parser.add_argument("--out", type=Path, required=True, help="the report, as JSON")
     args = parser.parse_args(argv)
 
@@ -357,7 +424,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no call of {', '.join(sorted(unknown))}: choose from {known}")
     calls = [(op, call) for op, call in calls if not args.op or op in args.op]
     # With some ops left out, some kernels are left out too.
-    report = gate(TARGETS[args.target], calls, None if args.op else module.PACKAGE)
+    target = TARGETS[args.target]
+    package = None if args.op else module.PACKAGE
+    report = gate(target, calls, package, args.full or target.full)
     args.out.write_text(json.dumps(asdict(report)), encoding="utf-8")
     return 0
 

@@ -172,9 +172,6 @@ def test_the_kl_is_to_the_adapter_that_the_run_began_with(world, sft, tmp_path, 
     assert "the base model with it off, from which the policy differs already" in said
 
 
-# ---------------------------------------------------------------------- dropout
-
-
 @pytest.mark.parametrize("command", ["sft", "reward", "align"])
 def test_an_adapters_dropout_acts_in_training(command, world, tmp_path, monkeypatch):
     """Each of its modules leaves out some of what it is given, and does so in training alone."""

@@ -128,8 +128,10 @@ def test_a_new_adapter_does_not_overwrite_its_base(name, world, tmp_path, capsys
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
 
 
-@pytest.mark.parametrize("flag", ["report-to", "log-with"])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [*((name, "report-to") for name in COMMANDS), ("sft", "log-with"), ("ppo", "log-with")],
+)
 def test_every_command_serves_the_same_trackers_by_the_same_flags(
     name, flag, world, tmp_path, monkeypatch
 ):

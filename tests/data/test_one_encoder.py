@@ -24,7 +24,7 @@ from tests.data.conftest import KINDS, TEMPLATES, trained, with_template
 
 disable_progress_bars()
 SETTINGS = settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fastrl import cli
+from fastrl.demo import experiment
 from fastrl.demo.criterion import GAIN_IN_SEMS, KL_CEILING, failures
 from fastrl.demo.text import (
     opening,
@@ -126,7 +127,19 @@ def test_each_condition_can_be_missed(after, kl, missed):
 
 def test_a_missed_condition_ends_the_demo_with_one(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("fastrl.demo.criterion.KL_CEILING", 0.0)
-    words = ["demo", "--quick", "--steps", "1", "--output", str(tmp_path)]
+    small = experiment.Size(
+        reviews=64,
+        language_model_steps=1,
+        pairs=64,
+        reward_steps=1,
+        ppo_steps=1,
+        batch_size=8,
+        train_prompts=16,
+        eval_prompts=8,
+        eval_every=0,
+    )
+    monkeypatch.setattr(experiment, "QUICK", small)
+    words = ["demo", "--quick", "--output", str(tmp_path)]
     assert cli.main(words) == 1
     assert "FAILED in" in capsys.readouterr().out
 

@@ -75,9 +75,6 @@ def judge(query, keys, values, lengths, backend, slack=0.0, **options):
     return out
 
 
-# --- figures -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=names(DTYPES))
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_rows_match_the_formula(backend, device, dtype, options):
@@ -148,9 +145,6 @@ def test_any_shape_matches_the_formula(data):
         judge(*inputs, backend, slack=ROUNDINGS[inputs[0].dtype], **options)
 
 
-# --- what is read --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
 def test_dead_tokens_are_not_read(device, dtype):
     inputs = cache(BORDERS, dtype, device, dead=math.nan)
@@ -217,9 +211,6 @@ def test_offsets_have_64_bits(device, far):
     for inputs in ((query, spread, keys), (query, keys, spread)):
         expected = decode_attention(query, keys, keys, lengths, backend="triton")
         assert torch.equal(decode_attention(*inputs, lengths, backend="triton"), expected)
-
-
-# --- manners -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(FP32, 257), (BF16, None)], ids=str)

@@ -62,11 +62,11 @@ def expected_bits() -> list[list[int]]:
     return [x.detach().flatten().view(torch.int32).tolist() for x in found]
 
 
-def test_it_loads_where_neither_fastrl_nor_an_installed_copy_can_be_imported(repository):
+def test_it_loads_where_neither_fastrl_nor_an_installed_copy_can_be_imported(built):
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH",)}
     environment["FASTRL_KERNELS_BACKEND"] = "torch"
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(repository)],
+        [sys.executable, "-c", LOAD, str(built)],
         env=environment,
         cwd=ROOT,  # whose folder `kernels` must not stand in for the package
         capture_output=True,
@@ -76,7 +76,7 @@ def test_it_loads_where_neither_fastrl_nor_an_installed_copy_can_be_imported(rep
     assert done.returncode == 0, done.stderr
     name, public, file, results, loaded = json.loads(done.stdout)
     assert name.startswith("_fastrl_kernels_")
-    assert Path(file).is_relative_to(repository)
+    assert Path(file).is_relative_to(built)
     assert public == sorted(fastrl_kernels.__all__)
     assert results == expected_bits()
     assert loaded == []

@@ -87,14 +87,6 @@ def python(code: str, *arguments: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_needs_torch_only():
-    code = """
-import sys, fastrl_kernels
-print(sorted({"triton", "transformers", "datasets", "fastrl", "accelerate"} & sys.modules.keys()))
-"""
-    assert python(code) == "[]"
-
-
 def test_every_public_name_has_a_call():
     called = {*CALLS, *preference.__all__}
     assert called == set(fastrl_kernels.__all__), "add a line to CALLS for what is new"
@@ -128,9 +120,10 @@ assert all(x.grad.isfinite().all() for x in (logits, new, values, scores, logpro
             assert said[name] == "with gradients"
 
 
-def test_forced_triton_on_the_cpu_says_what_to_do():
+def test_importing_needs_torch_only_and_forced_triton_on_the_cpu_says_what_to_do():
     code = """
-import torch, fastrl_kernels
+import sys, torch, fastrl_kernels
+print(sorted({"triton", "transformers", "datasets", "fastrl", "accelerate"} & sys.modules.keys()))
 logits, labels = torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64)
 for op in (
     lambda: fastrl_kernels.token_logprobs(logits, labels, backend="triton"),
@@ -141,7 +134,8 @@ for op in (
     except ValueError as error:
         print(error)
 """
-    said = python(code).splitlines()
+    imported, *said = python(code).splitlines()
+    assert imported == "[]"
     assert len(said) == 2
     for line in said:
         assert "backend='triton' cannot be honoured" in line

@@ -86,9 +86,6 @@ def test_of_tied_logits_the_first_is_top(backend, device, vocabulary):
         assert extras.is_top1.tolist() == [True, False, False, False]
 
 
-# --- labels out of range -------------------------------------------------------------------------
-
-
 def loss_of(inputs: dict[str, Any], **options: Any) -> tuple[Tensor, Any]:
     labels = inputs["labels"]
     zeros = torch.zeros(labels.shape, device=labels.device)
@@ -147,9 +144,6 @@ def test_a_label_out_of_range_is_nan_on_the_device(device, label, workspace):
     assert stats.logprobs.isnan().tolist() == [False, True, False]
     assert by_hidden.isnan().all(-1).tolist() == [False, True, False]
     assert by_hidden[[0, 2]].isfinite().all()
-
-
-# --- the work on rows ----------------------------------------------------------------------------
 
 
 def statistics_and_gradients(
@@ -246,9 +240,6 @@ def test_every_element_is_scaled_once(device, monkeypatch, n, dtype):
     assert torch.equal(x, expected)
 
 
-# --- chunks --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 100, 4096])
 @pytest.mark.parametrize("columns", [1, 503, 151936])
 @pytest.mark.parametrize("budget", [1, 10**6, 10**9])
@@ -270,8 +261,6 @@ def test_chunks_of_columns_cover_the_vocabulary(n, vocabulary, budget):
     assert set(widths[:-1]) <= {1024, 2048, 4096, 8192}
     assert max(widths) <= 1024 or n * max(widths) * 4 <= budget
 
-
-# --- what is refused -----------------------------------------------------------------------------
 
 INTEGERS, FLOATS = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
 

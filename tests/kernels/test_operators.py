@@ -48,20 +48,28 @@ def recorded(function: Callable[..., Any], x: Inputs) -> dict[str, tuple[Any, ..
     return found
 
 
-OPCHECKS = [
-    "full_kl masked", "linear_logprobs entropy", "linear_logprobs extras",
-    "linear_nll_loss", "linear_nll_loss with everything", "linear_ppo_loss",
-    "linear_ppo_loss with everything", "sample_keys tensors", "sample_tokens tensors",
-    "token_logprobs", "token_logprobs entropy",
-]  # fmt: skip
+# By case, the operators that it calls.
+OPCHECKS: dict[str, set[str]] = {
+    "full_kl masked": {"full_kl", "full_kl_backward"},
+    "linear_logprobs entropy": {"checked_labels", "linear_logprobs", "linear_logprobs_backward"},
+    "linear_logprobs extras": {"checked_labels", "linear_logprobs", "linear_logprobs_backward"},
+    "linear_nll_loss": {"checked_labels", "linear_nll_loss"},
+    "linear_nll_loss with everything": {"checked_labels", "linear_nll_loss"},
+    "linear_ppo_loss": {"checked_labels", "linear_ppo_loss"},
+    "linear_ppo_loss with everything": {"checked_labels", "linear_ppo_loss"},
+    "sample_keys tensors": {"sample_keys"},
+    "sample_tokens tensors": {"sample_keys", "sample_tokens"},
+    "token_logprobs": {"checked_labels", "token_logprobs", "token_logprobs_backward"},
+    "token_logprobs entropy": {"checked_labels", "token_logprobs", "token_logprobs_backward"},
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", OPCHECKS)
-def test_operators_keep_what_they_promise(case, dtype):
-    """Their schemas, their fakes and their gradients, as torch checks them."""
-    calls = recorded(lambda x: CASES[case](x, "torch"), inputs(4, dtype))
-    assert calls
+def test_operators_keep_what_they_promise(case):
+    """Their schemas, their fakes and their gradients, as torch checks them; of bfloat16, where
+    results in fp32 differ from those in the dtype of the inputs."""
+    calls = recorded(lambda x: CASES[case](x, "torch"), inputs(4, torch.bfloat16))
+    assert calls.keys() == OPCHECKS[case]
     for name, arguments in calls.items():
         operator, differentiable = REGISTERED[name]._opoverload, REGISTERED[name]._backward_fn
         leaves = {"logits", "hidden", "weight", "bias"} if differentiable else ()
@@ -75,11 +83,7 @@ def test_operators_keep_what_they_promise(case, dtype):
 
 
 def test_every_operator_is_checked():
-    found: set[str] = set()
-    for case in OPCHECKS:
-        torch._dynamo.reset()
-        found |= recorded(lambda x, case=case: CASES[case](x, "torch"), inputs(4)).keys()
-    assert found == REGISTERED.keys()
+    assert set().union(*OPCHECKS.values()) == REGISTERED.keys()
 
 
 def test_gradients_are_computed_forward_only_for_those_who_ask():

@@ -51,9 +51,6 @@ def kept_by_transformers(logits, **options):
     return x >= torch.where(kept, x, INF).amin(-1, keepdim=True)
 
 
-# --- what is kept --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("vocabulary", [1, 2, 7, 503])
 def test_keeps_what_transformers_keeps(backend, device, vocabulary, options):
@@ -135,9 +132,6 @@ def test_a_peaked_row_keeps_its_peak_alone(backend, device):
         assert result.truncated_logprobs.tolist() == [0.0] * 3
 
 
-# --- log-probabilities and entropies -------------------------------------------------------------
-
-
 def judge_statistics(logits, backend, **options):
     """Every figure against float64, with the error that plain PyTorch makes in fp32."""
     result = sample(logits, backend=backend, **options)
@@ -181,9 +175,6 @@ def test_extreme_logits(backend, device):
         assert all(x.isfinite().all() for x in (result.logprobs, result.entropies))
         assert result.tokens[[0, 3]].tolist() == logits[[0, 3]].argmax(-1).tolist()
         assert result.entropies[1].item() == pytest.approx(math.log(503))
-
-
-# --- greedy, and parameters per row --------------------------------------------------------------
 
 
 def test_greedy_takes_the_first_of_the_highest(backend, device):
@@ -244,9 +235,6 @@ def test_an_impossible_temperature_on_the_device_is_no_draw(device):
     result = sample(batch(4, 90, device=device), temperature=temperature, backend="triton")
     assert (result.tokens == -1).tolist() == [False, True, True, True]
     assert result.logprobs.isnan().tolist() == [False, True, True, True]
-
-
-# --- manners -------------------------------------------------------------------------------------
 
 
 def test_nothing_waits_for_the_device(device):

@@ -144,9 +144,6 @@ def test_the_interpreters_noise_is_tritons(monkeypatch, device):
     assert torch.equal(exponentials(3, 64, 1, device), at_once)
 
 
-# --- what a draw depends on ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
 def test_a_row_alone_gives_the_bits_it_gives_among_others(backend, device, dtype, options):

@@ -166,9 +166,6 @@ def test_sample_tokens_of_a_large_vocabulary(backend, device, name, random):
     check_draws(draw, draw.placed(draw.normal((1, LARGE), 2.0)), options, backend)
 
 
-# --- keys ----------------------------------------------------------------------------------------
-
-
 def bits(draw: Draw) -> int:
     """An integer of up to 64 bits, or one of those where its sign or its length changes."""
     few = draw.random.getrandbits(draw.random.choice((1, 8, 31, 40, 63, 64)))

@@ -81,9 +81,6 @@ def reward_adapter(base, folder, labels=1):
     return adapter(base, folder, "SEQ_CLS", kind, lora, num_labels=labels)
 
 
-# ---------------------------------------------------------------------- storage
-
-
 def test_loaded_weights_lie_in_aligned_memory_of_their_own(base):
     plain = AutoModelForCausalLM.from_pretrained(base, use_safetensors=True)
     assert not aligned(plain), "or this would show nothing"
@@ -141,9 +138,6 @@ def test_own_storage_keeps_what_is_one_memory_and_what_is_trained():
     assert model.far.is_meta
 
 
-# ---------------------------------------------------------------------- folders
-
-
 def test_a_runs_folder_stands_for_the_model_in_it(base, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
@@ -169,9 +163,6 @@ def test_a_folder_without_a_model_says_what_was_looked_for(load, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileNotFoundError, match="is a file"):
         load(tmp_path / "file")
-
-
-# ---------------------------------------------------------------------- adapters
 
 
 @pytest.mark.parametrize("trainable", [True, False])
@@ -243,9 +234,6 @@ def test_an_adapters_tokenizer_is_its_own_or_else_its_bases(base, tmp_path):
     assert load_tokenizer(folder).name_or_path == str(base)
     tiny.tokenizer().save_pretrained(folder)
     assert load_tokenizer(folder).name_or_path == str(folder)
-
-
-# ---------------------------------------------------------------------- reward models
 
 
 @pytest.mark.parametrize("labels", [1, 3])
@@ -385,9 +373,6 @@ def test_an_adapters_weights_that_are_cut_short_are_named(load, base, tmp_path):
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"adapter_model\.safetensors cannot be read"):
         load(file.parent)
-
-
-# ---------------------------------------------------------------------- in PPO
 
 
 def trainer_of(model, **settings):

@@ -96,9 +96,6 @@ def test_a_layer_is_shared_and_a_layer_is_left(layers):
         Trunk(deep("llama").pretrained_model, layers)
 
 
-# ---------------------------------------------------------------------- the cache
-
-
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gemma2"])
 @pytest.mark.parametrize("left", [True, False])
 def test_activations_are_those_of_the_sequences_alone(family, left):

@@ -49,9 +49,6 @@ def adapted(**changes):
     ).eval()
 
 
-# ---------------------------------------------------------------------- forward
-
-
 @torch.no_grad()
 def test_values_are_a_linear_map_of_the_last_hidden_state(policy, ids):
     logits, loss, values = policy(input_ids=ids)
@@ -158,9 +155,6 @@ def test_an_unknown_initialisation_is_refused():
         )
 
 
-# ---------------------------------------------------------------------- refusals
-
-
 def test_models_that_ppo_cannot_train_are_refused():
     with pytest.raises(ValueError, match="GPT2Model has no language-model head"):
         AutoModelForCausalLMWithValueHead(GPT2Model(tiny_models.config("gpt2")))
@@ -185,9 +179,6 @@ def test_a_second_adapter_is_refused():
         AutoModelForCausalLMWithValueHead.from_pretrained(
             adapted().pretrained_model, peft_config=tiny_models.lora()
         )
-
-
-# ---------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt_projected"])
@@ -283,9 +274,6 @@ def test_a_pickled_value_head_is_not_read(tmp_path):
     assert torch.all(loaded.v_head.summary.weight.abs() < 1.0)
 
 
-# ---------------------------------------------------------------------- PEFT
-
-
 @pytest.fixture(scope="module")
 def saved_adapter(tmp_path_factory):
     """(folder of the adapter, the model saved there); its base lies beside it."""
@@ -370,9 +358,6 @@ def test_generate_is_that_of_the_language_model(policy, ids):
         policy.generate(input_ids=ids, **settings),
         policy.pretrained_model.generate(input_ids=ids, **settings),
     )
-
-
-# ---------------------------------------------------------------------- names of heads
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)

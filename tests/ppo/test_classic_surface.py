@@ -15,8 +15,6 @@ from fastrl_kernels import reference
 from tests.golden import tiny
 from tests.ppo.conftest import BATCH, make_batch, make_policy, make_trainer, perturbed
 
-# ---------------------------------------------------------------------- learning rates
-
 
 def scheduled(**settings: Any) -> tuple[PPOTrainer, ExponentialLR]:
     policy = make_policy()
@@ -51,9 +49,6 @@ def test_a_schedule_is_part_of_accelerates_checkpoint(tmp_path: Any) -> None:
     trainer.step(**make_batch())
     trainer.accelerator.load_state(str(tmp_path))
     assert trainer.lr_scheduler.get_last_lr() == pytest.approx([5e-3])
-
-
-# ---------------------------------------------------------------------- loss
 
 
 def of_one_sample(length: int = 6, vocabulary: int = 9) -> dict[str, Tensor]:
@@ -149,8 +144,6 @@ def test_a_classic_optimizer_step_is_on_the_whole_loss(accumulated: int) -> None
     assert bias.item() - before == pytest.approx(0.1 * (1 - before), rel=1e-5)
 
 
-# ---------------------------------------------------------------------- penalty
-
 LOGPROBS = torch.tensor([[-0.5, -0.2, -3.0], [-0.6, -4.0, -0.1]])
 DIFFERENCE = torch.tensor([[0.25, -0.5, 0.0], [-1.0, 2.0, -0.125]])
 
@@ -183,9 +176,6 @@ def test_the_full_penalty_is_the_kl_of_the_two_distributions() -> None:
 def test_without_a_reference_the_penalty_is_not_known() -> None:
     penalty = make_trainer(init_kl_coef=0.0, reference=None)._kl_penalty
     assert penalty(LOGPROBS, LOGPROBS).isnan().all()
-
-
-# ---------------------------------------------------------------------- checks and warnings
 
 
 def test_the_checks_of_a_step_can_be_asked_for(trainer: PPOTrainer) -> None:

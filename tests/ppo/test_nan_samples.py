@@ -187,9 +187,6 @@ def test_without_a_rollout_an_empty_response_is_an_error_still():
         make_trainer().step(**given)
 
 
-# --- the whole loop ------------------------------------------------------------------------------
-
-
 def poisoned() -> Any:
     """A policy in which a token makes all that comes after it NaN."""
     policy = tiny_models.policy("gpt2", tie_word_embeddings=False)

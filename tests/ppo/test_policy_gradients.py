@@ -63,9 +63,6 @@ def logprobs_of(model, queries, responses) -> list[torch.Tensor]:
     return told
 
 
-# --- advantages ----------------------------------------------------------------------------------
-
-
 def by_formula(name: str, totals: torch.Tensor) -> torch.Tensor:
     """A group's advantages, from its R in float64."""
     n, mean = len(totals), totals.mean()
@@ -104,9 +101,6 @@ def test_rows_that_are_no_whole_groups_are_refused():
     rewards = torch.zeros(3, 2)
     with pytest.raises(ValueError, match="3 samples are not whole groups of 2"):
         trainer.compute_advantages(rewards, rewards, rewards == 0)
-
-
-# --- a whole step --------------------------------------------------------------------------------
 
 
 def exact_loss(model, reference, old, batch, *, aggregate, kl_in, coef, clip, weights=None):
@@ -240,9 +234,6 @@ def test_a_coefficient_of_the_loss_adapts():
     assert result["objective/kl_coef"] == before
 
 
-# --- groups --------------------------------------------------------------------------------------
-
-
 def test_a_group_must_have_one_query(unchanged):
     trainer = make_trainer(init_kl_coef=0.0)
     queries, responses, scores = groups()
@@ -286,9 +277,6 @@ def test_the_dataloader_gives_the_prompts_of_whole_groups():
     config = PPOConfig(**GROUP, init_kl_coef=0.0)
     trainer = PPOTrainer(config, model, tokenizer=tiny.tokenizer(), dataset=rows)
     assert len(next(iter(trainer.dataloader))["input_ids"]) == 2
-
-
-# --- weights of samples --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("advantage", ["gae", "dr_grpo"])

@@ -49,9 +49,6 @@ def assert_same(a, b):
         assert torch.equal(a[name], b[name]), name
 
 
-# ---------------------------------------------------------------------- trunk
-
-
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_shared_layer_runs_once_per_sample_and_not_in_the_update(family, epochs):
@@ -178,9 +175,6 @@ def test_a_checkpoint_says_what_was_frozen_and_loading_looks(tmp_path):
         load(tmp_path)
 
 
-# ---------------------------------------------------------------------- other modes
-
-
 @pytest.mark.parametrize("mode", ["offload", "trunk"])
 def test_scores_are_those_of_a_copy(mode):
     settings = {"num_shared_layers": 2} if mode == "trunk" else {"reference": mode}
@@ -263,8 +257,6 @@ def test_the_reference_follows_every_few_steps(mode):
     trainer.step(**batch)
     assert abs(trainer.sequence_kl(batch["queries"], batch["responses"])) > 1e-3
 
-
-# ---------------------------------------------------------------------- gradient checkpointing
 
 MODES = {
     "copy": {"reference": "copy"},

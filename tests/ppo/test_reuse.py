@@ -188,9 +188,6 @@ def test_the_kl_over_the_vocabulary_needs_the_policys_forward(policy_scores):
     assert policy_scores == [2, 2]
 
 
-# ---------------------------------------------------------------------- which engine generates
-
-
 def engines_of(trainer):
     return [type(engine) for engine in trainer.rollouts.backend._engines.values()]
 

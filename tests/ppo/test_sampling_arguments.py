@@ -257,9 +257,6 @@ def test_a_temperature_that_is_none_is_refused(temperature):
         make_trainer(temperature=temperature)
 
 
-# ---------------------------------------------------------------------- the classic generate()
-
-
 def test_classic_generate_names_each_field_of_the_checkpoint_once():
     trainer = trainer_of(instruct())
     prompts = tiny_models.prompts(5, 3)
@@ -332,9 +329,6 @@ def test_the_policys_temperature_is_the_default_of_classic_generate():
     )
     got = torch.from_numpy(stats["objective/ref_logprobs"]).double().sum()
     assert got == pytest.approx(float(expected), abs=1e-4)
-
-
-# ---------------------------------------------------------------------- stops
 
 
 def stopped_model():

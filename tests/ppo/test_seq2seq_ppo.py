@@ -56,9 +56,6 @@ def by_hand(family: str, model: Any, batch: dict[str, list[Tensor]]) -> list[dic
     return [seq2seq_models.by_hand(model, q, r, seq2seq_models.START[family]) for q, r in pairs]
 
 
-# ---------------------------------------------------------------------- which tokens, and padding
-
-
 @FAMILIES
 @pytest.mark.parametrize("padding", ["right", "left", "collator"])
 def test_log_probs_and_values_are_those_of_plain_forwards(family: str, padding: str) -> None:
@@ -176,9 +173,6 @@ def test_masked_response_tokens_do_not_count(family: str) -> None:
     assert abs(whole.step(**batch)["objective/kl_dist"] - kls).min() > 1e-3
 
 
-# ---------------------------------------------------------------------- responses
-
-
 @FAMILIES
 def test_generate_gives_the_models_own_responses_without_the_start_token(family: str) -> None:
     with warnings.catch_warnings():
@@ -273,9 +267,6 @@ def test_a_response_may_repeat_its_query() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_trainer().step(**batch)
-
-
-# ---------------------------------------------------------------------- references and updates
 
 
 def test_reference_copy_and_none() -> None:
@@ -401,9 +392,6 @@ def test_rewards_rise(family: str) -> None:
     assert after.mean > 0.7, (before.mean, after.mean)
     assert any(after.completions)
     assert not any(text.startswith(" ") for text in after.completions), "a space of the prompt's"
-
-
-# ---------------------------------------------------------------------- surface and bad input
 
 
 def test_the_trainer_says_what_it_trains(tmp_path: Any) -> None:

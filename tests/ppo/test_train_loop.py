@@ -62,9 +62,6 @@ class Recorder:
         return [self.reward(ids) for ids in arguments["completion_ids"]]
 
 
-# ---------------------------------------------------------------------- rewards
-
-
 def test_the_reward_function_gets_prompts_completions_and_their_tokens(trainer):
     reward = Recorder()
     run(trainer, reward, steps=2)
@@ -140,9 +137,6 @@ def test_wrong_rewards_are_refused(trainer, rewards, message):
     with pytest.raises(ValueError, match=message):
         run(trainer, lambda **_: rewards)
     assert trainer.current_step == before
-
-
-# ---------------------------------------------------------------------- prompts
 
 
 def test_prompts_may_be_token_ids(trainer):
@@ -232,9 +226,6 @@ def test_a_stream_goes_on_from_where_its_state_says():
         stream.take(7)
 
 
-# ---------------------------------------------------------------------- a second run
-
-
 def seen(reward):
     return [call["prompts"] for call in reward.calls]
 
@@ -306,8 +297,6 @@ def test_a_metrics_file_is_begun_anew_for_another_trainer(tmp_path):
         run(make_trainer(), zero, steps=1, callbacks=[metrics])
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
-
-# ---------------------------------------------------------------------- chats
 
 TEMPLATE = (
     "{% set roles = {'user': 'w40', 'assistant': 'w41', 'system': 'w42'} %}<bos>"
@@ -407,8 +396,6 @@ def test_chats_need_a_template_and_the_tokenizer_is_named():
         run(chat_trainer(), zero, prompts=CHATS[0])
 
 
-# ---------------------------------------------------------------------- prompts that are too long
-
 LONG = " ".join(f"w{3 + i}" for i in range(45))  # with 4 new tokens one more than the context
 
 
@@ -466,9 +453,6 @@ def test_an_encoder_decoders_prompt_and_response_have_a_context_each():
         longer.fitting(layout, 1, "refuse")
 
 
-# ---------------------------------------------------------------------- processes
-
-
 @pytest.mark.parametrize("told_by", ["accelerate", "launcher"])
 def test_several_processes_are_refused(trainer, monkeypatch, told_by):
     if told_by == "accelerate":
@@ -494,9 +478,6 @@ def test_one_process_under_ddp_trains_and_several_are_refused(monkeypatch, proce
     before = trainer.model.v_head.summary.weight.clone()
     assert run(trainer, Recorder()).history[0]["ppo/optimizer_steps"] == 1
     assert not torch.equal(trainer.model.v_head.summary.weight, before)
-
-
-# ---------------------------------------------------------------------- evaluation
 
 
 def test_an_unchanged_policy_evaluates_the_same_every_time():
@@ -530,9 +511,6 @@ def test_evaluations_come_before_after_and_in_between(trainer, every, expected):
 
 def test_without_evaluation_prompts_there_is_no_evaluation(trainer):
     assert run(trainer, zero, eval_every=1).evaluations == []
-
-
-# ---------------------------------------------------------------------- callbacks
 
 
 class Events(TrainCallback):

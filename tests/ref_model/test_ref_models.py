@@ -61,9 +61,6 @@ def move(policy):
                 p.add_(0.5 * torch.randn_like(p))
 
 
-# ---------------------------------------------------------------------- copies
-
-
 def test_a_reference_is_a_frozen_copy_in_evaluation_mode(policy):
     reference = create_reference_model(policy)
     assert not any(module.training for module in reference.modules())
@@ -105,9 +102,6 @@ def test_a_reference_stays_when_the_policy_moves(mode, inputs):
     found = reference.score(inputs, request(inputs)).logprobs
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
     assert (policy(**inputs, scoring=request(inputs)).logprobs - expected).abs().max() > 1e-2
-
-
-# ---------------------------------------------------------------------- trunks
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -190,9 +184,6 @@ def test_a_frozen_part_that_changed_is_noticed():
         reference.verify()
 
 
-# ---------------------------------------------------------------------- adapters
-
-
 def test_an_adapter_reference_scores_as_the_base_and_restores_the_adapter(inputs):
     model = adapted()
     reference = AdapterOffRefModel(model)
@@ -269,9 +260,6 @@ def test_adapters_cost_next_to_nothing():
     assert storage(policy) <= 1.02 * before
 
 
-# ---------------------------------------------------------------------- offload
-
-
 def test_an_offloaded_copy_visits_layer_by_layer(inputs):
     policy = deep("gpt2")
     reference = choose(policy, reference="offload")
@@ -322,9 +310,6 @@ def test_an_offloaded_copy_leaves_the_device_as_it_was(inputs):
     assert all(p.device.type == "cpu" for p in reference.model.parameters())
 
 
-# ---------------------------------------------------------------------- none
-
-
 def test_without_a_reference_nothing_is_known(inputs):
     reference = choose(tiny_models.policy("gpt2"), init_kl_coef=0.0)
     assert type(reference) is NoRefModel
@@ -332,9 +317,6 @@ def test_without_a_reference_nothing_is_known(inputs):
     assert reference.model is None
     with pytest.raises(ValueError, match="no reference to generate with"):
         reference.as_policy()
-
-
-# ---------------------------------------------------------------------- following
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.25])
@@ -361,9 +343,6 @@ def test_a_reference_moves_towards_the_policy(mode, weight):
         compared += 1
     assert compared > 0
     reference.verify()
-
-
-# ---------------------------------------------------------------------- which one
 
 
 def test_auto_takes_what_costs_least_and_says_why():
@@ -422,9 +401,6 @@ def test_budgets_come_from_the_configuration():
     policy = deep("gpt2")
     reference = choose(policy, num_shared_layers=2, trunk_cache_gib=0.5, trunk_cache_host_gib=1.5)
     assert reference._budget == Budget(2**29, 3 * 2**29)
-
-
-# ---------------------------------------------------------------------- of plain models
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -164,9 +164,6 @@ def test_the_host_reads_nothing_for_it(flash):
     assert len(flash.calls) == 1
 
 
-# ---------------------------------------------------------------------- when it is taken
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("width", [8, 64, 80, 256])
 def test_it_is_taken_where_it_fits(flash, width, dtype):

@@ -253,9 +253,6 @@ def test_what_the_engine_refuses_is_an_error():
         GenerateEngine(tiny_models.policy(), tiny.tokenizer(), 0)
 
 
-# ---------------------------------------------------------------------- the class by itself
-
-
 @pytest.mark.parametrize("family", tiny_models.WITHOUT_INTERFACE)
 def test_the_engine_itself_refuses_what_it_cannot_run(family):
     with pytest.raises(UnsupportedModel, match=r"because it does not support.*use GenerateEngine"):

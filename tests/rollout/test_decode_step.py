@@ -108,8 +108,6 @@ def test_a_step_writes_to_the_same_addresses(each_step):
     assert len(addresses) == 1
 
 
-# ---------------------------------------------------------------------- distributions
-
 CUTS = [
     {},
     {"temperature": 0.6},

@@ -69,9 +69,6 @@ def check_figures(model, prompts, params, out, atol=1e-5):
             assert (got - right).abs().max() <= atol, name
 
 
-# ---------------------------------------------------------------------- against plain forwards
-
-
 def test_greedy_responses_are_those_of_generate_for_each_prompt_alone(policy):
     prompts = tiny_models.prompts(*LENGTHS)
     with warnings.catch_warnings():
@@ -122,9 +119,6 @@ def test_figures_are_of_the_whole_distribution_where_draws_are_truncated(gpt2):
         logits, _ = unpadded(gpt2, prompts[i], sequence)
         lowest = logits.topk(5).values[:, -1:]
         assert (logits.gather(1, sequence[:, None]) >= lowest - 1e-6).all()
-
-
-# ---------------------------------------------------------------------- when a response ends
 
 
 def test_ends_are_reported_and_kept(gpt2):
@@ -185,9 +179,6 @@ def test_changes_to_logits_are_those_of_generate(gpt2, settings):
         expected = by_generate(gpt2, prompt, max_new_tokens=9, do_sample=False, **settings)
         assert torch.equal(sequence, expected)
     check_figures(gpt2, prompts, params, out)  # of the model's own distribution
-
-
-# ---------------------------------------------------------------------- what a draw depends on
 
 
 def same(a, b, order=None):
@@ -256,9 +247,6 @@ def test_long_lists_of_prompts_are_prefilled_in_parts(gpt2, monkeypatch):
     whole = engine_of(gpt2, max_slots=18).generate(prompts, SAMPLED)
     monkeypatch.setattr("fastrl.rollout.engine.PREFILL_TOKENS", 7)
     same(engine_of(gpt2, max_slots=18).generate(prompts, SAMPLED), whole)
-
-
-# ---------------------------------------------------------------------- the model is left alone
 
 
 def test_dropout_is_off_and_all_is_put_back():
@@ -333,9 +321,6 @@ def test_nan_ends_its_sample_alone(gpt2):
     assert out.stats["perf/nan_samples"] == 2
 
 
-# ---------------------------------------------------------------------- memory
-
-
 def test_memory_is_kept_grows_and_is_released(gpt2):
     engine = engine_of(gpt2, max_slots=4)
     engine.generate(tiny_models.prompts(3), SamplingParams(max_new_tokens=4))
@@ -367,9 +352,6 @@ def test_a_budget_bounds_the_slots(gpt2):
     first = engine._kv_cache
     engine.generate(prompts, SAMPLED)
     assert engine._kv_cache is first
-
-
-# ---------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
@@ -420,9 +402,6 @@ def test_a_model_on_two_devices_is_refused(gpt2):
     model.v_head.to("meta")
     with pytest.raises(ValueError, match="several devices"):
         engine_of(model)
-
-
-# ---------------------------------------------------------------------- texts and chats
 
 
 def written(engine, prompts):

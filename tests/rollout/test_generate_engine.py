@@ -75,9 +75,6 @@ def scripted_sequences(rows, prompts=None, model_stops_at=tiny.EOS, **generation
     return [s.tolist() for s in out.sequences], out.finish_reasons
 
 
-# ---------------------------------------------------------------------- sequences
-
-
 def test_greedy_responses_are_those_of_each_prompt_alone(policy):
     prompts = tiny_models.prompts(*LENGTHS)
     engine = GenerateEngine(policy, tiny.tokenizer(), batch_size=3)
@@ -161,9 +158,6 @@ def test_an_output_reports_tokens_per_second_and_no_logprobs(engine):
     assert out.logprobs is out.values is out.entropies is None
 
 
-# ---------------------------------------------------------------------- state
-
-
 def test_a_seed_reproduces_and_leaves_the_global_generator_alone(engine):
     prompts = tiny_models.prompts(3, 4)
 
@@ -217,9 +211,6 @@ def test_the_autocast_context_is_open_during_generation():
     assert not torch.is_autocast_enabled("cpu")
 
 
-# ---------------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -258,9 +249,6 @@ def test_prompts_of_two_lengths_need_a_pad_token(gpt2):
         tiny_models.prompts(2, 3), {"pad_token_id": tiny.EOS, **GREEDY}
     )
     assert len(with_keyword.sequences) == 2
-
-
-# ---------------------------------------------------------------------- scores
 
 
 def scored(model, **options):
@@ -418,9 +406,6 @@ def test_figures_are_made_in_evaluation_mode_and_under_autocast():
     assert model.training
     assert torch.equal(a, b)
     assert not torch.equal(a, c[: len(a)])
-
-
-# ---------------------------------------------------------------------- where responses end
 
 
 def test_each_prompt_has_a_limit_of_its_own(gpt2):
@@ -593,9 +578,6 @@ def test_a_response_ends_where_nothing_is_left_to_draw(gpt2, scores):
     assert [len(s) for s in out.sequences] == [0, 0]
     same = RolloutEngine(gpt2, tiny.tokenizer()).generate(prompts, params)
     assert out.finish_reasons == same.finish_reasons
-
-
-# ---------------------------------------------------------------------- what else holds
 
 
 def test_parameters_hold_whatever_the_generation_config_says():

@@ -85,9 +85,6 @@ def update(model, device):
     optimizer.zero_grad()
 
 
-# ---------------------------------------------------------------------- captured or not
-
-
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_captured_steps_give_what_plain_ones_give(device, kind, params):
@@ -191,9 +188,6 @@ def test_stop_sequences_under_graphs(gpt2):
         assert got.tolist() == whole[: len(got)].tolist()
 
 
-# ---------------------------------------------------------------------- what happens between
-
-
 def test_weights_that_are_updated_in_place_are_used_without_a_new_capture(device, gpt2):
     engine = engine_of(gpt2)
     before = rollout(engine, GREEDY)
@@ -242,9 +236,6 @@ def test_casts_are_those_of_the_new_weights(device, gpt2):
     assert_same(after, rollout(engine_of(gpt2, autocast=autocast), SAMPLED))
 
 
-# ---------------------------------------------------------------------- memory
-
-
 def allocated():
     """Bytes, without what cuBLAS keeps for every stream."""
     gc.collect()
@@ -271,9 +262,6 @@ def test_sleep_gives_memory_back_and_changes_no_sample(device, half):
     for out in (again, third):
         assert captures(out) == BUCKETS
         assert_same(out, first)
-
-
-# ---------------------------------------------------------------------- without the engine
 
 
 @torch.no_grad()

@@ -72,9 +72,6 @@ def test_buckets_grow_by_half():
     assert bucket_sizes(21) == [1, 2, 3, 4, 6, 8, 12, 16, 21]
 
 
-# ---------------------------------------------------------------------- who has finished
-
-
 class Event:
     """Refuses to be waited for twice, or before it was recorded."""
 
