@@ -314,6 +314,19 @@ def test_the_quick_starts_commands_run(reader: Path, capsys: Any) -> None:
     assert ran == ["sft", "reward", "align", "ppo"]
 
 
+def test_the_quick_starts_commands_run_as_printed_on_its_own_lines(
+    reader: Path, capsys: Any
+) -> None:
+    (reader / "runs" / "sft" / "model").unlink()
+    (reader / "runs" / "reward" / "model").unlink()
+    for block in blocks("docs/quick_start.md"):
+        if "file" in block.notes and block.notes["file"].endswith(".jsonl"):
+            (reader / block.notes["file"]).unlink()
+            (reader / block.notes["file"]).write_text(block.text, encoding="utf-8")
+        for _, *words in commands(block) if "run" in block.notes else ():
+            assert cli.main(words) == 0, capsys.readouterr().err
+
+
 def described_statistics() -> set[str]:
     """The names in code in docs/statistics.md."""
     return set(re.findall(r"`([^`]+)`", (DOCS / "statistics.md").read_text(encoding="utf-8")))

@@ -5,30 +5,12 @@ examples or of the policy's responses, which an annotator judges; a reweighter s
 each sample; a :class:`Trainer` minimises a :class:`Loss`.
 """
 
+from fastrl.alignment import losses
 from fastrl.alignment.annotator import Annotator, RewardAnnotator, load_annotator
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.batch_factory import BatchFactory
-from fastrl.alignment.losses import (
-    DPO,
-    IPO,
-    KTO,
-    LOSSES,
-    ORPO,
-    PPO,
-    SFT,
-    BradleyTerry,
-    ConservativeDPO,
-    Hinge,
-    Loss,
-    LossOutput,
-    PairwiseLoss,
-    RobustDPO,
-    SimPO,
-    SLiC,
-    make_loss,
-    register,
-)
+from fastrl.alignment.losses import *  # noqa: F403
 from fastrl.alignment.reweighter import (
     ByFunction,
     ByImportance,
@@ -45,43 +27,26 @@ from fastrl.data.examples import Example, Response
 from fastrl.rewards.judges import JudgeAnnotator, ModelJudge
 
 __all__ = [
-    "DPO",
-    "IPO",
-    "KTO",
-    "LOSSES",
-    "ORPO",
-    "PPO",
-    "SFT",
     "TASKS",
     "AlignmentConfig",
     "Annotator",
     "Batch",
     "BatchFactory",
-    "BradleyTerry",
     "ByFunction",
     "ByImportance",
     "ByLength",
     "ByMargin",
-    "ConservativeDPO",
     "DatasLoader",
     "Example",
-    "Hinge",
     "JudgeAnnotator",
-    "Loss",
-    "LossOutput",
     "ModelJudge",
-    "PairwiseLoss",
     "Response",
     "RewardAnnotator",
-    "RobustDPO",
-    "SLiC",
     "SampleReweighter",
-    "SimPO",
     "Task",
     "Trainer",
     "Uniform",
     "load_annotator",
-    "make_loss",
     "make_reweighter",
-    "register",
 ]
+__all__ += losses.__all__

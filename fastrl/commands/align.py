@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.alignment.arguments import AlignmentConfig
-from fastrl.alignment.losses import LOSSES, Loss, describe_losses, make_loss
+from fastrl.alignment.losses import LOSSES, Loss, make_loss
+from fastrl.alignment.losses.base import describe_losses
 from fastrl.alignment.tasks import TASKS, Task, find_task
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit, held_out_accuracy
 from fastrl.config import parse_json, setting, setting_like
