@@ -55,11 +55,12 @@ def _plot(path: Path, entries: list[Entry]) -> Path:
     panels = [(speed, f"faster than {base} by" if entries[0]["baseline"] else "fastrl faster by")]
     panels += [(memory, "peak memory [MiB]")] if any(bars for _, bars in memory) else []
     heights = [0.8 + sum(0.3 * len(bars) + 0.2 for _, bars in groups) for groups, _ in panels]
-    figure = Figure(figsize=(8, sum(heights) + 0.4 * len(panels)))
+    figure = Figure(figsize=(8, sum(heights) + 0.9 * len(panels)), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.15)
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    figure.subplots_adjust(hspace=0.5 / statistics.fmean(heights) + 0.2)
-    for axis, (groups, label) in zip(axes, panels, strict=True):
-        _bars(axis, groups, colours)
+    # Bars of a ratio begin where both are as fast: those to the left are of the faster peers.
+    for axis, (groups, label), begin in zip(axes, panels, (1.0, None), strict=False):
+        _bars(axis, groups, colours, begin)
         axis.set_xlabel(label)
     axes[0].axvline(1.0, color=OUR_COLOUR)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,23 +72,37 @@ def _plot(path: Path, entries: list[Entry]) -> Path:
     return path
 
 
-def _bars(axes: Any, groups: list[tuple[str, dict[str, float]]], colours: dict[str, str]) -> None:
-    """A group of horizontal bars for each title, from the top down, each with its name's colour."""
+def _bars(
+    axes: Any,
+    groups: list[tuple[str, dict[str, float]]],
+    colours: dict[str, str],
+    begin: float | None,
+) -> None:
+    """A group of horizontal bars for each title, from the top down, each with its name's colour,
+    from ``begin`` or the axis on."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
     ticks, row, named = [], 0.0, set()
     for title, bars in groups:
         ticks.append((row + (len(bars) - 1) / 2, title))
         for name, value in bars.items():
             label = name if name not in named else None
             named.add(name)
-            axes.barh(row, value, height=0.8, color=colours[name], label=label)
+            width = value if begin is None else value - begin
+            axes.barh(row, width, left=begin or 0, height=0.8, color=colours[name], label=label)
             written = f" {value:.0f}" if value >= 1000 else f" {value:.3g}"
-            axes.annotate(written, (value, row), va="center", fontsize=8)
+            axes.annotate(written, (max(value, begin or 0), row), va="center", fontsize=8)
             row += 1
         row += 0.7
     axes.set_yticks([y for y, _ in ticks], [title for _, title in ticks])
     axes.invert_yaxis()
     values = [value for _, bars in groups for value in bars.values()]
+    low, high = min(*values, 1.0) / 1.5, max(*values, 1.0) * 2
     axes.set_xscale("log")
-    axes.set_xlim(min(*values, 1.0) / 1.5, max(*values, 1.0) * 2)
+    axes.set_xlim(low, high)
+    steps = (1.0, 2.0, 5.0) if high / low < 1000 else (1.0,)
+    axes.xaxis.set_major_locator(LogLocator(subs=steps, numticks=100))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.grid(axis="x", alpha=0.3)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
