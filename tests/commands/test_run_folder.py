@@ -49,10 +49,46 @@ def run(name, world, output, **flags):
     return cli.main([command, *words])
 
 
+@pytest.fixture
+def told(monkeypatch):
+    """What a tracker is told, in order."""
+    told = []
+
+    class Tracker(GeneralTracker):
+        name, requires_logging_directory = "told", True
+        tracker = None
+
+        def __init__(self, run_name, logging_dir):
+            super().__init__()
+            told.append(("folder", logging_dir))
+
+        def store_init_configuration(self, values):
+            told.append(("settings", set(values)))
+
+        def log(self, values, step=None, **kwargs):
+            told.append((step, set(values)))
+
+        def finish(self):
+            told.append(("finish", None))
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", Tracker)
+    monkeypatch.setattr(
+        "accelerate.tracking.get_available_trackers", lambda: [LoggerType.TENSORBOARD]
+    )
+    return told
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_leaves_the_same_kind_of_folder(name, world, tmp_path, capsys):
+def test_every_command_leaves_the_same_kind_of_folder(name, world, tmp_path, capsys, told):
     folder = tmp_path / "run"
-    assert run(name, world, folder) == 0
+    assert run(name, world, folder, report_to="tensorboard") == 0
+    assert told[0] == ("folder", str(folder / "logs"))
+    assert told[-1] == ("finish", None)
+    assert "learning_rate" in told[1][1]
+    steps = [step for step, _ in told[2:-1]]
+    assert min(steps) == 0  # the evaluation before training
+    assert max(steps) == 2
+    assert {"reward/mean", "train/loss"} & set().union(*(names for _, names in told[2:-1]))
     files = {"run.json", "metrics.jsonl", "model", "report.png", "summary.json"}
     files |= {"samples.jsonl"} if name in SAMPLED else set()
     assert {path.name for path in folder.iterdir()} == files
@@ -128,45 +164,10 @@ def test_a_new_adapter_does_not_overwrite_its_base(name, world, tmp_path, capsys
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
 
 
-@pytest.mark.parametrize(
-    ("name", "flag"),
-    [*((name, "report-to") for name in COMMANDS), ("sft", "log-with"), ("ppo", "log-with")],
-)
-def test_every_command_serves_the_same_trackers_by_the_same_flags(
-    name, flag, world, tmp_path, monkeypatch
-):
-    told = []
-
-    class Tracker(GeneralTracker):
-        name, requires_logging_directory = "told", True
-
-        def __init__(self, run_name, logging_dir):
-            super().__init__()
-            told.append(("folder", logging_dir))
-
-        tracker = None
-
-        def store_init_configuration(self, values):
-            told.append(("settings", set(values)))
-
-        def log(self, values, step=None, **kwargs):
-            told.append((step, set(values)))
-
-        def finish(self):
-            told.append(("finish", None))
-
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", Tracker)
-    monkeypatch.setattr(
-        "accelerate.tracking.get_available_trackers", lambda: [LoggerType.TENSORBOARD]
-    )
-    assert run(name, world, tmp_path / "run", **{flag: "tensorboard"}) == 0
-    assert told[0] == ("folder", str(tmp_path / "run" / "logs"))
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+def test_log_with_names_trackers_too(name, world, tmp_path, told):
+    assert run(name, world, tmp_path / "run", log_with="tensorboard") == 0
     assert told[-1] == ("finish", None)
-    assert "learning_rate" in told[1][1]
-    steps = [step for step, _ in told[2:-1]]
-    assert min(steps) == 0  # the evaluation before training
-    assert max(steps) == 2
-    assert len({"reward/mean", "train/loss"} & set().union(*(names for _, names in told[2:-1])))
     settings = json.loads((tmp_path / "run" / "summary.json").read_text())["settings"]
     assert "tensorboard" in (settings.get("report_to"), settings.get("log_with")) or settings[
         "report_to"
