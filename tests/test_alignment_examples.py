@@ -23,7 +23,7 @@ def test_offline_dpo(language_model, tmp_path):
     _, before, after = run("offline_dpo")["train"](
         language_model, str(path), str(tmp_path / "out"), held_out=PAIRS[20:], epochs=4, **FAST
     )
-    assert before["eval_rewards/accuracies"] < 0.5
+    assert before["eval_rewards/accuracies"] == 0.5  # all margins are 0
     assert after["eval_rewards/accuracies"] == 1.0
     assert (tmp_path / "out" / "model.safetensors").exists()
 
