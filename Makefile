@@ -38,7 +38,7 @@ demo: $(VENV)/.runtime
 # Where threads are asked for, those that wait leave the cores to the other workers.
 test: export OMP_WAIT_POLICY ?= passive
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses $(JOBS) $(PYTEST)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
 	$(BIN)/python -m tests.aot
 
 lint: $(VENV)/.dev

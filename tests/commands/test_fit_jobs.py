@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastrl import cli
 from fastrl.rewards.classifier import ClassifierReward
-from tests import tiny_models
 
 COMMANDS = {"sft": ("lm", "reviews.jsonl"), "reward": ("clf1", "pairs.jsonl")}
 
@@ -72,22 +71,6 @@ def test_without_held_out_examples_all_are_trained_on(command, folder, tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["train_examples"], summary["eval_examples"]) == (60, 0)
     assert not any(name.startswith("held_out") for name in summary)
-
-
-def test_another_data_set_may_be_held_out(folder, tmp_path):
-    flags = {"eval-dataset": folder / "reviews.jsonl", "eval-examples": 100, "max-steps": 1}
-    assert cli.main(arguments("sft", folder, tmp_path / "run", **flags)) == 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["train_examples"], summary["eval_examples"]) == (60, 60)
-
-
-@pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_adapter_may_be_trained(command, folder, tmp_path):
-    flags = {"lora-r": 2, "max-steps": 1}
-    assert cli.main(arguments(command, folder, tmp_path / "run", **flags)) == 0
-    assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
 
 
 def test_a_template_says_what_is_learned(folder, tmp_path, capsys):

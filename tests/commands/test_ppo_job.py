@@ -5,8 +5,6 @@ import shutil
 
 import pytest
 import torch
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from accelerate.utils import LoggerType
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -226,52 +224,6 @@ def test_several_processes_are_refused_before_anything_is_loaded(command, monkey
     monkeypatch.setenv("RANK", "1")
     assert cli.main([command, "--model", "none", "--dataset", "none"]) == 2
     assert f"fastrl {command} runs as one process, and was started as 2" in capsys.readouterr().err
-
-
-def test_trackers_get_the_run_and_are_closed_by_the_command(world, tmp_path, monkeypatch):
-    told = []
-
-    class Tracker(GeneralTracker):
-        name, requires_logging_directory = "told", True
-
-        def __init__(self, run_name, logging_dir):
-            super().__init__()
-            told.append(("folder", logging_dir))
-
-        tracker = None
-
-        def store_init_configuration(self, values):
-            pass
-
-        def log(self, values, step=None, **kwargs):
-            told.append((step, set(values)))
-
-        def finish(self):
-            told.append(("finish", None))
-
-    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", Tracker)
-    monkeypatch.setattr(
-        "accelerate.tracking.get_available_trackers", lambda: [LoggerType.TENSORBOARD]
-    )
-    reward = f"{world / 'rewards.py'}:length"
-    flags = {"log-with": "tensorboard", "steps": 2}
-    assert cli.main(arguments(world, tmp_path / "run", reward, **flags)) == 0
-    assert told[0] == ("folder", str(tmp_path / "run" / "logs"))
-    assert told[-1] == ("finish", None)
-    steps = [(step, names) for step, names in told[1:-1]]
-    assert [step for step, names in steps if "reward/mean" in names] == [1, 2]
-    assert [step for step, names in steps if "eval/reward_mean" in names] == [0, 2]
-
-
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_lora_saves_an_adapter(world, tmp_path):
-    reward = f"{world / 'rewards.py'}:length"
-    assert cli.main(arguments(world, tmp_path / "run", reward, **{"lora-r": 2})) == 0
-    assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
-    card = (tmp_path / "run" / "model" / "README.md").read_text()
-    assert "LoRA adapter of rank 2" in card
-    assert f"**Base model:** `{world / 'lm'}`" in card
 
 
 @pytest.mark.parametrize(

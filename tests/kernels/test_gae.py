@@ -203,12 +203,6 @@ def test_runs_give_the_same_bits(backend, device):
         assert torch.equal(first, second)
 
 
-def test_strided_inputs(backend, device):
-    inputs = episode((8, 90), torch.bfloat16, device, cuts=True)
-    inputs = {name: x[::2, 1:80:3] for name, x in inputs.items()}
-    judge(*both(backend), inputs, wrt=(*WRT, "bootstrap_value"))
-
-
 def test_misaligned_inputs(backend, device):
     inputs = episode((3, 37), torch.bfloat16, device, cuts=True)
     inputs = {name: misaligned(x) for name, x in inputs.items()}

@@ -225,16 +225,6 @@ def test_a_row_of_rewards_is_the_same_alone_and_in_a_batch(device, rows, length)
             assert torch.equal(a[0], b[row])
 
 
-def test_strided_inputs(backend, device):
-    wide = pair((6, 80), torch.bfloat16, device)
-    inputs = {name: x[:, 3:70:2] for name, x in wide.items()}
-    inputs["scores"] = torch.randn(12, device=device)[::2]
-    wrt = ("logprobs", "ref_logprobs", "scores")
-    judge(*classic_rewards(backend, "k3"), inputs, wrt=wrt)
-    del inputs["scores"]
-    judge(*penalty(backend, "k3"), inputs, wrt=wrt[:2])
-
-
 def test_misaligned_inputs(backend, device):
     inputs = pair((4, 37), torch.bfloat16, device)
     inputs = {name: misaligned(x) for name, x in inputs.items()}

@@ -178,15 +178,6 @@ def test_masked_tokens_are_exactly_zero_whatever_they_hold(backend, device):
         assert x[counted].any()
 
 
-def test_all_tokens_masked(backend, device):
-    logits, labels = batch(3, 100, device=device)
-    mask = torch.zeros(3, dtype=torch.bool, device=device)
-    for options in ({"mask": mask}, {}):
-        labels = labels if options else torch.full_like(labels, -100)
-        for x in results(logits, labels, backend=backend, **options):
-            assert not x.any()
-
-
 def test_a_label_out_of_range_is_an_error_on_the_cpu_path():
     logits, labels = batch(2, 3, 100)
     labels[1, 2] = 100
@@ -352,14 +343,6 @@ def test_a_second_derivative_is_refused(backend, device):
     (dlogits,) = torch.autograd.grad(total, logits, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dlogits.sum().backward()
-
-
-@pytest.mark.parametrize("shape", [(0, 100), (3, 0, 100), (0, 3, 100)])
-def test_no_tokens(backend, device, shape):
-    logits, labels = batch(*shape, device=device)
-    logprobs, entropies, dlogits = results(logits, labels, backend=backend)
-    assert logprobs.shape == entropies.shape == shape[:-1]
-    assert dlogits.shape == shape
 
 
 def test_only_shapes_are_compiled_in():

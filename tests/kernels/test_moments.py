@@ -124,13 +124,6 @@ def test_what_stands_at_masked_places_never_shows(backend, device, poison):
         assert torch.equal(results[0][1], results[1][1])
 
 
-def test_strided_values_and_masks(backend, device):
-    inputs = batch((30, 64), torch.bfloat16, device)
-    inputs = {name: x.t()[5:50:2] for name, x in inputs.items()}
-    for name in STATISTICS:
-        judge(*statistic(name, backend), inputs, wrt=("values",))
-
-
 def test_ranks_merge_their_moments_into_those_of_the_whole_batch(backend, device):
     values, mask = batch((8, 333), torch.float32, device, mean=1e4).values()
     mask[2:4] = False  # a rank that counts nothing
@@ -222,17 +215,6 @@ def test_offsets_do_not_wrap_at_two_to_the_31(device):
     with offset_widths(values, mask) as widths:
         masked_whiten(values, mask, backend="triton").sum().backward()
     assert widths == {64}
-
-
-def test_an_empty_batch(backend, device):
-    values = torch.zeros(0, 5, device=device, requires_grad=True)
-    mask = torch.ones(0, 5, dtype=torch.bool, device=device)
-    assert masked_mean(values, mask, backend=backend) == 0
-    assert masked_var(values, mask, backend=backend) == 0
-    whitened = masked_whiten(values, mask, backend=backend)
-    assert whitened.shape == (0, 5)
-    whitened.sum().backward()
-    assert values.grad.shape == (0, 5)
 
 
 def test_refusals(backend, device):
