@@ -118,7 +118,7 @@ def _print_problems(report: Report, verbose: bool) -> None:
         if verbose:
             print(error.trace)
     for kernel in report.missing:
-        print(f"{report.target}: {kernel}: no call compiled it; add one to benchmarks/ops.py")
+        print(f"{report.target}: {kernel}: no call compiled it; add one to benchmarks/ops/")
     for row in report.rows:
         for fault in row.faults:
             print(f"{report.target}: {row.kernel} {row.cases[0]}: {fault}")
