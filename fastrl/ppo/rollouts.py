@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from fastrl.config import PPOConfig
 from fastrl.data.prompt_ids import check_tensors
 from fastrl.models.layout import layout_of
-from fastrl.ppo.experience import LogprobsAndValues, rollout_logprobs
+from fastrl.ppo.experience import LogprobsAndValues
+from fastrl.ppo.old_logprobs import rollout_logprobs
 from fastrl.ref_model import RefModel
 from fastrl.rollout import (
     GenerateEngine,

@@ -24,11 +24,12 @@ from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.ppo import stats
 from fastrl.ppo.advantages import make_advantages
-from fastrl.ppo.experience import Experience, OldLogprobs, Scorer, scoring_request, zero_left_out
+from fastrl.ppo.experience import Experience, Scorer, scoring_request
 from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
 from fastrl.ppo.loop import Loop
 from fastrl.ppo.loss import UpdateLoss
 from fastrl.ppo.nonfinite import samples_left_out
+from fastrl.ppo.old_logprobs import OldLogprobs, zero_left_out
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
 from fastrl.ppo.setup import (

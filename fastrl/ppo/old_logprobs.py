@@ -1,0 +1,114 @@
+"""Old log-probs and values of an update: of the rollout, or of another forward of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.data.batch import TokenBatch
+from fastrl.ppo.experience import LogprobsAndValues, Scored, Scorer
+from fastrl.rollout import RolloutOutput
+
+# Largest difference in fp32, mean difference in lower precision, of log-probs and of values, with
+# which those of a rollout are reused.
+TOLERANCES = {torch.float32: ("max", 1e-4), torch.float64: ("max", 1e-4)}
+LOW_PRECISION = ("mean", 5e-3)
+AUDITED = 4  # samples per step that are scored again
+
+
+class OldLogprobs:
+    """Where a step's old log-probs and values come from.
+
+    Args:
+        kind: of ``PPOConfig.old_logprobs``: "recompute" always runs the policy; "rollout" takes
+            what the rollout returned; "auto" does where a few samples that are scored again agree.
+        scorer: runs policy and reference.
+    """
+
+    def __init__(self, kind: str, scorer: Scorer):
+        self.kind, self.scorer = kind, scorer
+
+    def check(self, rollout: Sequence[LogprobsAndValues] | None) -> None:
+        """
+        Raises:
+            ValueError: log-probs of the rollout are required and not known.
+        """
+        if self.kind == "rollout" and rollout is None:
+            raise ValueError(
+                "old_logprobs='rollout', but not all responses come from this trainer's generate() "
+                "under the current weights: pass what generated them as rollout=, or set "
+                "old_logprobs to 'auto'"
+            )
+
+    def __call__(
+        self, batch: TokenBatch, rollout: Sequence[LogprobsAndValues] | None
+    ) -> tuple[Scored, dict[str, float]]:
+        """The scored batch, and statistics.
+
+        Args:
+            rollout: of each response, where they are known from its generation.
+        """
+        if self.kind == "recompute" or rollout is None:
+            return self.scorer(batch), {"rollout/reused": 0.0}
+        taken = {"rollout/reused": 1.0}
+        statistics = taken if self.kind == "rollout" else self._audit(batch, rollout)
+        reused = _joined(batch, rollout) if statistics["rollout/reused"] else None
+        return self.scorer(batch, reused), statistics
+
+    def _audit(self, batch: TokenBatch, rollout: Sequence[LogprobsAndValues]) -> dict[str, float]:
+        """Compares a few samples with a forward of the policy."""
+        samples = batch.counting() or range(len(batch))
+        chosen = samples[:: max(1, len(samples) // AUDITED)][:AUDITED]
+        part = batch.select(chosen)
+        expected = torch.stack(self.scorer.policy_scores(part))
+        difference = (torch.stack(_joined(part, [rollout[i] for i in chosen])) - expected).abs()
+        kind, tolerance = TOLERANCES.get(self.scorer.precision, LOW_PRECISION)
+        # Values have a scale of their own.
+        relative = difference / expected.abs().clamp(min=1)
+        numbers = torch.stack([relative.max(), relative.mean(), difference[0].max()])
+        worst, mean, logprobs = numbers.tolist()
+        return {
+            "rollout/audit_max": worst,
+            "rollout/audit_mean": mean,
+            "rollout/audit_logprobs_max": logprobs,
+            # NaN does not agree.
+            "rollout/reused": float((worst if kind == "max" else mean) <= tolerance),
+        }
+
+
+def rollout_logprobs(
+    rollout: RolloutOutput, policy: nn.Module, temperature: float
+) -> list[LogprobsAndValues] | None:
+    """Log-probs and values of a rollout's sequences; None where it lacks one of them."""
+    logprobs, values = rollout.logprobs_at(temperature), rollout.values
+    if values is None and logprobs is not None and getattr(policy, "v_head", None) is None:
+        values = [torch.zeros_like(x) for x in logprobs]  # every value of such a policy
+    if logprobs is None or values is None:
+        return None
+    return list(map(LogprobsAndValues, logprobs, values))
+
+
+def zero_left_out(
+    rollout: Sequence[LogprobsAndValues] | None,
+    responses: Sequence[Tensor],
+    left_out: Sequence[int],
+) -> list[LogprobsAndValues] | None:
+    """Log-probs and values of each response, zeros for samples of which no token counts."""
+    if rollout is None:
+        return None
+    zeros = {i: torch.zeros(len(responses[i])) for i in left_out}
+    return [
+        LogprobsAndValues(zeros[i], zeros[i]) if i in zeros else x for i, x in enumerate(rollout)
+    ]
+
+
+def _joined(batch: TokenBatch, rollout: Sequence[LogprobsAndValues]) -> LogprobsAndValues:
+    """Of all responses, [N], in the order of ``batch.rows()``."""
+    mask = batch.mask_of_responses()
+
+    def join(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(tensors)).float().to(mask.device)[mask].to(batch.input_ids.device)
+
+    return LogprobsAndValues(*map(join, zip(*rollout, strict=True)))
