@@ -35,7 +35,8 @@ $(VENV)/.dev: $(VENV)/.runtime
 demo: $(VENV)/.runtime
 	$(BIN)/fastrl demo $(DEMO)
 
-# Where threads are asked for, those that wait leave the cores to the other workers.
+# Where threads are asked for, those that wait leave the cores to the other workers. Each worker has
+# a half of the tests and then takes from the other's, so that most fixtures are set up once.
 test: export OMP_WAIT_POLICY ?= passive
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
