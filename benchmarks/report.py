@@ -127,32 +127,37 @@ def brief(devices: dict[str, list[Result]]) -> str:
     """The project's README: a figure of each benchmark that has a headline."""
     parts = []
     for results in devices.values():
-        rows = []
+        shown = []
         for result in results:
             timed = [e for e in result["entries"] if len(e["sides"]) > 1 and not e["red"]]
             if result["benchmark"] in HEADLINES and timed:
-                rows.append(_headline(result, timed[0]))
+                shown.append((result, timed[0]))
+        # Machines that are called alike may have had different processors.
+        found = list(dict.fromkeys(processor(result) for result, _ in shown))
+        marks = {name: f"({i})" if len(found) > 1 else "" for i, name in enumerate(found, start=1)}
+        rows = [_headline(result, entry, marks[processor(result)]) for result, entry in shown]
         head = ("measured", "fastrl", "beside", "", "faster by", "memory, of the peer's")
         if rows:
-            where = f"On {processor(results[0])}, medians of rounds in turns (range):"
+            where = ", ".join(f"{mark} {name}".strip() for name, mark in marks.items())
+            where = f"On {where}, medians of rounds in turns (range):"
             parts.append(f"{where}\n\n{table(head, rows)}")
     return "\n\n".join([*parts, missing(devices)]).rstrip()
 
 
-def _headline(result: Result, entry: Entry) -> list[str]:
+def _headline(result: Result, entry: Entry, mark: str) -> list[str]:
     peer = next(name for name in entry["sides"] if name != OURS)
     ours, theirs = entry["sides"][OURS], entry["sides"][peer]
     share = "–"
     if "peak" in ours["memory"] and "peak" in theirs["memory"]:
         share = f"{ours['memory']['peak'] / theirs['memory']['peak']:.2f}"
-    title = f"{TITLES[result['benchmark']]}: {entry['name']}, {entry['label']}"
+    title = f"{TITLES[result['benchmark']]}: {entry['name']}, {entry['label']} {mark}".rstrip()
     taken = [duration(statistics.median(phase_of(side))) for side in (ours, theirs)]
     return [title, taken[0], peer, taken[1], spread(faster(entry, peer), ".2f"), share]
 
 
 def section(device: str, results: list[Result], pictures: list[Path]) -> str:
     """All there is on a device."""
-    parts = [f"## {device}: {processor(results[0])}"]
+    parts = [f"## {device}"]
     parts += [f"![{path.stem}]({path})" for path in pictures]
     for benchmark, title in TITLES.items():
         found = [result for result in results if result["benchmark"] == benchmark]
@@ -169,7 +174,7 @@ def provenance(result: Result) -> str:
     """When, of which commit, on what versions, beside which roofline."""
     found = result["versions"]
     by_side = found if any(isinstance(x, dict) for x in found.values()) else {"": found}
-    said = [f"{result['date']}, commit {result['commit']}, {result['threads']} threads"]
+    said = [f"{result['date']}, commit {result['commit']}, {processor(result)}"]
     if roof := result.get("roofline"):
         gemm = ", ".join(f"{x / 1e12:.3g} in {dtype}" for dtype, x in roof["gemm"].items())
         said.append(f"copies {roof['copy'] / 1e9:.3g} GB/s, matrix products [TFLOP/s] {gemm}")

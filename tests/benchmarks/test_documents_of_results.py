@@ -93,6 +93,15 @@ def test_headlines_stand_in_the_projects_readme_between_the_markers(checkout) ->
     assert write(checkout)[0] == brief, "again, the same"
 
 
+def test_headlines_of_several_processors_are_told_apart(checkout) -> None:
+    other = {"cpu": "Other CPU", "cores": 2, "memory_gib": 8, "load": 0.0}
+    readme, _ = write(checkout, a_result("ppo"), a_result("sft", machine=other))
+    assert "On (1) Some CPU, threads: " in readme
+    assert ", (2) Other CPU, threads: " in readme
+    assert "A PPO iteration: gae, small (1) |" in readme
+    assert "Supervised fine-tuning: gae, small (2) |" in readme
+
+
 def test_a_goal_that_is_missed_says_so(checkout) -> None:
     _, details = write(checkout, a_result(seconds=1.9))
     assert "≥ 1.5× eager: **missed**" in details
