@@ -54,8 +54,11 @@ def write(checkout: argparse.Namespace, *found: dict) -> tuple[str, str]:
 
 
 def test_committed_files_of_every_form_are_read(checkout) -> None:
-    shutil.copytree(results.RESULTS, checkout.results)
-    paths = sorted(checkout.results.glob("cpu-2core/2026-11-21-*.json"))
+    # Of one day: newer figures take the place of older ones.
+    (checkout.results / "cpu-2core").mkdir(parents=True)
+    for path in results.RESULTS.glob("cpu-2core/2026-11-21-*.json"):
+        shutil.copy(path, checkout.results / "cpu-2core")
+    paths = sorted(checkout.results.glob("cpu-2core/*.json"))
     read = {path.name.split("-", 4)[-1][:-5]: report.read(path) for path in paths}
     assert None not in read.values()
     gae = read["gae"]["entries"][0]
