@@ -253,13 +253,23 @@ class Trainer(OwnModelCard, transformers.Trainer):
         return len(self.factory) // self._epochs * self.loss.minibatches_per_batch
 
     def _drawn_before(self, checkpoint: Any) -> dict[str, int] | None:
-        """What :class:`DrawnBatches` recorded in a checkpoint; None without a checkpoint."""
+        """What :class:`DrawnBatches` recorded in a checkpoint; None without a checkpoint.
+
+        Raises:
+            ValueError: a checkpoint of another trainer, which has no such record.
+        """
         if checkpoint is True:
             checkpoint = get_last_checkpoint(str(self.args.output_dir))
         if not checkpoint:
             return None
         state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
-        return state["stateful_callbacks"][DrawnBatches.__name__]["attributes"]
+        record = state.get("stateful_callbacks", {}).get(DrawnBatches.__name__)
+        if record is None:
+            raise ValueError(
+                f"resume_from_checkpoint: {checkpoint} does not say which batches were drawn, so it "
+                "is of another trainer: load its weights as the model, and train anew"
+            )
+        return record["attributes"]
 
     def _show_batches(self) -> None:
         """Shows the learner all batches, while the model is still as training begins."""

@@ -204,6 +204,15 @@ def test_a_run_that_was_interrupted_ends_as_if_it_had_not_been(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=parameter)
 
 
+def test_a_checkpoint_of_another_trainer_is_refused(make_trainer: Make, tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text("{}")
+    trainer = make_trainer("dpo")
+    before = weights(trainer.model)
+    with pytest.raises(ValueError, match="resume_from_checkpoint: .* is of another trainer"):
+        trainer.train(resume_from_checkpoint=str(tmp_path))
+    assert all(torch.equal(before[name], x) for name, x in weights(trainer.model).items())
+
+
 def test_a_resumed_run_skips_the_prompts_that_were_drawn_before_an_early_stop(
     make_trainer: Make, tmp_path: Path
 ) -> None:
