@@ -32,7 +32,7 @@ from fastrl.user_code import name_of, running
 RewardFunctions = RewardFunction | Sequence[RewardFunction] | Mapping[str, RewardFunction]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before the first retry, doubled for each other
-_SHOWN = 200  # characters of a prompt in a message
+_SHOWN = 80  # characters of a prompt in a message
 
 
 @dataclass(frozen=True)
