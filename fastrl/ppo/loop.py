@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +15,11 @@ from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.models.layout import EncoderDecoder
 from fastrl.ppo.nonfinite import samples_left_out
+from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
 from fastrl.rewards.functions import RewardFunction, check_rewards
 from fastrl.rollout import RolloutOutput
 from fastrl.run.callbacks import Evaluation, Samples, TrainCallback, TrainResult, closing_callbacks
+from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.metrics import TrackerCallback, scalars
 from fastrl.run.processes import check_one_process
 from fastrl.run.progress import ProgressCallback
@@ -50,6 +52,7 @@ class Loop:
         long_prompts: str,
         callbacks: Iterable[TrainCallback],
         progress: bool,
+        saving: Saving,
     ):
         config, tokenizer, rollouts = trainer.config, trainer.tokenizer, trainer.rollouts
         check_one_process("PPOTrainer.train()", trainer.accelerator.num_processes)
@@ -91,8 +94,8 @@ class Loop:
             given = read_eval_prompts(eval_prompts, prompt_column, tokenizer, closed=closed)
             self.eval_prompts = given.fitting(*room)
             self.result.dropped_eval_prompts = len(given) - len(self.eval_prompts)
-        new = PromptStream(len(self.prompts), config.seed)
-        self.stream = trainer._streams.setdefault(self.prompts.fingerprint(), new)
+        self.saving = saving
+        self.begun_at = trainer.current_step  # steps are counted over all of the trainer's runs
         self.callbacks: list[TrainCallback] = [
             *([ProgressCallback(config.method)] if progress else []),
             *([] if config.log_with is None else [TrackerCallback()]),
@@ -102,21 +105,60 @@ class Loop:
     @closing_callbacks
     def run(self) -> TrainResult:
         """Runs the steps and evaluations, and calls the callbacks."""
-        self._call("on_train_begin", self.steps)
-        done = self.trainer.current_step  # steps are counted over all of the trainer's runs
-        self._evaluate(done)
-        last = done + self.steps
-        for step in range(done + 1, last + 1):
-            with self.stream.kept_on_error():
-                chosen = self.stream.take(self.trainer.config.prompts_per_step)
-                metrics, samples = self._step(self.prompts.take(chosen))
-            self.result.history.append(metrics)
-            self._call("on_samples", step, samples)
-            self._call("on_step", step, metrics)
-            if step == last or (self.eval_every and step % self.eval_every == 0):
-                self._evaluate(step)
-        self._call("on_train_end", self.result)
+        with self.saving.opened(self) as resumed:
+            done, last = self.trainer.current_step, self.begun_at + self.steps
+            self._call("on_train_begin", last - done)
+            if not resumed:
+                self._evaluate(done)
+            for step in range(done + 1, last + 1):
+                with self.saving.step():
+                    metrics, samples = self._next_step()
+                    self.result.history.append(metrics)
+                    self._call("on_samples", step, samples)
+                    self._call("on_step", step, metrics)
+                    if step == last or (self.eval_every and step % self.eval_every == 0):
+                        self._evaluate(step)
+                self.saving.after_step(step, last=step == last)
+            self._call("on_train_end", self.result)
         return self.result
+
+    def state_dict(self) -> dict[str, Any]:
+        """What of the run is not the trainer's: where it began, its evaluations."""
+        return {
+            "begun_at": self.begun_at,
+            "prompts": self.prompts.fingerprint,
+            "evaluations": evaluations_as_tree(self.result.evaluations),
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            BadCheckpoint: the state of a run on other prompts.
+        """
+        if "loop" not in state:
+            raise BadCheckpoint(
+                "resume: the checkpoint was not written by train(): load it with load_checkpoint()"
+            )
+        if state["loop"]["prompts"] != self.prompts.fingerprint:
+            raise BadCheckpoint(
+                "resume: the checkpoint's run learned from other prompts: resume with the data set "
+                "(and tokenizer, prompt and length settings) that it began with, or begin a new "
+                "run with its model"
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.begun_at = state["begun_at"]
+        prompts = [] if self.eval_prompts is None else self.eval_prompts.texts
+        self.result.evaluations = evaluations_from_tree(state["evaluations"], prompts)
+
+    def _next_step(self) -> tuple[dict[str, float], Samples]:
+        """A step on the next prompts of the trainer's stream of them."""
+        streams, prompts = self.trainer._streams, self.prompts
+        new = PromptStream(len(prompts), self.trainer.config.seed)
+        stream = streams.setdefault(prompts.fingerprint, new)
+        with stream.kept_on_error():
+            chosen = stream.take(self.trainer.config.prompts_per_step)
+            return self._step(prompts.take(chosen))
 
     def _step(self, batch: Prompts) -> tuple[dict[str, float], Samples]:
         size = self.trainer.config.group_size
