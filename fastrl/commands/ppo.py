@@ -56,7 +56,7 @@ _STEPS = (
     "gradient_accumulation_steps",
     "learning_rate",
 )
-_RUN = ("save_every", "resume", "overwrite", "lora_r", "dtype", "seed", "log_with")
+_RUN = ("resume", "overwrite", "lora_r", "dtype", "seed", "log_with")
 
 
 @dataclass(kw_only=True)

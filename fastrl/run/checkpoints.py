@@ -77,12 +77,12 @@ class Checkpoints:
 
     def newest_good(self) -> Path | None:
         """The one with the most steps that is whole; None without one. A warning names each newer
-        one that is damaged."""
+        one, which is damaged."""
         for path in reversed(self.paths()):
             try:
                 verify(path)
             except BadCheckpoint as error:
-                warnings.warn(f"{error}; the checkpoint before it is taken", stacklevel=3)
+                warnings.warn(f"{error}: it is not used", stacklevel=3)
             else:
                 return path
         return None
