@@ -23,6 +23,7 @@ from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.metrics import TrackerCallback, scalars
 from fastrl.run.processes import check_one_process
 from fastrl.run.progress import ProgressCallback
+from fastrl.run.random_state import random_state_kept
 from fastrl.user_code import name_of
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ class Loop:
         """Always with the same seed; the run's own random numbers do not change."""
         if self.eval_prompts is None:
             return
-        with torch.random.fork_rng():
+        with random_state_kept():
             torch.manual_seed(self.trainer.config.seed)
             rollout = self.trainer.rollouts.sample(self.eval_prompts.ids, self.generation_kwargs)
             completions = self._decode(self.eval_prompts, rollout)

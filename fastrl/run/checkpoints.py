@@ -113,9 +113,9 @@ def find_checkpoint(resume: bool | str | Path, checkpoints: Checkpoints) -> Path
         FileNotFoundError: there is no such folder, or no checkpoint in it.
         BadCheckpoint: the one that is named is damaged, or all of them are.
     """
-    named = resume not in (True, LATEST)
+    named = not isinstance(resume, bool) and resume != LATEST
     if named:
-        path = Path(resume)
+        path = Path(str(resume))
         if not path.is_dir():
             raise FileNotFoundError(
                 f"resume: there is no folder {path}; name a checkpoint or a run's folder, or leave "

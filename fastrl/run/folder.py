@@ -196,7 +196,8 @@ class RunFolder:
     def _supersede_metrics(self, step: int) -> None:
         """Moves lines of later steps, and one that was not written to its end."""
         text = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else ""
-        kept, later = [], []
+        kept: list[str] = []
+        later: list[str] = []
         for line in text.splitlines(keepends=True):
             (kept if _step_in(line) <= step else later).append(line)
         if later:
