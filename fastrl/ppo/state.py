@@ -227,7 +227,11 @@ def _load_optimizer(trainer: PPOTrainer, state: Mapping[str, Any]) -> None:
         for name, value in own.items():
             if isinstance(value, tuple):
                 group[name] = tuple(group[name])
-    moments = {index[name]: x for name, x in state["moments"].items()}
+    # Copies: the tensors of a file are mapped, and lie where torch would not put them.
+    moments = {
+        index[name]: {k: v.clone() if isinstance(v, Tensor) else v for k, v in each.items()}
+        for name, each in state["moments"].items()
+    }
     _inner_optimizer(trainer).load_state_dict({"state": moments, "param_groups": groups})
 
 

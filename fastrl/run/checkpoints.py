@@ -70,7 +70,7 @@ class Checkpoints:
         except OSError as error:
             last = next((p.name for p in reversed(self.paths())), None)
             kept = f"the last good checkpoint is {last}" if last else "there is none before it"
-            raise OSError(error.errno, f"{path} could not be saved ({error}); {kept}") from error
+            raise OSError(f"{path} could not be saved ({error}); {kept}") from error
         if self.keep_last is not None:
             for old in [p for p in self.paths() if p != path][: -(self.keep_last - 1) or None]:
                 remove_folder(old)
