@@ -45,7 +45,7 @@ from fastrl.ppo.setup import (
 from fastrl.ppo.state import TrainerState
 from fastrl.ppo.update import GradientStep, PPOUpdate
 from fastrl.ref_model import choose_ref_model
-from fastrl.rewards.functions import RewardFunction
+from fastrl.rewards.weighted import RewardFunctions
 from fastrl.rollout import RolloutOutput
 from fastrl.run import hub, metrics
 from fastrl.run.callbacks import TrainCallback, TrainResult
@@ -362,8 +362,12 @@ class PPOTrainer:
 
     def train(
         self,
-        reward_fn: RewardFunction,
+        reward_fn: RewardFunctions,
         *,
+        reward_weights: Sequence[float] | None = None,
+        reward_timeout: float | None = None,
+        reward_retries: int = 0,
+        reward_batch_size: int | None = None,
         steps: int,
         prompts: Sequence[str | Tensor | list[dict[str, str]]] | None = None,
         dataset: Any = None,
@@ -392,7 +396,15 @@ class PPOTrainer:
             reward_fn: ``reward_fn(prompts, completions, completion_ids, **columns)`` returns one
                 number per completion; ``columns`` are the other columns of ``dataset``. For a
                 prompt of chat messages it gets these as they are, and the completion as
-                ``[{"role": "assistant", "content": text}]``, as in TRL 1.x.
+                ``[{"role": "assistant", "content": text}]``, as in TRL 1.x. It may be an
+                ``async def``, and return None for a completion that it does not judge. Or a list or
+                a dict (by name) of such functions: the reward is their weighted sum.
+            reward_weights: a number for each of several functions, in their order; default 1.
+            reward_timeout: seconds that a call of a function may take; None: no limit. With a limit
+                functions that are not async run in a thread, which is left behind where they hang.
+            reward_retries: how often a call is repeated that raised an exception or took too long.
+            reward_batch_size: completions per call of a function; None: all of a step in one. A
+                :class:`ClassifierReward` has a batch size of its own.
             steps: number of step() calls, each on ``batch_size / group_size`` prompts; of a resumed
                 run together with those before.
             prompts: texts, chats (lists of messages with a role and a content, put through the
@@ -428,18 +440,25 @@ class PPOTrainer:
         Raises:
             ValueError: fewer prompts than a step takes, an empty or over-long prompt, chats without
                  a chat template, a missing column, steps < 1, more than one process, another
-                 temperature than the configuration's in ``generation_kwargs``, rewards that are not
-                 one finite number per completion; an ``output`` that holds a run, without
-                 ``resume`` or ``overwrite``.
+                 temperature than the configuration's in ``generation_kwargs``, a setting of the
+                 rewards that is out of range, rewards that are not one number per completion; with
+                 ``on_nonfinite="raise"``, or where no sample has another, one that is not finite;
+                 an ``output`` that holds a run, without ``resume`` or ``overwrite``.
             BadCheckpoint: a ValueError: a checkpoint that is damaged, or of another run.
             FolderInUse: an OSError: another process writes to ``output``.
+            TimeoutError: a reward function took longer than ``reward_timeout``.
+            Exception: what a reward function raised.
 
-        An exception in a step leaves its checkpoint in ``output``: the state before that step.
+        An exception in a step leaves a checkpoint in ``output``: the state before that step.
         """
         saving = make_saving(self, output, save_every, keep_last, resume, overwrite)
         loop = Loop(
             self,
             reward_fn,
+            reward_weights=reward_weights,
+            reward_timeout=reward_timeout,
+            reward_retries=reward_retries,
+            reward_batch_size=reward_batch_size,
             steps=steps,
             prompts=prompts,
             dataset=dataset,
