@@ -14,6 +14,7 @@ from fastrl.data.chat import as_answer
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.models.layout import EncoderDecoder
+from fastrl.ppo.guards import check_divergence
 from fastrl.ppo.nonfinite import samples_left_out
 from fastrl.rewards.functions import RewardFunction, check_rewards
 from fastrl.rollout import RolloutOutput
@@ -113,6 +114,7 @@ class Loop:
             self.result.history.append(metrics)
             self._call("on_samples", step, samples)
             self._call("on_step", step, metrics)
+            check_divergence(self.trainer.config, step, metrics)
             if step == last or (self.eval_every and step % self.eval_every == 0):
                 self._evaluate(step)
         self._call("on_train_end", self.result)
