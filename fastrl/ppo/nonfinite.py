@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data.batch import TokenBatch
-from fastrl.ppo.experience import Experience
+from fastrl.ppo.experience import Scored
 from fastrl.ppo.loss import Minibatch
 from fastrl.rollout import RolloutOutput
 
@@ -26,15 +26,13 @@ _ORIGINS = {
 }
 
 
-class NonFiniteSamples(Exception):
-    """Samples of a batch whose experience is not finite: the step is to begin again without them.
+class NonFiniteExperience(Exception):
+    """A batch's experience is not finite: the step is to begin again, without these samples.
 
     It is not seen outside of ``PPOTrainer.step``.
     """
 
-    def __init__(self, samples: Sequence[int]):
-        super().__init__(f"samples {list(samples)}")
-        self.samples = list(samples)
+    samples: Sequence[int] = ()
 
 
 class NonFiniteNumbers:
@@ -93,20 +91,24 @@ class NonFiniteNumbers:
         self._warn_of_samples("scores", first + more)
         return which
 
-    def experience(self, batch: TokenBatch, experience: Experience) -> list[int]:
+    def experience(self, batch: TokenBatch, scored: Scored, rewards: Tensor) -> list[int]:
         """Indices of samples with log-probs, values or rewards that are not finite.
 
+        Args:
+            rewards: [B, T-1], before they are whitened.
+
         Raises:
-            FloatingPointError: with "raise"; or this is all samples of which a token counts.
+            FloatingPointError: with "raise"; all samples of which a token counts have such; or none
+                has, and what is computed from them is not finite.
         """
-        numbers = (experience.logprobs, experience.values, experience.returns)
+        numbers = (scored.logprobs, scored.values, rewards)
         sound = torch.stack([x.isfinite().all(-1) for x in numbers], 1).cpu()
         which = (~sound.all(-1)).nonzero()[:, 0].tolist()
         origins = {i: tuple(_ORIGINS)[int(sound[i].int().argmin())] for i in which}
         if not which:
             raise FloatingPointError(
-                "log-probs and returns are finite, but too large to be added up: scale the scores "
-                "(use_score_scaling, score_clip)"
+                "advantages or returns are not finite, though log-probs, values and rewards are: "
+                "these are too large; scale the scores (use_score_scaling, score_clip)"
             )
         counting = len(batch.counting())
         named = [(i, f"its {origins[i]}, {self._prompt(batch, i)}") for i in which[:3]]

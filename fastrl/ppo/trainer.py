@@ -28,7 +28,7 @@ from fastrl.ppo.experience import Experience, Scorer, scoring_request
 from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
 from fastrl.ppo.loop import Loop
 from fastrl.ppo.loss import UpdateLoss
-from fastrl.ppo.nonfinite import NonFiniteNumbers, NonFiniteSamples, samples_left_out
+from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers, samples_left_out
 from fastrl.ppo.old_logprobs import OldLogprobs, zero_left_out
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
@@ -237,7 +237,7 @@ class PPOTrainer:
                     left_out,
                 )
                 break
-            except NonFiniteSamples as found:  # nothing has changed yet
+            except NonFiniteExperience as found:  # nothing has changed yet
                 nonfinite = [*nonfinite, *found.samples]
         result["ppo/nan_samples"] = float(len(nan))
         result["ppo/nonfinite_samples"] += float(len(nonfinite))
@@ -259,7 +259,7 @@ class PPOTrainer:
             left_out: samples of which no token counts; their scores are NaN.
 
         Raises:
-            NonFiniteSamples: the experience of others is not finite; nothing has changed then.
+            NonFiniteExperience: that of others, whom it names, is not finite; nothing has changed.
         """
         generated = responses
         if left_out:
@@ -298,7 +298,11 @@ class PPOTrainer:
                     self.kl_place.term(scored.ref_logprobs, self.kl_ctl.value),
                     self.aggregate.weights(batch.mask, weights),
                 )
-                record = self.update(batch, experience)
+                try:
+                    record = self.update(batch, experience)
+                except NonFiniteExperience as error:
+                    error.samples = self.nonfinite.experience(batch, scored, rewards)
+                    raise
         with clock("calc_stats"):
             result = self.record_step_stats(
                 kl_coef=self.kl_ctl.value,

@@ -20,7 +20,7 @@ from fastrl.models.activation_checkpointing import all_layers, checkpointed
 from fastrl.ppo.experience import Experience
 from fastrl.ppo.loss import Minibatch, MinibatchLoss, UpdateLoss
 from fastrl.ppo.memory import MicroBatches
-from fastrl.ppo.nonfinite import NonFiniteNumbers, NonFiniteSamples
+from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers
 
 
 class Blame(NamedTuple):
@@ -398,8 +398,9 @@ class PPOUpdate:
     def __call__(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
         """
         Raises:
-            NonFiniteSamples: the experience of some samples is not finite; nothing has changed.
-            FloatingPointError: that of all samples, or what ``on_nonfinite`` makes an error.
+            NonFiniteExperience: a number of the experience is not finite; nothing has changed then.
+            FloatingPointError: with ``on_nonfinite="raise"``, a loss or gradient is not; with
+                "zero-sample" those of all samples are not.
         """
         order = self.shuffle.get_state()
         record = UpdateRecord(self.gradient.loss.names)
@@ -412,8 +413,7 @@ class PPOUpdate:
                     minibatches = [Minibatch.of(batch, experience, i) for i in indices]
                     outcome = self.gradient(minibatches, unread)
                     if not outcome.finite_experience:
-                        wrong = self.gradient.nonfinite.experience(batch, experience)
-                        raise NonFiniteSamples(wrong)
+                        raise NonFiniteExperience
                     unread = None
                     record.add(outcome)
                     if outcome.moved_too_far:
