@@ -13,6 +13,7 @@ from fastrl.data.chat import as_answer
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.models.layout import EncoderDecoder
+from fastrl.ppo.guards import check_divergence
 from fastrl.ppo.nonfinite import samples_left_out
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
 from fastrl.rewards.weighted import RewardBatch, RewardFunctions, Rewards
@@ -127,6 +128,7 @@ class Loop:
                     self.result.history.append(metrics)
                     self._call("on_samples", step, samples)
                     self._call("on_step", step, metrics)
+                    check_divergence(self.trainer.config, step, metrics)
                     if step == last or (self.eval_every and step % self.eval_every == 0):
                         self._evaluate(step)
                 self.saving.after_step(step, last=step == last)

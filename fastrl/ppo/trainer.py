@@ -28,7 +28,7 @@ from fastrl.ppo.experience import Experience, Scorer, scoring_request
 from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
 from fastrl.ppo.loop import Loop
 from fastrl.ppo.loss import UpdateLoss
-from fastrl.ppo.nonfinite import samples_left_out
+from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers, samples_left_out
 from fastrl.ppo.old_logprobs import OldLogprobs, zero_left_out
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.saving import make_saving
@@ -176,9 +176,13 @@ class PPOTrainer:
         )
         loss = UpdateLoss(config)
         self.aggregate = loss.aggregate
-        gradient = GradientStep(config, self.accelerator, self.model, self.optimizer, loss)
+        self.nonfinite = NonFiniteNumbers(
+            config.on_nonfinite, lambda ids: self.tokenizer.decode(ids)
+        )
+        gradient = GradientStep(
+            config, self.accelerator, self.model, self.optimizer, loss, self.nonfinite
+        )
         self.update = PPOUpdate(config, gradient)
-        self.nonfinite = gradient.nonfinite
         self.current_step = 0
         self._streams: dict[str, PromptStream] = {}  # by the prompts' fingerprint
         self._best_mean_score = -float("inf")
@@ -208,16 +212,19 @@ class PPOTrainer:
                 loss: 2 counts like the sample twice, 0 like none. None: 1.
 
         A sample that ``rollout`` says ended in NaN logits (finish reason "nan"; its response may be
-        empty) stays in the batch with weight 0: it is in no baseline, whitening, mean or running
-        moment, whatever its score. ``PPOConfig.on_nonfinite`` says whether it is an error instead.
+        empty), or whose score, log-probs, values or rewards are not finite, stays in the batch with
+        weight 0: it is in no baseline, whitening, mean or running moment.
+        ``PPOConfig.on_nonfinite`` says whether it is an error instead.
 
         Returns:
             the statistics of ``docs/statistics.md``: numbers, and arrays of distributions.
 
         Raises:
-            ValueError: names the argument and the element; nothing has changed then.
-            FloatingPointError: all samples ended in NaN logits; with ``on_nonfinite="raise"`` one
-                did, or a loss or a gradient is not finite.
+            ValueError: names the argument and the element; nothing has changed then. With
+                ``on_nonfinite="raise"`` that includes a score that is not finite.
+            FloatingPointError: numbers of all samples are not finite; with ``on_nonfinite="raise"``
+                those of one, or a loss or a gradient is not.
+            torch.OutOfMemoryError: a single sample does not fit into memory.
 
         The trainer can be used after any exception: no gradient is left, and the running
         moments of scores, the KL coefficient, the learning rate's schedule, ``current_step`` and
@@ -225,9 +232,48 @@ class PPOTrainer:
         stay.
         """
         data.check_batch_size(queries, responses, self.config.batch_size)
-        left_out = self._left_out(queries, rollout)
-        checked_scores = data.check_scores(scores, self.config.batch_size, left_out)
+        checked_scores = data.check_scores(scores, self.config.batch_size)
         checked_weights = data.check_weights(weights, self.config.batch_size, self.current_device)
+        nan = self._nan_samples(queries, rollout)
+        nonfinite = self.nonfinite.scores(checked_scores, nan, self._name_in(queries))
+        while True:
+            left_out = sorted({*nan, *nonfinite})
+            checked_scores[left_out] = torch.nan
+            try:
+                result = self._step(
+                    queries,
+                    responses,
+                    checked_scores,
+                    response_masks,
+                    rollout,
+                    checked_weights,
+                    left_out,
+                )
+                break
+            except NonFiniteExperience as found:  # nothing has changed yet
+                nonfinite = [*nonfinite, *found.samples]
+        result["ppo/nan_samples"] = float(len(nan))
+        result["ppo/nonfinite_samples"] += float(len(nonfinite))
+        return result
+
+    def _step(
+        self,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: Tensor,
+        response_masks: list[Tensor] | None,
+        rollout: RolloutOutput | None,
+        weights: Tensor | None,
+        left_out: list[int],
+    ) -> dict[str, Any]:
+        """The algorithm of :meth:`step`, on checked scores and weights, [B].
+
+        Args:
+            left_out: samples of which no token counts; their scores are NaN.
+
+        Raises:
+            NonFiniteExperience: that of others, whom it names, is not finite; nothing has changed.
+        """
         generated = responses
         if left_out:
             responses, response_masks = data.without_tokens(
@@ -240,7 +286,7 @@ class PPOTrainer:
             rollout_logprobs = zero_left_out(rollout_logprobs, responses, left_out)
         self.score_or_reuse.check(rollout_logprobs)
 
-        final_scores, moments = self.transform_scores(checked_scores)
+        final_scores, moments = self.transform_scores(scores)
         final_scores = final_scores.to(self.current_device)
         self._push_if_best(final_scores)
         self.rollouts.before_update()
@@ -263,9 +309,13 @@ class PPOTrainer:
                     advantages,
                     returns,
                     self.kl_place.term(scored.ref_logprobs, self.kl_ctl.value),
-                    self.aggregate.weights(batch.mask, checked_weights),
+                    self.aggregate.weights(batch.mask, weights),
                 )
-                record = self.update(batch, experience)
+                try:
+                    record = self.update(batch, experience)
+                except NonFiniteExperience as error:
+                    error.samples = self.nonfinite.experience(batch, scored, rewards)
+                    raise
         with clock("calc_stats"):
             result = self.record_step_stats(
                 kl_coef=self.kl_ctl.value,
@@ -274,11 +324,12 @@ class PPOTrainer:
                 scores=final_scores,
                 non_score_reward=non_score_rewards,
                 kls=kls,
+                experience=experience,
                 record=record,
             )
+        result.update(stats.finish_stats(batch, rollout))
         result.update(stats.timing_stats(clock.seconds(), batch))
         result.update(reuse_stats)
-        result["ppo/nan_samples"] = float(len(left_out))
         self._warn_of_negative_kl(result["objective/kl"])
 
         # Last, so that an exception leaves all of it unchanged.
@@ -667,7 +718,7 @@ class PPOTrainer:
         Raises:
             ValueError: as step() does.
         """
-        data.check_scores(scores, batch_size)
+        self.nonfinite.scores(data.check_scores(scores, batch_size), (), self._name_in(queries))
         data.check_batch_size(queries, responses, batch_size)
         self.batches(queries, responses, masks)
 
@@ -783,15 +834,15 @@ class PPOTrainer:
         _, _, kls = self.compute_rewards(no_scores, *scored.kl_operands, batch.mask)
         return float(kls.sum(-1).mean())
 
-    def _left_out(self, queries: list[Tensor], rollout: RolloutOutput | None) -> list[int]:
+    def _nan_samples(self, queries: list[Tensor], rollout: RolloutOutput | None) -> list[int]:
         """Indices of samples that ended in NaN logits."""
         if rollout is None or len(rollout.finish_reasons) != len(queries):
             return []
+        return samples_left_out(rollout, self.nonfinite, self._name_in(queries))
 
-        def name(i: int) -> str:
-            return repr(self.tokenizer.decode(queries[i]))
-
-        return samples_left_out(rollout, self.nonfinite, name)
+    def _name_in(self, queries: list[Tensor]) -> Callable[[int], str]:
+        """Names a sample by the text of its query."""
+        return lambda i: repr(self.tokenizer.decode(queries[i]))
 
     def make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
         """Makes a checked, padded batch on the device."""
