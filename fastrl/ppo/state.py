@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fastrl.data.prompts import PromptStream
 from fastrl.models.utils import checksum
+from fastrl.ppo.memory import MicroBatches
 from fastrl.ppo.score_scaling import RunningMoments
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.random_state import (
@@ -78,6 +79,7 @@ class TrainerState:
             "shuffle": numpy_state(trainer.update.shuffle),
             "prompts": {name: stream.state_dict() for name, stream in trainer._streams.items()},
             "reference": trainer.reference.own_weights() if self._reference_moves else {},
+            "micro_batches": [each.size for each in self._micro_batches],
             "random": random_state(),
         }
 
@@ -106,6 +108,8 @@ class TrainerState:
             stream = PromptStream(position["count"], position["seed"])
             stream.load_state_dict(position)
             trainer._streams[name] = stream
+        for each, size in zip(self._micro_batches, state["micro_batches"], strict=True):
+            each.size = size
         trainer.current_step = state["step"]
         trainer.update.optimizer_steps = state["optimizer_steps"]
         restore_random_state(state["random"])
@@ -130,6 +134,11 @@ class TrainerState:
             "frozen weights": checksum(frozen),
             "reference": f"{trainer.reference.mode} {checksum(reference)}",
         }
+
+    @property
+    def _micro_batches(self) -> tuple[MicroBatches, MicroBatches]:
+        """Sizes that are smaller where memory ran out."""
+        return self.trainer.scorer.slices, self.trainer.update.gradient.micro_batches
 
     @property
     def _reference_moves(self) -> bool:

@@ -74,7 +74,9 @@ def reward(completion_ids, **_):
 
 
 class Failing:
-    """A reward function that fails in one call."""
+    """The same reward function, which fails in one call."""
+
+    __name__ = "reward"
 
     def __init__(self, call):
         self.left = call
