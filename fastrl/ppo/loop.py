@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,12 @@ from fastrl.data.chat import as_answer
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.models.layout import EncoderDecoder
+from fastrl.ppo.ledger import ScoredSamples, open_ledger
 from fastrl.ppo.nonfinite import samples_left_out
 from fastrl.rewards.functions import RewardFunction, check_rewards
-from fastrl.rollout import RolloutOutput
+from fastrl.rollout import RolloutOutput, draw_seed
 from fastrl.run.callbacks import Evaluation, Samples, TrainCallback, TrainResult, closing_callbacks
+from fastrl.run.ledger import Ledger
 from fastrl.run.metrics import TrackerCallback, scalars
 from fastrl.run.processes import check_one_process
 from fastrl.run.progress import ProgressCallback
@@ -50,6 +53,7 @@ class Loop:
         long_prompts: str,
         callbacks: Iterable[TrainCallback],
         progress: bool,
+        ledger: str | Path | Ledger | None,
     ):
         config, tokenizer, rollouts = trainer.config, trainer.tokenizer, trainer.rollouts
         check_one_process("PPOTrainer.train()", trainer.accelerator.num_processes)
@@ -93,6 +97,8 @@ class Loop:
             self.result.dropped_eval_prompts = len(given) - len(self.eval_prompts)
         new = PromptStream(len(self.prompts), config.seed)
         self.stream = trainer._streams.setdefault(self.prompts.fingerprint(), new)
+        facts = {"temperature": config.temperature, "generation_kwargs": self.generation_kwargs}
+        self.ledger = open_ledger(ledger, facts)
         self.callbacks: list[TrainCallback] = [
             *([ProgressCallback(config.method)] if progress else []),
             *([] if config.log_with is None else [TrackerCallback()]),
@@ -120,7 +126,7 @@ class Loop:
 
     def _step(self, batch: Prompts) -> tuple[dict[str, float], Samples]:
         size = self.trainer.config.group_size
-        rollout = self.trainer.rollouts.sample(batch.ids, self.generation_kwargs, size)
+        rollout = self.trainer.rollouts.sample(batch.ids, self.generation_kwargs, size, draw_seed())
         batch = batch.repeated(size)
         begin = time.perf_counter()
         completions = self._decode(batch, rollout)
@@ -131,12 +137,16 @@ class Loop:
             missing = torch.tensor([r not in ("eos", "stop") for r in rollout.finish_reasons])
             scores = rewards - self.missing_eos_penalty * missing
         stats = self.trainer.step(batch.ids, rollout.sequences, list(scores), rollout=rollout)
+        name = getattr(self.reward_fn, "__name__", type(self.reward_fn).__name__)
+        samples = ScoredSamples(batch, completions, rollout, {name: rewards}, rewards, scores)
+        kept = self.ledger.add(self.trainer, samples)
         known = rewards[~rewards.isnan()]
         metrics = {
             **scalars(stats),
             **rollout.stats,
             "reward/mean": float(known.mean()),
             "reward/std": float(known.std()) if len(known) > 1 else 0.0,
+            **kept,
             "time/reward": reward_seconds,
             "time/step": rollout.stats["time/rollout"] + reward_seconds + stats["time/ppo/total"],
         }

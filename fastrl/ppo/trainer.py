@@ -24,7 +24,7 @@ from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.ppo import stats
 from fastrl.ppo.advantages import make_advantages
-from fastrl.ppo.experience import Experience, Scorer, scoring_request
+from fastrl.ppo.experience import Experience, LastExperience, Scorer, scoring_request
 from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
 from fastrl.ppo.loop import Loop
 from fastrl.ppo.loss import UpdateLoss
@@ -47,6 +47,7 @@ from fastrl.rewards.functions import RewardFunction
 from fastrl.rollout import RolloutOutput
 from fastrl.run import hub, metrics
 from fastrl.run.callbacks import TrainCallback, TrainResult
+from fastrl.run.ledger import Ledger
 from fastrl.run.model_card import policy_gradient, write_model_card
 from fastrl.timing import start_clock
 
@@ -88,6 +89,7 @@ class PPOTrainer:
         reference: the reference policy, of which ``ref_model`` is the model.
         scorer: runs policy and reference over a batch.
         update: minimises the clipped loss over a batch's experience.
+        experience: what the last step learned from; None before the first.
         kl_ctl: the KL coefficient; ``running``: the moments of all scores so far.
 
     Raises:
@@ -167,6 +169,7 @@ class PPOTrainer:
         gradient = GradientStep(config, self.accelerator, self.model, self.optimizer, loss)
         self.update = PPOUpdate(config, gradient)
         self.nonfinite = gradient.nonfinite
+        self.experience: LastExperience | None = None
         self.current_step = 0
         self._streams: dict[str, PromptStream] = {}  # by the prompts' fingerprint
         self._best_mean_score = -float("inf")
@@ -269,6 +272,7 @@ class PPOTrainer:
         self._warn_of_negative_kl(result["objective/kl"])
 
         # Last, so that an exception leaves all of it unchanged.
+        self.experience = LastExperience(batch.response_mask, experience)
         self.running.become(moments)
         self.kl_ctl.update(
             result["objective/kl"], self.config.batch_size * self.accelerator.num_processes
@@ -362,6 +366,7 @@ class PPOTrainer:
         long_prompts: str = "refuse",
         callbacks: Iterable[TrainCallback] = (),
         progress: bool = True,
+        ledger: str | Path | Ledger | None = None,
     ) -> TrainResult:
         """Trains: samples prompts, generates, scores, steps, evaluates.
 
@@ -393,6 +398,9 @@ class PPOTrainer:
                 a warning, and counts them in the result.
             callbacks: see :class:`fastrl.TrainCallback`.
             progress: show a progress bar.
+            ledger: the folder, or a :class:`fastrl.run.ledger.Ledger`, that gets a row for each
+                sample: prompt, tokens, log-probs, rewards, advantages, and what its draws depend
+                on. None keeps none.
 
         With ``PPOConfig.log_with`` every step's numbers and samples also go to the trackers, which
         stay open: ``accelerator.end_training()`` closes them.
@@ -417,8 +425,12 @@ class PPOTrainer:
             long_prompts=long_prompts,
             callbacks=callbacks,
             progress=progress,
+            ledger=ledger,
         )
-        return loop.run()
+        try:
+            return loop.run()
+        finally:
+            loop.ledger.flush()
 
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> Any:
         """Makes a shuffled loader of whole batches of ``batch_size / group_size`` samples.
