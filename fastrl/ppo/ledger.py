@@ -37,6 +37,9 @@ class ScoredSamples:
 class StepLedger(Protocol):
     """Keeps the samples of a run's steps, or does not."""
 
+    def check(self, step: int) -> None:
+        """As :meth:`fastrl.run.ledger.Ledger.check`."""
+
     def add(self, trainer: PPOTrainer, samples: ScoredSamples) -> dict[str, float]:
         """Adds the samples of the trainer's last step; returns statistics."""
 
@@ -46,6 +49,9 @@ class StepLedger(Protocol):
 
 class NoLedger:
     """Keeps nothing."""
+
+    def check(self, step: int) -> None:
+        """Any step will do."""
 
     def add(self, trainer: PPOTrainer, samples: ScoredSamples) -> dict[str, float]:
         return {}
@@ -59,6 +65,9 @@ class SampleLedger:
 
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
+
+    def check(self, step: int) -> None:
+        self.ledger.check(step)
 
     def add(self, trainer: PPOTrainer, samples: ScoredSamples) -> dict[str, float]:
         begin = time.perf_counter()

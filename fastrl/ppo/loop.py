@@ -99,6 +99,7 @@ class Loop:
         self.stream = trainer._streams.setdefault(self.prompts.fingerprint(), new)
         facts = {"temperature": config.temperature, "generation_kwargs": self.generation_kwargs}
         self.ledger = open_ledger(ledger, facts)
+        self.ledger.check(trainer.current_step + 1)
         self.callbacks: list[TrainCallback] = [
             *([ProgressCallback(config.method)] if progress else []),
             *([] if config.log_with is None else [TrackerCallback()]),

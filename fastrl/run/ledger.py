@@ -95,6 +95,17 @@ class Ledger:
             return self._rows[-1]["step"][0].as_py()
         return max((file.last for file in _files(self.folder)), default=0)
 
+    def check(self, step: int) -> None:
+        """
+        Raises:
+            ValueError: the ledger has this step, or a later one.
+        """
+        if step <= self.last_step:
+            raise ValueError(
+                f"the ledger {self.folder} has step {self.last_step} already, and is to get step "
+                f"{step}: name another folder, or supersede the steps after {step - 1}"
+            )
+
     def add(self, step: int, columns: Mapping[str, Sequence[Any] | np.ndarray | Lists]) -> None:
         """Adds the samples of a step.
 
@@ -103,13 +114,9 @@ class Ledger:
                 are left out are null.
 
         Raises:
-            ValueError: the ledger has this step or a later one.
+            ValueError: the ledger has this step, or a later one.
         """
-        if step <= self.last_step:
-            raise ValueError(
-                f"the ledger {self.folder} has step {self.last_step} already, and is to get step "
-                f"{step}: name another folder, or supersede the steps after {step - 1}"
-            )
+        self.check(step)
         self._rows.append(_table(step, columns))
         if step % self.every == 0:
             self.flush()
