@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from fastrl.commands.flags import UsageError, parse, unknown_name
 from fastrl.run.processes import check_one_process
 from fastrl.run.progress import drop_bars
+from fastrl.run.stopping import Stopped
 from fastrl.user_code import fault_of
 
 USAGE = """\
@@ -34,7 +35,7 @@ file may hold any of them; flags given beside it win. With FASTRL_DEBUG=1 an
 error shows its traceback.
 
 exit status: 0 done; 1 a goal was missed, or a bug in fastrl; 2 an error in the
-input, or in a function that it names; 130 interrupted
+input, or in a function that it names; 130, 143 stopped by Ctrl-C, SIGTERM
 """
 
 # Errors of the user's input; any other is a bug in fastrl and keeps its traceback.
@@ -46,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        the exit status: 0, 1 if a goal was missed, 2 after an error of the user, 130 after Ctrl-C.
-        A bug in fastrl is raised.
+        the exit status: 0, 1 if a goal was missed, 2 after an error of the user, 130 after Ctrl-C,
+        143 after SIGTERM. A bug in fastrl is raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # head or a pager has closed the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Stopped as stop:
+        shown, status = f"fastrl: {stop}", stop.status
     except KeyboardInterrupt:
         shown, status = "fastrl: interrupted", 130
     except Exception as error:

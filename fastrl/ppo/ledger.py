@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +17,7 @@ from torch import Tensor
 from fastrl.data.prompts import Prompts
 from fastrl.ppo.experience import LastExperience
 from fastrl.rollout import RolloutOutput
+from fastrl.run.callbacks import Samples
 from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
 
 if TYPE_CHECKING:
@@ -29,35 +32,47 @@ class ScoredSamples:
     prompts: Prompts  # one per sample
     completions: list[str]
     rollout: RolloutOutput
+    weights_version: int  # steps of the optimizer before the rollout
     by_function: Mapping[str, Tensor]  # what each reward function returned
     rewards: Tensor  # their weighted sum
     scores: Tensor  # less penalties: what step() got
+
+    @property
+    def shown(self) -> Samples:
+        """What callbacks get."""
+        return Samples(self.prompts.texts, self.completions, self.rewards.tolist())
 
 
 class StepLedger(Protocol):
     """Keeps the samples of a run's steps, or does not."""
 
-    def check(self, step: int) -> None:
-        """As :meth:`fastrl.run.ledger.Ledger.check`."""
+    def opened(self, trainer: PPOTrainer) -> AbstractContextManager[None]:
+        """Context of a run; all is written at its end."""
 
     def add(self, trainer: PPOTrainer, samples: ScoredSamples) -> dict[str, float]:
         """Adds the samples of the trainer's last step; returns statistics."""
 
-    def flush(self, *, sync: bool = False) -> None:
+    def flush(self, *, sync: bool) -> None:
         """As :meth:`fastrl.run.ledger.Ledger.flush`."""
+
+    def supersede(self, after_step: int) -> None:
+        """As :meth:`fastrl.run.ledger.Ledger.supersede`."""
 
 
 class NoLedger:
     """Keeps nothing."""
 
-    def check(self, step: int) -> None:
-        """Any step will do."""
+    def opened(self, trainer: PPOTrainer) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def add(self, trainer: PPOTrainer, samples: ScoredSamples) -> dict[str, float]:
         return {}
 
-    def flush(self, *, sync: bool = False) -> None:
+    def flush(self, *, sync: bool) -> None:
         """There is nothing to write."""
+
+    def supersede(self, after_step: int) -> None:
+        """There is nothing to move."""
 
 
 class SampleLedger:
@@ -66,8 +81,17 @@ class SampleLedger:
     def __init__(self, ledger: Ledger):
         self.ledger = ledger
 
-    def check(self, step: int) -> None:
-        self.ledger.check(step)
+    @contextlib.contextmanager
+    def opened(self, trainer: PPOTrainer) -> Iterator[None]:
+        """
+        Raises:
+            ValueError: the ledger has later steps than the trainer.
+        """
+        self.ledger.check(trainer.current_step + 1)
+        try:
+            yield
+        finally:
+            self.ledger.flush()
 
     def add(self, trainer: PPOTrainer, samples: ScoredSamples) -> dict[str, float]:
         begin = time.perf_counter()
@@ -75,21 +99,29 @@ class SampleLedger:
         self.ledger.add(trainer.current_step, ledger_columns(samples, trainer.experience))
         return {"time/ledger": time.perf_counter() - begin}
 
-    def flush(self, *, sync: bool = False) -> None:
+    def flush(self, *, sync: bool) -> None:
         self.ledger.flush(sync=sync)
 
+    def supersede(self, after_step: int) -> None:
+        self.ledger.supersede(after_step)
 
-def open_ledger(ledger: str | Path | Ledger | None, facts: Mapping[str, Any]) -> StepLedger:
-    """The ledger of a folder, or one that was made for it; None: none.
+
+def open_ledger(
+    asked: bool | str | Path | Ledger, folder: Path | None, facts: Mapping[str, Any]
+) -> StepLedger:
+    """The ledger that a run keeps.
 
     Args:
+        asked: of ``PPOTrainer.train``.
+        folder: in the run's output, if there is one.
         facts: see :class:`fastrl.run.ledger.Ledger`.
     """
-    if ledger is None:
+    place = folder if asked is True else asked or None
+    if place is None:
         return NoLedger()
-    found = ledger if isinstance(ledger, Ledger) else Ledger(ledger)
-    found.facts |= facts
-    return SampleLedger(found)
+    ledger = place if isinstance(place, Ledger) else Ledger(place)
+    ledger.facts |= facts
+    return SampleLedger(ledger)
 
 
 def ledger_columns(samples: ScoredSamples, experience: LastExperience) -> dict[str, Any]:
@@ -108,7 +140,7 @@ def ledger_columns(samples: ScoredSamples, experience: LastExperience) -> dict[s
         "number": rollout.numbers,
         "slots": _repeated(rollout.room.slots, count),
         "slot_length": _repeated(rollout.room.length, count),
-        "weights_version": _repeated(rollout.weights_version, count),
+        "weights_version": _repeated(samples.weights_version, count),
         "logprobs": _lists(rollout.logprobs, np.float32),
         "values": _lists(rollout.values, np.float32),
         "advantages": Lists(*experience.advantages()),

@@ -50,9 +50,6 @@ class Rollouts:
         reference: the reference policy.
         optimizer: torch's own, whose steps make the log-probs out of date.
         accelerator: gives autocast and the device.
-
-    Attributes:
-        weights_version: steps of the optimizer so far.
     """
 
     def __init__(
@@ -73,8 +70,6 @@ class Rollouts:
         self.backend = make_backend(config, tokenizer, accelerator.autocast)
         self.arguments = SamplingArguments(policy, config.temperature)
         self.memory = RolloutMemory(policy, optimizer, config.temperature)
-        self.weights_version = 0
-        optimizer.register_step_post_hook(lambda *_: self._count_step())
 
     def generate(
         self,
@@ -161,22 +156,17 @@ class Rollouts:
         self.backend.before_update()
 
     def state_dict(self) -> dict[str, Any]:
-        """What later samples depend on besides the weights, as numbers that JSON can hold."""
-        return {"weights_version": self.weights_version, "rooms": self.backend.rooms()}
+        """What the bits of later samples depend on besides weights, as JSON can hold it."""
+        return {"rooms": self.backend.rooms()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.weights_version = state["weights_version"]
         self.backend.reserve(state["rooms"])
 
     def _run(self, model: Any, request: Request) -> RolloutOutput:
         output = self.backend(self.accelerator.unwrap_model(model), request)
         if not request.reference:
-            output.weights_version = self.weights_version
             self.memory.keep(request.repeated(), output)
         return output
-
-    def _count_step(self) -> None:
-        self.weights_version += 1
 
 
 def _check_sequences(rollout: RolloutOutput, responses: Sequence[Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from fastrl.ppo.loss import UpdateLoss
 from fastrl.ppo.nonfinite import samples_left_out
 from fastrl.ppo.old_logprobs import OldLogprobs, zero_left_out
 from fastrl.ppo.rollouts import Rollouts
+from fastrl.ppo.saving import make_saving
 from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
 from fastrl.ppo.setup import (
     checked_policies,
@@ -41,14 +42,25 @@ from fastrl.ppo.setup import (
     prepared,
     warn_of_a_single_response,
 )
+from fastrl.ppo.state import TrainerState
 from fastrl.ppo.update import GradientStep, PPOUpdate
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.functions import RewardFunction
 from fastrl.rollout import RolloutOutput
 from fastrl.run import hub, metrics
 from fastrl.run.callbacks import TrainCallback, TrainResult
+from fastrl.run.checkpoints import (
+    KEEP_LAST,
+    SAVE_EVERY,
+    Checkpoints,
+    find_checkpoint,
+    verify,
+    warn_of_another_machine,
+)
+from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import Ledger
 from fastrl.run.model_card import policy_gradient, write_model_card
+from fastrl.run.state import load_tree, save_tree
 from fastrl.timing import start_clock
 
 _MIXED_PRECISION = (
@@ -173,6 +185,7 @@ class PPOTrainer:
         self.current_step = 0
         self._streams: dict[str, PromptStream] = {}  # by the prompts' fingerprint
         self._best_mean_score = -float("inf")
+        self._state = TrainerState(self)
 
     def step(
         self,
@@ -366,7 +379,12 @@ class PPOTrainer:
         long_prompts: str = "refuse",
         callbacks: Iterable[TrainCallback] = (),
         progress: bool = True,
-        ledger: str | Path | Ledger | None = None,
+        output: str | Path | RunFolder | None = None,
+        save_every: int = SAVE_EVERY,
+        keep_last: int = KEEP_LAST,
+        resume: bool | str | Path = False,
+        overwrite: bool = False,
+        ledger: bool | str | Path | Ledger = True,
     ) -> TrainResult:
         """Trains: samples prompts, generates, scores, steps, evaluates.
 
@@ -380,7 +398,8 @@ class PPOTrainer:
                 number per completion; ``columns`` are the other columns of ``dataset``. For a
                 prompt of chat messages it gets these as they are, and the completion as
                 ``[{"role": "assistant", "content": text}]``, as in TRL 1.x.
-            steps: number of step() calls, each on ``batch_size / group_size`` prompts.
+            steps: number of step() calls, each on ``batch_size / group_size`` prompts; of a resumed
+                run together with those before.
             prompts: texts, chats (lists of messages with a role and a content, put through the
                 tokenizer's chat template) or 1-D token ids; or
             dataset: a data set with a column of them, ``prompt_column`` (default: prompt, query or
@@ -398,9 +417,18 @@ class PPOTrainer:
                 a warning, and counts them in the result.
             callbacks: see :class:`fastrl.TrainCallback`.
             progress: show a progress bar.
-            ledger: the folder, or a :class:`fastrl.run.ledger.Ledger`, that gets a row for each
-                sample: prompt, tokens, log-probs, rewards, advantages, and what its draws depend
-                on. None keeps none.
+            output: folder for metrics, ledger and checkpoints; None writes nothing.
+            save_every: steps between two checkpoints; the last step is saved, too. 0: only where
+                the run fails or is stopped.
+            keep_last: number of checkpoints to keep; 0 keeps all.
+            resume: go on from the newest good checkpoint in ``output``, or begin where there is
+                none; or from a checkpoint's folder. Make trainer, prompts and reward as for the
+                run before: what follows is bit for bit what an uninterrupted run would have done,
+                on one machine. The result has all evaluations, its history the new steps.
+            overwrite: remove an earlier run in ``output``.
+            ledger: keep a row for each sample, with prompt, tokens, log-probs, rewards, advantages
+                and what its draws depend on: True, in ``output``, if there is one; or in another
+                folder, or a :class:`fastrl.run.ledger.Ledger`; False: not.
 
         With ``PPOConfig.log_with`` every step's numbers and samples also go to the trackers, which
         stay open: ``accelerator.end_training()`` closes them.
@@ -409,8 +437,14 @@ class PPOTrainer:
             ValueError: fewer prompts than a step takes, an empty or over-long prompt, chats without
                  a chat template, a missing column, steps < 1, more than one process, another
                  temperature than the configuration's in ``generation_kwargs``, rewards that are not
-                 one finite number per completion.
+                 one finite number per completion; an ``output`` that holds a run, without
+                 ``resume`` or ``overwrite``.
+            BadCheckpoint: a ValueError: a checkpoint that is damaged, or of another run.
+            FolderInUse: an OSError: another process writes to ``output``.
+
+        An exception in a step leaves its checkpoint in ``output``: the state before that step.
         """
+        saving = make_saving(self, output, save_every, keep_last, resume, overwrite)
         loop = Loop(
             self,
             reward_fn,
@@ -425,12 +459,51 @@ class PPOTrainer:
             long_prompts=long_prompts,
             callbacks=callbacks,
             progress=progress,
+            saving=saving,
             ledger=ledger,
         )
-        try:
-            return loop.run()
-        finally:
-            loop.ledger.flush()
+        return loop.run()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that later steps depend on: trained weights, optimizer, schedule, KL coefficient,
+        moments of scores, orders of prompts and samples, random states. Tensors are not copies."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another trainer was, which must have been made from the same model and
+        settings: frozen weights and a fixed reference are not in its state.
+
+        Raises:
+            BadCheckpoint: a ValueError: the state of another model, tokenizer, method or reference;
+                nothing has changed then.
+        """
+        self._state.load_state_dict(state)
+
+    def save_checkpoint(self, folder: str | Path) -> Path:
+        """Writes the state to ``folder/checkpoint-N``, N the number of steps; for a loop of your
+        own, whose position in its data is not part of it. :meth:`train` saves by itself.
+
+        Returns:
+            the checkpoint's path; it is there as a whole, or not at all.
+        """
+        checkpoints = Checkpoints(Path(folder))
+        with checkpoints.new(self.current_step) as part:
+            save_tree(self.state_dict(), part)
+        return checkpoints.path(self.current_step)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Goes on from a checkpoint, or from the newest good one in a folder of them.
+
+        Raises:
+            BadCheckpoint: a ValueError: a damaged checkpoint, whose file is named; or as
+                :meth:`load_state_dict`. Nothing has changed then.
+            FileNotFoundError: there is none.
+        """
+        found = find_checkpoint(path, Checkpoints(Path(path)))
+        assert found is not None
+        manifest = verify(found)
+        self.load_state_dict(load_tree(found))
+        warn_of_another_machine(manifest)
 
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> Any:
         """Makes a shuffled loader of whole batches of ``batch_size / group_size`` samples.

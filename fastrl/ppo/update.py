@@ -265,6 +265,7 @@ class PPOUpdate:
         self.gradient = gradient
         self.accelerator = gradient.accelerator
         self.shuffle = np.random.RandomState(config.seed)
+        self.optimizer_steps = 0  # begun so far
 
     def __call__(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
         order = self.shuffle.get_state()
@@ -318,6 +319,7 @@ class PPOUpdate:
         if self.accelerator.scaler is not None and self.config.max_grad_norm is not None:
             self.gradient.clip()
         optimizer = self.gradient.optimizer
+        self.optimizer_steps += 1
         optimizer.step()
         record.optimizer_steps += not getattr(optimizer, "step_was_skipped", False)
         self.gradient.zero()

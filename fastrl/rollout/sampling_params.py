@@ -220,7 +220,6 @@ class RolloutOutput:
     sample_ids: list[int] | None = None
     numbers: list[int] | None = None  # among the samples of its prompt, from 0
     room: Room = Room()  # the engine's, zeros of ``model.generate``
-    weights_version: int | None = None  # optimizer steps before the samples were drawn
     temperature: float = 1.0  # of ``logprobs`` and ``entropies``; 1 where decoding was greedy
     stats: dict[str, float] = field(default_factory=dict)
 

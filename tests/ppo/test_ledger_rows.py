@@ -1,10 +1,12 @@
 """The ledger of ``train()``: what each sample was, what it was given, and how it is drawn again."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 
-from fastrl import PPOConfig, PPOTrainer
+from fastrl import PPOConfig, PPOTrainer, TrainCallback
 from fastrl.rollout import RolloutOutput
 from fastrl.run.ledger import Ledger, read_facts, read_ledger
 from tests import seq2seq_models, tiny_models
@@ -34,12 +36,20 @@ def train(trainer, folder, reward=lengths, **arguments):
     return trainer.train(reward, ledger=folder, **{**settings, **arguments})
 
 
+class Callback(TrainCallback):
+    def __init__(self, function):
+        self.function = function
+
+    def on_step(self, trainer, step, metrics):
+        self.function(trainer)
+
+
 class Watched:
     """Notes what a trainer's ``step`` is given, and what it learns from."""
 
     def __init__(self, trainer):
         self.given, self.learned, self.steps = [], [], []
-        step, update = trainer.step, trainer.update
+        step, scored = trainer.step, trainer.compute_advantages
 
         def noted_step(queries, responses, scores, rollout):
             self.given.append((queries, responses, scores, rollout))
@@ -47,11 +57,12 @@ class Watched:
             self.steps.append(stats["ppo/optimizer_steps"])
             return stats
 
-        def noted_update(batch, experience):
-            self.learned.append((batch.response_mask, experience))
-            return update(batch, experience)
+        def noted_advantages(values, rewards, mask):
+            found = scored(values, rewards, mask)
+            self.learned.append((mask, found[1]))
+            return found
 
-        trainer.step, trainer.update = noted_step, noted_update
+        trainer.step, trainer.compute_advantages = noted_step, noted_advantages
 
 
 @pytest.mark.parametrize("settings", [{}, GRPO], ids=["ppo", "grpo"])
@@ -78,8 +89,8 @@ def test_rows_are_what_the_steps_learned_from(tmp_path, settings):
         assert row["score"] == row["reward"] - 0.5 * (row["finish_reason"] == "length")
         np.testing.assert_array_equal(row["logprobs"], rollout.logprobs[j].numpy())
         np.testing.assert_array_equal(row["values"], rollout.values[j].numpy())
-        mask, experience = watched.learned[i]
-        np.testing.assert_array_equal(row["advantages"], experience.advantages[j][mask[j]].numpy())
+        mask, advantages = watched.learned[i]
+        np.testing.assert_array_equal(row["advantages"], advantages[j][mask[j]].numpy())
         assert row["weights_version"] == sum(watched.steps[:i])
         assert (row["slots"], row["slot_length"]) == (4, 48)
         size = trainer.config.group_size
@@ -100,12 +111,8 @@ def test_samples_are_drawn_again_from_the_weights_and_what_is_noted(tmp_path, ba
     torch.manual_seed(99)
     for step in (3, 1, 2):
         rows = read_ledger(tmp_path, None, step, step).to_pylist()
-        other.rollouts.load_state_dict(
-            {
-                "weights_version": rows[0]["weights_version"],
-                "rooms": {"policy": {"slots": rows[0]["slots"], "length": rows[0]["slot_length"]}},
-            }
-        )
+        room = {"slots": rows[0]["slots"], "length": rows[0]["slot_length"]}
+        other.rollouts.load_state_dict({"rooms": {"policy": room}})
         prompts = [torch.tensor(row["prompt_ids"]) for row in rows[::2]]
         before = torch.get_rng_state()
         out = other.rollouts.sample(prompts, SAMPLING, 2, rows[0]["seed"])
@@ -113,7 +120,6 @@ def test_samples_are_drawn_again_from_the_weights_and_what_is_noted(tmp_path, ba
         assert [x.tolist() for x in out.sequences] == [row["completion_ids"] for row in rows]
         assert out.finish_reasons == [row["finish_reason"] for row in rows]
         assert (out.sample_ids, out.numbers) == ([0, 0, 1, 1], [0, 1, 0, 1])
-        assert out.weights_version == rows[0]["weights_version"]
         if backend == "engine":
             for row, logprobs in zip(rows, out.logprobs_at(0.8), strict=True):
                 np.testing.assert_array_equal(row["logprobs"], logprobs.numpy())
@@ -124,7 +130,7 @@ def test_samples_are_drawn_again_from_the_weights_and_what_is_noted(tmp_path, ba
 @pytest.mark.parametrize("backend", ["engine", "generate"])
 def test_a_run_with_a_ledger_is_the_run_without(tmp_path, backend):
     histories, weights = [], []
-    for folder in (None, tmp_path):
+    for folder in (False, tmp_path):
         trainer = make_trainer(rollout_backend=backend)
         histories.append(train(trainer, folder, eval_prompts=TEXTS[:3], eval_every=1).history)
         weights.append(trainer.model.state_dict())
@@ -199,17 +205,39 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
     assert names == ["steps-000001-000002.parquet", "steps-000003-000003.parquet"]
 
 
-def test_rollouts_go_on_with_the_room_and_the_count_of_steps_of_others():
+@pytest.mark.parametrize("settings", [{}, GRPO], ids=["ppo", "grpo"])
+def test_a_resumed_run_has_the_ledger_of_the_straight_one(tmp_path, settings):
+    """And the steps that were done again are beside it."""
+    arguments = {"steps": 7, "save_every": 3, "eval_prompts": TEXTS, "eval_every": 2}
+
+    def stopping(trainer):
+        if trainer.current_step == 5:
+            raise RuntimeError("power failure")
+
+    train(make_trainer(**settings), True, output=tmp_path / "straight", **arguments)
+    stopped = {**arguments, "output": tmp_path / "run", "callbacks": [Callback(stopping)]}
+    saved = pytest.warns(UserWarning, match="after RuntimeError the state is saved")
+    with saved, pytest.raises(RuntimeError, match="power"):
+        train(make_trainer(**settings), True, **stopped)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "checkpoint-5")  # as if it had been killed
+    expected = read_ledger(tmp_path / "straight" / "ledger")
+    ledger = tmp_path / "run" / "ledger"
+    assert read_ledger(ledger).equals(expected.slice(0, 5 * 4))
+    train(make_trainer(**settings), True, output=tmp_path / "run", resume=True, **arguments)
+    assert read_ledger(ledger).equals(expected)
+    assert read_ledger(ledger / "superseded-1").equals(expected.slice(3 * 4, 2 * 4))
+
+
+def test_rollouts_go_on_with_the_room_of_others():
     trainer = make_trainer()
-    assert trainer.rollouts.state_dict() == {"weights_version": 0, "rooms": {}}
-    train(trainer, None, steps=1, eval_prompts=TEXTS)  # six prompts, more than a batch
+    assert trainer.rollouts.state_dict() == {"rooms": {}}
+    train(trainer, False, steps=1, eval_prompts=TEXTS)  # six prompts, more than a batch
     state = trainer.rollouts.state_dict()
-    assert state == {"weights_version": 8, "rooms": {"policy": {"slots": 6, "length": 48}}}
+    assert state == {"rooms": {"policy": {"slots": 6, "length": 48}}}
     other = make_trainer()
     other.rollouts.load_state_dict(state)
     assert other.rollouts.state_dict() == state
-    out = other.rollouts.sample(tiny_models.prompts(3), SAMPLING)
-    assert (out.room, out.weights_version) == ((6, 48), 8)
+    assert other.rollouts.sample(tiny_models.prompts(3), SAMPLING).room == (6, 48)
     assert other.rollouts.state_dict() == state
-    other.rollouts.load_state_dict({"weights_version": 0, "rooms": {}})
+    other.rollouts.load_state_dict({"rooms": {}})
     assert other.rollouts.sample(tiny_models.prompts(3), SAMPLING).room == (1, 48)
