@@ -150,6 +150,9 @@ class PPOJob(TrainingJob):
     keep_last: int = setting(
         "Checkpoints to keep; 0 keeps all.", KEEP_LAST, aliases=["--save-total-limit"]
     )
+    ledger: bool = setting(
+        "Keep a row for each sample that is trained on: see fastrl samples and replay.", True
+    )
     resume: str | None = resume_setting(aliases=["--resume-from-checkpoint"])
     samples: int = setting("Completions to show before and after training.", 8)
 
@@ -342,6 +345,7 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
             save_every=job.save_every,
             keep_last=job.keep_last,
             resume=job.resume or False,
+            ledger=job.ledger,
         )
     eval_prompts = 0 if eval_rows is None else len(eval_rows) - result.dropped_eval_prompts
     comparison = finish_training(

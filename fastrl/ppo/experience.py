@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -77,6 +78,19 @@ class Experience:
             None if kl is None else kl._replace(ref_logprobs=pick(kl.ref_logprobs)),
             None if weights is None else weights[samples],
         )
+
+
+class LastExperience(NamedTuple):
+    """What an update has read."""
+
+    mask: Tensor  # [B, T-1] bool on the CPU, True where a response token counts
+    experience: Experience
+
+    def advantages(self) -> tuple[np.ndarray, np.ndarray]:
+        """Advantages of the tokens that count, [N] fp32, sample after sample; and how many of them
+        each sample has, [B]."""
+        advantages = self.experience.advantages.float().cpu()[self.mask]
+        return advantages.numpy(), self.mask.sum(-1).numpy()
 
 
 class LogprobsAndValues(NamedTuple):

@@ -80,6 +80,7 @@ class TrainerState:
             "prompts": {name: stream.state_dict() for name, stream in trainer._streams.items()},
             "reference": trainer.reference.own_weights() if self._reference_moves else {},
             "micro_batches": [each.size for each in self._micro_batches],
+            "rollouts": trainer.rollouts.state_dict(),
             "random": random_state(),
         }
 
@@ -110,6 +111,7 @@ class TrainerState:
             trainer._streams[name] = stream
         for each, size in zip(self._micro_batches, state["micro_batches"], strict=True):
             each.size = size
+        trainer.rollouts.load_state_dict(state["rollouts"])
         trainer.current_step = state["step"]
         trainer.update.optimizer_steps = state["optimizer_steps"]
         restore_random_state(state["random"])

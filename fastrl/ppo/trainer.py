@@ -24,7 +24,7 @@ from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.ppo import stats
 from fastrl.ppo.advantages import make_advantages
-from fastrl.ppo.experience import Experience, Scorer, scoring_request
+from fastrl.ppo.experience import Experience, LastExperience, Scorer, scoring_request
 from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
 from fastrl.ppo.loop import Loop
 from fastrl.ppo.loss import UpdateLoss
@@ -58,6 +58,7 @@ from fastrl.run.checkpoints import (
     warn_of_another_machine,
 )
 from fastrl.run.folder import RunFolder
+from fastrl.run.ledger import Ledger
 from fastrl.run.model_card import policy_gradient, write_model_card
 from fastrl.run.state import load_tree, save_tree
 from fastrl.timing import start_clock
@@ -100,6 +101,7 @@ class PPOTrainer:
         reference: the reference policy, of which ``ref_model`` is the model.
         scorer: runs policy and reference over a batch.
         update: minimises the clipped loss over a batch's experience.
+        experience: what the last step learned from; None before the first.
         kl_ctl: the KL coefficient; ``running``: the moments of all scores so far.
 
     Raises:
@@ -183,6 +185,7 @@ class PPOTrainer:
             config, self.accelerator, self.model, self.optimizer, loss, self.nonfinite
         )
         self.update = PPOUpdate(config, gradient)
+        self.experience: LastExperience | None = None
         self.current_step = 0
         self._streams: dict[str, PromptStream] = {}  # by the prompts' fingerprint
         self._best_mean_score = -float("inf")
@@ -333,6 +336,7 @@ class PPOTrainer:
         self._warn_of_negative_kl(result["objective/kl"])
 
         # Last, so that an exception leaves all of it unchanged.
+        self.experience = LastExperience(batch.response_mask, experience)
         self.running.become(moments)
         self.kl_ctl.update(
             result["objective/kl"], self.config.batch_size * self.accelerator.num_processes
@@ -435,6 +439,7 @@ class PPOTrainer:
         keep_last: int = KEEP_LAST,
         resume: bool | str | Path = False,
         overwrite: bool = False,
+        ledger: bool | str | Path | Ledger = True,
     ) -> TrainResult:
         """Trains: samples prompts, generates, scores, steps, evaluates.
 
@@ -475,7 +480,7 @@ class PPOTrainer:
                 a warning, and counts them in the result.
             callbacks: see :class:`fastrl.TrainCallback`.
             progress: show a progress bar.
-            output: folder for metrics and checkpoints; None writes nothing.
+            output: folder for metrics, ledger and checkpoints; None writes nothing.
             save_every: steps between two checkpoints; the last step is saved, too. 0: only where
                 the run fails or is stopped.
             keep_last: number of checkpoints to keep; 0 keeps all.
@@ -484,6 +489,9 @@ class PPOTrainer:
                 run before: what follows is bit for bit what an uninterrupted run would have done,
                 on one machine. The result has all evaluations, its history the new steps.
             overwrite: remove an earlier run in ``output``.
+            ledger: keep a row for each sample, with prompt, tokens, log-probs, rewards, advantages
+                and what its draws depend on: True, in ``output``, if there is one; or in another
+                folder, or a :class:`fastrl.run.ledger.Ledger`; False: not.
 
         With ``PPOConfig.log_with`` every step's numbers and samples also go to the trackers, which
         stay open: ``accelerator.end_training()`` closes them.
@@ -522,6 +530,7 @@ class PPOTrainer:
             callbacks=callbacks,
             progress=progress,
             saving=saving,
+            ledger=ledger,
         )
         return loop.run()
 
