@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoredSamples:
-    """The samples of a step with their rewards; tensors are [B] fp32, NaN for samples that ended in
-    NaN logits."""
+    """The samples of a step with their rewards; tensors are [B], NaN for samples that are left
+    out."""
 
     prompts: Prompts  # one per sample
     completions: list[str]
@@ -96,7 +96,8 @@ class SampleLedger:
     def add(self, trainer: PPOTrainer, samples: ScoredSamples) -> dict[str, float]:
         begin = time.perf_counter()
         assert trainer.experience is not None
-        self.ledger.add(trainer.current_step, ledger_columns(samples, trainer.experience))
+        columns = ledger_columns(samples, trainer.experience, trainer.config.temperature)
+        self.ledger.add(trainer.current_step, columns)
         return {"time/ledger": time.perf_counter() - begin}
 
     def flush(self, *, sync: bool) -> None:
@@ -124,8 +125,14 @@ def open_ledger(
     return SampleLedger(ledger)
 
 
-def ledger_columns(samples: ScoredSamples, experience: LastExperience) -> dict[str, Any]:
-    """The columns of a step, of :func:`fastrl.run.ledger.fields` and of reward functions."""
+def ledger_columns(
+    samples: ScoredSamples, experience: LastExperience, temperature: float
+) -> dict[str, Any]:
+    """The columns of a step, of :func:`fastrl.run.ledger.fields` and of reward functions.
+
+    Args:
+        temperature: of the policy.
+    """
     prompts, rollout = samples.prompts, samples.rollout
     count = len(prompts)
     return {
@@ -141,7 +148,7 @@ def ledger_columns(samples: ScoredSamples, experience: LastExperience) -> dict[s
         "slots": _repeated(rollout.room.slots, count),
         "slot_length": _repeated(rollout.room.length, count),
         "weights_version": _repeated(samples.weights_version, count),
-        "logprobs": _lists(rollout.logprobs, np.float32),
+        "logprobs": _lists(rollout.logprobs_at(temperature), np.float32),
         "values": _lists(rollout.values, np.float32),
         "advantages": Lists(*experience.advantages()),
         "reward": samples.rewards.numpy(),
