@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.commands.checks import check_call, check_seed
 from fastrl.commands.fit import say_none_held_out
-from fastrl.commands.job import TrainingJob
+from fastrl.commands.job import TrainingJob, resume_setting
 from fastrl.config import PPOConfig, json_object, setting, setting_like
 from fastrl.data.tables import (
     LONG_PROMPTS,
@@ -26,6 +26,7 @@ from fastrl.data.tables import (
 )
 from fastrl.models.load import load_tokenizer
 from fastrl.rewards.weighted import check_reward_settings
+from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY
 from fastrl.run.folder import RunFolder
 from fastrl.run.metrics import check_trackers
 
@@ -56,7 +57,7 @@ _STEPS = (
     "gradient_accumulation_steps",
     "learning_rate",
 )
-_RUN = ("lora_r", "dtype", "seed", "log_with")
+_RUN = ("resume", "overwrite", "lora_r", "dtype", "seed", "log_with")
 
 
 @dataclass(kw_only=True)
@@ -141,6 +142,18 @@ class PPOJob(TrainingJob):
     top_p: float = setting("Sample among the likeliest tokens that make up this probability.", 1.0)
 
     lora_dropout: float = setting("Must be 0: a policy that PPO trains has no dropout.", 0.0)
+    save_every: int = setting(
+        "Steps between two checkpoints; 0 is only where the run fails or is stopped.",
+        SAVE_EVERY,
+        aliases=["--save-steps"],
+    )
+    keep_last: int = setting(
+        "Checkpoints to keep; 0 keeps all.", KEEP_LAST, aliases=["--save-total-limit"]
+    )
+    ledger: bool = setting(
+        "Keep a row for each sample that is trained on: see fastrl samples and replay.", True
+    )
+    resume: str | None = resume_setting(aliases=["--resume-from-checkpoint"])
     samples: int = setting("Completions to show before and after training.", 8)
 
     def __post_init__(self) -> None:
@@ -157,7 +170,7 @@ class PPOJob(TrainingJob):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
-        for name in ("eval_prompts", "eval_every", "top_k", "samples"):
+        for name in ("eval_prompts", "eval_every", "top_k", "samples", "save_every", "keep_last"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
@@ -266,26 +279,31 @@ class GRPOFlags(PPOFlags):
 def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     """Trains, saves and reports; returns the change in held-out reward, None without evaluation
     prompts."""
-    from fastrl.core import set_seed
-    from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
-    from fastrl.ppo import PPOTrainer
-    from fastrl.rewards.classifier import ClassifierReward
-    from fastrl.rewards.functions import load_reward
-    from fastrl.run.metrics import RunCallback
-    from fastrl.run.report import finish_training
-
-    started = time.perf_counter()
     config = flags.config_for(job)
     folder = RunFolder(
         job.output,
         {
             "command": job.command,
             "title": f"{job.model}: {config.method} for {job.rewards}",
-            "job": dataclasses.asdict(job),
+            "job": job.record(),
             "settings": flags.to_dict(),
         },
     )
-    folder.check()
+    with folder.claim(resume=job.resume, overwrite=job.overwrite):
+        return _train(job, flags, config, folder)
+
+
+def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -> Comparison | None:
+    from fastrl.core import set_seed
+    from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
+    from fastrl.ppo import PPOTrainer
+    from fastrl.rewards.classifier import ClassifierReward
+    from fastrl.rewards.functions import load_reward
+    from fastrl.run.report import finish_training
+    from fastrl.run.stopping import stop_at_a_steps_end
+
+    started = time.perf_counter()
+    folder.checkpoint(job.resume)  # is there, and whole
     check_seed(flags.seed)
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
@@ -308,22 +326,27 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     for reward in rewards:
         if isinstance(reward, ClassifierReward):
             reward.to(trainer.current_device)
-    result = trainer.train(
-        rewards,
-        reward_weights=job.reward_weights,
-        reward_timeout=job.reward_timeout,
-        reward_retries=job.reward_retries,
-        reward_batch_size=job.reward_batch_size,
-        steps=flags.steps,
-        dataset=train_rows,
-        prompt_column=PROMPT,
-        generation_kwargs=job.generation_kwargs,
-        eval_prompts=eval_rows,
-        eval_every=job.eval_every,
-        missing_eos_penalty=job.missing_eos_penalty,
-        long_prompts=job.long_prompts,
-        callbacks=[RunCallback(folder)],
-    )
+    with stop_at_a_steps_end():
+        result = trainer.train(
+            rewards,
+            reward_weights=job.reward_weights,
+            reward_timeout=job.reward_timeout,
+            reward_retries=job.reward_retries,
+            reward_batch_size=job.reward_batch_size,
+            steps=flags.steps,
+            dataset=train_rows,
+            prompt_column=PROMPT,
+            generation_kwargs=job.generation_kwargs,
+            eval_prompts=eval_rows,
+            eval_every=job.eval_every,
+            missing_eos_penalty=job.missing_eos_penalty,
+            long_prompts=job.long_prompts,
+            output=folder,
+            save_every=job.save_every,
+            keep_last=job.keep_last,
+            resume=job.resume or False,
+            ledger=job.ledger,
+        )
     eval_prompts = 0 if eval_rows is None else len(eval_rows) - result.dropped_eval_prompts
     comparison = finish_training(
         folder,
@@ -334,7 +357,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
             "train_examples": len(train_rows) - result.dropped_prompts,
             "eval_examples": eval_prompts,
             "long_prompts_dropped": result.dropped_prompts + result.dropped_eval_prompts,
-            "steps": len(result.history),
+            "steps": trainer.current_step,
             "seconds": time.perf_counter() - started,
         },
         show=job.samples,

@@ -78,7 +78,7 @@ def test_a_folder_that_is_written_again_gets_the_card_of_the_new_model(world, tm
     for command, settings in (("ppo", {}), ("grpo", {"group-size": 4})):
         flags = {"steps": 1, "eval-prompts": 0, **settings}
         _, *rest = arguments(world, tmp_path / "run", **flags)
-        assert cli.main([command, *rest]) == 0
+        assert cli.main([command, *rest, "--overwrite"]) == 0
     card = (tmp_path / "run" / "model" / "README.md").read_text(encoding="utf-8")
     assert "(GRPO)" in card
     assert "(PPO)" not in card
