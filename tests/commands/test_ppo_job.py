@@ -110,16 +110,17 @@ def test_several_rewards_have_weights_and_names(world, tmp_path):
         str(world / "clf"),
         "--reward-weights",
         "1",
-        "2",
+        "0",
         "0",
     ]
     assert cli.main([*words, "--reward-batch-size", "3", "--reward-timeout", "30"]) == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     numbers = {name: value for row in rows for name, value in row.items()}
     assert numbers["reward/labelled/mean"] == 2.0
+    assert numbers["reward/mean"] == numbers["reward/length/mean"]
     assert {"reward/length/mean", "reward/clf/std", "eval/reward/clf/mean"} <= set(numbers)
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["job"]["reward_weights"] == [1.0, 2.0, 0.0]
+    assert summary["job"]["reward_weights"] == [1.0, 0.0, 0.0]
 
 
 def test_a_reward_may_be_a_text_or_a_list_in_a_configuration(tmp_path):

@@ -82,14 +82,14 @@ async def blocking(**_: Any) -> list[float]:
 
 
 def test_the_reward_is_the_weighted_sum() -> None:
-    found = ask(Rewards([length, half], [2.0, -1.0]))
-    assert found.total.tolist() == [1.5, 3.0, 4.5, 6.0, 7.5]
+    found = ask(Rewards([length, half], [3.0, -1.0]))
+    assert found.total.tolist() == [2.5, 5.0, 7.5, 10.0, 12.5]
     assert {name: x.tolist() for name, x in found.by_function.items()} == {
         "length": [1, 2, 3, 4, 5],
         "half": [0.5, 1, 1.5, 2, 2.5],
     }
     numbers = found.statistics()
-    assert (numbers["reward/mean"], numbers["reward/length/mean"]) == (4.5, 3)
+    assert (numbers["reward/mean"], numbers["reward/length/mean"]) == (7.5, 3)
     assert numbers["reward/half/std"] == pytest.approx(math.sqrt(10 / 4) / 2)
     assert numbers["time/reward/half"] > 0
 
@@ -172,7 +172,7 @@ def test_async_functions_and_their_calls_run_at_the_same_time() -> None:
         async def __call__(self, **given: Any) -> list[float]:
             return await meet(**given)
 
-    found = ask(Rewards([functools.partial(meet), Object()], reward_batch_size=2))
+    found = ask(Rewards([meet, functools.partial(Object())], reward_batch_size=2))
     assert found.total.tolist() == [2, 4, 6, 8, 10]
     assert list(found.by_function) == ["meet", "Object"]
 
