@@ -289,7 +289,7 @@ class BatchMaker(ABC):
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(what, stacklevel=6)
+            warnings.warn(what, stacklevel=7)
 
     def _pad(self, sequences: Sequence[Tensor], side: str | None = None) -> dict[str, Tensor]:
         need_pad_token(map(len, sequences), self.tokenizer.pad_token_id, self.tokenizer)

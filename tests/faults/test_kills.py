@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from fastrl.run.checkpoints import Checkpoints, verify
+from fastrl.run.ledger import read_ledger
 from tests.faults.zygote import FIT_PLACES, PLACES, Zygote
 from tests.ppo.test_golden import without_key_bias
 
@@ -77,7 +78,8 @@ def results(folder: Path) -> dict[str, str]:
     }
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in row.items() if not _is_time(k)} for row in rows]
-    return {**found, "metrics": json.dumps(kept)}
+    ledger = read_ledger(folder / "ledger").to_pylist()
+    return {**found, "metrics": json.dumps(kept), "ledger": json.dumps(ledger)}
 
 
 def _is_time(name: str) -> bool:

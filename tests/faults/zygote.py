@@ -33,6 +33,7 @@ PLACES = {
     "forward": "fastrl.ppo.update:UpdateLoss.__call__",
     "update": "fastrl.ppo.update:PPOUpdate._optimizer_step",
     "tree": "fastrl.run.state:_plain",
+    "ledger": "fastrl.run.ledger:write_file",
     **SAVING,
 }
 FIT_PLACES = {
