@@ -42,8 +42,9 @@ Ctrl-C, SIGTERM
 """
 
 # Errors of the user's input; any other is a bug in fastrl and keeps its traceback.
-_USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
-_LIBRARY_ERRORS = ("OutOfMemoryError", "SafetensorError")  # by name: torch may not be imported
+_USER_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
+# By name: torch may not be imported.
+_ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +121,7 @@ def _message(error: BaseException) -> str:
 
 
 def _is_users(error: BaseException) -> bool:
-    return isinstance(error, _USER_ERRORS) or type(error).__name__ in _LIBRARY_ERRORS
+    return isinstance(error, _USER_ERRORS) or type(error).__name__ in _ERRORS_BY_NAME
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:

@@ -366,8 +366,8 @@ class UpdateRecord:
             )
         if self.nonfinite:
             warnings.warn(
-                f"non-finite loss in {self.nonfinite} mini-batch(es){self.because}: they are left "
-                "out",
+                f"non-finite loss in {self.nonfinite} mini-batch(es): they are left "
+                f"out{self.because}",
                 stacklevel=4,
             )
         if self.nonfinite_steps:
