@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastrl.run.callbacks import Evaluation, TrainResult
+from fastrl.run.curves import RunCurves
 from fastrl.run.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -139,10 +140,8 @@ def write_report(folder: RunFolder) -> Path:
     """
     from fastrl.run.figures import draw
 
-    stages = {name: stage.rows() for name, stage in folder.stages().items()}
-    title = folder.config.get("title", folder.path.name)
-    ceiling = folder.config.get("kl_ceiling")
-    folder.write_report(draw(folder.rows(), stages, title=title, kl_ceiling=ceiling))
+    title = str(folder.config.get("title", folder.path.name))
+    folder.write_report(draw([RunCurves.of(folder)], title=title))
     return folder.report
 
 
