@@ -26,15 +26,16 @@ commands:
   align  learn from preferences, as data or live: DPO, KTO, ORPO and others
   ppo    PPO on your model, prompts and reward
   grpo   PPO without a value function: GRPO, Dr. GRPO, RLOO (--advantage)
-  report redraw the figure of a run; results of several runs side by side
+  report a page with the figures, results and samples of runs, overlaid
+  doctor the usual illnesses of a run: what shows them, and what to change
   env    versions, devices, and the kernels that would be used
 
 "fastrl COMMAND --help" shows the flags that matter, --help-all the rest. A YAML
 file may hold any of them; flags given beside it win. With FASTRL_DEBUG=1 an
 error shows its traceback.
 
-exit status: 0 done; 1 a goal was missed, or a bug in fastrl; 2 an error in the
-input, or in a function that it names; 130 interrupted
+exit status: 0 done; 1 a goal was missed, a run is ill, or a bug in fastrl; 2 an
+error in the input, or in a function that it names; 130 interrupted
 """
 
 # Errors of the user's input; any other is a bug in fastrl and keeps its traceback.
@@ -46,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        the exit status: 0, 1 if a goal was missed, 2 after an error of the user, 130 after Ctrl-C.
-        A bug in fastrl is raised.
+        the exit status: 0, 1 if a goal was missed or a run is ill, 2 after an error of the user,
+        130 after Ctrl-C. A bug in fastrl is raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
@@ -122,9 +123,8 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     module, kinds, function = _COMMANDS[command]
     found = importlib.import_module(f"fastrl.{module}")
     run = getattr(found, function)
-    if command == "report":  # folders, no settings
-        run(arguments)
-        return 0
+    if command in _ON_FOLDERS:
+        return run(arguments)
     status = run(*parse(command, [getattr(found, kind) for kind in kinds], arguments))
     return status if command == "demo" else 0
 
@@ -138,9 +138,11 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "ppo": ("commands.ppo", ("PPOJob", "PPOFlags"), "run_ppo"),
     "grpo": ("commands.ppo", ("GRPOJob", "GRPOFlags"), "run_ppo"),
     "report": ("commands.report", (), "run_report"),
+    "doctor": ("commands.doctor", (), "run_doctor"),
     "env": ("commands.env", (), "run_env"),
 }
-_ONE_PROCESS = tuple(name for name in _COMMANDS if name not in ("report", "env"))
+_ON_FOLDERS = ("report", "doctor")  # of runs; they have no settings
+_ONE_PROCESS = tuple(name for name in _COMMANDS if name not in (*_ON_FOLDERS, "env"))
 
 if __name__ == "__main__":
     sys.exit(main())

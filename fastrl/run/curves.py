@@ -44,12 +44,14 @@ class RunCurves:
         rows: of metrics.jsonl: one per log, and one per evaluation.
         stages: rows of the run's earlier stages, by name.
         kl_ceiling: drawn beside the KL, in nats per sequence.
+        settings: of the job and of the trainer, and the number of "eval_examples".
     """
 
     name: str
     rows: Sequence[Mapping[str, Any]]
     stages: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     kl_ceiling: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: RunFolder, name: str | None = None) -> RunCurves:
@@ -59,13 +61,19 @@ class RunCurves:
             ValueError: a file that is not what it should be.
         """
         stages = {stage: each.rows() for stage, each in folder.stages().items()}
-        ceiling = folder.config.get("kl_ceiling")
-        return cls(name or folder.name, folder.rows(), stages, ceiling)
+        config, summary = folder.config, folder.summary()
+        settings = {
+            **config.get("job", {}),
+            **config.get("settings", {}),
+            "eval_examples": summary.get("eval_examples"),
+        }
+        ceiling = config.get("kl_ceiling")
+        return cls(name or folder.name, folder.rows(), stages, ceiling, settings)
 
     def read(self, keys: Iterable[str], stage: str | None = None) -> Series:
         """The first of these metrics that the run, or one of its stages, has recorded."""
         return series(self.rows if stage is None else self.stages.get(stage, ()), *keys)
 
-    def keys(self) -> list[str]:
+    def metrics(self) -> list[str]:
         """The names of all metrics of the run, in the order of their first record."""
         return list(dict.fromkeys(key for row in self.rows for key in row))

@@ -27,10 +27,11 @@ _SIGNS = {"-": "—", "--": "- -", ":": "···", "-.": "-·-", "o-": "●"}
 
 
 class Name(NamedTuple):
-    """An entry of a legend."""
+    """An entry of a legend: a name, and before it a sign in a colour."""
 
     text: str
     colour: str
+    sign: str = "—"
 
 
 def draw(runs: Sequence[RunCurves], *, title: str) -> Figure:
@@ -99,7 +100,7 @@ def draw_panel(axes: Axes, panel: Panel | TimePanel, runs: Sequence[RunCurves]) 
 
 def _draw_lines(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> list[Name]:
     names = {}
-    for run, (_, run_colour) in zip(runs, run_names(runs), strict=True):
+    for run, (_, run_colour, _) in zip(runs, run_names(runs), strict=True):
         for i, line in enumerate(panel.lines):
             curve = run.read(line.keys, panel.stage)
             if not curve:
@@ -108,17 +109,16 @@ def _draw_lines(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> list[Nam
             style = "o-" if line.held_out else "-" if alone else _DASHES[i % len(_DASHES)]
             colour = line.colour if alone else run_colour
             _draw_line(axes, line, curve, run.read(line.sem, panel.stage), style, colour)
-            sign = "" if alone else f"{_SIGNS[style]} "
-            names[line.name] = Name(sign + line.name, colour if alone else GREY)
+            names[line.name] = Name(line.name, colour if alone else GREY, _SIGNS[style])
     lowest, highest = axes.dataLim.y0, axes.dataLim.y1
     if panel.level is not None:
         axes.axhline(panel.level[0], color=GREY, linestyle=(0, (4, 3)), linewidth=1.0)
-        names["level"] = Name(f"- - {panel.level[1]}", GREY)
+        names["level"] = Name(panel.level[1], GREY, "- -")
     for ceiling in {run.kl_ceiling for run in runs} - {None} if panel.ceiling else ():
         axes.axhline(ceiling, color=GREY, linestyle=(0, (4, 3)), linewidth=1.0)
-        names[f"ceiling {ceiling}"] = Name(f"- - ceiling {ceiling:g}", GREY)
+        names[f"ceiling {ceiling}"] = Name(f"ceiling {ceiling:g}", GREY, "- -")
     _show_zero(axes, panel.zero, lowest, highest)
-    return [name for name in names.values() if name.text.strip(" —")]
+    return [name for name in names.values() if name.text]
 
 
 def _draw_line(
@@ -147,7 +147,7 @@ def _show_zero(axes: Axes, zero: str, lowest: float, highest: float) -> None:
 def _draw_times(axes: Axes, panel: TimePanel, runs: Sequence[RunCurves]) -> list[Name]:
     """The phases of one run as layers, or the whole steps of several as lines."""
     names, points = [], []
-    for run, (_, run_colour) in zip(runs, run_names(runs), strict=True):
+    for run, (_, run_colour, _) in zip(runs, run_names(runs), strict=True):
         timed = [row for row in run.rows if any(key in row for key in panel.keys)]
         steps = [float(row.get("step", index)) for index, row in enumerate(timed)]
         layers = {
@@ -164,7 +164,7 @@ def _draw_times(axes: Axes, panel: TimePanel, runs: Sequence[RunCurves]) -> list
             if any(seconds):
                 _draw_layer(axes, steps, base, seconds, phase.colour)
                 base = [x + y for x, y in zip(base, seconds, strict=True)]
-                names.append(Name(f"■ {phase.name}", phase.colour))
+                names.append(Name(phase.name, phase.colour, "■"))
     return names + _cut_slow_steps(axes, sorted(points))
 
 
@@ -200,7 +200,7 @@ def _cut_slow_steps(axes: Axes, points: list[tuple[float, float]]) -> list[Name]
         va="center",
         fontsize=9,
     )
-    return [Name("▲ above the scale", INK)]
+    return [Name("above the scale", INK, "▲")]
 
 
 def _plain_numbers() -> Any:
@@ -227,11 +227,11 @@ def _legend_rows(names: Sequence[Name], width: int = _LEGEND_WIDTH) -> list[list
     rows: list[list[Name]] = []
     room = 0
     for name in names:
-        if room < len(name.text):
+        if room < len(name.text) + 2:
             rows.append([])
             room = width
         rows[-1].append(name)
-        room -= len(name.text) + 3
+        room -= len(name.text) + 5
     return rows
 
 
@@ -251,7 +251,17 @@ def _packed(
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea, VPacker
 
     texts: list[list[Artist]] = [
-        [TextArea(name.text, textprops={"color": name.colour, "fontsize": size}) for name in row]
+        [
+            HPacker(
+                children=[
+                    TextArea(name.sign, textprops={"color": name.colour, "fontsize": size}),
+                    TextArea(name.text, textprops={"fontsize": size}),
+                ],
+                pad=0,
+                sep=3,
+            )
+            for name in row
+        ]
         for row in rows
     ]
     lines: list[Artist] = [HPacker(children=row, pad=0, sep=10) for row in texts]

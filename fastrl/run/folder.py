@@ -129,6 +129,11 @@ class RunFolder:
         figure.savefig(part)
         part.replace(self.report)
 
+    def write_text(self, name: str, text: str) -> Path:
+        """Writes a text file, and returns its path."""
+        self._replace(name, text)
+        return self.path / name
+
     def drop_empty_checkpoints(self) -> None:
         """Removes the folder of checkpoints, which transformers' Trainer always makes, if it is
         empty."""

@@ -152,6 +152,7 @@ PANELS: tuple[Panel | TimePanel, ...] = (
     _pair("Wins against the start", "share of prompts", [], "eval_win_rate", level=_CHANCE,
           zero="near"),
     _KL,
+    _one("Deviation of the rewards", "", "reward/std", "ppo/std_scores", colour=BLUE),
     _one("Policy entropy", "nats per token", "ppo/policy/entropy"),
     Panel(
         "Implicit rewards",
@@ -194,7 +195,7 @@ def panels_of(runs: Sequence[RunCurves]) -> list[Panel | TimePanel]:
 
 def _by_function(runs: Sequence[RunCurves]) -> list[Panel]:
     """The mean of each reward function, where there are several."""
-    keys = dict.fromkeys(key for run in runs for key in run.keys())
+    keys = dict.fromkeys(key for run in runs for key in run.metrics())
     names = [key[len("reward/") : -len("/mean")] for key in keys if _is_of_function(key)]
     if len(names) < 2:
         return []
