@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from fastrl.commands.flags import UsageError, parse, unknown_name
 from fastrl.run.processes import check_one_process
 from fastrl.run.progress import drop_bars
+from fastrl.run.stopping import Stopped
 from fastrl.user_code import fault_of
 
 USAGE = """\
@@ -20,22 +21,24 @@ usage: fastrl COMMAND [CONFIG.yaml] [--flag value ...]
 Reinforcement learning from rewards and preferences for language models.
 
 commands:
-  demo   train a small model on film reviews, improve it with PPO, in minutes
-  sft    supervised fine-tuning of your language model on texts
-  reward train a reward model on preference pairs
-  align  learn from preferences, as data or live: DPO, KTO, ORPO and others
-  ppo    PPO on your model, prompts and reward
-  grpo   PPO without a value function: GRPO, Dr. GRPO, RLOO (--advantage)
-  report a page with the figures, results and samples of runs, overlaid
-  doctor the usual illnesses of a run: what shows them, and what to change
-  env    versions, devices, and the kernels that would be used
+  demo    train a small model on film reviews, improve it with PPO, in minutes
+  sft     supervised fine-tuning of your language model on texts
+  reward  train a reward model on preference pairs
+  align   learn from preferences, as data or live: DPO, KTO, ORPO and others
+  ppo     PPO on your model, prompts and reward
+  grpo    PPO without a value function: GRPO, Dr. GRPO, RLOO (--advantage)
+  report  a page with the figures, results and samples of runs, overlaid
+  doctor  the usual illnesses of a run: what shows them, and what to change
+  samples print or export the samples that a run was trained on
+  env     versions, devices, and the kernels that would be used
 
 "fastrl COMMAND --help" shows the flags that matter, --help-all the rest. A YAML
 file may hold any of them; flags given beside it win. With FASTRL_DEBUG=1 an
 error shows its traceback.
 
 exit status: 0 done; 1 a goal was missed, a run is ill, or a bug in fastrl; 2 an
-error in the input, or in a function that it names; 130 interrupted
+error in the input, or in a function that it names; 130, 143 stopped by Ctrl-C,
+SIGTERM
 """
 
 # Errors of the user's input; any other is a bug in fastrl and keeps its traceback.
@@ -48,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         the exit status: 0, 1 if a goal was missed or a run is ill, 2 after an error of the user,
-        130 after Ctrl-C. A bug in fastrl is raised.
+        130 after Ctrl-C, 143 after SIGTERM. A bug in fastrl is raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
@@ -71,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # head or a pager has closed the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Stopped as stop:
+        shown, status = f"fastrl: {stop}", stop.status
     except KeyboardInterrupt:
         shown, status = "fastrl: interrupted", 130
     except Exception as error:
@@ -124,7 +129,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     found = importlib.import_module(f"fastrl.{module}")
     run = getattr(found, function)
     if command in _ON_FOLDERS:
-        return run(arguments)
+        return run(arguments) or 0
     status = run(*parse(command, [getattr(found, kind) for kind in kinds], arguments))
     return status if command == "demo" else 0
 
@@ -139,9 +144,10 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "grpo": ("commands.ppo", ("GRPOJob", "GRPOFlags"), "run_ppo"),
     "report": ("commands.report", (), "run_report"),
     "doctor": ("commands.doctor", (), "run_doctor"),
+    "samples": ("commands.samples", (), "run_samples"),
     "env": ("commands.env", (), "run_env"),
 }
-_ON_FOLDERS = ("report", "doctor")  # of runs; they have no settings
+_ON_FOLDERS = ("report", "doctor", "samples")  # of runs; they have no settings
 _ONE_PROCESS = tuple(name for name in _COMMANDS if name not in (*_ON_FOLDERS, "env"))
 
 if __name__ == "__main__":

@@ -266,8 +266,8 @@ class Trainer(OwnModelCard, transformers.Trainer):
         record = state.get("stateful_callbacks", {}).get(DrawnBatches.__name__)
         if record is None:
             raise ValueError(
-                f"resume_from_checkpoint: {checkpoint} does not say which batches were drawn, so it "
-                "is of another trainer: load its weights as the model, and train anew"
+                f"resume_from_checkpoint: {checkpoint} does not say which batches were drawn, so "
+                "it is of another trainer: load its weights as the model, and train anew"
             )
         return record["attributes"]
 

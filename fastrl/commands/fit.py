@@ -222,7 +222,7 @@ def fit(
 
     started = time.perf_counter()
     settings = {**flags.to_dict(), "report_to": [*flags.trackers, *flags.report_to]}
-    config = {"title": title, "job": dataclasses.asdict(job), "settings": settings}
+    config = {"title": title, "job": job.record(), "settings": settings}
     folder = RunFolder(job.output, {"command": job.command, **config})
     held_out = trainer.eval_dataset is not None
     with recording(trainer, folder, description, flags.trackers, evaluations):

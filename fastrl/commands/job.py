@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from fastrl.config import setting
+from fastrl.run.checkpoints import LATEST
 from fastrl.run.folder import RunFolder
+
+
+def resume_setting(aliases: Sequence[str]) -> Any:
+    """The field of ``--resume``, which may stand without a value."""
+    found = setting(
+        "Continue the run in --output from its newest good checkpoint; or from a checkpoint's "
+        "folder, given by name.",
+        None,
+        aliases=aliases,
+    )
+    metadata = {**found.metadata, "nargs": "?", "const": LATEST}
+    return dataclasses.field(default=None, metadata=metadata)
+
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 
@@ -35,6 +51,7 @@ class TrainingJob:
     lora_r: int = setting("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
     lora_alpha: int = setting("LoRA's scaling numerator.", 32)
     lora_dropout: float = setting("LoRA's dropout in training.", 0.0)
+    overwrite: bool = setting("Remove an earlier run in --output.", False)
     dtype: str = setting("Type of the model's weights, such as float32 or bfloat16.", "float32")
 
     def __post_init__(self) -> None:
@@ -49,6 +66,11 @@ class TrainingJob:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
+
+    def record(self) -> dict[str, Any]:
+        """What ``run.json`` records: all but how this process took part in the run."""
+        fields = dataclasses.asdict(self)
+        return {k: v for k, v in fields.items() if k not in ("resume", "overwrite")}
 
     def check_model(self) -> str:
         """The folder of the model.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.commands.checks import check_call, check_seed
 from fastrl.commands.fit import say_none_held_out
-from fastrl.commands.job import TrainingJob
+from fastrl.commands.job import TrainingJob, resume_setting
 from fastrl.config import PPOConfig, json_object, setting, setting_like
 from fastrl.data.tables import (
     LONG_PROMPTS,
@@ -25,6 +25,8 @@ from fastrl.data.tables import (
     take_prompts,
 )
 from fastrl.models.load import load_tokenizer
+from fastrl.rewards.weighted import check_reward_settings
+from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY
 from fastrl.run.folder import RunFolder
 from fastrl.run.metrics import check_trackers
 
@@ -55,7 +57,7 @@ _STEPS = (
     "gradient_accumulation_steps",
     "learning_rate",
 )
-_RUN = ("lora_r", "dtype", "seed", "log_with")
+_RUN = ("resume", "overwrite", "lora_r", "dtype", "seed", "log_with")
 
 
 @dataclass(kw_only=True)
@@ -63,7 +65,7 @@ class PPOJob(TrainingJob):
     """What to train, on which prompts, for which reward, and where the results go.
 
     Raises:
-        ValueError: a size out of range, LoRA dropout.
+        ValueError: a size out of range, not one weight for each reward, LoRA dropout.
     """
 
     command: ClassVar[str] = "ppo"
@@ -84,10 +86,11 @@ class PPOJob(TrainingJob):
         "Prompts: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
         ".json, .csv, .tsv, .parquet or .txt."
     )
-    reward: str = setting(
+    reward: list[str] = setting(
         "Sequence classifier (a directory, a run's too, or a Hub id), or a function "
-        "(file.py:function). Functions are named as module:function or path/to/file.py:function, "
-        "and called with (prompts, completions, completion_ids, **columns)."
+        "(file.py:function); or several. Functions are named as module:function or "
+        "path/to/file.py:function, and called with (prompts, completions, completion_ids, "
+        "**columns). Of several the reward is the weighted sum."
     )
     output: str = setting_like(TrainingJob, "output", "runs/ppo")
 
@@ -116,7 +119,20 @@ class PPOJob(TrainingJob):
         "Label of the classifier whose logit is the reward, by name or index; by default the last.",
         None,
     )
-    reward_batch_size: int = setting("Texts that the classifier scores at a time.", 64)
+    reward_weights: list[float] | None = setting(
+        "With several rewards: a weight for each, in their order; by default 1.", None
+    )
+    reward_batch_size: int | None = setting(
+        "Completions that a reward judges at a time: a classifier per forward pass, by default 64, "
+        "a function per call, by default all of a step.",
+        None,
+    )
+    reward_timeout: float | None = setting(
+        "Seconds that a call of a reward may take before it is an error; by default any.", None
+    )
+    reward_retries: int = setting(
+        "How often a call of a reward is repeated that raised an exception or took too long.", 0
+    )
     missing_eos_penalty: float | None = setting(
         "Subtracted from the reward of completions without an EOS token.", None
     )
@@ -126,14 +142,35 @@ class PPOJob(TrainingJob):
     top_p: float = setting("Sample among the likeliest tokens that make up this probability.", 1.0)
 
     lora_dropout: float = setting("Must be 0: a policy that PPO trains has no dropout.", 0.0)
+    save_every: int = setting(
+        "Steps between two checkpoints; 0 is only where the run fails or is stopped.",
+        SAVE_EVERY,
+        aliases=["--save-steps"],
+    )
+    keep_last: int = setting(
+        "Checkpoints to keep; 0 keeps all.", KEEP_LAST, aliases=["--save-total-limit"]
+    )
+    ledger: bool = setting(
+        "Keep a row for each sample that is trained on: see fastrl samples and replay.", True
+    )
+    resume: str | None = resume_setting(aliases=["--resume-from-checkpoint"])
     samples: int = setting("Completions to show before and after training.", 8)
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "reward_batch_size", "prompt_words", "max_prompt_tokens"):
+        if isinstance(self.reward, str):
+            self.reward = [self.reward]
+        check_reward_settings(
+            len(self.reward),
+            self.reward_weights,
+            self.reward_timeout,
+            self.reward_retries,
+            self.reward_batch_size,
+        )
+        for name in ("max_new_tokens", "prompt_words", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
-        for name in ("eval_prompts", "eval_every", "top_k", "samples"):
+        for name in ("eval_prompts", "eval_every", "top_k", "samples", "save_every", "keep_last"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
@@ -153,6 +190,11 @@ class PPOJob(TrainingJob):
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         super().__post_init__()
+
+    @property
+    def rewards(self) -> str:
+        """The names of all rewards, for titles."""
+        return " + ".join(self.reward)
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
@@ -187,7 +229,7 @@ class PPOFlags(PPOConfig):
         for name, value in (
             ("model_name", job.model),
             ("query_dataset", job.dataset),
-            ("reward_model", job.reward),
+            ("reward_model", job.rewards),
             ("loss_norm_length", job.max_new_tokens),
         ):
             if settings[name] == fields[name]:
@@ -237,34 +279,42 @@ class GRPOFlags(PPOFlags):
 def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     """Trains, saves and reports; returns the change in held-out reward, None without evaluation
     prompts."""
-    from fastrl.core import set_seed
-    from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
-    from fastrl.ppo import PPOTrainer
-    from fastrl.rewards.functions import ClassifierReward, load_reward
-    from fastrl.run.metrics import RunCallback
-    from fastrl.run.report import finish_training
-
-    started = time.perf_counter()
     config = flags.config_for(job)
     folder = RunFolder(
         job.output,
         {
             "command": job.command,
-            "title": f"{job.model}: {config.method} for {job.reward}",
-            "job": dataclasses.asdict(job),
+            "title": f"{job.model}: {config.method} for {job.rewards}",
+            "job": job.record(),
             "settings": flags.to_dict(),
         },
     )
-    folder.check()
+    with folder.claim(resume=job.resume, overwrite=job.overwrite):
+        return _train(job, flags, config, folder)
+
+
+def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -> Comparison | None:
+    from fastrl.core import set_seed
+    from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
+    from fastrl.ppo import PPOTrainer
+    from fastrl.rewards.classifier import ClassifierReward
+    from fastrl.rewards.functions import load_reward
+    from fastrl.run.report import finish_training
+    from fastrl.run.stopping import stop_at_a_steps_end
+
+    started = time.perf_counter()
+    folder.checkpoint(job.resume)  # is there, and whole
     check_seed(flags.seed)
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
     policy, peft_config = job.check_model(), job.lora_config("CAUSAL_LM")
-    reward = load_reward(job.reward, label=job.reward_label, batch_size=job.reward_batch_size)
+    batch_size = {} if job.reward_batch_size is None else {"batch_size": job.reward_batch_size}
+    rewards = [load_reward(name, label=job.reward_label, **batch_size) for name in job.reward]
     tokenizer = load_tokenizer(policy)
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
     columns = [name for name in train_rows.column_names if name not in (PROMPT, ROW, "input_ids")]
-    check_call(job.reward, reward, ("prompts", "completions", "completion_ids"), columns)
+    for name, reward in zip(job.reward, rewards, strict=True):
+        check_call(name, reward, ("prompts", "completions", "completion_ids"), columns)
     kind = AutoModelForCausalLMWithValueHead if config.needs_values else CausalLMPolicy
     model = kind.from_pretrained(
         job.model, dtype=job.dtype, peft_config=peft_config, is_trainable=True
@@ -273,20 +323,30 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     if config.log_with is not None:  # where trackers write files
         json_object(config.project_kwargs).setdefault("logging_dir", str(folder.logs))
     trainer = PPOTrainer(config, model, tokenizer=tokenizer)
-    if isinstance(reward, ClassifierReward):
-        reward.to(trainer.current_device)
-    result = trainer.train(
-        reward,
-        steps=flags.steps,
-        dataset=train_rows,
-        prompt_column=PROMPT,
-        generation_kwargs=job.generation_kwargs,
-        eval_prompts=eval_rows,
-        eval_every=job.eval_every,
-        missing_eos_penalty=job.missing_eos_penalty,
-        long_prompts=job.long_prompts,
-        callbacks=[RunCallback(folder)],
-    )
+    for reward in rewards:
+        if isinstance(reward, ClassifierReward):
+            reward.to(trainer.current_device)
+    with stop_at_a_steps_end():
+        result = trainer.train(
+            rewards,
+            reward_weights=job.reward_weights,
+            reward_timeout=job.reward_timeout,
+            reward_retries=job.reward_retries,
+            reward_batch_size=job.reward_batch_size,
+            steps=flags.steps,
+            dataset=train_rows,
+            prompt_column=PROMPT,
+            generation_kwargs=job.generation_kwargs,
+            eval_prompts=eval_rows,
+            eval_every=job.eval_every,
+            missing_eos_penalty=job.missing_eos_penalty,
+            long_prompts=job.long_prompts,
+            output=folder,
+            save_every=job.save_every,
+            keep_last=job.keep_last,
+            resume=job.resume or False,
+            ledger=job.ledger,
+        )
     eval_prompts = 0 if eval_rows is None else len(eval_rows) - result.dropped_eval_prompts
     comparison = finish_training(
         folder,
@@ -297,7 +357,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
             "train_examples": len(train_rows) - result.dropped_prompts,
             "eval_examples": eval_prompts,
             "long_prompts_dropped": result.dropped_prompts + result.dropped_eval_prompts,
-            "steps": len(result.history),
+            "steps": trainer.current_step,
             "seconds": time.perf_counter() - started,
         },
         show=job.samples,

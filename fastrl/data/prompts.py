@@ -7,6 +7,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,7 @@ class Prompts:
         )
         return self.take(kept)
 
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of the token ids, in their order."""
         digest = hashlib.sha256()

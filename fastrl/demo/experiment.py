@@ -27,7 +27,6 @@ from fastrl.ppo import PPOTrainer
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.run.callbacks import TrainResult
 from fastrl.run.folder import RunFolder
-from fastrl.run.metrics import RunCallback
 from fastrl.run.report import finish_training, run_console
 
 GENERATION = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": 24}
@@ -103,9 +102,7 @@ class Models:
 def run_demo(demo: Demo) -> int:
     """Runs all stages and reports; returns 0 if the reward rose enough under the KL ceiling, else
     1."""
-    console, started = run_console(), time.perf_counter()
     size = QUICK if demo.quick else FULL
-    steps = demo.steps or size.ppo_steps
     folder = RunFolder(
         demo.output,
         {
@@ -117,8 +114,14 @@ def run_demo(demo: Demo) -> int:
             "kl_ceiling": KL_CEILING,
         },
     )
-    folder.check()
-    folder.begin()  # before minutes of work, not after
+    with folder.claim(overwrite=folder.holds("demo")):
+        folder.begin()  # before minutes of work, not after
+        return _run(demo, size, folder)
+
+
+def _run(demo: Demo, size: Size, folder: RunFolder) -> int:
+    console, started = run_console(), time.perf_counter()
+    steps = demo.steps or size.ppo_steps
     set_seed(demo.seed)
     with _one_thread():
         models = train_models(demo, size, folder, console)
@@ -195,7 +198,8 @@ def improve(
         generation_kwargs=GENERATION,
         eval_prompts=held_out,
         eval_every=size.eval_every,
-        callbacks=[RunCallback(folder)],
+        output=folder,
+        save_every=0,
     )
     return trainer, result
 

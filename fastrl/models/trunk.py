@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -13,13 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.lm_head import in_front_of_head
-from fastrl.models.utils import context_length, evaluating
+from fastrl.models.utils import checksum, context_length, evaluating
 
 TRUNK_NAME = "fastrl_trunk.json"  # in the folder of a model whose trunk was frozen
 
 _PROBE = 8  # tokens
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
-_CHUNK = 1 << 22  # weights at a time
 # Sequences are padded to multiples of it, by their own length alone, so that the bits of their
 # activations depend on nothing else.
 _WIDTH_MULTIPLE = 32
@@ -110,10 +107,7 @@ class Trunk:
     @torch.no_grad()
     def checksum(self) -> str:
         """A checksum of all bits of the frozen weights."""
-        digest = hashlib.sha256()
-        for name, parameter in sorted(self.parameters.items()):
-            digest.update(f"{name} {tuple(parameter.shape)} {_bits(parameter)}".encode())
-        return digest.hexdigest()
+        return checksum(self.parameters)
 
     def record(self) -> str:
         """A checkpoint's record of its trunk, as JSON."""
@@ -275,15 +269,3 @@ def _probe(model: Any, layer: nn.Module) -> tuple[dict[str, nn.Parameter], bool,
     # named_parameters gives each once, under its first name
     named = {name: p for name, p in model.named_parameters() if id(p) in below}
     return named, bool(below & above), tuples[0]
-
-
-def _bits(x: Tensor) -> int:
-    """A sum over the elements' bits, weighted by their places; exact on every device."""
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    start = 0
-    for part in x.detach().contiguous().view(kind).flatten().split(_CHUNK):
-        places = torch.arange(start, start + len(part), device=x.device)
-        total += (part.long() * (2 * places + 1) * _ODD).sum()
-        start += len(part)
-    return int(total)

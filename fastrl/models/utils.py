@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
+_CHUNK = 1 << 22  # weights at a time
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -87,3 +90,24 @@ def warn_of_lost_updates(model: nn.Module, remedy: str, stacklevel: int = 2) -> 
         f"and {remedy}; or train a LoRA adapter, whose weights are float32",
         stacklevel=stacklevel + 1,
     )
+
+
+@torch.no_grad()
+def checksum(weights: Mapping[str, Tensor]) -> str:
+    """A checksum of the names, shapes and bits of weights, the same on every device."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
+        digest.update(f"{name} {tuple(weight.shape)} {_bits(weight)}".encode())
+    return digest.hexdigest()
+
+
+def _bits(x: Tensor) -> int:
+    """A sum over the elements' bits, weighted by their places; exact on every device."""
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    start = 0
+    for part in x.detach().contiguous().view(kind).flatten().split(_CHUNK):
+        places = torch.arange(start, start + len(part), device=x.device)
+        total += (part.long() * (2 * places + 1) * _ODD).sum()
+        start += len(part)
+    return int(total)

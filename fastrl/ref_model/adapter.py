@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastrl.models.adapters import REFERENCE_ADAPTER, acting, add_adapter, trainability_kept
 from fastrl.models.scoring import ScoringRequest, TokenScores
@@ -80,14 +80,17 @@ class StartAdapterRefModel(SwitchedAdapter):
         add_adapter(self._peft, REFERENCE_ADAPTER, self._peft.peft_config[trained])
         weights = {name: p.data for name, p in self._peft.named_parameters()}
         copies = [name for name in weights if f".{REFERENCE_ADAPTER}." in name]
-        self._own = [weights[name] for name in copies]
+        self._own = {name: weights[name] for name in copies}
         self._theirs = [
             weights[name.replace(f".{REFERENCE_ADAPTER}.", f".{trained}.")] for name in copies
         ]
-        mix(self._own, self._theirs, 1.0)
+        mix(list(self._own.values()), self._theirs, 1.0)
 
     def follow(self, weight: float) -> None:
-        mix(self._own, self._theirs, weight)
+        mix(list(self._own.values()), self._theirs, weight)
+
+    def own_weights(self) -> dict[str, Tensor]:
+        return self._own
 
     def _switched(self) -> contextlib.AbstractContextManager[None]:
         return acting(self._peft, REFERENCE_ADAPTER)

@@ -56,6 +56,10 @@ class RefModel(ABC):
         """
         raise ValueError(cannot_follow(self.mode))
 
+    def own_weights(self) -> dict[str, Tensor]:
+        """The weights that are not the policy's, by name; the tensors themselves."""
+        return {}
+
     def verify(self) -> None:  # noqa: B027 - optional
         """
         Raises:

@@ -49,10 +49,14 @@ class SecondModel(RefModel):
     def follow(self, weight: float) -> None:
         assert self._policy is not None
         sources = dict(self._policy.named_parameters())
-        # Shared weights are the same objects; the copy may have a value head that the policy lacks.
+        own = {name: x for name, x in self.own_weights().items() if name in sources}
+        mix(list(own.values()), [sources[name].data for name in own], weight)
+
+    def own_weights(self) -> dict[str, Tensor]:
+        # Shared weights are the same objects.
+        policy = {} if self._policy is None else dict(self._policy.named_parameters())
         named = self._copy.named_parameters()
-        own = [(p, sources[name]) for name, p in named if sources.get(name, p) is not p]
-        mix([p.data for p, _ in own], [source.data for _, source in own], weight)
+        return {name: p.data for name, p in named if policy.get(name) is not p}
 
 
 class CopyRefModel(SecondModel):

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from fastrl.run.checkpoints import Checkpoints, find_checkpoint, step_of
+from fastrl.run.files import free_name, new_folder, sync_file, write_file
+from fastrl.run.lock import FolderLock
+
+_LOCAL = ("summary.json", "samples.jsonl", "report.png", "report.html")
 
 
 class RunFolder:
@@ -17,17 +24,19 @@ class RunFolder:
     ``run.json``       command, title, job and settings; written as the run begins
     ``metrics.jsonl``  one JSON object per log and per evaluation, appended during the run
     ``logs/``          files of trackers
-    ``checkpoints/``   of transformers' Trainer, if the flags ask for them
+    ``checkpoints/``   see :class:`fastrl.run.checkpoints.Checkpoints`
+    ``ledger/``        every training sample, of PPO and its kin
     ``model/``         weights, tokenizer and model card (``README.md``)
     ``samples.jsonl``  responses to held-out prompts before and after training, with their rewards
-    ``report.png``     curves
+    ``report.png``     curves; also in ``report.html``, which ``fastrl report`` writes
     ``summary.json``   the contents of run.json, and the results
     ================== ============================================================================
 
-    A run in the folder of an earlier one overwrites it: :meth:`begin` removes the earlier run's
-    metrics, samples, report and summary; its model stays until there is a new one. ``model/`` and
-    every file but ``metrics.jsonl`` are written under another name and then renamed, so that a
-    reader, or an interrupted run, never sees half of one.
+    A folder is claimed before anything is written (:meth:`claim`), and by one process at a time. A
+    run that resumes another keeps its files; records of steps that it will do again are moved to
+    ``metrics.superseded-N.jsonl``. ``model/`` and every file but ``metrics.jsonl`` are written
+    under another name and then renamed, so that a reader, or an interrupted run, never sees half of
+    one.
 
     Args:
         path: of the folder; nothing is written before :meth:`begin`.
@@ -42,7 +51,9 @@ class RunFolder:
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
+        self.ledger = self.path / "ledger"
         self.report = self.path / "report.png"
+        self.lock = FolderLock(self.path)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> RunFolder:
@@ -86,36 +97,134 @@ class RunFolder:
         if not os.access(there, os.W_OK | os.X_OK):
             raise PermissionError(f"output {self.name}: {there} cannot be written to")
 
-    def begin(self) -> None:
-        """Makes the folder, or removes an earlier run's files except model, checkpoints and logs;
-        writes ``run.json`` and an empty ``metrics.jsonl``."""
+    @contextmanager
+    def claim(self, *, resume: Any = False, overwrite: bool = False) -> Iterator[None]:
+        """Context in which this process alone may write to the folder; makes it, and removes it
+        again if nothing was written.
+
+        Args:
+            resume: a run may be there, which is continued; as in :meth:`checkpoint`.
+            overwrite: a run may be there, which :meth:`begin` removes.
+
+        Raises:
+            ValueError: no name; a file; a run without ``resume`` or ``overwrite``; files that are
+                not a run's; the run of another command.
+            PermissionError: a folder that cannot be written to.
+            FolderInUse: an OSError: another process writes to it.
+        """
+        if resume and overwrite:
+            raise ValueError("resume and overwrite exclude each other: pass one of them")
+        self.check()
+        self._check_contents(bool(resume), overwrite)
         self.path.mkdir(parents=True, exist_ok=True)
-        for name in ("summary.json", "samples.jsonl", "report.png"):
+        self.lock.acquire()
+        try:
+            self._check_contents(bool(resume), overwrite)  # of a run that has just ended
+            yield
+        finally:
+            self.lock.release()
+            if not any(self.path.iterdir()):
+                self.path.rmdir()
+
+    def _check_contents(self, resume: bool, overwrite: bool) -> None:
+        names = [p.name for p in self._entries()]
+        if not names:
+            return
+        if not self._is_run():
+            shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+            raise ValueError(
+                f"output {self.name} holds files that are not a run's ({shown}): name a new or "
+                "empty folder"
+            )
+        theirs, own = (x.get("command") for x in (self.read("run.json"), self.config))
+        if resume and theirs and own and theirs != own:
+            raise ValueError(
+                f"output {self.name} holds a run of {theirs}, which {own} cannot resume: name "
+                "another folder"
+            )
+        if not resume and not overwrite:
+            last = next((p.name for p in reversed(Checkpoints(self.checkpoints).paths())), None)
+            raise ValueError(
+                f"output {self.name} holds a run already ({last or 'no checkpoint'}): pass "
+                "--resume (resume=True) to continue it, --overwrite (overwrite=True) to begin "
+                "anew, or name another folder"
+            )
+
+    def _entries(self) -> list[Path]:
+        """What is in the folder, but hidden files."""
+        if not self.path.is_dir():
+            return []
+        return sorted(p for p in self.path.iterdir() if not p.name.startswith("."))
+
+    def holds(self, command: str) -> bool:
+        """Whether a run of this command is there."""
+        return self._is_run() and self.read("run.json").get("command") == command
+
+    def _is_run(self) -> bool:
+        return (self.path / "run.json").is_file() or self.metrics.is_file()
+
+    def checkpoint(self, resume: Any) -> Path | None:
+        """The checkpoint to resume from, see :func:`fastrl.run.checkpoints.find_checkpoint`."""
+        return find_checkpoint(resume, Checkpoints(self.checkpoints)) if resume else None
+
+    def begin(self) -> None:
+        """Makes the folder, or removes an earlier run's files except model and logs; writes
+        ``run.json`` and an empty ``metrics.jsonl``."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in (*self.path.glob("metrics.superseded-*"), *self.path.glob("run.superseded-*")):
+            path.unlink()
+        for name in _LOCAL:
             (self.path / name).unlink(missing_ok=True)
+        for path in (self.ledger, self.checkpoints, *self.path.glob("checkpoints.superseded-*")):
+            shutil.rmtree(path, ignore_errors=True)
         self.write("run.json", self.config)
         self.metrics.write_text("")
+
+    def resume(self, checkpoint: Path | None) -> None:
+        """Makes the files those of a run that has just written ``checkpoint``; None: that has not
+        begun. Later records and checkpoints are moved, not removed."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        own = checkpoint is not None and checkpoint.absolute().parent == self.checkpoints.absolute()
+        step = step_of(checkpoint) if own and checkpoint is not None else -1
+        self._supersede_metrics(step)
+        Checkpoints(self.checkpoints).supersede(step)
+        if self._is_run() and self.read("run.json") not in ({}, _as_json(self.config)):
+            old = self.path / "run.json"
+            old.replace(free_name(old, "superseded"))
+        self.write("run.json", self.config)
+
+    def _supersede_metrics(self, step: int) -> None:
+        """Moves lines of later steps, and one that was not written to its end."""
+        text = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else ""
+        kept: list[str] = []
+        later: list[str] = []
+        for line in text.splitlines(keepends=True):
+            (kept if _step_in(line) <= step else later).append(line)
+        if later:
+            write_file(free_name(self.metrics, "superseded"), "".join(later), sync=True)
+        write_file(self.metrics, "".join(kept), sync=True)
+
+    def sync(self) -> None:
+        """Waits until the disk has the metrics."""
+        if self.metrics.is_file():
+            sync_file(self.metrics)
 
     def save_model(self, save: Callable[[Path], object]) -> None:
         """Replaces ``model/``.
 
         Args:
-            save: makes the folder that it is given, and writes model, tokenizer and card to it.
+            save: writes model, tokenizer and card to the folder that it is given.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.path, prefix=".saving-") as folder:
-            new, old = Path(folder) / "model", Path(folder) / "old"  # model cards show the name
-            save(new)
-            if self.model.exists():
-                self.model.rename(old)
-            new.rename(self.model)
+        with new_folder(self.model) as folder:
+            save(folder)
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Writes a JSON object to a file."""
-        self._replace(name, json.dumps(content, indent=2, default=str) + "\n")
+        write_file(self.path / name, json.dumps(content, indent=2, default=str) + "\n")
 
     def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes JSON objects to a file, one per line."""
-        self._replace(name, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+        write_file(self.path / name, "".join(json.dumps(row, default=str) + "\n" for row in rows))
 
     def write_summary(self, results: Mapping[str, Any]) -> dict[str, Any]:
         """Writes results and configuration to ``summary.json``; returns both."""
@@ -129,21 +238,11 @@ class RunFolder:
         figure.savefig(part)
         part.replace(self.report)
 
-    def write_text(self, name: str, text: str) -> Path:
-        """Writes a text file, and returns its path."""
-        self._replace(name, text)
-        return self.path / name
-
     def drop_empty_checkpoints(self) -> None:
         """Removes the folder of checkpoints, which transformers' Trainer always makes, if it is
         empty."""
         if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
             self.checkpoints.rmdir()
-
-    def _replace(self, name: str, text: str) -> None:
-        part = self.path / f".{name}"
-        part.write_text(text, encoding="utf-8")
-        part.replace(self.path / name)
 
     def read(self, name: str) -> dict[str, Any]:
         """Reads a JSON object from a file; empty if there is no such file.
@@ -184,18 +283,34 @@ class RunFolder:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Reads JSON objects from a file, one per line; none if there is no such file."""
+    """Reads JSON objects from a file, one per line; none if there is no such file. A last line that
+    a killed run has not written to its end is left out."""
     if not path.is_file():
         return []
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
             raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{path}, line {number} is not a JSON object")
         rows.append(row)
     return rows
+
+
+def _step_in(line: str) -> float:
+    """The step of a line of metrics; infinity for half a line."""
+    try:
+        return float(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def _as_json(content: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(content, default=str))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastrl.run.callbacks import Evaluation, Samples, TrainCallback
-from fastrl.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -57,26 +56,11 @@ class MetricsFile:
             file.write(json.dumps({"step": step, **without_nan(numbers)}) + "\n")
 
 
-class JsonlCallback(TrainCallback):
-    """Writes one JSON object per step, and one per evaluation (``eval/*``).
+class MetricsCallback(TrainCallback):
+    """Appends a row per step, and one per evaluation (``eval/*``), to a file."""
 
-    NaN, such as a KL without a reference, is left out. The file starts empty, unless the same
-    callback continues with the same trainer.
-    """
-
-    def __init__(self, path: str | Path):
-        self.file = MetricsFile(path)
-        self._written_by: weakref.ref[Any] | None = None
-
-    def on_train_begin(self, trainer: Any, total_steps: int) -> None:
-        if self._written_by is not None and self._written_by() is trainer:
-            return
-        self._written_by = weakref.ref(trainer)
-        self.begin()
-
-    def begin(self) -> None:
-        """Empties the file."""
-        self.file.begin()
+    def __init__(self, file: MetricsFile):
+        self.file = file
 
     def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
         self.file.append(step, metrics)
@@ -85,15 +69,22 @@ class JsonlCallback(TrainCallback):
         self.file.append(step, evaluation.scalars())
 
 
-class RunCallback(JsonlCallback):
-    """A :class:`JsonlCallback` in a run's folder, which it makes when training begins."""
+class JsonlCallback(MetricsCallback):
+    """Writes one JSON object per step, and one per evaluation (``eval/*``).
 
-    def __init__(self, folder: RunFolder):
-        super().__init__(folder.metrics)
-        self.folder = folder
+    NaN, such as a KL without a reference, is left out. The file starts empty, unless the same
+    callback continues with the same trainer.
+    """
 
-    def begin(self) -> None:
-        self.folder.begin()
+    def __init__(self, path: str | Path):
+        super().__init__(MetricsFile(path))
+        self._written_by: weakref.ref[Any] | None = None
+
+    def on_train_begin(self, trainer: Any, total_steps: int) -> None:
+        if self._written_by is not None and self._written_by() is trainer:
+            return
+        self._written_by = weakref.ref(trainer)
+        self.file.begin()
 
 
 def check_trackers(flag: str, names: Iterable[str], *, of_transformers: bool = False) -> None:

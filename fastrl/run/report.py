@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastrl.run.callbacks import Evaluation, TrainResult
 from fastrl.run.curves import RunCurves
 from fastrl.run.doctor import ILLNESS, examine
+from fastrl.run.files import write_file
 from fastrl.run.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -172,8 +173,11 @@ def write_page(folders: Sequence[RunFolder], target: RunFolder) -> Path:
     """
     from fastrl.run.html_report import page
 
-    target.path.mkdir(parents=True, exist_ok=True)
-    return target.write_text("report.html", page(folders, results(folders)))
+    path = target.path / "report.html"
+    html = page(folders, results(folders))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, html)
+    return path
 
 
 def run_console() -> Console:

@@ -1,0 +1,208 @@
+"""How a training run is saved: not at all, or in a folder, from which it can be resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fastrl.run.callbacks import Evaluation
+from fastrl.run.checkpoints import Checkpoints, step_of, verify, warn_of_another_machine
+from fastrl.run.folder import RunFolder
+from fastrl.run.metrics import MetricsCallback, MetricsFile
+from fastrl.run.random_state import random_state, restore_random_state
+from fastrl.run.state import load_tree, save_tree
+from fastrl.run.stopping import Stopped, asked
+
+if TYPE_CHECKING:
+    from fastrl.ppo.loop import Loop
+    from fastrl.ppo.trainer import PPOTrainer
+
+
+class Saving(Protocol):
+    """What a run does with its state."""
+
+    ledger_folder: Path | None  # of its output
+
+    def opened(self, loop: Loop) -> AbstractContextManager[bool]:
+        """Context of the run, which gives whether it goes on from a checkpoint."""
+
+    def step(self) -> AbstractContextManager[None]:
+        """Context of a step, its callbacks and evaluation."""
+
+    def after_step(self, step: int, *, last: bool) -> None:
+        """Saves where it is time to; stops where that was asked for."""
+
+
+class NotSaved:
+    """A run without a folder."""
+
+    ledger_folder = None
+
+    @contextlib.contextmanager
+    def opened(self, loop: Loop) -> Iterator[bool]:
+        yield False
+
+    def step(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def after_step(self, step: int, *, last: bool) -> None:
+        if asked():
+            raise Stopped(f"stopped after step {step}; nothing was saved, as there is no output")
+
+
+class SavedInFolder:
+    """A run with a folder: metrics and checkpoints are written there.
+
+    A checkpoint is written after every ``save_every`` steps and the last one; when the run is asked
+    to stop; and after an exception, with the state before the step that failed.
+
+    Args:
+        save_every: 0: only when the run is stopped, or fails.
+        keep_last: number of checkpoints to keep; 0 keeps all.
+        resume: True or "latest": the newest good checkpoint of the folder, or the beginning where
+            there is none; or the folder of a checkpoint or a run.
+        overwrite: remove an earlier run in the folder.
+
+    Raises:
+        ValueError: a number below 0; as :meth:`RunFolder.claim` and ``find_checkpoint``.
+    """
+
+    def __init__(
+        self,
+        trainer: PPOTrainer,
+        folder: RunFolder,
+        save_every: int,
+        keep_last: int,
+        resume: bool | str | Path,
+        overwrite: bool,
+    ):
+        for name, number in (("save_every", save_every), ("keep_last", keep_last)):
+            if number < 0:
+                raise ValueError(f"{name} must be 0 or more, got {number}")
+        self.trainer, self.folder = trainer, folder
+        self.save_every, self.resume, self.overwrite = save_every, resume, overwrite
+        self.checkpoints = Checkpoints(folder.checkpoints, keep_last or None)
+        self.ledger_folder = folder.ledger
+        self._loop: Any = None
+
+    @contextlib.contextmanager
+    def opened(self, loop: Loop) -> Iterator[bool]:
+        claim: AbstractContextManager[None] = contextlib.nullcontext()
+        if not self.folder.lock.held:  # a command has claimed it before it loads a model
+            claim = self.folder.claim(resume=self.resume, overwrite=self.overwrite)
+        with claim:
+            self._loop = loop
+            checkpoint = self.folder.checkpoint(self.resume)
+            if checkpoint is not None:
+                manifest, state = verify(checkpoint), load_tree(checkpoint)
+                loop.check_state(state)
+                self.trainer.load_state_dict(state)
+                loop.load_state_dict(state["loop"])
+                warn_of_another_machine(manifest)
+            if self.resume:
+                self.folder.resume(checkpoint)
+                loop.ledger.supersede(self.trainer.current_step)
+            else:
+                self.folder.begin()
+            loop.callbacks.append(MetricsCallback(MetricsFile(self.folder.metrics)))
+            yield checkpoint is not None
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Saves the state if the block raises an exception."""
+        trainer, begun = self.trainer, random_state()
+        steps, updates = trainer.current_step, trainer.update.optimizer_steps
+        try:
+            yield
+        except Exception as error:
+            if trainer.current_step == steps:
+                if trainer.update.optimizer_steps != updates:
+                    warnings.warn(
+                        f"step {steps + 1} failed within its update, so that its state is not "
+                        f"saved: {self._newest()}",
+                        stacklevel=2,
+                    )
+                    raise
+                restore_random_state(begun)
+            self._save_after(error)
+            raise
+
+    def after_step(self, step: int, *, last: bool) -> None:
+        due = self.save_every and (last or step % self.save_every == 0)
+        if due or asked():
+            self.save()
+        if asked():
+            raise Stopped(
+                f"stopped after step {step}; saved: {self.checkpoints.path(step)}; --resume "
+                "(resume=True) continues"
+            )
+
+    def save(self) -> Path:
+        """Writes a checkpoint of the state after the last complete step."""
+        step = self.trainer.current_step
+        self.folder.sync()
+        self._loop.ledger.flush(sync=True)
+        with self.checkpoints.new(step) as folder:
+            save_tree({**self.trainer.state_dict(), "loop": self._loop.state_dict()}, folder)
+        return self.checkpoints.path(step)
+
+    def _save_after(self, error: Exception) -> None:
+        """Saves the state after an error, which is raised whatever becomes of that."""
+        if any(step_of(path) == self.trainer.current_step for path in self.checkpoints.paths()):
+            return
+        try:
+            path = self.save()
+        except Exception as second:
+            warnings.warn(
+                f"after {type(error).__name__} the state could not be saved: {second}", stacklevel=3
+            )
+        else:
+            warnings.warn(
+                f"after {type(error).__name__} the state is saved in {path}; --resume "
+                "(resume=True) continues from there",
+                stacklevel=3,
+            )
+
+    def _newest(self) -> str:
+        paths = self.checkpoints.paths()
+        return f"the last checkpoint is {paths[-1]}" if paths else "there is no checkpoint"
+
+
+def make_saving(
+    trainer: PPOTrainer,
+    output: str | Path | RunFolder | None,
+    save_every: int,
+    keep_last: int,
+    resume: bool | str | Path,
+    overwrite: bool,
+) -> Saving:
+    """By the arguments of ``PPOTrainer.train``."""
+    if output is None:
+        if resume or overwrite:
+            name = "resume" if resume else "overwrite"
+            raise ValueError(f"{name} needs a folder: pass output")
+        return NotSaved()
+    if not isinstance(output, RunFolder):
+        config = {
+            "command": "train",
+            "title": f"{trainer.config.model_name}: {trainer.config.method}",
+            "settings": trainer.config.to_dict(),
+        }
+        output = RunFolder(output, config)
+    return SavedInFolder(trainer, output, save_every, keep_last, resume, overwrite)
+
+
+def evaluations_as_tree(evaluations: list[Evaluation]) -> list[dict[str, Any]]:
+    """Without their prompts, which are the run's own."""
+    return [
+        {k: v for k, v in dataclasses.asdict(one).items() if k != "prompts"} for one in evaluations
+    ]
+
+
+def evaluations_from_tree(tree: list[Mapping[str, Any]], prompts: list[str]) -> list[Evaluation]:
+    return [Evaluation(prompts=prompts, **one) for one in tree]

@@ -1,0 +1,269 @@
+"""A PPOTrainer's state: all that a later step depends on, as a tree for a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.data.prompts import PromptStream
+from fastrl.models.utils import checksum
+from fastrl.ppo.memory import MicroBatches
+from fastrl.ppo.score_scaling import RunningMoments
+from fastrl.run.checkpoints import BadCheckpoint
+from fastrl.run.random_state import (
+    numpy_state,
+    random_state,
+    restore_random_state,
+    set_numpy_state,
+)
+
+if TYPE_CHECKING:
+    from fastrl.ppo.trainer import PPOTrainer
+
+# Settings that do not change what is computed, or (the last two) not more than its last bits.
+_FREE = frozenset(
+    {
+        "exp_name", "log_with", "task_name", "model_name", "query_dataset", "reward_model",
+        "tracker_kwargs", "project_kwargs", "tracker_project_name", "push_to_hub_if_best_kwargs",
+        "compare_steps", "steps", "total_ppo_epochs", "optimize_device_cache", "dataset_num_proc",
+        "rollout_slots", "rollout_kv_cache_gib",
+    }
+)  # fmt: skip
+
+
+_REMEDIES = {
+    "model": "resume with the model that the run began with",
+    "vocabulary": "resume with the model that the run began with",
+    "tokenizer": "resume with the tokenizer that the run began with",
+    "method": "resume with the same command and advantage",
+    "processes": "resume with as many processes",
+    "frozen weights": "make the trainer from the model that the run began with",
+    "reference": "make the trainer from the model (and reference) that the run began with",
+}
+
+
+class TrainerState:
+    """Reads and replaces a trainer's state.
+
+    What is frozen, and the reference, are not in it, unless the reference follows the policy: a run
+    resumes with a trainer that is made from the same model. Their checksums are.
+    """
+
+    def __init__(self, trainer: PPOTrainer):
+        self.trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last complete step; tensors are the trainer's own, not copies."""
+        trainer = self.trainer
+        scheduler, best = trainer.lr_scheduler, trainer._best_mean_score
+        return {
+            "identity": self.identity,
+            "config": _settings(trainer),
+            "step": trainer.current_step,
+            "optimizer_steps": trainer.update.optimizer_steps,
+            "policy": _trained(trainer._unwrapped),
+            "optimizer": _optimizer_state(trainer),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "kl_coef": trainer.kl_ctl.value,
+            "score_moments": dataclasses.asdict(trainer.running),
+            "best_mean_score": best if math.isfinite(best) else None,
+            "shuffle": numpy_state(trainer.update.shuffle),
+            "prompts": {name: stream.state_dict() for name, stream in trainer._streams.items()},
+            "reference": trainer.reference.own_weights() if self._reference_moves else {},
+            "micro_batches": [each.size for each in self._micro_batches],
+            "rollouts": trainer.rollouts.state_dict(),
+            "random": random_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the trainer continue where another was.
+
+        Raises:
+            BadCheckpoint: a ValueError: the state of another model, tokenizer, method, reference or
+                number of processes; nothing has changed then.
+        """
+        trainer = self.trainer
+        self._check(state)
+        _copy(_trained(trainer._unwrapped), state["policy"])
+        if self._reference_moves:
+            _copy(trainer.reference.own_weights(), state["reference"])
+        _load_optimizer(trainer, state["optimizer"])
+        if trainer.lr_scheduler is not None:
+            trainer.lr_scheduler.load_state_dict(dict(state["scheduler"]))
+        trainer.kl_ctl.value = state["kl_coef"]
+        trainer.running.become(RunningMoments(**state["score_moments"]))
+        best = state["best_mean_score"]
+        trainer._best_mean_score = -math.inf if best is None else best
+        set_numpy_state(trainer.update.shuffle, state["shuffle"])
+        trainer._streams.clear()
+        for name, position in state["prompts"].items():
+            stream = PromptStream(position["count"], position["seed"])
+            stream.load_state_dict(position)
+            trainer._streams[name] = stream
+        for each, size in zip(self._micro_batches, state["micro_batches"], strict=True):
+            each.size = size
+        trainer.rollouts.load_state_dict(state["rollouts"])
+        trainer.current_step = state["step"]
+        trainer.update.optimizer_steps = state["optimizer_steps"]
+        restore_random_state(state["random"])
+        _apply_changed_settings(trainer, state["config"])
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What must be the same in the run that resumes."""
+        trainer = self.trainer
+        model, tokenizer = trainer._unwrapped, trainer.tokenizer
+        tokens = json.dumps(
+            [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map], default=str
+        )
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        reference = {} if self._reference_moves else trainer.reference.own_weights()
+        return {
+            "model": type(model.pretrained_model).__name__,
+            "vocabulary": int(model.config.get_text_config().vocab_size),
+            "tokenizer": hashlib.sha256(tokens.encode()).hexdigest(),
+            "method": trainer.config.method,
+            "processes": trainer.accelerator.num_processes,
+            "frozen weights": checksum(frozen),
+            "reference": f"{trainer.reference.mode} {checksum(reference)}",
+        }
+
+    @property
+    def _micro_batches(self) -> tuple[MicroBatches, MicroBatches]:
+        """Sizes that are smaller where memory ran out."""
+        return self.trainer.scorer.slices, self.trainer.update.gradient.micro_batches
+
+    @property
+    def _reference_moves(self) -> bool:
+        return self.trainer.config.sync_ref_every > 0
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        trainer = self.trainer
+        missing = [x for x in ("identity", "policy", "optimizer", "random") if x not in state]
+        if missing:
+            raise BadCheckpoint(
+                f"resume: this is no checkpoint of PPOTrainer: it lacks {', '.join(missing)}"
+            )
+        for name, own in self.identity.items():
+            theirs = state["identity"].get(name)
+            if theirs != own:
+                shown = "" if len(str(own)) > 40 else f" ({theirs}, here {own})"
+                raise BadCheckpoint(
+                    f"resume: the checkpoint is of another run, whose {name} differs{shown}: "
+                    f"{_REMEDIES[name]}"
+                )
+        policy, own_policy = state["policy"], _trained(trainer._unwrapped)
+        for name in dict.fromkeys([*own_policy, *policy]):
+            both = [_described(x.get(name)) for x in (policy, own_policy)]
+            if both[0] != both[1]:
+                raise BadCheckpoint(
+                    f"resume: the checkpoint is of another model, whose {name} is {both[0]}, here "
+                    f"{both[1]}: resume with the model, adapter and dtype that the run began with"
+                )
+        if (trainer.lr_scheduler is None) != (state["scheduler"] is None):
+            had = "no" if state["scheduler"] is None else "a"
+            raise BadCheckpoint(
+                f"resume: the checkpoint's run had {had} lr_scheduler: make the trainer alike"
+            )
+        names, own_names = (
+            [name for group in groups for name in group["params"]]
+            for groups in (state["optimizer"]["groups"], _groups(trainer))
+        )
+        if names != own_names:
+            raise BadCheckpoint(
+                "resume: the checkpoint's optimizer trains other weights: make the trainer with "
+                "the optimizer that the run began with"
+            )
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """Weights that are trained, by name, and buffers that are saved with a model."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    stored = nn.Module.state_dict(model)  # a wrapper's own leaves out the language model's
+    buffers = {name: b for name, b in model.named_buffers() if name in stored}
+    return {**parameters, **buffers}
+
+
+@torch.no_grad()
+def _copy(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
+    for name, target in targets.items():
+        target.copy_(sources[name])
+
+
+def _described(x: Tensor | None) -> str:
+    return "none" if x is None else f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def _inner_optimizer(trainer: PPOTrainer) -> torch.optim.Optimizer:
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+
+
+def _groups(trainer: PPOTrainer) -> list[dict[str, Any]]:
+    """The optimizer's groups, with the names of their weights."""
+    names = {id(p): name for name, p in trainer._unwrapped.named_parameters()}
+    groups = []
+    for number, group in enumerate(_inner_optimizer(trainer).param_groups):
+        weights = [names.get(id(p), f"{number}.{i}") for i, p in enumerate(group["params"])]
+        groups.append({**group, "params": weights})
+    return groups
+
+
+def _optimizer_state(trainer: PPOTrainer) -> dict[str, Any]:
+    """Moments by the names of weights, and the groups' settings."""
+    groups = _groups(trainer)
+    names = [name for group in groups for name in group["params"]]
+    moments = _inner_optimizer(trainer).state_dict()["state"]
+    return {"groups": groups, "moments": {names[i]: x for i, x in moments.items()}}
+
+
+def _load_optimizer(trainer: PPOTrainer, state: Mapping[str, Any]) -> None:
+    index = {
+        name: i
+        for i, name in enumerate(name for group in state["groups"] for name in group["params"])
+    }
+    groups = [
+        {**group, "params": [index[name] for name in group["params"]]} for group in state["groups"]
+    ]
+    for group, own in zip(groups, _inner_optimizer(trainer).param_groups, strict=True):
+        # JSON has no tuples, such as Adam's betas.
+        for name, value in own.items():
+            if isinstance(value, tuple):
+                group[name] = tuple(group[name])
+    # Copies: the tensors of a file are mapped, and lie where torch would not put them.
+    moments = {
+        index[name]: {k: v.clone() if isinstance(v, Tensor) else v for k, v in each.items()}
+        for name, each in state["moments"].items()
+    }
+    _inner_optimizer(trainer).load_state_dict({"state": moments, "param_groups": groups})
+
+
+def _settings(trainer: PPOTrainer) -> dict[str, Any]:
+    """The settings that decide what is computed, as JSON has them."""
+    found = {k: v for k, v in trainer.config.to_dict().items() if k.split("/")[0] not in _FREE}
+    return json.loads(json.dumps(found, default=str))
+
+
+def _apply_changed_settings(trainer: PPOTrainer, before: Mapping[str, Any]) -> None:
+    """Warns of settings that are not those of the checkpoint, and sets a new learning rate."""
+    now = _settings(trainer)
+    changed = [k for k in dict.fromkeys([*before, *now]) if before.get(k) != now.get(k)]
+    if not changed:
+        return
+    shown = ", ".join(f"{k}: {before.get(k)} → {now.get(k)}" for k in changed)
+    warnings.warn(
+        f"resume: settings differ from the checkpoint's ({shown}): the run goes on with the new "
+        "ones, and no longer as an uninterrupted one would have",
+        stacklevel=6,
+    )
+    if "learning_rate" in changed and trainer.lr_scheduler is None:
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = trainer.config.learning_rate

@@ -1,0 +1,215 @@
+"""Checkpoints of a run: written as a whole, checked before they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fastrl.run.files import free_name, new_folder, remove_folder, write_file
+from fastrl.run.machine import differences, machine, versions
+
+MANIFEST = "manifest.json"
+SAVE_EVERY, KEEP_LAST = 100, 2  # steps, and checkpoints; by default
+LATEST = "latest"  # of "resume": the newest good one
+FORMAT = 1  # of the manifest, and of what it lists
+_NAME = re.compile(r"checkpoint-(\d+)")
+_BLOCK = 1 << 22
+
+
+class BadCheckpoint(ValueError):
+    """A checkpoint that cannot be resumed from."""
+
+
+class Checkpoints:
+    """The folders ``checkpoint-N``, N the number of steps done.
+
+    Each has a ``manifest.json``, written last, with sizes and checksums of its files, and the
+    machine and the versions it was written with. A folder gets its name when the disk has all of
+    it.
+
+    Args:
+        folder: of all of them.
+        keep_last: older ones are removed after a new one is there; None keeps all.
+    """
+
+    def __init__(self, folder: Path, keep_last: int | None = None):
+        self.folder, self.keep_last = folder, keep_last
+
+    def path(self, step: int) -> Path:
+        """The folder of a step's checkpoint."""
+        return self.folder / f"checkpoint-{step}"
+
+    def paths(self) -> list[Path]:
+        """All, by their number of steps."""
+        if not self.folder.is_dir():
+            return []
+        found = [p for p in self.folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
+        return sorted(found, key=step_of)
+
+    @contextmanager
+    def new(self, step: int) -> Iterator[Path]:
+        """A folder to write a checkpoint to, which is there under its name after the block.
+
+        Raises:
+            OSError: it cannot be written, because the disk is full, say; those before stay.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.remove_unfinished()
+        path = self.path(step)
+        try:
+            with new_folder(path) as part:
+                yield part
+                write_manifest(part, step)
+        except OSError as error:
+            last = next((p.name for p in reversed(self.paths())), None)
+            kept = f"the last good checkpoint is {last}" if last else "there is none before it"
+            raise OSError(f"{path} could not be saved ({error}); {kept}") from error
+        if self.keep_last is not None:
+            for old in [p for p in self.paths() if p != path][: -(self.keep_last - 1) or None]:
+                remove_folder(old)
+
+    def newest_good(self) -> Path | None:
+        """The one with the most steps that is whole; None without one. A warning names each newer
+        one, which is damaged."""
+        for path in reversed(self.paths()):
+            try:
+                verify(path)
+            except BadCheckpoint as error:
+                warnings.warn(f"{error}: it is not used", stacklevel=3)
+            else:
+                return path
+        return None
+
+    def supersede(self, after_step: int) -> None:
+        """Moves those with more steps out of the way, to ``checkpoints.superseded-N``."""
+        later = [path for path in self.paths() if step_of(path) > after_step]
+        if later:
+            target = free_name(self.folder, "superseded")
+            target.mkdir()
+            for path in later:
+                path.rename(target / path.name)
+
+    def remove_unfinished(self) -> None:
+        """Removes what a killed process left unfinished."""
+        for path in (*self.folder.glob(".saving-*"), *self.folder.glob(".removed-*")):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def find_checkpoint(resume: bool | str | Path, checkpoints: Checkpoints) -> Path | None:
+    """The checkpoint to resume from; None where there is none yet.
+
+    Args:
+        resume: True or "latest": the newest good one of ``checkpoints``; or a checkpoint's folder,
+            or a run's, whose newest good one is taken.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or no checkpoint in it.
+        BadCheckpoint: the one that is named is damaged, or all of them are.
+    """
+    named = not isinstance(resume, bool) and resume != LATEST
+    if named:
+        path = Path(str(resume))
+        if not path.is_dir():
+            raise FileNotFoundError(
+                f"resume: there is no folder {path}; name a checkpoint or a run's folder, or leave "
+                "out the name for the latest checkpoint of --output"
+            )
+        if step_of(path) >= 0 or (path / MANIFEST).exists():
+            verify(path)
+            return path
+        checkpoints = Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    found = checkpoints.newest_good()
+    if found is None and checkpoints.paths():
+        raise BadCheckpoint(
+            f"no checkpoint in {checkpoints.folder} is whole: pass --overwrite (overwrite=True) to "
+            "begin anew, or another checkpoint's folder to resume from that"
+        )
+    if found is None and named:
+        raise FileNotFoundError(f"resume: {resume} holds no checkpoint")
+    return found
+
+
+def step_of(path: Path) -> int:
+    """The number of steps in a checkpoint's name; -1 for another name."""
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found else -1
+
+
+def write_manifest(folder: Path, step: int) -> None:
+    """Writes the manifest of a folder's files."""
+    files = {
+        str(path.relative_to(folder)): {"size": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    content = {
+        "format": FORMAT,
+        "step": step,
+        "files": files,
+        "versions": versions(),
+        "machine": machine(),
+    }
+    write_file(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Compares a checkpoint's files with its manifest, and returns that; opens no other file.
+
+    Raises:
+        BadCheckpoint: no manifest, a file that is missing, truncated or changed, or the format of a
+            newer fastrl; names it.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        number, files = int(manifest["format"]), dict(manifest["files"])
+    except FileNotFoundError:
+        raise BadCheckpoint(
+            f"{folder} is no whole checkpoint of fastrl: there is no {MANIFEST}"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BadCheckpoint(f"{folder / MANIFEST} is damaged") from None
+    if number > FORMAT:
+        raise BadCheckpoint(
+            f"{folder} was written by a newer fastrl (format {number}, this one reads {FORMAT}): "
+            "update fastrl"
+        )
+    for name, said in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise BadCheckpoint(f"{path} is missing")
+        if path.stat().st_size != said["size"]:
+            raise BadCheckpoint(
+                f"{path} is damaged: it has {path.stat().st_size} bytes, not {said['size']}"
+            )
+        if _sha256(path) != said["sha256"]:
+            raise BadCheckpoint(f"{path} is damaged: its checksum is not the manifest's")
+    return manifest
+
+
+def warn_of_another_machine(manifest: dict[str, Any]) -> None:
+    """Warns where results may differ in their last bits from those of the run so far."""
+    found = [
+        *differences(manifest["versions"], versions()),
+        *differences(manifest["machine"], machine()),
+    ]
+    if found:
+        warnings.warn(
+            f"the checkpoint was saved elsewhere ({'; '.join(found)}): what follows is the same "
+            "computation, but its last bits may differ from those of an uninterrupted run",
+            stacklevel=3,
+        )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,90 @@
+"""Files and folders that are written as a whole: nobody sees half of one, even after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_HERE, _EXCHANGE = -100, 2  # Linux: AT_FDCWD, RENAME_EXCHANGE
+
+
+def write_file(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Writes a file under another name, and renames it.
+
+    Args:
+        sync: also wait until the disk has both; for what must survive a power failure.
+    """
+    part = path.with_name(f".{path.name}")
+    if isinstance(content, bytes):
+        part.write_bytes(content)
+    else:
+        part.write_text(content, encoding="utf-8")
+    if sync:
+        sync_file(part)
+    part.replace(path)
+    if sync:
+        sync_file(path.parent)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """An empty folder of the same name elsewhere, which takes the place of ``path`` at the end of
+    the block; by then the disk has all of it. Removed after an exception.
+    """
+    around = path.with_name(f".saving-{path.name}")
+    shutil.rmtree(around, ignore_errors=True)
+    new = around / path.name
+    new.mkdir(parents=True)
+    try:
+        yield new
+        for each in sorted(new.rglob("*")):
+            sync_file(each)
+        sync_file(new)
+        if path.exists():
+            _exchange(new, path)
+        else:
+            new.rename(path)
+        sync_file(path.parent)
+    finally:
+        shutil.rmtree(around, ignore_errors=True)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Exchanges two folders' names, at one go where the system can."""
+    with contextlib.suppress(OSError, AttributeError):
+        rename: Any = ctypes.CDLL(None, use_errno=True).renameat2
+        if rename(_HERE, os.fsencode(new), _HERE, os.fsencode(old), _EXCHANGE) == 0:
+            return
+    aside = new.with_name("old")
+    old.rename(aside)
+    new.rename(old)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder; if that is interrupted, nothing is left under its name."""
+    gone = path.with_name(f".removed-{path.name}")
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def sync_file(path: Path) -> None:
+    """Waits until the disk has a file, or a folder's list of names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def free_name(path: Path, kind: str) -> Path:
+    """``name.kind-N.ext`` beside ``name.ext``, with the first N from 1 that is not taken."""
+    number = 1
+    while (found := path.with_name(f"{path.stem}.{kind}-{number}{path.suffix}")).exists():
+        number += 1
+    return found

@@ -1,0 +1,79 @@
+"""A lock on a folder, so that two processes do not write one run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+from pathlib import Path
+
+
+class FolderInUse(OSError):
+    """Another process writes to the folder."""
+
+
+class FolderLock:
+    """Held by at most one process, or one object of a process; the system frees it when the process
+    ends, however it ends.
+
+    Args:
+        folder: must exist; its file ``.lock`` says who holds the lock.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / ".lock"
+        self._file: int | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._file is not None
+
+    def acquire(self) -> None:
+        """
+        Raises:
+            FolderInUse: it is held; names the process.
+        """
+        while not self.held:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                holder = _holder(file)
+                os.close(file)
+                if not isinstance(error, BlockingIOError):
+                    raise
+                raise FolderInUse(
+                    f"output {self.path.parent} is being written by another run{holder}: wait for "
+                    "it, or name another folder"
+                ) from None
+            if self._is_there(file):
+                self._file = file
+            else:  # its holder has removed it since it was opened
+                os.close(file)
+        assert self._file is not None
+        os.ftruncate(self._file, 0)
+        said = {"process": os.getpid(), "host": platform.node()}
+        os.write(self._file, json.dumps(said).encode())
+
+    def release(self) -> None:
+        """Frees the lock and removes its file."""
+        if self._file is not None:
+            self.path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = None
+
+    def _is_there(self, file: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+
+def _holder(file: int) -> str:
+    """Who holds the lock, for a message."""
+    try:
+        said = json.loads(os.pread(file, 4096, 0))
+        return f" (process {said['process']} on {said['host']})"
+    except (ValueError, KeyError, TypeError):
+        return ""

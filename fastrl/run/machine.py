@@ -1,0 +1,54 @@
+"""Versions and hardware on which the bits of a computation depend."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("fastrl-lm", "torch", "triton", "transformers", "accelerate", "peft")
+
+
+def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
+    """The versions of Python and of packages; "not installed" where there is none."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """CPU, instruction set, threads and GPUs."""
+    import torch
+
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return {
+        "cpu": _cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in gpus],
+    }
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs, as "name: before → now"."""
+    names = dict.fromkeys([*before, *now])
+    return [
+        f"{name}: {before.get(name)} → {now.get(name)}"
+        for name in names
+        if before.get(name) != now.get(name)
+    ]
+
+
+def _cpu_name() -> str:
+    """Of Linux; elsewhere what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

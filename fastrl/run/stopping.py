@@ -1,0 +1,61 @@
+"""Ctrl-C and SIGTERM: a run stops at the end of its step, with its state saved."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+_asked: int | None = None  # the signal: handlers belong to the process, as this does
+
+
+class Stopped(KeyboardInterrupt):
+    """A run was asked to stop, and has.
+
+    Attributes:
+        status: the exit status, 130 after Ctrl-C, 143 after SIGTERM.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.status = 128 + (_asked or signal.SIGINT)
+
+
+def asked() -> bool:
+    """Whether the run is to stop at the end of its step."""
+    return _asked is not None
+
+
+@contextlib.contextmanager
+def stop_at_a_steps_end() -> Iterator[None]:
+    """Context in which Ctrl-C and SIGTERM are kept until :func:`asked` is read; a second one
+    interrupts at once. Handlers are restored at the end. Without effect outside the main thread,
+    where there are no signals."""
+    global _asked
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _asked = None
+    before = {s: signal.signal(s, _handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _asked = None
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    global _asked
+    if _asked is not None:
+        raise KeyboardInterrupt
+    _asked = number
+    print(
+        "\nfastrl: the run stops at the end of this step, and saves its state; once more stops it "
+        "at once",
+        file=sys.stderr,
+        flush=True,
+    )
