@@ -23,7 +23,6 @@ from tests.ppo.test_golden import without_key_bias
 
 ALL = os.environ.get("FAULTS") == "all"
 INSTANTS = 22 if ALL else 2
-TWICE = 4 if ALL else 0
 LEARNING = {
     "reward": "rewards.py:length", "dataset": "reviews.jsonl", "prompt-words": 5, "steps": 7,
     "max-new-tokens": 6, "batch-size": 8, "mini-batch-size": 4, "ppo-epochs": 2, "eval-prompts": 8,
@@ -40,6 +39,7 @@ TRAINERS = {
     "reward": ("reward", {**FITTING, "dataset": "pairs.jsonl"}, FIT_PLACES),
     "dpo": ("align", {**FITTING, "dataset": "prompted.jsonl", "max-length": 40}, FIT_PLACES),
 }
+TWICE = [(name, number) for name in TRAINERS for number in range(4)] if ALL else [("ppo", 0)]
 PATHS = ("model", "dataset", "reward")
 
 
@@ -121,10 +121,9 @@ def test_a_killed_run_is_resumed_bit_for_bit(name, number, straight, data, zygot
     assert results(folder) == straight.files, instant
 
 
-@pytest.mark.parametrize("number", range(TWICE))
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(("name", "number"), TWICE)
 def test_a_run_may_be_killed_more_than_once(name, number, straight, data, zygote, tmp_path):
-    instants = straight.instants(2 * TWICE)[2 * number :][:2]
+    instants = straight.instants(8)[2 * number :][:2]
     folder = tmp_path / "run"
     kill(zygote, command(name, data, folder), instants[0], name)
     again = [*command(name, data, folder), "--resume"]
