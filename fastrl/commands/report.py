@@ -58,7 +58,7 @@ def _target(runs: Sequence[RunFolder], output: str | None) -> RunFolder:
         return runs[0]
     target = RunFolder(runs[0].path.parent / "report" if output is None else output)
     target.check()
-    others = (run for run in runs if run.path.resolve() != target.path.resolve())
-    if target.metrics.exists() and (len(runs) > 1 or any(others)):
+    is_theirs = len(runs) == 1 and runs[0].path.resolve() == target.path.resolve()
+    if target.metrics.exists() and not is_theirs:
         raise UsageError(f"{target.name} is a run's own folder: name another with --output")
     return target

@@ -95,6 +95,8 @@ def draw_panel(axes: Axes, panel: Panel | TimePanel, runs: Sequence[RunCurves]) 
     axes.grid(axis="y", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
+    if axes.dataLim.width < 1:  # a single step
+        axes.set_xlim(axes.dataLim.x0 - 1, axes.dataLim.x1 + 1)
     return names or []
 
 
@@ -173,7 +175,7 @@ def _draw_layer(
 ) -> None:
     top = [x + y for x, y in zip(base, seconds, strict=True)]
     if len(steps) == 1:
-        axes.bar(steps, seconds, bottom=base, color=colour, width=0.1)
+        axes.bar(steps, seconds, bottom=base, color=colour, width=0.6)
     else:
         axes.fill_between(steps, base, top, color=colour, linewidth=0)
 
@@ -204,8 +206,8 @@ def _cut_slow_steps(axes: Axes, points: list[tuple[float, float]]) -> list[Name]
 
 
 def _plain_numbers() -> Any:
-    """A formatter of ticks with as many digits as tell them apart, without an offset or a power of
-    ten that applies to all of them."""
+    """A formatter of ticks as plain numbers with the digits that they need, without an offset or a
+    power of ten that applies to all of them."""
     from matplotlib.ticker import Formatter
 
     class PlainNumbers(Formatter):
@@ -213,11 +215,13 @@ def _plain_numbers() -> Any:
             return f"{x:g}"
 
         def format_ticks(self, values: Sequence[float]) -> list[str]:
-            for digits in range(3, 13):
+            gap = abs(values[1] - values[0]) if len(values) > 1 else 0.0
+            for digits in range(4, 17):
                 texts = [f"{value + 0.0:.{digits}g}" for value in values]
-                if len(set(texts)) == len(set(values)):
+                errors = [abs(float(t) - v) for t, v in zip(texts, values, strict=True)]
+                if max(errors, default=0.0) <= 0.01 * gap:
                     break
-            return texts if len(values) else []
+            return texts
 
     return PlainNumbers()
 
@@ -308,6 +312,7 @@ def _style() -> Iterator[None]:
     text: a $ in one does not begin a formula."""
     import matplotlib
 
-    ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    with matplotlib.rc_context({"text.parse_math": False, **dict.fromkeys(ink, INK)}):
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    settings: Any = {"text.parse_math": False, **{name: INK for name in inked}}
+    with matplotlib.rc_context(settings):
         yield

@@ -92,29 +92,26 @@ class TimePanel:
 
 
 def _pair(
-    title: str, unit: str, training: Sequence[str], held_out: str, **options: object
+    title: str,
+    unit: str,
+    training: tuple[str, ...],
+    held_out: str,
+    level: tuple[float, str] | None = None,
+    stage: str | None = None,
 ) -> Panel:
     """A metric of the training batches, and of held-out data."""
-    lines = (
-        Line((*training,), "training batches", BLUE),
-        Line((held_out,), "held out", VERMILION, held_out=True, sem=(f"{held_out}_sem",)),
-    )
-    return Panel(title, unit, tuple(line for line in lines if line.keys), **options)  # type: ignore[arg-type]
+    lines = [Line((held_out,), "held out", VERMILION, held_out=True, sem=(f"{held_out}_sem",))]
+    if training:
+        lines.insert(0, Line(training, "training batches", BLUE))
+    return Panel(title, unit, tuple(lines), zero="near", level=level, stage=stage)
 
 
-def _one(title: str, unit: str, *keys: str, colour: str = GREEN, **options: object) -> Panel:
-    return Panel(title, unit, (Line(keys, "", colour),), **options)  # type: ignore[arg-type]
+def _one(title: str, unit: str, *keys: str, colour: str = GREEN) -> Panel:
+    """One metric."""
+    return Panel(title, unit, (Line(keys, "", colour),))
 
 
 _CHANCE = (0.5, "chance")
-_LOSS = _pair("Loss", "nats", ["loss"], "eval_loss", zero="near")
-_OF_PAIRS = _pair(
-    "Accuracy", "share of pairs", ["accuracy"], "eval_accuracy", zero="near", level=_CHANCE
-)
-_ACCURACY = _pair(
-    "Preference accuracy", "share of examples", ["rewards/accuracies"], "eval_rewards/accuracies",
-    zero="near", level=_CHANCE,
-)  # fmt: skip
 _REWARD = Panel(
     "Reward",
     "",
@@ -130,28 +127,29 @@ _REWARD = Panel(
     ),
     zero="near",
 )
-_KL = Panel(
-    "KL to the reference",
-    "nats per sequence",
-    (
-        Line(("objective/kl",), "training batches", BLUE),
-        Line(("eval/kl",), "held out", VERMILION, held_out=True),
-    ),
-    ceiling=True,
-)
 PANELS: tuple[Panel | TimePanel, ...] = (
-    Panel("SFT: loss", "nats per token", _LOSS.lines, zero="near", stage="sft"),
-    Panel(
-        "Reward model: accuracy", "share of pairs", _OF_PAIRS.lines, zero="near", level=_CHANCE,
-        stage="reward",
-    ),
+    _pair("SFT: loss", "nats per token", ("loss",), "eval_loss", stage="sft"),
+    _pair("Reward model: accuracy", "share of pairs", (), "eval_accuracy", _CHANCE, "reward"),
     _REWARD,
-    _LOSS,
-    _OF_PAIRS,
-    _ACCURACY,
-    _pair("Wins against the start", "share of prompts", [], "eval_win_rate", level=_CHANCE,
-          zero="near"),
-    _KL,
+    _pair("Loss", "nats", ("loss",), "eval_loss"),
+    _pair("Accuracy", "share of pairs", (), "eval_accuracy", _CHANCE),
+    _pair(
+        "Preference accuracy",
+        "share of examples",
+        ("rewards/accuracies",),
+        "eval_rewards/accuracies",
+        _CHANCE,
+    ),
+    _pair("Wins against the start", "share of prompts", (), "eval_win_rate", _CHANCE),
+    Panel(
+        "KL to the reference",
+        "nats per sequence",
+        (
+            Line(("objective/kl",), "training batches", BLUE),
+            Line(("eval/kl",), "held out", VERMILION, held_out=True),
+        ),
+        ceiling=True,
+    ),
     _one("Deviation of the rewards", "", "reward/std", "ppo/std_scores", colour=BLUE),
     _one("Policy entropy", "nats per token", "ppo/policy/entropy"),
     Panel(
@@ -174,11 +172,17 @@ PANELS: tuple[Panel | TimePanel, ...] = (
         ),
     ),
     _one("Value loss", "", "ppo/loss/value", colour=PURPLE),
-    _one("Explained variance of the returns", "", "ppo/val/var_explained", colour=PURPLE),
+    _one(
+        "Explained variance of the returns",
+        "",
+        "ppo/val/explained_variance",
+        "ppo/val/var_explained",
+        colour=PURPLE,
+    ),
     _one("Gradient norm", "", "ppo/grad_norm", "grad_norm", colour=PURPLE),
     _one("Learning rate", "", "learning_rate"),
     TimePanel(),
-)  # fmt: skip
+)
 
 
 def panels_of(runs: Sequence[RunCurves]) -> list[Panel | TimePanel]:
