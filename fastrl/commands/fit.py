@@ -225,7 +225,7 @@ def fit(
     config = {"title": title, "job": job.record(), "settings": settings}
     folder = RunFolder(job.output, {"command": job.command, **config})
     held_out = trainer.eval_dataset is not None
-    with recording(trainer, folder, description, flags.trackers):
+    with recording(trainer, folder, description, flags.trackers, evaluations):
         before = results(trainer.evaluate()) if held_out else {}
         trainer.train()
         after = results(trainer.evaluate()) if held_out else {}
