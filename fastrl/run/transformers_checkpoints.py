@@ -62,6 +62,8 @@ class _Run:
     epoch: int = 0
     minibatches_per_epoch: int = 1
     epoch_is_over: bool = False
+    seed: int = 0  # torch's, from which the order of the data follows
+    random_at_epoch: Mapping[str, Any] = field(default_factory=dict)  # as the epoch began
     save_is_due: bool = False  # but waits for a place from which a run can be resumed
     between_steps: bool = False  # False: weights may be ahead of what is saved with them
     last_step: dict[str, Any] | None = None  # what the next step changes before it updates weights
@@ -165,6 +167,9 @@ class ResumableTrainer(transformers.Trainer):
             run.identity, run.settings = self.identity(), self._all_settings()
         if run.checkpoint is not None:
             run.resumed = self._check(run.checkpoint)
+            if run.resumed is not None:
+                torch.manual_seed(run.resumed["seed"])
+        run.seed = torch.initial_seed()
         self.begin_training(run.resumed)
         path = None if run.checkpoint is None else str(run.checkpoint)
         evaluates_first = self.args.eval_on_start
@@ -305,6 +310,11 @@ class ResumableTrainer(transformers.Trainer):
             self.control.should_training_stop = True
             return
         run = self._run
+        behind = run.resumed["place"] if run.resumed is not None else {"minibatches": 0}
+        if behind["minibatches"] and epoch == behind["epoch"]:
+            assert run.resumed is not None
+            restore_random_state(run.resumed["random_at_epoch"])  # samplers may draw from it
+        run.random_at_epoch = random_state()
         run.epoch, run.minibatches_per_epoch, run.epoch_is_over = epoch, steps_in_epoch, False
         super()._run_epoch(epoch=epoch, steps_in_epoch=steps_in_epoch, **rest)
 
@@ -391,6 +401,8 @@ class ResumableTrainer(transformers.Trainer):
             "identity": run.identity,
             "settings": run.settings,
             "place": place,
+            "seed": run.seed,
+            "random_at_epoch": run.random_at_epoch,
             "losses": {
                 "since_the_log": self._tr_loss,
                 "before": self._total_loss_scalar,
