@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 JOBS ?= 2
 
-.PHONY: help demo test lint format docs aot gpu bench trl-parity hub clean
+.PHONY: help demo test faults lint format docs aot gpu bench trl-parity hub clean
 
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
 	@echo "make test    run the tests and the ahead-of-time gate of the kernels"
+	@echo "make faults  kill runs of every trainer at many instants, and resume them"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make docs    the documentation, in site/: open site/index.html"
@@ -41,6 +42,10 @@ test: export OMP_WAIT_POLICY ?= passive
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
 	$(BIN)/python -m tests.aot
+
+faults: export FAULTS = all
+faults: $(VENV)/.dev
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile tests/faults $(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -59,6 +59,7 @@ STAGES = (
     Stage("ppo", "a whole PPO iteration", 9, (*_THRICE, "{peer}", "benchmarks/test_ppo.py")),
     Stage("ref_model", "PPO's reference, by the way it is kept", 6,
           (*_THRICE, "benchmarks/test_ref_model.py")),
+    Stage("run", "what a run writes, beside its steps", 5, (*_THRICE, "benchmarks/test_run.py")),
     Stage("training", "SFT, DPO and GRPO beside TRL, where it is installed", 6,
           (*_THRICE, "benchmarks/test_training.py", "benchmarks/test_grpo.py")),
 )  # fmt: skip

@@ -41,6 +41,7 @@ TITLES = {
     "dpo": "Direct preference optimization",
     "rollout": "Rollouts",
     "ref_model": "PPO's reference, by the way it is kept",
+    "run": "What a run writes, beside its steps",
     "ops": "Single ops",
 }
 HEADLINES = ("ppo", "grpo", "sft", "dpo", "rollout")  # in the project's README

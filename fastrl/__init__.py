@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from fastrl.patch import TRLPatch, patch_trl, unpatch_trl
     from fastrl.ppo import PPOTrainer
+    from fastrl.ppo.guards import TrainingDiverged
     from fastrl.ref_model import create_reference_model
     from fastrl.rollout import GenerateEngine, RolloutEngine, RolloutOutput, SamplingParams
     from fastrl.run.callbacks import Evaluation, TrainCallback, TrainResult
@@ -63,6 +64,7 @@ __all__ = [
     "TRLPatch",
     "TrainCallback",
     "TrainResult",
+    "TrainingDiverged",
     "__version__",
     "alignment",
     "compute_accuracy",
@@ -96,6 +98,7 @@ _HOMES = {
         "compute_accuracy",
     ),
     "fastrl.ppo": ("PPOTrainer",),
+    "fastrl.ppo.guards": ("TrainingDiverged",),
     "fastrl.run.callbacks": ("Evaluation", "TrainCallback", "TrainResult"),
     "fastrl.run.metrics": ("JsonlCallback",),
     "fastrl.run.progress": ("ProgressCallback",),

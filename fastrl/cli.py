@@ -21,14 +21,15 @@ usage: fastrl COMMAND [CONFIG.yaml] [--flag value ...]
 Reinforcement learning from rewards and preferences for language models.
 
 commands:
-  demo   train a small model on film reviews, improve it with PPO, in minutes
-  sft    supervised fine-tuning of your language model on texts
-  reward train a reward model on preference pairs
-  align  learn from preferences, as data or live: DPO, KTO, ORPO and others
-  ppo    PPO on your model, prompts and reward
-  grpo   PPO without a value function: GRPO, Dr. GRPO, RLOO (--advantage)
-  report redraw the figure of a run; results of several runs side by side
-  env    versions, devices, and the kernels that would be used
+  demo    train a small model on film reviews, improve it with PPO, in minutes
+  sft     supervised fine-tuning of your language model on texts
+  reward  train a reward model on preference pairs
+  align   learn from preferences, as data or live: DPO, KTO, ORPO and others
+  ppo     PPO on your model, prompts and reward
+  grpo    PPO without a value function: GRPO, Dr. GRPO, RLOO (--advantage)
+  report  redraw the figure of a run; results of several runs side by side
+  samples print or export the samples that a run was trained on
+  env     versions, devices, and the kernels that would be used
 
 "fastrl COMMAND --help" shows the flags that matter, --help-all the rest. A YAML
 file may hold any of them; flags given beside it win. With FASTRL_DEBUG=1 an
@@ -125,7 +126,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     module, kinds, function = _COMMANDS[command]
     found = importlib.import_module(f"fastrl.{module}")
     run = getattr(found, function)
-    if command == "report":  # folders, no settings
+    if command in ("report", "samples"):  # folders, no settings
         run(arguments)
         return 0
     status = run(*parse(command, [getattr(found, kind) for kind in kinds], arguments))
@@ -141,9 +142,10 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "ppo": ("commands.ppo", ("PPOJob", "PPOFlags"), "run_ppo"),
     "grpo": ("commands.ppo", ("GRPOJob", "GRPOFlags"), "run_ppo"),
     "report": ("commands.report", (), "run_report"),
+    "samples": ("commands.samples", (), "run_samples"),
     "env": ("commands.env", (), "run_env"),
 }
-_ONE_PROCESS = tuple(name for name in _COMMANDS if name not in ("report", "env"))
+_ONE_PROCESS = tuple(name for name in _COMMANDS if name not in ("report", "samples", "env"))
 
 if __name__ == "__main__":
     sys.exit(main())

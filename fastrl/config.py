@@ -24,7 +24,7 @@ METHODS = {"gae": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO", "rloo": "RLOO"}
 ADVANTAGES = tuple(METHODS)
 KL_PLACES = ("reward", "loss")
 LOSS_DENOMINATORS = ("auto", "minibatch", "step")
-ON_NONFINITE = ("skip", "raise")
+ON_NONFINITE = ("skip", "raise", "zero-sample")
 _JSON_FIELDS = (
     "tracker_kwargs",
     "accelerator_kwargs",
@@ -192,6 +192,11 @@ class PPOConfig:
         "Stop a step's epochs once the policy KL exceeds 1.5 times target_kl.", False
     )
     target_kl: float = setting("Policy KL of early stopping, in nats per token.", 1.0)
+    max_kl: float | None = setting(
+        "End training, with an error, after a step whose KL to the reference (objective/kl, nats "
+        "per sequence) exceeds this.",
+        None,
+    )
 
     # Advantages
     advantage: str = setting(
@@ -227,14 +232,21 @@ class PPOConfig:
         "auto",
     )
     on_nonfinite: str = setting(
-        "How to treat samples, losses and gradients that are NaN or infinite: skip (leave them "
-        "out, count them, and name them in a warning), raise (an error).",
+        "How to treat scores, log-probs, losses and gradients that are NaN or infinite: skip "
+        "(leave out the sample, mini-batch or optimizer step; count them, and name them in a "
+        "warning), zero-sample (the same, but find the samples that make a loss or gradient so, "
+        "and leave out these alone), raise (an error that names the samples).",
         "skip",
     )
     cliprange_value: float = setting("Clip range of the value function's change.", 0.2)
     vf_coef: float = setting("Coefficient of the value loss.", 0.1)
     ratio_threshold: float = setting(
         "Mini-batches whose mean ratio exceeds this are skipped.", 10.0
+    )
+    max_ratio: float | None = setting(
+        "End training, with an error, after a step in which a mini-batch's mean ratio exceeds "
+        "this.",
+        None,
     )
     use_score_scaling: bool = setting("Divide scores by their running standard deviation.", False)
     use_score_norm: bool = setting("With score scaling: subtract the running mean first.", False)
@@ -333,7 +345,14 @@ class PPOConfig:
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        for name in ("max_grad_norm", "score_clip", "rollout_kv_cache_gib", "loss_norm_length"):
+        for name in (
+            "max_grad_norm",
+            "score_clip",
+            "rollout_kv_cache_gib",
+            "loss_norm_length",
+            "max_kl",
+            "max_ratio",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive or None, got {value}")

@@ -41,14 +41,22 @@ class Fault:
 
 def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, with its exceptions marked by ``name``; other callables are returned as they
-    are, because callers may use their methods."""
+    are, because callers may use their methods. An async function stays one."""
     if not inspect.isroutine(function):
         return function
+    call: Callable[..., Any]
+    if inspect.iscoroutinefunction(function):
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with running(name):
-            return function(*args, **kwargs)
+        @functools.wraps(function)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            with running(name):
+                return await function(*args, **kwargs)
+    else:
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with running(name):
+                return function(*args, **kwargs)
 
     setattr(call, _NAME, name)
     return call

@@ -1,5 +1,7 @@
 """What is shown of an error in a function that a user has named."""
 
+import asyncio
+import inspect
 import json
 
 import pytest
@@ -21,6 +23,9 @@ def library(**columns):
 
 def silent(**columns):
     assert False
+
+async def later(**columns):
+    raise ValueError("not now")
 
 class Scorer:
     def to(self, device):
@@ -86,6 +91,15 @@ def test_a_file_that_cannot_be_read_is_at_fault_itself(tmp_path, source, message
     file = tmp_path / "broken_functions.py"
     file.write_text(source)
     assert fault(f"{file}:f").message == f"{file} raised {message.format(file=file)}"
+
+
+def test_an_async_function_stays_one_and_its_error_is_its_own(file):
+    function = load_function(f"{file}:later")
+    assert inspect.iscoroutinefunction(function)
+    with pytest.raises(ValueError, match="not now") as raised:
+        asyncio.run(function())
+    found = fault_of(raised.value)
+    assert found.message == f"{file}:later raised ValueError: not now ({file}, line 16)"
 
 
 def test_objects_that_can_be_called_stay_what_they_are(file):

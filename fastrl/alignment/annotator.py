@@ -8,13 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from fastrl.data.chat import TextOrMessages, as_text
 from fastrl.data.encode import encode_responses
-from fastrl.rewards.functions import (
-    RewardFunction,
-    check_preferences,
-    check_rewards,
-    load_reward,
-)
+from fastrl.rewards.functions import check_preferences, check_rewards, load_reward
 from fastrl.rewards.judges import Counts
+from fastrl.rewards.weighted import RewardFunctions, Rewards
 
 
 @runtime_checkable
@@ -97,12 +93,13 @@ def name_of(annotator: Any) -> str:
 
 
 class RewardAnnotator:
-    """Judges by a reward function, and compares two responses by their rewards.
+    """Judges by reward functions, and compares two responses by their rewards.
 
     Args:
         reward: called as ``reward(prompts=, completions=, completion_ids=, **columns)``, a
             :class:`fastrl.rewards.classifier.ClassifierReward` or any other; see
-            :mod:`fastrl.rewards.functions`.
+            :mod:`fastrl.rewards.functions`. Or several, or a
+            :class:`fastrl.rewards.weighted.Rewards`, which has weights, a time limit and retries.
         tokenizer: makes ``completion_ids``, unless the data have a column of that name; needed only
             by reward functions that take them.
 
@@ -110,17 +107,20 @@ class RewardAnnotator:
         last_scores: the rewards of the first and of the second responses of the last comparison.
     """
 
-    def __init__(self, reward: RewardFunction, tokenizer: Any = None):
+    def __init__(self, reward: RewardFunctions | Rewards, tokenizer: Any = None):
         self.reward, self.tokenizer = reward, tokenizer
-        self.name = f"RewardAnnotator({getattr(reward, '__name__', type(reward).__name__)})"
+        self._rewards = reward if isinstance(reward, Rewards) else Rewards(reward)
+        self.name = f"RewardAnnotator({', '.join(self._rewards.names)})"
         self.last_scores: tuple[list[float], list[float]] | None = None
-        self._needs_ids = tokenizer is None and _needs(reward, "completion_ids")
+        self._needs_ids = tokenizer is None and any(
+            _needs(function, "completion_ids") for function in self._rewards.functions
+        )
         self._counts = Counts(calls=0, ties=0)
 
     @property
     def wants_finished(self) -> bool:
-        """Whether the reward function takes ``finished``."""
-        return getattr(self.reward, "wants_finished", False)
+        """Whether a reward function takes ``finished``."""
+        return self._rewards.wants_finished
 
     def score(
         self, prompts: list[TextOrMessages], responses: list[TextOrMessages], **columns: Any
@@ -129,6 +129,7 @@ class RewardAnnotator:
         Raises:
             ValueError: what the reward function returns is not B finite numbers; it needs
                 ``completion_ids`` and there are none.
+            TimeoutError: it takes longer than the time limit of its ``Rewards``.
         """
         if self.tokenizer is not None and "completion_ids" not in columns and responses:
             texts = list(map(as_text, responses))
@@ -136,8 +137,9 @@ class RewardAnnotator:
         if self._needs_ids and "completion_ids" not in columns:
             raise ValueError(f"{self.name} takes completion_ids: make it with a tokenizer")
         self._counts["calls"] += len(responses)
-        rewards = self.reward(prompts=prompts, completions=responses, **columns)
-        return check_rewards(rewards, len(responses), self.name)
+        ids, finished = columns.pop("completion_ids", None), columns.pop("finished", None)
+        rewards = self._rewards(prompts, responses, ids, columns, finished=finished)
+        return rewards.total.tolist()
 
     def compare(
         self,

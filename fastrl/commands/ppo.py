@@ -25,6 +25,7 @@ from fastrl.data.tables import (
     take_prompts,
 )
 from fastrl.models.load import load_tokenizer
+from fastrl.rewards.weighted import check_reward_settings
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY
 from fastrl.run.folder import RunFolder
 from fastrl.run.metrics import check_trackers
@@ -56,7 +57,7 @@ _STEPS = (
     "gradient_accumulation_steps",
     "learning_rate",
 )
-_RUN = ("save_every", "resume", "overwrite", "lora_r", "dtype", "seed", "log_with")
+_RUN = ("resume", "overwrite", "lora_r", "dtype", "seed", "log_with")
 
 
 @dataclass(kw_only=True)
@@ -64,7 +65,7 @@ class PPOJob(TrainingJob):
     """What to train, on which prompts, for which reward, and where the results go.
 
     Raises:
-        ValueError: a size out of range, LoRA dropout.
+        ValueError: a size out of range, not one weight for each reward, LoRA dropout.
     """
 
     command: ClassVar[str] = "ppo"
@@ -85,10 +86,11 @@ class PPOJob(TrainingJob):
         "Prompts: a JSON, CSV, Parquet or text file, a folder, or a Hub id. Files end in .jsonl, "
         ".json, .csv, .tsv, .parquet or .txt."
     )
-    reward: str = setting(
+    reward: list[str] = setting(
         "Sequence classifier (a directory, a run's too, or a Hub id), or a function "
-        "(file.py:function). Functions are named as module:function or path/to/file.py:function, "
-        "and called with (prompts, completions, completion_ids, **columns)."
+        "(file.py:function); or several. Functions are named as module:function or "
+        "path/to/file.py:function, and called with (prompts, completions, completion_ids, "
+        "**columns). Of several the reward is the weighted sum."
     )
     output: str = setting_like(TrainingJob, "output", "runs/ppo")
 
@@ -117,7 +119,20 @@ class PPOJob(TrainingJob):
         "Label of the classifier whose logit is the reward, by name or index; by default the last.",
         None,
     )
-    reward_batch_size: int = setting("Texts that the classifier scores at a time.", 64)
+    reward_weights: list[float] | None = setting(
+        "With several rewards: a weight for each, in their order; by default 1.", None
+    )
+    reward_batch_size: int | None = setting(
+        "Completions that a reward judges at a time: a classifier per forward pass, by default 64, "
+        "a function per call, by default all of a step.",
+        None,
+    )
+    reward_timeout: float | None = setting(
+        "Seconds that a call of a reward may take before it is an error; by default any.", None
+    )
+    reward_retries: int = setting(
+        "How often a call of a reward is repeated that raised an exception or took too long.", 0
+    )
     missing_eos_penalty: float | None = setting(
         "Subtracted from the reward of completions without an EOS token.", None
     )
@@ -135,11 +150,23 @@ class PPOJob(TrainingJob):
     keep_last: int = setting(
         "Checkpoints to keep; 0 keeps all.", KEEP_LAST, aliases=["--save-total-limit"]
     )
+    ledger: bool = setting(
+        "Keep a row for each sample that is trained on: see fastrl samples and replay.", True
+    )
     resume: str | None = resume_setting(aliases=["--resume-from-checkpoint"])
     samples: int = setting("Completions to show before and after training.", 8)
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "reward_batch_size", "prompt_words", "max_prompt_tokens"):
+        if isinstance(self.reward, str):
+            self.reward = [self.reward]
+        check_reward_settings(
+            len(self.reward),
+            self.reward_weights,
+            self.reward_timeout,
+            self.reward_retries,
+            self.reward_batch_size,
+        )
+        for name in ("max_new_tokens", "prompt_words", "max_prompt_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
@@ -163,6 +190,11 @@ class PPOJob(TrainingJob):
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         super().__post_init__()
+
+    @property
+    def rewards(self) -> str:
+        """The names of all rewards, for titles."""
+        return " + ".join(self.reward)
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
@@ -197,7 +229,7 @@ class PPOFlags(PPOConfig):
         for name, value in (
             ("model_name", job.model),
             ("query_dataset", job.dataset),
-            ("reward_model", job.reward),
+            ("reward_model", job.rewards),
             ("loss_norm_length", job.max_new_tokens),
         ):
             if settings[name] == fields[name]:
@@ -252,7 +284,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         job.output,
         {
             "command": job.command,
-            "title": f"{job.model}: {config.method} for {job.reward}",
+            "title": f"{job.model}: {config.method} for {job.rewards}",
             "job": job.record(),
             "settings": flags.to_dict(),
         },
@@ -265,7 +297,8 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     from fastrl.core import set_seed
     from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
     from fastrl.ppo import PPOTrainer
-    from fastrl.rewards.functions import ClassifierReward, load_reward
+    from fastrl.rewards.classifier import ClassifierReward
+    from fastrl.rewards.functions import load_reward
     from fastrl.run.report import finish_training
     from fastrl.run.stopping import stop_at_a_steps_end
 
@@ -275,11 +308,13 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
     policy, peft_config = job.check_model(), job.lora_config("CAUSAL_LM")
-    reward = load_reward(job.reward, label=job.reward_label, batch_size=job.reward_batch_size)
+    batch_size = {} if job.reward_batch_size is None else {"batch_size": job.reward_batch_size}
+    rewards = [load_reward(name, label=job.reward_label, **batch_size) for name in job.reward]
     tokenizer = load_tokenizer(policy)
     train_rows, eval_rows = load_prompts(job, tokenizer, flags.seed)
     columns = [name for name in train_rows.column_names if name not in (PROMPT, ROW, "input_ids")]
-    check_call(job.reward, reward, ("prompts", "completions", "completion_ids"), columns)
+    for name, reward in zip(job.reward, rewards, strict=True):
+        check_call(name, reward, ("prompts", "completions", "completion_ids"), columns)
     kind = AutoModelForCausalLMWithValueHead if config.needs_values else CausalLMPolicy
     model = kind.from_pretrained(
         job.model, dtype=job.dtype, peft_config=peft_config, is_trainable=True
@@ -288,11 +323,16 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     if config.log_with is not None:  # where trackers write files
         json_object(config.project_kwargs).setdefault("logging_dir", str(folder.logs))
     trainer = PPOTrainer(config, model, tokenizer=tokenizer)
-    if isinstance(reward, ClassifierReward):
-        reward.to(trainer.current_device)
+    for reward in rewards:
+        if isinstance(reward, ClassifierReward):
+            reward.to(trainer.current_device)
     with stop_at_a_steps_end():
         result = trainer.train(
-            reward,
+            rewards,
+            reward_weights=job.reward_weights,
+            reward_timeout=job.reward_timeout,
+            reward_retries=job.reward_retries,
+            reward_batch_size=job.reward_batch_size,
             steps=flags.steps,
             dataset=train_rows,
             prompt_column=PROMPT,
@@ -305,6 +345,7 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
             save_every=job.save_every,
             keep_last=job.keep_last,
             resume=job.resume or False,
+            ledger=job.ledger,
         )
     eval_prompts = 0 if eval_rows is None else len(eval_rows) - result.dropped_eval_prompts
     comparison = finish_training(

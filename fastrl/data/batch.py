@@ -85,6 +85,10 @@ class TokenBatch:
         """Tokens of each query, whether the decoder or the encoder reads it."""
         return self.query_lengths
 
+    def prompt(self, i: int) -> Tensor:
+        """The query of sample ``i``, without padding."""
+        return self.sequences()[i][: self.query_lengths[i]]
+
     def sequences(self) -> list[Tensor]:
         """Queries with their responses, without padding."""
         lengths = map(sum, zip(self.query_lengths, self.response_lengths, strict=True))
@@ -181,6 +185,9 @@ class EncodedBatch(TokenBatch):
     @property
     def prompt_lengths(self) -> list[int]:
         return self.encoder_lengths
+
+    def prompt(self, i: int) -> Tensor:
+        return self.encoder_ids[i, : self.encoder_lengths[i]]
 
     def to(self, device: torch.device) -> Self:
         return replace(
@@ -282,7 +289,7 @@ class BatchMaker(ABC):
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(what, stacklevel=6)
+            warnings.warn(what, stacklevel=7)
 
     def _pad(self, sequences: Sequence[Tensor], side: str | None = None) -> dict[str, Tensor]:
         need_pad_token(map(len, sequences), self.tokenizer.pad_token_id, self.tokenizer)
@@ -458,11 +465,11 @@ def check_batch_size(queries: Any, responses: Any, batch_size: int) -> None:
             raise ValueError(f"{name} has {len(tensors)} elements, batch_size is {batch_size}")
 
 
-def check_scores(scores: Any, batch_size: int, left_out: Sequence[int] = ()) -> Tensor:
-    """Scores as one fp32 tensor [batch_size] on the CPU; NaN for samples that are left out.
+def check_scores(scores: Any, batch_size: int) -> Tensor:
+    """Scores as one fp32 tensor [batch_size] on the CPU; they may be NaN or infinite.
 
     Raises:
-        ValueError: not ``batch_size`` tensors of one finite number each; names the element.
+        ValueError: not ``batch_size`` tensors of one number each; names the element.
     """
     _check_list_of_tensors("scores", scores)
     if len(scores) != batch_size:
@@ -473,15 +480,7 @@ def check_scores(scores: Any, batch_size: int, left_out: Sequence[int] = ()) -> 
                 f"scores[{i}] must be one number (0-D, or 1-D of one element), got shape "
                 f"{tuple(score.shape)}"
             )
-    values = torch.stack([s.detach().reshape(()).float() for s in scores]).cpu()
-    known = torch.isfinite(values)
-    known[list(left_out)] = True
-    wrong = (~known).nonzero()
-    if len(wrong):
-        i = int(wrong[0])
-        raise ValueError(f"scores[{i}] is {float(values[i])}: scores must be finite")
-    values[list(left_out)] = torch.nan
-    return values
+    return torch.stack([s.detach().reshape(()).float() for s in scores]).cpu()
 
 
 def without_tokens(

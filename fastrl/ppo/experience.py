@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ import fastrl_kernels
 from fastrl.data.batch import TokenBatch
 from fastrl.models.scoring import ScoringRequest
 from fastrl.ppo.kl import KLPenalty
+from fastrl.ppo.memory import MicroBatches
 from fastrl.ref_model import RefModel
 
 
@@ -53,20 +55,42 @@ class Experience:
             columns: of [B, T-1], those that the samples need.
             mask: [b, t] bool on the CPU, which of these samples' tokens in these columns count.
         """
-        index, kl, weights = list(samples), self.kl, self.weights
+        index = list(samples)
         where = mask.flatten().nonzero()[:, 0].to(self.logprobs.device)
+        return self._of(index, lambda x: x[index, columns].flatten()[where])
 
-        def flat(x: Tensor) -> Tensor:
-            return x[index, columns].flatten()[where]
+    def at(self, samples: Sequence[int], tokens: Tensor) -> Experience:
+        """Of some samples' tokens, where this is of tokens alone.
 
+        Args:
+            tokens: [n] int64 on the CPU, their indices among the N tokens.
+        """
+        where = tokens.to(self.logprobs.device)
+        return self._of(list(samples), lambda x: x[where])
+
+    def _of(self, samples: list[int], pick: Callable[[Tensor], Tensor]) -> Experience:
+        kl, weights = self.kl, self.weights
         return Experience(
-            flat(self.logprobs),
-            flat(self.values),
-            flat(self.advantages),
-            flat(self.returns),
-            None if kl is None else kl._replace(ref_logprobs=flat(kl.ref_logprobs)),
-            None if weights is None else weights[index],
+            pick(self.logprobs),
+            pick(self.values),
+            pick(self.advantages),
+            pick(self.returns),
+            None if kl is None else kl._replace(ref_logprobs=pick(kl.ref_logprobs)),
+            None if weights is None else weights[samples],
         )
+
+
+class LastExperience(NamedTuple):
+    """What an update has read."""
+
+    mask: Tensor  # [B, T-1] bool on the CPU, True where a response token counts
+    experience: Experience
+
+    def advantages(self) -> tuple[np.ndarray, np.ndarray]:
+        """Advantages of the tokens that count, [N] fp32, sample after sample; and how many of them
+        each sample has, [B]."""
+        advantages = self.experience.advantages.float().cpu()[self.mask]
+        return advantages.numpy(), self.mask.sum(-1).numpy()
 
 
 class LogprobsAndValues(NamedTuple):
@@ -78,7 +102,7 @@ class LogprobsAndValues(NamedTuple):
 
 class Scorer:
     """Runs policy and reference over a batch, without gradients, in slices of some samples; both
-    are softmax(logits / temperature)."""
+    are softmax(logits / temperature). Slices are halved where memory runs out."""
 
     def __init__(
         self,
@@ -95,18 +119,23 @@ class Scorer:
         self.samples_per_pass = samples_per_pass
         self.precision = precision
         self.temperature = temperature
+        self.slices = MicroBatches("scoring", "lower mini_batch_size")
 
     @torch.no_grad()
     def __call__(self, batch: TokenBatch, rollout: LogprobsAndValues | None = None) -> Scored:
         """With ``rollout``, of the response tokens, the policy itself is not run."""
         score = self._score if rollout is None else self._score_reference
-        columns: dict[str, list[Tensor]] = {}
         samples = batch.counting() or range(len(batch))
-        for start in range(0, len(samples), self.samples_per_pass):
-            part = batch.select(samples[start : start + self.samples_per_pass])
-            for name, per_row in score(part).items():
-                columns.setdefault(name, []).append(per_row)
-        joined = {name: torch.cat(parts) for name, parts in columns.items()}
+
+        def in_slices(size: int) -> dict[str, Tensor]:
+            columns: dict[str, list[Tensor]] = {}
+            for start in range(0, len(samples), size):
+                part = batch.select(samples[start : start + size])
+                for name, per_row in score(part).items():
+                    columns.setdefault(name, []).append(per_row)
+            return {name: torch.cat(parts) for name, parts in columns.items()}
+
+        joined = self.slices(in_slices, min(self.samples_per_pass, len(samples)))
         joined |= {} if rollout is None else rollout._asdict()
         rows = batch.rows()
         return Scored(**{k: batch.scatter(v, rows) for k, v in joined.items()})

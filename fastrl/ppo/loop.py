@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from fastrl.data.chat import as_answer
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.models.layout import EncoderDecoder
+from fastrl.ppo.guards import check_divergence
+from fastrl.ppo.ledger import ScoredSamples, open_ledger
 from fastrl.ppo.nonfinite import samples_left_out
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
-from fastrl.rewards.functions import RewardFunction, check_rewards
-from fastrl.rollout import RolloutOutput
-from fastrl.run.callbacks import Evaluation, Samples, TrainCallback, TrainResult, closing_callbacks
+from fastrl.rewards.weighted import RewardBatch, RewardFunctions, Rewards
+from fastrl.rollout import RolloutOutput, draw_seed
+from fastrl.run.callbacks import Evaluation, TrainCallback, TrainResult, closing_callbacks
 from fastrl.run.checkpoints import BadCheckpoint
+from fastrl.run.ledger import Ledger
 from fastrl.run.metrics import TrackerCallback, scalars
 from fastrl.run.processes import check_one_process
 from fastrl.run.progress import ProgressCallback
-from fastrl.user_code import name_of
+from fastrl.run.random_state import random_state_kept
 
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer
@@ -39,8 +42,12 @@ class Loop:
     def __init__(
         self,
         trainer: PPOTrainer,
-        reward_fn: RewardFunction,
+        reward_fn: RewardFunctions,
         *,
+        reward_weights: Sequence[float] | None,
+        reward_timeout: float | None,
+        reward_retries: int,
+        reward_batch_size: int | None,
         steps: int,
         prompts: Any,
         dataset: Any,
@@ -53,6 +60,7 @@ class Loop:
         callbacks: Iterable[TrainCallback],
         progress: bool,
         saving: Saving,
+        ledger: bool | str | Path | Ledger,
     ):
         config, tokenizer, rollouts = trainer.config, trainer.tokenizer, trainer.rollouts
         check_one_process("PPOTrainer.train()", trainer.accelerator.num_processes)
@@ -67,7 +75,15 @@ class Loop:
         dataset = trainer.dataset if dataset is None else dataset
         if prompts is None and dataset is None:
             raise ValueError("nothing to train on: pass prompts or dataset")
-        self.trainer, self.reward_fn = trainer, reward_fn
+        self.trainer = trainer
+        self.rewards = Rewards(
+            reward_fn,
+            reward_weights,
+            reward_timeout=reward_timeout,
+            reward_retries=reward_retries,
+            reward_batch_size=reward_batch_size,
+            on_nonfinite=config.on_nonfinite,
+        )
         self.steps, self.eval_every = steps, eval_every
         self.missing_eos_penalty = missing_eos_penalty
         self.generation_kwargs = rollouts.arguments.of_training(generation_kwargs)
@@ -95,6 +111,8 @@ class Loop:
             self.eval_prompts = given.fitting(*room)
             self.result.dropped_eval_prompts = len(given) - len(self.eval_prompts)
         self.saving = saving
+        facts = {"temperature": config.temperature, "generation_kwargs": self.generation_kwargs}
+        self.ledger = open_ledger(ledger, saving.ledger_folder, facts)
         self.begun_at = trainer.current_step  # steps are counted over all of the trainer's runs
         self.callbacks: list[TrainCallback] = [
             *([ProgressCallback(config.method)] if progress else []),
@@ -105,7 +123,7 @@ class Loop:
     @closing_callbacks
     def run(self) -> TrainResult:
         """Runs the steps and evaluations, and calls the callbacks."""
-        with self.saving.opened(self) as resumed:
+        with self.saving.opened(self) as resumed, self.ledger.opened(self.trainer):
             done, last = self.trainer.current_step, self.begun_at + self.steps
             self._call("on_train_begin", last - done)
             if not resumed:
@@ -113,9 +131,11 @@ class Loop:
             for step in range(done + 1, last + 1):
                 with self.saving.step():
                     metrics, samples = self._next_step()
+                    metrics |= self.ledger.add(self.trainer, samples)
                     self.result.history.append(metrics)
-                    self._call("on_samples", step, samples)
+                    self._call("on_samples", step, samples.shown)
                     self._call("on_step", step, metrics)
+                    check_divergence(self.trainer.config, step, metrics)
                     if step == last or (self.eval_every and step % self.eval_every == 0):
                         self._evaluate(step)
                 self.saving.after_step(step, last=step == last)
@@ -151,7 +171,7 @@ class Loop:
         prompts = [] if self.eval_prompts is None else self.eval_prompts.texts
         self.result.evaluations = evaluations_from_tree(state["evaluations"], prompts)
 
-    def _next_step(self) -> tuple[dict[str, float], Samples]:
+    def _next_step(self) -> tuple[dict[str, float], ScoredSamples]:
         """A step on the next prompts of the trainer's stream of them."""
         streams, prompts = self.trainer._streams, self.prompts
         new = PromptStream(len(prompts), self.trainer.config.seed)
@@ -160,41 +180,41 @@ class Loop:
             chosen = stream.take(self.trainer.config.prompts_per_step)
             return self._step(prompts.take(chosen))
 
-    def _step(self, batch: Prompts) -> tuple[dict[str, float], Samples]:
-        size = self.trainer.config.group_size
-        rollout = self.trainer.rollouts.sample(batch.ids, self.generation_kwargs, size)
+    def _step(self, batch: Prompts) -> tuple[dict[str, float], ScoredSamples]:
+        size, weights_version = self.trainer.config.group_size, self.trainer.update.optimizer_steps
+        rollout = self.trainer.rollouts.sample(batch.ids, self.generation_kwargs, size, draw_seed())
         batch = batch.repeated(size)
         begin = time.perf_counter()
         completions = self._decode(batch, rollout)
         rewards = self._rewards(batch, rollout, completions)
         reward_seconds = time.perf_counter() - begin
-        scores = rewards
+        scores = rewards.total.float()
         if self.missing_eos_penalty is not None:
             missing = torch.tensor([r not in ("eos", "stop") for r in rollout.finish_reasons])
-            scores = rewards - self.missing_eos_penalty * missing
+            scores = scores - self.missing_eos_penalty * missing
         stats = self.trainer.step(batch.ids, rollout.sequences, list(scores), rollout=rollout)
-        known = rewards[~rewards.isnan()]
         metrics = {
             **scalars(stats),
             **rollout.stats,
-            "reward/mean": float(known.mean()),
-            "reward/std": float(known.std()) if len(known) > 1 else 0.0,
+            **rewards.statistics(),
             "time/reward": reward_seconds,
             "time/step": rollout.stats["time/rollout"] + reward_seconds + stats["time/ppo/total"],
         }
-        return metrics, Samples(batch.texts, completions, rewards.tolist())
+        return metrics, ScoredSamples(
+            batch, completions, rollout, weights_version, rewards.by_function, rewards.total, scores
+        )
 
     def _evaluate(self, step: int) -> None:
         """Always with the same seed; the run's own random numbers do not change."""
         if self.eval_prompts is None:
             return
-        with torch.random.fork_rng():
+        with random_state_kept():
             torch.manual_seed(self.trainer.config.seed)
             rollout = self.trainer.rollouts.sample(self.eval_prompts.ids, self.generation_kwargs)
             completions = self._decode(self.eval_prompts, rollout)
             rewards = self._rewards(self.eval_prompts, rollout, completions)
-        sound = (~rewards.isnan()).nonzero()[:, 0].tolist()
-        known, ids = rewards[sound], self.eval_prompts.ids
+        sound = (~rewards.total.isnan()).nonzero()[:, 0].tolist()
+        known, ids = rewards.total[sound], self.eval_prompts.ids
         evaluation = Evaluation(
             step=step,
             mean=float(known.mean()),
@@ -202,36 +222,30 @@ class Loop:
             kl=self.trainer.sequence_kl(
                 [ids[i] for i in sound], [rollout.sequences[i] for i in sound]
             ),
-            rewards=rewards.tolist(),
+            rewards=rewards.total.tolist(),
             prompts=self.eval_prompts.texts,
             completions=completions,
-            nan_samples=len(rewards) - len(sound),
+            nan_samples=rollout.finish_reasons.count("nan"),
+            nonfinite_rewards=rewards.nonfinite,
+            by_function={name: each.tolist() for name, each in rewards.by_function.items()},
         )
         self.result.evaluations.append(evaluation)
         self._call("on_eval", step, evaluation)
 
-    def _rewards(self, batch: Prompts, rollout: RolloutOutput, completions: list[str]) -> Tensor:
-        """Rewards [B] in fp32, checked; NaN for samples that ended in NaN logits, which the reward
-        function does not get. The completion of a chat is a message too."""
+    def _rewards(
+        self, batch: Prompts, rollout: RolloutOutput, completions: list[str]
+    ) -> RewardBatch:
+        """Rewards, checked; NaN for samples that ended in NaN logits, which the reward functions do
+        not get. The completion of a chat is a message too."""
         nonfinite = self.trainer.nonfinite
-        left_out = set(samples_left_out(rollout, nonfinite, lambda i: repr(batch.texts[i])))
-        sound = [i for i in range(len(batch)) if i not in left_out]
-        asked = batch.take(sound)
-        extra: dict[str, Any] = {}
-        if getattr(self.reward_fn, "wants_finished", False):
-            extra = {"finished": [rollout.finish_reasons[i] != "length" for i in sound]}
-        rewards = self.reward_fn(
-            prompts=asked.said,
-            completions=[as_answer(batch.said[i], completions[i]) for i in sound],
-            completion_ids=[rollout.sequences[i].tolist() for i in sound],
-            **asked.columns,
-            **extra,
+        return self.rewards(
+            batch.said,
+            [as_answer(said, text) for said, text in zip(batch.said, completions, strict=True)],
+            [response.tolist() for response in rollout.sequences],
+            batch.columns,
+            finished=[reason != "length" for reason in rollout.finish_reasons],
+            left_out=samples_left_out(rollout, nonfinite, lambda i: repr(batch.texts[i])),
         )
-        result = torch.full((len(batch),), torch.nan)
-        result[sound] = torch.tensor(
-            check_rewards(rewards, len(asked), name_of(self.reward_fn, "reward_fn"))
-        )
-        return result
 
     def _decode(self, batch: Prompts, rollout: RolloutOutput) -> list[str]:
         """Completions as texts that continue their prompts, leading spaces included."""

@@ -60,6 +60,7 @@ class Minibatch(NamedTuple):
 
     tokens: TokenBatch
     old: Experience  # of their response tokens, [N]
+    samples: Sequence[int] = ()  # their indices in the batch, where these are known
 
     @classmethod
     def of(cls, batch: TokenBatch, experience: Experience, indices: Sequence[int]) -> Minibatch:
@@ -67,7 +68,29 @@ class Minibatch(NamedTuple):
         columns = batch.columns(indices)
         shifted = slice(columns.start, columns.stop - 1)
         tokens = batch.select(indices)
-        return cls(tokens, experience.of_tokens(indices, shifted, tokens.response_mask))
+        old = experience.of_tokens(indices, shifted, tokens.response_mask)
+        return cls(tokens, old, indices)
+
+    @property
+    def size(self) -> int:
+        """The number of samples."""
+        return len(self.tokens)
+
+    def select(self, chosen: Sequence[int]) -> Minibatch:
+        """Some of its samples, by their places here, in ascending order."""
+        picked = torch.zeros(self.size, dtype=torch.bool)
+        picked[list(chosen)] = True
+        of_picked = picked.repeat_interleave(self.tokens.response_mask.sum(-1))
+        old = self.old.at(chosen, of_picked.nonzero()[:, 0])
+        samples = [self.samples[i] for i in chosen] if self.samples else ()
+        return Minibatch(self.tokens.select(chosen), old, samples)
+
+    def split(self, size: int) -> list[Minibatch]:
+        """Parts of ``size`` samples, the last of which may be smaller."""
+        if self.size <= size:
+            return [self]
+        starts = range(0, self.size, size)
+        return [self.select(range(i, min(i + size, self.size))) for i in starts]
 
 
 class MinibatchLoss(NamedTuple):
@@ -80,6 +103,14 @@ class MinibatchLoss(NamedTuple):
     advantages: Tensor  # [N]
 
 
+# Statistics that add up over the parts of a mini-batch: sums over one denominator, and counts.
+_SUMS = (
+    "ppo/loss/policy",
+    "ppo/loss/value",
+    "ppo/loss/kl",
+    "ppo/loss/total",
+    "ppo/policy/clamped_ratios",
+)
 # Statistics of the policy's loss, and the fields of the kernels' LossStats that they are.
 _POLICY_STATS = {
     "ppo/loss/policy": "policy_loss",
@@ -153,7 +184,7 @@ class UpdateLoss:
 
     def request(self, minibatch: Minibatch, denominator: Tensor) -> ScoringRequest:
         """The model's request for the policy's part of the loss, log-probs and values."""
-        tokens, old = minibatch
+        tokens, old, _ = minibatch
         weights = old.weights
         if weights is not None:  # of tokens; with output_size it does not wait for the device
             lengths = tokens.mask.sum(-1)
@@ -186,6 +217,34 @@ class UpdateLoss:
         stats["ppo/loss/total"] = loss.detach()
         ratios = (new.logprobs - old.logprobs).exp()
         return MinibatchLoss(loss, stats, new.stats.mean_ratio, ratios, old.advantages)
+
+    def joined(self, parts: Sequence[MinibatchLoss], old: Experience) -> MinibatchLoss:
+        """The loss of a mini-batch that was computed in parts, all with its denominator.
+
+        Args:
+            old: the whole mini-batch's experience.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        tokens = parts[0].loss.new_tensor([len(part.ratios) for part in parts])
+
+        def mean(of_parts: Sequence[Tensor]) -> Tensor:
+            return (tokens * torch.stack(list(of_parts))).sum() / tokens.sum()
+
+        stats = {}
+        for name in parts[0].stats:
+            of_parts = [part.stats[name] for part in parts]
+            stats[name] = torch.stack(of_parts).sum() if name in _SUMS else mean(of_parts)
+        _, stats["ppo/returns/var"] = _moments(old.returns)
+        if self.has_values:
+            _, stats["ppo/val/var"] = _moments(old.values)
+        return MinibatchLoss(
+            torch.stack([part.loss.detach() for part in parts]).sum(),
+            stats,
+            mean([part.mean_ratio for part in parts]),
+            torch.cat([part.ratios for part in parts]),
+            old.advantages,
+        )
 
     def value_loss(
         self, new: TokenScores, objective: PolicyObjective, old_values: Tensor, returns: Tensor

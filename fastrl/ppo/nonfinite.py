@@ -1,48 +1,182 @@
-"""Samples, losses and gradients that are not finite, and must not reach a weight."""
+"""Scores, log-probs, losses and gradients that are not finite, and must not reach a weight."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
+
+from fastrl.data.batch import TokenBatch
+from fastrl.ppo.experience import Scored
+from fastrl.ppo.loss import Minibatch
 from fastrl.rollout import RolloutOutput
+
+_LONGEST = 80  # characters of a prompt in a message
+_HELP = (
+    "Look at their prompts and responses; where training broke the model, load a sound checkpoint, "
+    "and lower learning_rate or set max_grad_norm"
+)
+# Of an experience, where numbers that are not finite come from.
+_ORIGINS = {
+    "log-probs": "the policy gives a token of the response no probability, or its logits are NaN",
+    "values": "the value head returns them",
+    "rewards": "the scores are finite: look at the reference model's log-probs of the response",
+}
+
+
+class NonFiniteExperience(Exception):
+    """A batch's experience is not finite: the step is to begin again, without these samples.
+
+    It is not seen outside of ``PPOTrainer.step``.
+    """
+
+    samples: Sequence[int] = ()
 
 
 class NonFiniteNumbers:
     """Raises or goes on where numbers are not finite; they are not learned from in either case.
 
+    "raise" names the samples in an error. "skip" and "zero-sample" leave out samples whose scores,
+    log-probs, values or rewards are not finite, and name them in a warning, once for each kind.
+    Where a loss or gradient is not finite, "skip" leaves out its mini-batch or optimizer step;
+    "zero-sample" only the samples that make it so.
+
     Args:
-        on_nonfinite: of ``PPOConfig``: "raise", or "skip". Skipped samples are named once, in a
-            warning; skipped losses and gradients are counted by the update, which warns of them.
+        on_nonfinite: of ``PPOConfig``.
+        decode: the text of a prompt's token ids; None: the samples that make a loss or gradient
+            not finite are not looked for.
     """
 
-    def __init__(self, on_nonfinite: str) -> None:
-        self._raises = on_nonfinite == "raise"
-        self._warned = False
+    def __init__(self, on_nonfinite: str, decode: Callable[[Tensor], str] | None = None) -> None:
+        self._kind, self._decode = on_nonfinite, decode
+        self._warned: set[str] = set()
 
     def samples(self, which: Sequence[int], name: Callable[[int], str]) -> None:
-        """Handles samples of a rollout that ended in NaN logits; ``name`` names a prompt."""
-        if self._raises:
-            raise FloatingPointError(f"{_samples(which, name)}: nothing has changed")
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{_samples(which, name)}: left out of the step (weight 0, in no baseline or "
-                "mean), as any later ones will be; ppo/nan_samples counts them",
-                stacklevel=4,
-            )
+        """Handles samples of a rollout that ended in NaN logits; ``name`` names a prompt.
 
-    def losses(self, count: int) -> None:
-        """Handles as many mini-batches of one optimizer step, before it is taken."""
-        if self._raises:
+        Raises:
+            FloatingPointError: with "raise".
+        """
+        shown = _shown([(i, f"prompt {_short(name(i))}") for i in which[:3]], len(which))
+        found = f"NaN logits in {len(which)} sample(s) of the rollout: {shown}"
+        if self._kind == "raise":
+            raise FloatingPointError(f"{found}: nothing has changed")
+        self._warn_of_samples("rollout", found, "ppo/nan_samples")
+
+    def scores(
+        self, scores: Tensor, left_out: Sequence[int], name: Callable[[int], str]
+    ) -> list[int]:
+        """Indices of the scores [B], on the CPU, that are not finite, but for ``left_out``.
+
+        Raises:
+            ValueError: with "raise"; or no score is finite.
+        """
+        known = scores.isfinite()
+        known[list(left_out)] = True
+        which = (~known).nonzero()[:, 0].tolist()
+        if not which:
+            return []
+        i = which[0]
+        first = f"scores[{i}] is {float(scores[i])} (prompt {_short(name(i))})"
+        if self._kind == "raise":
+            raise ValueError(
+                f"{first}: scores must be finite. Mend what computes them, or leave such samples "
+                "out with on_nonfinite='skip'"
+            )
+        if len(which) + len(left_out) == len(scores):
+            raise ValueError(f"{first}, and no score is finite: mend what computes them")
+        more = f", and {len(which) - 1} more are not finite" if len(which) > 1 else ""
+        self._warn_of_samples("scores", first + more)
+        return which
+
+    def experience(self, batch: TokenBatch, scored: Scored, rewards: Tensor) -> list[int]:
+        """Indices of samples with log-probs, values or rewards that are not finite.
+
+        Args:
+            rewards: [B, T-1], before they are whitened.
+
+        Raises:
+            FloatingPointError: with "raise"; all samples of which a token counts have such; or none
+                has, and what is computed from them is not finite.
+        """
+        numbers = (scored.logprobs, scored.values, rewards)
+        sound = torch.stack([x.isfinite().all(-1) for x in numbers], 1).cpu()
+        which = (~sound.all(-1)).nonzero()[:, 0].tolist()
+        origins = {i: tuple(_ORIGINS)[int(sound[i].int().argmin())] for i in which}
+        if not which:
             raise FloatingPointError(
-                f"non-finite loss in {count} mini-batch(es): this optimizer step is not taken"
+                "advantages or returns are not finite, though log-probs, values and rewards are: "
+                "these are too large; scale the scores (use_score_scaling, score_clip)"
             )
+        counting = len(batch.counting())
+        named = [(i, f"its {origins[i]}, {self._prompt(batch, i)}") for i in which[:3]]
+        found = (
+            f"numbers that are not finite in {len(which)} of {counting} sample(s): "
+            f"{_shown(named, len(which))} ({_ORIGINS[origins[which[0]]]})"
+        )
+        if len(which) == counting:
+            raise FloatingPointError(f"{found}. The model is broken. {_HELP}")
+        if self._kind == "raise":
+            raise FloatingPointError(f"{found}: nothing has changed")
+        self._warn_of_samples("experience", found)
+        return which
 
-    def gradients(self) -> None:
-        """Handles an optimizer step whose gradient is not finite, before it is left out."""
-        if self._raises:
-            raise FloatingPointError("non-finite gradient norm: this optimizer step is not taken")
+    @property
+    def searches(self) -> bool:
+        """Whether samples that make a loss or gradient not finite are to be looked for: with
+        "skip" to name them once, else always."""
+        once = self._kind == "skip"
+        return self._decode is not None and not (once and "causes" in self._warned)
+
+    @property
+    def leaves_out_causes(self) -> bool:
+        """Whether these samples alone are left out, not the whole mini-batch or step."""
+        return self._kind == "zero-sample"
+
+    def update(self, what: str, causes: Sequence[Minibatch] = ()) -> str:
+        """Handles an optimizer step with a loss or gradient that is not finite, before it is taken.
+
+        Args:
+            what: is not finite.
+            causes: the samples that make it so, where they are known, each as a mini-batch.
+
+        Returns:
+            their names, for a warning that the update is to give; or "".
+
+        Raises:
+            FloatingPointError: with "raise".
+        """
+        named = [(each.samples[0], self._prompt(each.tokens, 0)) for each in causes[:3]]
+        because = f", because of sample(s) {_shown(named, len(causes))}" if causes else ""
+        if self._kind == "raise":
+            raise FloatingPointError(
+                f"{what}{because}: this optimizer step is not taken. {_HELP}; "
+                "on_nonfinite='zero-sample' leaves such samples out"
+            )
+        if causes and self.leaves_out_causes:
+            self._warn_of_samples("causes", what + because)
+            return ""
+        if causes:
+            self._warned.add("causes")
+        return because
+
+    def _prompt(self, batch: TokenBatch, i: int) -> str:
+        assert self._decode is not None
+        return f"prompt {_short(repr(self._decode(batch.prompt(i))))}"
+
+    def _warn_of_samples(
+        self, kind: str, found: str, statistic: str = "ppo/nonfinite_samples"
+    ) -> None:
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        warnings.warn(
+            f"{found}: left out of the step (weight 0, in no baseline or mean), as any later ones "
+            f"will be; {statistic} counts them",
+            stacklevel=5,
+        )
 
 
 def samples_left_out(
@@ -64,7 +198,11 @@ def samples_left_out(
     return which
 
 
-def _samples(which: Sequence[int], name: Callable[[int], str]) -> str:
-    shown = ", ".join(f"{i} (prompt {name(i)})" for i in which[:3])
-    more = f" and {len(which) - 3} more" if len(which) > 3 else ""
-    return f"NaN logits in {len(which)} sample(s) of the rollout: {shown}{more}"
+def _shown(named: Sequence[tuple[int, str]], count: int) -> str:
+    """Samples' indices with what is said of them, of ``count`` samples."""
+    shown = ", ".join(f"{i} ({said})" for i, said in named)
+    return shown + (f" and {count - len(named)} more" if count > len(named) else "")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

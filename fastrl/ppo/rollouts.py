@@ -33,8 +33,10 @@ from fastrl.rollout.generation_kwargs import (
     policy_kwargs,
     unpacked,
 )
+from fastrl.rollout.kv_cache import Room
 
 REMEMBERED = 1 << 14  # samples, the latest
+RoomState = dict[str, dict[str, int]]  # slots and length by "policy" and "reference"
 
 
 class Rollouts:
@@ -107,7 +109,11 @@ class Rollouts:
         return tuple(results) if generate_ref_response else results[0]
 
     def sample(
-        self, prompts: Sequence[Tensor], generation_kwargs: dict[str, Any], samples: int = 1
+        self,
+        prompts: Sequence[Tensor],
+        generation_kwargs: dict[str, Any],
+        samples: int = 1,
+        seed: int | None = None,
     ) -> RolloutOutput:
         """Samples ``samples`` responses to each prompt, one after the other; they come without
         their prompts, with finish reasons and timings.
@@ -115,12 +121,16 @@ class Rollouts:
         Sampled from softmax(logits / T) unless ``generation_kwargs`` changes that; of the model's
         generation_config only the tokens that end a response are used.
 
+        Args:
+            seed: of the draws; None takes what is needed from torch's own generator.
+
         Raises:
             ValueError: another temperature in ``generation_kwargs``.
         """
         kwargs = self.arguments.of_the_policy(generation_kwargs)
+        batch_size = self.config.batch_size
         return self._run(
-            self.model, Request(prompts, kwargs, self.config.batch_size, samples=samples)
+            self.model, Request(prompts, kwargs, batch_size, samples=samples, seed=seed)
         )
 
     def decode(self, prompt: Tensor, response: Tensor) -> str:
@@ -144,6 +154,13 @@ class Rollouts:
     def before_update(self) -> None:
         """Frees the engine's memory for an update, where ``rollout_sleep`` is set."""
         self.backend.before_update()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the bits of later samples depend on besides weights, as JSON can hold it."""
+        return {"rooms": self.backend.rooms()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.backend.reserve(state["rooms"])
 
     def _run(self, model: Any, request: Request) -> RolloutOutput:
         output = self.backend(self.accelerator.unwrap_model(model), request)
@@ -172,6 +189,7 @@ class Request(NamedTuple):
     limits: Sequence[int] | None = None  # max_new_tokens of each; the same within a batch
     reference: bool = False  # the model acts as the reference policy
     samples: int = 1  # responses to each prompt, one after the other
+    seed: int | None = None  # of the draws; None: from torch's own generator
 
     def repeated(self) -> list[Tensor]:
         """The prompt of each response."""
@@ -187,6 +205,12 @@ class RolloutBackend(Protocol):
     def before_update(self) -> None:
         """Frees memory for an update."""
 
+    def rooms(self) -> RoomState:
+        """The rooms that the next calls find: see :meth:`fastrl.RolloutEngine.room`."""
+
+    def reserve(self, rooms: RoomState) -> None:
+        """Takes over the :meth:`rooms` of another backend."""
+
 
 class GenerateBackend:
     """``model.generate``, a batch of prompts at a time, with any of its keywords."""
@@ -197,10 +221,24 @@ class GenerateBackend:
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
         engine = GenerateEngine(model, self.tokenizer, request.batch_size, self.autocast)
         kwargs, limits = request.generation_kwargs, request.limits
-        return engine.generate_with(request.repeated(), kwargs, limits)
+        output = engine.generate_with(request.repeated(), kwargs, limits, request.seed)
+        prompts, samples = range(len(request.prompts)), range(request.samples)
+        output.sample_ids = [prompt for prompt in prompts for _ in samples]
+        output.numbers = [number for _ in prompts for number in samples]
+        return output
 
     def before_update(self) -> None:
         """There is nothing to free."""
+
+    def rooms(self) -> RoomState:
+        """It has none."""
+        return {}
+
+    def reserve(self, rooms: RoomState) -> None:
+        """There is nothing to reserve."""
+
+
+_ROLES = {False: "policy", True: "reference"}  # by Request.reference
 
 
 class EngineBackend:
@@ -223,6 +261,7 @@ class EngineBackend:
         self.tokenizer, self.sleep = tokenizer, config.rollout_sleep
         self.fallback = GenerateBackend(tokenizer, autocast)
         self._engines: dict[tuple[int, bool], RolloutEngine | GenerateEngine] = {}
+        self._reserved: dict[str, Room] = {}  # for engines that are yet to be made
         self._warned: set[str] = set()
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
@@ -236,7 +275,7 @@ class EngineBackend:
         if request.limits is not None:
             params = replace(params, max_new_tokens=list(request.limits))
         # A prompt's samples share its prefill.
-        params = replace(params, n=request.samples)
+        params = replace(params, n=request.samples, seed=request.seed)
         return engine.generate(request.prompts, params)
 
     def before_update(self) -> None:
@@ -244,11 +283,28 @@ class EngineBackend:
             for engine in self._engines.values():
                 engine.sleep()
 
+    def rooms(self) -> RoomState:
+        found = {
+            _ROLES[reference]: engine.room()
+            for (_, reference), engine in self._engines.items()
+            if isinstance(engine, RolloutEngine)
+        }
+        return {role: room._asdict() for role, room in {**self._reserved, **found}.items()}
+
+    def reserve(self, rooms: RoomState) -> None:
+        self._reserved = {role: Room(**room) for role, room in rooms.items()}
+        for (_, reference), engine in self._engines.items():
+            if isinstance(engine, RolloutEngine):
+                engine.reserve(*self._reserved.pop(_ROLES[reference], Room()))
+
     def _engine(self, model: Any, reference: bool) -> RolloutEngine | GenerateEngine:
         # A PEFT model is the policy or, with its adapter off, the reference.
         key = (id(model), reference)
         if key not in self._engines:
-            self._engines[key] = choose_engine(model, self.tokenizer, **self.options)
+            engine = choose_engine(model, self.tokenizer, **self.options)
+            if isinstance(engine, RolloutEngine):
+                engine.reserve(*self._reserved.pop(_ROLES[reference], Room()))
+            self._engines[key] = engine
         return self._engines[key]
 
     def _warn(self, argument: str) -> None:

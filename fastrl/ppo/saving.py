@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class Saving(Protocol):
     """What a run does with its state."""
 
+    ledger_folder: Path | None  # of its output
+
     def opened(self, loop: Loop) -> AbstractContextManager[bool]:
         """Context of the run, which gives whether it goes on from a checkpoint."""
 
@@ -38,6 +40,8 @@ class Saving(Protocol):
 
 class NotSaved:
     """A run without a folder."""
+
+    ledger_folder = None
 
     @contextlib.contextmanager
     def opened(self, loop: Loop) -> Iterator[bool]:
@@ -83,6 +87,7 @@ class SavedInFolder:
         self.trainer, self.folder = trainer, folder
         self.save_every, self.resume, self.overwrite = save_every, resume, overwrite
         self.checkpoints = Checkpoints(folder.checkpoints, keep_last or None)
+        self.ledger_folder = folder.ledger
         self._loop: Any = None
 
     @contextlib.contextmanager
@@ -101,6 +106,7 @@ class SavedInFolder:
                 warn_of_another_machine(manifest)
             if self.resume:
                 self.folder.resume(checkpoint)
+                loop.ledger.supersede(self.trainer.current_step)
             else:
                 self.folder.begin()
             loop.callbacks.append(MetricsCallback(MetricsFile(self.folder.metrics)))
@@ -140,6 +146,7 @@ class SavedInFolder:
         """Writes a checkpoint of the state after the last complete step."""
         step = self.trainer.current_step
         self.folder.sync()
+        self._loop.ledger.flush(sync=True)
         with self.checkpoints.new(step) as folder:
             save_tree({**self.trainer.state_dict(), "loop": self._loop.state_dict()}, folder)
         return self.checkpoints.path(step)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fastrl.data.prompts import PromptStream
 from fastrl.models.utils import checksum, model_identity
+from fastrl.ppo.memory import MicroBatches
 from fastrl.ppo.score_scaling import RunningMoments
 from fastrl.run.checkpoints import (
     BadCheckpoint,
@@ -71,6 +72,8 @@ class TrainerState:
             "shuffle": numpy_state(trainer.update.shuffle),
             "prompts": {name: stream.state_dict() for name, stream in trainer._streams.items()},
             "reference": trainer.reference.own_weights() if self._reference_moves else {},
+            "micro_batches": [each.size for each in self._micro_batches],
+            "rollouts": trainer.rollouts.state_dict(),
             "random": random_state(),
         }
 
@@ -99,6 +102,9 @@ class TrainerState:
             stream = PromptStream(position["count"], position["seed"])
             stream.load_state_dict(position)
             trainer._streams[name] = stream
+        for each, size in zip(self._micro_batches, state["micro_batches"], strict=True):
+            each.size = size
+        trainer.rollouts.load_state_dict(state["rollouts"])
         trainer.current_step = state["step"]
         trainer.update.optimizer_steps = state["optimizer_steps"]
         restore_random_state(state["random"])
@@ -115,6 +121,11 @@ class TrainerState:
             "processes": trainer.accelerator.num_processes,
             "reference": f"{trainer.reference.mode} {checksum(reference)}",
         }
+
+    @property
+    def _micro_batches(self) -> tuple[MicroBatches, MicroBatches]:
+        """Sizes that are smaller where memory ran out."""
+        return self.trainer.scorer.slices, self.trainer.update.gradient.micro_batches
 
     @property
     def _reference_moves(self) -> bool:
@@ -195,7 +206,11 @@ def _load_optimizer(trainer: PPOTrainer, state: Mapping[str, Any]) -> None:
         for name, value in own.items():
             if isinstance(value, tuple):
                 group[name] = tuple(group[name])
-    moments = {index[name]: x for name, x in state["moments"].items()}
+    # Copies: the tensors of a file are mapped, and lie where torch would not put them.
+    moments = {
+        index[name]: {k: v.clone() if isinstance(v, Tensor) else v for k, v in each.items()}
+        for name, each in state["moments"].items()
+    }
     _inner_optimizer(trainer).load_state_dict({"state": moments, "param_groups": groups})
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import fastrl_kernels
 from fastrl.data.batch import TokenBatch
-from fastrl.ppo.experience import Scored
+from fastrl.ppo.experience import Experience, Scored
 from fastrl.ppo.update import UpdateRecord
+from fastrl.rollout import RolloutOutput
 
 
 def fetch(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
@@ -32,6 +33,7 @@ def device_stats(
     scores: Tensor,
     non_score_reward: Tensor,
     kls: Tensor,
+    experience: Experience,
     record: UpdateRecord,
 ) -> dict[str, Tensor]:
     """Statistics that are computed on the device, log-probs and distributions among them.
@@ -62,7 +64,18 @@ def device_stats(
         stats["ppo/val/var_explained"] = torch.where(
             variance > 0, 1 - stats["ppo/val/error"] / variance, 0.0
         )
+        stats["ppo/val/explained_variance"] = explained_variance(
+            experience.values, experience.returns, batch.mask
+        )
     return stats
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """1 - Var(R - V) / Var(R) over the tokens under the mask, []; 0 where all R are equal."""
+    residual, total = (
+        fastrl_kernels.masked_var(x, mask, unbiased=False) for x in (returns - values, returns)
+    )
+    return torch.where(total > 0, 1 - residual / total, 0.0)
 
 
 def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:
@@ -78,8 +91,24 @@ def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:
     stats["ppo/skipped_minibatches"] = float(record.skipped)
     stats["ppo/nonfinite_minibatches"] = float(record.nonfinite)
     stats["ppo/nonfinite_steps"] = float(record.nonfinite_steps)
+    stats["ppo/nonfinite_samples"] = float(len(record.left_out))
+    stats["ppo/policy/ratio_max"] = record.max_ratio
+    norms = [norm for norm in record.norms if not math.isnan(norm)]
+    stats["ppo/grad_norm"] = sum(norms) / len(norms) if norms else math.nan
     stats["ppo/early_stopped"] = float(record.stopped_early)
     return stats
+
+
+def finish_stats(batch: TokenBatch, rollout: RolloutOutput | None) -> dict[str, float]:
+    """Shares of responses that ended by EOS or a stop, and that were cut by their length, of
+    samples of which a token counts; none where no rollout says so."""
+    if rollout is None:
+        return {}
+    reasons = [rollout.finish_reasons[i] for i in batch.counting()]
+    ended = sum(reason in ("eos", "stop") for reason in reasons)
+    cut = reasons.count("length")
+    count = len(reasons) or math.nan
+    return {"tokens/eos_share": ended / count, "tokens/cut_share": cut / count}
 
 
 def timing_stats(seconds: Mapping[str, float], batch: TokenBatch) -> dict[str, float]:

@@ -24,11 +24,11 @@ from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.ppo import stats
 from fastrl.ppo.advantages import make_advantages
-from fastrl.ppo.experience import Experience, Scorer, scoring_request
+from fastrl.ppo.experience import Experience, LastExperience, Scorer, scoring_request
 from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
 from fastrl.ppo.loop import Loop
 from fastrl.ppo.loss import UpdateLoss
-from fastrl.ppo.nonfinite import samples_left_out
+from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers, samples_left_out
 from fastrl.ppo.old_logprobs import OldLogprobs, zero_left_out
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.saving import make_saving
@@ -45,7 +45,7 @@ from fastrl.ppo.setup import (
 from fastrl.ppo.state import TrainerState
 from fastrl.ppo.update import GradientStep, PPOUpdate
 from fastrl.ref_model import choose_ref_model
-from fastrl.rewards.functions import RewardFunction
+from fastrl.rewards.weighted import RewardFunctions
 from fastrl.rollout import RolloutOutput
 from fastrl.run import hub, metrics
 from fastrl.run.callbacks import TrainCallback, TrainResult
@@ -58,6 +58,7 @@ from fastrl.run.checkpoints import (
     warn_of_another_machine,
 )
 from fastrl.run.folder import RunFolder
+from fastrl.run.ledger import Ledger
 from fastrl.run.model_card import policy_gradient, write_model_card
 from fastrl.run.state import load_tree, save_tree
 from fastrl.timing import start_clock
@@ -100,6 +101,7 @@ class PPOTrainer:
         reference: the reference policy, of which ``ref_model`` is the model.
         scorer: runs policy and reference over a batch.
         update: minimises the clipped loss over a batch's experience.
+        experience: what the last step learned from; None before the first.
         kl_ctl: the KL coefficient; ``running``: the moments of all scores so far.
 
     Raises:
@@ -176,9 +178,14 @@ class PPOTrainer:
         )
         loss = UpdateLoss(config)
         self.aggregate = loss.aggregate
-        gradient = GradientStep(config, self.accelerator, self.model, self.optimizer, loss)
+        self.nonfinite = NonFiniteNumbers(
+            config.on_nonfinite, lambda ids: self.tokenizer.decode(ids)
+        )
+        gradient = GradientStep(
+            config, self.accelerator, self.model, self.optimizer, loss, self.nonfinite
+        )
         self.update = PPOUpdate(config, gradient)
-        self.nonfinite = gradient.nonfinite
+        self.experience: LastExperience | None = None
         self.current_step = 0
         self._streams: dict[str, PromptStream] = {}  # by the prompts' fingerprint
         self._best_mean_score = -float("inf")
@@ -208,16 +215,19 @@ class PPOTrainer:
                 loss: 2 counts like the sample twice, 0 like none. None: 1.
 
         A sample that ``rollout`` says ended in NaN logits (finish reason "nan"; its response may be
-        empty) stays in the batch with weight 0: it is in no baseline, whitening, mean or running
-        moment, whatever its score. ``PPOConfig.on_nonfinite`` says whether it is an error instead.
+        empty), or whose score, log-probs, values or rewards are not finite, stays in the batch with
+        weight 0: it is in no baseline, whitening, mean or running moment.
+        ``PPOConfig.on_nonfinite`` says whether it is an error instead.
 
         Returns:
             the statistics of ``docs/statistics.md``: numbers, and arrays of distributions.
 
         Raises:
-            ValueError: names the argument and the element; nothing has changed then.
-            FloatingPointError: all samples ended in NaN logits; with ``on_nonfinite="raise"`` one
-                did, or a loss or a gradient is not finite.
+            ValueError: names the argument and the element; nothing has changed then. With
+                ``on_nonfinite="raise"`` that includes a score that is not finite.
+            FloatingPointError: numbers of all samples are not finite; with ``on_nonfinite="raise"``
+                those of one, or a loss or a gradient is not.
+            torch.OutOfMemoryError: a single sample does not fit into memory.
 
         The trainer can be used after any exception: no gradient is left, and the running
         moments of scores, the KL coefficient, the learning rate's schedule, ``current_step`` and
@@ -225,9 +235,48 @@ class PPOTrainer:
         stay.
         """
         data.check_batch_size(queries, responses, self.config.batch_size)
-        left_out = self._left_out(queries, rollout)
-        checked_scores = data.check_scores(scores, self.config.batch_size, left_out)
+        checked_scores = data.check_scores(scores, self.config.batch_size)
         checked_weights = data.check_weights(weights, self.config.batch_size, self.current_device)
+        nan = self._nan_samples(queries, rollout)
+        nonfinite = self.nonfinite.scores(checked_scores, nan, self._name_in(queries))
+        while True:
+            left_out = sorted({*nan, *nonfinite})
+            checked_scores[left_out] = torch.nan
+            try:
+                result = self._step(
+                    queries,
+                    responses,
+                    checked_scores,
+                    response_masks,
+                    rollout,
+                    checked_weights,
+                    left_out,
+                )
+                break
+            except NonFiniteExperience as found:  # nothing has changed yet
+                nonfinite = [*nonfinite, *found.samples]
+        result["ppo/nan_samples"] = float(len(nan))
+        result["ppo/nonfinite_samples"] += float(len(nonfinite))
+        return result
+
+    def _step(
+        self,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: Tensor,
+        response_masks: list[Tensor] | None,
+        rollout: RolloutOutput | None,
+        weights: Tensor | None,
+        left_out: list[int],
+    ) -> dict[str, Any]:
+        """The algorithm of :meth:`step`, on checked scores and weights, [B].
+
+        Args:
+            left_out: samples of which no token counts; their scores are NaN.
+
+        Raises:
+            NonFiniteExperience: that of others, whom it names, is not finite; nothing has changed.
+        """
         generated = responses
         if left_out:
             responses, response_masks = data.without_tokens(
@@ -240,7 +289,7 @@ class PPOTrainer:
             rollout_logprobs = zero_left_out(rollout_logprobs, responses, left_out)
         self.score_or_reuse.check(rollout_logprobs)
 
-        final_scores, moments = self.transform_scores(checked_scores)
+        final_scores, moments = self.transform_scores(scores)
         final_scores = final_scores.to(self.current_device)
         self._push_if_best(final_scores)
         self.rollouts.before_update()
@@ -263,9 +312,13 @@ class PPOTrainer:
                     advantages,
                     returns,
                     self.kl_place.term(scored.ref_logprobs, self.kl_ctl.value),
-                    self.aggregate.weights(batch.mask, checked_weights),
+                    self.aggregate.weights(batch.mask, weights),
                 )
-                record = self.update(batch, experience)
+                try:
+                    record = self.update(batch, experience)
+                except NonFiniteExperience as error:
+                    error.samples = self.nonfinite.experience(batch, scored, rewards)
+                    raise
         with clock("calc_stats"):
             result = self.record_step_stats(
                 kl_coef=self.kl_ctl.value,
@@ -274,14 +327,16 @@ class PPOTrainer:
                 scores=final_scores,
                 non_score_reward=non_score_rewards,
                 kls=kls,
+                experience=experience,
                 record=record,
             )
+        result.update(stats.finish_stats(batch, rollout))
         result.update(stats.timing_stats(clock.seconds(), batch))
         result.update(reuse_stats)
-        result["ppo/nan_samples"] = float(len(left_out))
         self._warn_of_negative_kl(result["objective/kl"])
 
         # Last, so that an exception leaves all of it unchanged.
+        self.experience = LastExperience(batch.response_mask, experience)
         self.running.become(moments)
         self.kl_ctl.update(
             result["objective/kl"], self.config.batch_size * self.accelerator.num_processes
@@ -362,8 +417,12 @@ class PPOTrainer:
 
     def train(
         self,
-        reward_fn: RewardFunction,
+        reward_fn: RewardFunctions,
         *,
+        reward_weights: Sequence[float] | None = None,
+        reward_timeout: float | None = None,
+        reward_retries: int = 0,
+        reward_batch_size: int | None = None,
         steps: int,
         prompts: Sequence[str | Tensor | list[dict[str, str]]] | None = None,
         dataset: Any = None,
@@ -380,6 +439,7 @@ class PPOTrainer:
         keep_last: int = KEEP_LAST,
         resume: bool | str | Path = False,
         overwrite: bool = False,
+        ledger: bool | str | Path | Ledger = True,
     ) -> TrainResult:
         """Trains: samples prompts, generates, scores, steps, evaluates.
 
@@ -392,7 +452,15 @@ class PPOTrainer:
             reward_fn: ``reward_fn(prompts, completions, completion_ids, **columns)`` returns one
                 number per completion; ``columns`` are the other columns of ``dataset``. For a
                 prompt of chat messages it gets these as they are, and the completion as
-                ``[{"role": "assistant", "content": text}]``, as in TRL 1.x.
+                ``[{"role": "assistant", "content": text}]``, as in TRL 1.x. It may be an
+                ``async def``, and return None for a completion that it does not judge. Or a list or
+                a dict (by name) of such functions: the reward is their weighted sum.
+            reward_weights: a number for each of several functions, in their order; default 1.
+            reward_timeout: seconds that a call of a function may take; None: no limit. With a limit
+                functions that are not async run in a thread, which is left behind where they hang.
+            reward_retries: how often a call is repeated that raised an exception or took too long.
+            reward_batch_size: completions per call of a function; None: all of a step in one. A
+                :class:`ClassifierReward` has a batch size of its own.
             steps: number of step() calls, each on ``batch_size / group_size`` prompts; of a resumed
                 run together with those before.
             prompts: texts, chats (lists of messages with a role and a content, put through the
@@ -412,7 +480,7 @@ class PPOTrainer:
                 a warning, and counts them in the result.
             callbacks: see :class:`fastrl.TrainCallback`.
             progress: show a progress bar.
-            output: folder for metrics and checkpoints; None writes nothing.
+            output: folder for metrics, ledger and checkpoints; None writes nothing.
             save_every: steps between two checkpoints; the last step is saved, too. 0: only where
                 the run fails or is stopped.
             keep_last: number of checkpoints to keep; 0 keeps all.
@@ -421,6 +489,9 @@ class PPOTrainer:
                 run before: what follows is bit for bit what an uninterrupted run would have done,
                 on one machine. The result has all evaluations, its history the new steps.
             overwrite: remove an earlier run in ``output``.
+            ledger: keep a row for each sample, with prompt, tokens, log-probs, rewards, advantages
+                and what its draws depend on: True, in ``output``, if there is one; or in another
+                folder, or a :class:`fastrl.run.ledger.Ledger`; False: not.
 
         With ``PPOConfig.log_with`` every step's numbers and samples also go to the trackers, which
         stay open: ``accelerator.end_training()`` closes them.
@@ -428,18 +499,25 @@ class PPOTrainer:
         Raises:
             ValueError: fewer prompts than a step takes, an empty or over-long prompt, chats without
                  a chat template, a missing column, steps < 1, more than one process, another
-                 temperature than the configuration's in ``generation_kwargs``, rewards that are not
-                 one finite number per completion; an ``output`` that holds a run, without
-                 ``resume`` or ``overwrite``.
+                 temperature than the configuration's in ``generation_kwargs``, a setting of the
+                 rewards that is out of range, rewards that are not one number per completion; with
+                 ``on_nonfinite="raise"``, or where no sample has another, one that is not finite;
+                 an ``output`` that holds a run, without ``resume`` or ``overwrite``.
             BadCheckpoint: a ValueError: a checkpoint that is damaged, or of another run.
             FolderInUse: an OSError: another process writes to ``output``.
+            TimeoutError: a reward function took longer than ``reward_timeout``.
+            Exception: what a reward function raised.
 
-        An exception in a step leaves its checkpoint in ``output``: the state before that step.
+        An exception in a step leaves a checkpoint in ``output``: the state before that step.
         """
         saving = make_saving(self, output, save_every, keep_last, resume, overwrite)
         loop = Loop(
             self,
             reward_fn,
+            reward_weights=reward_weights,
+            reward_timeout=reward_timeout,
+            reward_retries=reward_retries,
+            reward_batch_size=reward_batch_size,
             steps=steps,
             prompts=prompts,
             dataset=dataset,
@@ -452,6 +530,7 @@ class PPOTrainer:
             callbacks=callbacks,
             progress=progress,
             saving=saving,
+            ledger=ledger,
         )
         return loop.run()
 
@@ -648,7 +727,7 @@ class PPOTrainer:
         Raises:
             ValueError: as step() does.
         """
-        data.check_scores(scores, batch_size)
+        self.nonfinite.scores(data.check_scores(scores, batch_size), (), self._name_in(queries))
         data.check_batch_size(queries, responses, batch_size)
         self.batches(queries, responses, masks)
 
@@ -764,15 +843,15 @@ class PPOTrainer:
         _, _, kls = self.compute_rewards(no_scores, *scored.kl_operands, batch.mask)
         return float(kls.sum(-1).mean())
 
-    def _left_out(self, queries: list[Tensor], rollout: RolloutOutput | None) -> list[int]:
+    def _nan_samples(self, queries: list[Tensor], rollout: RolloutOutput | None) -> list[int]:
         """Indices of samples that ended in NaN logits."""
         if rollout is None or len(rollout.finish_reasons) != len(queries):
             return []
+        return samples_left_out(rollout, self.nonfinite, self._name_in(queries))
 
-        def name(i: int) -> str:
-            return repr(self.tokenizer.decode(queries[i]))
-
-        return samples_left_out(rollout, self.nonfinite, name)
+    def _name_in(self, queries: list[Tensor]) -> Callable[[int], str]:
+        """Names a sample by the text of its query."""
+        return lambda i: repr(self.tokenizer.decode(queries[i]))
 
     def make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
         """Makes a checked, padded batch on the device."""

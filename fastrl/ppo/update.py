@@ -19,18 +19,45 @@ from fastrl.data.batch import TokenBatch
 from fastrl.models.activation_checkpointing import all_layers, checkpointed
 from fastrl.ppo.experience import Experience
 from fastrl.ppo.loss import Minibatch, MinibatchLoss, UpdateLoss
-from fastrl.ppo.nonfinite import NonFiniteNumbers
+from fastrl.ppo.memory import MicroBatches
+from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers
+
+
+class Blame(NamedTuple):
+    """Samples that make a loss or a gradient not finite."""
+
+    left_out: tuple[int, ...] = ()  # their indices, where they alone are to be left out
+    because: str = ""  # their names, for a warning that is yet to come
 
 
 class StepOutcome(NamedTuple):
     """The result of a gradient: which mini-batches it contains, and whether to step along it."""
 
-    minibatches: list[MinibatchLoss]  # whose loss is finite
-    nonfinite: int  # mini-batches whose loss is not
-    skipped: int  # mini-batches whose mean ratio exceeds the threshold
-    finite_gradient: bool
-    moved_too_far: bool  # early stopping: no more steps are to be taken
-    taken: bool  # whether there is a gradient for the optimizer
+    minibatches: Sequence[MinibatchLoss] = ()  # whose loss is finite
+    nonfinite: int = 0  # mini-batches whose loss is not
+    skipped: int = 0  # mini-batches whose mean ratio exceeds the threshold
+    finite_gradient: bool = True
+    moved_too_far: bool = False  # early stopping: no more steps are to be taken
+    taken: bool = False  # whether there is a gradient for the optimizer
+    norm: float = math.nan  # of the gradient, before clipping; NaN where a GradScaler scales it
+    max_ratio: float = math.nan  # of the mini-batches' mean ratios
+    blame: Blame = Blame()
+    finite_experience: bool = True  # else nothing was done
+
+
+class Gradient(NamedTuple):
+    """A gradient that lies in the weights, and what was read with it."""
+
+    losses: list[MinibatchLoss]
+    totals: list[float]  # of each mini-batch its loss
+    ratios: list[float]  # its mean ratio
+    kls: list[float]  # its mean(old - new log-prob)
+    norm: float
+    experience: float  # not finite where a number of the experience is not
+
+    @property
+    def is_finite(self) -> bool:
+        return all(map(math.isfinite, (*self.totals, self.norm)))
 
 
 class GradientStep:
@@ -40,13 +67,22 @@ class GradientStep:
     ratio exceeds ``ratio_threshold`` or its loss is not finite: the gradient of the others is then
     computed once more without it, divided by their tokens, samples or number. There is no gradient
     where no mini-batch is left, where it is not finite, or where with early stopping
-    mean(old - new log-prob) exceeds 1.5·target_kl.
+    mean(old - new log-prob) exceeds 1.5·target_kl. With ``on_nonfinite="zero-sample"`` the samples
+    that make a loss or the gradient not finite are found, by halving, and left out alone.
+
+    Where memory runs out, mini-batches are computed in parts, with the same denominators, and the
+    gradient is begun again.
 
     The owner of the optimizer takes the step: :class:`PPOUpdate`, or transformers' Trainer.
 
     Args:
         config: its ``max_grad_norm`` clips the gradient; None leaves that to the owner.
         optimizer: whose gradients are zeroed; as accelerate has wrapped it, like the model.
+        nonfinite: handles numbers that are not finite; by default as the configuration says,
+            without a look for the samples that make them so.
+
+    Raises:
+        ValueError: ``on_nonfinite="zero-sample"`` with several processes.
     """
 
     def __init__(
@@ -56,55 +92,71 @@ class GradientStep:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loss: UpdateLoss,
+        nonfinite: NonFiniteNumbers | None = None,
     ):
         self.config = config
         self.accelerator = accelerator
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
-        self.nonfinite = NonFiniteNumbers(config.on_nonfinite)
+        self.nonfinite = nonfinite or NonFiniteNumbers(config.on_nonfinite)
+        if self.nonfinite.leaves_out_causes and accelerator.num_processes > 1:
+            raise ValueError(
+                "on_nonfinite='zero-sample' looks for samples in one process, and there are "
+                f"{accelerator.num_processes}: choose 'skip' or 'raise'"
+            )
+        self.micro_batches = MicroBatches(
+            "the update",
+            "lower mini_batch_size (and raise gradient_accumulation_steps), or set "
+            "gradient_checkpointing",
+        )
 
-    def __call__(self, minibatches: Sequence[Minibatch]) -> StepOutcome:
-        """Adds up the gradient of the mini-batches' mean loss, clipped."""
-        first: list[MinibatchLoss] = []
+    def __call__(
+        self, minibatches: Sequence[Minibatch], experience: Tensor | None = None
+    ) -> StepOutcome:
+        """Adds up the gradient of the mini-batches' mean loss, clipped.
+
+        Args:
+            experience: [], read along: where it is not finite, there is no gradient.
+        """
         kept = list(minibatches)
-        while True:
-            losses = []
-            denominators = self.loss.denominators(kept)
-            for i, (tokens, old) in enumerate(kept):
-                request = self.loss.request(kept[i], denominators[i])
-                with self._accumulating(last=i + 1 == len(kept)):
-                    scores = self.model(**tokens.model_inputs, scoring=request)
-                    losses.append(self.loss(old, request, scores))
-                    self.add(losses[-1].loss, of=len(kept))
-            totals, ratios, kls, norm = self._read(losses)
-            if first:
-                break
-            first = losses
-            finite = [i for i, total in enumerate(totals) if math.isfinite(total)]
-            near = [i for i in finite if ratios[i] <= self.config.ratio_threshold]
-            if len(finite) < len(first):
-                self.nonfinite.losses(len(first) - len(finite))
-            policy_kl = sum(kls[i] for i in finite) / len(finite) if finite else math.nan
-            if len(near) in (0, len(first)):
-                break
-            # The gradient contains them already, perhaps as NaN.
+        found = self._gradient(kept, experience)
+        if not math.isfinite(found.experience):
             self.zero()
-            kept = [minibatches[i] for i in near]
-        finite_gradient = not near or math.isfinite(norm)
-        if not finite_gradient:
-            self.nonfinite.gradients()
+            return StepOutcome(finite_experience=False)
+
+        wrong = [kept[i] for i, total in enumerate(found.totals) if not math.isfinite(total)]
+        blame = self._blame(wrong, f"non-finite loss in {len(wrong)} mini-batch(es)")
+        if blame.left_out:
+            kept = _without(kept, blame.left_out)
+            found = self._again(kept)
+        finite = [i for i, total in enumerate(found.totals) if math.isfinite(total)]
+        near = [i for i in finite if found.ratios[i] <= self.config.ratio_threshold]
+        used = [kept[i] for i in near]
+        # The gradient contains the others already, perhaps as NaN.
+        gradient = found if len(used) in (0, len(kept)) else self._again(used)
+        if used and not math.isfinite(gradient.norm):
+            more = self._blame(used, "non-finite gradient norm")
+            blame = Blame((*blame.left_out, *more.left_out), blame.because or more.because)
+            if more.left_out:
+                used = _without(used, more.left_out)
+                gradient = self._again(used)
+        finite_gradient = not used or math.isfinite(gradient.norm)
+        policy_kl = sum(found.kls[i] for i in finite) / len(finite) if finite else math.nan
         too_far = self.config.early_stopping and policy_kl > 1.5 * self.config.target_kl
-        taken = bool(near) and finite_gradient and not too_far
+        taken = bool(used) and finite_gradient and not too_far
         if not taken:
             self.zero()
         return StepOutcome(
-            [first[i] for i in finite],
-            len(first) - len(finite),
-            len(finite) - len(near),
-            finite_gradient,
-            too_far,
-            taken,
+            [found.losses[i] for i in finite],
+            nonfinite=len(kept) - len(finite),
+            skipped=len(finite) - len(near),
+            finite_gradient=finite_gradient,
+            moved_too_far=too_far,
+            taken=taken,
+            norm=gradient.norm if self.accelerator.scaler is None else math.nan,
+            max_ratio=max((found.ratios[i] for i in finite), default=math.nan),
+            blame=blame,
         )
 
     def of_loss(self, loss: Tensor) -> StepOutcome:
@@ -113,15 +165,17 @@ class GradientStep:
             self.add(loss, of=1)
         value, norm = torch.stack([loss.detach().float(), self._gradient_norm()]).tolist()
         finite = math.isfinite(value)
-        if not finite:
-            self.nonfinite.losses(1)
         finite_gradient = not finite or math.isfinite(norm)
-        if not finite_gradient:
-            self.nonfinite.gradients()
+        if not finite:
+            self.nonfinite.update("non-finite loss in 1 mini-batch(es)")
+        elif not finite_gradient:
+            self.nonfinite.update("non-finite gradient norm")
         taken = finite and finite_gradient
         if not taken:
             self.zero()
-        return StepOutcome([], int(not finite), 0, finite_gradient, False, taken)
+        return StepOutcome(
+            nonfinite=int(not finite), finite_gradient=finite_gradient, taken=taken, norm=norm
+        )
 
     def add(self, loss: Tensor, of: int) -> None:
         """Adds the gradient of loss / of; accelerate divides by a fixed number of mini-batches."""
@@ -161,20 +215,83 @@ class GradientStep:
         with nullcontext() if last else self.accelerator.no_sync(self.model):
             yield
 
-    def _read(
-        self, losses: Sequence[MinibatchLoss]
-    ) -> tuple[list[float], list[float], list[float], float]:
+    def _gradient(
+        self, minibatches: Sequence[Minibatch], experience: Tensor | None = None
+    ) -> Gradient:
+        """Adds up the gradient of all mini-batches, in parts that fit into memory, where no
+        gradient is yet."""
+        largest = max((minibatch.size for minibatch in minibatches), default=1)
+        losses = self.micro_batches(
+            lambda size: self._backward(minibatches, size), largest, self.discard
+        )
+        return self._read(losses, experience)
+
+    def _again(self, minibatches: Sequence[Minibatch]) -> Gradient:
+        """The gradient of other mini-batches, in place of what lies in the weights."""
+        self.zero()
+        return self._gradient(minibatches)
+
+    def _backward(self, minibatches: Sequence[Minibatch], size: int) -> list[MinibatchLoss]:
+        """Forward and backward passes of all mini-batches, at most ``size`` samples in each."""
+        losses = []
+        denominators = self.loss.denominators(minibatches)
+        for minibatch, denominator in zip(minibatches, denominators, strict=True):
+            parts = minibatch.split(size)
+            found = []
+            for part in parts:
+                request = self.loss.request(part, denominator)
+                last = minibatch is minibatches[-1] and part is parts[-1]
+                with self._accumulating(last):
+                    scores = self.model(**part.tokens.model_inputs, scoring=request)
+                    found.append(self.loss(part.old, request, scores))
+                    self.add(found[-1].loss, of=len(minibatches))
+            losses.append(self.loss.joined(found, minibatch.old))
+        return losses
+
+    def _blame(self, minibatches: Sequence[Minibatch], what: str) -> Blame:
+        """Handles mini-batches whose loss or gradient is not finite.
+
+        Where samples are to be blamed for that, they are those whose own loss or gradient is not
+        finite, found by halving. No gradient is left then.
+        """
+        if not minibatches:
+            return Blame()
+        causes: list[Minibatch] = []  # each of one sample
+        left = list(minibatches) if self._searches else []
+        while left:
+            part = left.pop()
+            if self._again([part]).is_finite:
+                continue
+            if part.size == 1:
+                causes.append(part)
+            else:
+                left += part.split(-(-part.size // 2))
+        self.zero()
+        causes.sort(key=lambda part: part.samples[0])
+        because = self.nonfinite.update(what, causes)
+        alone = self.nonfinite.leaves_out_causes
+        return Blame(tuple(part.samples[0] for part in causes) if alone else (), because)
+
+    @property
+    def _searches(self) -> bool:
+        # The processes would have to search together.
+        return self.nonfinite.searches and self.accelerator.num_processes == 1
+
+    def _read(self, losses: Sequence[MinibatchLoss], experience: Tensor | None) -> Gradient:
         """Losses, mean ratios and policy KLs of mini-batches, and the gradient's norm: the step's
         one host read. Every process reads the same numbers, and so decides the same."""
         of_each = [
             (each.loss.detach(), each.mean_ratio, each.stats["ppo/policy/policykl"])
             for each in losses
         ]
-        numbers = torch.stack([*(x for each in of_each for x in each), self._gradient_norm()])
+        norm = self._gradient_norm()
+        also = torch.zeros_like(norm) if experience is None else experience
+        numbers = torch.stack([*(x for each in of_each for x in each), norm, also])
         if self.accelerator.num_processes > 1:
             numbers = self.accelerator.reduce(numbers, reduction="mean")
-        *per_minibatch, norm = numbers.tolist()
-        return per_minibatch[::3], per_minibatch[1::3], per_minibatch[2::3], norm
+        *per_minibatch, norm_read, also_read = numbers.tolist()
+        columns = (per_minibatch[::3], per_minibatch[1::3], per_minibatch[2::3])
+        return Gradient(list(losses), *columns, norm_read, also_read)
 
     def _gradient_norm(self) -> Tensor:
         """Clips the gradient to ``max_grad_norm``; returns its norm before that, [] fp32.
@@ -207,6 +324,10 @@ class UpdateRecord:
     minibatches: list[Tensor] = field(default_factory=list)  # each [len(names)]
     ratios: list[Tensor] = field(default_factory=list)  # each [N]
     advantages: list[Tensor] = field(default_factory=list)  # each [N]
+    norms: list[float] = field(default_factory=list)  # of the gradients that were stepped along
+    max_ratio: float = math.nan  # the largest mean ratio of a mini-batch
+    left_out: set[int] = field(default_factory=set)  # samples, with on_nonfinite="zero-sample"
+    because: str = ""  # names of samples that made a loss or gradient not finite
     optimizer_steps: int = 0
     skipped: int = 0  # mini-batches whose mean ratio exceeded the threshold
     nonfinite: int = 0  # mini-batches whose loss is not finite
@@ -218,6 +339,12 @@ class UpdateRecord:
             self.minibatches.append(torch.stack([minibatch.stats[name] for name in self.names]))
             self.ratios.append(minibatch.ratios)
             self.advantages.append(minibatch.advantages)
+        if outcome.taken:
+            self.norms.append(outcome.norm)
+        if not self.max_ratio >= outcome.max_ratio:  # nor where one of them is NaN
+            self.max_ratio = outcome.max_ratio
+        self.left_out.update(outcome.blame.left_out)
+        self.because = self.because or outcome.blame.because
         self.skipped += outcome.skipped
         self.nonfinite += outcome.nonfinite
         self.nonfinite_steps += not outcome.finite_gradient
@@ -239,12 +366,14 @@ class UpdateRecord:
             )
         if self.nonfinite:
             warnings.warn(
-                f"non-finite loss in {self.nonfinite} mini-batch(es): they are left out",
+                f"non-finite loss in {self.nonfinite} mini-batch(es){self.because}: they are left "
+                "out",
                 stacklevel=4,
             )
         if self.nonfinite_steps:
             warnings.warn(
-                f"non-finite gradient norm: {self.nonfinite_steps} optimizer step(s) left out",
+                f"non-finite gradient norm: {self.nonfinite_steps} optimizer step(s) left out"
+                f"{self.because}",
                 stacklevel=4,
             )
 
@@ -268,12 +397,25 @@ class PPOUpdate:
         self.optimizer_steps = 0  # begun so far
 
     def __call__(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
+        """
+        Raises:
+            NonFiniteExperience: a number of the experience is not finite; nothing has changed then.
+            FloatingPointError: with ``on_nonfinite="raise"``, a loss or gradient is not; with
+                "zero-sample" those of all samples are not.
+        """
         order = self.shuffle.get_state()
         record = UpdateRecord(self.gradient.loss.names)
+        unread: Tensor | None = None
+        if self.accelerator.num_processes == 1:  # of several, others could not do the same
+            unread = (experience.logprobs + experience.returns).sum()
         try:
             with self._memory_saved():
-                for indices in self._optimizer_steps(set(batch.counting())):
-                    outcome = self.gradient([Minibatch.of(batch, experience, i) for i in indices])
+                for indices in self._optimizer_steps(set(batch.counting()), record.left_out):
+                    minibatches = [Minibatch.of(batch, experience, i) for i in indices]
+                    outcome = self.gradient(minibatches, unread)
+                    if not outcome.finite_experience:
+                        raise NonFiniteExperience
+                    unread = None
                     record.add(outcome)
                     if outcome.moved_too_far:
                         break
@@ -301,19 +443,31 @@ class PPOUpdate:
         record.warn(self.config.ratio_threshold)
         return outcome.taken
 
-    def _optimizer_steps(self, counting: set[int]) -> Iterator[list[list[int]]]:
-        """The samples of each mini-batch of each optimizer step, but those that do not count."""
+    def _optimizer_steps(self, counting: set[int], left_out: set[int]) -> Iterator[list[list[int]]]:
+        """The samples of each mini-batch of each optimizer step, but those that do not count, and
+        those that are in ``left_out`` by then.
+
+        Raises:
+            FloatingPointError: none is left.
+        """
         size, all_of_a_step = self.config.mini_batch_size, self.config.backward_batch_size
         for _ in range(self.config.ppo_epochs):
             order = self.shuffle.permutation(self.config.batch_size).tolist()
             for begin in range(0, len(order), all_of_a_step):
                 minibatches = [
-                    [i for i in order[start : start + size] if i in counting]
+                    [i for i in order[start : start + size] if i in counting - left_out]
                     for start in range(begin, begin + all_of_a_step, size)
                 ]
                 minibatches = [indices for indices in minibatches if indices]
                 if minibatches:
                     yield minibatches
+                if left_out and left_out >= counting:
+                    raise FloatingPointError(
+                        f"the loss or gradient of each of {len(counting)} samples is not finite: "
+                        "nothing is left to learn from. The model is broken: load a sound "
+                        "checkpoint; where training broke it, lower learning_rate or set "
+                        "max_grad_norm"
+                    )
 
     def _optimizer_step(self, record: UpdateRecord) -> None:
         if self.accelerator.scaler is not None and self.config.max_grad_norm is not None:
@@ -331,3 +485,13 @@ class PPOUpdate:
             return nullcontext()
         unwrapped: Any = self.accelerator.unwrap_model(self.gradient.model)
         return checkpointed(all_layers(unwrapped.pretrained_model))
+
+
+def _without(minibatches: Sequence[Minibatch], samples: Sequence[int]) -> list[Minibatch]:
+    """Mini-batches without some samples, but those that have no other."""
+    kept = []
+    for minibatch in minibatches:
+        places = [place for place, i in enumerate(minibatch.samples) if i not in samples]
+        if places:
+            kept.append(minibatch if len(places) == minibatch.size else minibatch.select(places))
+    return kept

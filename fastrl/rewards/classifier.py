@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class ClassifierReward:
         tokenizer: its tokenizer.
         label: index or name of the label; None is the last one (the only one of num_labels=1).
         batch_size: texts per forward pass.
+        name: in statistics, beside other reward functions.
 
     Attributes:
         wants_finished: whether it needs to know which completions are whole (``finished``).
@@ -40,10 +42,17 @@ class ClassifierReward:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, label: int | str | None = None, batch_size: int = 64
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        label: int | str | None = None,
+        batch_size: int = 64,
+        name: str = "ClassifierReward",
     ):
         if batch_size < 1:
             raise ValueError(f"the reward's batch size must be positive, got {batch_size}")
+        self.__name__ = name
         self.model = model.requires_grad_(False).eval()
         self.tokenizer = tokenizer
         self.label = _label_index(model.config, label)
@@ -66,7 +75,8 @@ class ClassifierReward:
         cls, name_or_path: str, *, label: int | str | None = None, batch_size: int = 64
     ) -> ClassifierReward:
         """Loads a classifier from a directory, a run's folder or the Hub, from safetensors only; an
-        adapter with its base.
+        adapter with its base. Its name is the last part of its path or id, of a run's ``model/``
+        the run's.
 
         Raises:
             FileNotFoundError: a folder without a model, or without a tokenizer.
@@ -76,7 +86,9 @@ class ClassifierReward:
         model = load_classifier(name_or_path)
         tokenizer = load_tokenizer(name_or_path)
         load_from_adapter(model, name_or_path)
-        return cls(model, tokenizer, label=label, batch_size=batch_size)
+        path = PurePath(name_or_path)
+        name = (path.parent if path.name == "model" else path).name or "ClassifierReward"
+        return cls(model, tokenizer, label=label, batch_size=batch_size, name=name)
 
     def to(self, device: torch.device | str) -> ClassifierReward:
         self.model.to(device)

@@ -2,24 +2,28 @@
 
 A reward function is called as ``reward_fn(prompts, completions, completion_ids, **columns)`` and
 returns one number per completion; ``columns`` are the other columns of the data set. Prompts and
-completions are texts; where prompts are chats, both are lists of messages, as in TRL 1.x.
+completions are texts; where prompts are chats, both are lists of messages, as in TRL 1.x. It may be
+an ``async def``, and return None for a completion that it does not judge. A run calls its functions
+through :class:`fastrl.rewards.weighted.Rewards`.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.user_code import named, running
 
-RewardFunction = Callable[..., Sequence[float]]
+_Returned = Sequence[float | None]
+RewardFunction = Callable[..., _Returned | Awaitable[_Returned]]
 
 
 def load_reward(
@@ -53,6 +57,41 @@ def load_reward(
         ) from error
 
 
+def read_rewards(returned: Any, completions: Sequence[int], who: str) -> list[float | None]:
+    """Reads the rewards that a function returned for some completions.
+
+    Args:
+        completions: their numbers, for messages.
+        who: the function's name, for messages.
+
+    Returns:
+        a number each, which may be NaN or infinite, or None where the function returned None.
+
+    Raises:
+        ValueError: not one number or None for each; names the first that is wrong.
+    """
+    if inspect.iscoroutine(returned):
+        returned.close()
+        raise ValueError(
+            f"{who} returned a coroutine, and does not look like an async function: is it a lambda "
+            "or a wrapper around one? Make it an async def"
+        )
+    if isinstance(returned, (str, Mapping, Set)) or not hasattr(returned, "__len__"):
+        raise ValueError(f"{who} returned {returned!r}: it must return a list of numbers")
+    if len(returned) != len(completions):
+        raise ValueError(
+            f"{who} returned {len(returned)} rewards for {len(completions)} completions: it must "
+            "return one number each"
+        )
+    rewards: list[float | None] = []
+    for i, reward in zip(completions, returned, strict=True):
+        try:
+            rewards.append(None if reward is None else float(reward))
+        except (TypeError, ValueError, RuntimeError):  # as in as_number
+            raise _not_finite(reward, i, who) from None
+    return rewards
+
+
 def check_rewards(rewards: Any, count: int, who: str = "reward_fn") -> list[float]:
     """Checks the rewards that a function returned, and converts them to numbers.
 
@@ -62,22 +101,18 @@ def check_rewards(rewards: Any, count: int, who: str = "reward_fn") -> list[floa
     Raises:
         ValueError: not ``count`` finite numbers; names the first that is wrong.
     """
-    if isinstance(rewards, str) or not hasattr(rewards, "__len__"):
-        raise ValueError(f"{who} returned {rewards!r}: it must return a list of numbers")
-    if len(rewards) != count:
-        raise ValueError(
-            f"{who} returned {len(rewards)} rewards for {count} completions: it must return one "
-            "number each"
-        )
     values = []
-    for i, reward in enumerate(rewards):
-        value = as_number(reward)
-        if not math.isfinite(value):
-            raise ValueError(
-                f"{who} returned {reward!r} for completion {i}: rewards must be finite numbers"
-            )
+    for i, value in enumerate(read_rewards(rewards, range(count), who)):
+        if value is None or not math.isfinite(value):
+            raise _not_finite(value, i, who)
         values.append(value)
     return values
+
+
+def _not_finite(reward: Any, completion: int, who: str) -> ValueError:
+    return ValueError(
+        f"{who} returned {reward!r} for completion {completion}: rewards must be finite numbers"
+    )
 
 
 def check_preferences(returned: Any, count: int, who: str) -> list[float | None]:

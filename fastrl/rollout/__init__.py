@@ -4,7 +4,7 @@ from fastrl.rollout.choose_engine import choose_engine
 from fastrl.rollout.engine import RolloutEngine
 from fastrl.rollout.generate_engine import GenerateEngine
 from fastrl.rollout.generation_kwargs import sampling_params
-from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
+from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams, draw_seed
 
 __all__ = [
     "GenerateEngine",
@@ -12,5 +12,6 @@ __all__ = [
     "RolloutOutput",
     "SamplingParams",
     "choose_engine",
+    "draw_seed",
     "sampling_params",
 ]

@@ -17,12 +17,13 @@ from fastrl.rollout import bandwidth
 from fastrl.rollout.attention import PrefillAttention
 from fastrl.rollout.cuda_graphs import EagerRunner, GraphRunner, StepRunner
 from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
-from fastrl.rollout.kv_cache import RUNNING, KVCache, LayerShape, Slots
+from fastrl.rollout.kv_cache import RUNNING, KVCache, LayerShape, Room, Slots
 from fastrl.rollout.model_runner import Autocast, ModelRunner
 from fastrl.rollout.sampling_params import (
     RolloutOutput,
     RolloutRequest,
     SamplingParams,
+    draw_seed,
     end_tokens,
 )
 from fastrl.rollout.scheduler import Results, RolloutSample, Scheduler, make_finish_poll
@@ -90,6 +91,7 @@ class RolloutEngine:
         self._layers: list[LayerShape] | None = None
         self._autocast_dtype: torch.dtype | None = None  # of the call that found them
         self._kv_cache: KVCache | None = None
+        self._reserved = Room()  # for a KV cache that is yet to be made
         self._slots: Slots | None = None
         self._processors: LogitsProcessors | None = None  # of the last call
         self._captures = cuda_graphs and self.model_runner.device.type == "cuda"
@@ -125,9 +127,9 @@ class RolloutEngine:
         params = params or SamplingParams()
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
         self._check_room(request)
-        seed = int(torch.randint(1 << 62, ())) if params.seed is None else params.seed
+        seed = draw_seed() if params.seed is None else params.seed
         samples = _samples(request, params.n)
-        kv_cache, slots = self._room(request, len(samples))
+        kv_cache, slots = self._make_room(request, len(samples))
         scheduler = Scheduler(samples, kv_cache.slots)
         poll = make_finish_poll(slots, scheduler)
         results = Results(len(samples), max(request.limits), self.model_runner.device)
@@ -153,7 +155,9 @@ class RolloutEngine:
                         slots.empty(ended)
             output = results.output(values=self.model_runner.v_head is not None)
             per_sample = request.repeated(params.n)
+            output.seed, output.room = seed, self.room()
             output.sample_ids = per_sample.sample_ids
+            output.numbers = list(range(params.n)) * len(request.prompts)
             output.temperature = params.temperature or 1.0
             lengths = [len(prompt) for prompt in per_sample.prompts]
             seconds = clock.seconds()
@@ -163,6 +167,23 @@ class RolloutEngine:
 
     def sleep(self) -> None:
         """Frees keys, values and captured steps; the next call of ``generate`` makes them anew."""
+        self._free()
+        self._reserved = Room()
+
+    def room(self) -> Room:
+        """The room that the next call of ``generate`` finds: that of the calls so far, or what was
+        reserved."""
+        kv_cache = self._kv_cache
+        return self._reserved if kv_cache is None else Room(kv_cache.slots, kv_cache.length)
+
+    def reserve(self, slots: int, length: int) -> None:
+        """Gives the engine the :meth:`room` of another, so that it computes with the same shapes,
+        and hence to the same bits; at most ``max_slots`` and ``max_length``. Zeros: none."""
+        self._free()
+        longest = length if self.max_length is None else min(length, self.max_length)
+        self._reserved = Room(min(slots, self.max_slots), longest)
+
+    def _free(self) -> None:
         self._kv_cache = self._slots = None
         self.model_runner.autocast_weights.free()
         self._runner.free()
@@ -253,14 +274,14 @@ class RolloutEngine:
                     f"engine's max_length of {self.max_length}: raise that, or shorten one of them"
                 )
 
-    def _room(self, request: RolloutRequest, samples: int) -> tuple[KVCache, Slots]:
+    def _make_room(self, request: RolloutRequest, samples: int) -> tuple[KVCache, Slots]:
         """The KV cache and slots of a call, which grow where its samples do not fit."""
         if self.model_runner.autocast_dtype() != self._autocast_dtype:
-            self.sleep()  # keys and values have another type now
+            self._free()  # keys and values have another type now
             self._layers, self._autocast_dtype = None, self.model_runner.autocast_dtype()
         needed = max(len(p) + n for p, n in zip(request.prompts, request.limits, strict=True))
-        kv_cache = self._kv_cache
-        length = kv_cache.length if kv_cache is not None else 0
+        kv_cache, there = self._kv_cache, self.room()
+        length = there.length
         if length < needed:
             whole = -(-needed // _ROUND) * _ROUND
             context = context_length(self.model) or whole
@@ -269,8 +290,8 @@ class RolloutEngine:
         if kv_cache is not None and kv_cache.length >= length and kv_cache.slots >= count:
             assert self._slots is not None
             return kv_cache, self._slots
-        if kv_cache is not None:  # never fewer slots than before
-            count = max(count, min(kv_cache.slots, self._affordable(length)))
+        # Never fewer slots than before.
+        count = max(count, min(there.slots, self._affordable(length)))
         self.sleep()
         layers, device = self._shapes(), self.model_runner.device
         self._kv_cache = KVCache(layers, count, length, self.model_runner.dtype, device)

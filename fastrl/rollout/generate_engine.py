@@ -76,7 +76,8 @@ class GenerateEngine:
 
         Of the model's generation_config only the tokens that end a response are used, where
         ``params`` names none. ``sample_ids`` are returned with the samples, but do not key the
-        draws, which come from torch's own generator and depend on the batch.
+        draws, which come from a generator with that seed, or from torch's own, and depend on the
+        batch.
         """
         params = params or SamplingParams()
         request = RolloutRequest.of(prompts, params, sample_ids, self.model, self.tokenizer)
@@ -90,7 +91,14 @@ class GenerateEngine:
         for part in parts:
             self._need_pad_token(part.prompts, kwargs)
         temperature = params.temperature or 1.0
-        output = RolloutOutput([], [], sample_ids=request.sample_ids, temperature=temperature)
+        output = RolloutOutput(
+            [],
+            [],
+            seed=params.seed,
+            sample_ids=request.sample_ids,
+            numbers=list(range(params.n)) * len(prompts),
+            temperature=temperature,
+        )
         begin = time.perf_counter()
         with evaluating(self.model), self.autocast():
             with _seeded(params.seed):
@@ -108,6 +116,7 @@ class GenerateEngine:
         prompts: Sequence[Tensor],
         generation_kwargs: dict[str, Any],
         limits: Sequence[int] | None = None,
+        seed: int | None = None,
     ) -> RolloutOutput:
         """One response per prompt, with keyword arguments of ``model.generate`` as they are, and
         without scores, since the arguments may change the distribution.
@@ -118,6 +127,7 @@ class GenerateEngine:
 
         Args:
             limits: max_new_tokens of each prompt, in place of that argument.
+            seed: of the draws, which leave torch's own generator as it is; None takes them from it.
 
         Raises:
             ValueError: as :meth:`generate`; what stops responses, with several beams.
@@ -133,10 +143,10 @@ class GenerateEngine:
         parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
         for part in parts:
             self._need_pad_token(prompts[part], kwargs)
-        output = RolloutOutput(sequences=[], finish_reasons=[])
+        output = RolloutOutput(sequences=[], finish_reasons=[], seed=seed)
         ends = end_tokens(self.model, self.tokenizer, kwargs.get("eos_token_id")).tolist()
         begin = time.perf_counter()
-        with evaluating(self.model), self.autocast():
+        with evaluating(self.model), self.autocast(), _seeded(seed):
             for part in parts:
                 most = None if limits is None else limits[part]
                 self._extend(output, prompts[part], kwargs, ends, stopping, most)
@@ -235,7 +245,9 @@ def _seeded(seed: int | None) -> Iterator[None]:
     if seed is None:
         yield
         return
-    with torch.random.fork_rng():
+    # All devices, since a model may lie on several; unnamed ones would bring a warning.
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         yield
 

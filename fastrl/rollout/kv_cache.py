@@ -14,6 +14,17 @@ FINISH_REASONS = {EOS: "eos", LENGTH: "length", STOP: "stop", NAN: "nan"}
 FIELDS = ("logprobs", "logprobs_t1", "entropies", "values")
 
 
+class Room(NamedTuple):
+    """The size of an engine's KV cache; zeros where there is none.
+
+    Decode steps have rows for 1, 2, 3, 4, 6, 8 … or all slots: on some devices, the number of rows
+    decides the last bits of a matrix product.
+    """
+
+    slots: int = 0
+    length: int = 0  # tokens of a slot
+
+
 class LayerShape(NamedTuple):
     """Shape of one token's keys and values in one layer."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastrl.data.prompt_ids import Prompt, check_prompts, token_ids
 from fastrl.models.layout import EncoderDecoder, layout_of
+from fastrl.rollout.kv_cache import Room
 
 # Fields that make tokens come from another distribution than softmax(logits / T), by their names in
 # ``model.generate``, with the values that do not. Greedy decoding ignores the first.
@@ -124,6 +125,11 @@ class SamplingParams:
         return kwargs
 
 
+def draw_seed() -> int:
+    """A seed for draws, from torch's own generator."""
+    return int(torch.randint(1 << 62, ()))
+
+
 def check_stop(stop: Any) -> None:
     """Checks stop sequences.
 
@@ -209,7 +215,11 @@ class RolloutOutput:
     logprobs_t1: list[Tensor] | None = None
     entropies: list[Tensor] | None = None
     values: list[Tensor] | None = None
-    sample_ids: list[int] | None = None  # that keyed the draws
+    # What the engine keys the draws of a sample by; ``model.generate`` uses the seed alone.
+    seed: int | None = None
+    sample_ids: list[int] | None = None
+    numbers: list[int] | None = None  # among the samples of its prompt, from 0
+    room: Room = Room()  # the engine's, zeros of ``model.generate``
     temperature: float = 1.0  # of ``logprobs`` and ``entropies``; 1 where decoding was greedy
     stats: dict[str, float] = field(default_factory=dict)
 

@@ -17,10 +17,13 @@ class Evaluation:
     mean: float
     sem: float  # standard error of the mean
     kl: float  # mean KL to the reference per sequence, in nats; NaN where there is none
-    rewards: list[float]  # NaN for a sample that ended in NaN logits, which the means leave out
+    rewards: list[float]  # NaN for a sample that the means leave out
     prompts: list[str]
     completions: list[str]
     nan_samples: int = 0  # samples that ended in NaN logits
+    nonfinite_rewards: int = 0  # samples with a reward that is not finite
+    # Rewards by the function's name, NaN for samples that it did not judge.
+    by_function: dict[str, list[float]] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
         """The numbers, under the names of metrics."""
@@ -29,7 +32,19 @@ class Evaluation:
             "eval/reward_sem": self.sem,
             "eval/kl": self.kl,
             **({"eval/nan_samples": self.nan_samples} if self.nan_samples else {}),
+            **self._of_rewards(),
         }
+
+    def _of_rewards(self) -> dict[str, float]:
+        """Means of several functions over the samples that each judged; what is not finite."""
+        found: dict[str, float] = {}
+        if self.nonfinite_rewards:
+            found["eval/nonfinite_rewards"] = self.nonfinite_rewards
+        if len(self.by_function) > 1:
+            for name, rewards in self.by_function.items():
+                known = [reward for reward in rewards if not math.isnan(reward)]
+                found[f"eval/reward/{name}/mean"] = sum(known) / len(known) if known else math.nan
+        return found
 
     def __repr__(self) -> str:
         return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import re
@@ -92,8 +91,7 @@ class Checkpoints:
                 raise
             last = next((p.name for p in reversed(self.paths())), None)
             kept = f"the last good checkpoint is {last}" if last else "there is none before it"
-            number = getattr(error, "errno", None) or errno.EIO
-            raise OSError(number, f"{path} could not be saved ({error}); {kept}") from error
+            raise OSError(f"{path} could not be saved ({error}); {kept}") from error
         self._drop_old({path} if best is None else {path, self.path(best)})
 
     def _drop_old(self, kept: set[Path]) -> None:
@@ -105,12 +103,12 @@ class Checkpoints:
 
     def newest_good(self) -> Path | None:
         """The one with the most steps that is whole; None without one. A warning names each newer
-        one that is damaged."""
+        one, which is damaged."""
         for path in reversed(self.paths()):
             try:
                 verify(path)
             except BadCheckpoint as error:
-                warnings.warn(f"{error}; the checkpoint before it is taken", stacklevel=3)
+                warnings.warn(f"{error}: it is not used", stacklevel=3)
             else:
                 return path
         return None
@@ -144,9 +142,9 @@ def find_checkpoint(resume: bool | str | Path, checkpoints: Checkpoints) -> Path
         FileNotFoundError: there is no such folder, or no checkpoint in it.
         BadCheckpoint: the one that is named is damaged, or all of them are.
     """
-    named = resume not in (True, LATEST)
+    named = not isinstance(resume, bool) and resume != LATEST
     if named:
-        path = Path(resume)
+        path = Path(str(resume))
         if not path.is_dir():
             raise FileNotFoundError(
                 f"resume: there is no folder {path}; name a checkpoint or a run's folder, or leave "

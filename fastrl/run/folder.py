@@ -207,7 +207,8 @@ class RunFolder:
     def _supersede_metrics(self, step: int, rows: int | None) -> None:
         """Moves lines of later steps or behind so many, and one that was not written to its end."""
         text = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else ""
-        kept, later = [], []
+        kept: list[str] = []
+        later: list[str] = []
         for number, line in enumerate(text.splitlines(keepends=True)):
             stays = _step_in(line) <= step and (rows is None or number < rows)
             (kept if stays else later).append(line)

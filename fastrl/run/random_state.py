@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,16 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Context after which all generators are as before."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(before)
 
 
 def numpy_state(generator: np.random.RandomState) -> dict[str, Any]:

@@ -24,7 +24,9 @@ def save_tree(tree: Mapping[str, Any], folder: Path) -> None:
 
     Raises:
         TypeError: something else, named by its place.
+        OSError: a file cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     plain = {}
@@ -32,7 +34,10 @@ def save_tree(tree: Mapping[str, Any], folder: Path) -> None:
         tensors: dict[str, Tensor] = {}
         plain[name] = _plain(branch, name, tensors)
         if tensors:
-            save_file(tensors, folder / f"{name}.safetensors")
+            try:
+                save_file(tensors, folder / f"{name}.safetensors")
+            except SafetensorError as error:  # also where the disk is full
+                raise OSError(str(error)) from error
     (folder / STATE).write_text(json.dumps(plain) + "\n", encoding="utf-8")
 
 

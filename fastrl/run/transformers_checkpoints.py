@@ -484,7 +484,8 @@ class _Events(TrainerCallback):
 def find_trainer_checkpoint(resume: Any, checkpoints: Checkpoints) -> Path | None:
     """As :func:`fastrl.run.checkpoints.find_checkpoint`, but a folder that is named may also be a
     checkpoint without a manifest, which transformers alone has written."""
-    if resume not in (True, LATEST) and _is_foreign(Path(resume)):
+    named = not isinstance(resume, bool) and resume != LATEST
+    if named and _is_foreign(Path(resume)):
         return Path(resume)
     return find_checkpoint(resume, checkpoints)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fastrl.alignment.annotator import (
     load_annotator,
 )
 from fastrl.rewards.classifier import ClassifierReward
+from fastrl.rewards.weighted import Rewards
 from tests.golden import tiny
 from tests.trainers.conftest import reward_model
 
@@ -37,6 +39,17 @@ def test_rewards_score_and_compare() -> None:
     assert annotator.last_scores == ([2.0, 2.0, 5.0], [5.0, 2.0, 2.0])
     assert annotator.statistics() == {"annotator/calls": 9, "annotator/ties": 1}
     assert annotator.statistics() == {"annotator/calls": 0, "annotator/ties": 0}
+
+
+def test_several_rewards_may_judge_with_weights_a_time_limit_and_async() -> None:
+    async def shouts(completions: list[str], **_: Any) -> list[float]:
+        await asyncio.sleep(0)
+        return [0.1 * len(text) for text in completions]
+
+    annotator = RewardAnnotator(Rewards([length, shouts], [1.0, 10.0], reward_timeout=5))
+    assert annotator.name == "RewardAnnotator(length, shouts)"
+    assert ask_scores(annotator, PROMPTS, SHORT) == [4.0, 4.0, 10.0]
+    assert ask_scores(RewardAnnotator(shouts), PROMPTS, SHORT) == [0.1 * 2, 0.1 * 2, 0.1 * 5]
 
 
 def test_a_classifier_scores_prompt_and_response() -> None:
@@ -79,7 +92,7 @@ def test_an_annotator_from_a_name(tmp_path: Path) -> None:
     [
         ([1.0, math.nan, 1.0], "returned nan for completion 1"),
         ([1.0, 1.0, math.inf], "returned inf for completion 2"),
-        ([None, 1.0, 1.0], "returned None for completion 0"),
+        (["good", 1.0, 1.0], "returned 'good' for completion 0"),
         ([1.0], "returned 1 rewards for 3 completions"),
         (None, "returned None"),
     ],
@@ -98,7 +111,7 @@ def test_scores_that_are_no_numbers_are_refused(returned: Any, said: str) -> Non
             return returned
 
     for ask in (ask_scores, lambda *given: ask_preferences(*given, SHORT)):
-        with pytest.raises(ValueError, match=rf"RewardAnnotator\(mine\) {said}"):
+        with pytest.raises(ValueError, match=rf"the reward function mine {said}"):
             ask(RewardAnnotator(mine), PROMPTS, SHORT)
     with pytest.raises(ValueError, match=rf"Own\.score {said}"):
         ask_scores(Own(), PROMPTS, SHORT)

@@ -208,7 +208,7 @@ def test_a_checkpoint_of_another_trainer_is_refused(make_trainer: Make, tmp_path
     (tmp_path / "trainer_state.json").write_text("{}")
     trainer = make_trainer("dpo")
     before = weights(trainer.model)
-    with pytest.raises(ValueError, match="resume_from_checkpoint: .* is of another trainer"):
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint: .* is of another trainer"):
         trainer.train(resume_from_checkpoint=str(tmp_path))
     assert all(torch.equal(before[name], x) for name, x in weights(trainer.model).items())
 

@@ -144,7 +144,9 @@ def test_what_was_left_and_what_checks_found_are_said(checkout) -> None:
 def test_what_has_not_been_measured_is_named(checkout) -> None:
     for text in write(checkout, a_result()):
         assert "No GPU has been measured yet." in text
-        assert "Not measured yet on cpu-2core: ppo, grpo, sft, dpo, rollout, ref_model." in text
+        assert (
+            "Not measured yet on cpu-2core: ppo, grpo, sft, dpo, rollout, ref_model, run." in text
+        )
 
 
 def test_the_newest_of_a_day_is_taken_for_each_op(checkout) -> None:

@@ -15,6 +15,11 @@ from fastrl import cli
 
 COMMANDS = ("sft", "reward", "align", "ppo", "grpo")
 REWARDS = """\
+import time
+
+def hangs(**columns):
+    time.sleep(2)
+
 def mean(numbers):
     return sum(numbers) / len(numbers)
 
@@ -190,10 +195,12 @@ def test_training_that_cannot_be_is_refused(command, flags, message, folder, tmp
         ("faulty.py:narrow", "cannot be called: got an unexpected keyword argument 'text'"),
         ("faulty.py:wide", "cannot be called: missing a required argument: 'answer'"),
         ("faulty.py:words", "faulty.py:words returned 'good' for completion 0"),
+        ("faulty.py:hangs", "faulty.py:hangs did not return within reward_timeout=0.2 s"),
     ],
 )
 def test_a_reward_function_that_does_not_fit_is_told_why(reward, message, folder, tmp_path, capsys):
-    said = failed(capsys, *arguments("ppo", folder, tmp_path / "run", reward=reward))
+    flags = {"reward": reward, "reward_timeout": 0.2}
+    said = failed(capsys, *arguments("ppo", folder, tmp_path / "run", **flags))
     assert message in said
 
 
@@ -211,7 +218,7 @@ def test_an_error_in_a_reward_function_shows_its_lines_and_comes_last(folder, tm
     said = last(done.stderr)
     assert said == (
         f"fastrl: error: {folder / 'faulty.py'}:late raised ZeroDivisionError: division by zero "
-        f"({folder / 'faulty.py'}, line 2)"
+        f"({folder / 'faulty.py'}, line 7)"
     )
     assert "PPO: stopped after 1 of 2 steps\n" in done.stderr
     frames = [line for line in done.stderr.splitlines() if line.startswith('  File "')]

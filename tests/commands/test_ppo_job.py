@@ -78,7 +78,7 @@ def test_a_folder_that_is_written_again_gets_the_card_of_the_new_model(world, tm
     for command, settings in (("ppo", {}), ("grpo", {"group-size": 4})):
         flags = {"steps": 1, "eval-prompts": 0, **settings}
         _, *rest = arguments(world, tmp_path / "run", **flags)
-        assert cli.main([command, *rest]) == 0
+        assert cli.main([command, *rest, "--overwrite"]) == 0
     card = (tmp_path / "run" / "model" / "README.md").read_text(encoding="utf-8")
     assert "(GRPO)" in card
     assert "(PPO)" not in card
@@ -99,6 +99,40 @@ def test_function_reward_reads_the_data_sets_columns(world, tmp_path, eval_promp
     assert cli.main(arguments(world, tmp_path / "run", reward, **flags)) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert ("reward_gain" in summary) == (eval_prompts > 0)
+
+
+def test_several_rewards_have_weights_and_names(world, tmp_path):
+    reward, run = world / "rewards.py", tmp_path / "run"
+    words = arguments(world, run, f"{reward}:length", steps=1)
+    where = words.index("--reward") + 2
+    words[where:where] = [
+        f"{reward}:labelled",
+        str(world / "clf"),
+        "--reward-weights",
+        "1",
+        "0",
+        "0",
+    ]
+    assert cli.main([*words, "--reward-batch-size", "3", "--reward-timeout", "30"]) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    numbers = {name: value for row in rows for name, value in row.items()}
+    assert numbers["reward/labelled/mean"] == 2.0
+    assert numbers["reward/mean"] == numbers["reward/length/mean"]
+    assert {"reward/length/mean", "reward/clf/std", "eval/reward/clf/mean"} <= set(numbers)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["job"]["reward_weights"] == [1.0, 0.0, 0.0]
+
+
+def test_a_reward_may_be_a_text_or_a_list_in_a_configuration(tmp_path):
+    from fastrl.commands.flags import parse
+    from fastrl.commands.ppo import PPOFlags, PPOJob
+
+    text = "model: m\ndataset: d\n"
+    for said, read in (("f.py:a", ["f.py:a"]), ("[f.py:a, runs/b]", ["f.py:a", "runs/b"])):
+        (tmp_path / "c.yaml").write_text(f"{text}reward: {said}\nreward_weights: null\n")
+        job, _ = parse("ppo", [PPOJob, PPOFlags], [str(tmp_path / "c.yaml")])
+        assert job.reward == read
+    assert PPOJob(model="m", dataset="d", reward="f.py:a").reward == ["f.py:a"]
 
 
 CHAT_REWARD = """
@@ -234,6 +268,10 @@ def test_several_processes_are_refused_before_anything_is_loaded(command, monkey
         ({"reward": "gone:f"}, "there is no module 'gone'"),
         ({"eval-prompts": 1000}, "leave none to train on"),
         ({"reward-label": "happy"}, "no label 'happy'"),
+        ({"reward-weights": "nan"}, "reward_weights[0] must be a finite number, got nan"),
+        ({"reward-timeout": 0}, "reward_timeout must be a positive number of seconds"),
+        ({"reward-retries": -1}, "reward_retries must be 0 or more, got -1"),
+        ({"reward-batch-size": 0}, "reward_batch_size must be positive, got 0"),
         ({"mini-batch-size": 3}, "must be a multiple of mini_batch_size"),
         ({"model": "no/such/directory"}, "no/such/directory"),
     ],

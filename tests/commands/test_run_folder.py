@@ -91,6 +91,7 @@ def test_every_command_leaves_the_same_kind_of_folder(name, world, tmp_path, cap
     assert {"reward/mean", "train/loss"} & set().union(*(names for _, names in told[2:-1]))
     files = {"run.json", "metrics.jsonl", "model", "report.png", "summary.json"}
     files |= {"samples.jsonl"} if name in SAMPLED else set()
+    files |= {"checkpoints", "ledger"} if name in ("ppo", "grpo") else set()
     assert {path.name for path in folder.iterdir()} == files
     config = json.loads((folder / "run.json").read_text())
     assert set(config) == {"command", "title", "job", "settings"}
@@ -149,7 +150,7 @@ def test_report_says_what_it_lacks(words, capsys):
 def test_of_an_earlier_runs_adapter_nothing_is_left(name, world, tmp_path):
     """Or the folder would be loaded as that adapter."""
     assert run(name, world, tmp_path / "run", lora_r=2) == 0
-    assert run(name, world, tmp_path / "run") == 0
+    assert run(name, world, tmp_path / "run", overwrite="true") == 0
     assert not list((tmp_path / "run" / "model").glob("adapter*"))
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert not hasattr(tuned, "peft_config")
@@ -159,7 +160,7 @@ def test_of_an_earlier_runs_adapter_nothing_is_left(name, world, tmp_path):
 def test_a_new_adapter_does_not_overwrite_its_base(name, world, tmp_path, capsys):
     assert run("sft", world, tmp_path / "run") == 0
     for model in (tmp_path / "run", tmp_path / "run" / "model"):
-        assert run(name, world, tmp_path / "run", model=model, lora_r=2) == 2
+        assert run(name, world, tmp_path / "run", model=model, lora_r=2, overwrite="true") == 2
         assert "is the base of the adapter" in capsys.readouterr().err
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
 

@@ -50,7 +50,7 @@ CASES = {
         r"responses\[2\] holds token id 97, outside the vocabulary of 97",
     ),
     "negative token": (put("queries", 2, torch.tensor([5, -1])), r"queries\[2\] holds token id -1"),
-    "NaN score": (put("scores", 3, torch.tensor(NAN)), r"scores\[3\] is nan"),
+    "NaN score": (put("scores", 3, torch.tensor(NAN)), r"scores\[3\] is nan \(prompt 'w"),
     "infinite score": (put("scores", 0, torch.tensor(-INF)), r"scores\[0\] is -inf"),
     "2-D score": (put("scores", 0, torch.ones(1, 1)), r"scores\[0\] must be one number"),
     "two scores": (put("scores", 0, torch.ones(2)), r"scores\[0\] must be one number"),
@@ -71,7 +71,8 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def shared_trainer() -> PPOTrainer:
-    return make_trainer(reference=perturbed(make_policy()), use_score_scaling=True)
+    reference = perturbed(make_policy())
+    return make_trainer(reference=reference, use_score_scaling=True, on_nonfinite="raise")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -82,7 +83,7 @@ def test_step_refuses(case: str, shared_trainer: PPOTrainer, unchanged: Any) -> 
 
 
 def test_the_trainer_works_after_an_error(unchanged: Any) -> None:
-    trainer, untouched = make_trainer(), make_trainer()
+    trainer, untouched = make_trainer(on_nonfinite="raise"), make_trainer()
     with unchanged(trainer), pytest.raises(ValueError, match="scores"):
         trainer.step(**put("scores", 0, torch.tensor(NAN)))
     after, plain = trainer.step(**make_batch()), untouched.step(**make_batch())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -31,16 +32,20 @@ def batch(*marked: int) -> dict[str, Any]:
     return found
 
 
-def trainer_of(nan: bool = True, **settings: Any) -> PPOTrainer:
-    """Hidden states of marked samples are NaN where gradients are computed, if ``nan``."""
+def trainer_of(nan: bool = True, in_gradient: bool = False, **settings: Any) -> PPOTrainer:
+    """Hidden states of marked samples are NaN where gradients are computed, if ``nan``; or only
+    their gradients are."""
     policy = make_policy()
 
     def poison(_module: Any, args: Any, kwargs: Any, out: Any) -> None:
         ids = args[0] if args else kwargs["input_ids"]
         marked = (ids == BAD).any(-1)
         if nan and torch.is_grad_enabled() and marked.any():
-            where = marked[:, None, None]
-            out.last_hidden_state = torch.where(where, torch.nan, 1.0) * out.last_hidden_state
+            factor = torch.where(marked[:, None, None], torch.nan, 1.0)
+            if in_gradient:
+                out.last_hidden_state.register_hook(lambda g: factor * g)
+            else:
+                out.last_hidden_state = factor * out.last_hidden_state
 
     policy.pretrained_model.transformer.register_forward_hook(poison, with_kwargs=True)
     return make_trainer(policy, perturbed(make_policy()), **{**ACCUMULATED, **settings})
@@ -151,6 +156,88 @@ def test_an_error_is_raised_where_it_is_asked_for(where):
         handle.remove()
     trainer.step(**batch())
     assert not same_weights(trainer, before)
+
+
+NAMED = r"because of sample\(s\) 3 \(prompt 'w96 "
+
+
+@pytest.mark.parametrize("denominator", ["step", "minibatch"])
+@pytest.mark.parametrize("in_gradient", [False, True], ids=["loss", "gradient"])
+def test_a_sample_that_spoils_a_step_is_left_out_of_it_alone(in_gradient, denominator):
+    settings = {"ppo_epochs": 2, "loss_denominator": denominator}
+    trainer = trainer_of(on_nonfinite="zero-sample", in_gradient=in_gradient, **settings)
+    seen = watch_gradients(trainer)
+    with pytest.warns(UserWarning, match=NAMED) as said:
+        stats = trainer.step(**batch(3))
+    assert len(said) == 1
+    assert stats["ppo/nonfinite_samples"] == 1
+    assert stats["ppo/nonfinite_minibatches"] == stats["ppo/nonfinite_steps"] == 0
+    assert stats["ppo/optimizer_steps"] == 2
+    assert all(math.isfinite(x) for x in scalars(stats).values())
+    others = trainer_of(nan=False, **settings)
+    expected = watch_gradients(others)
+    others.step(**batch(3), weights=[float(i != 3) for i in range(BATCH)])
+    assert apart(seen[0], expected[0]) < 1e-5
+    assert apart(seen[1], expected[1]) < 1e-4  # of weights that differ by Adam's first step
+    with warnings.catch_warnings():  # named once
+        warnings.simplefilter("error")
+        assert trainer.step(**batch(5))["ppo/nonfinite_samples"] == 1
+
+
+def test_a_sample_that_was_left_out_is_not_run_again_in_the_step():
+    trainer = trainer_of(on_nonfinite="zero-sample", ppo_epochs=3, mini_batch_size=BATCH,
+                         gradient_accumulation_steps=1)  # fmt: skip
+    runs = []
+
+    def note(_module: Any, args: Any, kwargs: Any, out: Any) -> None:
+        ids = args[0] if args else kwargs["input_ids"]
+        if torch.is_grad_enabled():
+            runs.append(bool((ids == BAD).any()))
+
+    trainer.model.pretrained_model.transformer.register_forward_hook(note, with_kwargs=True)
+    with pytest.warns(UserWarning, match=NAMED):
+        trainer.step(**batch(3))
+    # Of 8 samples, which are halved three times; then without it, in each of three epochs.
+    assert runs.count(True) == 1 + 4
+    assert runs[-3:] == [False] * 3
+
+
+def test_where_every_sample_spoils_the_step_the_model_is_broken():
+    trainer = trainer_of(on_nonfinite="zero-sample")
+    before = parameters(trainer)
+    with (
+        pytest.warns(UserWarning, match="non-finite loss in 4 mini-batch"),
+        pytest.raises(FloatingPointError, match="each of 8 samples is not finite"),
+    ):
+        trainer.step(**batch(*range(BATCH)))
+    assert same_weights(trainer, before)
+    assert trainer.current_step == 0
+
+
+def test_a_gradient_that_no_sample_spoils_alone_leaves_out_the_step():
+    trainer = trainer_of(nan=False, on_nonfinite="zero-sample", ppo_epochs=2)
+    calls = iter(range(100))
+    trainer.model.v_head.summary.weight.register_hook(
+        lambda g: g * torch.inf if next(calls) == 1 else g
+    )
+    with pytest.warns(UserWarning, match="non-finite gradient norm: 1 optimizer step"):
+        stats = trainer.step(**batch())
+    assert (stats["ppo/nonfinite_steps"], stats["ppo/optimizer_steps"]) == (1, 1)
+    assert stats["ppo/nonfinite_samples"] == 0
+    assert all_finite(trainer)
+
+
+@pytest.mark.parametrize("in_gradient", [False, True], ids=["loss", "gradient"])
+def test_errors_and_warnings_name_the_sample(in_gradient):
+    trainer = trainer_of(on_nonfinite="raise", in_gradient=in_gradient)
+    with pytest.raises(FloatingPointError, match=NAMED):
+        trainer.step(**batch(3))
+    trainer = trainer_of(in_gradient=in_gradient, ppo_epochs=1)
+    with pytest.warns(UserWarning, match=NAMED):
+        trainer.step(**batch(3))
+    with pytest.warns(UserWarning, match="left out|are left") as said:  # it is named once
+        trainer.step(**batch(3))
+    assert "because" not in str(said[0].message)
 
 
 def test_the_classic_train_minibatch_takes_no_such_step():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import numpy as np
 import pytest
@@ -122,21 +123,65 @@ def test_a_missing_eos_is_penalised_in_the_score_alone(trainer, monkeypatch, end
 @pytest.mark.parametrize(
     ("rewards", "message"),
     [
-        ([1.0], r"reward_fn returned 1 rewards for 2 completions"),
-        ([1.0] * 3, r"reward_fn returned 3 rewards for 2 completions"),
-        ([1.0, math.nan], r"reward_fn returned nan for completion 1"),
-        ([-math.inf, 1.0], r"reward_fn returned -inf for completion 0"),
-        ([1.0, None], r"reward_fn returned None for completion 1"),
-        ([[1.0, 2.0], 1.0], r"reward_fn returned \[1\.0, 2\.0\] for completion 0"),
-        (["good", 1.0], r"reward_fn returned 'good' for completion 0"),
-        (None, r"reward_fn returned None"),
+        ([1.0], r"returned 1 rewards for 2 completions"),
+        ([1.0, math.nan], r"returned nan for completion 1 \(prompt 'w"),
+        ([-math.inf, 1.0], r"returned -inf for completion 0"),
+        ([1.0, None], r"no reward function judges completion 1 \(prompt 'w"),
+        (["good", 1.0], r"returned 'good' for completion 0"),
     ],
 )
-def test_wrong_rewards_are_refused(trainer, rewards, message):
-    before = trainer.current_step
-    with pytest.raises(ValueError, match=message):
+def test_wrong_rewards_are_refused(rewards, message, unchanged):
+    trainer = make_trainer(on_nonfinite="raise")
+    with unchanged(trainer), pytest.raises(ValueError, match=message):
         run(trainer, lambda **_: rewards)
-    assert trainer.current_step == before
+
+
+def test_several_functions_are_summed_and_each_is_in_the_numbers(trainer):
+    async def other(completions, **_):
+        return [2.0, None]
+
+    result = run(
+        trainer,
+        [lambda **_: [1.0, 3.0], other],
+        reward_weights=[1.0, -0.5],
+        eval_prompts=["w3", "w4"],
+    )
+    metrics = result.history[0]
+    assert metrics["reward/mean"] == metrics["ppo/mean_scores"] == 1.5
+    assert metrics["reward/<lambda>/mean"] == 2.0
+    assert metrics["reward/other/mean"] == 2.0
+    assert metrics["reward/other/std"] == 0.0
+    numbers = result.evaluations[0].scalars()
+    assert numbers["eval/reward_mean"] == 1.5
+    assert numbers["eval/reward/other/mean"] == 2.0
+
+
+def test_a_reward_that_is_not_finite_reaches_no_score_and_no_evaluation(trainer, monkeypatch):
+    """The step gets NaN for it."""
+    seen, step = [], trainer.step
+
+    def watched(queries, responses, scores, **given):
+        seen.extend(scores)
+        return step(queries, responses, [score.nan_to_num() for score in scores], **given)
+
+    monkeypatch.setattr(trainer, "step", watched)
+    with pytest.warns(UserWarning, match="returned inf for completion 1"):
+        result = run(trainer, lambda **_: [3.0, math.inf], eval_prompts=["w3", "w4"])
+    assert [float(score) for score in seen] == pytest.approx([3.0, math.nan], nan_ok=True)
+    assert result.history[0]["reward/mean"] == 3.0
+    assert result.history[0]["reward/nonfinite"] == 1
+    for evaluation in result.evaluations:
+        numbers = evaluation.scalars()
+        assert (numbers["eval/reward_mean"], numbers["eval/nonfinite_rewards"]) == (3.0, 1)
+        assert "eval/nan_samples" not in numbers
+
+
+def test_a_reward_that_hangs_changes_nothing(trainer, unchanged):
+    def hangs(**_):
+        time.sleep(1)
+
+    with unchanged(trainer), pytest.raises(TimeoutError, match=r"hangs did not .*reward_timeout="):
+        run(trainer, hangs, reward_timeout=0.1)
 
 
 def test_prompts_may_be_token_ids(trainer):

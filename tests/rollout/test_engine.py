@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -333,6 +334,78 @@ def test_memory_is_kept_grows_and_is_released(gpt2):
     engine.sleep()
     assert engine._kv_cache is None
     same(engine.generate(prompts, SAMPLED), engine_of(gpt2).generate(prompts, SAMPLED))
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """Wide enough for products whose last bits depend on the number of rows."""
+    return tiny_models.policy("gpt2", n_embd=64, n_positions=256)
+
+
+def bits(out):
+    per_token = (out.sequences, out.logprobs, out.logprobs_t1, out.entropies, out.values)
+    return [x.numpy().tobytes() for column in per_token for x in column]
+
+
+def test_an_engine_with_the_room_of_another_computes_the_same_bits(wide):
+    """Of one that earlier calls have grown."""
+    prompts, params = tiny_models.prompts(*LENGTHS, 4, 4, 4), SamplingParams(max_new_tokens=9, n=1)
+    grown = engine_of(wide, max_slots=64)
+    grown.generate(tiny_models.prompts(*[60] * 14), SamplingParams(max_new_tokens=9, seed=1))
+    room = grown.room()
+    assert room == (14, 128)
+    params = replace(params, seed=2)
+    expected = grown.generate(prompts, params)
+    assert expected.room == room
+    fresh = engine_of(wide, max_slots=64)
+    fresh.reserve(*room)
+    assert fresh.room() == room
+    found = fresh.generate(prompts, params)
+    assert found.room == fresh.room() == room
+    assert bits(found) == bits(expected)
+    assert found.stats["perf/slot_utilisation"] == expected.stats["perf/slot_utilisation"]
+    small = engine_of(wide, max_slots=64).generate(prompts, params)
+    assert small.room == (9, 64)
+    assert small.stats["perf/slot_utilisation"] > expected.stats["perf/slot_utilisation"]
+
+
+def test_reserved_room_replaces_what_is_there_and_is_forgotten_in_sleep(gpt2):
+    engine = engine_of(gpt2, max_slots=4, max_length=40)
+    assert engine.room() == (0, 0)
+    engine.generate(tiny_models.prompts(3, 3, 3), SAMPLED)
+    assert engine.room() == (3, 40)
+    engine.reserve(2, 16)
+    out = engine.generate(tiny_models.prompts(3), SamplingParams(max_new_tokens=4))
+    assert out.room == engine.room() == (2, 16)
+    engine.sleep()
+    assert engine.room() == (0, 0)
+    engine.reserve(2, 16)
+    engine.sleep()
+    assert engine.room() == (0, 0)
+    engine.reserve(9, 900)  # no more than the engine may have
+    assert engine.room() == (4, 40)
+
+
+def test_reserved_room_is_there_under_autocast_too(gpt2):
+    engine = engine_of(gpt2, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    engine.reserve(3, 32)
+    for _ in range(2):
+        assert engine.generate(tiny_models.prompts(3), SAMPLED).room == (3, 32)
+
+
+def test_samples_come_with_what_keyed_their_draws(gpt2):
+    prompts, params = tiny_models.prompts(*LENGTHS), SamplingParams(max_new_tokens=8, n=2)
+    first = engine_of(gpt2).generate(prompts, params)
+    assert first.numbers == [0, 1] * len(prompts)
+    again = engine_of(gpt2).generate(prompts, replace(params, seed=first.seed))
+    same(again, first)
+    assert again.seed == first.seed
+    # One of them alone, by its prompt's id and its number.
+    i = 7
+    chosen = engine_of(gpt2).generate(
+        [prompts[i // 2]], replace(params, seed=first.seed), [first.sample_ids[i]]
+    )
+    assert torch.equal(chosen.sequences[first.numbers[i]], first.sequences[i])
 
 
 def test_nobody_holds_keys_and_values_that_were_released(gpt2):

@@ -2,16 +2,18 @@
 
 import json
 import math
+import os
 
 import pytest
 
+from fastrl.run.checkpoints import Checkpoints
 from fastrl.run.folder import RunFolder
+from fastrl.run.lock import FolderInUse
 from fastrl.run.metrics import MetricsFile
 
 
 def save(text):
     def to(folder):
-        folder.mkdir()
         (folder / text).write_text(text)
 
     return to
@@ -21,21 +23,103 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_run_in_the_folder_of_another_overwrites_all_but_the_model(tmp_path):
-    first = RunFolder(tmp_path / "new" / "run", {"command": "ppo"})
-    first.begin()
-    first.save_model(save("weights"))
-    MetricsFile(first.metrics).append(1, {"x": 1.0})
-    first.write_rows("samples.jsonl", [{"prompt": "a"}])
-    first.write_summary({"gain": 1.0})
-    first.report.write_text("png")
-    first.checkpoints.mkdir()
-    RunFolder(first.path, {"command": "grpo"}).begin()
-    assert names(first.path) == ["checkpoints", "metrics.jsonl", "model", "run.json"]
-    assert names(first.model) == ["weights"]
-    found = RunFolder.open(first.path)
+@pytest.fixture
+def earlier(tmp_path):
+    """The folder of a run that has ended."""
+    folder = RunFolder(tmp_path / "new" / "run", {"command": "ppo"})
+    with folder.claim():
+        folder.begin()
+        for step in range(5):
+            MetricsFile(folder.metrics).append(step, {"x": step / 2})
+        folder.save_model(save("weights"))
+        folder.write_rows("samples.jsonl", [{"prompt": "a"}])
+        folder.write_summary({"gain": 1.0})
+        folder.report.write_text("png")
+        for step in (2, 4):
+            with Checkpoints(folder.checkpoints).new(step) as part:
+                (part / "x").write_text(str(step))
+    return folder
+
+
+def test_a_run_that_overwrites_another_leaves_its_model_until_there_is_a_new_one(earlier):
+    folder = RunFolder(earlier.path, {"command": "grpo"})
+    with folder.claim(overwrite=True):
+        folder.begin()
+    assert names(folder.path) == ["metrics.jsonl", "model", "run.json"]
+    assert names(folder.model) == ["weights"]
+    found = RunFolder.open(folder.path)
     assert found.config == {"command": "grpo"}
     assert found.rows() == []
+
+
+def test_a_run_is_neither_overwritten_nor_continued_by_accident(earlier):
+    before = {path: path.read_bytes() for path in earlier.path.rglob("*") if path.is_file()}
+    with (
+        pytest.raises(ValueError, match=r"holds a run already \(checkpoint-4\): pass --resume"),
+        RunFolder(earlier.path).claim(),
+    ):
+        raise AssertionError
+    with (
+        pytest.raises(ValueError, match="holds a run of ppo, which sft cannot resume"),
+        RunFolder(earlier.path, {"command": "sft"}).claim(resume=True),
+    ):
+        raise AssertionError
+    after = {path: path.read_bytes() for path in earlier.path.rglob("*") if path.is_file()}
+    assert after == before
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_strangers_files_are_never_touched(flags, tmp_path):
+    (tmp_path / "model.safetensors").write_text("precious")
+    with (
+        pytest.raises(ValueError, match=r"not a run's \(model\.safetensors\): name a new or empty"),
+        RunFolder(tmp_path).claim(**flags),
+    ):
+        raise AssertionError
+    assert names(tmp_path) == ["model.safetensors"]
+
+
+def test_two_runs_do_not_write_one_folder(tmp_path):
+    first, second = (RunFolder(tmp_path / "run") for _ in range(2))
+    with first.claim():
+        first.begin()
+        with (
+            pytest.raises(FolderInUse, match=f"another run \\(process {os.getpid()} on"),
+            second.claim(resume=True),
+        ):
+            raise AssertionError
+    with second.claim(resume=True):
+        pass
+
+
+def test_a_claim_that_wrote_nothing_leaves_nothing(tmp_path):
+    with RunFolder(tmp_path / "run").claim():
+        pass
+    assert names(tmp_path) == []
+
+
+def test_records_after_the_checkpoint_are_moved_and_not_lost(earlier):
+    with earlier.metrics.open("a") as file:
+        file.write('{"step": 5, "x"')
+    lines = earlier.metrics.read_text().splitlines(keepends=True)
+    folder = RunFolder(earlier.path, {"command": "ppo", "changed": 1})
+    with folder.claim(resume=True):
+        folder.resume(folder.checkpoints / "checkpoint-2")
+    assert folder.metrics.read_text() == "".join(lines[:3])
+    assert (folder.path / "metrics.superseded-1.jsonl").read_text() == "".join(lines[3:])
+    assert names(folder.checkpoints) == ["checkpoint-2"]
+    assert names(folder.path / "checkpoints.superseded-1") == ["checkpoint-4"]
+    assert json.loads((folder.path / "run.superseded-1.json").read_text()) == {"command": "ppo"}
+    with folder.claim(resume=True):
+        folder.resume(None)
+    assert folder.rows() == []
+    assert (folder.path / "metrics.superseded-2.jsonl").read_text() == "".join(lines[:3])
+
+
+def test_half_a_line_at_the_end_is_not_read(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text('{"step": 1}\n{"st')
+    assert folder.rows() == [{"step": 1}]
 
 
 def test_a_model_is_replaced_as_a_whole(tmp_path):
@@ -62,7 +146,7 @@ def test_a_model_that_cannot_be_saved_leaves_the_old_one(tmp_path):
 
 def test_a_model_is_saved_under_the_name_that_it_will_have(tmp_path):
     seen = []
-    RunFolder(tmp_path).save_model(lambda path: (seen.append(path.name), path.mkdir()))
+    RunFolder(tmp_path).save_model(lambda path: seen.append(path.name))
     assert seen == ["model"]
 
 

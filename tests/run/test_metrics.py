@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
 from fastrl.run import metrics as run_metrics
-from fastrl.run.folder import RunFolder
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -316,11 +315,3 @@ def test_trackers_that_transformers_alone_knows_are_left_to_it():
         run_metrics.check_trackers("log_with", ["codecarbon"])
     with pytest.raises(ImportError, match="report_to=codecarbon needs a package"):
         run_metrics.check_trackers("report_to", ["codecarbon"], of_transformers=True)
-
-
-def test_a_run_that_goes_on_keeps_its_folder(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    trainer, callback = make_trainer(), run_metrics.RunCallback(folder)
-    for _ in range(2):
-        train(trainer, steps=1, callbacks=[callback])
-    assert [row["step"] for row in folder.rows()] == [1, 2]

@@ -129,13 +129,13 @@ class PPO(Loss):
             for start in range(0, size * self.mini_batches, size):
                 chosen = order[start : start + size]
                 part = batch.select(chosen)
-                part.tokens, part.experience = Minibatch.of(batch.tokens, experience, chosen)
+                part.tokens, part.experience, _ = Minibatch.of(batch.tokens, experience, chosen)
                 yield part
 
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
         if batch.experience is None:  # a whole batch, which minibatches() did not make
             tokens, experience = policy.tokens(batch), self._experience(batch, policy, reference)
-            batch.tokens, batch.experience = Minibatch.of(tokens, experience, range(batch.size))
+            batch.tokens, batch.experience, _ = Minibatch.of(tokens, experience, range(batch.size))
         assert batch.tokens is not None
         loss, minibatch = self._update_loss, Minibatch(batch.tokens, batch.experience)
         (denominator,) = loss.denominators([minibatch])

@@ -1,0 +1,247 @@
+"""``fastrl samples``: prints or exports the samples that a run was trained on."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastrl.commands.flags import UsageError
+from fastrl.run.folder import RunFolder
+from fastrl.run.ledger import no_step, read_ledger
+from fastrl.run.report import run_console
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from rich.table import Table
+
+LENGTH = "length"  # a column that is not in the ledger: tokens of the completion
+_ORDERS = {"step": "step", "reward": "reward", "length": LENGTH}
+_SHOWN = ("step", "sample", "reward", LENGTH, "finish_reason", "prompt", "completion")
+_LONGEST = 12  # numbers of a list that are shown
+_TEXTS = {"prompt": 2, "completion": 4}  # and the room that they get
+
+
+def run_samples(arguments: Sequence[str]) -> None:
+    """Prints a table of samples, or writes them to a file.
+
+    Raises:
+        UsageError: no run, or an unknown flag or value.
+        FileNotFoundError: a folder without a ledger.
+        ValueError: a step, sample or column that is not there; a damaged file, named.
+    """
+    flags = _parse(arguments)
+    folder = ledger_of(flags.run)
+    exported = None if flags.export is None else Path(flags.export)
+    columns = flags.columns.split(",") if flags.columns else None
+    top = flags.top or (10 if exported is None else None)
+    one = flags.step is not None and flags.sample is not None
+    if columns is None and not one and exported is None:
+        columns = list(_SHOWN)
+    in_order = exported is not None and flags.sort is None
+    found, count = choose(
+        folder,
+        columns,
+        flags.step,
+        flags.sample,
+        flags.sort or "step",
+        flags.reverse or in_order,
+        top,
+    )
+    console = run_console()
+    if exported is not None:
+        write_samples(found, exported)
+        console.print(f"{found.num_rows} samples: {exported}")
+        return
+    console.print(_record(found) if one and flags.columns is None else _table(found))
+    if found.num_rows < count:
+        console.print(f"{found.num_rows} of {count} samples; --top shows more")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> Any:
+            raise UsageError(f"{message} (see fastrl samples --help)")
+
+    parser = Parser(prog="fastrl samples", description=__doc__.partition(": ")[2])
+    parser.add_argument("run", metavar="RUN", help="A command's --output.")
+    parser.add_argument("--step", type=int, metavar="N", help="Samples of this step only.")
+    parser.add_argument(
+        "--sample", type=int, metavar="I", help="This sample of the step, or of each, from 0."
+    )
+    parser.add_argument(
+        "--sort",
+        choices=tuple(_ORDERS),
+        help="Latest step, highest reward or longest completion first [step; as they were drawn in "
+        "an exported file].",
+    )
+    parser.add_argument("--reverse", action="store_true", help="The other way round.")
+    parser.add_argument(
+        "--top", type=int, metavar="K", help="How many [10; all in an exported file]."
+    )
+    parser.add_argument(
+        "--columns", metavar="A,B", help="Which of the ledger's columns, and length."
+    )
+    parser.add_argument(
+        "--export", metavar="FILE", help="Write them to a file: .jsonl, .csv or .parquet."
+    )
+    flags = parser.parse_args(list(arguments))
+    if flags.top is not None and flags.top < 1:
+        raise UsageError(f"--top must be at least 1, got {flags.top}")
+    if flags.export is not None and Path(flags.export).suffix not in _WRITERS:
+        kinds = ", ".join(_WRITERS)
+        raise UsageError(f"--export {flags.export}: the file's name must end in one of {kinds}")
+    return flags
+
+
+def ledger_of(run: str) -> Path:
+    """The folder of a run's ledger.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    folder = RunFolder(run).ledger
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{run} has no ledger: there is no folder {folder}; name the --output of fastrl ppo or "
+            "grpo, which keep one unless --no-ledger is given"
+        )
+    return folder
+
+
+def choose(
+    folder: Path,
+    columns: Sequence[str] | None = None,
+    step: int | None = None,
+    sample: int | None = None,
+    sort: str = "step",
+    reverse: bool = False,
+    top: int | None = None,
+) -> tuple[pa.Table, int]:
+    """Samples of a ledger, in order, and how many there are without ``top``.
+
+    Args:
+        columns: names of the ledger's, and "length"; None: all of the ledger.
+        sort: "step": latest first; "reward": highest first; "length": longest first.
+
+    Raises:
+        ValueError: a step, sample or column that is not there.
+    """
+    key = _ORDERS[sort]
+    found = _with_length(folder, ["step", "sample", key], step or 1, step)
+    if found.num_rows == 0:
+        raise ValueError(no_step(folder, 1 if step is None else step))
+    if sample is not None:
+        found = found.filter(found["sample"].to_numpy() == sample)
+        if found.num_rows == 0:
+            where = "no step" if step is None else f"step {step}"
+            raise ValueError(f"--sample {sample}: {where} has no such sample; the first is 0")
+    order = "ascending" if reverse else "descending"
+    # Of equal ones those of the latest step, in the step's order; NaN is last either way.
+    then = [] if key == "step" else [("step", "descending")]
+    chosen = found.sort_by([(key, order), *then, ("sample", "ascending")]).slice(0, top)
+    wanted = list(zip(chosen["step"].to_pylist(), chosen["sample"].to_pylist(), strict=True))
+    steps = [step for step, _ in wanted]
+    names = None if columns is None else [*columns, "step", "sample"]
+    rows = _with_length(folder, names, min(steps), max(steps))
+    places = zip(rows["step"].to_pylist(), rows["sample"].to_pylist(), strict=True)
+    index = {place: i for i, place in enumerate(places)}
+    rows = rows.take([index[place] for place in wanted])
+    return rows if columns is None else rows.select(columns), found.num_rows
+
+
+def _with_length(
+    folder: Path, names: Sequence[str] | None, first: int, last: int | None
+) -> pa.Table:
+    """As :func:`read_ledger`, which does not have the length."""
+    import pyarrow.compute as pc
+
+    if names is None or LENGTH not in names:
+        return read_ledger(folder, names, first, last)
+    read = [name for name in names if name != LENGTH]
+    table = read_ledger(folder, [*read, "completion_ids"], first, last)
+    lengths = pc.list_value_length(table["completion_ids"])
+    return table.append_column(LENGTH, lengths).select(list(dict.fromkeys(names)))
+
+
+def write_samples(rows: pa.Table, path: Path) -> None:
+    """Writes rows to a file, by its ending: .jsonl, .csv (lists as JSON) or .parquet. NaN is null,
+    or empty."""
+    _WRITERS[path.suffix](rows, path)
+
+
+def _write_jsonl(rows: pa.Table, path: Path) -> None:
+    lines = (json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows.to_pylist())
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _write_csv(rows: pa.Table, path: Path) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, rows.column_names)
+        writer.writeheader()
+        for row in rows.to_pylist():
+            plain = _plain(row)
+            lists = {name: json.dumps(x) for name, x in plain.items() if isinstance(x, list)}
+            writer.writerow({**plain, **lists})
+
+
+def _write_parquet(rows: pa.Table, path: Path) -> None:
+    from pyarrow import parquet
+
+    parquet.write_table(rows, path)
+
+
+_WRITERS = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can hold it."""
+    if isinstance(value, dict):
+        return {name: _plain(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [_plain(x) for x in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def _table(rows: pa.Table) -> Table:
+    """A line per sample."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_lines=True)
+    for name in rows.column_names:
+        is_text = name in _TEXTS or name == "finish_reason"
+        table.add_column(
+            name, ratio=_TEXTS.get(name), justify="left" if is_text else "right", overflow="fold"
+        )
+    for row in rows.to_pylist():
+        table.add_row(*(Text(_shown(x)) for x in row.values()))
+    return table
+
+
+def _record(rows: pa.Table) -> Table:
+    """A line per column of a single sample."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.to_pylist()[0].items():
+        table.add_row(Text(name), Text(_shown(value)))
+    return table
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, list):
+        more = f" … ({len(value)})" if len(value) > _LONGEST else ""
+        return " ".join(map(_shown, value[:_LONGEST])) + more
+    return f"{value:.4g}" if isinstance(value, float) else str(value).strip()

@@ -1,0 +1,169 @@
+"""The rows that a PPO run leaves in its ledger: a step's samples, and what was made of them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastrl.data.prompts import Prompts
+from fastrl.ppo.experience import LastExperience
+from fastrl.rollout import RolloutOutput
+from fastrl.run.callbacks import Samples
+from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
+
+if TYPE_CHECKING:
+    from fastrl.ppo.trainer import PPOTrainer
+
+
+@dataclass(frozen=True)
+class ScoredSamples:
+    """The samples of a step with their rewards; tensors are [B], NaN for samples that are left
+    out."""
+
+    prompts: Prompts  # one per sample
+    completions: list[str]
+    rollout: RolloutOutput
+    weights_version: int  # steps of the optimizer before the rollout
+    by_function: Mapping[str, Tensor]  # what each reward function returned
+    rewards: Tensor  # their weighted sum
+    scores: Tensor  # less penalties: what step() got
+
+    @property
+    def shown(self) -> Samples:
+        """What callbacks get."""
+        return Samples(self.prompts.texts, self.completions, self.rewards.tolist())
+
+
+class StepLedger(Protocol):
+    """Keeps the samples of a run's steps, or does not."""
+
+    def opened(self, trainer: PPOTrainer) -> AbstractContextManager[None]:
+        """Context of a run; all is written at its end."""
+
+    def add(self, trainer: PPOTrainer, samples: ScoredSamples) -> dict[str, float]:
+        """Adds the samples of the trainer's last step; returns statistics."""
+
+    def flush(self, *, sync: bool) -> None:
+        """As :meth:`fastrl.run.ledger.Ledger.flush`."""
+
+    def supersede(self, after_step: int) -> None:
+        """As :meth:`fastrl.run.ledger.Ledger.supersede`."""
+
+
+class NoLedger:
+    """Keeps nothing."""
+
+    def opened(self, trainer: PPOTrainer) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def add(self, trainer: PPOTrainer, samples: ScoredSamples) -> dict[str, float]:
+        return {}
+
+    def flush(self, *, sync: bool) -> None:
+        """There is nothing to write."""
+
+    def supersede(self, after_step: int) -> None:
+        """There is nothing to move."""
+
+
+class SampleLedger:
+    """Keeps a row for each sample."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+
+    @contextlib.contextmanager
+    def opened(self, trainer: PPOTrainer) -> Iterator[None]:
+        """
+        Raises:
+            ValueError: the ledger has later steps than the trainer.
+        """
+        self.ledger.check(trainer.current_step + 1)
+        try:
+            yield
+        finally:
+            self.ledger.flush()
+
+    def add(self, trainer: PPOTrainer, samples: ScoredSamples) -> dict[str, float]:
+        begin = time.perf_counter()
+        assert trainer.experience is not None
+        columns = ledger_columns(samples, trainer.experience, trainer.config.temperature)
+        self.ledger.add(trainer.current_step, columns)
+        return {"time/ledger": time.perf_counter() - begin}
+
+    def flush(self, *, sync: bool) -> None:
+        self.ledger.flush(sync=sync)
+
+    def supersede(self, after_step: int) -> None:
+        self.ledger.supersede(after_step)
+
+
+def open_ledger(
+    asked: bool | str | Path | Ledger, folder: Path | None, facts: Mapping[str, Any]
+) -> StepLedger:
+    """The ledger that a run keeps.
+
+    Args:
+        asked: of ``PPOTrainer.train``.
+        folder: in the run's output, if there is one.
+        facts: see :class:`fastrl.run.ledger.Ledger`.
+    """
+    place = folder if asked is True else asked or None
+    if place is None:
+        return NoLedger()
+    ledger = place if isinstance(place, Ledger) else Ledger(place)
+    ledger.facts |= facts
+    return SampleLedger(ledger)
+
+
+def ledger_columns(
+    samples: ScoredSamples, experience: LastExperience, temperature: float
+) -> dict[str, Any]:
+    """The columns of a step, of :func:`fastrl.run.ledger.fields` and of reward functions.
+
+    Args:
+        temperature: of the policy.
+    """
+    prompts, rollout = samples.prompts, samples.rollout
+    count = len(prompts)
+    return {
+        "prompt_row": prompts.rows,
+        "prompt": prompts.texts,
+        "prompt_ids": _lists(prompts.ids, np.int32),
+        "completion": samples.completions,
+        "completion_ids": _lists(rollout.sequences, np.int32),
+        "finish_reason": rollout.finish_reasons,
+        "seed": _repeated(rollout.seed, count),
+        "sample_id": rollout.sample_ids,
+        "number": rollout.numbers,
+        "slots": _repeated(rollout.room.slots, count),
+        "slot_length": _repeated(rollout.room.length, count),
+        "weights_version": _repeated(samples.weights_version, count),
+        "logprobs": _lists(rollout.logprobs_at(temperature), np.float32),
+        "values": _lists(rollout.values, np.float32),
+        "advantages": Lists(*experience.advantages()),
+        "reward": samples.rewards.numpy(),
+        "score": samples.scores.numpy(),
+        **{f"{PER_FUNCTION}{name}": x.numpy() for name, x in samples.by_function.items()},
+    }
+
+
+def _lists(tensors: Sequence[Tensor] | None, dtype: Any) -> Lists | None:
+    """A list per 1-D tensor; None where there are none."""
+    if tensors is None:
+        return None
+    values = torch.cat(list(tensors)).cpu().numpy()
+    return Lists(values.astype(dtype, copy=False), [len(x) for x in tensors])
+
+
+def _repeated(value: int | None, count: int) -> np.ndarray | None:
+    return None if value is None else np.full(count, value)

@@ -1,0 +1,82 @@
+"""Passes over samples in parts that fit into memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+
+T = TypeVar("T")
+
+
+class MicroBatches:
+    """Runs passes over samples; where memory runs out, again with half as many samples at a time.
+
+    The smaller size stays, so that memory runs out once, not at every step; a warning says so.
+    With several processes nothing is run again: the others would wait for this one.
+
+    Args:
+        what: the pass, for messages, such as "the update".
+        remedy: what to set so that memory does not run out, for messages.
+
+    Attributes:
+        size: samples at a time, at most; None: as many as are asked for.
+    """
+
+    def __init__(self, what: str, remedy: str):
+        self.what, self.remedy = what, remedy
+        self.size: int | None = None
+
+    def __call__(
+        self, attempt: Callable[[int], T], samples: int, undo: Callable[[], None] = lambda: None
+    ) -> T:
+        """The result of ``attempt(size)``, which runs at most ``size`` samples at a time.
+
+        Args:
+            samples: as many as there are to be run at a time.
+            undo: called after an attempt that failed.
+
+        Raises:
+            torch.OutOfMemoryError: a single sample does not fit.
+        """
+        halved = False
+        while True:
+            size = min(samples, self.size or samples)
+            try:
+                result = attempt(size)
+                break
+            except RuntimeError as error:
+                if not _is_out_of_memory(error) or _has_peers():
+                    raise
+                if size == 1:
+                    raise torch.OutOfMemoryError(
+                        f"out of memory in {self.what}, with one sample at a time: {self.remedy}, "
+                        "shorten prompts or responses, or take a smaller model"
+                    ) from error
+            # Not inside of "except": the error holds the frames in which it was raised, and they
+            # hold tensors.
+            self.size, halved = -(-size // 2), True
+            undo()
+            clear_device_cache(garbage_collection=True)
+        if halved:
+            warnings.warn(
+                f"out of memory in {self.what}: it goes on with {self.size} sample(s) at a time, "
+                f"to the same result but for rounding. To avoid that, {self.remedy}",
+                stacklevel=5,
+            )
+        return result
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    # accelerate's function does not take arguments that are no text
+    known = should_reduce_batch_size(RuntimeError(str(error)))
+    return known or isinstance(error, torch.OutOfMemoryError)
+
+
+def _has_peers() -> bool:
+    distributed = torch.distributed
+    ready = distributed.is_available() and distributed.is_initialized()
+    return ready and distributed.get_world_size() > 1

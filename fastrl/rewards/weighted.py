@@ -1,0 +1,454 @@
+"""The rewards of a run: the weighted sum of reward functions, with time limits and retries."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import threading
+import time
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.config import ON_NONFINITE
+from fastrl.data.chat import as_text
+from fastrl.rewards.calls import (
+    EventLoop,
+    LoopBlocked,
+    TimeLimitExceeded,
+    await_within,
+    call_within,
+    is_async,
+)
+from fastrl.rewards.classifier import ClassifierReward
+from fastrl.rewards.functions import RewardFunction, as_number, read_rewards
+from fastrl.user_code import name_of, running
+
+RewardFunctions = RewardFunction | Sequence[RewardFunction] | Mapping[str, RewardFunction]
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds before the first retry, doubled for each other
+_SHOWN = 80  # characters of a prompt in a message
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """The rewards of B samples.
+
+    Attributes:
+        total: Σ_k w_k·r_k over the functions k that judge a sample, [B] fp64; NaN for samples that
+            are left out.
+        by_function: r_k by the function's name, [B] fp64 each; NaN where it does not judge the
+            sample, or returned a number that is not finite, and for samples that are left out.
+        seconds: how long each function took, by its name.
+        nonfinite: samples left out because a reward of theirs was not finite.
+        retries: calls that were repeated.
+    """
+
+    total: Tensor
+    by_function: dict[str, Tensor]
+    seconds: dict[str, float]
+    nonfinite: int
+    retries: int
+
+    def statistics(self) -> dict[str, float]:
+        """Means and deviations over the samples that are not left out; with several functions those
+        of each, too."""
+        mean, std = _moments(self.total)
+        found = {
+            "reward/mean": mean,
+            "reward/std": std,
+            "reward/nonfinite": float(self.nonfinite),
+            "reward/retries": float(self.retries),
+        }
+        if len(self.by_function) > 1:
+            for name, rewards in self.by_function.items():
+                found[f"reward/{name}/mean"], found[f"reward/{name}/std"] = _moments(rewards)
+                found[f"time/reward/{name}"] = self.seconds[name]
+        return found
+
+
+@dataclass(frozen=True)
+class _Function:
+    name: str  # in statistics
+    who: str  # in messages
+    call: RewardFunction
+    weight: float
+    batch_size: int | None
+    is_async: bool
+    is_users: bool  # whether its errors are the user's, not fastrl's
+
+
+@dataclass(frozen=True)
+class _Call:
+    function: _Function
+    samples: list[int]  # indices in the batch
+    arguments: dict[str, list[Any]]
+
+    def __call__(self) -> Any:
+        return self.function.call(**self.arguments)
+
+
+class Rewards:
+    """Reward functions of a run, called as ``reward_fn(prompts=, completions=, completion_ids=,
+    **columns)``; their weighted sum is the reward.
+
+    As in TRL 1.x a function may be an ``async def``, and may return None for a sample that it does
+    not judge, which is then left out of that sample's sum. Async functions run after the others,
+    at the same time, on one event loop; so do their calls with a ``reward_batch_size``.
+
+    Args:
+        reward_fn: a function, a list of functions, or a dict of functions by name. In a list their
+            names are their ``__name__``, or their class's; equal ones are numbered.
+        reward_weights: a number for each function, in their order; default 1.
+        reward_timeout: seconds that a call of a function may take; None: no limit. With a limit,
+            functions that are not async run in a thread: one that hangs is left behind there, and
+            does not keep the process from ending.
+        reward_retries: how often a call is repeated that raised an exception or took too long
+            (and may be running still), after a pause of 0.5 s that doubles each time, up to 30 s.
+        reward_batch_size: completions per call; None: all of them in one. A
+            :class:`ClassifierReward` has a batch size of its own.
+        on_nonfinite: as of ``PPOConfig``: "raise" makes a reward that is not finite an error, all
+            others leave that sample out, and count it.
+
+    Attributes:
+        names: of the functions.
+
+    Raises:
+        ValueError: no function, a setting out of range, not one weight for each function.
+        TypeError: something that is not a function.
+    """
+
+    def __init__(
+        self,
+        reward_fn: RewardFunctions,
+        reward_weights: Sequence[float] | None = None,
+        *,
+        reward_timeout: float | None = None,
+        reward_retries: int = 0,
+        reward_batch_size: int | None = None,
+        on_nonfinite: str = "raise",
+    ):
+        functions = _by_name(reward_fn)
+        check_reward_settings(
+            len(functions), reward_weights, reward_timeout, reward_retries, reward_batch_size
+        )
+        if on_nonfinite not in ON_NONFINITE:
+            raise ValueError(
+                f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, got {on_nonfinite!r}"
+            )
+        self.names = tuple(functions)
+        self._timeout = None if reward_timeout is None else float(reward_timeout)
+        self._retries = reward_retries
+        self._raises = on_nonfinite == "raise"
+        weights = [1.0] * len(functions) if reward_weights is None else map(float, reward_weights)
+        self._functions = [
+            _Function(
+                name=name,
+                who=name_of(call, f"the reward function {name}"),
+                call=call,
+                weight=weight,
+                batch_size=None if isinstance(call, ClassifierReward) else reward_batch_size,
+                is_async=is_async(call),
+                is_users=not isinstance(call, ClassifierReward),
+            )
+            for (name, call), weight in zip(functions.items(), weights, strict=True)
+        ]
+        self._loop: EventLoop | None = None
+        self._warned: set[tuple[str, str]] = set()
+
+    @property
+    def functions(self) -> tuple[RewardFunction, ...]:
+        """The functions, in the order of ``names``."""
+        return tuple(function.call for function in self._functions)
+
+    @property
+    def wants_finished(self) -> bool:
+        """Whether a function needs to know which completions are whole."""
+        return any(_wants_finished(function) for function in self._functions)
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[list[int]] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        finished: Sequence[bool] | None = None,
+        left_out: Collection[int] = (),
+    ) -> RewardBatch:
+        """Rewards of B samples; each argument has one element for each.
+
+        Args:
+            prompts, completions: texts, or lists of chat messages.
+            completion_ids: token ids; None: the functions do not get them.
+            columns: the data's other columns.
+            finished: False for completions that were cut by their length; for functions that have
+                ``wants_finished``.
+            left_out: indices of samples that no function is asked about.
+
+        Raises:
+            ValueError: not one number or None for each completion; None from every function for one
+                of them; a reward that is not finite, unless ``on_nonfinite`` allows it, or of every
+                sample. Names the function, the completion and its prompt.
+            TimeoutError: a call took longer than ``reward_timeout``, and so did its retries.
+            Exception: what a function raised in the last of its attempts.
+        """
+        skipped = set(left_out)
+        asked = [i for i in range(len(prompts)) if i not in skipped]
+        given = {"prompts": prompts, "completions": completions, **(columns or {})}
+        if completion_ids is not None:
+            given["completion_ids"] = completion_ids
+
+        self._repeated = 0
+        rewards: dict[str, list[float | None]] = {n: [None] * len(prompts) for n in self.names}
+        seconds = dict.fromkeys(self.names, 0.0)
+        together: list[_Call] = []
+        for function in self._functions:
+            calls = _calls(function, given, finished, asked)
+            if function.is_async:
+                together += calls
+                continue
+            begin = time.perf_counter()
+            for call in calls:
+                _keep(self._answer(call), call, rewards)
+            seconds[function.name] = time.perf_counter() - begin
+        begin = time.perf_counter()
+        for call, (answer, end) in zip(together, self._answers(together), strict=True):
+            _keep(answer, call, rewards)
+            seconds[call.function.name] = max(seconds[call.function.name], end - begin)
+        return self._summed(rewards, seconds, prompts, asked)
+
+    def _answer(self, call: _Call) -> Any:
+        """What a call of a function returns, in one of its attempts."""
+        attempt = 1
+        while True:
+            try:
+                if self._timeout is None:
+                    return call()
+                return call_within(self._timeout, call, f"fastrl-reward-{call.function.name}")
+            except Exception as error:
+                pause = self._pause(call.function, attempt, error)
+            time.sleep(pause)
+            attempt += 1
+
+    def _answers(self, calls: list[_Call]) -> list[tuple[Any, float]]:
+        """What calls of async functions return, in one of their attempts, and when."""
+        if not calls:
+            return []
+        if self._loop is None:
+            self._loop = EventLoop()
+        try:
+            return self._loop.gather([self._awaited(call) for call in calls], self._timeout)
+        except LoopBlocked:
+            self._loop = None  # its thread may hang forever
+            names = ", ".join(dict.fromkeys(call.function.who for call in calls))
+            raise TimeoutError(
+                f"{names} did not return within reward_timeout={self._timeout:g} s and could not "
+                "be cancelled: something blocks the event loop, such as time.sleep or a client "
+                "that is not async, instead of being awaited"
+            ) from None
+
+    async def _awaited(self, call: _Call) -> tuple[Any, float]:
+        attempt = 1
+        while True:
+            try:
+                return await await_within(self._timeout, call), time.perf_counter()
+            except Exception as error:
+                pause = self._pause(call.function, attempt, error)
+            await asyncio.sleep(pause)
+            attempt += 1
+
+    def _pause(self, function: _Function, attempt: int, error: Exception) -> float:
+        """Seconds to wait after an attempt that failed; raises the error of the last attempt."""
+        late = isinstance(error, TimeLimitExceeded)
+        what = f"raised {type(error).__name__}: {error}"
+        if late:
+            what = f"did not return within reward_timeout={self._timeout:g} s"
+        if attempt <= self._retries:
+            self._repeated += 1
+            again = "is called again, as after any later failure; reward/retries counts these calls"
+            self._warn("retry", function, f"{what}: it {again}")
+            return _pause_after(attempt)
+        which = f" (attempt {attempt} of {self._retries + 1})" if self._retries else ""
+        if late:
+            raise TimeoutError(
+                f"{function.who} {what}{which}: let it answer faster, or allow it more time"
+            ) from None
+        if which and hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"raised by {function.who}{which}")
+        if function.is_users:
+            with running(function.who + which):
+                raise error
+        raise error
+
+    def _summed(
+        self,
+        rewards: dict[str, list[float | None]],
+        seconds: dict[str, float],
+        prompts: Sequence[Any],
+        asked: list[int],
+    ) -> RewardBatch:
+        known = [[math.nan if r is None else r for r in row] for row in rewards.values()]
+        values = torch.tensor(known, dtype=torch.float64)  # [K, B], as all here
+        judged = torch.tensor(
+            [[r is not None for r in row] for row in rewards.values()], dtype=torch.bool
+        )
+        has_none = (~judged.any(0)).tolist()
+        for i in asked:
+            if has_none[i]:
+                raise ValueError(
+                    f"no reward function judges completion {i} ({_shown(prompts[i])}): "
+                    f"{', '.join(self.names)} returned None; one must return a number"
+                )
+        wrong = judged & ~values.float().isfinite()  # fp32: scores are
+        self._check_finite(wrong, values, prompts, asked)
+        weights = torch.tensor([[f.weight] for f in self._functions], dtype=torch.float64)
+        total = (weights * values.where(judged, 0.0)).sum(0)
+        nonfinite = wrong.any(0)
+        total[nonfinite | ~judged.any(0)] = math.nan
+        values[wrong] = math.nan
+        by_function = dict(zip(self.names, values, strict=True))
+        return RewardBatch(total, by_function, seconds, int(nonfinite.sum()), self._repeated)
+
+    def _check_finite(
+        self, wrong: Tensor, values: Tensor, prompts: Sequence[Any], asked: list[int]
+    ) -> None:
+        """Warns of rewards that are not finite, once for each function, or raises an error."""
+        for function, row, of_function in zip(self._functions, wrong, values, strict=True):
+            which = row.nonzero()[:, 0].tolist()
+            if not which:
+                continue
+            what = (
+                f"returned {float(of_function[which[0]])} for completion {which[0]} "
+                f"({_shown(prompts[which[0]])})"
+            )
+            what += f" and {len(which) - 1} more that are not finite" if len(which) > 1 else ""
+            if self._raises or bool(wrong[:, asked].any(0).all()):
+                none_left = "" if self._raises else ", and no completion is left"
+                raise ValueError(
+                    f"{function.who} {what}{none_left}: rewards must be finite numbers"
+                )
+            self._warn(
+                "nonfinite",
+                function,
+                f"{what}: left out of the step, as any later ones will be; reward/nonfinite counts "
+                "them; on_nonfinite='raise' makes this an error",
+            )
+
+    def _warn(self, kind: str, function: _Function, what: str) -> None:
+        if (kind, function.name) not in self._warned:
+            self._warned.add((kind, function.name))
+            warnings.warn(f"{function.who} {what}", stacklevel=6)
+
+
+def check_reward_settings(
+    count: int,
+    reward_weights: Sequence[float] | None,
+    reward_timeout: float | None,
+    reward_retries: int,
+    reward_batch_size: int | None,
+) -> None:
+    """Checks the settings of ``count`` reward functions, see :class:`Rewards`.
+
+    Raises:
+        ValueError: a setting out of range, not one weight for each function.
+    """
+    if reward_weights is not None:
+        if isinstance(reward_weights, (str, Mapping)) or not hasattr(reward_weights, "__len__"):
+            raise ValueError(f"reward_weights must be a list of numbers, got {reward_weights!r}")
+        if len(reward_weights) != count:
+            raise ValueError(
+                f"reward_weights has {len(reward_weights)} numbers for {count} reward functions: "
+                "pass one for each, in their order"
+            )
+        for i, weight in enumerate(reward_weights):
+            if not math.isfinite(as_number(weight)):
+                raise ValueError(f"reward_weights[{i}] must be a finite number, got {weight!r}")
+    if reward_timeout is not None and not 0 < as_number(reward_timeout) < threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"reward_timeout must be a positive number of seconds, or None for no limit, got "
+            f"{reward_timeout!r}"
+        )
+    if not isinstance(reward_retries, int) or reward_retries < 0:
+        raise ValueError(f"reward_retries must be 0 or more, got {reward_retries!r}")
+    if reward_batch_size is not None and (
+        not isinstance(reward_batch_size, int) or reward_batch_size < 1
+    ):
+        raise ValueError(f"reward_batch_size must be positive, got {reward_batch_size!r}")
+
+
+def _by_name(reward_fn: RewardFunctions) -> dict[str, RewardFunction]:
+    named: list[tuple[Any, Any]]
+    if isinstance(reward_fn, Mapping):
+        named = list(reward_fn.items())
+    else:
+        several = reward_fn if isinstance(reward_fn, (list, tuple)) else [reward_fn]
+        named = [(_own_name(function), function) for function in several]
+    if not named:
+        raise ValueError("reward_fn is empty: pass a reward function, or several")
+    functions: dict[str, RewardFunction] = {}
+    for name, function in named:
+        if not callable(function):
+            raise TypeError(
+                f"reward_fn must be a function, a list or a dict of functions, got {function!r}; "
+                "fastrl.rewards.functions.load_reward makes one of a name"
+            )
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"the names of reward functions must be texts, got {name!r}")
+        unique, number = name, 2
+        while unique in functions:
+            unique, number = f"{name}_{number}", number + 1
+        functions[unique] = function
+    return functions
+
+
+def _own_name(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _wants_finished(function: _Function) -> bool:
+    return getattr(function.call, "wants_finished", False)
+
+
+def _calls(
+    function: _Function,
+    given: Mapping[str, Sequence[Any]],
+    finished: Sequence[bool] | None,
+    asked: list[int],
+) -> list[_Call]:
+    """The calls of a function that together ask about all samples; their lists are their own."""
+    if finished is not None and _wants_finished(function):
+        given = {**given, "finished": finished}
+    size = function.batch_size or max(len(asked), 1)
+    parts = [asked[start : start + size] for start in range(0, len(asked), size)]
+    return [
+        _Call(function, part, {name: [column[i] for i in part] for name, column in given.items()})
+        for part in parts
+    ]
+
+
+def _keep(answer: Any, call: _Call, rewards: dict[str, list[float | None]]) -> None:
+    found = read_rewards(answer, call.samples, call.function.who)
+    for i, reward in zip(call.samples, found, strict=True):
+        rewards[call.function.name][i] = reward
+
+
+def _pause_after(attempt: int) -> float:
+    return min(_FIRST_PAUSE * 2.0 ** min(attempt - 1, 100), _LONGEST_PAUSE)
+
+
+def _shown(prompt: Any) -> str:
+    text = as_text(prompt)
+    return f"prompt {text[:_SHOWN] + '…' if len(text) > _SHOWN else text!r}"
+
+
+def _moments(rewards: Tensor) -> tuple[float, float]:
+    known = rewards[~rewards.isnan()]
+    return float(known.mean()), float(known.std()) if len(known) > 1 else 0.0

@@ -1,0 +1,358 @@
+"""The ledger of a run: a row for each sample that it was trained on, in Parquet files."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fastrl.run.files import sync_file, write_file
+from fastrl.run.machine import machine, versions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+FORMAT = 1
+PER_FUNCTION = "reward/"  # begins the names of columns, one per reward function
+_NAME = re.compile(r"steps-(\d+)-(\d+)\.parquet")
+_FACTS = b"fastrl"  # key of the files' metadata
+_NOT_REPEATED = ("prompt_ids", "completion", "completion_ids", "logprobs", "values", "advantages")
+
+
+@functools.cache
+def fields() -> dict[str, pa.DataType]:
+    """The columns that every ledger has, and their types; log-probs in nats."""
+    import pyarrow as pa
+
+    tokens, numbers = pa.list_(pa.int32()), pa.list_(pa.float32())
+    return {
+        "step": pa.int32(),
+        "sample": pa.int32(),  # index in the step's batch
+        "prompt_row": pa.int64(),  # of the data set
+        "prompt": pa.string(),
+        "prompt_ids": tokens,
+        "completion": pa.string(),
+        "completion_ids": tokens,
+        "finish_reason": pa.string(),
+        "seed": pa.int64(),  # with the next two the key of the draws
+        "sample_id": pa.int64(),
+        "number": pa.int32(),  # among the samples of its prompt
+        "slots": pa.int32(),  # of the engine, and the tokens of each: see fastrl.rollout.kv_cache
+        "slot_length": pa.int32(),
+        "weights_version": pa.int64(),  # steps of the optimizer before the sample was drawn
+        "logprobs": numbers,  # of the rollout, at the policy's temperature
+        "values": numbers,  # of the rollout
+        "advantages": numbers,  # empty of a sample that was left out of the step
+        "reward": pa.float32(),
+        "score": pa.float32(),  # the reward less penalties
+    }
+
+
+class Lists(NamedTuple):
+    """A column of lists of numbers, one after the other."""
+
+    values: np.ndarray  # [sum of lengths]
+    lengths: Sequence[int] | np.ndarray
+
+
+class Ledger:
+    """Writes the ledger of a run, one file for so many steps.
+
+    A file holds whole steps, the first and the last in its name:
+    ``steps-000001-000020.parquet``. Its metadata are the ``facts``, the versions of libraries and
+    the machine.
+
+    Args:
+        folder: of the files; made with the first of them.
+        every: steps at whose multiples a file is written; those since then are in memory.
+        facts: what else to note, as JSON: of all rows of a file.
+
+    Raises:
+        ValueError: ``every`` below 1.
+    """
+
+    def __init__(
+        self, folder: str | Path, every: int = 20, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
+        self.folder, self.every, self.facts = Path(folder), every, dict(facts or {})
+        self._rows: list[pa.Table] = []  # of the steps that are not written yet
+        self._unsynced: list[Path] = []
+        self._versions = versions()
+
+    @property
+    def last_step(self) -> int:
+        """The last step that it holds; 0 of an empty one."""
+        if self._rows:
+            return self._rows[-1]["step"][0].as_py()
+        return max((file.last for file in _files(self.folder)), default=0)
+
+    def check(self, step: int) -> None:
+        """
+        Raises:
+            ValueError: the ledger has this step, or a later one.
+        """
+        if step <= self.last_step:
+            raise ValueError(
+                f"the ledger {self.folder} has step {self.last_step} already, and is to get step "
+                f"{step}: name another folder, or supersede the steps after {step - 1}"
+            )
+
+    def add(self, step: int, columns: Mapping[str, Sequence[Any] | np.ndarray | Lists]) -> None:
+        """Adds the samples of a step.
+
+        Args:
+            columns: those of :func:`fields` but the first two, and of reward functions; those that
+                are left out are null.
+
+        Raises:
+            ValueError: the ledger has this step, or a later one.
+        """
+        self.check(step)
+        self._rows.append(_table(step, columns))
+        if step % self.every == 0:
+            self.flush()
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Writes the steps that are in memory.
+
+        Args:
+            sync: also wait until the disk has all files.
+        """
+        import pyarrow as pa
+
+        if self._rows:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            table = pa.concat_tables(self._rows, promote_options="default")
+            first, last = (self._rows[i]["step"][0].as_py() for i in (0, -1))
+            facts = {"versions": self._versions, "machine": machine(), **self.facts}
+            self._write(first, last, table, {"format": FORMAT, **facts})
+            self._rows = []
+        if sync and self._unsynced:
+            for path in (*self._unsynced, self.folder, self.folder.parent):
+                sync_file(path)
+            self._unsynced = []
+
+    def supersede(self, after_step: int) -> None:
+        """Moves the steps after ``after_step`` to a folder ``superseded-N``, the first N from 1
+        that is free: files as they are, and of one that holds earlier steps too a copy of these
+        stays."""
+        self.flush()
+        later = [file for file in _files(self.folder) if file.last > after_step]
+        if not later:
+            return
+        # Earlier steps first: if this is interrupted, they are there twice, and not missing.
+        for file in (file for file in later if file.first <= after_step):
+            facts, table = _read(file.path)
+            kept = _of_steps(table, file.first, after_step)
+            self._write(file.first, after_step, kept, facts)
+        self.flush(sync=True)
+        number = 1
+        while (target := self.folder / f"superseded-{number}").exists():
+            number += 1
+        target.mkdir()
+        for file in later:
+            file.path.rename(target / file.path.name)
+
+    def _write(self, first: int, last: int, table: pa.Table, facts: Mapping[str, Any]) -> None:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        metadata = {_FACTS: json.dumps(facts, default=str)}
+        buffer = pa.BufferOutputStream()
+        parquet.write_table(
+            table.replace_schema_metadata(metadata),
+            buffer,
+            compression="zstd",
+            use_dictionary=[name for name in table.column_names if name not in _NOT_REPEATED],
+            write_page_checksum=True,
+        )
+        path = self.folder / f"steps-{first:06d}-{last:06d}.parquet"
+        write_file(path, buffer.getvalue().to_pybytes())
+        self._unsynced.append(path)
+
+
+def read_ledger(
+    folder: str | Path,
+    columns: Iterable[str] | None = None,
+    first: int = 1,
+    last: int | None = None,
+) -> pa.Table:
+    """Reads a ledger's rows, in order of step and sample; no rows where there is no ledger.
+
+    Only the files that have some of these steps are opened.
+
+    Args:
+        folder: of the ledger.
+        columns: their names; None: all.
+        first, last: steps, both included; None: up to the last there is.
+
+    Raises:
+        ValueError: a column that is not there; a file that is damaged, or of a newer fastrl.
+    """
+    import pyarrow as pa
+
+    names = None if columns is None else list(dict.fromkeys(columns))
+    files = _files(Path(folder))
+    asked = [f for f in files if f.last >= first and (last is None or f.first <= last)]
+    _check_columns(folder, names, files)
+    tables = [_no_rows(names)]
+    for file in asked:
+        _, table = _read(file.path, names)
+        tables.append(_of_steps(table, first, file.last if last is None else last))
+    found = pa.concat_tables(tables, promote_options="default")
+    return found if names is None else found.select(names)
+
+
+def read_facts(folder: str | Path, step: int) -> dict[str, Any]:
+    """What a ledger notes of all samples of a step: "versions", "machine" and others.
+
+    Raises:
+        ValueError: the step is not there; a file that is damaged, or of a newer fastrl.
+    """
+    for file in _files(Path(folder)):
+        if file.first <= step <= file.last:
+            return _read(file.path, ())[0]
+    raise ValueError(no_step(folder, step))
+
+
+def no_step(folder: str | Path, step: int) -> str:
+    """The message that a step is not in a ledger."""
+    files = _files(Path(folder))
+    there = f"has the steps {files[0].first} to {files[-1].last}" if files else "is empty"
+    return f"the ledger {folder} does not have step {step}: it {there}"
+
+
+class _File(NamedTuple):
+    path: Path
+    first: int
+    last: int
+
+
+def _files(folder: Path) -> list[_File]:
+    """Files by their steps, without those whose steps are all in another, as they may be after an
+    interruption."""
+    if not folder.is_dir():
+        return []
+    named = [(path, found) for path in folder.iterdir() if (found := _NAME.fullmatch(path.name))]
+    files = [_File(path, int(found[1]), int(found[2])) for path, found in named]
+    kept: list[_File] = []
+    for file in sorted(files, key=lambda file: (file.first, -file.last)):
+        if not kept or file.last > kept[-1].last:
+            kept.append(file)
+    return kept
+
+
+def _read(path: Path, names: Iterable[str] | None = None) -> tuple[dict[str, Any], pa.Table]:
+    """A file's metadata, and its columns of these names; with some, also that of the steps."""
+    import pyarrow as pa
+
+    with _open(path) as (file, facts):
+        there = file.schema_arrow.names
+        wanted = there if names is None else {"step", *names}
+        table = file.read(columns=[name for name in there if name in wanted])
+        expected = pa.schema([(name, _type_of(name)) for name in table.column_names])
+        return facts, table.cast(expected).replace_schema_metadata(None)
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[tuple[ParquetFile, dict[str, Any]]]:
+    """A file, and its metadata.
+
+    Raises:
+        ValueError: one that is damaged, in the block too, or of a newer fastrl.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    newer = None
+    try:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            facts = json.loads(file.schema_arrow.metadata[_FACTS])
+            if facts["format"] > FORMAT:
+                newer = facts["format"]
+            else:
+                yield file, facts
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the file system
+            raise
+        raise ValueError(
+            f"{path} is damaged ({error}): put a copy in its place, or move it elsewhere to go on "
+            "without its steps"
+        ) from error
+    if newer is not None:
+        raise ValueError(
+            f"{path} was written by a newer fastrl (format {newer}, this one reads {FORMAT}): "
+            "update fastrl"
+        )
+
+
+def _table(step: int, columns: Mapping[str, Any]) -> pa.Table:
+    """The rows of a step. A column that is given as None is null."""
+    import pyarrow as pa
+
+    count = max(
+        len(x.lengths if isinstance(x, Lists) else x) for x in columns.values() if x is not None
+    )
+    numbered = {"step": np.full(count, step), "sample": np.arange(count), **columns}
+    arrays = {}
+    for name in dict.fromkeys([*fields(), *columns]):
+        kind, column = _type_of(name), numbered.get(name)
+        if column is None:
+            arrays[name] = pa.nulls(count, kind)
+        elif isinstance(column, Lists):
+            offsets = np.concatenate([[0], np.cumsum(column.lengths)]).astype(np.int32)
+            values = pa.array(column.values, kind.value_type)
+            arrays[name] = pa.ListArray.from_arrays(pa.array(offsets), values)
+        else:
+            arrays[name] = pa.array(column, kind)
+    return pa.table({name: array.cast(_type_of(name)) for name, array in arrays.items()})
+
+
+def _of_steps(table: pa.Table, first: int, last: int) -> pa.Table:
+    steps = table["step"].to_numpy()
+    return table.filter((steps >= first) & (steps <= last))
+
+
+def _type_of(name: str) -> pa.DataType:
+    """
+    Raises:
+        KeyError: not the name of a column.
+    """
+    import pyarrow as pa
+
+    return pa.float32() if name.startswith(PER_FUNCTION) else fields()[name]
+
+
+def _no_rows(names: Iterable[str] | None) -> pa.Table:
+    import pyarrow as pa
+
+    names = fields() if names is None else names
+    return pa.schema([(name, _type_of(name)) for name in names]).empty_table()
+
+
+def _check_columns(folder: str | Path, names: Sequence[str] | None, files: Sequence[_File]) -> None:
+    """
+    Raises:
+        ValueError: a column that no file has.
+    """
+    unknown = [name for name in names or () if name not in fields()]
+    if not unknown or (not files and all(name.startswith(PER_FUNCTION) for name in unknown)):
+        return
+    there = dict.fromkeys(fields())
+    for file in files:
+        with _open(file.path) as (opened, _):
+            there |= dict.fromkeys(opened.schema_arrow.names)
+    for name in unknown:
+        if name not in there:
+            raise ValueError(
+                f"the ledger {folder} has no column {name!r}: its columns are {', '.join(there)}"
+            )

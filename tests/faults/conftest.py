@@ -1,0 +1,25 @@
+"""A folder with tiny models and data, and a process that runs commands on them."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.commands.conftest import world  # noqa: F401 - a fixture
+from tests.faults.zygote import Zygote
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory) -> Iterator[Zygote]:
+    found = Zygote(tmp_path_factory.mktemp("logs"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def data(world):  # noqa: F811
+    """The same folder, with pairs that have prompts, too."""
+    rows = [json.loads(line) for line in (world / "pairs.jsonl").read_text().splitlines()]
+    rows = [{"prompt": "the ", **row} for row in rows]
+    (world / "prompted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return world

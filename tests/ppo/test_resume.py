@@ -1,0 +1,363 @@
+"""A PPO run that was interrupted ends, bit for bit, as one that was not."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+
+from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrainCallback
+from fastrl.core import set_seed
+from fastrl.run.checkpoints import BadCheckpoint, Checkpoints
+from fastrl.run.stopping import Stopped, stop_at_a_steps_end
+from tests import tiny_models
+from tests.golden import tiny
+
+TEXTS = [f"w{i} w{i + 1}" for i in range(3, 14)]
+STEPS = 6
+SETTINGS = {"batch_size": 4, "mini_batch_size": 2, "ppo_epochs": 2, "learning_rate": 1e-2}
+LORA = tiny_models.lora()
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the KL estimate is negative"),
+    pytest.mark.filterwarnings(tiny_models.PEFT_WARNING),
+]
+VARIANTS = {
+    "ppo": {},
+    "scaled scores": {"use_score_scaling": True, "use_score_norm": True},
+    "grpo": {"advantage": "grpo", "group_size": 2, "kl_in": "loss"},
+    "a reference that follows": {"sync_ref_every": 2, "ref_ema": 0.5},
+    "shared layers": {"family": "llama", "num_shared_layers": 1},
+    "no reference": {"init_kl_coef": 0.0, "adap_kl_ctrl": False},
+    "model.generate": {"rollout_backend": "generate"},
+    "gradient accumulation": {"mini_batch_size": 1, "gradient_accumulation_steps": 2},
+    "an adapter": {"peft_config": LORA},
+    "an adapter that was trained": {"peft_config": LORA, "reference_adapter": "start"},
+}
+
+
+def make_trainer(
+    family="gpt2", peft_config=None, scheduler=None, model=None, tokenizer=None, **settings
+):
+    torch.manual_seed(0)
+    policy = tiny_models.policy(family) if model is None else model
+    if peft_config is not None:
+        language_model = tiny_models.language_model()
+        policy = AutoModelForCausalLMWithValueHead.from_pretrained(
+            language_model, peft_config=peft_config
+        )
+    config = PPOConfig(**SETTINGS | settings)
+    optimizer = None
+    if scheduler is not None:
+        weights = [p for p in policy.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1)
+        scheduler = scheduler(optimizer)
+    return PPOTrainer(
+        config,
+        policy,
+        None,
+        tokenizer or tiny.tokenizer(),
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+    )
+
+
+def reward(completion_ids, **_):
+    """Draws from every generator of the process, whose states must survive, too."""
+    noise = random.random() + np.random.rand() + float(torch.rand(()))
+    return [len(set(ids)) + noise for ids in completion_ids]
+
+
+class Failing:
+    """The same reward function, which fails in one call."""
+
+    __name__ = "reward"
+
+    def __init__(self, call):
+        self.left = call
+
+    def __call__(self, **columns):
+        self.left -= 1
+        rewards = reward(**columns)
+        if not self.left:
+            raise RuntimeError("the judge is gone")
+        return rewards
+
+
+def run(trainer, output, reward_fn=reward, **arguments):
+    arguments = {
+        "steps": STEPS,
+        "save_every": 2,
+        "eval_every": 3,
+        "progress": False,
+        **arguments,
+    }
+    return trainer.train(
+        reward_fn,
+        prompts=TEXTS,
+        eval_prompts=TEXTS[:2],
+        generation_kwargs={"max_new_tokens": 5},
+        output=output,
+        **arguments,
+    )
+
+
+def bits(trainer):
+    """Everything that a later step depends on, as bytes."""
+    found = {}
+
+    def collect(name, x):
+        if isinstance(x, torch.Tensor):
+            found[name] = x.detach().cpu().view(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        elif isinstance(x, np.ndarray):
+            found[name] = x.tobytes()
+        elif isinstance(x, dict):
+            for key, value in x.items():
+                collect(f"{name}/{key}", value)
+        elif isinstance(x, (list, tuple)):
+            for i, value in enumerate(x):
+                collect(f"{name}/{i}", value)
+        else:
+            found[name] = repr(x)
+
+    collect("", trainer.state_dict())
+    return found
+
+
+def differing(one, other):
+    return [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
+
+
+def metrics(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in x.items() if not k.startswith(("time/", "perf/"))} for x in rows]
+
+
+@contextlib.contextmanager
+def failing():
+    with (
+        pytest.raises(RuntimeError, match="the judge is gone"),
+        pytest.warns(UserWarning, match=r"after RuntimeError the state is saved in .*resume=True"),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(variant, tmp_path):
+    settings = VARIANTS[variant]
+    straight = make_trainer(**settings)
+    expected = run(straight, tmp_path / "straight")
+    stopped = make_trainer(**settings)
+    with failing():  # in step 4, two evaluations before it
+        run(stopped, tmp_path / "run", Failing(4 + 2))
+    assert stopped.current_step == 3
+    resumed = make_trainer(**settings)
+    set_seed(99)
+    result = run(resumed, tmp_path / "run", resume=True)
+    assert differing(bits(straight), bits(resumed)) == []
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "straight")
+    assert list(map(repr, map(asdict, result.evaluations))) == list(
+        map(repr, map(asdict, expected.evaluations))
+    )
+    assert resumed.current_step == STEPS
+    assert [len(x.history) for x in (expected, result)] == [STEPS, STEPS - 3]
+
+
+def test_a_schedule_and_an_optimizer_of_ones_own_are_resumed(tmp_path):
+    schedule = {"scheduler": lambda o: torch.optim.lr_scheduler.LinearLR(o, total_iters=STEPS)}
+    straight = make_trainer(**schedule)
+    run(straight, tmp_path / "straight")
+    with failing():
+        run(make_trainer(**schedule), tmp_path / "run", Failing(4 + 2))
+    resumed = make_trainer(**schedule)
+    run(resumed, tmp_path / "run", resume=True)
+    assert differing(bits(straight), bits(resumed)) == []
+
+
+def test_a_loop_of_ones_own_is_saved_and_continued(tmp_path):
+    def steps(trainer, count):
+        for _ in range(count):
+            queries = [torch.tensor([3, 4, 5 + i]) for i in range(4)]
+            responses = trainer.generate(queries, return_prompt=False, max_new_tokens=5)
+            trainer.step(queries, responses, [torch.rand(()) for _ in queries])
+
+    straight = make_trainer()
+    steps(straight, 4)
+    stopped = make_trainer()
+    steps(stopped, 2)
+    path = stopped.save_checkpoint(tmp_path)
+    assert path == tmp_path / "checkpoint-2"
+    resumed = make_trainer()
+    resumed.load_checkpoint(tmp_path)
+    steps(resumed, 2)
+    assert differing(bits(straight), bits(resumed)) == []
+
+
+def test_a_run_that_ended_is_prolonged(tmp_path):
+    straight = make_trainer()
+    run(straight, tmp_path / "straight", eval_every=0)
+    run(make_trainer(), tmp_path / "run", steps=3, eval_every=0)
+    longer = make_trainer()
+    assert run(longer, tmp_path / "run", eval_every=0, resume=True).history
+    assert differing(bits(straight), bits(longer)) == []
+    again = make_trainer()
+    assert not run(again, tmp_path / "run", eval_every=0, resume=True).history
+    assert differing(bits(straight), bits(again)) == []
+
+
+def test_an_earlier_checkpoint_is_taken_by_name(tmp_path):
+    straight = make_trainer()
+    run(straight, tmp_path / "run", keep_last=0)
+    other = make_trainer()
+    run(other, tmp_path / "run", keep_last=0, resume=tmp_path / "run/checkpoints/checkpoint-2")
+    assert differing(bits(straight), bits(other)) == []
+    assert (tmp_path / "run" / "checkpoints.superseded-1" / "checkpoint-4").is_dir()
+    third = make_trainer()
+    run(third, tmp_path / "new", resume=tmp_path / "run/checkpoints/checkpoint-2")
+    assert differing(bits(straight), bits(third)) == []
+    assert [row["step"] for row in metrics(tmp_path / "new")] == [3, 3, 4, 5, 6, 6]
+
+
+def test_resuming_before_there_is_a_checkpoint_begins(tmp_path):
+    straight = make_trainer()
+    run(straight, tmp_path / "straight")
+    resumed = make_trainer()
+    run(resumed, tmp_path / "run", resume=True)
+    assert differing(bits(straight), bits(resumed)) == []
+
+
+class Signal(TrainCallback):
+    def __init__(self, number, step):
+        self.number, self.step = number, step
+
+    def on_step(self, trainer, step, metrics):
+        if step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_the_run_at_the_steps_end(number, status, tmp_path, capsys):
+    straight = make_trainer()
+    run(straight, tmp_path / "straight")
+    stopped = make_trainer()
+    before = signal.getsignal(number)
+    with (
+        pytest.raises(Stopped, match="stopped after step 3; saved: ") as stop,
+        stop_at_a_steps_end(),
+    ):
+        run(stopped, tmp_path / "run", callbacks=[Signal(number, 3)])
+    assert stop.value.status == status
+    assert signal.getsignal(number) is before
+    assert "stops at the end of this step" in capsys.readouterr().err
+    assert stopped.current_step == 3
+    resumed = make_trainer()
+    run(resumed, tmp_path / "run", resume=True)
+    assert differing(bits(straight), bits(resumed)) == []
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "straight")
+
+
+def test_a_second_signal_stops_at_once(tmp_path, capsys):
+    twice = [Signal(signal.SIGINT, 3), Signal(signal.SIGINT, 3)]
+    with pytest.raises(KeyboardInterrupt) as stop, stop_at_a_steps_end():
+        run(make_trainer(), tmp_path / "run", callbacks=twice)
+    assert not isinstance(stop.value, Stopped)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").newest_good().name == "checkpoint-2"
+
+
+def test_a_step_that_fails_within_its_update_is_not_saved(tmp_path, monkeypatch):
+    trainer = make_trainer()
+    real = trainer.optimizer.optimizer.step
+    calls = []
+
+    def step(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4 * 2 + 3:
+            raise RuntimeError("no memory")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(trainer.optimizer.optimizer, "step", step)
+    with (
+        pytest.raises(RuntimeError, match="no memory"),
+        pytest.warns(UserWarning, match=r"step 3 failed within its update.*is .*checkpoint-2"),
+    ):
+        run(trainer, tmp_path / "run")
+    assert Checkpoints(tmp_path / "run" / "checkpoints").newest_good().name == "checkpoint-2"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a run of two steps."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    run(make_trainer(), folder, steps=2)
+    return folder
+
+
+def other_tokenizer():
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["new"])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("trainer", "said"),
+    [
+        ({"model": lambda: tiny_models.policy("llama")}, "whose model differs .GPT2LMHeadModel, "),
+        (
+            {"model": lambda: tiny_models.policy(perturbation=0.05)},
+            "whose reference differs: make the trainer",
+        ),
+        ({"tokenizer": other_tokenizer}, "whose tokenizer differs: resume with the tokenizer"),
+        ({"advantage": "grpo", "group_size": 2}, r"whose method differs \(PPO, here GRPO\)"),
+        ({"init_kl_coef": 0.0, "adap_kl_ctrl": False}, "whose reference differs"),
+        ({"peft_config": LORA}, "whose (model|frozen weights|reference) differs"),
+        (
+            {"scheduler": lambda o: torch.optim.lr_scheduler.LinearLR(o)},
+            "run had no lr_scheduler",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(trainer, said, saved):
+    made = {k: v() if k in ("model", "tokenizer") else v for k, v in trainer.items()}
+    other = make_trainer(**made)
+    before = bits(other)
+    files = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+    with pytest.raises(BadCheckpoint, match=said):
+        run(other, saved, resume=True)
+    assert differing(before, bits(other)) == []
+    assert files == {path: path.read_bytes() for path in saved.rglob("*") if path.is_file()}
+
+
+def test_a_run_on_other_prompts_is_refused(saved):
+    trainer = make_trainer()
+    before = bits(trainer)
+    with pytest.raises(BadCheckpoint, match="learned from other prompts"):
+        trainer.train(reward, steps=3, prompts=TEXTS[1:], output=saved, resume=True, progress=False)
+    assert differing(before, bits(trainer)) == []
+
+
+def test_settings_that_changed_are_named_and_a_new_learning_rate_is_used(saved):
+    trainer = make_trainer(learning_rate=0.5)
+    with pytest.warns(UserWarning, match=r"differ .* \(learning_rate: 0\.01 → 0\.5\)"):
+        trainer.load_checkpoint(saved)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"output": None, "resume": True}, "resume needs a folder: pass output"),
+        ({"output": None, "overwrite": True}, "overwrite needs a folder"),
+        ({"resume": True, "overwrite": True}, "exclude each other"),
+        ({"save_every": -1}, "save_every must be 0 or more, got -1"),
+        ({"keep_last": -2}, "keep_last must be 0 or more"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        run(make_trainer(), **{"output": tmp_path / "run", **arguments})
+    assert not (tmp_path / "run").exists()
