@@ -303,6 +303,12 @@ class ResumableTrainer(transformers.Trainer):
                     stacklevel=2,
                 )
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Without ``model_preparation_time``, which a run that is resumed does not measure."""
+        for name in [name for name in logs if name.endswith("model_preparation_time")]:
+            del logs[name]
+        super().log(logs, start_time)
+
     # Saving.
 
     def _run_epoch(self, *, epoch: int, steps_in_epoch: int, **rest: Any) -> None:
