@@ -93,7 +93,9 @@ class OnlineEvaluation:
         count, total, squares = accelerator.reduce(sums, reduction="sum").tolist()
         mean = total / count
         spread = max(squares / count - mean**2, 0.0) * count / max(count - 1, 1)
-        return {self.name: mean, f"{self.name}_sem": (spread / count) ** 0.5}
+        # Read here, or they would be counted among those of the next batch to learn from.
+        counts = self.factory.annotator.statistics()
+        return {self.name: mean, f"{self.name}_sem": (spread / count) ** 0.5, **counts}
 
     @property
     def name(self) -> str:

@@ -117,6 +117,7 @@ class FitJob(TrainingJob):
             ValueError, OSError: flags that cannot be used; see :meth:`RunFolder.claim` and
                 ``find_checkpoint``.
         """
+        flags.check()
         folder = RunFolder(self.output, {"command": self.command})
         resume = flags.resume_from_checkpoint
         with folder.claim(resume=resume, overwrite=self.overwrite):
@@ -125,20 +126,19 @@ class FitJob(TrainingJob):
             yield folder
 
     def begin(self, flags: Any) -> tuple[Dataset, Dataset | None, Any]:
-        """Checks everything that needs no model, and loads data and tokenizer; sets the flags that
-        follow from the job: the folder of checkpoints, the trackers that transformers serves, and
-        no evaluation without held-out examples.
+        """Loads data and tokenizer; sets the flags that follow from the job: the folder of
+        checkpoints, the trackers that transformers serves, and no evaluation without held-out
+        examples.
 
         Returns:
             data to train on, data to evaluate on or None, the tokenizer.
 
         Raises:
             FileNotFoundError: no model or data of that name.
-            ValueError: flags, data or files that cannot be used.
+            ValueError: data or files that cannot be used.
         """
         from transformers import set_seed
 
-        flags.check()
         model = self.check_model()  # before the data, which take longer
         set_seed(flags.seed)
         flags.output_dir = str(RunFolder(self.output).checkpoints)

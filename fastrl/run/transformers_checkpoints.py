@@ -397,16 +397,10 @@ class ResumableTrainer(transformers.Trainer):
     def _state(self) -> dict[str, Any]:
         run = self._run
         folder = self.run_folder
-        done = round((self.state.epoch - run.epoch) * run.minibatches_per_epoch)
-        place = (
-            {"epoch": run.epoch + 1, "minibatches": 0}
-            if run.epoch_is_over
-            else {"epoch": run.epoch, "minibatches": max(done, 0)}
-        )
         return {
             "identity": run.identity,
             "settings": run.settings,
-            "place": place,
+            "place": self._place_in_data(),
             "seed": run.seed,
             "random_at_epoch": run.random_at_epoch,
             "losses": {
@@ -420,6 +414,16 @@ class ResumableTrainer(transformers.Trainer):
             "kept": self.kept,
             "own": self.own_state(),
         }
+
+    def _place_in_data(self) -> dict[str, int]:
+        """The epoch, and how many of its mini-batches are behind."""
+        run = self._run
+        # A run that has all its steps also leaves its last epoch, though not at its end.
+        cut = self.control.should_training_stop and self.state.epoch % 1 != 0
+        if run.epoch_is_over and not cut:
+            return {"epoch": run.epoch + 1, "minibatches": 0}
+        done = round((self.state.epoch - run.epoch) * run.minibatches_per_epoch)
+        return {"epoch": run.epoch, "minibatches": max(done, 0)}
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         """Times are those of all of the run's processes, one after the other."""

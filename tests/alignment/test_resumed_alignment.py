@@ -15,8 +15,8 @@ from tests.resuming import assert_resumes, with_dropout
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
 ROWS = 10
-# By case: task, loss with its coefficients, settings, and the numbers of checkpoints, from 0. An epoch of
-# ten examples has five batches of two.
+# By case: task, loss with its coefficients, settings, and the numbers of checkpoints, from 0. An
+# epoch of ten examples has five batches of two.
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
     "dpo": ("offline-pairwise", "dpo", {}, {}, (2, 4)),
     "accumulation": ("offline-pairwise", "dpo", {}, {"gradient_accumulation_steps": 2}, (0, 2)),

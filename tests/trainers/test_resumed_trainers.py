@@ -23,8 +23,8 @@ SAVING: dict[str, Any] = {
     "save_steps": 1,
     "logging_steps": 2,
 }
-# By case: settings, and the numbers of checkpoints, from 0. Of 14 texts, two or a row at a time, an epoch
-# has seven mini-batches: with two or three in a step, one step has fewer, and an evaluation follows.
+# By case: settings, and the numbers of checkpoints, from 0. An epoch of 14 texts has seven
+# mini-batches: with two or three in a step, its last step has fewer, and an evaluation follows.
 SFT = {
     "accumulation": ({"gradient_accumulation_steps": 2}, (0, 3)),
     "a short last step": ({"gradient_accumulation_steps": 3}, (1, 2)),
