@@ -29,19 +29,22 @@ commands:
   grpo    PPO without a value function: GRPO, Dr. GRPO, RLOO (--advantage)
   report  redraw the figure of a run; results of several runs side by side
   samples print or export the samples that a run was trained on
+  replay  draw a sample of a run again, and compare it with the recorded one
   env     versions, devices, and the kernels that would be used
 
 "fastrl COMMAND --help" shows the flags that matter, --help-all the rest. A YAML
 file may hold any of them; flags given beside it win. With FASTRL_DEBUG=1 an
 error shows its traceback.
 
-exit status: 0 done; 1 a goal was missed, or a bug in fastrl; 2 an error in the
-input, or in a function that it names; 130, 143 stopped by Ctrl-C, SIGTERM
+exit status: 0 done; 1 a goal was missed, a replay differs, or a bug in fastrl;
+2 an error in the input, or in a function that it names; 130, 143 stopped by
+Ctrl-C, SIGTERM
 """
 
 # Errors of the user's input; any other is a bug in fastrl and keeps its traceback.
-_USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
-_LIBRARY_ERRORS = ("OutOfMemoryError", "SafetensorError")  # by name: torch may not be imported
+_USER_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
+# By name: torch may not be imported.
+_ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,7 +121,7 @@ def _message(error: BaseException) -> str:
 
 
 def _is_users(error: BaseException) -> bool:
-    return isinstance(error, _USER_ERRORS) or type(error).__name__ in _LIBRARY_ERRORS
+    return isinstance(error, _USER_ERRORS) or type(error).__name__ in _ERRORS_BY_NAME
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
@@ -126,9 +129,8 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     module, kinds, function = _COMMANDS[command]
     found = importlib.import_module(f"fastrl.{module}")
     run = getattr(found, function)
-    if command in ("report", "samples"):  # folders, no settings
-        run(arguments)
-        return 0
+    if command in ("report", "samples", "replay"):  # folders, no settings
+        return run(arguments) or 0
     status = run(*parse(command, [getattr(found, kind) for kind in kinds], arguments))
     return status if command == "demo" else 0
 
@@ -143,6 +145,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "grpo": ("commands.ppo", ("GRPOJob", "GRPOFlags"), "run_ppo"),
     "report": ("commands.report", (), "run_report"),
     "samples": ("commands.samples", (), "run_samples"),
+    "replay": ("commands.replay", (), "run_replay"),
     "env": ("commands.env", (), "run_env"),
 }
 _ONE_PROCESS = tuple(name for name in _COMMANDS if name not in ("report", "samples", "env"))

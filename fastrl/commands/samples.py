@@ -57,7 +57,7 @@ def run_samples(arguments: Sequence[str]) -> None:
         write_samples(found, exported)
         console.print(f"{found.num_rows} samples: {exported}")
         return
-    console.print(_record(found) if one and flags.columns is None else _table(found))
+    console.print(record_table(found) if one and flags.columns is None else _table(found))
     if found.num_rows < count:
         console.print(f"{found.num_rows} of {count} samples; --top shows more")
 
@@ -224,8 +224,8 @@ def _table(rows: pa.Table) -> Table:
     return table
 
 
-def _record(rows: pa.Table) -> Table:
-    """A line per column of a single sample."""
+def record_table(rows: pa.Table) -> Table:
+    """A line per column, of a single sample."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

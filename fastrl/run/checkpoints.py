@@ -102,10 +102,14 @@ class Checkpoints:
             for path in old[: max(len(paths) - self.keep_last, 0)]:
                 remove_folder(path)
 
-    def newest_good(self) -> Path | None:
+    def newest_good(self, before: int | None = None) -> Path | None:
         """The one with the most steps that is whole; None without one. A warning names each newer
-        one, which is damaged."""
-        for path in reversed(self.paths()):
+        one, which is damaged.
+
+        Args:
+            before: a step; only those with fewer steps are looked at.
+        """
+        for path in reversed([p for p in self.paths() if before is None or step_of(p) < before]):
             try:
                 verify(path)
             except BadCheckpoint as error:
