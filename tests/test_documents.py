@@ -270,7 +270,7 @@ def test_shell_lines_are_what_the_tools_take(
             continue
         for words in commands(block):
             match words:
-                case ["fastrl", "report", *folders]:  # has no flags
+                case ["fastrl", "report" | "doctor", *folders]:  # has no flags here
                     assert folders
                     assert all(folder.startswith("runs/") for folder in folders), folders
                 case ["fastrl", "samples" | "replay" as command, folder, *arguments]:
