@@ -30,20 +30,22 @@ commands:
   report  a page with the figures, results and samples of runs, overlaid
   doctor  the usual illnesses of a run: what shows them, and what to change
   samples print or export the samples that a run was trained on
+  replay  draw a sample of a run again, and compare it with the recorded one
   env     versions, devices, and the kernels that would be used
 
 "fastrl COMMAND --help" shows the flags that matter, --help-all the rest. A YAML
 file may hold any of them; flags given beside it win. With FASTRL_DEBUG=1 an
 error shows its traceback.
 
-exit status: 0 done; 1 a goal was missed, a run is ill, or a bug in fastrl; 2 an
-error in the input, or in a function that it names; 130, 143 stopped by Ctrl-C,
-SIGTERM
+exit status: 0 done; 1 a goal was missed, a run is ill, a replay differs, or a
+bug in fastrl; 2 an error in the input, or in a function that it names; 130, 143
+stopped by Ctrl-C, SIGTERM
 """
 
 # Errors of the user's input; any other is a bug in fastrl and keeps its traceback.
-_USER_ERRORS = (ValueError, TypeError, OSError, ImportError)
-_LIBRARY_ERRORS = ("OutOfMemoryError", "SafetensorError")  # by name: torch may not be imported
+_USER_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
+# By name: torch may not be imported.
+_ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +122,7 @@ def _message(error: BaseException) -> str:
 
 
 def _is_users(error: BaseException) -> bool:
-    return isinstance(error, _USER_ERRORS) or type(error).__name__ in _LIBRARY_ERRORS
+    return isinstance(error, _USER_ERRORS) or type(error).__name__ in _ERRORS_BY_NAME
 
 
 def _run(command: str, arguments: Sequence[str]) -> int:
@@ -145,9 +147,10 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "report": ("commands.report", (), "run_report"),
     "doctor": ("commands.doctor", (), "run_doctor"),
     "samples": ("commands.samples", (), "run_samples"),
+    "replay": ("commands.replay", (), "run_replay"),
     "env": ("commands.env", (), "run_env"),
 }
-_ON_FOLDERS = ("report", "doctor", "samples")  # of runs; they have no settings
+_ON_FOLDERS = ("report", "doctor", "samples", "replay")  # of runs; they have no settings
 _ONE_PROCESS = tuple(name for name in _COMMANDS if name not in (*_ON_FOLDERS, "env"))
 
 if __name__ == "__main__":

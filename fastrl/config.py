@@ -42,7 +42,8 @@ def setting(text: str, default: Any = dataclasses.MISSING, aliases: Sequence[str
     """
     metadata: dict[str, Any] = {"help": text}
     if aliases:
-        metadata["aliases"] = [x for a in aliases for x in (a, f"--{a[2:].replace('-', '_')}")]
+        both = [x for a in aliases for x in (a, f"--{a[2:].replace('-', '_')}")]
+        metadata["aliases"] = list(dict.fromkeys(both))
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

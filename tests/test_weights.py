@@ -112,6 +112,7 @@ def test_what_is_loaded_is_copied_into_storage_of_its_own(door: Any, tmp_path: P
     assert aligned(loaded)
 
 
+@pytest.mark.filterwarnings("ignore:output_dir .* holds checkpoints later than")
 @pytest.mark.usefixtures("misaligned_loading")
 @pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_training_from_a_folder_goes_on_bit_by_bit(kind: str, tmp_path: Path) -> None:

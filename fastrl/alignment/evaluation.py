@@ -31,6 +31,20 @@ class Means:
         for name, values in metrics.items():
             self._seen.setdefault(name, []).append(values.detach().float().flatten())
 
+    def lengths(self) -> dict[str, int]:
+        """How often each metric was added, for :meth:`cut`."""
+        return {name: len(values) for name, values in self._seen.items()}
+
+    def cut(self, lengths: dict[str, int]) -> None:
+        """Forgets what was added since the lengths were these."""
+        self._seen = {name: self._seen[name][:count] for name, count in lengths.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: torch.cat(values) for name, values in self._seen.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor], device: Any) -> None:
+        self._seen = {name: [values.to(device)] for name, values in state.items()}
+
     def take(self, accelerator: Any, sem_of: Sequence[str] = ()) -> dict[str, float]:
         """The means over all processes, which must have added the same metrics; starts anew.
 
@@ -100,7 +114,9 @@ class OnlineEvaluation:
         sums = torch.stack([rewards.new_tensor(len(rewards)), rewards.sum(), (rewards**2).sum()])
         count, total, squares = accelerator.reduce(sums, reduction="sum").tolist()
         sem = standard_error(count, total, squares)
-        return {self.name: total / count, f"{self.name}_sem": sem}
+        # Read here, or they would be counted among those of the next batch to learn from.
+        counts = self.factory.annotator.statistics()
+        return {self.name: total / count, f"{self.name}_sem": sem, **counts}
 
     @property
     def name(self) -> str:

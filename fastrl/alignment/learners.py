@@ -38,7 +38,7 @@ from fastrl.models.load import (
     with_adapter,
 )
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.utils import check_trainable, evaluating
+from fastrl.models.utils import check_trainable, checksum, evaluating
 from fastrl.ref_model import RefModel, choose_ref_model
 from fastrl.trainers.supervised import load_if_path
 
@@ -58,6 +58,9 @@ class Learner(Protocol):
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
         """Called with batches while the model is still as training begins; ``last`` says that no
         more will come."""
+
+    def reference_identity(self) -> str:
+        """The reference's mode and a checksum of its weights, before training."""
 
     def save(self, model: Any, folder: str, state_dict: dict[str, Tensor] | None) -> None:
         """Writes what ``from_pretrained`` loads."""
@@ -111,6 +114,9 @@ class RewardLearner:
             responses = [r for example in first.examples for r in example.responses]
             reads_eos.record(self.model, all(r.ids[-1:] == (end,) for r in responses))
 
+    def reference_identity(self) -> str:
+        return "none"
+
     def save(self, model: Any, folder: str, state_dict: dict[str, Tensor] | None) -> None:
         model.save_pretrained(folder, state_dict=state_dict)
         reads_eos.save_beside_adapter(model, folder)
@@ -132,6 +138,8 @@ class PolicyLearner:
     def __init__(self, args: AlignmentConfig, loss: Loss, task: Task, tokenizer: Any):
         self.args, self.loss, self.task, self.tokenizer = args, loss, task, tokenizer
         self.reference: RefModel
+        self._model: Any = None
+        self._identity: str | None = None  # kept, as the policy is trained
         self._scored_reference: ReferencePolicy | CachedReference
 
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
@@ -184,7 +192,7 @@ class PolicyLearner:
     def place(self, model: nn.Module, accelerator: Any) -> None:
         self.accelerator = accelerator
         self.reference.place(model, accelerator)
-        unwrapped: Any = accelerator.unwrap_model(model)
+        self._model = unwrapped = accelerator.unwrap_model(model)
         batches = make_batches(unwrapped, self.tokenizer, None)
         self._tokens = Tokens(batches, accelerator.device, self.reference)
         self._scored_reference = ReferencePolicy(self.reference, self._tokens)
@@ -205,6 +213,16 @@ class PolicyLearner:
                 self._scored_reference.learn(each)
         if last:
             self._scored_reference.close()
+
+    def reference_identity(self) -> str:
+        if self._identity is None:
+            # Cached log-probs of a model without an adapter are those of the policy as it begins.
+            start = self._cached and not self._model.is_peft_model
+            weights = dict(self._model.named_parameters()) if start else {}
+            weights = {**weights, **self.reference.own_weights()}
+            mode = "cached" if self._cached else self.reference.mode
+            self._identity = f"{mode} {checksum(weights)}" if self.loss.compares else "none"
+        return self._identity
 
     def save(self, model: Any, folder: str, state_dict: dict[str, Tensor] | None) -> None:
         self.reference.verify()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import json
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import get_last_checkpoint
 
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.batch import Batch
@@ -25,11 +23,14 @@ from fastrl.alignment.learners import make_learner
 from fastrl.alignment.losses import Loss, make_loss
 from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.rollout import choose_engine
+from fastrl.run.callbacks import Samples
+from fastrl.run.checkpoints import BadCheckpoint, step_of
 from fastrl.run.model_card import Method, OwnModelCard
-from fastrl.trainers.supervised import MIXED_PRECISION, settings_of
+from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
+from fastrl.trainers.supervised import MIXED_PRECISION, settings_of, trained_identity
 
 
-class Trainer(OwnModelCard, transformers.Trainer):
+class Trainer(OwnModelCard, FiniteStepsTrainer):
     """Trains a model by a loss on the batches of a factory.
 
     transformers' Trainer does the rest: optimizer and schedule, accumulation, precision, processes,
@@ -87,8 +88,7 @@ class Trainer(OwnModelCard, transformers.Trainer):
         self.learner = make_learner(args, self.loss, factory.task, factory.tokenizer)
         model = self.learner.ready(model, ref_model, peft_config)
         args.remove_unused_columns = False
-        # The factory itself skips what a resumed run has used.
-        args.ignore_data_skip = True
+        args.ignore_data_skip = False
         args.per_device_train_batch_size = factory.batch_size
         # torch warns of it without a GPU.
         args.dataloader_pin_memory = False
@@ -119,9 +119,7 @@ class Trainer(OwnModelCard, transformers.Trainer):
                 if factory.task.online
                 else OfflineEvaluation(eval_factory, self.loss)
             )
-        self._drawn = DrawnBatches(factory)
-        self.add_callback(self._drawn)
-        self._last_batch: int | None = None  # of the run: the factory's number after it
+        self._place = _Place()
         self._means = Means()
         self._accumulated: list[Batch] = []  # of the optimizer step that is not complete yet
         self._stop_batch = False  # the rest of the current batch's mini-batches is to be skipped
@@ -136,8 +134,9 @@ class Trainer(OwnModelCard, transformers.Trainer):
                 with torch.no_grad(), evaluating(self.model):
                     self.reweighter(batch, policy)
             self._means.add(self._batch_metrics(batch))
-            self._stop_batch = False
+            self._stop_batch, self._place.left = False, self.loss.minibatches_per_batch
             for minibatch in self.loss.minibatches(batch, policy, reference):
+                self._place.left -= 1
                 yield minibatch
                 if self._stop_batch:
                     break
@@ -172,24 +171,18 @@ class Trainer(OwnModelCard, transformers.Trainer):
         self._means.add(metrics)
         return loss
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers."""
-        resumed = self._drawn_before(resume_from_checkpoint)
+    def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
+        super().begin_training(resumed)
+        self._place, self._accumulated, self._means = _Place(), [], Means()
+        if self.args.max_steps <= 0:
+            updates = math.ceil(self._epoch_length() / self.args.gradient_accumulation_steps)
+            self.args.max_steps = updates * self._epochs
         if resumed is not None:
-            self.factory.skip(resumed["taken"])
+            self._load_own(resumed["own"])
+            self._place.behind = resumed["place"]["minibatches"]
         elif not self.factory.task.online:  # online, prompts continue where the last run ended
             self.factory.skip(0)
-        self._drawn.before_run = self.factory.taken if resumed is None else resumed["before_run"]
-        updates = math.ceil(self._epoch_length() / self.args.gradient_accumulation_steps)
-        if self.args.max_steps <= 0:
-            self.args.max_steps = updates * self._epochs
-        epochs = math.ceil(self.args.max_steps / updates)
-        self._last_batch = self._drawn.before_run + epochs * (
-            self._epoch_length() // self.loss.minibatches_per_batch
-        )
         self._show_batches()
-        self._accumulated = []
-        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def evaluate(
         self,
@@ -227,21 +220,31 @@ class Trainer(OwnModelCard, transformers.Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """The mini-batches of one epoch, made when they are asked for."""
-        length = self._epoch_length()
-
-        def batches() -> Iterator[Batch]:
-            count = length // self.loss.minibatches_per_batch
-            if self._last_batch is not None:  # a resumed run ends where the whole one would have
-                count = max(min(count, self._last_batch - self.factory.taken), 0)
-            return self.batches(count)
-
         # A loader without a generator draws from torch's, and so would change what follows.
         return DataLoader(
-            _Epoch(batches, length),
+            _Epoch(self._epoch, self._epoch_length()),
             batch_size=None,
             collate_fn=lambda batch: batch,
             generator=torch.Generator(),
         )
+
+    def _epoch(self) -> Iterator[Batch | None]:
+        """Yields the mini-batches of an epoch. In the one in which a run is resumed, transformers
+        skips those that are behind: they are not made again, it gets None."""
+        place = self._place
+        if place.behind:
+            yield from itertools.repeat(None, place.behind)
+            self._load_rng_state(str(self._run.checkpoint))
+            place.behind, place.draws = 0, True
+        else:
+            place.epoch_began_at = self.factory.taken
+        count = self._epoch_length() // self.loss.minibatches_per_batch
+        yield from self.batches(count - (self.factory.taken - place.epoch_began_at))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Before the first batch is drawn; transformers would load it again behind that."""
+        if not self._place.draws:
+            super()._load_rng_state(checkpoint)
 
     @property
     def _epochs(self) -> int:
@@ -252,24 +255,68 @@ class Trainer(OwnModelCard, transformers.Trainer):
         """In mini-batches."""
         return len(self.factory) // self._epochs * self.loss.minibatches_per_batch
 
-    def _drawn_before(self, checkpoint: Any) -> dict[str, int] | None:
-        """What :class:`DrawnBatches` recorded in a checkpoint; None without a checkpoint.
+    def at_rest(self) -> bool:
+        """Between two batches, whose mini-batches are not saved."""
+        return self._place.left == 0 or self._stop_batch
 
-        Raises:
-            ValueError: a checkpoint of another trainer, which has no such record.
-        """
-        if checkpoint is True:
-            checkpoint = get_last_checkpoint(str(self.args.output_dir))
-        if not checkpoint:
-            return None
-        state = json.loads((Path(checkpoint) / "trainer_state.json").read_text())
-        record = state.get("stateful_callbacks", {}).get(DrawnBatches.__name__)
-        if record is None:
-            raise ValueError(
-                f"resume_from_checkpoint: {checkpoint} does not say which batches were drawn, so "
-                "it is of another trainer: load its weights as the model, and train anew"
+    def identity(self) -> dict[str, Any]:
+        return {
+            **super().identity(),
+            **trained_identity(self),
+            "trainer": f"{self.factory.task.name} by {self.loss.name}",
+            "reference": self.learner.reference_identity(),
+        }
+
+    def own_settings(self) -> dict[str, Any]:
+        factory = self.factory
+        return {
+            "loss": repr(self.loss),
+            "reweighter": type(self.reweighter).__name__,
+            **{name: getattr(factory, name) for name in ("epochs", "examples", "seed", "shuffle")},
+            "params": repr(factory.params) if factory.task.online else None,
+        }
+
+    def own_state(self) -> dict[str, Any]:
+        judged = getattr(self.evaluation, "judged", ())
+        return {
+            **super().own_state(),
+            "means": self._means.state_dict(),
+            "batches": {
+                "taken": self.factory.taken,
+                "epoch_began_at": self._place.epoch_began_at,
+                "within": not self.at_rest(),
+            },
+            "first_evaluation": dataclasses.asdict(judged[0]) if judged else None,
+        }
+
+    def own_mark(self) -> dict[str, Any]:
+        return {"taken": self.factory.taken, "means": self._means.lengths()}
+
+    def own_rewind(self, mark: Mapping[str, Any]) -> None:
+        self.factory.skip(mark["taken"])
+        self._means.cut(mark["means"])
+        self._place.left = 0
+
+    def _load_own(self, own: Mapping[str, Any]) -> None:
+        batches, first = own["batches"], own["first_evaluation"]
+        self.factory.skip(batches["taken"])
+        self._place.epoch_began_at = batches["epoch_began_at"]
+        self._means.load_state_dict(own["means"], self.args.device)
+        if isinstance(self.evaluation, OnlineEvaluation):
+            self.evaluation.judged[:] = [] if first is None else [Samples(**first)]
+        assert self._run.checkpoint is not None
+        if batches["within"] and step_of(self._run.checkpoint) < self.args.max_steps:
+            warnings.warn(
+                "resume: the checkpoint was written within a batch, at the end of its run: what is "
+                "left of that batch is not learned",
+                stacklevel=4,
             )
-        return record["attributes"]
+
+    def check_foreign(self, checkpoint: Path) -> None:
+        raise BadCheckpoint(
+            f"resume_from_checkpoint: {checkpoint} does not say which batches were drawn, so it is "
+            "of another trainer: load its weights as the model, and train anew"
+        )
 
     def _show_batches(self) -> None:
         """Shows the learner all batches, while the model is still as training begins."""
@@ -326,28 +373,23 @@ class Trainer(OwnModelCard, transformers.Trainer):
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
 
-class DrawnBatches(TrainerCallback, ExportableState):
-    """Records in each checkpoint how many batches the factory had made.
+@dataclass
+class _Place:
+    """Where in its batches a run is."""
 
-    The number of steps does not say it: after an early stop the rest of a batch is not learned.
-    """
-
-    def __init__(self, factory: BatchFactory):
-        self.factory = factory
-        self.before_run = 0  # batches made before the run began
-
-    def state(self) -> dict[str, Any]:
-        counts = {"taken": self.factory.taken, "before_run": self.before_run}
-        return {"args": {}, "attributes": counts}
+    epoch_began_at: int = 0  # batches that the factory had made
+    left: int = 0  # mini-batches of the current batch
+    behind: int = 0  # mini-batches of the epoch in which a run is resumed
+    draws: bool = False  # a resumed run has its random state, and has drawn from it
 
 
 class _Epoch(IterableDataset):
     """A data set of what a function yields, and its length."""
 
-    def __init__(self, make: Callable[[], Iterator[Batch]], length: int):
+    def __init__(self, make: Callable[[], Iterator[Batch | None]], length: int):
         self._make, self._length = make, length
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | None]:
         return self._make()
 
     def __len__(self) -> int:

@@ -11,6 +11,7 @@ from fastrl.alignment.losses.base import describe_losses
 from fastrl.alignment.tasks import TASKS, Task, find_task
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.config import parse_json, setting, setting_like
+from fastrl.run.folder import RunFolder
 from fastrl.trainers.supervised import length_limit
 
 if TYPE_CHECKING:
@@ -169,6 +170,11 @@ class AlignFlags(CommandFlags, AlignmentConfig):
 
 def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
     """Trains, saves and reports."""
+    with job.claimed(flags) as folder:
+        return _train(job, flags, folder)
+
+
+def _train(job: AlignJob, flags: AlignFlags, folder: RunFolder) -> dict[str, Any]:
     from fastrl.alignment import Trainer, make_reweighter
     from fastrl.models.load import load_language_model, load_reward_model
 
@@ -197,6 +203,7 @@ def run_align(job: AlignJob, flags: AlignFlags) -> dict[str, Any]:
     title = f"{job.model}: {job.learning_task.name} by {loss.name} on {job.dataset}"
     return fit(
         trainer,
+        folder,
         job,
         flags,
         description=loss.name,

@@ -6,7 +6,8 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 
 from fastrl.commands.checks import check_seed
-from fastrl.commands.job import TrainingJob
+from fastrl.commands.job import TrainingJob, resume_setting
 from fastrl.config import setting
 from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table
 from fastrl.models.load import load_tokenizer
+from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY, Checkpoints
 from fastrl.run.folder import RunFolder
 from fastrl.run.metrics import check_trackers, split_trackers
+from fastrl.run.transformers_checkpoints import find_trainer_checkpoint
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -35,7 +38,17 @@ _TRAINING = (
     "warmup_steps",
     "bf16",
 )
-_RUN = ("lora_r", "lora_alpha", "dtype", "seed", "logging_steps", "report_to")
+_RUN = (
+    "save_steps",
+    "resume_from_checkpoint",
+    "overwrite",
+    "lora_r",
+    "lora_alpha",
+    "dtype",
+    "seed",
+    "logging_steps",
+    "report_to",
+)
 
 
 def essential_flags(what: tuple[str, ...], data: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -96,27 +109,42 @@ class FitJob(TrainingJob):
         shuffled = table.shuffle(seed=seed)
         return (shuffled.select(range(count, len(table))), shuffled.select(range(count)))
 
+    @contextmanager
+    def claimed(self, flags: Any) -> Iterator[RunFolder]:
+        """Context in which the run's folder is its own, entered before data and models are loaded.
+
+        Raises:
+            ValueError, OSError: flags that cannot be used; see :meth:`RunFolder.claim` and
+                ``find_checkpoint``.
+        """
+        flags.check()
+        folder = RunFolder(self.output, {"command": self.command})
+        resume = flags.resume_from_checkpoint
+        with folder.claim(resume=resume, overwrite=self.overwrite):
+            if resume:
+                find_trainer_checkpoint(resume, Checkpoints(folder.checkpoints))
+            yield folder
+
     def begin(self, flags: Any) -> tuple[Dataset, Dataset | None, Any]:
-        """Checks everything that needs no model, and loads data and tokenizer; sets the flags that
-        follow from the job: the folder of checkpoints, the trackers that transformers serves, and
-        no evaluation without held-out examples.
+        """Loads data and tokenizer; sets the flags that follow from the job: the folder of
+        checkpoints, the trackers that transformers serves, and no evaluation without held-out
+        examples.
 
         Returns:
             data to train on, data to evaluate on or None, the tokenizer.
 
         Raises:
             FileNotFoundError: no model or data of that name.
-            ValueError: flags, data or files that cannot be used.
+            ValueError: data or files that cannot be used.
         """
         from transformers import set_seed
 
-        folder = RunFolder(self.output)
-        folder.check()
-        flags.check()
         model = self.check_model()  # before the data, which take longer
         set_seed(flags.seed)
-        flags.output_dir = str(folder.checkpoints)
+        flags.output_dir = str(RunFolder(self.output).checkpoints)
         flags.trackers, flags.report_to = split_trackers(flags.report_to)
+        if flags.save_steps == 0:
+            flags.save_strategy = type(flags.save_strategy)("no")
         train, held_out = self.load(flags.seed)
         if held_out is None:
             flags.eval_strategy = type(flags.eval_strategy)("no")
@@ -162,14 +190,24 @@ class CommandFlags:
     logging_steps: float = setting("Steps between two logs.", 10)
     eval_strategy: str = setting("When to evaluate: no, steps or epoch.", "epoch")
     save_strategy: str = setting(
-        "When to save checkpoints beside the final model: no, steps or epoch.", "no"
+        "When to save checkpoints: steps, epoch, or no, which is only where the run fails or is "
+        "stopped.",
+        "steps",
     )
+    save_steps: float = setting(
+        "Steps between two checkpoints; 0 is only where the run fails or is stopped.",
+        SAVE_EVERY,
+        aliases=["--save-every"],
+    )
+    save_total_limit: int | None = setting(
+        "Checkpoints to keep; 0 keeps all.", KEEP_LAST, aliases=["--keep-last"]
+    )
+    resume_from_checkpoint: str | None = resume_setting(aliases=["--resume"])
 
     def check(self) -> None:
         """
         Raises:
-            ValueError: a size, a rate or a seed out of range; an unknown tracker; resuming, which
-                the commands do not do.
+            ValueError: a size, a rate or a seed out of range; an unknown tracker.
             ImportError: a tracker that is not installed.
         """
         given: Any = self
@@ -180,26 +218,24 @@ class CommandFlags:
         ):
             if getattr(given, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(given, name)}")
-        for name in ("learning_rate", "weight_decay", "logging_steps"):
+        for name in ("learning_rate", "weight_decay", "logging_steps", "save_steps"):
             if not 0 <= getattr(given, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more and finite, got {getattr(given, name)}")
+        if given.save_total_limit is not None and given.save_total_limit < 0:
+            raise ValueError(f"save_total_limit must be 0 or more, got {given.save_total_limit}")
         if given.max_steps == 0 or given.max_steps < -1:
             raise ValueError(
                 f"max_steps must be positive, or -1 for whole epochs, got {given.max_steps}"
             )
         if given.max_steps < 0 and not 0 < given.num_train_epochs < math.inf:
             raise ValueError(f"num_train_epochs must be positive, got {given.num_train_epochs}")
-        if given.resume_from_checkpoint is not None:
-            raise ValueError(
-                "a command always starts a new run: leave out resume_from_checkpoint, or resume in "
-                "Python (trainer.train(resume_from_checkpoint=...))"
-            )
         check_seed(given.seed)
         check_trackers("report_to", given.report_to, of_transformers=True)
 
 
 def fit(
     trainer: Any,
+    folder: RunFolder,
     job: FitJob,
     flags: Any,
     *,
@@ -212,22 +248,33 @@ def fit(
     """Trains, evaluates before and after, saves and reports; returns what ``summary.json`` holds.
 
     Args:
+        folder: from :meth:`FitJob.claimed`.
         description: of the progress bar.
         results: picks from an evaluation's metrics what ``summary.json`` records.
         evaluations: a list to which the trainer adds the samples of each evaluation.
         show: how many samples to print.
     """
     from fastrl.run.report import finish_run, pair_samples
+    from fastrl.run.stopping import stop_at_a_steps_end
     from fastrl.run.transformers_callbacks import recording
 
     started = time.perf_counter()
     settings = {**flags.to_dict(), "report_to": [*flags.trackers, *flags.report_to]}
-    config = {"title": title, "job": job.record(), "settings": settings}
-    folder = RunFolder(job.output, {"command": job.command, **config})
+    resume = settings.pop("resume_from_checkpoint")
+    folder.config |= {"title": title, "job": job.record(), "settings": settings}
+    checkpoint = find_trainer_checkpoint(resume, trainer.checkpoints) if resume else None
     held_out = trainer.eval_dataset is not None
+    trainer.run_folder, trainer.saves_when_it_fails = folder, True
     with recording(trainer, folder, description, flags.trackers, evaluations):
-        before = results(trainer.evaluate()) if held_out else {}
-        trainer.train()
+        if checkpoint is None:
+            if resume:
+                folder.resume(None)
+            else:
+                folder.begin()
+            trainer.kept["before"] = results(trainer.evaluate()) if held_out else {}
+        with stop_at_a_steps_end():
+            trainer.train(resume_from_checkpoint=checkpoint)
+        before = trainer.kept.get("before", {})
         after = results(trainer.evaluate()) if held_out else {}
     folder.drop_empty_checkpoints()
 
@@ -250,6 +297,7 @@ def fit(
         lines=[
             f"{name.replace('_', ' ')}: {before[name]:.4f} → {value:.4f}"
             for name, value in after.items()
+            if name in before  # a checkpoint of transformers alone does not have them
         ],
         samples=pair_samples(evaluations[0], evaluations[-1]) if len(evaluations) > 1 else (),
         show=show,

@@ -33,6 +33,7 @@ from fastrl.run.metrics import check_trackers
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from fastrl.ppo import PPOTrainer
     from fastrl.run.report import Comparison
 
 
@@ -295,8 +296,6 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
 
 def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -> Comparison | None:
     from fastrl.core import set_seed
-    from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
-    from fastrl.ppo import PPOTrainer
     from fastrl.rewards.classifier import ClassifierReward
     from fastrl.rewards.functions import load_reward
     from fastrl.run.report import finish_training
@@ -307,7 +306,7 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     check_seed(flags.seed)
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
     set_seed(flags.seed)
-    policy, peft_config = job.check_model(), job.lora_config("CAUSAL_LM")
+    policy, _ = job.check_model(), job.lora_config("CAUSAL_LM")  # refused before data is read
     batch_size = {} if job.reward_batch_size is None else {"batch_size": job.reward_batch_size}
     rewards = [load_reward(name, label=job.reward_label, **batch_size) for name in job.reward]
     tokenizer = load_tokenizer(policy)
@@ -315,14 +314,9 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     columns = [name for name in train_rows.column_names if name not in (PROMPT, ROW, "input_ids")]
     for name, reward in zip(job.reward, rewards, strict=True):
         check_call(name, reward, ("prompts", "completions", "completion_ids"), columns)
-    kind = AutoModelForCausalLMWithValueHead if config.needs_values else CausalLMPolicy
-    model = kind.from_pretrained(
-        job.model, dtype=job.dtype, peft_config=peft_config, is_trainable=True
-    )
-
     if config.log_with is not None:  # where trackers write files
         json_object(config.project_kwargs).setdefault("logging_dir", str(folder.logs))
-    trainer = PPOTrainer(config, model, tokenizer=tokenizer)
+    trainer = make_trainer(job, config, tokenizer)
     for reward in rewards:
         if isinstance(reward, ClassifierReward):
             reward.to(trainer.current_device)
@@ -364,6 +358,23 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     )
     trainer.accelerator.end_training()  # closes the trackers
     return comparison
+
+
+def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
+    """The trainer of a run before its first step, with the same weights every time."""
+    from fastrl.core import set_seed
+    from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
+    from fastrl.ppo import PPOTrainer
+
+    kind = AutoModelForCausalLMWithValueHead if config.needs_values else CausalLMPolicy
+    set_seed(config.seed)  # of a new value head or adapter, whatever was drawn before
+    model = kind.from_pretrained(
+        job.model,
+        dtype=job.dtype,
+        peft_config=job.lora_config("CAUSAL_LM"),
+        is_trainable=True,
+    )
+    return PPOTrainer(config, model, tokenizer=tokenizer)
 
 
 def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Dataset | None]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit, held_out_accuracy
 from fastrl.config import setting, setting_like
+from fastrl.run.folder import RunFolder
 from fastrl.trainers.reward import RewardConfig
 
 
@@ -31,6 +32,11 @@ class RewardFlags(CommandFlags, RewardConfig):
 
 def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
     """Trains, saves and reports."""
+    with job.claimed(flags) as folder:
+        return _train(job, flags, folder)
+
+
+def _train(job: RewardJob, flags: RewardFlags, folder: RunFolder) -> dict[str, Any]:
     from fastrl.data.reads_eos import load_from_adapter
     from fastrl.models.load import load_reward_model
     from fastrl.trainers.reward import RewardTrainer
@@ -55,4 +61,4 @@ def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
         return {"held_out_loss": metrics["eval_loss"], **accuracy}
 
     title = f"{job.model}: rewards from {job.dataset}"
-    return fit(trainer, job, flags, description="reward", title=title, results=results)
+    return fit(trainer, folder, job, flags, description="reward", title=title, results=results)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.config import setting, setting_like
+from fastrl.run.folder import RunFolder
 from fastrl.trainers.sft import SFTConfig
 
 
@@ -35,6 +36,11 @@ class SFTFlags(CommandFlags, SFTConfig):
 
 def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
     """Trains, saves and reports."""
+    with job.claimed(flags) as folder:
+        return _train(job, flags, folder)
+
+
+def _train(job: SFTJob, flags: SFTFlags, folder: RunFolder) -> dict[str, Any]:
     from fastrl.data.collators import DataCollatorForCompletionOnlyLM
     from fastrl.models.load import load_language_model
     from fastrl.trainers.sft import SFTTrainer
@@ -58,4 +64,4 @@ def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
         return {"held_out_loss": loss, "held_out_perplexity": math.exp(min(loss, 700.0))}
 
     title = f"{job.model}: SFT on {job.dataset}"
-    return fit(trainer, job, flags, description="SFT", title=title, results=results)
+    return fit(trainer, folder, job, flags, description="SFT", title=title, results=results)

@@ -62,6 +62,7 @@ def train_language_model(
         eval_dataset=texts.select(range(held_out)),
         processing_class=tokenizer,
     )
+    folder.begin()
     with recording(trainer, folder, "SFT"):
         trainer.train()
     _save(trainer, folder)
@@ -85,6 +86,7 @@ def train_reward_model(
         eval_dataset=_pairs(held_out),
         processing_class=tokenizer,
     )
+    folder.begin()
     with recording(trainer, folder, "reward model"):
         trainer.train()
         accuracy = trainer.evaluate(num_print_samples=0)["eval_accuracy"]

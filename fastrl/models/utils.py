@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -111,3 +112,28 @@ def _bits(x: Tensor) -> int:
         total += (part.long() * (2 * places + 1) * _ODD).sum()
         start += len(part)
     return int(total)
+
+
+def model_identity(model: nn.Module, tokenizer: Any) -> dict[str, Any]:
+    """What must be the same where a run resumes: the kind of model, its vocabulary and tokenizer,
+    and the weights that are not trained, which checkpoints of adapters do not have.
+
+    Args:
+        model: of transformers or PEFT, or a wrapper of fastrl around one.
+        tokenizer: None where there is none.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    return {
+        "model": type(getattr(model, "pretrained_model", model)).__name__,
+        "vocabulary": getattr(text, "vocab_size", None),
+        "tokenizer": "none" if tokenizer is None else _tokens(tokenizer),
+        "frozen weights": checksum(frozen),
+    }
+
+
+def _tokens(tokenizer: Any) -> str:
+    """A checksum of all tokens and of the roles of the special ones."""
+    tokens = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map]
+    return hashlib.sha256(json.dumps(tokens, default=str).encode()).hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastrl.config import PPOConfig
 from fastrl.data.prompts import Prompts
 from fastrl.ppo.experience import LastExperience
 from fastrl.rollout import RolloutOutput
@@ -22,6 +24,8 @@ from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
 
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer
+
+NOT_JSON = "generation_kwargs that are not JSON"  # a fact: their names
 
 
 @dataclass(frozen=True)
@@ -108,20 +112,28 @@ class SampleLedger:
 
 
 def open_ledger(
-    asked: bool | str | Path | Ledger, folder: Path | None, facts: Mapping[str, Any]
+    asked: bool | str | Path | Ledger,
+    folder: Path | None,
+    config: PPOConfig,
+    generation_kwargs: Mapping[str, Any],
 ) -> StepLedger:
     """The ledger that a run keeps.
 
     Args:
         asked: of ``PPOTrainer.train``.
         folder: in the run's output, if there is one.
-        facts: see :class:`fastrl.run.ledger.Ledger`.
+        config, generation_kwargs: of the run; what its samples depend on is noted.
     """
     place = folder if asked is True else asked or None
     if place is None:
         return NoLedger()
     ledger = place if isinstance(place, Ledger) else Ledger(place)
-    ledger.facts |= facts
+    recorded = {name: x for name, x in generation_kwargs.items() if _is_json(x)}
+    ledger.facts |= {
+        **{name: getattr(config, name) for name in ("temperature", "batch_size", "group_size")},
+        "generation_kwargs": recorded,
+        NOT_JSON: sorted(generation_kwargs.keys() - recorded.keys()),
+    }
     return SampleLedger(ledger)
 
 
@@ -163,6 +175,14 @@ def _lists(tensors: Sequence[Tensor] | None, dtype: Any) -> Lists | None:
         return None
     values = torch.cat(list(tensors)).cpu().numpy()
     return Lists(values.astype(dtype, copy=False), [len(x) for x in tensors])
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _repeated(value: int | None, count: int) -> np.ndarray | None:

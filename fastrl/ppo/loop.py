@@ -111,8 +111,7 @@ class Loop:
             self.eval_prompts = given.fitting(*room)
             self.result.dropped_eval_prompts = len(given) - len(self.eval_prompts)
         self.saving = saving
-        facts = {"temperature": config.temperature, "generation_kwargs": self.generation_kwargs}
-        self.ledger = open_ledger(ledger, saving.ledger_folder, facts)
+        self.ledger = open_ledger(ledger, saving.ledger_folder, config, self.generation_kwargs)
         self.begun_at = trainer.current_step  # steps are counted over all of the trainer's runs
         self.callbacks: list[TrainCallback] = [
             *([ProgressCallback(config.method)] if progress else []),

@@ -15,14 +15,14 @@ from fastrl.rollout import RolloutOutput
 
 _LONGEST = 80  # characters of a prompt in a message
 _HELP = (
-    "Look at their prompts and responses; where training broke the model, load a sound checkpoint, "
+    "Look at such prompts and responses; where training broke the model, load a sound checkpoint, "
     "and lower learning_rate or set max_grad_norm"
 )
 # Of an experience, where numbers that are not finite come from.
 _ORIGINS = {
     "log-probs": "the policy gives a token of the response no probability, or its logits are NaN",
     "values": "the value head returns them",
-    "rewards": "the scores are finite: look at the reference model's log-probs of the response",
+    "rewards": "the scores are finite, so look at the reference model's log-probs of the response",
 }
 
 
@@ -63,7 +63,7 @@ class NonFiniteNumbers:
         found = f"NaN logits in {len(which)} sample(s) of the rollout: {shown}"
         if self._kind == "raise":
             raise FloatingPointError(f"{found}: nothing has changed")
-        self._warn_of_samples("rollout", found, "ppo/nan_samples")
+        self._warn("rollout", found, statistic="ppo/nan_samples")
 
     def scores(
         self, scores: Tensor, left_out: Sequence[int], name: Callable[[int], str]
@@ -88,7 +88,7 @@ class NonFiniteNumbers:
         if len(which) + len(left_out) == len(scores):
             raise ValueError(f"{first}, and no score is finite: mend what computes them")
         more = f", and {len(which) - 1} more are not finite" if len(which) > 1 else ""
-        self._warn_of_samples("scores", first + more)
+        self._warn("scores", first + more)
         return which
 
     def experience(self, batch: TokenBatch, scored: Scored, rewards: Tensor) -> list[int]:
@@ -114,13 +114,13 @@ class NonFiniteNumbers:
         named = [(i, f"its {origins[i]}, {self._prompt(batch, i)}") for i in which[:3]]
         found = (
             f"numbers that are not finite in {len(which)} of {counting} sample(s): "
-            f"{_shown(named, len(which))} ({_ORIGINS[origins[which[0]]]})"
+            f"{_shown(named, len(which))}; {_ORIGINS[origins[which[0]]]}"
         )
         if len(which) == counting:
             raise FloatingPointError(f"{found}. The model is broken. {_HELP}")
         if self._kind == "raise":
             raise FloatingPointError(f"{found}: nothing has changed")
-        self._warn_of_samples("experience", found)
+        self._warn("experience", found)
         return which
 
     @property
@@ -156,26 +156,30 @@ class NonFiniteNumbers:
                 "on_nonfinite='zero-sample' leaves such samples out"
             )
         if causes and self.leaves_out_causes:
-            self._warn_of_samples("causes", what + because)
+            self._warn("causes", what + because, "left out of the rest of the step")
             return ""
         if causes:
             self._warned.add("causes")
+            because += "; on_nonfinite='zero-sample' leaves out such samples alone"
         return because
 
     def _prompt(self, batch: TokenBatch, i: int) -> str:
         assert self._decode is not None
         return f"prompt {_short(repr(self._decode(batch.prompt(i))))}"
 
-    def _warn_of_samples(
-        self, kind: str, found: str, statistic: str = "ppo/nonfinite_samples"
+    def _warn(
+        self,
+        kind: str,
+        found: str,
+        treated: str = "left out of the step (weight 0, in no baseline or mean)",
+        statistic: str = "ppo/nonfinite_samples",
     ) -> None:
+        """Warns of samples, once for each kind."""
         if kind in self._warned:
             return
         self._warned.add(kind)
         warnings.warn(
-            f"{found}: left out of the step (weight 0, in no baseline or mean), as any later ones "
-            f"will be; {statistic} counts them",
-            stacklevel=5,
+            f"{found}: {treated}, as any later ones will be; {statistic} counts them", stacklevel=5
         )
 
 

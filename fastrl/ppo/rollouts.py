@@ -351,8 +351,13 @@ class SamplingArguments:
         return kwargs
 
     def of_training(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The same for a whole run; also warns of greedy decoding, which is hardly meant there."""
+        """The same for a whole run; also warns of greedy decoding, which is hardly meant there.
+
+        Raises:
+            ValueError: also a value that is out of range, which others find as they generate.
+        """
         kwargs = self.of_the_policy(given)
+        sampling_params(kwargs, self.model)
         if not kwargs["do_sample"]:
             self._warn("generation_kwargs", [Change("do_sample", False, True, "")])
         return kwargs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import warnings
@@ -15,10 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.data.prompts import PromptStream
-from fastrl.models.utils import checksum
+from fastrl.models.utils import checksum, model_identity
 from fastrl.ppo.memory import MicroBatches
 from fastrl.ppo.score_scaling import RunningMoments
-from fastrl.run.checkpoints import BadCheckpoint
+from fastrl.run.checkpoints import (
+    BadCheckpoint,
+    check_identity,
+    check_weights,
+    describe_weights,
+)
 from fastrl.run.random_state import (
     numpy_state,
     random_state,
@@ -38,17 +42,6 @@ _FREE = frozenset(
         "rollout_slots", "rollout_kv_cache_gib",
     }
 )  # fmt: skip
-
-
-_REMEDIES = {
-    "model": "resume with the model that the run began with",
-    "vocabulary": "resume with the model that the run began with",
-    "tokenizer": "resume with the tokenizer that the run began with",
-    "method": "resume with the same command and advantage",
-    "processes": "resume with as many processes",
-    "frozen weights": "make the trainer from the model that the run began with",
-    "reference": "make the trainer from the model (and reference) that the run began with",
-}
 
 
 class TrainerState:
@@ -121,19 +114,11 @@ class TrainerState:
     def identity(self) -> dict[str, Any]:
         """What must be the same in the run that resumes."""
         trainer = self.trainer
-        model, tokenizer = trainer._unwrapped, trainer.tokenizer
-        tokens = json.dumps(
-            [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map], default=str
-        )
-        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         reference = {} if self._reference_moves else trainer.reference.own_weights()
         return {
-            "model": type(model.pretrained_model).__name__,
-            "vocabulary": int(model.config.get_text_config().vocab_size),
-            "tokenizer": hashlib.sha256(tokens.encode()).hexdigest(),
+            **model_identity(trainer._unwrapped, trainer.tokenizer),
             "method": trainer.config.method,
             "processes": trainer.accelerator.num_processes,
-            "frozen weights": checksum(frozen),
             "reference": f"{trainer.reference.mode} {checksum(reference)}",
         }
 
@@ -153,22 +138,9 @@ class TrainerState:
             raise BadCheckpoint(
                 f"resume: this is no checkpoint of PPOTrainer: it lacks {', '.join(missing)}"
             )
-        for name, own in self.identity.items():
-            theirs = state["identity"].get(name)
-            if theirs != own:
-                shown = "" if len(str(own)) > 40 else f" ({theirs}, here {own})"
-                raise BadCheckpoint(
-                    f"resume: the checkpoint is of another run, whose {name} differs{shown}: "
-                    f"{_REMEDIES[name]}"
-                )
-        policy, own_policy = state["policy"], _trained(trainer._unwrapped)
-        for name in dict.fromkeys([*own_policy, *policy]):
-            both = [_described(x.get(name)) for x in (policy, own_policy)]
-            if both[0] != both[1]:
-                raise BadCheckpoint(
-                    f"resume: the checkpoint is of another model, whose {name} is {both[0]}, here "
-                    f"{both[1]}: resume with the model, adapter and dtype that the run began with"
-                )
+        check_identity(state["identity"], self.identity)
+        policy = _trained(trainer._unwrapped)
+        check_weights(describe_weights(state["policy"]), describe_weights(policy))
         if (trainer.lr_scheduler is None) != (state["scheduler"] is None):
             had = "no" if state["scheduler"] is None else "a"
             raise BadCheckpoint(
@@ -197,10 +169,6 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
 def _copy(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
         target.copy_(sources[name])
-
-
-def _described(x: Tensor | None) -> str:
-    return "none" if x is None else f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 def _inner_optimizer(trainer: PPOTrainer) -> torch.optim.Optimizer:

@@ -284,14 +284,15 @@ class GradientStep:
             (each.loss.detach(), each.mean_ratio, each.stats["ppo/policy/policykl"])
             for each in losses
         ]
-        norm = self._gradient_norm()
-        also = torch.zeros_like(norm) if experience is None else experience
-        numbers = torch.stack([*(x for each in of_each for x in each), norm, also])
+        also = () if experience is None else (experience,)
+        numbers = torch.stack(
+            [*(x for each in of_each for x in each), *also, self._gradient_norm()]
+        )
         if self.accelerator.num_processes > 1:
             numbers = self.accelerator.reduce(numbers, reduction="mean")
-        *per_minibatch, norm_read, also_read = numbers.tolist()
-        columns = (per_minibatch[::3], per_minibatch[1::3], per_minibatch[2::3])
-        return Gradient(list(losses), *columns, norm_read, also_read)
+        *read, norm = numbers.tolist()
+        experience_read = read.pop() if also else 0.0
+        return Gradient(list(losses), read[::3], read[1::3], read[2::3], norm, experience_read)
 
     def _gradient_norm(self) -> Tensor:
         """Clips the gradient to ``max_grad_norm``; returns its norm before that, [] fp32.
@@ -366,8 +367,8 @@ class UpdateRecord:
             )
         if self.nonfinite:
             warnings.warn(
-                f"non-finite loss in {self.nonfinite} mini-batch(es){self.because}: they are left "
-                "out",
+                f"non-finite loss in {self.nonfinite} mini-batch(es): they are left "
+                f"out{self.because}",
                 stacklevel=4,
             )
         if self.nonfinite_steps:

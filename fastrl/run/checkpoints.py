@@ -7,13 +7,16 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastrl.run.files import free_name, new_folder, remove_folder, write_file
 from fastrl.run.machine import differences, machine, versions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MANIFEST = "manifest.json"
 SAVE_EVERY, KEEP_LAST = 100, 2  # steps, and checkpoints; by default
@@ -21,6 +24,20 @@ LATEST = "latest"  # of "resume": the newest good one
 FORMAT = 1  # of the manifest, and of what it lists
 _NAME = re.compile(r"checkpoint-(\d+)")
 _BLOCK = 1 << 22
+# What must be the same in the run that resumes, and what to do where it is not.
+_REMEDIES = {
+    "trainer": "resume with the same trainer, task and loss",
+    "model": "resume with the model that the run began with",
+    "vocabulary": "resume with the model that the run began with",
+    "tokenizer": "resume with the tokenizer that the run began with",
+    "method": "resume with the same command and advantage",
+    "optimizer": "resume with the optimizer that the run began with",
+    "processes": "resume with as many processes",
+    "data": "resume with the data set, and the settings of its tokens and lengths, that the run "
+    "began with",
+    "frozen weights": "make the trainer from the model that the run began with",
+    "reference": "make the trainer from the model (and reference) that the run began with",
+}
 
 
 class BadCheckpoint(ValueError):
@@ -54,8 +71,11 @@ class Checkpoints:
         return sorted(found, key=step_of)
 
     @contextmanager
-    def new(self, step: int) -> Iterator[Path]:
+    def new(self, step: int, best: int | None = None) -> Iterator[Path]:
         """A folder to write a checkpoint to, which is there under its name after the block.
+
+        Args:
+            best: the step of the one that stays, however old it is.
 
         Raises:
             OSError: it cannot be written, because the disk is full, say; those before stay.
@@ -67,18 +87,29 @@ class Checkpoints:
             with new_folder(path) as part:
                 yield part
                 write_manifest(part, step)
-        except OSError as error:
+        except Exception as error:
+            if not _is_of_writing(error):
+                raise
             last = next((p.name for p in reversed(self.paths())), None)
             kept = f"the last good checkpoint is {last}" if last else "there is none before it"
             raise OSError(f"{path} could not be saved ({error}); {kept}") from error
-        if self.keep_last is not None:
-            for old in [p for p in self.paths() if p != path][: -(self.keep_last - 1) or None]:
-                remove_folder(old)
+        self._drop_old({path} if best is None else {path, self.path(best)})
 
-    def newest_good(self) -> Path | None:
+    def _drop_old(self, kept: set[Path]) -> None:
+        paths = self.paths()
+        old = [path for path in paths if path not in kept]
+        if self.keep_last is not None:
+            for path in old[: max(len(paths) - self.keep_last, 0)]:
+                remove_folder(path)
+
+    def newest_good(self, before: int | None = None) -> Path | None:
         """The one with the most steps that is whole; None without one. A warning names each newer
-        one, which is damaged."""
-        for path in reversed(self.paths()):
+        one, which is damaged.
+
+        Args:
+            before: a step; only those with fewer steps are looked at.
+        """
+        for path in reversed([p for p in self.paths() if before is None or step_of(p) < before]):
             try:
                 verify(path)
             except BadCheckpoint as error:
@@ -87,14 +118,17 @@ class Checkpoints:
                 return path
         return None
 
-    def supersede(self, after_step: int) -> None:
-        """Moves those with more steps out of the way, to ``checkpoints.superseded-N``."""
+    def supersede(self, after_step: int) -> Path | None:
+        """Moves those with more steps out of the way, to ``checkpoints.superseded-N``; returns that
+        folder, None if there are none."""
         later = [path for path in self.paths() if step_of(path) > after_step]
-        if later:
-            target = free_name(self.folder, "superseded")
-            target.mkdir()
-            for path in later:
-                path.rename(target / path.name)
+        if not later:
+            return None
+        target = free_name(self.folder.absolute(), "superseded")
+        target.mkdir()
+        for path in later:
+            path.rename(target / path.name)
+        return target
 
     def remove_unfinished(self) -> None:
         """Removes what a killed process left unfinished."""
@@ -134,6 +168,45 @@ def find_checkpoint(resume: bool | str | Path, checkpoints: Checkpoints) -> Path
     if found is None and named:
         raise FileNotFoundError(f"resume: {resume} holds no checkpoint")
     return found
+
+
+def check_identity(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Compares what a checkpoint says of its run with the run that resumes.
+
+    Raises:
+        BadCheckpoint: something differs; says what, and the remedy.
+    """
+    for name, here in own.items():
+        there = theirs.get(name)
+        if there != here:
+            shown = "" if len(str(here)) > 40 else f" ({there}, here {here})"
+            raise BadCheckpoint(
+                f"resume: the checkpoint is of another run, whose {name} differs{shown}: "
+                f"{_REMEDIES[name]}"
+            )
+
+
+def describe_weights(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Type and shape of weights, by name, for :func:`check_weights`."""
+    return {
+        name: f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+        for name, x in weights.items()
+    }
+
+
+def check_weights(theirs: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Compares the weights that a checkpoint has with those of the model that it is loaded into.
+
+    Raises:
+        BadCheckpoint: a weight that only one of them has, or of another type or shape; names it.
+    """
+    for name in dict.fromkeys([*own, *theirs]):
+        there, here = (x.get(name, "none") for x in (theirs, own))
+        if there != here:
+            raise BadCheckpoint(
+                f"resume: the checkpoint is of another model, whose {name} is {there}, here {here}"
+                ": resume with the model, adapter and dtype that the run began with"
+            )
 
 
 def step_of(path: Path) -> int:
@@ -205,6 +278,12 @@ def warn_of_another_machine(manifest: dict[str, Any]) -> None:
             "computation, but its last bits may differ from those of an uninterrupted run",
             stacklevel=3,
         )
+
+
+def _is_of_writing(error: Exception) -> bool:
+    """Whether an error is the file system's; torch and safetensors have their own kinds of it."""
+    kinds = (OSError, RuntimeError)
+    return isinstance(error, kinds) or type(error).__name__ == "SafetensorError"
 
 
 def _sha256(path: Path) -> str:

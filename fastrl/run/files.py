@@ -36,9 +36,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     """An empty folder of the same name elsewhere, which takes the place of ``path`` at the end of
     the block; by then the disk has all of it. Removed after an exception.
     """
-    around = path.with_name(f".saving-{path.name}")
+    new = part_of(path)
+    around = new.parent
     shutil.rmtree(around, ignore_errors=True)
-    new = around / path.name
     new.mkdir(parents=True)
     try:
         yield new
@@ -52,6 +52,11 @@ def new_folder(path: Path) -> Iterator[Path]:
         sync_file(path.parent)
     finally:
         shutil.rmtree(around, ignore_errors=True)
+
+
+def part_of(path: Path) -> Path:
+    """Where :func:`new_folder` writes the folder that is to be ``path``."""
+    return path.with_name(f".saving-{path.name}") / path.name
 
 
 def _exchange(new: Path, old: Path) -> None:

@@ -180,26 +180,38 @@ class RunFolder:
         self.write("run.json", self.config)
         self.metrics.write_text("")
 
-    def resume(self, checkpoint: Path | None) -> None:
+    def resume(self, checkpoint: Path | None, rows: int | None = None) -> None:
         """Makes the files those of a run that has just written ``checkpoint``; None: that has not
-        begun. Later records and checkpoints are moved, not removed."""
+        begun. Later records and checkpoints are moved, not removed.
+
+        Args:
+            rows: of the metrics when the checkpoint was written, where later ones have its step.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         own = checkpoint is not None and checkpoint.absolute().parent == self.checkpoints.absolute()
         step = step_of(checkpoint) if own and checkpoint is not None else -1
-        self._supersede_metrics(step)
+        self._supersede_metrics(step, rows)
         Checkpoints(self.checkpoints).supersede(step)
         if self._is_run() and self.read("run.json") not in ({}, _as_json(self.config)):
             old = self.path / "run.json"
             old.replace(free_name(old, "superseded"))
         self.write("run.json", self.config)
 
-    def _supersede_metrics(self, step: int) -> None:
-        """Moves lines of later steps, and one that was not written to its end."""
+    def count_rows(self) -> int:
+        """How many lines the metrics have."""
+        if not self.metrics.is_file():
+            return 0
+        with self.metrics.open(encoding="utf-8") as file:
+            return sum(1 for _ in file)
+
+    def _supersede_metrics(self, step: int, rows: int | None) -> None:
+        """Moves lines of later steps or behind so many, and one that was not written to its end."""
         text = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else ""
         kept: list[str] = []
         later: list[str] = []
-        for line in text.splitlines(keepends=True):
-            (kept if _step_in(line) <= step else later).append(line)
+        for number, line in enumerate(text.splitlines(keepends=True)):
+            stays = _step_in(line) <= step and (rows is None or number < rows)
+            (kept if stays else later).append(line)
         if later:
             write_file(free_name(self.metrics, "superseded"), "".join(later), sync=True)
         write_file(self.metrics, "".join(kept), sync=True)

@@ -212,16 +212,19 @@ def read_ledger(
     return found if names is None else found.select(names)
 
 
-def read_facts(folder: str | Path, step: int) -> dict[str, Any]:
-    """What a ledger notes of all samples of a step: "versions", "machine" and others.
+def read_facts(folder: str | Path, first: int, last: int) -> list[dict[str, Any]]:
+    """What a ledger notes of all samples of some steps, "versions", "machine" and others: once for
+    each file that has some of these steps.
 
     Raises:
-        ValueError: the step is not there; a file that is damaged, or of a newer fastrl.
+        ValueError: a file that is damaged, or of a newer fastrl.
     """
+    found = []
     for file in _files(Path(folder)):
-        if file.first <= step <= file.last:
-            return _read(file.path, ())[0]
-    raise ValueError(no_step(folder, step))
+        if file.last >= first and file.first <= last:
+            with _open(file.path) as (_, facts):
+                found.append(facts)
+    return found
 
 
 def no_step(folder: str | Path, step: int) -> str:

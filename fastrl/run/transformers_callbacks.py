@@ -49,7 +49,8 @@ class LossProgress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
-            self.bar = tqdm(total=state.max_steps, desc=self.description, unit="step")
+            done = state.global_step  # of a run that is resumed
+            self.bar = tqdm(total=state.max_steps, initial=done, desc=self.description, unit="step")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.bar is not None:
@@ -88,8 +89,9 @@ def recording(
     trackers: Any = (),
     evaluations: Sequence[Samples] = (),
 ) -> Iterator[None]:
-    """Begins a run's folder; within the block, writes a trainer's logs there and to trackers, and
-    shows a progress bar. At the end, also after an exception, removes the bar and closes trackers.
+    """Context in which a trainer's logs are written to a run's folder, which is begun, and to
+    trackers, with a progress bar. At the end, also after an exception, removes the bar and closes
+    trackers.
 
     Args:
         description: of the progress bar.
@@ -101,7 +103,6 @@ def recording(
     """
     for callback in (OwnProgress, PrinterCallback):
         trainer.remove_callback(callback)
-    folder.begin()
     if trackers:
         open_trackers(
             trainer.accelerator,

@@ -13,12 +13,19 @@ from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from fastrl.config import setting
 from fastrl.models.load import load_tokenizer
-from fastrl.models.utils import check_trainable, context_length, warn_of_lost_updates
+from fastrl.models.utils import (
+    check_trainable,
+    context_length,
+    model_identity,
+    warn_of_lost_updates,
+)
+from fastrl.run.checkpoints import describe_weights
 from fastrl.run.model_card import OwnModelCard
+from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
 
 MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
 
@@ -33,6 +40,11 @@ class SupervisedArguments(TrainingArguments):
     dataset_num_proc: int | None = setting("Processes for preparing the data set.", None)
     model_init_kwargs: dict | str | None = setting(
         "Keyword arguments of from_pretrained (JSON), where the model is a path.", None
+    )
+    on_nonfinite: str = setting(
+        "How to treat optimizer steps whose loss or gradient is NaN or infinite: skip (they are "
+        "left out and counted, with a warning), raise (an error).",
+        "skip",
     )
     # The data sets' columns are these trainers' own, not arguments of the model.
     remove_unused_columns: bool = setting("Drop columns that the model does not take.", False)
@@ -54,11 +66,17 @@ class SupervisedArguments(TrainingArguments):
         super().__post_init__()
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length must be at least 1 or None, got {self.max_length}")
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise ValueError(
+                f"unknown on_nonfinite {self.on_nonfinite!r}: choose one of "
+                f"{', '.join(ON_NONFINITE)}"
+            )
 
 
-class SupervisedTrainer(OwnModelCard, Trainer, ABC):
+class SupervisedTrainer(OwnModelCard, FiniteStepsTrainer, ABC):
     """transformers' Trainer, which prepares all models and data sets that it is given: at
-    construction, by ``model_init``, in ``evaluate`` and in ``predict``.
+    construction, by ``model_init``, in ``evaluate`` and in ``predict``. Runs are resumed bit for
+    bit, see :class:`fastrl.run.transformers_checkpoints.ResumableTrainer`.
 
     Subclasses do so in :meth:`prepare_model` and :meth:`prepare_data`, and set what these need
     before ``super().__init__``.
@@ -106,6 +124,9 @@ class SupervisedTrainer(OwnModelCard, Trainer, ABC):
     def prepare_data(self, dataset: Any, training: bool) -> Any:
         """The data set that the collator reads."""
 
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), **trained_identity(self)}
+
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = self.prepare_model(super().call_model_init(trial))
         if self._trains:
@@ -129,6 +150,15 @@ class SupervisedTrainer(OwnModelCard, Trainer, ABC):
         if ready is not dataset:
             self._prepared.add(ready)
         return ready
+
+
+def trained_identity(trainer: Any) -> dict[str, Any]:
+    """What of a trainer's model and tokenizer must be the same where a run resumes."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:  # weights are spread over processes
+        return {"weights": {}}
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {**model_identity(model, trainer.processing_class), "weights": describe_weights(trained)}
 
 
 def settings_of(args: Any, kind: type, **keywords: Any) -> Any:

@@ -35,6 +35,9 @@ def interrupted(prompts, **columns):
 def zero(prompts, **columns):
     return [0.0] * len(prompts)
 
+def nan(prompts, **columns):
+    return [float("nan")] * len(prompts)
+
 def words(prompts, **columns):
     return ["good"] * len(prompts)
 
@@ -200,6 +203,19 @@ def test_training_that_cannot_be_is_refused(command, flags, message, folder, tmp
 )
 def test_a_reward_function_that_does_not_fit_is_told_why(reward, message, folder, tmp_path, capsys):
     flags = {"reward": reward, "reward_timeout": 0.2}
+    said = failed(capsys, *arguments("ppo", folder, tmp_path / "run", **flags))
+    assert message in said
+
+
+@pytest.mark.filterwarnings("ignore:after .* the state is saved")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"max_ratio": 0.5}, "exceeds max_ratio=0.5: lower learning_rate"),
+        ({"reward": "faulty.py:nan", "on_nonfinite": "raise"}, "faulty.py:nan"),
+    ],
+)
+def test_training_that_went_wrong_is_told_in_one_line(flags, message, folder, tmp_path, capsys):
     said = failed(capsys, *arguments("ppo", folder, tmp_path / "run", **flags))
     assert message in said
 

@@ -20,19 +20,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:the KL estimate is negative")
 PROMPTS = ["w3 w4", "w5 w6 w7"]
 
 
-def train(path: Any, reference: Any = None, **settings: Any) -> tuple[PPOTrainer, Any]:
+def train(path: Any, output: Any = None, **settings: Any) -> Any:
     config = PPOConfig(**{"batch_size": 2, "ppo_epochs": 2, "learning_rate": 0.1, **settings})
-    trainer = PPOTrainer(config, tiny_models.policy(), reference, tiny.tokenizer())
-    result = trainer.train(
+    trainer = PPOTrainer(config, tiny_models.policy(), None, tiny.tokenizer())
+    return trainer.train(
         lambda completions, **_: [float(len(c)) for c in completions],
         steps=8,
         prompts=PROMPTS,
-        eval_prompts=None,
         generation_kwargs={"max_new_tokens": 4, "top_k": 0},
         progress=False,
         callbacks=[JsonlCallback(path)],
+        output=output,
     )
-    return trainer, result
 
 
 @pytest.mark.parametrize(
@@ -52,8 +51,17 @@ def test_a_run_ends_after_the_step_that_exceeds_a_limit(limit, value, key, remed
     assert rows[-1]["ppo/optimizer_steps"] == 2
 
 
+@pytest.mark.filterwarnings("ignore:after TrainingDiverged the state is saved")
+def test_the_state_after_that_step_is_saved(tmp_path):
+    with pytest.raises(TrainingDiverged, match="exceeds max_ratio") as raised:
+        train(tmp_path / "metrics.jsonl", max_ratio=1.05, output=tmp_path / "run")
+    step = int(str(raised.value).split(":")[0].removeprefix("step "))
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert saved == [f"checkpoint-{step}"]
+
+
 def test_a_run_below_its_limits_goes_on(tmp_path):
-    _, result = train(tmp_path / "metrics.jsonl", max_kl=1e6, max_ratio=1e6)
+    result = train(tmp_path / "metrics.jsonl", max_kl=1e6, max_ratio=1e6)
     assert len(result.history) == 8
 
 

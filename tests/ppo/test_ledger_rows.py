@@ -97,7 +97,7 @@ def test_rows_are_what_the_steps_learned_from(tmp_path, settings):
         assert (row["sample_id"], row["number"]) == (j // size, j % size)
     assert len({row["seed"] for row in rows}) == 3
     assert all(metrics["time/ledger"] > 0 for metrics in result.history)
-    facts = read_facts(tmp_path, 2)
+    (facts,) = read_facts(tmp_path, 2, 2)
     assert facts["temperature"] == 1.0
     assert facts["generation_kwargs"]["max_new_tokens"] == 4
 

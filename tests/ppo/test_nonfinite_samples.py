@@ -128,6 +128,16 @@ def test_a_step_is_that_of_the_samples_with_finite_experience(source):
     assert vars(trainer.running) == pytest.approx(vars(others.running))
 
 
+def test_a_token_without_probability_is_found_where_the_kl_is_finite():
+    """That over the vocabulary: only the log-prob of the token that was drawn is not."""
+    trainer = make_trainer(kl_penalty="full")
+    in_the_policy("logprobs")(trainer, -INF)
+    with pytest.warns(UserWarning, match="1 .its log-probs, prompt"):
+        stats = trainer.step(**marked(1))
+    assert stats["ppo/nonfinite_samples"] == 1
+    assert all(math.isfinite(x) for x in scalars(stats).values())
+
+
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
 @pytest.mark.parametrize("of_score", [True, False], ids=["score", "reference"])
 def test_a_group_is_that_of_its_other_samples(advantage, of_score):

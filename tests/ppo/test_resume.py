@@ -16,6 +16,7 @@ from fastrl.core import set_seed
 from fastrl.run.checkpoints import BadCheckpoint, Checkpoints
 from fastrl.run.stopping import Stopped, stop_at_a_steps_end
 from tests import tiny_models
+from tests.bits import bits, differing
 from tests.golden import tiny
 
 TEXTS = [f"w{i} w{i + 1}" for i in range(3, 14)]
@@ -105,32 +106,6 @@ def run(trainer, output, reward_fn=reward, **arguments):
         output=output,
         **arguments,
     )
-
-
-def bits(trainer):
-    """Everything that a later step depends on, as bytes."""
-    found = {}
-
-    def collect(name, x):
-        if isinstance(x, torch.Tensor):
-            found[name] = x.detach().cpu().view(-1).contiguous().view(torch.uint8).numpy().tobytes()
-        elif isinstance(x, np.ndarray):
-            found[name] = x.tobytes()
-        elif isinstance(x, dict):
-            for key, value in x.items():
-                collect(f"{name}/{key}", value)
-        elif isinstance(x, (list, tuple)):
-            for i, value in enumerate(x):
-                collect(f"{name}/{i}", value)
-        else:
-            found[name] = repr(x)
-
-    collect("", trainer.state_dict())
-    return found
-
-
-def differing(one, other):
-    return [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
 
 
 def metrics(folder):

@@ -253,16 +253,16 @@ def test_files_say_what_they_were_made_with(tmp_path):
     ledger = filled(tmp_path, [1, 2])
     ledger.facts["generation_kwargs"] = {"max_new_tokens": 4, "stop": {1, 2}.__class__}
     ledger.flush()
-    facts = read_facts(tmp_path, 2)
+    (facts,) = read_facts(tmp_path, 2, 2)
     assert facts["generation_kwargs"]["max_new_tokens"] == 4
     assert {"torch", "triton", "transformers", "fastrl-lm"} <= set(facts["versions"])
     assert {"cpu", "threads", "gpus"} <= set(facts["machine"])
-    with pytest.raises(ValueError, match="does not have step 3: it has the steps 1 to 2"):
-        read_facts(tmp_path, 3)
-    with pytest.raises(ValueError, match="does not have step 1: it is empty"):
-        read_facts(tmp_path / "none", 1)
+    assert read_facts(tmp_path, 3, 9) == read_facts(tmp_path / "none", 1, 9) == []
     ledger.supersede(1)
-    assert read_facts(tmp_path, 1) == facts
+    assert read_facts(tmp_path, 1, 1) == [facts]
+    ledger.add(2, columns(2))
+    ledger.flush()
+    assert read_facts(tmp_path, 1, 2) == [facts, facts]
 
 
 def test_every_is_one_or_more(tmp_path):

@@ -101,7 +101,7 @@ Make = Callable[..., Any]
 def make_reward(tmp_path: Path) -> Make:
     def make(model: Any = None, data: Any = None, **settings: Any) -> RewardTrainer:
         given = {k: settings.pop(k) for k in _TRAINERS_OWN if k in settings}
-        args = RewardConfig(output_dir=str(tmp_path), **{**SETTINGS, **settings})
+        args = RewardConfig(**{"output_dir": str(tmp_path), **SETTINGS, **settings})
         given = {"processing_class": tiny.tokenizer(), **given}
         model = reward_model() if model is None else model
         return RewardTrainer(model, args, train_dataset=pairs() if data is None else data, **given)
@@ -113,7 +113,7 @@ def make_reward(tmp_path: Path) -> Make:
 def make_sft(tmp_path: Path) -> Make:
     def make(model: Any = None, data: Any = None, **settings: Any) -> SFTTrainer:
         given = {k: settings.pop(k) for k in _TRAINERS_OWN if k in settings}
-        args = SFTConfig(output_dir=str(tmp_path), **{**SETTINGS, **settings})
+        args = SFTConfig(**{"output_dir": str(tmp_path), **SETTINGS, **settings})
         given = {"processing_class": tiny.tokenizer(), **given}
         model = tiny_models.language_model() if model is None else model
         return SFTTrainer(model, args, train_dataset=texts() if data is None else data, **given)

@@ -348,6 +348,7 @@ def test_a_saved_model_gives_the_same_rewards(make_reward: Make, tmp_path: Path)
     np.testing.assert_allclose(again.predict(pairs(3)).predictions, expected, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:output_dir .* holds checkpoints later than")
 def test_training_goes_on_where_it_was_cut(make_reward: Make, tmp_path: Path) -> None:
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     straight = make_reward(**settings)

@@ -297,6 +297,7 @@ def test_a_saved_model_gives_the_same_losses(make_sft: Make, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.filterwarnings("ignore:output_dir .* holds checkpoints later than")
 def test_training_goes_on_where_it_was_cut(make_sft: Make, tmp_path: Path, packing: bool) -> None:
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "packing": packing}
     settings |= {"per_device_train_batch_size": 2, "max_length": 20}

@@ -1,0 +1,138 @@
+"""``fastrl replay``: draws a sample of a run again, and compares it with the recorded one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastrl.commands.flags import UsageError
+from fastrl.commands.ppo import GRPOFlags, GRPOJob, PPOFlags, PPOJob, make_trainer
+from fastrl.commands.samples import choose, ledger_of, record_table
+from fastrl.models.load import load_tokenizer
+from fastrl.run.folder import RunFolder
+from fastrl.run.report import run_console
+
+if TYPE_CHECKING:
+    from fastrl.ppo.replay import Replayed, ReplayedSample
+
+_COMMANDS = {"ppo": (PPOJob, PPOFlags), "grpo": (GRPOJob, GRPOFlags)}
+
+
+def run_replay(arguments: Sequence[str]) -> int:
+    """Makes the trainer of a run, walks its updates up to a step, draws the step's samples, and
+    prints how they compare with the ledger.
+
+    Returns:
+        0 where the sample, or without ``--sample`` each of the step, is the recorded one bit for
+        bit; else 1.
+
+    Raises:
+        UsageError: no run, or an unknown flag or value.
+        FileNotFoundError: a folder without a ledger.
+        ValueError: a run that no command made; a step or sample that is not there; as
+            :func:`fastrl.ppo.replay.replay`.
+    """
+    flags = parse_flags(arguments)
+    ledger = ledger_of(flags.run)
+    row, _ = choose(ledger, step=flags.step, sample=flags.sample)  # is there
+    folder = RunFolder.open(flags.run)
+    job, settings = read_job(folder)
+
+    from fastrl.ppo.replay import replay
+
+    config = settings.config_for(job)
+    config.log_with = None
+    trainer = make_trainer(job, config, load_tokenizer(job.check_model()))
+    found = replay(trainer, folder, flags.step, progress=True)
+    console = run_console()
+    source = f"checkpoint-{found.begun_at}" if found.begun_at else "the run's beginning"
+    console.print(f"step {found.step}, from {source}: {found.step - 1 - found.begun_at} updates")
+    if found.strayed is not None:
+        console.print(f"the run did another update in {found.strayed}")
+    if flags.sample is None:
+        console.print("\n".join(_of_all(found)))
+        return 0 if found.identical else 1
+    sample = found.samples[flags.sample]
+    console.print(record_table(row))
+    console.print("\n".join(_of_one(flags.sample, sample)))
+    return 0 if sample.identical else 1
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command's flags.
+
+    Raises:
+        UsageError: no run, or an unknown flag or value.
+    """
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> Any:
+            raise UsageError(f"{message} (see fastrl replay --help)")
+
+    parser = Parser(prog="fastrl replay", description=__doc__.partition(": ")[2])
+    parser.add_argument("run", metavar="RUN", help="The --output of fastrl ppo or grpo.")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="From 1.")
+    parser.add_argument(
+        "--sample", type=int, metavar="I", help="Of the step, from 0; all of them without it."
+    )
+    return parser.parse_args(list(arguments))
+
+
+def read_job(folder: RunFolder) -> tuple[PPOJob, PPOFlags]:
+    """The job and the settings of a run, as its ``run.json`` has them.
+
+    Raises:
+        ValueError: a run that no command made, or of another version of fastrl.
+    """
+    recorded = folder.config
+    command = recorded.get("command")
+    if command not in _COMMANDS:
+        raise ValueError(
+            f"{folder.name} is not a run of fastrl ppo or grpo, which alone can be made again from "
+            "run.json: in Python, fastrl.ppo.replay.replay takes a trainer made as for the run"
+        )
+    job, flags = _COMMANDS[command]
+    return (
+        _made(job, recorded["job"], folder),
+        _made(flags, unflattened(recorded["settings"]), folder),
+    )
+
+
+def _made(kind: Any, settings: Mapping[str, Any], folder: RunFolder) -> Any:
+    fields = {field.name: field.init for field in dataclasses.fields(kind)}
+    unknown = [name for name in settings if name not in fields]
+    if unknown:
+        raise ValueError(
+            f"{folder.name}/run.json has settings that this version of fastrl does not know "
+            f"({', '.join(unknown)}): replay the run with the version that made it"
+        )
+    return kind(**{name: value for name, value in settings.items() if fields[name]})
+
+
+def unflattened(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of ``PPOConfig.to_dict``: names with "/" as dicts in dicts."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        *path, last = name.split("/")
+        place = found
+        for each in path:
+            place = place.setdefault(each, {})
+        place[last] = value
+    return found
+
+
+def _of_one(number: int, sample: ReplayedSample) -> list[str]:
+    if sample.identical:
+        with_them = " with their log-probs" if sample.logprobs is not None else ""
+        with_them += " and values" if sample.values is not None else ""
+        return [f"sample {number}: identical, {len(sample.completion_ids)} tokens{with_them}"]
+    return [f"sample {number} DIFFERS:", *(f"  {line}" for line in sample.differences())]
+
+
+def _of_all(found: Replayed) -> list[str]:
+    numbered = list(enumerate(found.samples))
+    other = [(number, sample) for number, sample in numbered if not sample.identical]
+    lines = [f"{len(numbered) - len(other)} of {len(numbered)} samples are identical"]
+    return lines + [line for number, sample in other for line in _of_one(number, sample)]

@@ -1,0 +1,286 @@
+"""Samples of a run's past, drawn again: from a checkpoint, its updates are walked by the ledger."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastrl.ppo.ledger import NOT_JSON
+from fastrl.rollout import RolloutOutput
+from fastrl.run.checkpoints import Checkpoints, step_of
+from fastrl.run.folder import RunFolder
+from fastrl.run.ledger import no_step, read_facts, read_ledger
+from fastrl.run.machine import differences, machine, versions
+
+if TYPE_CHECKING:
+    from fastrl.ppo.trainer import PPOTrainer
+
+_WALKED = ("prompt_ids", "completion_ids", "finish_reason", "score", "logprobs", "values")
+_CHECKED = ("weights_version", "advantages")
+
+
+@dataclass(frozen=True)
+class ReplayedSample:
+    """A sample that was drawn again.
+
+    Attributes:
+        recorded: the ledger's row of it.
+        completion_ids, finish_reason: of the sample drawn now.
+        logprobs, values: its log-probs at the policy's temperature and its values, [L] fp32; None
+            where rollouts compute none.
+    """
+
+    recorded: dict[str, Any]
+    completion_ids: list[int]
+    finish_reason: str
+    logprobs: np.ndarray | None
+    values: np.ndarray | None
+
+    @property
+    def identical(self) -> bool:
+        """Whether tokens, finish reason, log-probs and values are the recorded ones, bit for
+        bit."""
+        return not self.differences()
+
+    def differences(self) -> list[str]:
+        """A line for each of them that differs."""
+        before, now = self.recorded["completion_ids"], self.completion_ids
+        same = next((i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), None)
+        same = min(len(before), len(now)) if same is None else same
+        lines = []
+        if before != now:
+            lines.append(
+                f"tokens: the first {same} are the same, of {len(before)} recorded and {len(now)} "
+                "drawn now"
+            )
+        reason = self.recorded["finish_reason"]
+        if reason != self.finish_reason:
+            lines.append(f"finish reason: {reason} recorded, {self.finish_reason} now")
+        for name in ("logprobs", "values"):
+            lines += _difference(name, self.recorded[name], getattr(self, name), same)
+        return lines
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The samples of a step, drawn again.
+
+    Attributes:
+        begun_at: steps of the checkpoint that was loaded; 0: the beginning of the run.
+        strayed: the first step since then whose update was not that of the run, and how it
+            differed; None: there is none.
+    """
+
+    step: int
+    begun_at: int
+    samples: list[ReplayedSample]
+    strayed: str | None
+
+    @property
+    def identical(self) -> bool:
+        return all(sample.identical for sample in self.samples)
+
+
+def replay(
+    trainer: PPOTrainer,
+    output: str | Path | RunFolder,
+    step: int,
+    *,
+    generation_kwargs: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> Replayed:
+    """Draws the samples of a step of a run again.
+
+    Loads the newest good checkpoint from before the step, or begins with the trainer's own weights;
+    does the updates from there on as the ledger has their samples and scores, without rollouts and
+    rewards; and draws the step's samples by what keyed their draws. On the machine, threads and
+    versions of the run they are the recorded ones bit for bit; a warning says what differs.
+    Afterwards the trainer is as it was when the run drew them. Nothing is pushed to the Hub.
+
+    Args:
+        trainer: made as for the run, from the same model.
+        output: the run's folder.
+        step: from 1.
+        generation_kwargs: in place of the recorded ones; needed where these hold what JSON cannot.
+        progress: show a progress bar of the updates.
+
+    Raises:
+        ValueError: a step that the ledger does not have, or one between it and the checkpoint;
+            a trainer of other settings; a damaged file of the ledger.
+        BadCheckpoint: a ValueError: a checkpoint of another model.
+    """
+    run = output if isinstance(output, RunFolder) else RunFolder(output)
+    ledger = run.ledger
+    facts = read_facts(ledger, step, step)
+    if not facts:
+        raise ValueError(no_step(ledger, step))
+    _check_settings(trainer, facts[-1], ledger)
+    kwargs = _generation_kwargs(facts[-1], generation_kwargs)
+    trainer.config.push_to_hub_if_best_kwargs = {}
+    begun_at = _load_checkpoint(trainer, run, step)
+    _warn_of_another_machine(read_facts(ledger, begun_at + 1, step))
+    strayed = None
+    for past in _steps(begun_at + 1, step, progress):
+        found = _walk(trainer, ledger, past)
+        strayed = strayed or found
+    return Replayed(step, begun_at, _draw(trainer, ledger, step, kwargs), strayed)
+
+
+def _load_checkpoint(trainer: PPOTrainer, run: RunFolder, step: int) -> int:
+    """Loads the newest good checkpoint from before a step, if there is one; returns its number of
+    steps.
+
+    Raises:
+        ValueError: there is none, and the trainer is no new one or the ledger begins later.
+    """
+    checkpoint = Checkpoints(run.checkpoints).newest_good(before=step)
+    if checkpoint is not None:
+        trainer.load_checkpoint(checkpoint)
+        return step_of(checkpoint)
+    if trainer.current_step:
+        raise ValueError(
+            f"{run.checkpoints} has no checkpoint from before step {step}, and the trainer has "
+            f"done {trainer.current_step} steps: pass a new one, made as for the run"
+        )
+    if step > 1 and not read_facts(run.ledger, 1, 1):
+        raise ValueError(
+            f"{run.checkpoints} has no checkpoint from before step {step}, and "
+            f"{no_step(run.ledger, 1)}; the run's earlier steps are in another folder"
+        )
+    return 0
+
+
+def _walk(trainer: PPOTrainer, ledger: Path, step: int) -> str | None:
+    """Does the update of a step; returns how it differed from the run's, None if it did not."""
+    table = read_ledger(ledger, [*_WALKED, *_CHECKED], step, step)
+    if table.num_rows == 0:
+        raise ValueError(no_step(ledger, step))
+    rows = table.to_pylist()
+    version, now = rows[0]["weights_version"], trainer.update.optimizer_steps
+    rollout = _recorded(rows, trainer.config.temperature)
+    queries = [torch.tensor(row["prompt_ids"]) for row in rows]
+    scores = list(torch.tensor([row["score"] for row in rows], dtype=torch.float32))
+    trainer.step(queries, rollout.sequences, scores, rollout=rollout)
+    if version != now:
+        return f"step {step}: {now} optimizer steps were taken before it, {version} in the run"
+    assert trainer.experience is not None
+    recorded = np.array([x for row in rows for x in row["advantages"]], dtype=np.float32)
+    found = _difference("advantages", recorded, trainer.experience.advantages()[0])
+    return f"step {step}: {found[0]}" if found else None
+
+
+def _recorded(rows: list[dict[str, Any]], temperature: float) -> RolloutOutput:
+    """The rollout that a step learned from."""
+
+    def tensors(name: str) -> list[torch.Tensor] | None:
+        if any(row[name] is None for row in rows):
+            return None
+        return [torch.tensor(row[name], dtype=torch.float32) for row in rows]
+
+    logprobs = tensors("logprobs")
+    return RolloutOutput(
+        [torch.tensor(row["completion_ids"], dtype=torch.long) for row in rows],
+        [row["finish_reason"] for row in rows],
+        logprobs=logprobs,
+        logprobs_t1=logprobs if temperature == 1 else None,
+        values=tensors("values"),
+        temperature=temperature,
+    )
+
+
+def _draw(
+    trainer: PPOTrainer, ledger: Path, step: int, generation_kwargs: dict[str, Any]
+) -> list[ReplayedSample]:
+    """Draws the samples of a step."""
+    rows = read_ledger(ledger, None, step, step).to_pylist()
+    first, size = rows[0], trainer.config.group_size
+    room = {"slots": first["slots"], "length": first["slot_length"]}
+    trainer.rollouts.load_state_dict({"rooms": {"policy": room} if room["slots"] else {}})
+    prompts = [torch.tensor(row["prompt_ids"]) for row in rows[::size]]
+    out = trainer.rollouts.sample(prompts, generation_kwargs, size, first["seed"])
+    logprobs = out.logprobs_at(trainer.config.temperature)
+    return [
+        ReplayedSample(
+            row,
+            out.sequences[i].tolist(),
+            out.finish_reasons[i],
+            None if logprobs is None else logprobs[i].numpy(),
+            None if out.values is None else out.values[i].numpy(),
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+def _difference(name: str, recorded: Any, now: Any, common: int | None = None) -> list[str]:
+    """A line where two lists of numbers are not the same bits.
+
+    Args:
+        common: how many of the first are of the same tokens; None: all.
+    """
+    if recorded is None or now is None:
+        return [] if recorded is now is None else [f"{name}: recorded or drawn without them"]
+    before, after = (np.asarray(x, dtype=np.float32) for x in (recorded, now))
+    if before.tobytes() == after.tobytes():
+        return []
+    if common is None and len(before) != len(after):
+        return [f"{name}: {len(before)} recorded, {len(after)} now"]
+    length = min(len(before), len(after)) if common is None else common
+    delta = np.abs(before[:length] - after[:length])
+    worst = float(delta.max()) if length else 0.0
+    return [f"{name}: up to {worst:.1e} apart, in {int((delta > 0).sum())} of {length} tokens"]
+
+
+def _check_settings(trainer: PPOTrainer, facts: Mapping[str, Any], ledger: Path) -> None:
+    """
+    Raises:
+        ValueError: settings that decide what a step is are not the run's.
+    """
+    for name in ("temperature", "batch_size", "group_size"):
+        recorded, own = facts[name], getattr(trainer.config, name)
+        if recorded != own:
+            raise ValueError(
+                f"the trainer has {name}={own}, the ledger {ledger} {recorded}: make it as for the "
+                "run"
+            )
+
+
+def _generation_kwargs(facts: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: some were not recorded, and none are given.
+    """
+    if given is not None:
+        return dict(given)
+    if facts[NOT_JSON]:
+        raise ValueError(
+            f"the run's generation_kwargs hold what JSON cannot ({', '.join(facts[NOT_JSON])}): "
+            "pass generation_kwargs as in the run"
+        )
+    return dict(facts["generation_kwargs"])
+
+
+def _warn_of_another_machine(recorded: list[dict[str, Any]]) -> None:
+    now = {**versions(), **machine()}
+    found = dict.fromkeys(
+        line
+        for facts in recorded
+        for line in differences({**facts["versions"], **facts["machine"]}, now)
+    )
+    if found:
+        warnings.warn(
+            f"the run was done elsewhere ({'; '.join(found)}): the replay is the same computation, "
+            "but its last bits may differ, and with them tokens",
+            stacklevel=3,
+        )
+
+
+def _steps(first: int, end: int, progress: bool) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(range(first, end), desc="updates", unit="step", disable=not progress)

@@ -1,0 +1,551 @@
+"""Checkpoints of transformers' Trainer: written as a whole, verified, and resumed bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import TrainerCallback
+from transformers.trainer_pt_utils import safe_globals
+from transformers.trainer_utils import SaveStrategy
+
+from fastrl.run.checkpoints import (
+    LATEST,
+    MANIFEST,
+    BadCheckpoint,
+    Checkpoints,
+    check_identity,
+    check_weights,
+    find_checkpoint,
+    step_of,
+    verify,
+    warn_of_another_machine,
+)
+from fastrl.run.files import part_of
+from fastrl.run.folder import RunFolder
+from fastrl.run.random_state import random_state, restore_random_state
+from fastrl.run.state import load_tree, save_tree
+from fastrl.run.stopping import Stopped, asked
+
+TRAINER_STATE = "trainer_state.json"
+_SAMPLED_ROWS = 16  # of a data set, for its checksum
+# Settings that do not change what is computed, by their beginnings.
+_FREE = (
+    "output_dir", "run_name", "resume_from", "disable_tqdm", "report_to", "project", "trackio",
+    "logging_", "log_", "eval_", "save_", "hub_", "push_to_hub", "do_", "dataloader_", "local_rank",
+    "ddp_", "num_print_samples", "dataset_num_proc", "per_device_eval", "load_best", "prediction_",
+    "restore_callback", "metric_for_best", "greater_is_better",
+)  # fmt: skip
+# Settings that an optimizer keeps, and that its saved state brings back.
+_OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+
+
+@dataclass
+class _Run:
+    """Where a run is: what transformers' Trainer does not keep, or keeps in local variables."""
+
+    checkpoint: Path | None = None  # resumed from
+    resumed: Mapping[str, Any] | None = None  # what this process saved there
+    identity: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    begun: float = 0.0  # time.time(), less what earlier processes of the run took
+    epoch: int = 0
+    minibatches_per_epoch: int = 1
+    epoch_is_over: bool = False
+    seed: int = 0  # torch's, from which the order of the data follows
+    random_at_epoch: Mapping[str, Any] = field(default_factory=dict)  # as the epoch began
+    save_is_due: bool = False  # but waits for a place from which a run can be resumed
+    between_steps: bool = False  # False: weights may be ahead of what is saved with them
+    last_step: dict[str, Any] | None = None  # what the next step changes before it updates weights
+    part: Path | None = None  # of a checkpoint that is being written, or could not be
+
+
+class ResumableTrainer(transformers.Trainer):
+    """transformers' Trainer whose run goes on from a checkpoint as if nothing had been between.
+
+    A checkpoint has what transformers saves and, in a folder ``process-N`` for each process, what
+    later steps and logs depend on too: the loss since the last log, the place in the data, what
+    subclasses add in :meth:`own_state`, and what must be the same in the run that resumes. It is
+    written to another folder, gets a manifest, and then its name.
+
+    It is written between steps that begin alike in a run that resumes: at an epoch's end behind its
+    evaluation, and where :meth:`at_rest` says so. After an exception in a step that has not changed
+    the weights, the state before it is saved (with one process).
+
+    Attributes:
+        kept: plain values that every checkpoint keeps, and that are there again in a resumed run.
+        run_folder: the folder of a command's run, whose metrics continue those of the checkpoint.
+        saves_when_it_fails: after an exception; by default where checkpoints are saved at all.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.kept: dict[str, Any] = {}
+        self.run_folder: RunFolder | None = None
+        self._run = _Run()
+        super().__init__(*args, **kwargs)
+        self.saves_when_it_fails = self.args.save_strategy != SaveStrategy.NO
+        self.add_callback(_Events(self))
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Those of ``output_dir``."""
+        return Checkpoints(Path(str(self.args.output_dir)), self.args.save_total_limit or None)
+
+    # What subclasses add.
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same in the run that resumes."""
+        return {
+            "trainer": type(self).__name__,
+            "optimizer": str(getattr(self.args.optim, "value", self.args.optim)),
+            "processes": self.args.world_size,
+            "data": data_checksum(self.train_dataset),
+        }
+
+    def own_settings(self) -> dict[str, Any]:
+        """Settings that are not in ``args``; a run that resumes with other ones gets a warning."""
+        return {}
+
+    def own_state(self) -> dict[str, Any]:
+        """A tree of tensors and plain values for a checkpoint."""
+        return {}
+
+    def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
+        """Called before transformers' loop; the model still has the weights that it was given.
+
+        Args:
+            resumed: of the checkpoint: "own", the :meth:`own_state`, and "place", how many
+                "minibatches" of the "epoch" are behind. None: the run begins.
+        """
+
+    def own_mark(self) -> dict[str, Any]:
+        """What a step changes of the own state before it updates the weights."""
+        return {}
+
+    def own_rewind(self, mark: Mapping[str, Any]) -> None:
+        """Makes the own state that of a mark."""
+
+    def at_rest(self) -> bool:
+        """Whether a run can be resumed from here, between two steps."""
+        return True
+
+    # Finding, checking and loading.
+
+    def train(
+        self,
+        resume_from_checkpoint: str | Path | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """As in transformers.
+
+        Args:
+            resume_from_checkpoint: True or "latest": the newest good checkpoint of ``output_dir``;
+                or a checkpoint's folder. One without a manifest, from transformers, is taken with a
+                warning that it was not verified.
+
+        Raises:
+            FileNotFoundError: there is no such folder, or no checkpoint in it.
+            BadCheckpoint: a ValueError: a checkpoint that is damaged, or that another trainer,
+                model or data set made; nothing has changed then.
+        """
+        if trial is not None:  # a search of hyperparameters
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        self._run = run = _Run()
+        run.checkpoint = self._find(resume_from_checkpoint)
+        if run.checkpoint or self.saves_when_it_fails:
+            run.identity, run.settings = self.identity(), self._all_settings()
+        if run.checkpoint is not None:
+            run.resumed = self._check(run.checkpoint)
+            if run.resumed is not None:
+                torch.manual_seed(run.resumed["seed"])
+        run.seed = torch.initial_seed()
+        self.begin_training(run.resumed)
+        path = None if run.checkpoint is None else str(run.checkpoint)
+        evaluates_first = self.args.eval_on_start
+        self.args.eval_on_start = evaluates_first and path is None
+        try:
+            return super().train(path, trial, ignore_keys_for_eval)
+        except Exception as error:
+            self._save_after(error)
+            raise
+        finally:
+            self.args.eval_on_start = evaluates_first
+
+    def _find(self, resume: str | Path | bool | None) -> Path | None:
+        if resume is None or resume is False:
+            return None
+        found = find_trainer_checkpoint(resume, self.checkpoints)
+        if found is None:
+            raise FileNotFoundError(
+                f"resume_from_checkpoint: there is no checkpoint in {self.args.output_dir}: name a "
+                "checkpoint's folder, or leave it out to begin anew"
+            )
+        return found
+
+    def _check(self, checkpoint: Path) -> Mapping[str, Any] | None:
+        """What this process saved in a checkpoint; None: transformers alone has written it.
+
+        Raises:
+            BadCheckpoint: of another run, or not to be read.
+        """
+        _check_torch_files(checkpoint)
+        folder = checkpoint / self._state_folder
+        if not (checkpoint / "process-0").is_dir():
+            self.check_foreign(checkpoint)
+            state = None
+        else:
+            there = len(list(checkpoint.glob("process-*")))
+            check_identity({"processes": there}, {"processes": self.args.world_size})
+            state = load_tree(folder)
+            own = {k: v for k, v in self._run.identity.items() if k != "weights"}
+            check_identity(state["identity"], own)
+            check_weights(state["identity"]["weights"], self._run.identity["weights"])
+            self._warn_of_settings(state["settings"])
+        if _is_foreign(checkpoint):
+            warnings.warn(
+                f"resume: {checkpoint} has no {MANIFEST}, as those of transformers alone: it is "
+                "not verified",
+                stacklevel=3,
+            )
+        else:
+            warn_of_another_machine(verify(checkpoint))
+        return state
+
+    def check_foreign(self, checkpoint: Path) -> None:
+        """Checks a checkpoint that transformers alone has written.
+
+        Raises:
+            BadCheckpoint: of another model; or one from which this trainer cannot resume.
+        """
+        weights = checkpoint / "model.safetensors"
+        if weights.is_file():
+            own = {name: list(x.shape) for name, x in self.model.state_dict().items()}
+            for name, shape in _shapes(weights).items():
+                if own.get(name, shape) != shape:
+                    raise BadCheckpoint(
+                        f"resume: {checkpoint} is of another model, whose {name} is {shape}, here "
+                        f"{own[name]}: resume with the model that the run began with"
+                    )
+
+    def _warn_of_settings(self, before: Mapping[str, Any]) -> None:
+        now = self._run.settings
+        changed = [k for k in dict.fromkeys([*before, *now]) if before.get(k) != now.get(k)]
+        if not changed:
+            return
+        shown = ", ".join(f"{k}: {before.get(k)} → {now.get(k)}" for k in changed)
+        kept = [name for name in changed if name in _OF_THE_OPTIMIZER]
+        but = f", but {', '.join(kept)} of the optimizer stay the checkpoint's" if kept else ""
+        warnings.warn(
+            f"resume: settings differ from the checkpoint's ({shown}): the run goes on with the "
+            f"new ones{but}, and no longer as an uninterrupted one would have",
+            stacklevel=4,
+        )
+
+    def _all_settings(self) -> dict[str, Any]:
+        given = {k: v for k, v in self.args.to_dict().items() if not k.startswith(_FREE)}
+        return json.loads(json.dumps({**given, **self.own_settings()}, default=str))
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """The epoch, and how many mini-batches of it are behind the run."""
+        found = super()._init_training_state(*args, **kwargs)
+        if self._run.resumed is None or self.args.ignore_data_skip:
+            return found
+        place = self._run.resumed["place"]
+        return place["epoch"], place["minibatches"]
+
+    def _training_begins(self) -> None:
+        """Called when all of a checkpoint is loaded, before the first step."""
+        run = self._run
+        run.begun, state = time.time(), run.resumed
+        if state is not None:
+            losses = state["losses"]
+            self._tr_loss = losses["since_the_log"].to(self.args.device)
+            self._total_loss_scalar = losses["before"]
+            self._globalstep_last_logged = losses["logged_at"]
+            self._initial_global_step = losses["begun_at"]
+            self.kept = dict(state["kept"])
+            run.begun -= state["seconds"]
+        if self.state.global_step >= self.state.max_steps:  # the whole run is behind
+            self._load_rng_state(None if run.checkpoint is None else str(run.checkpoint))
+        self._clear_the_way()
+        self._mark()
+
+    def _clear_the_way(self) -> None:
+        """Moves records and checkpoints of steps that will be done again, or of another run."""
+        run = self._run
+        if not self.args.should_save:
+            return
+        if self.run_folder is not None:
+            if run.checkpoint is not None:
+                rows = None if run.resumed is None else run.resumed["rows"]
+                self.run_folder.resume(run.checkpoint, rows)
+        elif self.args.save_strategy != SaveStrategy.NO:
+            folder = self.checkpoints.folder.absolute()
+            own = run.checkpoint is not None and run.checkpoint.absolute().parent == folder
+            step = step_of(run.checkpoint) if own and run.checkpoint is not None else -1
+            moved = self.checkpoints.supersede(step)
+            if moved is not None:
+                what = f"later than {run.checkpoint}" if own else "of an earlier run"
+                warnings.warn(
+                    f"output_dir {self.args.output_dir} holds checkpoints {what}: they are now in "
+                    f"{moved}",
+                    stacklevel=2,
+                )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Without ``model_preparation_time``, which a run that is resumed does not measure."""
+        for name in [name for name in logs if name.endswith("model_preparation_time")]:
+            del logs[name]
+        super().log(logs, start_time)
+
+    # Saving.
+
+    def _run_epoch(self, *, epoch: int, steps_in_epoch: int, **rest: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # transformers would do one step more
+            self.control.should_training_stop = True
+            return
+        run = self._run
+        behind = run.resumed["place"] if run.resumed is not None else {"minibatches": 0}
+        if behind["minibatches"] and epoch == behind["epoch"]:
+            assert run.resumed is not None
+            restore_random_state(run.resumed["random_at_epoch"])  # samplers may draw from it
+        run.random_at_epoch = random_state()
+        run.epoch, run.minibatches_per_epoch, run.epoch_is_over = epoch, steps_in_epoch, False
+        super()._run_epoch(epoch=epoch, steps_in_epoch=steps_in_epoch, **rest)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Called at the end of each step and of each epoch."""
+        run, control = self._run, self.control
+        if control.should_save or run.save_is_due or asked():
+            ends = control.should_training_stop or control.should_epoch_stop
+            ends = ends or self.state.epoch % 1 == 0
+            run.save_is_due = not (run.epoch_is_over or (not ends and self.at_rest()))
+            control.should_save = not run.save_is_due
+        stops = control.should_save and asked()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._mark()
+        if stops:
+            path = self.checkpoints.path(self.state.global_step)
+            if not path.is_dir():  # save_strategy="best" has the last word on its evaluations
+                self._save_checkpoint(self.model, None)
+            raise Stopped(
+                f"stopped after step {self.state.global_step}; saved: {path}; --resume "
+                "(resume_from_checkpoint=True) continues"
+            )
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if trial is not None:
+            super()._save_checkpoint(model, trial)
+            return
+        path = self.checkpoints.path(self.state.global_step)
+        if self.run_folder is not None:
+            self.run_folder.sync()
+        with self._new_checkpoint() as part:
+            super()._save_checkpoint(model, trial)
+            (part / self._state_folder).mkdir(parents=True, exist_ok=True)
+            save_tree(self._state(), part / self._state_folder)
+            best = self.state.best_global_step
+            if best is not None and (best == self.state.global_step or self._is_there(best)):
+                self.state.best_model_checkpoint = str(self.checkpoints.path(best))
+            if self.args.should_save:  # once more, with the path that is to stay
+                self.state.save_to_json(str(part / TRAINER_STATE))
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(path))
+
+    @contextlib.contextmanager
+    def _new_checkpoint(self) -> Iterator[Path]:
+        """The folder to which all processes write a checkpoint."""
+        step, run = self.state.global_step, self._run
+        with contextlib.ExitStack() as stack:
+            if self.args.should_save:
+                new = self.checkpoints.new(step, self.state.best_global_step)
+                run.part = stack.enter_context(new)
+            else:
+                run.part = part_of(self.checkpoints.path(step))
+            self.accelerator.wait_for_everyone()
+            yield run.part
+            self.accelerator.wait_for_everyone()
+        self.accelerator.wait_for_everyone()
+        run.part = None
+
+    def _is_there(self, step: int) -> bool:
+        return self.checkpoints.path(step).is_dir()
+
+    def _get_output_dir(self, trial: Any) -> str:
+        part = self._run.part
+        return super()._get_output_dir(trial) if part is None else str(part.parent)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._run.part is None:  # else the checkpoint has no name yet
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    @property
+    def _state_folder(self) -> str:
+        return f"process-{self.args.process_index}"
+
+    def _state(self) -> dict[str, Any]:
+        run = self._run
+        folder = self.run_folder
+        return {
+            "identity": run.identity,
+            "settings": run.settings,
+            "place": self._place_in_data(),
+            "seed": run.seed,
+            "random_at_epoch": run.random_at_epoch,
+            "losses": {
+                "since_the_log": self._tr_loss,
+                "before": self._total_loss_scalar,
+                "logged_at": self._globalstep_last_logged,
+                "begun_at": getattr(self, "_initial_global_step", 0),
+            },
+            "seconds": time.time() - run.begun,
+            "rows": None if folder is None else folder.count_rows(),
+            "kept": self.kept,
+            "own": self.own_state(),
+        }
+
+    def _place_in_data(self) -> dict[str, int]:
+        """The epoch, and how many of its mini-batches are behind."""
+        run = self._run
+        # A run that has all its steps also leaves its last epoch, though not at its end.
+        cut = self.control.should_training_stop and self.state.epoch % 1 != 0
+        if run.epoch_is_over and not cut:
+            return {"epoch": run.epoch + 1, "minibatches": 0}
+        done = round((self.state.epoch - run.epoch) * run.minibatches_per_epoch)
+        return {"epoch": run.epoch, "minibatches": max(done, 0)}
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        """Times are those of all of the run's processes, one after the other."""
+        begun = start_time if trial is not None else self._run.begun
+        return super()._finalize_training(trial, num_train_samples, begun)
+
+    # After an exception.
+
+    def _mark(self) -> None:
+        """Keeps what the next step changes before it updates the weights."""
+        run = self._run
+        run.between_steps = True
+        if not self.saves_when_it_fails:
+            return
+        run.last_step = {
+            "random": random_state(),
+            "loss": self._tr_loss.clone(),
+            "flos": self.current_flos,
+            "tokens": self.state.num_input_tokens_seen,
+            "at_rest": self.at_rest(),
+            "own": self.own_mark(),
+        }
+
+    def _save_after(self, error: Exception) -> None:
+        """Saves the state of the last complete step, where it is still there."""
+        run, step, mark = self._run, self.state.global_step, self._run.last_step
+        if mark is None or run.part is not None or not self.args.should_save:
+            return  # no step was begun; or saving was what failed, and the error says what is left
+        kind, newest = type(error).__name__, next(reversed(self.checkpoints.paths()), None)
+        last = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
+        whole = run.between_steps and mark["at_rest"] and self.args.world_size == 1
+        if not whole:
+            warnings.warn(f"after {kind} the state is not saved: {last}", stacklevel=3)
+        elif step and newest != self.checkpoints.path(step):
+            restore_random_state(mark["random"])
+            self._tr_loss, self.current_flos = mark["loss"], mark["flos"]
+            self.state.num_input_tokens_seen = mark["tokens"]
+            self.own_rewind(mark["own"])
+            try:
+                self._save_checkpoint(self.model, None)
+            except Exception as second:
+                warnings.warn(f"after {kind} the state could not be saved: {second}", stacklevel=3)
+                return
+            warnings.warn(
+                f"after {kind} the state is saved in {self.checkpoints.path(step)}; --resume "
+                "(resume_from_checkpoint=True) continues from there",
+                stacklevel=3,
+            )
+
+
+class _Events(TrainerCallback):
+    """Tells a trainer what transformers' loop does."""
+
+    def __init__(self, trainer: ResumableTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer._training_begins()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer._run.between_steps = False
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer._run.epoch_is_over = True
+        self.trainer._run.between_steps = False
+
+
+def find_trainer_checkpoint(resume: Any, checkpoints: Checkpoints) -> Path | None:
+    """As :func:`fastrl.run.checkpoints.find_checkpoint`, but a folder that is named may also be a
+    checkpoint without a manifest, which transformers alone has written."""
+    named = not isinstance(resume, bool) and resume != LATEST
+    if named and _is_foreign(Path(resume)):
+        return Path(resume)
+    return find_checkpoint(resume, checkpoints)
+
+
+def _is_foreign(path: Path) -> bool:
+    return (path / TRAINER_STATE).is_file() and not (path / MANIFEST).exists()
+
+
+def data_checksum(rows: Any) -> str:
+    """The number of examples, and a checksum of some of them; "a stream" where they cannot be
+    counted."""
+    if rows is None or not hasattr(rows, "__len__"):
+        return "a stream"
+    count = len(rows)
+    chosen = [rows[i * count // _SAMPLED_ROWS] for i in range(_SAMPLED_ROWS) if count]
+    text = json.dumps(chosen, default=_as_json, sort_keys=True)
+    return f"{count} examples, {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def _as_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
+
+
+def _check_torch_files(checkpoint: Path) -> None:
+    """Reads the files that transformers writes with torch.save, whose tensors stay on the disk, as
+    it reads them: code in them is not executed.
+
+    Raises:
+        BadCheckpoint: one that holds more than tensors and plain values, or is damaged.
+    """
+    names = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+    for path in (path for name in names for path in sorted(checkpoint.glob(name))):
+        try:
+            with safe_globals():
+                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            first = str(error).partition("\n")[0]
+            raise BadCheckpoint(
+                f"resume: {path} cannot be read as tensors and plain values ({first}); nothing in "
+                "it was executed"
+            ) from error
+
+
+def _shapes(path: Path) -> dict[str, list[int]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise BadCheckpoint(f"resume: {path} is damaged: {error}") from error

@@ -1,0 +1,135 @@
+"""Steps of transformers' Trainer whose loss or gradient is not finite."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from fastrl.run.transformers_checkpoints import ResumableTrainer
+
+ON_NONFINITE = ("skip", "raise")
+MOST_IN_A_ROW = 20  # steps; after so many the weights, not the data, are the cause
+
+
+class FiniteStepsTrainer(ResumableTrainer):
+    """A trainer whose weights no NaN or infinite number reaches.
+
+    An optimizer step whose loss or gradient norm is not finite is left out: weights and optimizer
+    stay, the schedule goes on, the step counts. Logs have the mean loss of the other steps, and
+    ``nonfinite_steps``, how many were left out since the log before. With a gradient scaler (fp16)
+    infinite gradients are its own to treat.
+
+    Transformers alone takes such a step, and logs a loss in which such numbers are left out.
+
+    ``args.on_nonfinite``: "skip", or "raise" (FloatingPointError; the state before the step is
+    saved where checkpoints are).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._steps = _Steps()
+        self._loss_before: Tensor  # sum since the last log, as the step began
+        super().__init__(*args, **kwargs)
+        # Of the loss: it waits for the device in each pass, and hides what is counted here.
+        self.args.logging_nan_inf_filter = False
+        self.add_callback(_StepBegins(self))
+
+    def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
+        super().begin_training(resumed)
+        self._steps = _Steps() if resumed is None else _Steps(**resumed["own"]["steps"])
+
+    def own_state(self) -> dict[str, Any]:
+        return {**super().own_state(), "steps": dataclasses.asdict(self._steps)}
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The gradient's norm; called before each optimizer step."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        scaled, steps = self.accelerator.scaler is not None, self._steps
+        if self._is_finite(self._tr_loss, None if scaled else norm):
+            steps.taken += 1
+            steps.in_a_row = 0
+            return norm
+        number = self.state.global_step + 1
+        what = f"step {number}: the loss or gradient is not finite (gradient norm {float(norm):g})"
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            raise FloatingPointError(f"{what}; DeepSpeed has taken the step")
+        if self.args.on_nonfinite == "raise":
+            raise FloatingPointError(f"{what}: the step was not taken")
+        steps.in_a_row += 1
+        if steps.in_a_row == MOST_IN_A_ROW:
+            raise FloatingPointError(
+                f"{what}, as in the {MOST_IN_A_ROW - 1} steps before it: the model is broken. Load "
+                "a sound one; where training broke it, lower learning_rate"
+            )
+        if not steps.left_out + steps.left_out_before:
+            warnings.warn(
+                f"{what}: the step is left out, as any later ones will be; nonfinite_steps counts "
+                "them. Look for the examples that make it so, lower learning_rate, or compute in "
+                "float32; on_nonfinite='raise' makes it an error",
+                stacklevel=2,
+            )
+        steps.left_out += 1
+        self._tr_loss.copy_(self._loss_before)
+        if not scaled:  # a scaler needs gradients, and leaves the step out itself
+            for parameter in model.parameters():
+                parameter.grad = None  # the optimizer passes over such weights
+        return norm
+
+    def _is_finite(self, loss: Tensor, norm: Any) -> bool:
+        """Whether both are so, on all processes."""
+        if norm is not None:
+            loss = loss + (norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        finite = torch.isfinite(loss).all().float()
+        if self.args.world_size > 1:
+            finite = self.accelerator.reduce(finite, reduction="mean")
+        return bool(finite == 1)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """With means over the steps that were taken."""
+        steps = self._steps
+        if "loss" in logs:
+            if steps.left_out:
+                done = steps.taken + steps.left_out
+                logs["loss"] = logs["loss"] * done / steps.taken if steps.taken else math.nan
+                logs["nonfinite_steps"] = steps.left_out
+            steps.left_out_before += steps.left_out
+            steps.taken = steps.left_out = 0
+        super().log(logs, start_time)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """``train_loss`` is a mean over the steps that were taken, too."""
+        steps = self._steps
+        done = self.state.global_step - getattr(self, "_initial_global_step", 0)
+        taken = done - steps.left_out - steps.left_out_before
+        if done and done != taken:
+            self._total_loss_scalar *= done / taken if taken else math.nan
+            self._tr_loss *= done / taken if taken else math.nan
+        return super()._finalize_training(*args, **kwargs)
+
+
+@dataclass
+class _Steps:
+    """Optimizer steps, counted since the last log."""
+
+    taken: int = 0
+    left_out: int = 0
+    left_out_before: int = 0  # up to the last log
+    in_a_row: int = 0  # left out one after the other
+
+
+class _StepBegins(TrainerCallback):
+    """Keeps the sum of losses before each step."""
+
+    def __init__(self, trainer: FiniteStepsTrainer):
+        self.trainer = trainer
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.trainer._loss_before = self.trainer._tr_loss.clone()

@@ -1,0 +1,80 @@
+"""Every kind of alignment ends, bit for bit, as if it had not been interrupted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastrl.alignment import AlignmentConfig, Trainer, make_loss
+from fastrl.alignment.tasks import find_task
+from tests import tiny_models
+from tests.alignment.conftest import SETTINGS, examples, make_factory, model_of
+from tests.resuming import assert_resumes, with_dropout
+
+pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+ROWS = 10
+# By case: task, loss with its coefficients, settings, and the numbers of checkpoints, from 0. An
+# epoch of ten examples has five batches of two.
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
+    "dpo": ("offline-pairwise", "dpo", {}, {}, (2, 4)),
+    "accumulation": ("offline-pairwise", "dpo", {}, {"gradient_accumulation_steps": 2}, (0, 2)),
+    "an adapter": ("offline-pairwise", "dpo", {}, {"peft_config": tiny_models.lora()}, (2,)),
+    "dropout": (
+        "offline-pairwise",
+        "dpo",
+        {},
+        {"reference": "copy", "disable_dropout": False},
+        (2,),
+    ),
+    "kto": ("offline-pointwise", "kto", {}, {}, (2,)),
+    "a reward model": ("reward-modelling", "bradley-terry", {}, {}, (2,)),
+    "online pairs": ("online-pairwise", "dpo", {}, {"max_steps": 7}, (0, 4)),
+    "ppo": (
+        "reinforcement-learning",
+        "ppo",
+        {"epochs": 2, "mini_batches": 2},
+        {"max_steps": 9, "gradient_accumulation_steps": 2},
+        (1,),
+    ),
+    "an early stop": (
+        "reinforcement-learning",
+        "ppo",
+        {"epochs": 4, "early_stopping": True, "target_kl": 1e-9, "kl_coef": 0.0},
+        {"max_steps": 9},
+        (1,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_alignment_goes_on_from_any_checkpoint(name: str, tmp_path: Path) -> None:
+    task, loss_name, coefficients, settings, steps = CASES[name]
+    settings = {"eval_strategy": "epoch", **settings}
+    peft_config = settings.pop("peft_config", None)
+    kind = find_task(task).data
+
+    def make(folder: Path) -> Trainer:
+        loss = make_loss(loss_name, **coefficients)
+        values = loss.learns == "policy with values"
+        args = {
+            **SETTINGS,
+            "learning_rate": 1e-2,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "logging_steps": 2,
+            **settings,
+        }
+        size = coefficients.get("mini_batches", 1) * 2
+        given = {"batch_size": size, "shuffle": True, "epochs": 2}
+        return Trainer(
+            tiny_models.policy() if values else with_dropout(model_of(loss)),
+            AlignmentConfig(output_dir=str(folder), **args),
+            make_factory(task, examples(kind, ROWS), **given),
+            loss,
+            eval_factory=make_factory(task, examples(kind, 4, seed=1), batch_size=2),
+            peft_config=peft_config,
+        )
+
+    assert_resumes(make, tmp_path, steps)

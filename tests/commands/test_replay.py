@@ -1,0 +1,158 @@
+"""``fastrl replay``: the trainer of a run is made again from ``run.json``."""
+
+import json
+import shutil
+from dataclasses import fields
+
+import pyarrow as pa
+import pytest
+import torch
+
+from fastrl import cli
+from fastrl.commands.ppo import GRPOFlags, PPOFlags
+from fastrl.commands.replay import read_job, unflattened
+from fastrl.run.folder import RunFolder
+from fastrl.run.ledger import Ledger, read_facts, read_ledger
+from tests import tiny_models
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
+    pytest.mark.filterwarnings("ignore:the KL estimate is negative"),
+    pytest.mark.filterwarnings(tiny_models.PEFT_WARNING),
+]
+
+
+def train(world, output, command="ppo", /, **flags):
+    settings = {
+        "model": world / "lm",
+        "dataset": world / "reviews.jsonl",
+        "reward": f"{world / 'rewards.py'}:length",
+        "output": output,
+        "prompt-words": 5,
+        "max-new-tokens": 6,
+        "steps": 3,
+        "save-every": 2,
+        "batch-size": 8,
+        "mini-batch-size": 4,
+        "eval-prompts": 10,
+        "learning-rate": "1e-2",
+        **flags,
+    }
+    words = (word for key, value in settings.items() for word in (f"--{key}", str(value)))
+    assert cli.main([command, *words]) == 0
+
+
+@pytest.fixture(scope="module")
+def run(world, tmp_path_factory):
+    """A run of PPO with a new adapter and value head, whose reward function has gone since."""
+    output = tmp_path_factory.mktemp("runs") / "run"
+    rewards = world / "others.py"
+    shutil.copy(world / "rewards.py", rewards)
+    # What is drawn as it is loaded must not matter.
+    rewards.write_text("import torch\ntorch.rand(3)\n" + rewards.read_text())
+    accelerate = json.dumps({"mixed_precision": "no"})
+    train(world, output, **{"reward": f"{rewards}:length", "lora-r": 2},
+          **{"accelerator-kwargs": accelerate})  # fmt: skip
+    rewards.unlink()
+    return output
+
+
+def replay(capsys, *arguments):
+    torch.manual_seed(99)
+    status = cli.main(["replay", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_sample_is_drawn_again_from_the_beginning_and_from_a_checkpoint(capsys, run, step):
+    status, out, _ = replay(capsys, run, "--step", step, "--sample", 5)
+    source = "checkpoint-2: 0 updates" if step == 3 else f"the run's beginning: {step - 1} updates"
+    assert f"step {step}, from {source}" in out
+    (row,) = (
+        row for row in read_ledger(run / "ledger", None, step, step).to_pylist()
+        if row["sample"] == 5
+    )  # fmt: skip
+    shown = {line.split(None, 1)[0]: line.split(None, 1)[1].strip()
+             for line in out.splitlines() if len(line.split(None, 1)) == 2}  # fmt: skip
+    assert shown["seed"] == str(row["seed"])
+    count = len(row["completion_ids"])
+    assert f"sample 5: identical, {count} tokens with their log-probs and values" in out
+    assert status == 0
+
+
+def test_all_samples_of_a_step_of_grpo_are_compared(capsys, world, tmp_path):
+    train(world, tmp_path / "run", "grpo", **{"group-size": 4, "eval-prompts": 0})
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    status, out, _ = replay(capsys, tmp_path / "run", "--step", 3)
+    assert (status, out.splitlines()[-1]) == (0, "8 of 8 samples are identical")
+
+
+def test_a_sample_that_differs_is_an_exit_status_of_one(capsys, run, tmp_path):
+    other = tmp_path / "run"
+    shutil.copytree(run, other)
+    ledger = other / "ledger"
+    (facts,), table = read_facts(ledger, 3, 3), read_ledger(ledger, None, 3)
+    logprobs = table["logprobs"].to_pylist()
+    logprobs[5] = [x - 0.5 for x in logprobs[5]]
+    where = table.column_names.index("logprobs")
+    table = table.set_column(where, "logprobs", pa.array(logprobs, pa.list_(pa.float32())))
+    Ledger(ledger)._write(3, 3, table, facts)
+    status, out, _ = replay(capsys, other, "--step", 3, "--sample", 5)
+    assert status == 1
+    assert "sample 5 DIFFERS:" in out
+    assert "logprobs: up to 5.0e-01 apart, in 6 of 6 tokens" in out
+    assert replay(capsys, other, "--step", 3, "--sample", 4)[0] == 0
+    status, out, _ = replay(capsys, other, "--step", 3)
+    assert status == 1
+    assert "7 of 8 samples are identical" in out
+
+
+def test_the_settings_of_a_run_are_read_as_they_were_given(run):
+    job, flags = read_job(RunFolder.open(run))
+    assert (job.lora_r, job.max_new_tokens, job.prompt_words) == (2, 6, 5)
+    assert (flags.batch_size, flags.learning_rate) == (8, 1e-2)
+    assert flags.accelerator_kwargs == {"mixed_precision": "no"}
+    for kind in (PPOFlags, GRPOFlags):
+        given = kind(tracker_kwargs={"wandb": {"entity": "me", "tags": ["a"]}}, batch_size=8)
+        read = unflattened(json.loads(json.dumps(given.to_dict())))
+        assert (
+            kind(**{f.name: read[f.name] for f in fields(kind) if f.init and f.name in read})
+            == given
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"command": "train"}, "is not a run of fastrl ppo or grpo"),
+        ({"settings": {"later": 1}}, "that this version of fastrl does not know (later)"),
+        ({"job": None}, "(None)"),
+    ],
+)
+def test_a_run_that_cannot_be_made_again_is_refused(capsys, run, tmp_path, change, message):
+    other = tmp_path / "run"
+    shutil.copytree(run / "ledger", other / "ledger")
+    recorded = json.loads((run / "run.json").read_text())
+    if change.get("job", 1) is None:
+        recorded["job"]["model"], message = str(tmp_path / "none"), str(tmp_path / "none")
+        change = {}
+    (other / "metrics.jsonl").touch()
+    (other / "run.json").write_text(json.dumps({**recorded, **change}))
+    status, _, err = replay(capsys, other, "--step", 2)
+    assert status == 2
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "4"], "does not have step 4: it has the steps 1 to 3"),
+        (["--step", "1", "--sample", "8"], "--sample 8: step 1 has no such sample"),
+        ([], "the following arguments are required: --step"),
+    ],
+)
+def test_what_is_not_there_is_named(capsys, run, arguments, message):
+    status, _, err = replay(capsys, run, *arguments)
+    assert status == 2
+    assert message in err

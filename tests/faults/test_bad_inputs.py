@@ -1,0 +1,296 @@
+"""Bad input: an error of one exact type that names what is wrong; nothing has changed by then."""
+
+import math
+
+import pytest
+import torch
+
+import fastrl
+from fastrl import PPOConfig, PPOTrainer, RolloutEngine, SamplingParams, cli
+from fastrl.alignment import make_loss
+from fastrl.rewards.weighted import Rewards
+from fastrl.run.checkpoints import BadCheckpoint, Checkpoints
+from fastrl.run.folder import RunFolder
+from fastrl.run.lock import FolderInUse
+from tests import tiny_models
+from tests.bits import bits, differing
+from tests.golden import tiny
+
+NAN = math.nan
+PROMPTS = ["w3 w4", "w5 w6", "w7 w8", "w9"]
+IDS = [torch.tensor([3, 4]), torch.tensor([5])]
+
+
+def zero(completions, **_):
+    return [0.0] * len(completions)
+
+
+def hangs(completions, **_):
+    import time
+
+    time.sleep(1)
+
+
+def fails(completions, **_):
+    raise LookupError("the judge is gone")
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    config = PPOConfig(batch_size=2, ppo_epochs=1, on_nonfinite="raise")
+    return PPOTrainer(config, tiny_models.policy(), None, tiny.tokenizer())
+
+
+# Calls of the public API, with the type of the error and a part of its message.
+CONFIGS = [
+    ({"batch_size": 0}, "batch_size must be positive, got 0"),
+    ({"batch_size": 6, "mini_batch_size": 4}, r"batch_size \(6\) must be a multiple"),
+    ({"mini_batch_size": -1}, "mini_batch_size must be positive"),
+    ({"ppo_epochs": 0}, "ppo_epochs must be positive"),
+    ({"learning_rate": -1.0}, "learning_rate must be 0 or more"),
+    ({"learning_rate": math.inf}, "learning_rate must be 0 or more and finite"),
+    ({"temperature": 0.0}, "temperature must be positive"),
+    ({"gamma": 1.1}, r"gamma must lie in \[0, 1\]"),
+    ({"lam": -0.1}, r"lam must lie in \[0, 1\]"),
+    ({"cliprange": NAN}, "cliprange must be 0 or more"),
+    ({"vf_coef": -1}, "vf_coef must be 0 or more"),
+    ({"kl_penalty": "k9"}, "kl_penalty"),
+    ({"advantage": "best"}, "advantage"),
+    ({"advantage": "grpo", "group_size": 1}, "group_size"),
+    ({"group_size": 3, "batch_size": 4, "advantage": "grpo"}, "group_size"),
+    ({"reference": "mirror"}, "reference"),
+    ({"on_nonfinite": "hide"}, "on_nonfinite"),
+    ({"rollout_backend": "vllm"}, "rollout_backend"),
+    ({"old_logprobs": "never"}, "old_logprobs"),
+    ({"max_kl": -1.0}, "max_kl must be positive"),
+    ({"max_ratio": -1.0}, "max_ratio must be positive or None"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm must be positive or None"),
+    ({"tracker_kwargs": "{"}, "tracker_kwargs"),
+]
+SAMPLING = [
+    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    ({"max_new_tokens": [3, 0]}, r"max_new_tokens\[1\] must be at least 1"),
+    ({"temperature": -1.0}, "temperature must be at least 0"),
+    ({"top_k": -1}, "top_k must be at least 0"),
+    ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
+    ({"min_p": 1.0}, r"min_p must lie in \[0, 1\)"),
+    ({"n": 0}, "n must be at least 1"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
+    ({"stop": "END"}, "stop must be a list of token sequences"),
+    ({"stop": [[]]}, "stop holds an empty sequence"),
+]
+TRAIN = [
+    ({"steps": 0}, ValueError, "steps must be at least 1, got 0"),
+    ({"prompts": None}, ValueError, "nothing to train on: pass prompts or dataset"),
+    ({"prompts": "w3 w4"}, ValueError, "prompts must be a list of texts"),
+    ({"prompts": ["w3"]}, ValueError, r"1 prompts are fewer than batch_size=2"),
+    ({"prompts": ["w3", ""]}, ValueError, r"prompts\[1\] is empty"),
+    ({"prompts": ["w3 " * 60, "w3"]}, ValueError, r"prompts\[0\] has 60 tokens"),
+    ({"dataset": [1]}, ValueError, "pass prompts or dataset, not both"),
+    ({"long_prompts": "cut"}, ValueError, "unknown long_prompts 'cut'"),
+    ({"generation_kwargs": {"temperature": 2.0}}, ValueError, "temperature"),
+    ({"generation_kwargs": {"max_new_tokens": 0}}, ValueError, "max_new_tokens"),
+    ({"reward_fn": 3}, TypeError, "reward_fn"),
+    ({"reward_fn": []}, ValueError, "reward_fn"),
+    ({"reward_fn": lambda **_: [0.0]}, ValueError, "1 rewards for 2 completions"),
+    ({"reward_fn": lambda **_: "good"}, ValueError, "it must return a list"),
+    ({"reward_fn": lambda **_: [0.0, NAN]}, ValueError, r"returned nan for completion 1"),
+    ({"reward_fn": hangs, "reward_timeout": 0.05}, TimeoutError, "hangs.* reward_timeout"),
+    ({"reward_fn": fails}, LookupError, "the judge is gone"),
+    ({"reward_weights": [1.0, 2.0]}, ValueError, "reward_weights"),
+    ({"reward_timeout": 0}, ValueError, "reward_timeout"),
+    ({"reward_retries": -1}, ValueError, "reward_retries"),
+    ({"reward_batch_size": 0}, ValueError, "reward_batch_size"),
+    ({"resume": True}, ValueError, "resume needs a folder: pass output"),
+    ({"overwrite": True}, ValueError, "overwrite needs a folder: pass output"),
+    ({"save_every": -1, "output": "new"}, ValueError, "save_every must be 0 or more"),
+    ({"keep_last": -1, "output": "new"}, ValueError, "keep_last must be 0 or more"),
+    ({"output": "strangers"}, ValueError, "not a run's .precious"),
+    ({"output": "afile"}, ValueError, "afile is a file, name a folder"),
+    ({"output": ""}, ValueError, "output is empty: name a folder"),
+    ({"output": "locked"}, FolderInUse, r"being written by another run \(process"),
+    ({"output": "new", "resume": "nowhere"}, FileNotFoundError, "there is no folder nowhere"),
+    ({"output": "damaged", "resume": True}, BadCheckpoint, "no checkpoint in .* is whole"),
+    ({"output": "run"}, ValueError, "holds a run already"),
+]
+STEP = [
+    ({"queries": IDS[:1]}, "queries has 1"),
+    ({"responses": [IDS[0], torch.tensor([5, 999])]}, r"responses\[1\] holds token id 999"),
+    ({"responses": [IDS[0], torch.ones(2)]}, r"responses\[1\] must hold integer"),
+    ({"scores": [torch.tensor(1.0)]}, "scores has 1"),
+    ({"scores": [torch.tensor(1.0), torch.tensor(NAN)]}, r"scores\[1\] is nan"),
+    ({"weights": [1.0, -1.0]}, "weights"),
+    ({"response_masks": [torch.ones(9), torch.ones(1)]}, r"response_masks\[0\] has shape"),
+]
+OTHERS = {
+    "a loss that is not known": (lambda: make_loss("dpa"), ValueError, "dpa"),
+    "a loss's coefficient": (lambda: make_loss("dpo", beta=-1.0), ValueError, "beta"),
+    "a loss's name of one": (lambda: make_loss("dpo", gamma=1.0), ValueError, "gamma"),
+    "no reward function": (lambda: Rewards([]), ValueError, "reward_fn"),
+    "a rollout of no slots": (
+        lambda: RolloutEngine(tiny_models.policy(), tiny.tokenizer(), 0),
+        ValueError,
+        "max_slots must be at least 1",
+    ),
+    "a policy that is none": (
+        lambda: PPOTrainer(PPOConfig(), torch.nn.Linear(2, 2), None, tiny.tokenizer()),
+        TypeError,
+        "model must be an AutoModelForCausalLMWithValueHead",
+    ),
+    "no tokenizer": (
+        lambda: PPOTrainer(PPOConfig(), tiny_models.policy()),
+        TypeError,
+        "tokenizer must be a Hugging Face tokenizer, got NoneType",
+    ),
+    "an optimizer in the schedule's place": (
+        lambda: PPOTrainer(
+            PPOConfig(), tiny_models.policy(), None, tiny.tokenizer(), lr_scheduler=3
+        ),
+        TypeError,
+        "lr_scheduler must be a torch LRScheduler",
+    ),
+    "shared layers that are not there": (
+        lambda: fastrl.create_reference_model(tiny_models.policy(), num_shared_layers=9),
+        ValueError,
+        "num_shared_layers must lie between",
+    ),
+    "the folder of no run": (
+        lambda: RunFolder.open("nowhere"),
+        FileNotFoundError,
+        "nowhere holds no run",
+    ),
+}
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").write_text("")
+    (tmp_path / "strangers").mkdir()
+    (tmp_path / "strangers" / "precious").write_text("weights")
+    for name in ("run", "damaged"):
+        folder = RunFolder(name)
+        folder.begin()
+        with Checkpoints(folder.checkpoints).new(1) as part:
+            (part / "state.json").write_text("{}")
+    (tmp_path / "damaged" / "checkpoints" / "checkpoint-1" / "state.json").write_text("[]")
+    locked = RunFolder("locked")
+    with locked.claim():
+        yield tmp_path
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize(("settings", "said"), CONFIGS)
+def test_a_configuration_is_refused(settings, said):
+    with pytest.raises(ValueError, match=said) as error:
+        PPOConfig(**settings)
+    assert error.type is ValueError
+
+
+@pytest.mark.parametrize(("settings", "said"), SAMPLING)
+def test_sampling_parameters_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said) as error:
+        SamplingParams(**settings)
+    assert error.type is ValueError
+
+
+@pytest.mark.filterwarnings("ignore:damaged")
+@pytest.mark.parametrize(("arguments", "kind", "said"), TRAIN)
+def test_a_run_is_refused(arguments, kind, said, trainer, folders):
+    before, files = bits(trainer), content(folders)
+    settings = {
+        "reward_fn": zero,
+        "prompts": PROMPTS,
+        "steps": 1,
+        "generation_kwargs": {"max_new_tokens": 2},
+        "progress": False,
+        **arguments,
+    }
+    with pytest.raises(kind, match=said) as error:
+        trainer.train(settings.pop("reward_fn"), **settings)
+    assert error.type is kind
+    after = bits(trainer)
+    if callable(arguments.get("reward_fn")):  # its completions were drawn by then
+        drawn = ("/random", "/rollouts", "/prompts")
+        before, after = (
+            {k: v for k, v in x.items() if not k.startswith(drawn)} for x in (before, after)
+        )
+    assert differing(before, after) == []
+    assert content(folders) == files
+
+
+@pytest.mark.parametrize(("arguments", "said"), STEP)
+def test_a_step_is_refused(arguments, said, trainer):
+    before = bits(trainer)
+    scores = [torch.tensor(0.5), torch.tensor(1.0)]
+    with pytest.raises(ValueError, match=said) as error:
+        trainer.step(**{"queries": IDS, "responses": IDS, "scores": scores, **arguments})
+    assert error.type is ValueError
+    assert differing(before, bits(trainer)) == []
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_call_is_refused(name):
+    call, kind, said = OTHERS[name]
+    with pytest.raises(kind, match=said) as error:
+        call()
+    assert error.type is kind
+
+
+COMMANDS = [
+    ("ppo", {"steps": 0}, "steps must be"),
+    ("ppo", {"steps": "many"}, "argument --steps"),
+    ("ppo", {"stepz": 3}, "--stepz"),
+    ("ppo", {"max-new-tokens": 0}, "max_new_tokens must be positive"),
+    ("ppo", {"top-p": 2.0}, r"top_p must lie in (0, 1]"),
+    ("ppo", {"lora-dropout": 0.1}, "lora_dropout must be 0"),
+    ("ppo", {"dtype": "int4"}, "unknown dtype 'int4'"),
+    ("ppo", {"seed": -1}, "seed must lie between"),
+    ("ppo", {"model": "nowhere"}, "nowhere"),
+    ("ppo", {"dataset": "nowhere.jsonl"}, "nowhere.jsonl"),
+    ("ppo", {"reward": "rewards.py:none"}, "'none'"),
+    ("ppo", {"reward": "rewards.py"}, "name the reward function"),
+    ("ppo", {"reward-timeout": -1}, "reward_timeout"),
+    ("ppo", {"log-with": "paper"}, "log_with='paper'"),
+    ("ppo", {"save-every": -1}, "save_every must be 0 or more"),
+    ("ppo", {"resume": "nowhere"}, "there is no folder nowhere"),
+    ("ppo", {"output": "strangers"}, "holds files that are not a run's"),
+    ("ppo", {"output": "run"}, "holds a run already (checkpoint-1)"),
+    ("ppo", {"output": "run", "resume": "latest", "overwrite": "true"}, "exclude each other"),
+    ("ppo", {"output": "locked"}, "is being written by another run"),
+    ("ppo", {"output": "damaged", "resume": "latest"}, "no checkpoint in"),
+    ("grpo", {"group-size": 1}, "group_size"),
+    ("grpo", {"batch-size": 6, "group-size": 4}, "group_size"),
+]
+
+
+@pytest.fixture
+def given(world, folders):
+    for name in ("lm", "reviews.jsonl", "rewards.py"):
+        (folders / name).symlink_to(world / name)
+    return folders
+
+
+@pytest.mark.filterwarnings("ignore:damaged")
+@pytest.mark.parametrize(("command", "flags", "said"), COMMANDS)
+def test_a_command_is_refused(command, flags, said, given, capsys):
+    files = content(given)
+    settings = {
+        "model": "lm",
+        "dataset": "reviews.jsonl",
+        "reward": "rewards.py:length",
+        "prompt-words": 5,
+        "output": "new",
+        "steps": 1,
+        "batch-size": 8,
+        **flags,
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    assert cli.main([command, *words]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("fastrl: error: ")
+    assert said in last
+    assert content(given) == files

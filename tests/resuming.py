@@ -1,0 +1,84 @@
+"""Runs of transformers' trainers that are cut and resumed, beside one that is not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.weights import assert_same_weights
+
+TIMES = ("runtime", "per_second", "time/", "perf/")
+Make = Callable[[Path], Any]
+
+
+def untimed(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Rows of metrics as texts, without what no two runs have in common."""
+    return [
+        json.dumps(
+            {k: v for k, v in row.items() if not any(time in k for time in TIMES)}, sort_keys=True
+        )
+        for row in rows
+    ]
+
+
+def straight(make: Make, folder: Path) -> Any:
+    """A trainer that has evaluated and trained, with all of its checkpoints."""
+    seed(0)
+    trainer = make(folder)
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()
+    trainer.train()
+    return trainer
+
+
+def resumed(make: Make, folder: Path, resume: Any) -> Any:
+    """One that goes on, with other states of the generators."""
+    seed(0)
+    trainer = make(folder)
+    seed(123)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def assert_same_run(found: Any, expected: Any) -> None:
+    """Bit for bit: weights, and everything that was logged but times."""
+    assert found.state.global_step == expected.state.global_step
+    assert_same_weights(found.model, expected.model)
+    pairs = itertools.zip_longest(
+        untimed(found.state.log_history), untimed(expected.state.log_history)
+    )
+    for row, other in pairs:
+        assert row == other
+
+
+def assert_resumes(make: Make, folder: Path, which: Iterable[int]) -> Any:
+    """Whatever checkpoint it resumes from, a run ends as the straight one.
+
+    Args:
+        which: numbers of checkpoints, from 0.
+    """
+    whole = straight(make, folder / "straight")
+    paths = whole.checkpoints.paths()
+    for number in which:
+        assert_same_run(resumed(make, folder / f"from-{number}", paths[number]), whole)
+    return whole
+
+
+def with_dropout(model: nn.Module) -> nn.Module:
+    """So that each step draws random numbers."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    return model
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    torch.manual_seed(number)

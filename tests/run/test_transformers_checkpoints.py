@@ -1,0 +1,408 @@
+"""Checkpoints of trainers on transformers' Trainer: whole or not there, checked, saved when a run
+fails or is stopped; no code in them is executed."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import pickle
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from transformers import TrainerCallback, TrainingArguments
+
+from fastrl import SFTConfig, SFTTrainer
+from fastrl.run import transformers_checkpoints
+from fastrl.run.checkpoints import BadCheckpoint, verify, write_manifest
+from fastrl.run.stopping import Stopped, stop_at_a_steps_end
+from tests import tiny_models
+from tests.golden import tiny
+from tests.resuming import assert_same_run, resumed, straight, untimed, with_dropout
+from tests.trainers.conftest import SETTINGS, texts, weights
+
+Make = Callable[..., SFTTrainer]
+
+
+def make(folder: Path, model: Any = None, data: Any = None, **settings: Any) -> SFTTrainer:
+    """Of five steps, two of which make an epoch; a checkpoint after each."""
+    given = {
+        k: settings.pop(k) for k in ("callbacks", "peft_config", "optimizers") if k in settings
+    }
+    tokenizer = settings.pop("processing_class", None) or tiny.tokenizer()
+    args = {
+        **SETTINGS,
+        "max_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "logging_steps": 2,
+        "eval_strategy": "epoch",
+        **settings,
+    }
+    return SFTTrainer(
+        with_dropout(tiny_models.language_model()) if model is None else model,
+        SFTConfig(output_dir=str(folder), **args),
+        train_dataset=texts(8) if data is None else data,
+        eval_dataset=texts(4, seed=1),
+        processing_class=tokenizer,
+        **given,
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class At(TrainerCallback):
+    """Does something as a step ends or begins."""
+
+    def __init__(self, event: str, step: int, act: Callable[[], None]):
+        def do(args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == step:
+                act()
+
+        setattr(self, event, do)
+
+
+def failing(*_: Any, **__: Any) -> None:
+    raise RuntimeError("the machine is tired")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> SFTTrainer:
+    return straight(make, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def copied(whole: SFTTrainer, tmp_path: Path) -> Path:
+    """The whole run's checkpoints, to be damaged."""
+    return Path(shutil.copytree(str(whole.args.output_dir), tmp_path / "copy"))
+
+
+def assert_refused(
+    trainer: Any, resume: Any, said: str, error: type[Exception] = BadCheckpoint
+) -> None:
+    """With an error, and nothing else happens."""
+    before, folder = weights(trainer.model), Path(trainer.args.output_dir)
+    files = names(folder) if folder.is_dir() else None
+    with pytest.raises(error, match=said):
+        trainer.train(resume_from_checkpoint=resume)
+    assert all(torch.equal(x, before[name]) for name, x in weights(trainer.model).items())
+    assert (names(folder) if folder.is_dir() else None) == files
+
+
+# Which checkpoint is taken.
+
+
+def test_a_checkpoint_is_whole_and_says_what_wrote_it(whole: SFTTrainer) -> None:
+    paths = whole.checkpoints.paths()
+    assert [path.name for path in paths] == [f"checkpoint-{i}" for i in range(1, 6)]
+    files = verify(paths[-1])["files"]
+    assert {"model.safetensors", "optimizer.pt", "trainer_state.json"} <= set(files)
+    assert "process-0/state.json" in files
+    assert names(Path(whole.args.output_dir)) == [path.name for path in paths]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "process-0/state.json"])
+def test_a_damaged_one_is_named_and_the_one_before_it_taken(
+    name: str, whole: SFTTrainer, copied: Path
+) -> None:
+    file = copied / "checkpoint-5" / name
+    file.write_bytes(file.read_bytes()[:-1])
+    (copied / "checkpoint-4" / name).unlink()
+    said = rf"checkpoint-5/{name} is damaged"
+    assert_refused(make(copied), copied / "checkpoint-5", said)
+    with (
+        pytest.warns(UserWarning, match=rf"{said}.*: it is not used"),
+        pytest.warns(UserWarning, match=rf"checkpoint-4/{name} is missing: it is not used"),
+        pytest.warns(UserWarning, match=r"later than .*checkpoint-3: they are now in .*copy\.sup"),
+    ):
+        again = resumed(make, copied, True)
+    assert_same_run(again, whole)
+    assert names(Path(f"{copied}.superseded-1")) == ["checkpoint-4", "checkpoint-5"]
+    assert names(copied) == [f"checkpoint-{i}" for i in range(1, 6)]
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run")
+    assert_refused(trainer, True, "there is no checkpoint in .*run", FileNotFoundError)
+    assert_refused(trainer, tmp_path / "gone", "there is no folder .*gone", FileNotFoundError)
+
+
+def test_checkpoints_of_an_earlier_run_do_not_mix_with_new_ones(copied: Path) -> None:
+    trainer = make(copied, max_steps=1)
+    with pytest.warns(UserWarning, match=r"holds checkpoints of an earlier run: they are now in"):
+        trainer.train()
+    assert names(copied) == ["checkpoint-1"]
+    assert len(names(Path(f"{copied}.superseded-1"))) == 5
+
+
+def test_one_that_transformers_wrote_is_taken_with_a_warning(
+    whole: SFTTrainer, copied: Path, tmp_path: Path
+) -> None:
+    path = copied / "checkpoint-4"
+    (path / "manifest.json").unlink()
+    shutil.rmtree(path / "process-0")
+    with pytest.warns(UserWarning, match=r"checkpoint-4 has no manifest\.json.*not verified"):
+        (again := make(tmp_path / "again")).train(resume_from_checkpoint=path)
+    assert all(
+        torch.equal(x, weights(whole.model)[name]) for name, x in weights(again.model).items()
+    )
+    other = make(tmp_path / "other", tiny_models.language_model(n_embd=32))
+    assert_refused(other, path, "is of another model, whose transformer")
+
+
+# What does not fit.
+
+
+def tokenizer_with_another_token() -> Any:
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    return tokenizer
+
+
+@pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data": texts(9)}, r"whose data differs \(8 examples.*, here 9 examples.*resume with th"),
+        ({"data": texts(8, seed=7)}, r"whose data differs .*8 examples.*, here 8 examples"),
+        ({"max_length": 3}, "whose data differs"),
+        ({"processing_class": tokenizer_with_another_token()}, "whose tokenizer differs: resume"),
+        ({"optim": "sgd"}, "whose optimizer differs .*, here sgd"),
+        ({"family": "gpt_neox"}, r"whose model differs \(GPT2LMHeadModel, here GPTNeoX"),
+        ({"vocab_size": 120}, r"whose vocabulary differs \(97, here 120\)"),
+        ({"n_embd": 32}, r"whose transformer\.wte\.weight is float32 \[\d+, 16\], here .*, 32\]"),
+        ({"frozen": True}, "whose frozen weights differs: make the trainer"),
+        ({"peft_config": tiny_models.lora()}, "whose model differs"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    changes: dict[str, Any], said: str, whole: SFTTrainer, tmp_path: Path
+) -> None:
+    shape = {k: changes[k] for k in ("family", "vocab_size", "n_embd") if k in changes}
+    model = tiny_models.language_model(**shape)
+    if "frozen" in changes:
+        model.transformer.wpe.weight.requires_grad_(False)
+    others = {k: v for k, v in changes.items() if k not in (*shape, "frozen")}
+    trainer = make(tmp_path / "run", model, **others)
+    assert_refused(trainer, whole.checkpoints.path(3), said)
+
+
+def test_other_settings_are_told_of(whole: SFTTrainer, tmp_path: Path) -> None:
+    changed = {"learning_rate": 5e-4, "max_steps": 6, "eval_strategy": "no"}
+    trainer = make(tmp_path / "run", **changed)
+    with pytest.warns(UserWarning, match=r"learning_rate: 0\.001 → 0\.0005") as caught:
+        trainer.train(resume_from_checkpoint=whole.checkpoints.path(5))
+    (said,) = (str(w.message) for w in caught)
+    assert "max_steps: 5 → 6" in said
+    assert "learning_rate of the optimizer stay the checkpoint's" in said
+    assert "eval" not in said
+    assert trainer.state.global_step == 6
+
+
+def test_a_run_that_had_ended_takes_no_further_step(whole: SFTTrainer, tmp_path: Path) -> None:
+    """Its last step is not the last of an epoch: transformers alone would take one more."""
+    assert_same_run(resumed(make, tmp_path / "run", whole.checkpoints.path(5)), whole)
+
+
+# Code in a checkpoint.
+
+
+class Canary:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "adapter.pkl"]
+)
+@pytest.mark.parametrize("manifest", ["kept", "made anew", "none"])
+def test_no_pickle_is_executed(name: str, manifest: str, copied: Path, tmp_path: Path) -> None:
+    path, sang = copied / "checkpoint-4", tmp_path / "sang"
+    for pickled in (True, False):
+        if pickled:
+            (path / name).write_bytes(pickle.dumps(Canary(sang)))
+        else:
+            torch.save({"state": Canary(sang)}, path / name)
+        (path / "manifest.json").unlink(missing_ok=True)
+        if manifest == "made anew":
+            write_manifest(path, 4)
+        trainer = make(tmp_path / f"run {pickled}")
+        if name in ("training_args.bin", "adapter.pkl"):
+            if manifest == "made anew":
+                trainer.train(resume_from_checkpoint=path)
+        elif manifest != "kept":
+            assert_refused(trainer, path, f"{name} cannot be read .*nothing in it was executed")
+        assert not sang.exists()
+
+
+def test_a_pickle_that_is_not_in_the_manifest_is_not_opened(copied: Path, tmp_path: Path) -> None:
+    path, sang = copied / "checkpoint-4", tmp_path / "sang"
+    for name in ("pytorch_model.bin", "adapter_model.bin", "scaler.pt.bak"):
+        torch.save({"state": Canary(sang)}, path / name)
+    make(tmp_path / "run").train(resume_from_checkpoint=path)
+    optimizer = path / "optimizer.pt"
+    torch.save({"state": Canary(sang)}, optimizer)
+    assert_refused(make(tmp_path / "other"), path, "optimizer.pt is damaged")
+    assert not sang.exists()
+
+
+# How many are kept.
+
+
+def test_older_ones_go_but_not_the_best(tmp_path: Path) -> None:
+    trainer = make(
+        tmp_path / "run",
+        save_total_limit=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_loss",
+        greater_is_better=True,  # as if: the loss falls
+    )
+    trainer.train()
+    best = trainer.state.best_global_step
+    assert best < 4
+    assert trainer.state.best_model_checkpoint == str(trainer.checkpoints.path(best))
+    assert names(tmp_path / "run") == [f"checkpoint-{best}", "checkpoint-5"]
+    state = json.loads((tmp_path / "run" / "checkpoint-5" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(trainer.checkpoints.path(best))
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left")]
+)
+def test_a_full_disk_leaves_the_last_good_one(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, save = make(tmp_path / "run"), transformers_checkpoints.save_tree
+
+    def full(tree: Any, folder: Path) -> None:
+        if trainer.state.global_step == 3:
+            raise error
+        save(tree, folder)
+
+    monkeypatch.setattr(transformers_checkpoints, "save_tree", full)
+    said = r"checkpoint-3 could not be saved .*No space.*; the last good checkpoint is checkpoint-2"
+    with pytest.raises(OSError, match=said):
+        trainer.train()
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
+    assert [verify(path)["step"] for path in trainer.checkpoints.paths()] == [1, 2]
+
+
+# Runs that fail or are stopped.
+
+
+def break_a_forward(trainer: SFTTrainer, step: int) -> None:
+    """Makes the step after ``step`` fail, in its second forward pass."""
+    loss, passes = trainer.compute_loss, itertools.count(1)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        found = loss(*args, **kwargs)
+        if trainer.state.global_step == step and trainer.model.training and next(passes) == 2:
+            failing()
+        return found
+
+    trainer.compute_loss = late  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_after_an_exception_in_a_step_the_state_before_it_is_saved(
+    step: int, tmp_path: Path
+) -> None:
+    def often(folder: Path) -> SFTTrainer:
+        parts = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        return make(folder, save_steps=10, **parts)
+
+    trainer = often(tmp_path / "run")
+    break_a_forward(trainer, step)
+    trainer.evaluate()
+    with (
+        pytest.warns(UserWarning, match=rf"after RuntimeError the state is saved in .*-{step}; --"),
+        pytest.raises(RuntimeError, match="tired"),
+    ):
+        trainer.train()
+    assert names(tmp_path / "run") == [f"checkpoint-{step}"]
+    again = resumed(often, tmp_path / "run", True)
+    assert_same_run(again, straight(often, tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("event", ["on_optimizer_step", "on_step_end", "on_evaluate"])
+def test_a_state_whose_weights_are_ahead_is_not_saved(event: str, tmp_path: Path) -> None:
+    """An exception behind the optimizer step: what else the step does is not done."""
+    number = {"on_optimizer_step": 3, "on_step_end": 4, "on_evaluate": 4}[event]
+    trainer = make(tmp_path / "run", save_steps=2, callbacks=[At(event, number, failing)])
+    with (
+        pytest.warns(UserWarning, match="the state is not saved: the last checkpoint is .*-2"),
+        pytest.raises(RuntimeError, match="tired"),
+    ):
+        trainer.train()
+    assert names(tmp_path / "run") == ["checkpoint-2"]
+
+
+def test_a_run_that_saves_nothing_saves_nothing_when_it_fails(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run", save_strategy="no", gradient_accumulation_steps=2)
+    break_a_forward(trainer, 2)
+    with pytest.raises(RuntimeError, match="tired"):
+        trainer.train()
+    assert not names(tmp_path / "run")
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_signal_stops_a_run_at_a_steps_end(step: int, tmp_path: Path) -> None:
+    """At an epoch's end (step 4) behind its evaluation, which the resumed run does not repeat."""
+
+    def rarely(folder: Path, **more: Any) -> SFTTrainer:
+        return make(folder, save_steps=10, **more)
+
+    callback = At("on_step_begin", step - 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    trainer = rarely(tmp_path / "run", callbacks=[callback])
+    trainer.evaluate()
+    with (
+        stop_at_a_steps_end(),
+        pytest.raises(
+            Stopped, match=rf"stopped after step {step}; saved: .*-{step}; --resume"
+        ) as e,
+    ):
+        trainer.train()
+    assert e.value.status == 143
+    assert names(tmp_path / "run") == [f"checkpoint-{step}"]
+    assert_same_run(resumed(rarely, tmp_path / "run", True), straight(rarely, tmp_path / "whole"))
+
+
+def test_what_is_kept_is_there_again(tmp_path: Path) -> None:
+    trainer = make(tmp_path / "run", max_steps=1)
+    trainer.kept["before"] = {"loss": 0.1 + 0.2}
+    trainer.train()
+    again = make(tmp_path / "again", max_steps=1)
+    again.train(resume_from_checkpoint=tmp_path / "run" / "checkpoint-1")
+    assert again.kept == {"before": {"loss": 0.1 + 0.2}}
+
+
+def test_transformers_own_arguments_do(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        str(tmp_path / "run"), **{**SETTINGS, "report_to": "none"}, save_steps=1
+    )
+    args.save_strategy = SFTConfig(str(tmp_path), save_strategy="steps").save_strategy
+    trainer = SFTTrainer(
+        tiny_models.language_model(),
+        args,
+        train_dataset=texts(4),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    assert untimed(trainer.state.log_history)
+    assert names(tmp_path / "run") == ["checkpoint-1"]
