@@ -160,7 +160,7 @@ def test_every_illness_is_found_and_no_other(name):
         # Online, the loss is of other responses at each step.
         record(fit, {"loss": 0.69, "tokens/responses": 20.0}, held_out=[]),
         # The head of a reward model starts at 0, and its first gradients are small.
-        record(fit, {"grad_norm": lambda s: 0.2 + s / 15}),
+        record(fit, {"grad_norm": lambda s: 0.02 + s**2 / 100}),
     ],
 )  # fmt: skip
 def test_what_healthy_runs_do_is_no_illness(run):
