@@ -2,6 +2,8 @@
 
 import math
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -175,6 +177,12 @@ def test_wasted_groups_and_a_single_peak_are_notes():
         ("exploding gradients", NOTE),
     ]
     assert diagnosis.healthy
+
+
+def test_the_documents_list_every_check():
+    text = (Path(__file__).parents[2] / "docs" / "runs.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \|", text.partition("## The doctor")[2], re.MULTILINE)
+    assert set(rows) - {"finding", "---"} == {check.name for check in CHECKS}
 
 
 def test_what_was_recorded_too_few_times_is_not_judged():
