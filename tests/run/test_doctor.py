@@ -2,6 +2,8 @@
 
 import math
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -160,7 +162,7 @@ def test_every_illness_is_found_and_no_other(name):
         # Online, the loss is of other responses at each step.
         record(fit, {"loss": 0.69, "tokens/responses": 20.0}, held_out=[]),
         # The head of a reward model starts at 0, and its first gradients are small.
-        record(fit, {"grad_norm": lambda s: 0.2 + s / 15}),
+        record(fit, {"grad_norm": lambda s: 0.02 + s**2 / 100}),
     ],
 )  # fmt: skip
 def test_what_healthy_runs_do_is_no_illness(run):
@@ -175,6 +177,12 @@ def test_wasted_groups_and_a_single_peak_are_notes():
         ("exploding gradients", NOTE),
     ]
     assert diagnosis.healthy
+
+
+def test_the_documents_list_every_check():
+    text = (Path(__file__).parents[2] / "docs" / "runs.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \|", text.partition("## The doctor")[2], re.MULTILINE)
+    assert set(rows) - {"finding", "---"} == {check.name for check in CHECKS}
 
 
 def test_what_was_recorded_too_few_times_is_not_judged():
