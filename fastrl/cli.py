@@ -27,7 +27,8 @@ commands:
   align   learn from preferences, as data or live: DPO, KTO, ORPO and others
   ppo     PPO on your model, prompts and reward
   grpo    PPO without a value function: GRPO, Dr. GRPO, RLOO (--advantage)
-  report  redraw the figure of a run; results of several runs side by side
+  report  a page with the figures, results and samples of runs, overlaid
+  doctor  the usual illnesses of a run: what shows them, and what to change
   samples print or export the samples that a run was trained on
   replay  draw a sample of a run again, and compare it with the recorded one
   env     versions, devices, and the kernels that would be used
@@ -36,9 +37,9 @@ commands:
 file may hold any of them; flags given beside it win. With FASTRL_DEBUG=1 an
 error shows its traceback.
 
-exit status: 0 done; 1 a goal was missed, a replay differs, or a bug in fastrl;
-2 an error in the input, or in a function that it names; 130, 143 stopped by
-Ctrl-C, SIGTERM
+exit status: 0 done; 1 a goal was missed, a run is ill, a replay differs, or a
+bug in fastrl; 2 an error in the input, or in a function that it names; 130, 143
+stopped by Ctrl-C, SIGTERM
 """
 
 # Errors of the user's input; any other is a bug in fastrl and keeps its traceback.
@@ -51,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        the exit status: 0, 1 if a goal was missed, 2 after an error of the user, 130 after Ctrl-C,
-        143 after SIGTERM. A bug in fastrl is raised.
+        the exit status: 0, 1 if a goal was missed or a run is ill, 2 after an error of the user,
+        130 after Ctrl-C, 143 after SIGTERM. A bug in fastrl is raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
@@ -129,7 +130,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     module, kinds, function = _COMMANDS[command]
     found = importlib.import_module(f"fastrl.{module}")
     run = getattr(found, function)
-    if command in ("report", "samples", "replay"):  # folders, no settings
+    if command in _ON_FOLDERS:
         return run(arguments) or 0
     status = run(*parse(command, [getattr(found, kind) for kind in kinds], arguments))
     return status if command == "demo" else 0
@@ -144,11 +145,13 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "ppo": ("commands.ppo", ("PPOJob", "PPOFlags"), "run_ppo"),
     "grpo": ("commands.ppo", ("GRPOJob", "GRPOFlags"), "run_ppo"),
     "report": ("commands.report", (), "run_report"),
+    "doctor": ("commands.doctor", (), "run_doctor"),
     "samples": ("commands.samples", (), "run_samples"),
     "replay": ("commands.replay", (), "run_replay"),
     "env": ("commands.env", (), "run_env"),
 }
-_ONE_PROCESS = tuple(name for name in _COMMANDS if name not in ("report", "samples", "env"))
+_ON_FOLDERS = ("report", "doctor", "samples", "replay")  # of runs; they have no settings
+_ONE_PROCESS = tuple(name for name in _COMMANDS if name not in (*_ON_FOLDERS, "env"))
 
 if __name__ == "__main__":
     sys.exit(main())

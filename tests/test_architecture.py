@@ -240,7 +240,8 @@ WRITES = {
 # transformers, TRL, and the callables that run/ takes.
 SAVES = {"save", "_save", "save_pretrained", "save_to_json", "push_to_hub"}
 SAVES |= {"save_beside_adapter"}  # of the data room: what a reward model has learned to read
-FILES = {"run.json", "metrics.jsonl", "samples.jsonl", "report.png", "summary.json"}
+FILES = {"run.json", "metrics.jsonl", "samples.jsonl", "summary.json"}
+FILES |= {"report.png", "report.html"}
 
 
 def writes(call: ast.Call) -> bool:

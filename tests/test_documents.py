@@ -11,6 +11,7 @@ ids, runs' folders and data files are small stand-ins. What stands before a bloc
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -269,9 +270,14 @@ def test_shell_lines_are_what_the_tools_take(
             continue
         for words in commands(block):
             match words:
-                case ["fastrl", "report", *folders]:  # has no flags
+                case ["fastrl", "report" | "doctor", *folders]:  # has no flags here
                     assert folders
                     assert all(folder.startswith("runs/") for folder in folders), folders
+                case ["fastrl", "samples" | "replay" as command, folder, *arguments]:
+                    assert folder.startswith("runs/"), folder
+                    importlib.import_module(f"fastrl.commands.{command}").parse_flags(
+                        [folder, *arguments]
+                    )
                 case ["fastrl", *arguments]:
                     with pytest.raises(Parsed):
                         assert cli.main(arguments) == 0, f"{page}:{block.line}: {words}"

@@ -92,6 +92,15 @@ class Batch(dict[str, Any]):
             raise ValueError("this batch has no rewards: choose a task that has some")
         return rewards
 
+    def given_scores(self) -> Tensor:
+        """The annotator's scores of all responses, fp32; none of pairs of equal responses, which
+        it was not asked about, and none if it only compares."""
+        if self.generations == 1:
+            return self.rewards(1)
+        texts = zip(*(self[f"generation{i}"] for i in (1, 2)), strict=True)
+        asked = [i for i, (one, other) in enumerate(texts) if one != other]
+        return torch.tensor([side[i] for side in self.scores or () for i in asked])
+
     def weights(self) -> Tensor:
         """The samples' weights, [B] fp32; a pair's is √(w₁·w₂), exactly w where both are w."""
         first = self["generation1_weight"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ from fastrl.alignment.losses import Loss
 from fastrl.alignment.responses import answers_of, finished_of, prompts_of
 from fastrl.data.chat import as_answer
 from fastrl.run.callbacks import Samples
+
+ACCURACY = "rewards/accuracies"
 
 
 class Means:
@@ -42,16 +45,35 @@ class Means:
     def load_state_dict(self, state: dict[str, Tensor], device: Any) -> None:
         self._seen = {name: [values.to(device)] for name, values in state.items()}
 
-    def take(self, accelerator: Any) -> dict[str, float]:
-        """The means over all processes, which must have added the same metrics; starts anew."""
+    def take(self, accelerator: Any, sem_of: Sequence[str] = ()) -> dict[str, float]:
+        """The means over all processes, which must have added the same metrics; starts anew.
+
+        Args:
+            sem_of: metrics whose standard error is given too, as NAME_sem.
+        """
         names = sorted(self._seen)
         if not names:
             return {}
         joined = [torch.cat(self._seen[name]) for name in names]
         self._seen = {}
-        sums = torch.stack([torch.stack([x.sum(), x.new_tensor(len(x))]) for x in joined])
+        sums = torch.stack(
+            [torch.stack([x.new_tensor(len(x)), x.sum(), x.square().sum()]) for x in joined]
+        )
         totals = accelerator.reduce(sums, reduction="sum").tolist()
-        return {n: total / count for n, (total, count) in zip(names, totals, strict=True) if count}
+        found = {}
+        for name, (count, total, squares) in zip(names, totals, strict=True):
+            if count:
+                found[name] = total / count
+                if name in sem_of:
+                    found[f"{name}_sem"] = standard_error(count, total, squares)
+        return found
+
+
+def standard_error(count: float, total: float, squares: float) -> float:
+    """Of a mean, s/√n with s² = Σ(x - x̄)²/(n - 1), from n, Σx and Σx²; 0 for one element."""
+    if count < 2:
+        return 0.0
+    return math.sqrt(max(squares - total**2 / count, 0.0) / (count - 1) / count)
 
 
 class OfflineEvaluation:
@@ -67,7 +89,7 @@ class OfflineEvaluation:
             loss, metrics = self.loss(batch, policy, reference)
             found = {"loss": loss.expand(batch.size), **metrics}
             means.add(found if counts else {name: x.flatten()[:0] for name, x in found.items()})
-        return means.take(accelerator)
+        return means.take(accelerator, sem_of=[ACCURACY])
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
         """Yields this process's batches, and whether they count: a process without a share of the
@@ -91,11 +113,10 @@ class OnlineEvaluation:
         rewards = torch.tensor(now.rewards, dtype=torch.float64, device=accelerator.device)
         sums = torch.stack([rewards.new_tensor(len(rewards)), rewards.sum(), (rewards**2).sum()])
         count, total, squares = accelerator.reduce(sums, reduction="sum").tolist()
-        mean = total / count
-        spread = max(squares / count - mean**2, 0.0) * count / max(count - 1, 1)
+        sem = standard_error(count, total, squares)
         # Read here, or they would be counted among those of the next batch to learn from.
         counts = self.factory.annotator.statistics()
-        return {self.name: mean, f"{self.name}_sem": (spread / count) ** 0.5, **counts}
+        return {self.name: total / count, f"{self.name}_sem": sem, **counts}
 
     @property
     def name(self) -> str:

@@ -350,7 +350,7 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
             return found
         lengths = [float(len(response)) for response in batch.all_responses()]
         statistics = {**sampler.stats, **self.factory.annotator.statistics()}
-        found |= {"rewards/mean": batch.rewards(1), "tokens/responses": torch.tensor(lengths)}
+        found |= {"rewards/mean": batch.given_scores(), "tokens/responses": torch.tensor(lengths)}
         found |= {name: torch.tensor(float(value)) for name, value in statistics.items()}
         return {name: x.to(self.accelerator.device) for name, x in found.items()}
 

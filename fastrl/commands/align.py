@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,13 +9,13 @@ from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.losses import LOSSES, Loss, make_loss
 from fastrl.alignment.losses.base import describe_losses
 from fastrl.alignment.tasks import TASKS, Task, find_task
-from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit, held_out_accuracy
+from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.config import parse_json, setting, setting_like
 from fastrl.run.folder import RunFolder
 from fastrl.trainers.supervised import length_limit
 
 if TYPE_CHECKING:
-    from fastrl.alignment import Annotator, BatchFactory, Trainer
+    from fastrl.alignment import Annotator, BatchFactory
 
 
 @dataclass(kw_only=True)
@@ -210,7 +208,7 @@ def _train(job: AlignJob, flags: AlignFlags, folder: RunFolder) -> dict[str, Any
         flags,
         description=loss.name,
         title=title,
-        results=_results_of(trainer),
+        results=_results,
         evaluations=getattr(trainer.evaluation, "judged", ()),
         show=job.samples,
     )
@@ -268,24 +266,18 @@ def _factories(
     )
 
 
-def _results_of(trainer: Trainer) -> Callable[[dict[str, float]], dict[str, float]]:
-    """The function that picks from an evaluation's metrics what ``summary.json`` records."""
-    examples: Any = trainer.eval_dataset
+# What summary.json records of an evaluation, and the metric's name without "eval_".
+_RESULTS = {
+    "held_out_loss": "loss",
+    "held_out_reward": "reward",
+    "held_out_reward_sem": "reward_sem",
+    "win_rate_against_the_start": "win_rate",
+    "win_rate_sem": "win_rate_sem",
+    "held_out_accuracy": "rewards/accuracies",
+    "held_out_accuracy_sem": "rewards/accuracies_sem",
+}
 
-    def results(metrics: dict[str, float]) -> dict[str, float]:
-        found = {}
-        for name, title in (
-            ("loss", "held_out_loss"),
-            ("reward", "held_out_reward"),
-            ("reward_sem", "held_out_reward_sem"),
-            ("win_rate", "win_rate_against_the_start"),
-            ("win_rate_sem", "win_rate_sem"),
-        ):
-            if f"eval_{name}" in metrics:
-                found[title] = metrics[f"eval_{name}"]
-        accuracy = metrics.get("eval_rewards/accuracies", math.nan)
-        if not math.isnan(accuracy):
-            found |= held_out_accuracy(accuracy, len(examples))
-        return found
 
-    return results
+def _results(metrics: dict[str, float]) -> dict[str, float]:
+    names = {title: f"eval_{name}" for title, name in _RESULTS.items()}
+    return {title: metrics[name] for title, name in names.items() if name in metrics}

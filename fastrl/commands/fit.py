@@ -264,7 +264,7 @@ def fit(
     checkpoint = find_trainer_checkpoint(resume, trainer.checkpoints) if resume else None
     held_out = trainer.eval_dataset is not None
     trainer.run_folder, trainer.saves_when_it_fails = folder, True
-    with recording(trainer, folder, description, flags.trackers):
+    with recording(trainer, folder, description, flags.trackers, evaluations):
         if checkpoint is None:
             if resume:
                 folder.resume(None)

@@ -70,6 +70,22 @@ def parse(command: str, kinds: Sequence[Any], arguments: Sequence[str]) -> tuple
     return tuple(parsed)
 
 
+def own_parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    """The parser of a command on run folders, which has no settings; its errors are
+    :class:`UsageError`.
+
+    Args:
+        description: the docstring of the command's module, "``fastrl COMMAND``: what it does."
+    """
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise UsageError(f"{message} (see fastrl {command} --help)")
+
+    text = (description or "").partition(": ")[2].partition("\n")[0]
+    return Parser(prog=f"fastrl {command}", description=text[:1].upper() + text[1:])
+
+
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
     """Actions by setting. A boolean that is on by default has a second action, --no-...: the first
     is kept."""

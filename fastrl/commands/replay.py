@@ -34,10 +34,10 @@ def run_replay(arguments: Sequence[str]) -> int:
         ValueError: a run that no command made; a step or sample that is not there; as
             :func:`fastrl.ppo.replay.replay`.
     """
-    flags = _parse(arguments)
+    flags = parse_flags(arguments)
     ledger = ledger_of(flags.run)
     row, _ = choose(ledger, step=flags.step, sample=flags.sample)  # is there
-    folder = RunFolder(flags.run)
+    folder = RunFolder.open(flags.run)
     job, settings = read_job(folder)
 
     from fastrl.ppo.replay import replay
@@ -60,7 +60,13 @@ def run_replay(arguments: Sequence[str]) -> int:
     return 0 if sample.identical else 1
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command's flags.
+
+    Raises:
+        UsageError: no run, or an unknown flag or value.
+    """
+
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> Any:
             raise UsageError(f"{message} (see fastrl replay --help)")
@@ -75,12 +81,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def read_job(folder: RunFolder) -> tuple[PPOJob, PPOFlags]:
-    """The job and the settings of a run, from its ``run.json``.
+    """The job and the settings of a run, as its ``run.json`` has them.
 
     Raises:
         ValueError: a run that no command made, or of another version of fastrl.
     """
-    recorded = folder.read("run.json")
+    recorded = folder.config
     command = recorded.get("command")
     if command not in _COMMANDS:
         raise ValueError(

@@ -1,39 +1,64 @@
-"""``fastrl report``: the figure and the results of runs, from their folders."""
+"""``fastrl report``: figures, results and samples of runs, as a page and on the console."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
-from fastrl.commands.flags import UsageError
+from fastrl.commands.flags import UsageError, own_parser
 from fastrl.run.folder import RunFolder
-from fastrl.run.report import results_table, run_console, samples_table, write_report
+from fastrl.run.report import (
+    results_table,
+    run_console,
+    samples_table,
+    write_overlay,
+    write_page,
+    write_report,
+)
 
 
-def run_report(arguments: Sequence[str]) -> None:
-    """Redraws ``report.png`` of each run, and prints their results side by side; of a single run
-    also samples before and after training.
+def run_report(arguments: Sequence[str]) -> int:
+    """Redraws ``report.png`` of each run, writes ``report.html``, and prints results side by side;
+    of a single run also samples before and after training.
+
+    The page of one run is written into its folder, that of several, with all of them overlaid in
+    its figures and in a ``report.png`` beside it, into the folder ``report`` next to the first run.
 
     Raises:
-        UsageError: no folder, or an unknown flag.
+        UsageError: no folder, an unknown flag, an output that is another run's folder.
         FileNotFoundError: a folder without a run.
         ValueError: a run's file that cannot be read.
     """
-
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise UsageError(f"{message} (see fastrl report --help)")
-
-    parser = Parser(prog="fastrl report", description=__doc__.partition(": ")[2])
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="A command's --output.")
-    parser.add_argument("--samples", type=int, default=8, help="Samples to show [8].")
+    parser = own_parser("report", __doc__)
+    parser.add_argument("folders", nargs="+", metavar="RUN", help="A command's --output.")
+    parser.add_argument(
+        "--output",
+        help="Folder for report.html, and of several runs report.png [the run's own; of several "
+        "runs: report, beside the first].",
+    )
+    parser.add_argument("--samples", type=int, default=8, help="Samples to print [8].")
     flags = parser.parse_args(list(arguments))
     runs = [RunFolder.open(folder) for folder in flags.folders]
+    target = _target(runs, flags.output)
     console = run_console()
     for run in runs:
-        console.print(f"drawn: {write_report(run)}")
+        console.print(f"drawn: {write_report(run)}", markup=False, soft_wrap=True)
+    if len(runs) > 1:
+        console.print(f"drawn: {write_overlay(runs, target)}", markup=False, soft_wrap=True)
+    console.print(f"page:  {write_page(runs, target)}", markup=False, soft_wrap=True)
     samples = runs[0].samples()
     if len(runs) == 1 and samples and flags.samples > 0:
         console.print(samples_table(samples, flags.samples))
     console.print(results_table(runs))
+    return 0
+
+
+def _target(runs: Sequence[RunFolder], output: str | None) -> RunFolder:
+    """Where the page is written."""
+    if output is None and len(runs) == 1:
+        return runs[0]
+    target = RunFolder(runs[0].path.parent / "report" if output is None else output)
+    target.check()
+    is_theirs = len(runs) == 1 and runs[0].path.resolve() == target.path.resolve()
+    if target.metrics.exists() and not is_theirs:
+        raise UsageError(f"{target.name} is a run's own folder: name another with --output")
+    return target

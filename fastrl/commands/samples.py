@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastrl.commands.flags import UsageError
+from fastrl.run.export import KINDS, write_rows
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_ledger
 from fastrl.run.report import run_console
@@ -34,7 +32,7 @@ def run_samples(arguments: Sequence[str]) -> None:
         FileNotFoundError: a folder without a ledger.
         ValueError: a step, sample or column that is not there; a damaged file, named.
     """
-    flags = _parse(arguments)
+    flags = parse_flags(arguments)
     folder = ledger_of(flags.run)
     exported = None if flags.export is None else Path(flags.export)
     columns = flags.columns.split(",") if flags.columns else None
@@ -54,7 +52,7 @@ def run_samples(arguments: Sequence[str]) -> None:
     )
     console = run_console()
     if exported is not None:
-        write_samples(found, exported)
+        write_rows(found, exported)
         console.print(f"{found.num_rows} samples: {exported}")
         return
     console.print(record_table(found) if one and flags.columns is None else _table(found))
@@ -62,7 +60,13 @@ def run_samples(arguments: Sequence[str]) -> None:
         console.print(f"{found.num_rows} of {count} samples; --top shows more")
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command's flags.
+
+    Raises:
+        UsageError: no run, or an unknown flag or value.
+    """
+
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> Any:
             raise UsageError(f"{message} (see fastrl samples --help)")
@@ -92,8 +96,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     flags = parser.parse_args(list(arguments))
     if flags.top is not None and flags.top < 1:
         raise UsageError(f"--top must be at least 1, got {flags.top}")
-    if flags.export is not None and Path(flags.export).suffix not in _WRITERS:
-        kinds = ", ".join(_WRITERS)
+    if flags.export is not None and Path(flags.export).suffix not in KINDS:
+        kinds = ", ".join(KINDS)
         raise UsageError(f"--export {flags.export}: the file's name must end in one of {kinds}")
     return flags
 
@@ -166,45 +170,6 @@ def _with_length(
     table = read_ledger(folder, [*read, "completion_ids"], first, last)
     lengths = pc.list_value_length(table["completion_ids"])
     return table.append_column(LENGTH, lengths).select(list(dict.fromkeys(names)))
-
-
-def write_samples(rows: pa.Table, path: Path) -> None:
-    """Writes rows to a file, by its ending: .jsonl, .csv (lists as JSON) or .parquet. NaN is null,
-    or empty."""
-    _WRITERS[path.suffix](rows, path)
-
-
-def _write_jsonl(rows: pa.Table, path: Path) -> None:
-    lines = (json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows.to_pylist())
-    path.write_text("".join(lines), encoding="utf-8")
-
-
-def _write_csv(rows: pa.Table, path: Path) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, rows.column_names)
-        writer.writeheader()
-        for row in rows.to_pylist():
-            plain = _plain(row)
-            lists = {name: json.dumps(x) for name, x in plain.items() if isinstance(x, list)}
-            writer.writerow({**plain, **lists})
-
-
-def _write_parquet(rows: pa.Table, path: Path) -> None:
-    from pyarrow import parquet
-
-    parquet.write_table(rows, path)
-
-
-_WRITERS = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
-
-
-def _plain(value: Any) -> Any:
-    """As JSON can hold it."""
-    if isinstance(value, dict):
-        return {name: _plain(x) for name, x in value.items()}
-    if isinstance(value, list):
-        return [_plain(x) for x in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _table(rows: pa.Table) -> Table:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 class Saving(Protocol):
     """What a run does with its state."""
 
-    ledger_folder: Path | None  # of its output
+    @property
+    def ledger_folder(self) -> Path | None:
+        """Where its output keeps the ledger."""
 
     def opened(self, loop: Loop) -> AbstractContextManager[bool]:
         """Context of the run, which gives whether it goes on from a checkpoint."""
@@ -41,7 +43,7 @@ class Saving(Protocol):
 class NotSaved:
     """A run without a folder."""
 
-    ledger_folder = None
+    ledger_folder: Path | None = None
 
     @contextlib.contextmanager
     def opened(self, loop: Loop) -> Iterator[bool]:
@@ -87,7 +89,7 @@ class SavedInFolder:
         self.trainer, self.folder = trainer, folder
         self.save_every, self.resume, self.overwrite = save_every, resume, overwrite
         self.checkpoints = Checkpoints(folder.checkpoints, keep_last or None)
-        self.ledger_folder = folder.ledger
+        self.ledger_folder: Path | None = folder.ledger
         self._loop: Any = None
 
     @contextlib.contextmanager

@@ -28,7 +28,7 @@ class RunFolder:
     ``ledger/``        every training sample, of PPO and its kin
     ``model/``         weights, tokenizer and model card (``README.md``)
     ``samples.jsonl``  responses to held-out prompts before and after training, with their rewards
-    ``report.png``     curves
+    ``report.png``     curves; also in ``report.html``, which ``fastrl report`` writes
     ``summary.json``   the contents of run.json, and the results
     ================== ============================================================================
 

@@ -147,21 +147,33 @@ def open_trackers(
         settings: of the run; the numbers among them are shown.
         options: keyword arguments by tracker name.
         folder: for files of trackers; None: that of the accelerator's configuration.
+
+    Raises:
+        OSError: a tracker that does not start.
     """
     from accelerate.tracking import filter_trackers
 
     if folder is not None:
         accelerator.project_configuration.logging_dir = str(folder)
     accelerator.log_with = filter_trackers(trackers, accelerator.logging_dir)
-    accelerator.init_trackers(project, config=scalars(settings), init_kwargs=dict(options or {}))
+    try:
+        accelerator.init_trackers(
+            project, config=scalars(settings), init_kwargs=dict(options or {})
+        )
+    except Exception as error:  # of any library
+        kinds = (getattr(each, "value", each) for each in accelerator.log_with)
+        names = ", ".join(str(getattr(kind, "name", kind)) for kind in kinds)
+        raise OSError(
+            f"the tracker did not start ({names}): {type(error).__name__}: "
+            f"{str(error).rstrip('.')}. Mend that, or leave it out of log_with (report_to)"
+        ) from error
 
 
 class TrackerCallback(TrainCallback):
     """Sends every step's and evaluation's numbers, and tables of their samples (query, response,
     reward), to the trackers of ``PPOConfig.log_with``.
 
-    Tables ("samples", "eval/samples") go to accelerate's trackers that have ``log_table`` (wandb,
-    ClearML), and to tensorboard as text; others get the numbers only. Trackers stay open for
+    Tables ("samples", "eval/samples") go where :func:`log_table` says. Trackers stay open for
     further training: ``trainer.accelerator.end_training()`` closes them.
     """
 
@@ -174,16 +186,18 @@ class TrackerCallback(TrainCallback):
     def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
         trainer.accelerator.log(without_nan(metrics), step=step)
         if self._samples is not None:
-            _log_table(trainer.accelerator, "samples", self._samples, step)
+            log_table(trainer.accelerator, "samples", self._samples, step)
         self._samples = None
 
     def on_eval(self, trainer: Any, step: int, evaluation: Evaluation) -> None:
         trainer.accelerator.log(without_nan(evaluation.scalars()), step=step)
         samples = Samples(evaluation.prompts, evaluation.completions, evaluation.rewards)
-        _log_table(trainer.accelerator, "eval/samples", samples, step)
+        log_table(trainer.accelerator, "eval/samples", samples, step)
 
 
-def _log_table(accelerator: Accelerator, name: str, samples: Samples, step: int) -> None:
+def log_table(accelerator: Accelerator, name: str, samples: Samples, step: int) -> None:
+    """Sends a table of samples (query, response, reward) to the trackers that show tables: those of
+    accelerate with ``log_table`` (wandb, ClearML), trackio, and tensorboard, as text."""
     columns = ["query", "response", "reward"]
     rows = [
         list(row) for row in zip(samples.prompts, samples.completions, samples.rewards, strict=True)
@@ -191,6 +205,12 @@ def _log_table(accelerator: Accelerator, name: str, samples: Samples, step: int)
     for tracker in accelerator.trackers:
         if hasattr(tracker, "log_table"):
             tracker.log_table(name, columns=columns, data=rows, step=step)
+        elif tracker.name == "trackio":
+            import pandas
+            import trackio
+
+            table = trackio.Table(dataframe=pandas.DataFrame(rows, columns=columns))
+            tracker.log({name: table}, step=step)
         elif tracker.name == "tensorboard":
             tracker.log({name: _markdown(columns, rows)}, step=step)
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastrl.run.callbacks import Evaluation, TrainResult
+from fastrl.run.curves import RunCurves
+from fastrl.run.doctor import ILLNESS, examine
+from fastrl.run.files import write_file
 from fastrl.run.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -128,6 +131,9 @@ def finish_run(
     for line in lines:
         console.print(line)
     console.print(f"saved: {folder.path}/{written}")
+    ill = [x.name for x in examine(RunCurves.of(folder)).findings if x.severity == ILLNESS]
+    if ill:
+        console.print(f"looks ill: {', '.join(ill)}; fastrl doctor {folder.path} says more")
     return summary
 
 
@@ -139,11 +145,39 @@ def write_report(folder: RunFolder) -> Path:
     """
     from fastrl.run.figures import draw
 
-    stages = {name: stage.rows() for name, stage in folder.stages().items()}
-    title = folder.config.get("title", folder.path.name)
-    ceiling = folder.config.get("kl_ceiling")
-    folder.write_report(draw(folder.rows(), stages, title=title, kl_ceiling=ceiling))
+    title = str(folder.config.get("title", folder.path.name))
+    folder.write_report(draw([RunCurves.of(folder)], title=title))
     return folder.report
+
+
+def write_overlay(folders: Sequence[RunFolder], target: RunFolder) -> Path:
+    """Draws the curves of several runs into one figure.
+
+    Returns:
+        the path of ``report.png`` in ``target``, which is made if it is not there.
+    """
+    from fastrl.run.figures import draw
+    from fastrl.run.html_report import ReportedRun
+
+    runs = [run.curves for run in ReportedRun.all_of(folders)]
+    target.path.mkdir(parents=True, exist_ok=True)
+    target.write_report(draw(runs, title=f"{len(runs)} runs"))
+    return target.report
+
+
+def write_page(folders: Sequence[RunFolder], target: RunFolder) -> Path:
+    """Writes the page of one run or of several, see :mod:`fastrl.run.html_report`.
+
+    Returns:
+        the path of ``report.html`` in ``target``, which is made if it is not there.
+    """
+    from fastrl.run.html_report import page
+
+    path = target.path / "report.html"
+    html = page(folders, results(folders))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, html)
+    return path
 
 
 def run_console() -> Console:
@@ -205,23 +239,32 @@ def samples_table(rows: Sequence[Mapping[str, Any]], count: int = 8) -> Table:
     return table
 
 
-def results_table(folders: Sequence[RunFolder]) -> Table:
-    """The numbers in the summaries of runs, side by side."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for folder in folders:
-        table.add_column(folder.name, justify="right", overflow="fold")
+def results(folders: Sequence[RunFolder]) -> dict[str, list[str]]:
+    """The numbers in the summaries of runs, as texts by name; "" where a run has none."""
     summaries = [folder.summary() for folder in folders]
     names = dict.fromkeys(
         name for each in summaries for name, value in each.items() if _is_number(value)
     )
-    for name in names:
-        values = (each.get(name) for each in summaries)
-        shown = (f"{value:.4g}" if _is_number(value) else "" for value in values)
-        table.add_row(name.replace("_", " "), *shown)
+    return {
+        name.replace("_", " "): [
+            f"{each[name]:.4g}" if _is_number(each.get(name)) else "" for each in summaries
+        ]
+        for name in names
+    }
+
+
+def results_table(folders: Sequence[RunFolder]) -> Table:
+    """The numbers in the summaries of runs, side by side."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for folder in folders:
+        table.add_column(Text(folder.name), justify="right", overflow="fold")
+    for name, values in results(folders).items():
+        table.add_row(Text(name), *values)
     return table
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,22 +12,32 @@ from transformers.integrations import rewrite_logs
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_callback import ProgressCallback as OwnProgress
 
+from fastrl.run.callbacks import Samples
 from fastrl.run.folder import RunFolder
-from fastrl.run.metrics import MetricsFile, open_trackers, scalars, without_nan
+from fastrl.run.metrics import MetricsFile, log_table, open_trackers, scalars, without_nan
 from fastrl.run.progress import drop_bar
 
 
 class MetricsCallback(TrainerCallback):
-    """Appends each log to a file, and sends it to the accelerator's trackers."""
+    """Appends each log to a file, and sends it to the accelerator's trackers.
 
-    def __init__(self, file: MetricsFile, accelerator: Any):
-        self.file, self.accelerator = file, accelerator
+    Args:
+        evaluations: to which the trainer adds the samples of each evaluation, if it has any; the
+            trackers get a table of them.
+    """
+
+    def __init__(self, file: MetricsFile, accelerator: Any, evaluations: Sequence[Samples] = ()):
+        self.file, self.accelerator, self.evaluations = file, accelerator, evaluations
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if state.is_world_process_zero:
             numbers = without_nan(scalars(logs or {}))
             self.file.append(state.global_step, numbers)
             self.accelerator.log(rewrite_logs(numbers), step=state.global_step)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.evaluations and state.is_world_process_zero:
+            log_table(self.accelerator, "eval/samples", self.evaluations[-1], state.global_step)
 
 
 class LossProgress(TrainerCallback):
@@ -73,7 +83,11 @@ class LossProgress(TrainerCallback):
 
 @contextmanager
 def recording(
-    trainer: Any, folder: RunFolder, description: str, trackers: Any = ()
+    trainer: Any,
+    folder: RunFolder,
+    description: str,
+    trackers: Any = (),
+    evaluations: Sequence[Samples] = (),
 ) -> Iterator[None]:
     """Context in which a trainer's logs are written to a run's folder, which is begun, and to
     trackers, with a progress bar. At the end, also after an exception, removes the bar and closes
@@ -82,6 +96,10 @@ def recording(
     Args:
         description: of the progress bar.
         trackers: names of trackers that accelerate knows.
+        evaluations: see :class:`MetricsCallback`.
+
+    Raises:
+        OSError: a tracker that does not start.
     """
     for callback in (OwnProgress, PrinterCallback):
         trainer.remove_callback(callback)
@@ -94,7 +112,8 @@ def recording(
             folder=folder.logs,
         )
     progress = LossProgress(description)
-    trainer.add_callback(MetricsCallback(MetricsFile(folder.metrics), trainer.accelerator))
+    file = MetricsFile(folder.metrics)
+    trainer.add_callback(MetricsCallback(file, trainer.accelerator, evaluations))
     trainer.add_callback(progress)
     try:
         yield

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from fastrl.alignment import TASKS, Batch, BatchFactory
+from fastrl.alignment.responses import compare_responses
 from fastrl.alignment.tasks import find_task
 from fastrl.data.columns import PAIRS, PROMPTS
 from fastrl.rollout import RolloutEngine, SamplingParams
@@ -174,6 +176,13 @@ def test_equal_responses_are_a_tie_that_nobody_is_asked_about(engine: Any) -> No
     assert batch["generation1_reward"].tolist() == [0.5] * 4
     assert batch["generation1_weight"].tolist() == [1.0] * 4
     assert annotator.asked == []
+    assert batch.given_scores().tolist() == []
+    one, other = examples(PAIRS, 2)
+    equal = replace(other, responses=other.responses[:1] * 2)
+    judged, scores = compare_responses(annotator, [one, equal])
+    batch = Batch(judged, tiny.tokenizer().pad_token_id)
+    batch.scores = scores
+    assert batch.given_scores().tolist() == [worth(r.text) for r in one.responses]
 
 
 def test_a_pair_that_the_annotator_skips_weighs_nothing(engine: Any) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
 from fastrl.alignment import LOSSES, PairwiseLoss, make_loss
+from fastrl.alignment.evaluation import Means
 from fastrl.data.columns import FEEDBACK, PAIRS, PROMPTS
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from tests import tiny_models
@@ -18,7 +20,9 @@ from tests.alignment.conftest import (
     Make,
     examples,
     make_factory,
+    model_of,
     trained,
+    worth,
 )
 from tests.ppo.test_golden import without_key_bias
 from tests.trainers.conftest import weights
@@ -157,6 +161,8 @@ def test_without_scores_the_first_responses_are_what_a_policy_has_to_beat(
     assert (first["eval_win_rate"], first["eval_win_rate_sem"]) == (0.5, 0.0)
     trainer.train()
     assert trainer.evaluate()["eval_win_rate_sem"] > 0
+    # How often the first of two responses wins says nothing beside it.
+    assert not any("rewards/mean" in log for log in trainer.state.log_history)
     assert any("annotator/calls" in log for log in trainer.state.log_history)
 
 
@@ -322,7 +328,50 @@ def test_shares_of_an_evaluation_add_up_to_it(make_trainer: Make) -> None:
         assert count == [3, 2, 2][rank]
         for name, value in trainer.evaluate().items():
             sums[name] = sums.get(name, 0.0) + count * value / 7
+    assert whole.pop("eval_rewards/accuracies_sem") > 0
+    del sums["eval_rewards/accuracies_sem"]  # standard errors do not add up
     assert sums == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "bradley-terry"])
+def test_a_tie_counts_half_and_has_no_spread(make_trainer: Make, name: str) -> None:
+    """As all are where the policy is its reference, or the reward model says 0."""
+    loss = make_loss(name)
+    rows = examples(FEEDBACK if name == "kto" else PAIRS, 6)
+    model = model_of(loss)
+    if name == "bradley-terry":
+        torch.nn.init.zeros_(model.score.weight)
+    factory = make_factory(loss.tasks[0], rows)
+    found = make_trainer(loss, model, rows, eval_factory=factory).evaluate()
+    assert found["eval_rewards/accuracies"] == 0.5
+    assert found["eval_rewards/accuracies_sem"] == 0.0
+
+
+def test_the_standard_error_of_an_accuracy_knows_its_ties() -> None:
+    means, values = Means(), torch.tensor([0.5, 0.5, 1.0, 0.0, 1.0])
+    for part in (values[:2], values[2:]):
+        means.add({"accuracy": part, "other": part})
+    found = means.take(Accelerator(), sem_of=["accuracy"])
+    assert found == pytest.approx(
+        {"accuracy": 0.6, "accuracy_sem": float(values.std()) / 5**0.5, "other": 0.6}
+    )
+
+
+def test_the_scores_of_training_are_in_the_unit_of_the_evaluations(make_trainer: Make) -> None:
+    """Of pairs too: the mean score of both responses, and not how often the first one wins."""
+    trainer = make_trainer("dpo", task="online-pairwise", logging_steps=1, learning_rate=0.0)
+    annotator, seen = trainer.factory.annotator, []
+    compare = annotator.compare
+
+    def noted(prompts: Any, firsts: Any, seconds: Any, **columns: Any) -> Any:
+        seen.extend([*firsts, *seconds])
+        return compare(prompts, firsts, seconds, **columns)
+
+    annotator.compare = noted
+    trainer.train()
+    (log,) = (log for log in trainer.state.log_history if "rewards/mean" in log)
+    assert log["rewards/mean"] == pytest.approx(sum(map(worth, seen)) / len(seen))
+    assert log["rewards/mean"] > 1
 
 
 def test_a_loss_of_ones_own_needs_a_class_and_nothing_else(make_trainer: Make) -> None:

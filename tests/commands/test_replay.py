@@ -109,7 +109,7 @@ def test_a_sample_that_differs_is_an_exit_status_of_one(capsys, run, tmp_path):
 
 
 def test_the_settings_of_a_run_are_read_as_they_were_given(run):
-    job, flags = read_job(RunFolder(run))
+    job, flags = read_job(RunFolder.open(run))
     assert (job.lora_r, job.max_new_tokens, job.prompt_words) == (2, 6, 5)
     assert (flags.batch_size, flags.learning_rate) == (8, 1e-2)
     assert flags.accelerator_kwargs == {"mixed_precision": "no"}
@@ -137,6 +137,7 @@ def test_a_run_that_cannot_be_made_again_is_refused(capsys, run, tmp_path, chang
     if change.get("job", 1) is None:
         recorded["job"]["model"], message = str(tmp_path / "none"), str(tmp_path / "none")
         change = {}
+    (other / "metrics.jsonl").touch()
     (other / "run.json").write_text(json.dumps({**recorded, **change}))
     status, _, err = replay(capsys, other, "--step", 2)
     assert status == 2

@@ -68,6 +68,10 @@ def told(monkeypatch):
         def log(self, values, step=None, **kwargs):
             told.append((step, set(values)))
 
+        def log_table(self, table_name, columns=None, data=None, step=None, **kwargs):
+            assert all(len(row) == len(columns) for row in data)
+            told.append((step, {table_name}))
+
         def finish(self):
             told.append(("finish", None))
 
@@ -88,7 +92,9 @@ def test_every_command_leaves_the_same_kind_of_folder(name, world, tmp_path, cap
     steps = [step for step, _ in told[2:-1]]
     assert min(steps) == 0  # the evaluation before training
     assert max(steps) == 2
-    assert {"reward/mean", "train/loss"} & set().union(*(names for _, names in told[2:-1]))
+    names = set().union(*(names for _, names in told[2:-1]))
+    assert {"reward/mean", "train/loss"} & names
+    assert ("eval/samples" in names) == (name in SAMPLED)
     files = {"run.json", "metrics.jsonl", "model", "report.png", "summary.json"}
     files |= {"samples.jsonl"} if name in SAMPLED else set()
     files |= {"checkpoints", *(["ledger"] if name in ("ppo", "grpo") else [])}
@@ -117,6 +123,7 @@ def test_every_command_leaves_the_same_kind_of_folder(name, world, tmp_path, cap
     capsys.readouterr()
     assert cli.main(["report", str(folder)]) == 0
     assert (folder / "report.png").read_bytes() == drawn
+    assert (folder / "report.html").exists()
     out = capsys.readouterr().out
     assert "train examples" in out
     assert ("Held-out prompts, before and after" in out) == (name in SAMPLED)

@@ -100,6 +100,9 @@ def test_quick_demo_runs_every_stage_and_reaches_its_goal(tmp_path, capsys):
     assert not prompts & held_out
 
     assert (output / "report.png").stat().st_size > 10_000
+    assert "looks ill" not in out
+    assert cli.main(["doctor", str(output)]) == 0
+    assert "0 checks" not in capsys.readouterr().out
     steps = [
         json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()
     ]

@@ -315,3 +315,30 @@ def test_trackers_that_transformers_alone_knows_are_left_to_it():
         run_metrics.check_trackers("log_with", ["codecarbon"])
     with pytest.raises(ImportError, match="report_to=codecarbon needs a package"):
         run_metrics.check_trackers("report_to", ["codecarbon"], of_transformers=True)
+
+
+def test_a_tracker_that_does_not_start_says_so():
+    class Broken(Tracker):
+        name = "broken"
+
+        def start(self):
+            raise RuntimeError("no key.")
+
+    with pytest.raises(OSError, match=r"did not start \(broken\): RuntimeError: no key\. Mend"):
+        make_trainer(log_with=Broken())
+
+
+def test_trackio_gets_its_own_table(monkeypatch):
+    class Table:
+        def __init__(self, dataframe):
+            self.rows = dataframe.to_dict(orient="records")
+
+    class Trackio(Tracker):
+        name = "trackio"
+
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(Table=Table))
+    tracker = Trackio()
+    train(make_trainer(log_with=tracker), steps=1)
+    (table,) = (values["samples"] for _, values in tracker.logged if "samples" in values)
+    assert [row["reward"] for row in table.rows] == [1.0, 3.0]
+    assert {row["query"] for row in table.rows} == {"w3 w4", "w5"}

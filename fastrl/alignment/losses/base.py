@@ -133,3 +133,8 @@ def weighted_mean(losses: Tensor, batch: Batch) -> Tensor:
     """Σ w·ℓ / B; a sample of weight 0 has no gradient, even where its loss is not finite."""
     weights = batch.weights().to(losses.device)
     return torch.where(weights > 0, weights * losses, 0.0).sum() / len(losses)
+
+
+def share_ahead(one: Tensor, other: Tensor) -> Tensor:
+    """1 where ``one`` is the higher, 0 where ``other`` is, ½ where they are equal; fp32."""
+    return torch.where(one == other, 0.5, (one > other).float())

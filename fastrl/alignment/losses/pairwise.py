@@ -12,7 +12,13 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.logprobs import ResponseLogprobs
-from fastrl.alignment.losses.base import Loss, LossOutput, register, weighted_mean
+from fastrl.alignment.losses.base import (
+    Loss,
+    LossOutput,
+    register,
+    share_ahead,
+    weighted_mean,
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class PairwiseLoss(Loss):
             "rewards/chosen": good,
             "rewards/rejected": bad,
             "rewards/margins": good - bad,
-            "rewards/accuracies": torch.where(good == bad, 0.5, (good > bad).float()),
+            "rewards/accuracies": share_ahead(good, bad),
             "logps/chosen": chosen.sums.detach(),
             "logps/rejected": rejected.sums.detach(),
         }

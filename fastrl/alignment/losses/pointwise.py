@@ -10,7 +10,13 @@ from torch import Tensor
 
 import fastrl_kernels
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.losses.base import Loss, LossOutput, register, weighted_mean
+from fastrl.alignment.losses.base import (
+    Loss,
+    LossOutput,
+    register,
+    share_ahead,
+    weighted_mean,
+)
 from fastrl.alignment.tasks import Task
 
 
@@ -86,14 +92,13 @@ class KTO(Loss):
         losses = self._losses(scores.sums, ref.sums, desirable, kl)
         with torch.no_grad():
             implied = self.beta * (scores.sums - ref.sums)
+            ahead = share_ahead(implied, self.beta * kl.clamp(min=0.0))
             metrics = {
                 "kl": kl.clamp(min=0.0),
                 "rewards/chosen": implied[desirable],
                 "rewards/rejected": implied[~desirable],
                 # Desired responses should have more than the KL, the others less.
-                "rewards/accuracies": (
-                    (implied > self.beta * kl.clamp(min=0.0)) == desirable
-                ).float(),
+                "rewards/accuracies": torch.where(desirable, ahead, 1.0 - ahead),
                 "logps/response": scores.sums.detach(),
             }
         return LossOutput(weighted_mean(losses, batch), metrics)

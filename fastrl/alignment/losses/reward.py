@@ -9,7 +9,13 @@ import torch
 
 import fastrl_kernels
 from fastrl.alignment.batch import Batch
-from fastrl.alignment.losses.base import Loss, LossOutput, register, weighted_mean
+from fastrl.alignment.losses.base import (
+    Loss,
+    LossOutput,
+    register,
+    share_ahead,
+    weighted_mean,
+)
 
 
 @register
@@ -36,6 +42,6 @@ class BradleyTerry(Loss):
                 "rewards/chosen": chosen.detach(),
                 "rewards/rejected": rejected.detach(),
                 "rewards/margins": chosen.detach() - rejected.detach(),
-                "rewards/accuracies": (chosen > rejected).float(),
+                "rewards/accuracies": share_ahead(chosen, rejected),
             }
         return LossOutput(weighted_mean(losses, batch), metrics)

@@ -1,0 +1,55 @@
+"""``fastrl doctor``: the usual illnesses of a run, what shows them, and what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Sequence
+
+from fastrl.commands.flags import own_parser
+from fastrl.run.curves import RunCurves
+from fastrl.run.doctor import Diagnosis, examine
+from fastrl.run.folder import RunFolder
+from fastrl.run.report import run_console
+
+
+def run_doctor(arguments: Sequence[str]) -> int:
+    """Examines a run and prints what was found; returns 0 if it is healthy, 1 if it is ill.
+
+    Raises:
+        UsageError: no folder, or an unknown flag.
+        FileNotFoundError: a folder without a run.
+        ValueError: a run's file that cannot be read.
+    """
+    parser = own_parser("doctor", __doc__)
+    parser.add_argument("folder", metavar="RUN", help="A command's --output.")
+    parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
+    flags = parser.parse_args(list(arguments))
+    run = RunCurves.of(RunFolder.open(flags.folder))
+    diagnosis = examine(run)
+    if flags.json:
+        print(as_json(run, diagnosis))
+    else:
+        _print(run, diagnosis)
+    return 0 if diagnosis.healthy else 1
+
+
+def as_json(run: RunCurves, diagnosis: Diagnosis) -> str:
+    return json.dumps(
+        {"run": run.name, "healthy": diagnosis.healthy, **dataclasses.asdict(diagnosis)}, indent=2
+    )
+
+
+def _print(run: RunCurves, diagnosis: Diagnosis) -> None:
+    console = run_console()
+    for finding in diagnosis.findings:
+        where = "" if finding.stage is None else f" ({finding.stage})"
+        console.print(f"{finding.severity}: {finding.name}{where}", style="bold", markup=False)
+        for text in (finding.figures, f"→ {finding.advice}"):
+            shown = textwrap.fill(
+                text, console.width - 2, initial_indent="  ", subsequent_indent="    "
+            )
+            console.print(shown, markup=False, soft_wrap=True)
+    verdict = "healthy" if diagnosis.healthy else "ill"
+    console.print(f"{run.name}: {verdict}; {diagnosis.checks}", markup=False)

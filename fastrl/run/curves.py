@@ -1,0 +1,79 @@
+"""The curves of a run: a metric's steps and values, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastrl.run.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Series:
+    """The steps at which a metric was recorded, and its finite values there."""
+
+    steps: list[float]
+    values: list[float]
+
+    def __bool__(self) -> bool:
+        return bool(self.steps)
+
+
+def series(rows: Sequence[Mapping[str, Any]], *keys: str) -> Series:
+    """The finite values and their steps of the first of these metrics that was recorded."""
+    for key in keys:
+        steps, values = [], []
+        for index, row in enumerate(rows):
+            value = row.get(key)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                steps.append(float(row.get("step", index)))
+                values.append(float(value))
+        if steps:
+            return Series(steps, values)
+    return Series([], [])
+
+
+@dataclass(frozen=True)
+class RunCurves:
+    """What figures show of a run.
+
+    Args:
+        name: of the run, for legends.
+        rows: of metrics.jsonl: one per log, and one per evaluation.
+        stages: rows of the run's earlier stages, by name.
+        kl_ceiling: drawn beside the KL, in nats per sequence.
+        settings: of the job and of the trainer, and the number of "eval_examples".
+    """
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+    stages: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    kl_ceiling: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: RunFolder, name: str | None = None) -> RunCurves:
+        """Reads a run's files.
+
+        Raises:
+            ValueError: a file that is not what it should be.
+        """
+        stages = {stage: each.rows() for stage, each in folder.stages().items()}
+        config, summary = folder.config, folder.summary()
+        settings = {
+            **config.get("job", {}),
+            **config.get("settings", {}),
+            "eval_examples": summary.get("eval_examples"),
+        }
+        ceiling = config.get("kl_ceiling")
+        return cls(name or folder.name, folder.rows(), stages, ceiling, settings)
+
+    def read(self, keys: Iterable[str], stage: str | None = None) -> Series:
+        """The first of these metrics that the run, or one of its stages, has recorded."""
+        return series(self.rows if stage is None else self.stages.get(stage, ()), *keys)
+
+    def metrics(self) -> list[str]:
+        """The names of all metrics of the run, in the order of their first record."""
+        return list(dict.fromkeys(key for row in self.rows for key in row))

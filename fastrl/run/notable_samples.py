@@ -1,0 +1,122 @@
+"""Samples of a run that are worth reading: the first, the best, the worst, the longest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastrl.run.folder import RunFolder
+from fastrl.run.ledger import read_ledger
+
+_WINDOW = 50  # steps of the ledger in memory at a time
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt and its completion.
+
+    Args:
+        score: what it was learned from, or its reward; NaN if there is none.
+        length: of the completion, in ``unit``.
+        place: where it is from, such as "step 3, sample 12".
+        before: the completion before training, and its reward; None where it is not known.
+    """
+
+    prompt: str
+    completion: str
+    score: float
+    length: int
+    unit: str = "tokens"
+    place: str = ""
+    before: tuple[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class NotableSamples:
+    """Some samples of a run, of each kind the most notable first; no text twice in one kind.
+
+    Args:
+        source: what they are samples of.
+        kinds: "first", "best", "worst" and "longest".
+    """
+
+    source: str
+    kinds: dict[str, list[Sample]]
+
+
+def notable_samples(folder: RunFolder, count: int = 3) -> NotableSamples | None:
+    """Chooses from the training samples of the ledger, or without one from the responses to
+    held-out prompts in samples.jsonl; None if there are neither.
+
+    Raises:
+        ValueError: a file that is not what it should be.
+    """
+    kinds = _choose(_of_ledger(folder), count)
+    if kinds["first"]:
+        return NotableSamples("training samples", kinds)
+    kinds = _choose(map(_held_out, folder.samples()), count)
+    if kinds["first"]:
+        return NotableSamples("responses to held-out prompts, after training", kinds)
+    return None
+
+
+# The smaller, the more notable; None: not of the kind.
+_KINDS: dict[str, Callable[[Sample], float | None]] = {
+    "first": lambda sample: 0.0,
+    "best": lambda sample: None if math.isnan(sample.score) else -sample.score,
+    "worst": lambda sample: None if math.isnan(sample.score) else sample.score,
+    "longest": lambda sample: -sample.length,
+}
+
+
+def _choose(samples: Iterable[Sample], count: int) -> dict[str, list[Sample]]:
+    chosen: dict[str, list[tuple[float, Sample]]] = {kind: [] for kind in _KINDS}
+    for sample in samples:
+        for kind, rank_of in _KINDS.items():
+            best, rank = chosen[kind], rank_of(sample)
+            if rank is None or (len(best) == count and rank >= best[-1][0]):
+                continue
+            text = (sample.prompt, sample.completion)
+            if all((other.prompt, other.completion) != text for _, other in best):
+                best.append((rank, sample))
+                best.sort(key=lambda pair: pair[0])  # stable: of equal ones the earlier
+                del best[count:]
+    return {kind: [sample for _, sample in best] for kind, best in chosen.items()}
+
+
+def _of_ledger(folder: RunFolder) -> Iterator[Sample]:
+    columns = ("step", "sample", "prompt", "completion", "completion_ids", "finish_reason", "score")
+    last = max((int(row["step"]) for row in folder.rows() if "step" in row), default=0)
+    for first in range(1, last + 1, _WINDOW):
+        table = read_ledger(folder.ledger, columns, first, first + _WINDOW - 1)
+        for batch in table.to_batches(max_chunksize=1024):
+            yield from map(_trained_on, batch.to_pylist())
+
+
+def _trained_on(row: dict[str, Any]) -> Sample:
+    ended = f", {row['finish_reason']}" if row["finish_reason"] else ""
+    return Sample(
+        row["prompt"] or "",
+        row["completion"] or "",
+        _number(row["score"]),
+        len(row["completion_ids"] or ()),
+        place=f"step {row['step']}, sample {row['sample']}{ended}",
+    )
+
+
+def _held_out(row: dict[str, Any]) -> Sample:
+    completion = str(row.get("after", ""))
+    return Sample(
+        str(row.get("prompt", "")),
+        completion,
+        _number(row.get("reward_after")),
+        len(completion),
+        unit="characters",
+        before=(str(row["before"]), _number(row.get("reward_before"))) if "before" in row else None,
+    )
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan

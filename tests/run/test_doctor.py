@@ -1,0 +1,203 @@
+"""The doctor: each illness is found by its figure, and a healthy run has none."""
+
+import math
+import random
+
+import pytest
+
+from fastrl.run.curves import RunCurves
+from fastrl.run.doctor import CHECKS, ILLNESS, NOTE, examine
+
+STEPS = 40
+
+
+def ppo(step: int, rng: random.Random) -> dict[str, float]:
+    """A step of a healthy run of PPO: of STEPS steps from 1, a row of metrics."""
+    done = step / STEPS
+    return {
+        "step": step,
+        "objective/kl": 3 * done + rng.gauss(0, 0.1),
+        "reward/mean": done + rng.gauss(0, 0.05),
+        "reward/std": 0.5,
+        "ppo/policy/entropy": 2.5 - done,
+        "ppo/policy/clipfrac": 0.1 + rng.uniform(0, 0.05),
+        "ppo/policy/approxkl": 0.01,
+        "ppo/loss/value": 0.5 - 0.3 * done + rng.uniform(0, 0.05),
+        "ppo/val/explained_variance": done - 0.2,
+        "ppo/optimizer_steps": 8.0,
+        "ppo/skipped_minibatches": 0.0,
+        "ppo/nonfinite_minibatches": 0.0,
+        "ppo/grad_norm": 1 + rng.random(),
+        "tokens/responses_len_mean": 20.0,
+        "tokens/cut_share": 0.1,
+    }
+
+
+def fit(step: int, rng: random.Random) -> dict[str, float]:
+    """Likewise of preferences on transformers' Trainer."""
+    done = step / STEPS
+    return {
+        "step": step,
+        "loss": 0.7 - 0.3 * done + rng.gauss(0, 0.02),
+        "grad_norm": 1 + rng.random(),
+        "learning_rate": 1e-5,
+        "rewards/accuracies": 0.6 + 0.3 * done + rng.gauss(0, 0.05),
+    }
+
+
+def evaluations(key: str, *values: float, **others: float) -> list[dict[str, float]]:
+    """Evenly spaced, from step 0 to the last."""
+    steps = [round(STEPS * i / (len(values) - 1)) for i in range(len(values))]
+    return [{"step": s, key: v, **others} for s, v in zip(steps, values, strict=True)]
+
+
+def rewards(*values: float) -> list[dict[str, float]]:
+    return evaluations("eval/reward_mean", *values, **{"eval/reward_sem": 0.05})
+
+
+def record(row=ppo, changes=None, held_out=None, stages=None, **settings) -> RunCurves:
+    """A run whose metrics are changed, to a number or to a function of the step."""
+    rng = random.Random(0)
+    rows = [row(step, rng) for step in range(1, STEPS + 1)]
+    for each in rows:
+        for name, change in (changes or {}).items():
+            each[name] = change(each["step"]) if callable(change) else change
+    if held_out is None:
+        held_out = rewards(0.1, 0.5, 0.9) if row is ppo else LOSSES
+    rows = sorted([*held_out, *rows], key=lambda each: each["step"])
+    return RunCurves("run", rows, stages or {}, settings=settings)
+
+
+LOSSES = evaluations("eval_loss", 0.69, 0.5, 0.45)
+AT_CHANCE = evaluations(
+    "eval_rewards/accuracies", 0.5, 0.52, **{"eval_rewards/accuracies_sem": 0.03}
+)
+SICK: dict[str, list[RunCurves]] = {
+    "negative KL": [record(changes={"objective/kl": lambda s: -0.5 + 0.1 * math.sin(s)})],
+    "exploding KL": [
+        record(changes={"objective/kl": lambda s: s}),
+        record(changes={"objective/kl": lambda s: s / 4}, adap_kl_ctrl=True, target=1.5),
+    ],
+    "entropy collapse": [record(changes={"ppo/policy/entropy": lambda s: 2.5 * 0.8**s})],
+    "clip fraction too high": [record(changes={"ppo/policy/clipfrac": 0.4})],
+    "clip fraction of zero": [
+        record(changes={"ppo/policy/clipfrac": 0.0, "ppo/policy/approxkl": 1e-9})
+    ],
+    "value loss does not fall": [
+        record(changes={"ppo/loss/value": 0.5, "ppo/val/explained_variance": -0.1})
+    ],
+    "skipped mini-batches": [record(changes={"ppo/skipped_minibatches": lambda s: 2.0 * (s > 20)})],
+    "equal scores": [
+        record(changes={"reward/std": lambda s: 0.5 * (s < 10)}),
+        record(changes={"groups/no_spread": 0.9}),
+    ],
+    "responses cut by length": [
+        record(changes={"tokens/cut_share": 0.7}),
+        record(changes={"tokens/cut_share": None, "tokens/eos_share": 0.2}),
+    ],
+    "reward falls": [
+        record(changes={"reward/mean": lambda s: -s}, held_out=[]),
+        record(changes={"reward/mean": 1.0}, held_out=rewards(0.9, 0.5)),
+    ],
+    "held-out reward falls": [
+        record(held_out=rewards(0.5, 0.9, 0.4)),
+        record(held_out=rewards(0.5, 0.1)),
+    ],
+    "non-finite numbers": [
+        record(changes={"ppo/nonfinite_minibatches": lambda s: float(s == 7)}),
+        record(held_out=[*rewards(0, 1), {"step": 40, "eval/nan_samples": 2}]),
+        record(fit, {"grad_norm": lambda s: math.nan if s == 7 else 1.0}),
+    ],
+    "exploding gradients": [
+        record(changes={"ppo/grad_norm": lambda s: 1.3**s}),
+        record(fit, {"grad_norm": lambda s: 1.3**s}),
+    ],
+    "loss does not fall": [record(fit, {"loss": 0.69}, held_out=[])],
+    "held-out loss rises": [record(fit, held_out=evaluations("eval_loss", 0.69, 0.5, 0.6))],
+    "accuracy at chance": [
+        record(fit, held_out=[*LOSSES, *AT_CHANCE]),
+        record(fit, held_out=[*LOSSES, *evaluations("eval_accuracy", 0.5, 0.55)]),
+        record(fit, {"rewards/accuracies": lambda s: 0.4 + 0.2 * (s % 2)}),
+    ],
+}
+
+
+@pytest.mark.parametrize("row", [ppo, fit])
+def test_a_healthy_run_has_no_finding(row):
+    diagnosis = examine(record(row))
+    assert diagnosis.findings == ()
+    assert diagnosis.healthy
+    assert len(diagnosis.passed) >= 5
+
+
+@pytest.mark.parametrize("name", [check.name for check in CHECKS])
+def test_every_illness_is_found_and_no_other(name):
+    for run in SICK[name]:
+        diagnosis = examine(run)
+        (finding,) = diagnosis.findings
+        assert (finding.name, finding.severity) == (name, ILLNESS)
+        assert not diagnosis.healthy
+        assert any(character.isdigit() for character in finding.figures)
+        assert set(finding.metrics) & set(run.metrics())
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        # The KL of a policy that has hardly moved is 0 but for chance.
+        record(changes={"objective/kl": lambda s: 0.2 * math.sin(2.5 * s)}),
+        # One update for each batch: no ratio can be clipped.
+        record(changes={"ppo/policy/clipfrac": 0.0, "ppo/policy/approxkl": 0.0,
+                        "ppo/optimizer_steps": 1.0}),
+        # The values are not learned yet, but their loss falls.
+        record(changes={"ppo/val/explained_variance": -0.1}),
+        # Rewards of 1000 ± 0.01 differ.
+        record(changes={"reward/mean": 1000.0, "reward/std": 0.01}, held_out=[]),
+        # Within what chance does to the best of three evaluations.
+        record(held_out=rewards(0.5, 0.9, 0.8)),
+        # A loss on few examples rises a little at the end.
+        record(fit, held_out=evaluations("eval_loss", 0.69, 0.45, 0.46)),
+        # Online, the loss is of other responses at each step.
+        record(fit, {"loss": 0.69, "tokens/responses": 20.0}, held_out=[]),
+        # The head of a reward model starts at 0, and its first gradients are small.
+        record(fit, {"grad_norm": lambda s: 0.2 + s / 15}),
+    ],
+)  # fmt: skip
+def test_what_healthy_runs_do_is_no_illness(run):
+    assert examine(run).findings == ()
+
+
+def test_wasted_groups_and_a_single_peak_are_notes():
+    run = record(changes={"groups/no_spread": 0.7, "ppo/grad_norm": lambda s: 900.0 ** (s == 9)})
+    diagnosis = examine(run)
+    assert [(f.name, f.severity) for f in diagnosis.findings] == [
+        ("equal scores", NOTE),
+        ("exploding gradients", NOTE),
+    ]
+    assert diagnosis.healthy
+
+
+def test_what_was_recorded_too_few_times_is_not_judged():
+    rows = [ppo(step, random.Random(0)) for step in (1, 2)]
+    for row in rows:
+        row["ppo/policy/entropy"] = 1e-9
+    diagnosis = examine(RunCurves("run", rows))
+    assert diagnosis.findings == ()
+    assert "entropy collapse" in diagnosis.too_few
+    assert "loss does not fall" not in (*diagnosis.passed, *diagnosis.too_few)
+
+
+def test_stages_are_examined_too():
+    sick = SICK["loss does not fall"][0].rows
+    (finding,) = examine(record(stages={"sft": sick})).findings
+    assert (finding.name, finding.stage) == ("loss does not fall", "sft")
+
+
+def test_the_advice_of_a_rising_loss_depends_on_its_cause():
+    rising = evaluations("eval_loss", 0.69, 0.5, 0.9)
+    by_heart, diverged = (
+        examine(record(fit, {"loss": loss}, held_out=rising)).findings[0].advice
+        for loss in (lambda s: 0.7 - 0.01 * s, lambda s: 5 - 0.01 * s)
+    )
+    assert "step 20" in by_heart
+    assert "diverges" in diverged
