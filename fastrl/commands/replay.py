@@ -48,7 +48,9 @@ def run_replay(arguments: Sequence[str]) -> int:
     found = replay(trainer, folder, flags.step, progress=True)
     console = run_console()
     source = f"checkpoint-{found.begun_at}" if found.begun_at else "the run's beginning"
-    console.print(f"step {found.step}, from {source}: {found.step - 1 - found.begun_at} updates")
+    updates = found.step - 1 - found.begun_at
+    plural = "" if updates == 1 else "s"
+    console.print(f"step {found.step}, from {source}: {updates} update{plural}")
     if found.strayed is not None:
         console.print(f"the run did another update in {found.strayed}")
     if flags.sample is None:

@@ -67,7 +67,7 @@ def replay(capsys, *arguments):
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_a_sample_is_drawn_again_from_the_beginning_and_from_a_checkpoint(capsys, run, step):
     status, out, _ = replay(capsys, run, "--step", step, "--sample", 5)
-    source = "checkpoint-2: 0 updates" if step == 3 else f"the run's beginning: {step - 1} updates"
+    source = "checkpoint-2: 0 updates" if step == 3 else f"the run's beginning: {step - 1} update"
     assert f"step {step}, from {source}" in out
     (row,) = (
         row for row in read_ledger(run / "ledger", None, step, step).to_pylist()
