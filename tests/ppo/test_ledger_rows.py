@@ -65,11 +65,12 @@ class Watched:
         trainer.step, trainer.compute_advantages = noted_step, noted_advantages
 
 
-@pytest.mark.parametrize("settings", [{}, GRPO], ids=["ppo", "grpo"])
+@pytest.mark.parametrize("settings", [{}, {**GRPO, "temperature": 0.7}], ids=["ppo", "grpo"])
 def test_rows_are_what_the_steps_learned_from(tmp_path, settings):
     trainer = make_trainer(**settings)
     watched = Watched(trainer)
-    result = train(trainer, tmp_path, missing_eos_penalty=0.5)
+    sampling = {**SAMPLING, "eos_token_id": list(range(40, tiny.VOCABULARY))}
+    result = train(trainer, tmp_path, missing_eos_penalty=0.5, generation_kwargs=sampling)
     rows = read_ledger(tmp_path).to_pylist()
     assert [(row["step"], row["sample"]) for row in rows] == [
         (step, sample) for step in (1, 2, 3) for sample in range(4)
@@ -96,9 +97,10 @@ def test_rows_are_what_the_steps_learned_from(tmp_path, settings):
         size = trainer.config.group_size
         assert (row["sample_id"], row["number"]) == (j // size, j % size)
     assert len({row["seed"] for row in rows}) == 3
+    assert len({len(row["completion_ids"]) for row in rows}) > 2
     assert all(metrics["time/ledger"] > 0 for metrics in result.history)
     (facts,) = read_facts(tmp_path, 2, 2)
-    assert facts["temperature"] == 1.0
+    assert facts["temperature"] == trainer.config.temperature
     assert facts["generation_kwargs"]["max_new_tokens"] == 4
 
 
