@@ -108,7 +108,8 @@ SICK: dict[str, list[RunCurves]] = {
     "non-finite numbers": [
         record(changes={"ppo/nonfinite_minibatches": lambda s: float(s == 7)}),
         record(held_out=[*rewards(0, 1), {"step": 40, "eval/nan_samples": 2}]),
-        record(fit, {"grad_norm": lambda s: math.nan if s == 7 else 1.0}),
+        record(fit, {"loss": lambda s: math.nan if s == 7 else 1 / s}),
+        record(fit, {"nonfinite_steps": lambda s: int(s == 7)}),
     ],
     "exploding gradients": [
         record(changes={"ppo/grad_norm": lambda s: 1.3**s}),
@@ -159,8 +160,9 @@ def test_every_illness_is_found_and_no_other(name):
         record(held_out=rewards(0.5, 0.9, 0.8)),
         # A loss on few examples rises a little at the end.
         record(fit, held_out=evaluations("eval_loss", 0.69, 0.45, 0.46)),
-        # Online, the loss is of other responses at each step.
-        record(fit, {"loss": 0.69, "tokens/responses": 20.0}, held_out=[]),
+        # Online, the responses are other ones at each step.
+        record(fit, {"loss": 0.69, "rewards/accuracies": lambda s: 0.4 + 0.2 * (s % 2),
+                     "tokens/responses": 20.0}, held_out=[]),
         # The head of a reward model starts at 0, and its first gradients are small.
         record(fit, {"grad_norm": lambda s: 0.02 + s**2 / 100}),
     ],
