@@ -103,6 +103,7 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
         )
         warn_of_lost_updates(self.model, MIXED_PRECISION)
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
+        self.warns_of_steps = self.loss.backward is None
         self.learner.place(self.model, self.accelerator)
         self._factories = [f for f in (factory, eval_factory) if f is not None]
         for each in self._factories:

@@ -43,7 +43,6 @@ _RUN = (
     "resume_from_checkpoint",
     "overwrite",
     "lora_r",
-    "lora_alpha",
     "dtype",
     "seed",
     "logging_steps",

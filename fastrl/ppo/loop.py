@@ -125,7 +125,7 @@ class Loop:
         with self.saving.opened(self) as resumed, self.ledger.opened(self.trainer):
             done, last = self.trainer.current_step, self.begun_at + self.steps
             self._call("on_train_begin", last - done)
-            if not resumed:
+            if not resumed or self._lacks_evaluation(done):
                 self._evaluate(done)
             for step in range(done + 1, last + 1):
                 with self.saving.step():
@@ -135,11 +135,19 @@ class Loop:
                     self._call("on_samples", step, samples.shown)
                     self._call("on_step", step, metrics)
                     check_divergence(self.trainer.config, step, metrics)
-                    if step == last or (self.eval_every and step % self.eval_every == 0):
+                    if step == last or self._is_evaluated(step):
                         self._evaluate(step)
                 self.saving.after_step(step, last=step == last)
             self._call("on_train_end", self.result)
         return self.result
+
+    def _is_evaluated(self, step: int) -> bool:
+        return self.eval_every > 0 and step % self.eval_every == 0
+
+    def _lacks_evaluation(self, step: int) -> bool:
+        """Whether a run was interrupted in the evaluation after this step."""
+        done = self.result.evaluations
+        return self._is_evaluated(step) and (not done or done[-1].step < step)
 
     def state_dict(self) -> dict[str, Any]:
         """What of the run is not the trainer's: where it began, its evaluations."""

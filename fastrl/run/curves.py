@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,39 @@ class Series:
 
     def __bool__(self) -> bool:
         return bool(self.steps)
+
+    def start(self, share: float = 0.25) -> Series:
+        """The first quarter of its records, or another share; one at least."""
+        count = max(1, round(share * len(self.steps)))
+        return Series(self.steps[:count], self.values[:count])
+
+    def end(self, share: float = 0.25) -> Series:
+        """The last quarter of its records, or another share; one at least."""
+        count = max(1, round(share * len(self.steps)))
+        return Series(self.steps[-count:], self.values[-count:])
+
+    def since(self, step: float) -> Series:
+        """Its records from a step on."""
+        kept = [i for i, each in enumerate(self.steps) if each >= step]
+        return Series([self.steps[i] for i in kept], [self.values[i] for i in kept])
+
+    def at(self, step: float) -> float | None:
+        """The value at a step; None where there is none."""
+        return dict(zip(self.steps, self.values, strict=True)).get(step)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def sem(self) -> float:
+        """Standard error of the mean over the steps, as if these were independent."""
+        if len(self.values) < 2:
+            return 0.0
+        return statistics.stdev(self.values) / math.sqrt(len(self.values))
+
+    def __neg__(self) -> Series:
+        return Series(self.steps, [-value for value in self.values])
 
 
 def series(rows: Sequence[Mapping[str, Any]], *keys: str) -> Series:

@@ -116,7 +116,8 @@ def _draw_lines(axes: Axes, panel: Panel, runs: Sequence[RunCurves]) -> list[Nam
     if panel.level is not None:
         axes.axhline(panel.level[0], color=GREY, linestyle=(0, (4, 3)), linewidth=1.0)
         names["level"] = Name(panel.level[1], GREY, "- -")
-    for ceiling in {run.kl_ceiling for run in runs} - {None} if panel.ceiling else ():
+    ceilings = {run.kl_ceiling for run in runs if run.kl_ceiling is not None}
+    for ceiling in ceilings if panel.ceiling else ():
         axes.axhline(ceiling, color=GREY, linestyle=(0, (4, 3)), linewidth=1.0)
         names[f"ceiling {ceiling}"] = Name(f"ceiling {ceiling:g}", GREY, "- -")
     _show_zero(axes, panel.zero, lowest, highest)

@@ -32,9 +32,13 @@ class FiniteStepsTrainer(ResumableTrainer):
 
     ``args.on_nonfinite``: "skip", or "raise" (FloatingPointError; the state before the step is
     saved where checkpoints are).
+
+    Attributes:
+        warns_of_steps: False where the loss itself says what it leaves out.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
+        self.warns_of_steps = True
         self._steps = _Steps()
         self._loss_before: Tensor  # sum since the last log, as the step began
         super().__init__(*args, **kwargs)
@@ -69,7 +73,7 @@ class FiniteStepsTrainer(ResumableTrainer):
                 f"{what}, as in the {MOST_IN_A_ROW - 1} steps before it: the model is broken. Load "
                 "a sound one; where training broke it, lower learning_rate"
             )
-        if not steps.left_out + steps.left_out_before:
+        if self.warns_of_steps and not steps.left_out + steps.left_out_before:
             warnings.warn(
                 f"{what}: the step is left out, as any later ones will be; nonfinite_steps counts "
                 "them. Look for the examples that make it so, lower learning_rate, or compute in "

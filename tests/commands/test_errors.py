@@ -182,7 +182,7 @@ def test_a_tracker_that_is_not_installed_is_named(command, folder, tmp_path, cap
         ({"learning_rate": "nan"}, "learning_rate must be 0 or more and finite, got nan"),
         ({"max_steps": 0}, "max_steps must be positive, or -1 for whole epochs, got 0"),
         ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs must be positive"),
-        ({"resume_from_checkpoint": "last"}, "leave out resume_from_checkpoint"),
+        ({"resume_from_checkpoint": "last"}, "resume: there is no folder last"),
     ],
 )
 @pytest.mark.parametrize("command", ["sft", "reward"])
@@ -250,6 +250,7 @@ def test_an_interrupted_run_leaves_no_bar(folder, tmp_path, capsys):
     assert not tqdm._instances
 
 
+@pytest.mark.filterwarnings("ignore:after ValueError the state is saved")
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [

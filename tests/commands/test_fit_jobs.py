@@ -57,7 +57,7 @@ def test_a_run_leaves_a_model_metrics_and_a_report(command, folder, tmp_path, ca
     before, after = start.transformer.wte.weight, tuned.transformer.wte.weight
     assert not torch.equal(before, after)
     assert AutoTokenizer.from_pretrained(run / "model").eos_token == "<eos>"
-    assert not (run / "checkpoints").exists()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["checkpoint-6"]
     card = (run / "model" / "README.md").read_text()
     start = folder / ("lm" if command == "sft" else "clf1")
     assert "trained with fastrl" in card

@@ -97,7 +97,7 @@ def test_every_command_leaves_the_same_kind_of_folder(name, world, tmp_path, cap
     assert ("eval/samples" in names) == (name in SAMPLED)
     files = {"run.json", "metrics.jsonl", "model", "report.png", "summary.json"}
     files |= {"samples.jsonl"} if name in SAMPLED else set()
-    files |= {"checkpoints", "ledger"} if name in ("ppo", "grpo") else set()
+    files |= {"checkpoints", *(["ledger"] if name in ("ppo", "grpo") else [])}
     assert {path.name for path in folder.iterdir()} == files
     config = json.loads((folder / "run.json").read_text())
     assert set(config) == {"command", "title", "job", "settings"}

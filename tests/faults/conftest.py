@@ -16,9 +16,18 @@ def zygote(tmp_path_factory) -> Iterator[Zygote]:
     found.close()
 
 
+REWARD = """\
+import random
+
+def varied(completion_ids, **_):
+    return [len(set(ids)) + random.random() for ids in completion_ids]
+"""
+
+
 @pytest.fixture(scope="module")
 def data(world):  # noqa: F811
-    """The same folder, with pairs that have prompts, too."""
+    """The same folder, with pairs that have prompts, and a reward that draws random numbers."""
+    (world / "varied.py").write_text(REWARD)
     rows = [json.loads(line) for line in (world / "pairs.jsonl").read_text().splitlines()]
     rows = [{"prompt": "the ", **row} for row in rows]
     (world / "prompted.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -24,7 +24,7 @@ from tests.ppo.test_golden import without_key_bias
 ALL = os.environ.get("FAULTS") == "all"
 INSTANTS = 22 if ALL else 2
 LEARNING = {
-    "reward": "rewards.py:length", "dataset": "reviews.jsonl", "prompt-words": 5, "steps": 7,
+    "reward": "varied.py:varied", "dataset": "reviews.jsonl", "prompt-words": 5, "steps": 7,
     "max-new-tokens": 6, "batch-size": 8, "mini-batch-size": 4, "ppo-epochs": 2, "eval-prompts": 8,
     "eval-every": 3, "learning-rate": 1e-2,
 }  # fmt: skip

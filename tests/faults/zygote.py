@@ -133,8 +133,9 @@ def _child(request: dict[str, Any]) -> int:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    Path(f"{request['log']}.calls").write_text(json.dumps(calls))
-    Path(f"{request['log']}.modules").write_text("\n".join(sys.modules))
+    with contextlib.suppress(OSError):  # beyond its file_size
+        Path(f"{request['log']}.calls").write_text(json.dumps(calls))
+        Path(f"{request['log']}.modules").write_text("\n".join(sys.modules))
     return status
 
 

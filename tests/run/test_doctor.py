@@ -2,6 +2,8 @@
 
 import math
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -106,7 +108,8 @@ SICK: dict[str, list[RunCurves]] = {
     "non-finite numbers": [
         record(changes={"ppo/nonfinite_minibatches": lambda s: float(s == 7)}),
         record(held_out=[*rewards(0, 1), {"step": 40, "eval/nan_samples": 2}]),
-        record(fit, {"grad_norm": lambda s: math.nan if s == 7 else 1.0}),
+        record(fit, {"loss": lambda s: math.nan if s == 7 else 1 / s}),
+        record(fit, {"nonfinite_steps": lambda s: int(s == 7)}),
     ],
     "exploding gradients": [
         record(changes={"ppo/grad_norm": lambda s: 1.3**s}),
@@ -157,10 +160,11 @@ def test_every_illness_is_found_and_no_other(name):
         record(held_out=rewards(0.5, 0.9, 0.8)),
         # A loss on few examples rises a little at the end.
         record(fit, held_out=evaluations("eval_loss", 0.69, 0.45, 0.46)),
-        # Online, the loss is of other responses at each step.
-        record(fit, {"loss": 0.69, "tokens/responses": 20.0}, held_out=[]),
+        # Online, the responses are other ones at each step.
+        record(fit, {"loss": 0.69, "rewards/accuracies": lambda s: 0.4 + 0.2 * (s % 2),
+                     "tokens/responses": 20.0}, held_out=[]),
         # The head of a reward model starts at 0, and its first gradients are small.
-        record(fit, {"grad_norm": lambda s: 0.2 + s / 15}),
+        record(fit, {"grad_norm": lambda s: 0.02 + s**2 / 100}),
     ],
 )  # fmt: skip
 def test_what_healthy_runs_do_is_no_illness(run):
@@ -175,6 +179,12 @@ def test_wasted_groups_and_a_single_peak_are_notes():
         ("exploding gradients", NOTE),
     ]
     assert diagnosis.healthy
+
+
+def test_the_documents_list_every_check():
+    text = (Path(__file__).parents[2] / "docs" / "runs.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \|", text.partition("## The doctor")[2], re.MULTILINE)
+    assert set(rows) - {"finding", "---"} == {check.name for check in CHECKS}
 
 
 def test_what_was_recorded_too_few_times_is_not_judged():

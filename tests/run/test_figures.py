@@ -112,8 +112,8 @@ def test_ticks_are_numbers_of_their_own_without_an_offset():
 
 
 def test_a_dollar_in_a_name_is_a_dollar():
-    run = run_of(reward__mean=1.0, **{"reward__a$_{x__mean": 1.0, "reward__b$^{__mean": 2.0})
-    draw([run, run], title="runs/$a_{b").draw_without_rendering()
+    run = run_of(reward__mean=1.0, **{"reward__$_{$__mean": 1.0, "reward__b__mean": 2.0})
+    draw([run, run], title="runs/$_{$").draw_without_rendering()
 
 
 def test_a_single_step_can_be_seen():

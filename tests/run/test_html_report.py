@@ -35,7 +35,13 @@ def make_run(folder, *, samples=(), summary=None, **config) -> RunFolder:
     run = RunFolder(folder, {"command": "ppo", "title": "a run", **config})
     run.begin()
     rows = [
-        {"step": s, "reward/mean": s / 8, "reward/std": 0.5, "tokens/cut_share": 0.9}
+        {
+            "step": s,
+            "reward/mean": s / 8,
+            "reward/std": 0.5,
+            "tokens/cut_share": 0.9,
+            "tokens/eos_share": 0.1,
+        }
         for s in range(1, 9)
     ]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -77,8 +83,9 @@ def test_the_page_asks_for_nothing_from_elsewhere(tmp_path):
 
 def test_findings_lead_to_their_figure(tmp_path):
     text = page([make_run(tmp_path / "run")], {})
-    assert "responses cut by length" in text
-    assert "90% of the responses" in text
+    found = re.search(r'90% of the responses .*<a href="#([^"]+)">figure</a>', text)
+    assert found
+    assert f'<figure id="{found[1]}" aria-label="Responses that end with EOS">' in text
 
 
 def test_figures_have_the_colours_of_the_page(tmp_path):
@@ -150,7 +157,7 @@ def ledger_of(folder, scores, lengths):
 
 def test_notable_samples_are_those_of_the_ledger(tmp_path):
     run = make_run(tmp_path / "run", samples=[held_out()])
-    scores = [0.0, 1.0, 5.0, -3.0, float("nan"), 2.0, 9.0, 4.0]
+    scores = [float("nan"), 1.0, 5.0, -3.0, 0.0, 2.0, 9.0, 4.0]
     ledger_of(run.ledger, scores, [1, 2, 3, 9, 1, 1, 4, 1])
     found = notable_samples(run, count=2)
     assert found is not None
@@ -158,7 +165,7 @@ def test_notable_samples_are_those_of_the_ledger(tmp_path):
     assert {kind: [s.completion for s in chosen] for kind, chosen in found.kinds.items()} == {
         "first": ["completion 0", "completion 1"],
         "best": ["completion 6", "completion 2"],
-        "worst": ["completion 3", "completion 0"],
+        "worst": ["completion 3", "completion 4"],
         "longest": ["completion 3", "completion 6"],
     }
     (longest, _) = found.kinds["longest"]
