@@ -122,7 +122,7 @@ def model_identity(model: nn.Module, tokenizer: Any) -> dict[str, Any]:
         model: of transformers or PEFT, or a wrapper of fastrl around one.
         tokenizer: None where there is none.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     return {

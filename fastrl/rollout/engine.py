@@ -178,7 +178,14 @@ class RolloutEngine:
 
     def reserve(self, slots: int, length: int) -> None:
         """Gives the engine the :meth:`room` of another, so that it computes with the same shapes,
-        and hence to the same bits; at most ``max_slots`` and ``max_length``. Zeros: none."""
+        and hence to the same bits; at most ``max_slots`` and ``max_length``. Zeros: none.
+
+        Raises:
+            ValueError: a number below 0.
+        """
+        for name, x in (("slots", slots), ("length", length)):
+            if x < 0:
+                raise ValueError(f"{name} must be 0 or more, got {x}")
         self._free()
         longest = length if self.max_length is None else min(length, self.max_length)
         self._reserved = Room(min(slots, self.max_slots), longest)

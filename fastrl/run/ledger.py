@@ -146,6 +146,8 @@ class Ledger:
         that is free: files as they are, and of one that holds earlier steps too a copy of these
         stays."""
         self.flush()
+        for unfinished in self.folder.glob(".steps-*"):  # of a process that was killed
+            unfinished.unlink()
         later = [file for file in _files(self.folder) if file.last > after_step]
         if not later:
             return

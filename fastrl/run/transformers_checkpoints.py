@@ -160,7 +160,8 @@ class ResumableTrainer(transformers.Trainer):
                 model or data set made; nothing has changed then.
         """
         if trial is not None:  # a search of hyperparameters
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            resume: Any = resume_from_checkpoint
+            return super().train(resume, trial, ignore_keys_for_eval)
         self._run = run = _Run()
         run.checkpoint = self._find(resume_from_checkpoint)
         if run.checkpoint or self.saves_when_it_fails:
@@ -230,7 +231,8 @@ class ResumableTrainer(transformers.Trainer):
         """
         weights = checkpoint / "model.safetensors"
         if weights.is_file():
-            own = {name: list(x.shape) for name, x in self.model.state_dict().items()}
+            model: Any = self.model
+            own = {name: list(x.shape) for name, x in model.state_dict().items()}
             for name, shape in _shapes(weights).items():
                 if own.get(name, shape) != shape:
                     raise BadCheckpoint(
@@ -311,7 +313,7 @@ class ResumableTrainer(transformers.Trainer):
 
     # Saving.
 
-    def _run_epoch(self, *, epoch: int, steps_in_epoch: int, **rest: Any) -> None:
+    def _run_epoch(self, *, epoch: int, steps_in_epoch: int, **rest: Any) -> None:  # type: ignore[override]
         if self.state.global_step >= self.state.max_steps:  # transformers would do one step more
             self.control.should_training_stop = True
             return

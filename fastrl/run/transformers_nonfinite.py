@@ -37,6 +37,8 @@ class FiniteStepsTrainer(ResumableTrainer):
         warns_of_steps: False where the loss itself says what it leaves out.
     """
 
+    args: Any
+
     def __init__(self, *args: Any, **kwargs: Any):
         self.warns_of_steps = True
         self._steps = _Steps()

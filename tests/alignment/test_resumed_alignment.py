@@ -9,16 +9,17 @@ import pytest
 
 from fastrl.alignment import AlignmentConfig, Trainer, make_loss
 from fastrl.alignment.tasks import find_task
+from fastrl.data.columns import PROMPTS
 from tests import tiny_models
-from tests.alignment.conftest import SETTINGS, examples, make_factory, model_of
-from tests.resuming import assert_resumes, with_dropout
+from tests.alignment.conftest import SETTINGS, LikesHigh, examples, make_factory, model_of
+from tests.resuming import assert_resumes, assert_same_run, resumed, straight, with_dropout
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
 ROWS = 10
 # By case: task, loss with its coefficients, settings, and the numbers of checkpoints, from 0. An
 # epoch of ten examples has five batches of two.
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
-    "dpo": ("offline-pairwise", "dpo", {}, {}, (2, 4)),
+    "dpo": ("offline-pairwise", "dpo", {}, {}, (4, 6)),
     "accumulation": ("offline-pairwise", "dpo", {}, {"gradient_accumulation_steps": 2}, (0, 2)),
     "an adapter": ("offline-pairwise", "dpo", {}, {"peft_config": tiny_models.lora()}, (2,)),
     "dropout": (
@@ -36,14 +37,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], tuple[int, ...]
         "ppo",
         {"epochs": 2, "mini_batches": 2},
         {"max_steps": 9, "gradient_accumulation_steps": 2},
-        (1,),
+        (0, 1),
     ),
     "an early stop": (
         "reinforcement-learning",
         "ppo",
         {"epochs": 4, "early_stopping": True, "target_kl": 1e-9, "kl_coef": 0.0},
-        {"max_steps": 9},
-        (1,),
+        {"max_steps": 20, "rows": 4},  # its second epoch begins long before the sixteenth step
+        (1, -2),
     ),
 }
 
@@ -53,7 +54,8 @@ def test_alignment_goes_on_from_any_checkpoint(name: str, tmp_path: Path) -> Non
     task, loss_name, coefficients, settings, steps = CASES[name]
     settings = {"eval_strategy": "epoch", **settings}
     peft_config = settings.pop("peft_config", None)
-    kind = find_task(task).data
+    rows = examples(find_task(task).data, settings.pop("rows", ROWS))
+    held_out = examples(find_task(task).data, 4, seed=1)
 
     def make(folder: Path) -> Trainer:
         loss = make_loss(loss_name, **coefficients)
@@ -71,10 +73,53 @@ def test_alignment_goes_on_from_any_checkpoint(name: str, tmp_path: Path) -> Non
         return Trainer(
             tiny_models.policy() if values else with_dropout(model_of(loss)),
             AlignmentConfig(output_dir=str(folder), **args),
-            make_factory(task, examples(kind, ROWS), **given),
+            make_factory(task, rows, **given),
             loss,
-            eval_factory=make_factory(task, examples(kind, 4, seed=1), batch_size=2),
+            eval_factory=make_factory(task, held_out, batch_size=2),
             peft_config=peft_config,
         )
 
     assert_resumes(make, tmp_path, steps)
+
+
+class TiresOnce(LikesHigh):
+    """Fails at one of its calls."""
+
+    def __init__(self, call: int):
+        super().__init__()
+        self.left = call
+
+    def score(self, prompts: list[str], responses: list[str], **columns: Any) -> list[float]:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("no more")
+        return super().score(prompts, responses, **columns)
+
+
+@pytest.mark.parametrize("call", [4, 6])
+def test_a_step_that_fails_leaves_the_state_before_it(call: int, tmp_path: Path) -> None:
+    """One of whose two batches is drawn; five batches are an epoch."""
+
+    def make(folder: Path, annotator: Any = None) -> Trainer:
+        rows = examples(PROMPTS, ROWS)
+        factory = make_factory(
+            "online-pointwise", rows, batch_size=2, annotator=annotator or LikesHigh()
+        )
+        settings = {"gradient_accumulation_steps": 2, "max_steps": 5, "logging_steps": 4}
+        return Trainer(
+            with_dropout(tiny_models.language_model()),
+            AlignmentConfig(
+                output_dir=str(folder),
+                **{**SETTINGS, "save_strategy": "steps", "save_steps": 10, **settings},
+            ),
+            factory,
+            make_loss("kto"),
+        )
+
+    trainer = make(tmp_path / "run", TiresOnce(call))
+    with (
+        pytest.warns(UserWarning, match="after RuntimeError the state is saved in"),
+        pytest.raises(RuntimeError, match="no more"),
+    ):
+        trainer.train()
+    assert_same_run(resumed(make, tmp_path / "run", True), straight(make, tmp_path / "straight"))

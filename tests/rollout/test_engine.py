@@ -382,6 +382,9 @@ def test_reserved_room_replaces_what_is_there_and_is_forgotten_in_sleep(gpt2):
     engine.reserve(2, 16)
     engine.sleep()
     assert engine.room() == (0, 0)
+    for room, name in (((-1, 0), "slots"), ((0, -1), "length")):
+        with pytest.raises(ValueError, match=f"{name} must be 0 or more, got -1"):
+            engine.reserve(*room)
     engine.reserve(9, 900)  # no more than the engine may have
     assert engine.room() == (4, 40)
 

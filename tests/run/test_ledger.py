@@ -174,6 +174,8 @@ def test_a_file_has_its_name_when_it_is_whole(tmp_path, monkeypatch):
         filled(tmp_path, range(5, 9))
     monkeypatch.undo()
     assert steps(tmp_path) == [1, 2, 3, 4]
+    Ledger(tmp_path).supersede(4)
+    assert [path.name for path in tmp_path.iterdir()] == ["steps-000001-000004.parquet"]
     filled(tmp_path, range(5, 9))
     assert steps(tmp_path) == list(range(1, 9))
 
