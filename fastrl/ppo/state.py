@@ -116,9 +116,9 @@ class TrainerState:
         trainer = self.trainer
         reference = {} if self._reference_moves else trainer.reference.own_weights()
         return {
-            **model_identity(trainer._unwrapped, trainer.tokenizer),
             "method": trainer.config.method,
             "processes": trainer.accelerator.num_processes,
+            **model_identity(trainer._unwrapped, trainer.tokenizer),
             "reference": f"{trainer.reference.mode} {checksum(reference)}",
         }
 
