@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.data_loader import SeedableRandomSampler
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import SaveStrategy
@@ -172,6 +173,10 @@ class ResumableTrainer(transformers.Trainer):
                 torch.manual_seed(run.resumed["seed"])
         run.seed = torch.initial_seed()
         self.begin_training(run.resumed)
+        if self.model_wrapped is self.model:
+            # An evaluation before training leaves this mark, with which accelerate would not wrap
+            # the model for several processes, and each of them would train its own.
+            vars(self.model).pop("_is_accelerate_prepared", None)
         path = None if run.checkpoint is None else str(run.checkpoint)
         evaluates_first = self.args.eval_on_start
         self.args.eval_on_start = evaluates_first and path is None
@@ -313,7 +318,7 @@ class ResumableTrainer(transformers.Trainer):
 
     # Saving.
 
-    def _run_epoch(self, *, epoch: int, steps_in_epoch: int, **rest: Any) -> None:  # type: ignore[override]
+    def _run_epoch(self, *, epoch: int, train_dataloader: Any, **rest: Any) -> None:  # type: ignore[override]
         if self.state.global_step >= self.state.max_steps:  # transformers would do one step more
             self.control.should_training_stop = True
             return
@@ -323,8 +328,10 @@ class ResumableTrainer(transformers.Trainer):
             assert run.resumed is not None
             restore_random_state(run.resumed["random_at_epoch"])  # samplers may draw from it
         run.random_at_epoch = random_state()
-        run.epoch, run.minibatches_per_epoch, run.epoch_is_over = epoch, steps_in_epoch, False
-        super()._run_epoch(epoch=epoch, steps_in_epoch=steps_in_epoch, **rest)
+        run.epoch, run.minibatches_per_epoch = epoch, rest["steps_in_epoch"]
+        run.epoch_is_over = False
+        _set_epoch(train_dataloader, epoch)
+        super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **rest)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Called at the end of each step and of each epoch."""
@@ -504,6 +511,15 @@ def find_trainer_checkpoint(resume: Any, checkpoints: Checkpoints) -> Path | Non
 
 def _is_foreign(path: Path) -> bool:
     return (path / TRAINER_STATE).is_file() and not (path / MANIFEST).exists()
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Sets the epoch of a sampler, which counts those that it has seen, however deep it lies: with
+    several processes accelerate does not reach it."""
+    while loader is not None:
+        if isinstance(loader, SeedableRandomSampler):
+            loader.set_epoch(epoch)
+        loader = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
 
 
 def data_checksum(rows: Any) -> str:

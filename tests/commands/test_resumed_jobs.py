@@ -151,7 +151,7 @@ def test_a_run_is_stopped_by_a_signal_and_resumed(
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(MetricsFile, "append", asking)
-    flags = {"save-strategy": "no"}
+    flags = {"save-every": 0}
     assert cli.main(words("sft", data, tmp_path / "run", **flags)) == 130
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("fastrl: stopped after step 3; saved: ")
