@@ -72,7 +72,7 @@ class _Run:
 
 
 class ResumableTrainer(transformers.Trainer):
-    """transformers' Trainer whose run goes on from a checkpoint as if nothing had been between.
+    """transformers' Trainer whose run goes on from a checkpoint as if it had not been interrupted.
 
     A checkpoint has what transformers saves and, in a folder ``process-N`` for each process, what
     later steps and logs depend on too: the loss since the last log, the place in the data, what
@@ -277,7 +277,7 @@ class ResumableTrainer(transformers.Trainer):
         run.begun, state = time.time(), run.resumed
         if state is not None:
             losses = state["losses"]
-            self._tr_loss = losses["since_the_log"].to(self.args.device)
+            self._tr_loss = losses["since_the_log"].clone().to(self.args.device)
             self._total_loss_scalar = losses["before"]
             self._globalstep_last_logged = losses["logged_at"]
             self._initial_global_step = losses["begun_at"]
@@ -407,8 +407,8 @@ class ResumableTrainer(transformers.Trainer):
         run = self._run
         folder = self.run_folder
         return {
-            "identity": run.identity,
-            "settings": run.settings,
+            "identity": run.identity or self.identity(),
+            "settings": run.settings or self._all_settings(),
             "place": self._place_in_data(),
             "seed": run.seed,
             "random_at_epoch": run.random_at_epoch,
