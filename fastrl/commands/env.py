@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import platform
 
 import torch
 
 import fastrl_kernels
+from fastrl.run.machine import versions
 
 PACKAGES = (
     "fastrl-lm",
@@ -20,17 +20,6 @@ PACKAGES = (
     "peft",
     "flash-attn",
 )
-
-
-def versions() -> dict[str, str]:
-    """The versions of Python and of :data:`PACKAGES`."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def devices() -> dict[str, str]:
@@ -61,7 +50,7 @@ def kernel_ops() -> list[str]:
 def describe() -> str:
     """The whole report, as text."""
     lines = ["versions"]
-    lines += [f"  {name:<14}{version}" for name, version in versions().items()]
+    lines += [f"  {name:<14}{version}" for name, version in versions(PACKAGES).items()]
     lines += ["devices"]
     lines += [f"  {name:<14}{what}" for name, what in devices().items()]
     lines += ["kernels"]

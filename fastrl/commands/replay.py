@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastrl.commands.flags import UsageError
+from fastrl.commands.flags import own_parser
 from fastrl.commands.ppo import GRPOFlags, GRPOJob, PPOFlags, PPOJob, make_trainer
 from fastrl.commands.samples import choose, ledger_of, record_table
 from fastrl.models.load import load_tokenizer
@@ -69,11 +69,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         UsageError: no run, or an unknown flag or value.
     """
 
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:
-            raise UsageError(f"{message} (see fastrl replay --help)")
-
-    parser = Parser(prog="fastrl replay", description=__doc__.partition(": ")[2])
+    parser = own_parser("replay", __doc__)
     parser.add_argument("run", metavar="RUN", help="The --output of fastrl ppo or grpo.")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="From 1.")
     parser.add_argument(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastrl.commands.flags import UsageError
+from fastrl.commands.flags import UsageError, own_parser
 from fastrl.run.export import KINDS, write_rows
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_ledger
@@ -67,11 +67,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         UsageError: no run, or an unknown flag or value.
     """
 
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:
-            raise UsageError(f"{message} (see fastrl samples --help)")
-
-    parser = Parser(prog="fastrl samples", description=__doc__.partition(": ")[2])
+    parser = own_parser("samples", __doc__)
     parser.add_argument("run", metavar="RUN", help="A command's --output.")
     parser.add_argument("--step", type=int, metavar="N", help="Samples of this step only.")
     parser.add_argument(

@@ -245,7 +245,7 @@ class Loop:
         """Rewards, checked; NaN for samples that ended in NaN logits, which the reward functions do
         not get. The completion of a chat is a message too."""
         nonfinite = self.trainer.nonfinite
-        return self.rewards(
+        rewards = self.rewards(
             batch.said,
             [as_answer(said, text) for said, text in zip(batch.said, completions, strict=True)],
             [response.tolist() for response in rollout.sequences],
@@ -253,6 +253,9 @@ class Loop:
             finished=[reason != "length" for reason in rollout.finish_reasons],
             left_out=samples_left_out(rollout, nonfinite, lambda i: repr(batch.texts[i])),
         )
+        if rewards.nonfinite:
+            nonfinite.scores_are_named()
+        return rewards
 
     def _decode(self, batch: Prompts, rollout: RolloutOutput) -> list[str]:
         """Completions as texts that continue their prompts, leading spaces included."""

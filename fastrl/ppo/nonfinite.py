@@ -91,6 +91,10 @@ class NonFiniteNumbers:
         self._warn("scores", first + more)
         return which
 
+    def scores_are_named(self) -> None:
+        """Their source has warned of scores that are not finite; :meth:`scores` need not."""
+        self._warned.add("scores")
+
     def experience(self, batch: TokenBatch, scored: Scored, rewards: Tensor) -> list[int]:
         """Indices of samples with log-probs, values or rewards that are not finite.
 

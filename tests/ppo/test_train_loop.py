@@ -176,6 +176,13 @@ def test_a_reward_that_is_not_finite_reaches_no_score_and_no_evaluation(trainer,
         assert "eval/nan_samples" not in numbers
 
 
+def test_a_reward_that_is_nan_is_named_once_and_counted_at_each_step(trainer):
+    with pytest.warns(UserWarning, match="returned nan for completion 1") as said:
+        result = run(trainer, lambda **_: [3.0, math.nan], steps=2)
+    assert len([one for one in said if "nan" in str(one.message)]) == 1
+    assert [row["ppo/nonfinite_samples"] for row in result.history] == [1.0, 1.0]
+
+
 def test_a_reward_that_hangs_changes_nothing(trainer, unchanged):
     def hangs(**_):
         time.sleep(1)
