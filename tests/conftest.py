@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import signal
 import tempfile
 import zlib
 
@@ -20,6 +21,9 @@ _cache = f"torchinductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _cache))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+# A shell has its background jobs ignore Ctrl-C, which some tests send to themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def seed_draws(seed: int) -> None:

@@ -32,14 +32,19 @@ def asked() -> bool:
 @contextlib.contextmanager
 def stop_at_a_steps_end() -> Iterator[None]:
     """Context in which Ctrl-C and SIGTERM are kept until :func:`asked` is read; a second one
-    interrupts at once. Handlers are restored at the end. Without effect outside the main thread,
-    where there are no signals."""
+    interrupts at once. A signal that the process was started to ignore, as a shell has background
+    jobs ignore Ctrl-C, stays ignored. Handlers are restored at the end. Without effect outside the
+    main thread, where there are no signals."""
     global _asked
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     _asked = None
-    before = {s: signal.signal(s, _handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, _handle)
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:

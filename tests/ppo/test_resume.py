@@ -215,6 +215,15 @@ class Signal(TrainCallback):
             os.kill(os.getpid(), self.number)
 
 
+@contextlib.contextmanager
+def ignored(number):
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_the_run_at_the_steps_end(number, status, tmp_path, capsys):
     straight = make_trainer()
@@ -234,6 +243,13 @@ def test_a_signal_stops_the_run_at_the_steps_end(number, status, tmp_path, capsy
     run(resumed, tmp_path / "run", resume=True)
     assert differing(bits(straight), bits(resumed)) == []
     assert metrics(tmp_path / "run") == metrics(tmp_path / "straight")
+
+
+def test_an_ignored_signal_stays_ignored():
+    with ignored(signal.SIGINT), stop_at_a_steps_end():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 
 
 def test_a_second_signal_stops_at_once(tmp_path, capsys):
