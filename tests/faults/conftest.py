@@ -9,7 +9,7 @@ from tests.commands.conftest import world  # noqa: F401 - a fixture
 from tests.faults.zygote import Zygote
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def zygote(tmp_path_factory) -> Iterator[Zygote]:
     found = Zygote(tmp_path_factory.mktemp("logs"))
     yield found
