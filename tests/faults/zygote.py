@@ -66,6 +66,8 @@ class Zygote:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # Its users' path: on a CPU the tests of kernels run Triton's interpreter.
+            env={name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"},
         )
 
     def run(self, arguments: list[str], **how: Any) -> Outcome:
