@@ -16,6 +16,7 @@ from fastrl.models.scoring import ScoringRequest
 from fastrl.ppo.kl import KLPenalty
 from fastrl.ppo.memory import MicroBatches
 from fastrl.ref_model import RefModel
+from fastrl.run.processes import OneProcess, Processes
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,10 @@ class LogprobsAndValues(NamedTuple):
 
 class Scorer:
     """Runs policy and reference over a batch, without gradients, in slices of some samples; both
-    are softmax(logits / temperature). Slices are halved where memory runs out."""
+    are softmax(logits / temperature). Slices are halved where memory runs out.
+
+    Each of several processes runs its share of the batch, in as many passes as the others, and
+    returns all of it."""
 
     def __init__(
         self,
@@ -112,6 +116,7 @@ class Scorer:
         samples_per_pass: int,
         precision: torch.dtype = torch.float32,
         temperature: float = 1.0,
+        processes: Processes | None = None,
     ):
         self.policy = policy
         self.reference = reference
@@ -119,6 +124,7 @@ class Scorer:
         self.samples_per_pass = samples_per_pass
         self.precision = precision
         self.temperature = temperature
+        self.processes = processes or OneProcess()
         self.slices = MicroBatches("scoring", "lower mini_batch_size")
 
     @torch.no_grad()
@@ -126,16 +132,22 @@ class Scorer:
         """With ``rollout``, of the response tokens, the policy itself is not run."""
         score = self._score if rollout is None else self._score_reference
         samples = batch.counting() or range(len(batch))
+        shares = self.processes.shares(samples)
+        own, most = shares[self.processes.index], len(shares[0])
 
         def in_slices(size: int) -> dict[str, Tensor]:
             columns: dict[str, list[Tensor]] = {}
-            for start in range(0, len(samples), size):
-                part = batch.select(samples[start : start + size])
-                for name, per_row in score(part).items():
-                    columns.setdefault(name, []).append(per_row)
+            for start in range(0, most, size):
+                chosen = own[start : start + size]
+                # A process without a sample left takes part: weights may be gathered for a pass.
+                for name, per_row in score(batch.select(chosen or samples[:1])).items():
+                    columns.setdefault(name, []).append(per_row if chosen else per_row[:0])
             return {name: torch.cat(parts) for name, parts in columns.items()}
 
-        joined = self.slices(in_slices, min(self.samples_per_pass, len(samples)))
+        found = self.slices(in_slices, min(self.samples_per_pass, most))
+        tokens = batch.response_mask.sum(-1)
+        lengths = [int(tokens[list(share)].sum()) for share in shares]
+        joined = {name: self.processes.joined(x, lengths) for name, x in found.items()}
         joined |= {} if rollout is None else rollout._asdict()
         rows = batch.rows()
         return Scored(**{k: batch.scatter(v, rows) for k, v in joined.items()})

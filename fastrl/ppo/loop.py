@@ -24,7 +24,6 @@ from fastrl.run.callbacks import Evaluation, TrainCallback, TrainResult, closing
 from fastrl.run.checkpoints import BadCheckpoint, warn_of_changed_settings
 from fastrl.run.ledger import Ledger
 from fastrl.run.metrics import TrackerCallback, scalars
-from fastrl.run.processes import check_one_process
 from fastrl.run.progress import ProgressCallback
 from fastrl.run.random_state import random_state_kept
 
@@ -63,7 +62,7 @@ class Loop:
         ledger: bool | str | Path | Ledger,
     ):
         config, tokenizer, rollouts = trainer.config, trainer.tokenizer, trainer.rollouts
-        check_one_process("PPOTrainer.train()", trainer.accelerator.num_processes)
+        self.processes = trainer.processes
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
         if prompts is not None and dataset is not None:
@@ -97,9 +96,11 @@ class Loop:
             else Prompts.from_list(prompts, tokenizer, closed=closed)
         )
         self.prompts = given.fitting(*room)
-        if len(self.prompts) < config.prompts_per_step:
+        self.prompts_per_step = config.prompts_per_step * self.processes.count
+        if len(self.prompts) < self.prompts_per_step:
             wanted = f"batch_size={config.batch_size}"
             wanted += "" if config.group_size == 1 else f" / group_size={config.group_size}"
+            wanted += "" if self.processes.count == 1 else f" × {self.processes.count} processes"
             raise ValueError(
                 f"{len(self.prompts)} prompts are fewer than {wanted}: lower batch_size or bring "
                 "more prompts"
@@ -219,12 +220,23 @@ class Loop:
         new = PromptStream(len(prompts), self.trainer.config.seed)
         stream = streams.setdefault(prompts.fingerprint, new)
         with stream.kept_on_error():
-            chosen = stream.take(self.trainer.config.prompts_per_step)
-            return self._step(prompts.take(chosen))
+            chosen = stream.take(self.prompts_per_step)
+            own = self.processes.shares(range(len(chosen)))[self.processes.index]
+            return self._step(prompts.take([chosen[i] for i in own]), own)
 
-    def _step(self, batch: Prompts) -> tuple[dict[str, float], ScoredSamples]:
+    def _step(
+        self, batch: Prompts, sample_ids: Sequence[int]
+    ) -> tuple[dict[str, float], ScoredSamples]:
+        """A step on this process's prompts.
+
+        Args:
+            sample_ids: their indices in the batch of all processes.
+        """
         size, weights_version = self.trainer.config.group_size, self.trainer.update.optimizer_steps
-        rollout = self.trainer.rollouts.sample(batch.ids, self.generation_kwargs, size, draw_seed())
+        seed = self.processes.from_main(draw_seed())
+        rollout = self.trainer.rollouts.sample(
+            batch.ids, self.generation_kwargs, size, seed, sample_ids
+        )
         batch = batch.repeated(size)
         begin = time.perf_counter()
         completions = self._decode(batch, rollout)

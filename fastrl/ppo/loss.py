@@ -246,6 +246,28 @@ class UpdateLoss:
             old.advantages,
         )
 
+    def share(
+        self, own: MinibatchLoss, old: Experience, whole: Experience, counts: float
+    ) -> MinibatchLoss:
+        """What a part of a mini-batch contributes to the mini-batch's loss and statistics, which
+        are the sums over the parts.
+
+        Args:
+            own: of the part, with the mini-batch's denominator.
+            old, whole: experience of the part, and of the mini-batch.
+            counts: 1; 0 where the part is only there for others to wait for.
+        """
+        part = counts * len(old.logprobs) / len(whole.logprobs)
+        stats = {k: x * (counts if k in _SUMS else part) for k, x in own.stats.items()}
+        # The parts' shares of the tokens add up to 1.
+        stats["ppo/returns/var"] = _moments(whole.returns)[1] * part
+        if self.has_values:
+            stats["ppo/val/var"] = _moments(whole.values)[1] * part
+        ratios = own.ratios if counts else own.ratios[:0]
+        return MinibatchLoss(
+            own.loss.detach() * counts, stats, own.mean_ratio * part, ratios, whole.advantages
+        )
+
     def value_loss(
         self, new: TokenScores, objective: PolicyObjective, old_values: Tensor, returns: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:

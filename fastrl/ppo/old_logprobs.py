@@ -68,7 +68,7 @@ class OldLogprobs:
         # Values have a scale of their own.
         relative = difference / expected.abs().clamp(min=1)
         numbers = torch.stack([relative.max(), relative.mean(), difference[0].max()])
-        worst, mean, logprobs = numbers.tolist()
+        worst, mean, logprobs = self.scorer.processes.from_main(numbers.tolist())
         return {
             "rollout/audit_max": worst,
             "rollout/audit_mean": mean,

@@ -24,6 +24,7 @@ from fastrl.rollout import (
     RolloutEngine,
     RolloutOutput,
     choose_engine,
+    draw_seed,
     sampling_params,
 )
 from fastrl.rollout.generation_kwargs import (
@@ -34,6 +35,7 @@ from fastrl.rollout.generation_kwargs import (
     unpacked,
 )
 from fastrl.rollout.kv_cache import Room
+from fastrl.run.processes import Processes
 
 REMEMBERED = 1 << 14  # samples, the latest
 RoomState = dict[str, dict[str, int]]  # slots and length by "policy" and "reference"
@@ -50,6 +52,7 @@ class Rollouts:
         reference: the reference policy.
         optimizer: torch's own, whose steps make the log-probs out of date.
         accelerator: gives autocast and the device.
+        processes: each of which generates responses to prompts of its own.
     """
 
     def __init__(
@@ -61,13 +64,15 @@ class Rollouts:
         reference: RefModel,
         optimizer: torch.optim.Optimizer,
         accelerator: Accelerator,
+        processes: Processes,
     ):
         self.config = config
+        self.processes = processes
         self.model, self.reference = wrapped, reference
         self.tokenizer = tokenizer
         self.accelerator = accelerator
         self.layout = layout_of(policy)
-        self.backend = make_backend(config, tokenizer, accelerator.autocast)
+        self.backend = make_backend(config, tokenizer, accelerator.autocast, processes.index)
         self.arguments = SamplingArguments(policy, config.temperature)
         self.memory = RolloutMemory(policy, optimizer, config.temperature)
 
@@ -97,7 +102,15 @@ class Rollouts:
                 drawn = [length_sampler() for _ in range(0, len(prompts), batch_size)]
                 limits = [drawn[i // batch_size] for i in range(len(prompts))]
             with context as model:
-                request = Request(prompts, generation_kwargs, batch_size, limits, reference)
+                first = self.processes.index * len(prompts)
+                request = Request(
+                    prompts,
+                    range(first, first + len(prompts)),
+                    generation_kwargs,
+                    batch_size,
+                    limits,
+                    reference,
+                )
                 output = self._run(model, request)
             responses = [r.to(self.accelerator.device) for r in output.sequences]
             if return_prompt:
@@ -114,6 +127,7 @@ class Rollouts:
         generation_kwargs: dict[str, Any],
         samples: int = 1,
         seed: int | None = None,
+        sample_ids: Sequence[int] | None = None,
     ) -> RolloutOutput:
         """Samples ``samples`` responses to each prompt, one after the other; they come without
         their prompts, with finish reasons and timings.
@@ -123,14 +137,17 @@ class Rollouts:
 
         Args:
             seed: of the draws; None takes what is needed from torch's own generator.
+            sample_ids: of the prompts, in the batch of all processes; with the seed they key the
+                draws. None: their indices.
 
         Raises:
             ValueError: another temperature in ``generation_kwargs``.
         """
         kwargs = self.arguments.of_the_policy(generation_kwargs)
         batch_size = self.config.batch_size
+        ids = range(len(prompts)) if sample_ids is None else sample_ids
         return self._run(
-            self.model, Request(prompts, kwargs, batch_size, samples=samples, seed=seed)
+            self.model, Request(prompts, ids, kwargs, batch_size, samples=samples, seed=seed)
         )
 
     def decode(self, prompt: Tensor, response: Tensor) -> str:
@@ -184,6 +201,7 @@ class Request(NamedTuple):
     """Prompts, and how to generate responses to them."""
 
     prompts: Sequence[Tensor]
+    sample_ids: Sequence[int]  # of the prompts
     generation_kwargs: dict[str, Any]  # of ``model.generate``
     batch_size: int  # prompts per call of that
     limits: Sequence[int] | None = None  # max_new_tokens of each; the same within a batch
@@ -213,18 +231,30 @@ class RolloutBackend(Protocol):
 
 
 class GenerateBackend:
-    """``model.generate``, a batch of prompts at a time, with any of its keywords."""
+    """``model.generate``, a batch of prompts at a time, with any of its keywords.
 
-    def __init__(self, tokenizer: Any, autocast: Callable[[], AbstractContextManager]):
-        self.tokenizer, self.autocast = tokenizer, autocast
+    Args:
+        process: the number of this process: each draws other random numbers.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        autocast: Callable[[], AbstractContextManager],
+        process: int = 0,
+    ):
+        self.tokenizer, self.autocast, self.process = tokenizer, autocast, process
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
         engine = GenerateEngine(model, self.tokenizer, request.batch_size, self.autocast)
         kwargs, limits = request.generation_kwargs, request.limits
-        output = engine.generate_with(request.repeated(), kwargs, limits, request.seed)
-        prompts, samples = range(len(request.prompts)), range(request.samples)
-        output.sample_ids = [prompt for prompt in prompts for _ in samples]
-        output.numbers = [number for _ in prompts for number in samples]
+        seed = request.seed
+        if self.process:
+            seed = (draw_seed() if seed is None else seed) ^ self.process
+        output = engine.generate_with(request.repeated(), kwargs, limits, seed)
+        samples = range(request.samples)
+        output.sample_ids = [prompt for prompt in request.sample_ids for _ in samples]
+        output.numbers = [number for _ in request.prompts for number in samples]
         return output
 
     def before_update(self) -> None:
@@ -250,7 +280,11 @@ class EngineBackend:
     """
 
     def __init__(
-        self, config: PPOConfig, tokenizer: Any, autocast: Callable[[], AbstractContextManager]
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        autocast: Callable[[], AbstractContextManager],
+        process: int = 0,
     ):
         gib = config.rollout_kv_cache_gib
         self.options: dict[str, Any] = {
@@ -259,7 +293,7 @@ class EngineBackend:
             "kv_cache_bytes": None if gib is None else int(gib * 2**30),
         }
         self.tokenizer, self.sleep = tokenizer, config.rollout_sleep
-        self.fallback = GenerateBackend(tokenizer, autocast)
+        self.fallback = GenerateBackend(tokenizer, autocast, process)
         self._engines: dict[tuple[int, bool], RolloutEngine | GenerateEngine] = {}
         self._reserved: dict[str, Room] = {}  # for engines that are yet to be made
         self._warned: set[str] = set()
@@ -276,7 +310,7 @@ class EngineBackend:
             params = replace(params, max_new_tokens=list(request.limits))
         # A prompt's samples share its prefill.
         params = replace(params, n=request.samples, seed=request.seed)
-        return engine.generate(request.prompts, params)
+        return engine.generate(request.prompts, params, request.sample_ids)
 
     def before_update(self) -> None:
         if self.sleep:
@@ -318,12 +352,15 @@ class EngineBackend:
 
 
 def make_backend(
-    config: PPOConfig, tokenizer: Any, autocast: Callable[[], AbstractContextManager]
+    config: PPOConfig,
+    tokenizer: Any,
+    autocast: Callable[[], AbstractContextManager],
+    process: int = 0,
 ) -> RolloutBackend:
     """By ``PPOConfig.rollout_backend``."""
     if config.rollout_backend == "generate":
-        return GenerateBackend(tokenizer, autocast)
-    return EngineBackend(config, tokenizer, autocast)
+        return GenerateBackend(tokenizer, autocast, process)
+    return EngineBackend(config, tokenizer, autocast, process)
 
 
 class SamplingArguments:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from fastrl.config import PPOConfig
@@ -50,21 +49,18 @@ class RunningMoments:
 class ScoreTransform:
     """Scales, normalises and clips scores by the configuration; does not change ``running``."""
 
-    def __init__(self, config: PPOConfig, running: RunningMoments, accelerator: Accelerator):
+    def __init__(self, config: PPOConfig, running: RunningMoments):
         self.scale = config.use_score_scaling
         self.shift = config.use_score_norm
         self.clip = config.score_clip
         self.running = running
-        self.accelerator = accelerator
 
     def __call__(self, scores: Tensor) -> tuple[Tensor, RunningMoments]:
         """Transforms scores [B], fp32 on the CPU; returns them and the moments that include them.
         NaN, for a missing score, stays."""
         moments = replace(self.running)
         if self.scale:
-            device = self.accelerator.device
-            gathered = self.accelerator.gather(scores.to(device)).cpu()
-            moments.update(gathered[~gathered.isnan()])
+            moments.update(scores[~scores.isnan()])
             centre = moments.mean if self.shift else 0.0
             scores = (scores - centre) / (moments.std + torch.finfo(scores.dtype).eps)
         scores = scores if self.clip is None else scores.clamp(-self.clip, self.clip)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, ProjectConfiguration
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, ProjectConfiguration, extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,7 +23,6 @@ from fastrl.models.layout import layout_of
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import check_trainable, evaluating
 from fastrl.run.metrics import open_trackers
-from fastrl.run.processes import check_one_process
 
 # Where accelerate wraps models in DDP, whether or not there are other processes.
 _DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))
@@ -134,14 +133,9 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
 
 def prepared(accelerator: Accelerator, model: nn.Module, *others: Any) -> tuple[Any, ...]:
     """Wraps model, optimizer, and dataloader and scheduler or None by accelerate; without DDP,
-    which one process (``torchrun --nproc-per-node 1``) does not need.
-
-    Raises:
-        ValueError: several processes under DDP.
-    """
-    if accelerator.distributed_type not in _DDP:
+    which one process (``torchrun --nproc-per-node 1``) does not need."""
+    if accelerator.distributed_type not in _DDP or accelerator.num_processes > 1:
         return accelerator.prepare(model, *others)
-    check_one_process("PPOTrainer", accelerator.num_processes)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # all but the wrapping
     return (model, *accelerator.prepare(*others))
 
@@ -173,7 +167,8 @@ def choose_heads(device: torch.device, *models: nn.Module | None) -> None:
         if model is None:
             continue
         tokens = torch.arange(8)
-        inputs, rows = layout_of(model).inputs([(tokens[:4], tokens[4:])])
+        layout = layout_of(extract_model_from_parallel(model))
+        inputs, rows = layout.inputs([(tokens[:4], tokens[4:])])
         request = ScoringRequest(rows=rows.to(device), labels=tokens[4:].to(device))
         with evaluating(model):
             model(**{name: x.to(device) for name, x in inputs.items()}, scoring=request)

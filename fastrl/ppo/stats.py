@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ import fastrl_kernels
 from fastrl.data.batch import TokenBatch
 from fastrl.ppo.experience import Experience, Scored
 from fastrl.ppo.update import UpdateRecord
-from fastrl.rollout import RolloutOutput
 
 
 def fetch(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
@@ -99,12 +98,12 @@ def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:
     return stats
 
 
-def finish_stats(batch: TokenBatch, rollout: RolloutOutput | None) -> dict[str, float]:
+def finish_stats(batch: TokenBatch, finish_reasons: Sequence[str] | None) -> dict[str, float]:
     """Shares of responses that ended by EOS or a stop, and that were cut by their length, of
     samples of which a token counts; none where no rollout says so."""
-    if rollout is None:
+    if finish_reasons is None:
         return {}
-    reasons = [rollout.finish_reasons[i] for i in batch.counting()]
+    reasons = [finish_reasons[i] for i in batch.counting()]
     ended = sum(reason in ("eos", "stop") for reason in reasons)
     cut = reasons.count("length")
     count = len(reasons) or math.nan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
 from fastrl.ppo.loop import Loop
 from fastrl.ppo.loss import UpdateLoss
 from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers, samples_left_out
-from fastrl.ppo.old_logprobs import OldLogprobs, zero_left_out
+from fastrl.ppo.old_logprobs import OldLogprobs
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.saving import make_saving
 from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
@@ -43,6 +44,7 @@ from fastrl.ppo.setup import (
     warn_of_a_single_response,
 )
 from fastrl.ppo.state import TrainerState
+from fastrl.ppo.step_input import StepInput
 from fastrl.ppo.update import GradientStep, PPOUpdate
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.weighted import RewardFunctions
@@ -60,6 +62,7 @@ from fastrl.run.checkpoints import (
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import Ledger
 from fastrl.run.model_card import policy_gradient, write_model_card
+from fastrl.run.processes import processes_of
 from fastrl.run.state import load_tree, save_tree
 from fastrl.timing import start_clock
 
@@ -132,6 +135,7 @@ class PPOTrainer:
         self.is_encoder_decoder = model.is_encoder_decoder
         self.is_peft_model = model.is_peft_model
         self.accelerator = make_accelerator(config)
+        self.processes = processes_of(self.accelerator)
         self.dataset = dataset
         self.dataloader: Any = None
         self._unwrapped = model
@@ -156,7 +160,7 @@ class PPOTrainer:
 
         self.kl_ctl = make_kl_controller(config)
         self.running = RunningMoments()
-        self.transform_scores = ScoreTransform(config, self.running, self.accelerator)
+        self.transform_scores = ScoreTransform(config, self.running)
         # TRL's name, called with log-probs.
         self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
         self.kl_place = make_kl_place(config)
@@ -169,12 +173,20 @@ class PPOTrainer:
             config.mini_batch_size,
             precision_of(model, self.accelerator),
             config.temperature,
+            self.processes,
         )
         # The KL over the vocabulary needs the policy's logits, and hence its forward.
         kind = "recompute" if self._kl_penalty.needs_logits else config.old_logprobs
         self.score_or_reuse = OldLogprobs(kind, self.scorer)
         self.rollouts = Rollouts(
-            config, model, self.model, tokenizer, self.reference, optimizer, self.accelerator
+            config,
+            model,
+            self.model,
+            tokenizer,
+            self.reference,
+            optimizer,
+            self.accelerator,
+            self.processes,
         )
         loss = UpdateLoss(config)
         self.aggregate = loss.aggregate
@@ -182,7 +194,13 @@ class PPOTrainer:
             config.on_nonfinite, lambda ids: self.tokenizer.decode(ids)
         )
         gradient = GradientStep(
-            config, self.accelerator, self.model, self.optimizer, loss, self.nonfinite
+            config,
+            self.accelerator,
+            self.model,
+            self.optimizer,
+            loss,
+            self.nonfinite,
+            self.processes,
         )
         self.update = PPOUpdate(config, gradient)
         self.experience: LastExperience | None = None
@@ -237,66 +255,48 @@ class PPOTrainer:
         data.check_batch_size(queries, responses, self.config.batch_size)
         checked_scores = data.check_scores(scores, self.config.batch_size)
         checked_weights = data.check_weights(weights, self.config.batch_size, self.current_device)
-        nan = self._nan_samples(queries, rollout)
-        nonfinite = self.nonfinite.scores(checked_scores, nan, self._name_in(queries))
+        own = StepInput(
+            queries,
+            responses,
+            checked_scores,
+            response_masks,
+            checked_weights,
+            self.rollouts.logprobs(queries, responses, rollout),
+            self._nan_samples(queries, rollout),
+            None if rollout is None else rollout.finish_reasons,
+        )
+        given = own.of_all(self.processes)
+        nonfinite = self.nonfinite.scores(given.scores, given.nan, self._name_in(given.queries))
         while True:
-            left_out = sorted({*nan, *nonfinite})
-            checked_scores[left_out] = torch.nan
+            left_out = sorted({*given.nan, *nonfinite})
             try:
-                result = self._step(
-                    queries,
-                    responses,
-                    checked_scores,
-                    response_masks,
-                    rollout,
-                    checked_weights,
-                    left_out,
-                )
+                result = self._step(given.without(left_out))
                 break
             except NonFiniteExperience as found:  # nothing has changed yet
                 nonfinite = [*nonfinite, *found.samples]
-        result["ppo/nan_samples"] = float(len(nan))
+        result["ppo/nan_samples"] = float(len(given.nan))
         result["ppo/nonfinite_samples"] += float(len(nonfinite))
         return result
 
-    def _step(
-        self,
-        queries: list[Tensor],
-        responses: list[Tensor],
-        scores: Tensor,
-        response_masks: list[Tensor] | None,
-        rollout: RolloutOutput | None,
-        weights: Tensor | None,
-        left_out: list[int],
-    ) -> dict[str, Any]:
-        """The algorithm of :meth:`step`, on checked scores and weights, [B].
-
-        Args:
-            left_out: samples of which no token counts; their scores are NaN.
+    def _step(self, given: StepInput) -> dict[str, Any]:
+        """The algorithm of :meth:`step`, on the samples of all processes. What is computed from
+        them is the same in each; policy and reference run on its share of them.
 
         Raises:
-            NonFiniteExperience: that of others, whom it names, is not finite; nothing has changed.
+            NonFiniteExperience: that of samples that it names is not finite; nothing has changed.
         """
-        generated = responses
-        if left_out:
-            responses, response_masks = data.without_tokens(
-                queries, responses, response_masks, left_out
-            )
-        batch = self.make_batch(queries, responses, response_masks)
-        self.advantages.check(queries)
-        rollout_logprobs = self.rollouts.logprobs(queries, generated, rollout)
-        if left_out:
-            rollout_logprobs = zero_left_out(rollout_logprobs, responses, left_out)
-        self.score_or_reuse.check(rollout_logprobs)
+        batch = self.make_batch(given.queries, given.responses, given.masks)
+        self.advantages.check(given.queries)
+        self.score_or_reuse.check(given.logprobs)
 
-        final_scores, moments = self.transform_scores(scores)
+        final_scores, moments = self.transform_scores(given.scores)
         final_scores = final_scores.to(self.current_device)
         self._push_if_best(final_scores)
         self.rollouts.before_update()
         clock = start_clock(self.current_device)
         with evaluating(self.model), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
-                scored, reuse_stats = self.score_or_reuse(batch, rollout_logprobs)
+                scored, reuse_stats = self.score_or_reuse(batch, given.logprobs)
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
                     final_scores.nan_to_num(), *scored.kl_operands, batch.mask
@@ -312,7 +312,7 @@ class PPOTrainer:
                     advantages,
                     returns,
                     self.kl_place.term(scored.ref_logprobs, self.kl_ctl.value),
-                    self.aggregate.weights(batch.mask, weights),
+                    self.aggregate.weights(batch.mask, given.weights),
                 )
                 try:
                     record = self.update(batch, experience)
@@ -330,7 +330,7 @@ class PPOTrainer:
                 experience=experience,
                 record=record,
             )
-        result.update(stats.finish_stats(batch, rollout))
+        result.update(stats.finish_stats(batch, given.finish_reasons))
         result.update(stats.timing_stats(clock.seconds(), batch))
         result.update(reuse_stats)
         self._warn_of_negative_kl(result["objective/kl"])
@@ -339,7 +339,7 @@ class PPOTrainer:
         self.experience = LastExperience(batch.response_mask, experience)
         self.running.become(moments)
         self.kl_ctl.update(
-            result["objective/kl"], self.config.batch_size * self.accelerator.num_processes
+            result["objective/kl"], self.config.batch_size * self.processes.count
         )
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -742,7 +742,7 @@ class PPOTrainer:
         """Statistics of a step, fetched from the device in one transfer."""
         batch, record = step["batch"], step["record"]
         of_groups = self.advantages.statistics(step["scores"])
-        on_device = self.gather_stats({**stats.device_stats(**step), **of_groups})
+        on_device = {**stats.device_stats(**step), **of_groups}
         result: dict[str, Any] = {
             name: value.item() if value.ndim == 0 else value
             for name, value in stats.fetch(on_device).items()
@@ -751,15 +751,6 @@ class PPOTrainer:
         result["objective/kl_coef"] = kl_coef
         result["ppo/learning_rate"] = self.optimizer.param_groups[0]["lr"]
         return result
-
-    def gather_stats(self, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Averages scalars over processes, in one reduction; arrays are those of this process."""
-        if self.accelerator.num_processes == 1:
-            return statistics
-        names = [name for name, value in statistics.items() if value.dim() == 0]
-        joined = torch.stack([statistics[name].float() for name in names])
-        means = self.accelerator.reduce(joined, reduction="mean")
-        return {**statistics, **dict(zip(names, means, strict=True))}
 
     def log_stats(
         self,
@@ -835,7 +826,13 @@ class PPOTrainer:
         return None
 
     def sequence_kl(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> float:
-        """Mean over samples of Σ_t KL(policy || reference), by the configured penalty."""
+        """Mean over samples of Σ_t KL(policy || reference), by the configured penalty.
+
+        Args:
+            queries, responses: the same in every process.
+        """
+        if not queries:
+            return math.nan
         batch = self.make_batch(list(queries), list(responses), None)
         with evaluating(self.model):
             scored = self.scorer(batch)

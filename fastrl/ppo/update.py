@@ -21,6 +21,7 @@ from fastrl.ppo.experience import Experience
 from fastrl.ppo.loss import Minibatch, MinibatchLoss, UpdateLoss
 from fastrl.ppo.memory import MicroBatches
 from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers
+from fastrl.run.processes import OneProcess, Processes
 
 
 class Blame(NamedTuple):
@@ -80,9 +81,8 @@ class GradientStep:
         optimizer: whose gradients are zeroed; as accelerate has wrapped it, like the model.
         nonfinite: handles numbers that are not finite; by default as the configuration says,
             without a look for the samples that make them so.
-
-    Raises:
-        ValueError: ``on_nonfinite="zero-sample"`` with several processes.
+        processes: each of which computes its share of every mini-batch. All have the same
+            mini-batches, and read the same numbers, and so decide the same.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class GradientStep:
         optimizer: torch.optim.Optimizer,
         loss: UpdateLoss,
         nonfinite: NonFiniteNumbers | None = None,
+        processes: Processes | None = None,
     ):
         self.config = config
         self.accelerator = accelerator
@@ -100,11 +101,7 @@ class GradientStep:
         self.optimizer = optimizer
         self.loss = loss
         self.nonfinite = nonfinite or NonFiniteNumbers(config.on_nonfinite)
-        if self.nonfinite.leaves_out_causes and accelerator.num_processes > 1:
-            raise ValueError(
-                "on_nonfinite='zero-sample' looks for samples in one process, and there are "
-                f"{accelerator.num_processes}: choose 'skip' or 'raise'"
-            )
+        self.processes = processes or OneProcess()
         self.micro_batches = MicroBatches(
             "the update",
             "lower mini_batch_size (and raise gradient_accumulation_steps), or set "
@@ -162,7 +159,7 @@ class GradientStep:
     def of_loss(self, loss: Tensor) -> StepOutcome:
         """The gradient of a loss that has been computed."""
         with self._accumulating(last=True):
-            self.add(loss, of=1)
+            self.add(loss, of=self.processes.count)
         value, norm = torch.stack([loss.detach().float(), self._gradient_norm()]).tolist()
         finite = math.isfinite(value)
         finite_gradient = not finite or math.isfinite(norm)
@@ -178,8 +175,9 @@ class GradientStep:
         )
 
     def add(self, loss: Tensor, of: int) -> None:
-        """Adds the gradient of loss / of; accelerate divides by a fixed number of mini-batches."""
-        scale = self.accelerator.gradient_accumulation_steps / of
+        """Adds the gradient of loss / of, of which each process has its part; accelerate divides by
+        a fixed number of mini-batches, and by that of the processes."""
+        scale = self.accelerator.gradient_accumulation_steps * self.processes.count / of
         self.accelerator.backward(loss if scale == 1 else loss * scale)
 
     def clip(self) -> Tensor | None:
@@ -232,11 +230,13 @@ class GradientStep:
         return self._gradient(minibatches)
 
     def _backward(self, minibatches: Sequence[Minibatch], size: int) -> list[MinibatchLoss]:
-        """Forward and backward passes of all mini-batches, at most ``size`` samples in each."""
+        """Forward and backward passes of this process's share of all mini-batches, at most ``size``
+        samples in each."""
         losses = []
         denominators = self.loss.denominators(minibatches)
         for minibatch, denominator in zip(minibatches, denominators, strict=True):
-            parts = minibatch.split(size)
+            own, counts = self._share(minibatch)
+            parts = own.split(size)
             found = []
             for part in parts:
                 request = self.loss.request(part, denominator)
@@ -244,9 +244,20 @@ class GradientStep:
                 with self._accumulating(last):
                     scores = self.model(**part.tokens.model_inputs, scoring=request)
                     found.append(self.loss(part.old, request, scores))
-                    self.add(found[-1].loss, of=len(minibatches))
-            losses.append(self.loss.joined(found, minibatch.old))
+                    self.add(found[-1].loss if counts else found[-1].loss * 0, len(minibatches))
+            joined = self.loss.joined(found, own.old)
+            if self.processes.count > 1:
+                joined = self.loss.share(joined, own.old, minibatch.old, counts)
+            losses.append(joined)
         return losses
+
+    def _share(self, minibatch: Minibatch) -> tuple[Minibatch, float]:
+        """This process's part of a mini-batch, and 1; where it has none, a sample that takes part
+        for nothing, because the others wait for it, and 0."""
+        if self.processes.count == 1:
+            return minibatch, 1.0
+        chosen = self.processes.shares(range(minibatch.size))[self.processes.index]
+        return (minibatch.select(chosen), 1.0) if chosen else (minibatch.select([0]), 0.0)
 
     def _blame(self, minibatches: Sequence[Minibatch], what: str) -> Blame:
         """Handles mini-batches whose loss or gradient is not finite.
@@ -257,7 +268,7 @@ class GradientStep:
         if not minibatches:
             return Blame()
         causes: list[Minibatch] = []  # each of one sample
-        left = list(minibatches) if self._searches else []
+        left = list(minibatches) if self.nonfinite.searches else []
         while left:
             part = left.pop()
             if self._again([part]).is_finite:
@@ -272,27 +283,19 @@ class GradientStep:
         alone = self.nonfinite.leaves_out_causes
         return Blame(tuple(part.samples[0] for part in causes) if alone else (), because)
 
-    @property
-    def _searches(self) -> bool:
-        # The processes would have to search together.
-        return self.nonfinite.searches and self.accelerator.num_processes == 1
-
     def _read(self, losses: Sequence[MinibatchLoss], experience: Tensor | None) -> Gradient:
         """Losses, mean ratios and policy KLs of mini-batches, and the gradient's norm: the step's
         one host read. Every process reads the same numbers, and so decides the same."""
+        norm = self._gradient_norm()
         of_each = [
             (each.loss.detach(), each.mean_ratio, each.stats["ppo/policy/policykl"])
             for each in losses
         ]
-        also = () if experience is None else (experience,)
-        numbers = torch.stack(
-            [*(x for each in of_each for x in each), *also, self._gradient_norm()]
-        )
-        if self.accelerator.num_processes > 1:
-            numbers = self.accelerator.reduce(numbers, reduction="mean")
-        *read, norm = numbers.tolist()
-        experience_read = read.pop() if also else 0.0
-        return Gradient(list(losses), read[::3], read[1::3], read[2::3], norm, experience_read)
+        also = norm.new_zeros(()) if experience is None else experience
+        shares = torch.stack([norm.new_zeros(()), *(x for each in of_each for x in each)])
+        numbers = torch.cat([self.processes.sums(shares)[1:], torch.stack([also, norm])])
+        *read, experience_read, norm_read = numbers.tolist()
+        return Gradient(list(losses), read[::3], read[1::3], read[2::3], norm_read, experience_read)
 
     def _gradient_norm(self) -> Tensor:
         """Clips the gradient to ``max_grad_norm``; returns its norm before that, [] fp32.
@@ -351,6 +354,17 @@ class UpdateRecord:
         self.nonfinite_steps += not outcome.finite_gradient
         self.stopped_early |= outcome.moved_too_far
 
+    def gather(self, processes: Processes) -> None:
+        """Adds up the processes' shares of the statistics; ratios become those of all."""
+        if processes.count == 1 or not self.minibatches:
+            return
+        self.minibatches = list(processes.sums(torch.stack(self.minibatches)))
+        lengths = processes.objects([len(ratios) for ratios in self.ratios])
+        self.ratios = [
+            processes.joined(own, list(of_each))
+            for own, of_each in zip(self.ratios, zip(*lengths, strict=True), strict=True)
+        ]
+
     def means(self, device: torch.device) -> dict[str, Tensor]:
         """Each statistic's mean over the mini-batches, [] each; NaN where there are none."""
         if not self.minibatches:
@@ -406,9 +420,7 @@ class PPOUpdate:
         """
         order = self.shuffle.get_state()
         record = UpdateRecord(self.gradient.loss.names)
-        unread: Tensor | None = None
-        if self.accelerator.num_processes == 1:  # of several, others could not do the same
-            unread = (experience.logprobs + experience.returns).sum()
+        unread: Tensor | None = (experience.logprobs + experience.returns).sum()
         try:
             with self._memory_saved():
                 for indices in self._optimizer_steps(set(batch.counting()), record.left_out):
@@ -426,6 +438,7 @@ class PPOUpdate:
             self.shuffle.set_state(order)
             self.gradient.discard()
             raise
+        record.gather(self.gradient.processes)
         record.warn(self.config.ratio_threshold)
         return record
 
@@ -451,9 +464,11 @@ class PPOUpdate:
         Raises:
             FloatingPointError: none is left.
         """
-        size, all_of_a_step = self.config.mini_batch_size, self.config.backward_batch_size
+        count = self.gradient.processes.count  # the sizes are those of each
+        size = self.config.mini_batch_size * count
+        all_of_a_step = self.config.backward_batch_size * count
         for _ in range(self.config.ppo_epochs):
-            order = self.shuffle.permutation(self.config.batch_size).tolist()
+            order = self.shuffle.permutation(self.config.batch_size * count).tolist()
             for begin in range(0, len(order), all_of_a_step):
                 minibatches = [
                     [i for i in order[start : start + size] if i in counting - left_out]

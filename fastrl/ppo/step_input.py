@@ -1,0 +1,90 @@
+"""What ``PPOTrainer.step`` is given: this process's samples, and those of all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fastrl.data.batch import to_host, without_tokens
+from fastrl.ppo.experience import LogprobsAndValues
+from fastrl.ppo.old_logprobs import zero_left_out
+from fastrl.run.processes import Processes
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """Scored samples; each list has one element for each of the B samples."""
+
+    queries: Sequence[Tensor]
+    responses: Sequence[Tensor]
+    scores: Tensor  # [B] fp32 on the CPU
+    masks: Sequence[Tensor] | None  # which tokens of the responses count; None: all
+    weights: Tensor | None  # [B]
+    logprobs: Sequence[LogprobsAndValues] | None  # of the rollout; None where they are not known
+    nan: Sequence[int] = ()  # samples that ended in NaN logits
+    finish_reasons: Sequence[str] | None = None
+
+    def of_all(self, processes: Processes) -> StepInput:
+        """The samples of all processes, in the processes' order."""
+        if processes.count == 1:
+            return self
+        known = self.logprobs
+        own = replace(
+            self,
+            queries=to_host(self.queries),
+            responses=to_host(self.responses),
+            masks=None if self.masks is None else to_host(self.masks),
+            weights=None if self.weights is None else self.weights.cpu(),
+            logprobs=None if known is None else [_on_host(each) for each in known],
+        )
+        parts = processes.objects(own)
+        first = [sum(len(part.queries) for part in parts[:i]) for i in range(len(parts))]
+        return StepInput(
+            _all([part.queries for part in parts]) or [],
+            _all([part.responses for part in parts]) or [],
+            torch.cat([part.scores for part in parts]),
+            _all([part._masks_if(parts) for part in parts]),
+            _weights_of([part.weights for part in parts], [len(part.queries) for part in parts]),
+            _all([part.logprobs for part in parts]),
+            [first[i] + j for i, part in enumerate(parts) for j in part.nan],
+            _all([part.finish_reasons for part in parts]),
+        )
+
+    def without(self, left_out: Sequence[int]) -> StepInput:
+        """The same samples, but no token of those that are left out counts; their scores are
+        NaN."""
+        if not left_out:
+            return self
+        scores = self.scores.clone()
+        scores[list(left_out)] = torch.nan
+        responses, masks = without_tokens(self.queries, self.responses, self.masks, left_out)
+        logprobs = zero_left_out(self.logprobs, responses, left_out)
+        return replace(self, scores=scores, responses=responses, masks=masks, logprobs=logprobs)
+
+    def _masks_if(self, parts: Sequence[StepInput]) -> Sequence[Tensor] | None:
+        """All tokens count where another process has masks, and this one none."""
+        if self.masks is None and any(part.masks is not None for part in parts):
+            return [torch.ones_like(response) for response in self.responses]
+        return self.masks
+
+
+def _on_host(known: LogprobsAndValues) -> LogprobsAndValues:
+    return LogprobsAndValues(known.logprobs.cpu(), known.values.cpu())
+
+
+def _all(parts):
+    """The elements of all lists; None where one is None."""
+    if any(part is None for part in parts):
+        return None
+    return [element for part in parts for element in part]
+
+
+def _weights_of(parts: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    if all(part is None for part in parts):
+        return None
+    return torch.cat(
+        [torch.ones(n) if part is None else part for part, n in zip(parts, sizes, strict=True)]
+    )
