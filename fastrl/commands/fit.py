@@ -275,7 +275,6 @@ def fit(
             trainer.train(resume_from_checkpoint=checkpoint)
         before = trainer.kept.get("before", {})
         after = results(trainer.evaluate()) if held_out else {}
-    folder.drop_empty_checkpoints()
 
     def save(model: Path) -> None:
         trainer.save_model(str(model))

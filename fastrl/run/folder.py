@@ -122,9 +122,16 @@ class RunFolder:
             self._check_contents(bool(resume), overwrite)  # of a run that has just ended
             yield
         finally:
+            self._drop_empty_checkpoints()
             self.lock.release()
             if not any(self.path.iterdir()):
                 self.path.rmdir()
+
+    def _drop_empty_checkpoints(self) -> None:
+        """Removes the folder of checkpoints, which transformers' Trainer always makes, if it is
+        empty."""
+        if _is_empty(self.checkpoints):
+            self.checkpoints.rmdir()
 
     def _check_contents(self, resume: bool, overwrite: bool) -> None:
         names = [p.name for p in self._entries()]
@@ -151,10 +158,11 @@ class RunFolder:
             )
 
     def _entries(self) -> list[Path]:
-        """What is in the folder, but hidden files."""
+        """What is in the folder, but hidden files, and a folder of checkpoints that has none."""
         if not self.path.is_dir():
             return []
-        return sorted(p for p in self.path.iterdir() if not p.name.startswith("."))
+        found = sorted(p for p in self.path.iterdir() if not p.name.startswith("."))
+        return [p for p in found if p != self.checkpoints or not _is_empty(p)]
 
     def holds(self, command: str) -> bool:
         """Whether a run of this command is there."""
@@ -250,12 +258,6 @@ class RunFolder:
         figure.savefig(part)
         part.replace(self.report)
 
-    def drop_empty_checkpoints(self) -> None:
-        """Removes the folder of checkpoints, which transformers' Trainer always makes, if it is
-        empty."""
-        if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
-            self.checkpoints.rmdir()
-
     def read(self, name: str) -> dict[str, Any]:
         """Reads a JSON object from a file; empty if there is no such file.
 
@@ -314,6 +316,10 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{path}, line {number} is not a JSON object")
         rows.append(row)
     return rows
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
 
 
 def _step_in(line: str) -> float:

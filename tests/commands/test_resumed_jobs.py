@@ -254,6 +254,22 @@ def test_what_cannot_be_resumed_is_refused_and_stays(
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.filterwarnings("ignore:Some weights of GPT2ForSequenceClassification")
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo"])
+def test_a_checkpoint_that_is_refused_leaves_no_folder(
+    name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    flags = {"max-steps": 1, "eval-examples": 0}
+    assert cli.main(words(name, data, tmp_path / "first", **flags)) == 0
+    checkpoint = tmp_path / "first" / "checkpoints" / "checkpoint-1"
+    rows = (data / COMMANDS[name][1]["dataset"]).read_text().splitlines(keepends=True)
+    (data / "fewer.jsonl").write_text("".join(rows[:-5]))
+    other = {"resume": checkpoint, "dataset": "fewer.jsonl", **flags}
+    assert cli.main(words(name, data, tmp_path / "run", **other)) == 2
+    assert "whose data differs" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_of_another_command_is_not_resumed(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -98,6 +98,20 @@ def test_a_claim_that_wrote_nothing_leaves_nothing(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_a_run_that_was_killed_before_it_began_is_no_strangers_folder(tmp_path):
+    """transformers' Trainer makes the folder of checkpoints long before the first file."""
+    folder = RunFolder(tmp_path / "run")
+    folder.checkpoints.mkdir(parents=True)
+    with folder.claim(resume=True):
+        folder.resume(None)
+    (tmp_path / "other" / "checkpoints" / "checkpoint-3").mkdir(parents=True)
+    with (
+        pytest.raises(ValueError, match="files that are not a run's"),
+        RunFolder(tmp_path / "other").claim(),
+    ):
+        pass
+
+
 def test_records_after_the_checkpoint_are_moved_and_not_lost(earlier):
     with earlier.metrics.open("a") as file:
         file.write('{"step": 5, "x"')
