@@ -23,6 +23,7 @@ from transformers.trainer_utils import SaveStrategy
 from fastrl.run.checkpoints import (
     LATEST,
     MANIFEST,
+    OF_TRANSFORMERS,
     BadCheckpoint,
     Checkpoints,
     check_identity,
@@ -38,7 +39,6 @@ from fastrl.run.random_state import random_state, restore_random_state
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked
 
-TRAINER_STATE = "trainer_state.json"
 _SAMPLED_ROWS = 16  # of a data set, for its checksum
 # Settings that do not change what is computed, by their beginnings.
 _FREE = (
@@ -368,7 +368,7 @@ class ResumableTrainer(transformers.Trainer):
             if best is not None and (best == self.state.global_step or self._is_there(best)):
                 self.state.best_model_checkpoint = str(self.checkpoints.path(best))
             if self.args.should_save:  # once more, with the path that is to stay
-                self.state.save_to_json(str(part / TRAINER_STATE))
+                self.state.save_to_json(str(part / OF_TRANSFORMERS.file))
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(path))
 
@@ -506,11 +506,11 @@ def find_trainer_checkpoint(resume: Any, checkpoints: Checkpoints) -> Path | Non
     named = not isinstance(resume, bool) and resume != LATEST
     if named and _is_foreign(Path(resume)):
         return Path(resume)
-    return find_checkpoint(resume, checkpoints)
+    return find_checkpoint(resume, checkpoints, OF_TRANSFORMERS)
 
 
 def _is_foreign(path: Path) -> bool:
-    return (path / TRAINER_STATE).is_file() and not (path / MANIFEST).exists()
+    return (path / OF_TRANSFORMERS.file).is_file() and not (path / MANIFEST).exists()
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
