@@ -260,7 +260,7 @@ def fit(
     started = time.perf_counter()
     settings = {**flags.to_dict(), "report_to": [*flags.trackers, *flags.report_to]}
     resume = settings.pop("resume_from_checkpoint")
-    folder.config |= {"title": title, "job": job.record(), "settings": settings}
+    folder.config |= {"title": title, **job.record(), "settings": settings}
     checkpoint = find_trainer_checkpoint(resume, trainer.checkpoints) if resume else None
     held_out = trainer.eval_dataset is not None
     trainer.run_folder, trainer.saves_when_it_fails = folder, True

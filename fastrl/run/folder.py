@@ -14,6 +14,7 @@ from fastrl.run.checkpoints import Checkpoints, find_checkpoint, step_of
 from fastrl.run.files import free_name, new_folder, sync_file, write_file
 from fastrl.run.lock import FolderLock
 
+STARTED_IN = "started_in"  # in run.json of a command: its working directory
 _LOCAL = ("summary.json", "samples.jsonl", "report.png", "report.html")
 
 
@@ -21,7 +22,7 @@ class RunFolder:
     """The folder of a run; every command writes the same files.
 
     ================== ============================================================================
-    ``run.json``       command, title, job and settings; written as the run begins
+    ``run.json``       command, title, job, settings, working directory; written as the run begins
     ``metrics.jsonl``  one JSON object per log and per evaluation, appended during the run
     ``logs/``          files of trackers
     ``checkpoints/``   see :class:`fastrl.run.checkpoints.Checkpoints`
@@ -200,7 +201,7 @@ class RunFolder:
         step = step_of(checkpoint) if own and checkpoint is not None else -1
         self._supersede_metrics(step, rows)
         Checkpoints(self.checkpoints).supersede(step)
-        if self._is_run() and self.read("run.json") not in ({}, _as_json(self.config)):
+        if self._is_run() and _is_other(self.read("run.json"), _as_json(self.config)):
             old = self.path / "run.json"
             old.replace(free_name(old, "superseded"))
         self.write("run.json", self.config)
@@ -328,6 +329,12 @@ def _step_in(line: str) -> float:
         return float(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+def _is_other(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a run.json is of other settings, wherever the run was resumed from."""
+    one, other = ({k: v for k, v in x.items() if k != STARTED_IN} for x in (before, now))
+    return bool(before) and one != other
 
 
 def _as_json(content: Mapping[str, Any]) -> Any:

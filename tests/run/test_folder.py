@@ -130,6 +130,19 @@ def test_records_after_the_checkpoint_are_moved_and_not_lost(earlier):
     assert (folder.path / "metrics.superseded-2.jsonl").read_text() == "".join(lines[:3])
 
 
+def test_a_run_may_be_resumed_from_another_working_directory(tmp_path):
+    config = {"command": "ppo", "job": {"model": "m"}}
+    for place in ("here", "there"):
+        folder = RunFolder(tmp_path / "run", {**config, "started_in": place})
+        with folder.claim(resume=True):
+            folder.resume(None)
+        assert folder.read("run.json")["started_in"] == place
+    assert names(folder.path) == ["metrics.jsonl", "run.json"]
+    other = RunFolder(folder.path, {**config, "job": {"model": "n"}, "started_in": "there"})
+    other.resume(None)
+    assert "run.superseded-1.json" in names(folder.path)
+
+
 def test_half_a_line_at_the_end_is_not_read(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text('{"step": 1}\n{"st')
