@@ -52,7 +52,10 @@ class TrainingJob:
     lora_r: int = setting("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
     lora_alpha: int = setting("LoRA's scaling numerator.", 32)
     lora_dropout: float = setting("LoRA's dropout in training.", 0.0)
-    overwrite: bool = setting("Remove an earlier run in --output.", False)
+    overwrite: bool = setting(
+        "Remove an earlier run in --output with all files in model/ and checkpoints/.",
+        False,
+    )
     dtype: str = setting("Type of the model's weights, such as float32 or bfloat16.", "float32")
 
     def __post_init__(self) -> None:
