@@ -96,6 +96,11 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     if flags.export is not None and Path(flags.export).suffix not in KINDS:
         kinds = ", ".join(KINDS)
         raise UsageError(f"--export {flags.export}: the file's name must end in one of {kinds}")
+    if flags.export is not None and not Path(flags.export).parent.is_dir():
+        raise UsageError(
+            f"--export {flags.export}: there is no folder {Path(flags.export).parent}: make it, or "
+            "name a file in another one"
+        )
     return flags
 
 

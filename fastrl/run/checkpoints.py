@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastrl.run.files import free_name, new_folder, remove_folder, write_file
-from fastrl.run.machine import differences, machine, versions
+from fastrl.run.machine import differences, machine, remedies, versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -307,14 +307,14 @@ def verify(folder: Path) -> dict[str, Any]:
 
 def warn_of_another_machine(manifest: dict[str, Any]) -> None:
     """Warns where results may differ in their last bits from those of the run so far."""
-    found = [
-        *differences(manifest["versions"], versions()),
-        *differences(manifest["machine"], machine()),
-    ]
+    before, now = manifest["machine"], machine()
+    found = [*differences(manifest["versions"], versions()), *differences(before, now)]
     if found:
+        remedy = remedies(before, now)
         warnings.warn(
-            f"the checkpoint was saved elsewhere ({'; '.join(found)}): what follows is the same "
-            "computation, but its last bits may differ from those of an uninterrupted run",
+            f"the checkpoint was saved under other conditions ({'; '.join(found)}): what follows "
+            "is the same computation, but its last bits may differ from those of an uninterrupted "
+            "run" + (f"; start it with {remedy} for the checkpoint's" if remedy else ""),
             stacklevel=3,
         )
 

@@ -112,6 +112,7 @@ class RunFolder:
                 not a run's; the run of another command.
             PermissionError: a folder that cannot be written to.
             FolderInUse: an OSError: another process writes to it.
+            KeyboardInterrupt: of the block, with the newest checkpoint in its message.
         """
         if resume and overwrite:
             raise ValueError("resume and overwrite exclude each other: pass one of them")
@@ -122,11 +123,21 @@ class RunFolder:
         try:
             self._check_contents(bool(resume), overwrite)  # of a run that has just ended
             yield
+        except KeyboardInterrupt as interrupt:
+            if not interrupt.args and self._is_run():
+                interrupt.args = (f"interrupted; {self._way_on()}",)
+            raise
         finally:
             self._drop_empty_checkpoints()
             self.lock.release()
             if not any(self.path.iterdir()):
                 self.path.rmdir()
+
+    def _way_on(self) -> str:
+        last = next(reversed(Checkpoints(self.checkpoints).paths()), None)
+        if last is None:
+            return "there is no checkpoint yet: --resume (resume=True) begins anew"
+        return f"the newest checkpoint is {last}: --resume (resume=True) continues from there"
 
     def _drop_empty_checkpoints(self) -> None:
         """Removes the folder of checkpoints, which transformers' Trainer always makes, if it is

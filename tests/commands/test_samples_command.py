@@ -130,7 +130,7 @@ def test_an_exported_file_has_the_columns_and_the_order_that_are_asked_for(capsy
         (["--sort", "kl"], "argument --sort: invalid choice: 'kl'"),
         (["--top", "0"], "--top must be at least 1, got 0"),
         (["--export", "x.xlsx"], "must end in one of .jsonl, .csv, .parquet"),
-        (["--export", "no/folder/x.csv"], "No such file or directory: no/folder/x.csv"),
+        (["--export", "no/folder/x.csv"], "there is no folder no/folder: make it"),
     ],
 )
 def test_what_is_not_there_is_named(capsys, run, arguments, message):

@@ -112,6 +112,19 @@ def test_a_run_that_was_killed_before_it_began_is_no_strangers_folder(tmp_path):
         pass
 
 
+def test_a_run_that_is_interrupted_at_once_names_its_newest_checkpoint(earlier):
+    for error in (KeyboardInterrupt(), KeyboardInterrupt("stopped after step 4")):
+        with pytest.raises(KeyboardInterrupt) as caught, earlier.claim(resume=True):
+            raise error
+        said = str(error) if error.args[0].startswith("stopped") else "interrupted; the newest "
+        assert str(caught.value).startswith(said)
+    with (
+        pytest.raises(KeyboardInterrupt, match=r"checkpoint-4: --resume"),
+        earlier.claim(resume=True),
+    ):
+        raise KeyboardInterrupt
+
+
 def test_records_after_the_checkpoint_are_moved_and_not_lost(earlier):
     with earlier.metrics.open("a") as file:
         file.write('{"step": 5, "x"')
