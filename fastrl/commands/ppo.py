@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -301,7 +300,6 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     from fastrl.run.report import finish_training
     from fastrl.run.stopping import stop_at_a_steps_end
 
-    started = time.perf_counter()
     folder.checkpoint(job.resume)  # is there, and whole
     check_seed(flags.seed)
     check_trackers("log_with", [flags.log_with] if flags.log_with else [])
@@ -352,7 +350,7 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
             "eval_examples": eval_prompts,
             "long_prompts_dropped": result.dropped_prompts + result.dropped_eval_prompts,
             "steps": trainer.current_step,
-            "seconds": time.perf_counter() - started,
+            "seconds": result.seconds,
         },
         show=job.samples,
     )

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastrl.commands.flags import own_parser
-from fastrl.commands.ppo import GRPOFlags, GRPOJob, PPOFlags, PPOJob, make_trainer
+from fastrl.commands.ppo import GRPOJob, PPOJob, make_trainer
 from fastrl.commands.samples import choose, ledger_of, record_table
+from fastrl.config import PPOConfig
 from fastrl.models.load import load_tokenizer
 from fastrl.run.folder import STARTED_IN, RunFolder
+from fastrl.run.ledger import read_facts
 from fastrl.run.report import run_console
 
 if TYPE_CHECKING:
     from fastrl.ppo.replay import Replayed, ReplayedSample
 
-_COMMANDS = {"ppo": (PPOJob, PPOFlags), "grpo": (GRPOJob, GRPOFlags)}
+_JOBS = {"ppo": PPOJob, "grpo": GRPOJob}
 
 
 def run_replay(arguments: Sequence[str]) -> int:
@@ -42,12 +44,11 @@ def run_replay(arguments: Sequence[str]) -> int:
     ledger = ledger_of(flags.run)
     row, _ = choose(ledger, step=flags.step, sample=flags.sample)  # is there
     folder = RunFolder.open(flags.run)
-    job, settings = read_job(folder)
+    job = read_job(folder)
 
     from fastrl.ppo.replay import replay
 
-    config = settings.config_for(job)
-    config.log_with = None
+    config = read_settings(folder, flags.step)
     with working_directory(folder, job.model):
         trainer = make_trainer(job, config, load_tokenizer(job.check_model()))
     found = replay(trainer, folder, flags.step, progress=True)
@@ -83,24 +84,32 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(arguments))
 
 
-def read_job(folder: RunFolder) -> tuple[PPOJob, PPOFlags]:
-    """The job and the settings of a run, as its ``run.json`` has them.
+def read_job(folder: RunFolder) -> PPOJob:
+    """The job of a run, as its ``run.json`` has it.
 
     Raises:
         ValueError: a run that no command made, or of another version of fastrl.
     """
     recorded = folder.config
     command = recorded.get("command")
-    if command not in _COMMANDS:
+    if command not in _JOBS:
         raise ValueError(
             f"{folder.name} is not a run of fastrl ppo or grpo, which alone can be made again from "
             "run.json: in Python, fastrl.ppo.replay.replay takes a trainer made as for the run"
         )
-    job, flags = _COMMANDS[command]
-    return (
-        _made(job, recorded["job"], folder),
-        _made(flags, unflattened(recorded["settings"]), folder),
-    )
+    return _made(_JOBS[command], recorded["job"], folder)
+
+
+def read_settings(folder: RunFolder, step: int) -> PPOConfig:
+    """The trainer's settings at a step, as the ledger has them: a resumed run may have others.
+
+    Raises:
+        ValueError: the ledger is of another version of fastrl.
+    """
+    recorded = read_facts(folder.ledger, step, step)[-1]["settings"]
+    config = _made(PPOConfig, unflattened(recorded), folder)
+    config.log_with = None
+    return config
 
 
 @contextlib.contextmanager
@@ -130,7 +139,7 @@ def _made(kind: Any, settings: Mapping[str, Any], folder: RunFolder) -> Any:
     unknown = [name for name in settings if name not in fields]
     if unknown:
         raise ValueError(
-            f"{folder.name}/run.json has settings that this version of fastrl does not know "
+            f"{folder.name} has settings that this version of fastrl does not know "
             f"({', '.join(unknown)}): replay the run with the version that made it"
         )
     return kind(**{name: value for name, value in settings.items() if fields[name]})

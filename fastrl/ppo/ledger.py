@@ -62,9 +62,15 @@ class StepLedger(Protocol):
     def supersede(self, after_step: int) -> None:
         """As :meth:`fastrl.run.ledger.Ledger.supersede`."""
 
+    @property
+    def folder(self) -> Path | None:
+        """Where it is."""
+
 
 class NoLedger:
     """Keeps nothing."""
+
+    folder: Path | None = None
 
     def opened(self, trainer: PPOTrainer) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -110,6 +116,10 @@ class SampleLedger:
     def supersede(self, after_step: int) -> None:
         self.ledger.supersede(after_step)
 
+    @property
+    def folder(self) -> Path | None:
+        return self.ledger.folder
+
 
 def open_ledger(
     asked: bool | str | Path | Ledger,
@@ -128,9 +138,9 @@ def open_ledger(
     if place is None:
         return NoLedger()
     ledger = place if isinstance(place, Ledger) else Ledger(place)
-    recorded = {name: x for name, x in generation_kwargs.items() if _is_json(x)}
+    recorded = recordable(generation_kwargs)
     ledger.facts |= {
-        **{name: getattr(config, name) for name in ("temperature", "batch_size", "group_size")},
+        "settings": recordable(config.to_dict()),
         "generation_kwargs": recorded,
         NOT_JSON: sorted(generation_kwargs.keys() - recorded.keys()),
     }
@@ -175,6 +185,11 @@ def _lists(tensors: Sequence[Tensor] | None, dtype: Any) -> Lists | None:
         return None
     values = torch.cat(list(tensors)).cpu().numpy()
     return Lists(values.astype(dtype, copy=False), [len(x) for x in tensors])
+
+
+def recordable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that JSON can hold."""
+    return {name: value for name, value in settings.items() if _is_json(value)}
 
 
 def _is_json(value: Any) -> bool:

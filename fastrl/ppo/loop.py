@@ -15,13 +15,13 @@ from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.models.layout import EncoderDecoder
 from fastrl.ppo.guards import check_divergence
-from fastrl.ppo.ledger import ScoredSamples, open_ledger
+from fastrl.ppo.ledger import ScoredSamples, open_ledger, recordable
 from fastrl.ppo.nonfinite import samples_left_out
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
 from fastrl.rewards.weighted import RewardBatch, RewardFunctions, Rewards
 from fastrl.rollout import RolloutOutput, draw_seed
 from fastrl.run.callbacks import Evaluation, TrainCallback, TrainResult, closing_callbacks
-from fastrl.run.checkpoints import BadCheckpoint
+from fastrl.run.checkpoints import BadCheckpoint, warn_of_changed_settings
 from fastrl.run.ledger import Ledger
 from fastrl.run.metrics import TrackerCallback, scalars
 from fastrl.run.processes import check_one_process
@@ -113,20 +113,29 @@ class Loop:
         self.saving = saving
         self.ledger = open_ledger(ledger, saving.ledger_folder, config, self.generation_kwargs)
         self.begun_at = trainer.current_step  # steps are counted over all of the trainer's runs
+        self._began = time.perf_counter()  # less what earlier processes of the run took
         self.callbacks: list[TrainCallback] = [
             *([ProgressCallback(config.method)] if progress else []),
             *([] if config.log_with is None else [TrackerCallback()]),
             *callbacks,
         ]
 
+    @property
+    def last_step(self) -> int:
+        """The number of the last step."""
+        return self.begun_at + self.steps
+
     @closing_callbacks
     def run(self) -> TrainResult:
         """Runs the steps and evaluations, and calls the callbacks."""
         with self.saving.opened(self) as resumed, self.ledger.opened(self.trainer):
-            done, last = self.trainer.current_step, self.begun_at + self.steps
-            self._call("on_train_begin", last - done)
-            if not resumed or self._lacks_evaluation(done):
+            done, last = self.trainer.current_step, self.last_step
+            self._call("on_train_begin", max(last - done, 0))
+            if not resumed:
                 self._evaluate(done)
+            elif self._lacks_evaluation(done):
+                self._evaluate(done)
+                self.saving.after_step(done, last=done == last)
             for step in range(done + 1, last + 1):
                 with self.saving.step():
                     metrics, samples = self._next_step()
@@ -135,27 +144,47 @@ class Loop:
                     self._call("on_samples", step, samples.shown)
                     self._call("on_step", step, metrics)
                     check_divergence(self.trainer.config, step, metrics)
-                    if step == last or self._is_evaluated(step):
+                    if self._is_evaluated(step):
                         self._evaluate(step)
                 self.saving.after_step(step, last=step == last)
+            self.result.seconds = self._seconds()
             self._call("on_train_end", self.result)
         return self.result
 
     def _is_evaluated(self, step: int) -> bool:
-        return self.eval_every > 0 and step % self.eval_every == 0
+        every = self.eval_every
+        return step == self.last_step or (every > 0 and step % every == 0)
 
     def _lacks_evaluation(self, step: int) -> bool:
-        """Whether a run was interrupted in the evaluation after this step."""
+        """Whether a run was interrupted in the evaluation after this step, or none of those before
+        is of its rewards and held-out prompts."""
+        if self.eval_prompts is None:
+            return False
         done = self.result.evaluations
-        return self._is_evaluated(step) and (not done or done[-1].step < step)
+        return not done or (self._is_evaluated(step) and done[-1].step < step)
 
     def state_dict(self) -> dict[str, Any]:
-        """What of the run is not the trainer's: where it began, its evaluations."""
+        """What of the run is not the trainer's: where it began, its settings and evaluations."""
         return {
             "begun_at": self.begun_at,
             "prompts": self.prompts.fingerprint,
+            "settings": self._settings(),
             "evaluations": evaluations_as_tree(self.result.evaluations),
+            "seconds": self._seconds(),
         }
+
+    def _settings(self) -> dict[str, Any]:
+        """Settings of the run that may differ in the one that resumes it, as JSON has them."""
+        held_out = None if self.eval_prompts is None else self.eval_prompts.fingerprint
+        return {
+            "reward": self.rewards.weights,
+            "missing_eos_penalty": self.missing_eos_penalty,
+            **recordable(self.generation_kwargs),
+            "held-out prompts": held_out,
+        }
+
+    def _seconds(self) -> float:
+        return time.perf_counter() - self._began
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """
@@ -174,7 +203,13 @@ class Loop:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues another loop. Its evaluations are dropped where their settings were others,
+        with a warning: they cannot be compared with those to come."""
         self.begun_at = state["begun_at"]
+        self._began -= state["seconds"]
+        changed = warn_of_changed_settings(state["settings"], self._settings())
+        if set(changed) - {"missing_eos_penalty"}:
+            return
         prompts = [] if self.eval_prompts is None else self.eval_prompts.texts
         self.result.evaluations = evaluations_from_tree(state["evaluations"], prompts)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fastrl.ppo.ledger import NOT_JSON
+from fastrl.ppo.state import deciding
 from fastrl.rollout import RolloutOutput
 from fastrl.run.checkpoints import Checkpoints, step_of
 from fastrl.run.folder import RunFolder
@@ -124,7 +125,9 @@ def replay(
     kwargs = _generation_kwargs(facts[-1], generation_kwargs)
     trainer.config.push_to_hub_if_best_kwargs = {}
     begun_at = _load_checkpoint(trainer, run, step)
-    _warn_of_another_machine(read_facts(ledger, begun_at + 1, step))
+    recorded = read_facts(ledger, begun_at + 1, step)
+    _warn_of_other_settings(recorded)
+    _warn_of_another_machine(recorded)
     strayed = None
     for past in _steps(begun_at + 1, step, progress):
         found = _walk(trainer, ledger, past)
@@ -231,9 +234,11 @@ def _difference(name: str, recorded: Any, now: Any, common: int | None = None) -
     if common is None and len(before) != len(after):
         return [f"{name}: {len(before)} recorded, {len(after)} now"]
     length = min(len(before), len(after)) if common is None else common
+    if length == 0:
+        return []
     delta = np.abs(before[:length] - after[:length])
-    worst = float(delta.max()) if length else 0.0
-    return [f"{name}: up to {worst:.1e} apart, in {int((delta > 0).sum())} of {length} tokens"]
+    worst, count = float(delta.max()), int((delta > 0).sum())
+    return [f"{name}: up to {worst:.1e} apart, in {count} of {length} tokens"]
 
 
 def _check_settings(trainer: PPOTrainer, facts: Mapping[str, Any], ledger: Path) -> None:
@@ -242,7 +247,7 @@ def _check_settings(trainer: PPOTrainer, facts: Mapping[str, Any], ledger: Path)
         ValueError: settings that decide what a step is are not the run's.
     """
     for name in ("temperature", "batch_size", "group_size"):
-        recorded, own = facts[name], getattr(trainer.config, name)
+        recorded, own = facts["settings"][name], getattr(trainer.config, name)
         if recorded != own:
             raise ValueError(
                 f"the trainer has {name}={own}, the ledger {ledger} {recorded}: make it as for the "
@@ -263,6 +268,19 @@ def _generation_kwargs(facts: Mapping[str, Any], given: Mapping[str, Any] | None
             "pass generation_kwargs as in the run"
         )
     return dict(facts["generation_kwargs"])
+
+
+def _warn_of_other_settings(recorded: list[dict[str, Any]]) -> None:
+    *earlier, last = (deciding(facts["settings"]) for facts in recorded)
+    found = dict.fromkeys(line for settings in earlier for line in differences(settings, last))
+    if found:
+        warnings.warn(
+            f"the run was resumed with other settings ({'; '.join(found)}) after the checkpoint "
+            "that the replay begins with: updates before that are done with the new ones, and are "
+            "not the run's; of a run that keeps its checkpoints (--keep-last 0) all steps can be "
+            "replayed",
+            stacklevel=3,
+        )
 
 
 def _warn_of_another_machine(recorded: list[dict[str, Any]]) -> None:

@@ -99,20 +99,30 @@ class SavedInFolder:
             claim = self.folder.claim(resume=self.resume, overwrite=self.overwrite)
         with claim:
             self._loop = loop
-            checkpoint = self.folder.checkpoint(self.resume)
+            checkpoint, rows = self.folder.checkpoint(self.resume), None
             if checkpoint is not None:
                 manifest, state = verify(checkpoint), load_tree(checkpoint)
                 loop.check_state(state)
                 self.trainer.load_state_dict(state)
                 loop.load_state_dict(state["loop"])
+                rows = state["loop"]["rows"]
                 warn_of_another_machine(manifest)
             if self.resume:
-                self.folder.resume(checkpoint)
-                loop.ledger.supersede(self.trainer.current_step)
+                self._resume(loop, checkpoint, rows)
             else:
                 self.folder.begin()
             loop.callbacks.append(MetricsCallback(MetricsFile(self.folder.metrics)))
             yield checkpoint is not None
+
+    def _resume(self, loop: Loop, checkpoint: Path | None, rows: int | None) -> None:
+        """Makes the folder's records those of the run up to its checkpoint."""
+        done = self.trainer.current_step
+        if checkpoint is not None and done >= loop.last_step:  # its settings are still those
+            self.folder.keep_config()
+        own = self.folder.owns(checkpoint)
+        self.folder.resume(checkpoint, rows)
+        in_it = loop.ledger.folder == self.folder.ledger
+        loop.ledger.supersede(done if own or not in_it else 0)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -150,7 +160,8 @@ class SavedInFolder:
         self.folder.sync()
         self._loop.ledger.flush(sync=True)
         with self.checkpoints.new(step) as folder:
-            save_tree({**self.trainer.state_dict(), "loop": self._loop.state_dict()}, folder)
+            loop = {**self._loop.state_dict(), "rows": self.folder.count_rows()}
+            save_tree({**self.trainer.state_dict(), "loop": loop}, folder)
         return self.checkpoints.path(step)
 
     def _save_after(self, error: Exception) -> None:

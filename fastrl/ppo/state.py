@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import warnings
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from fastrl.run.checkpoints import (
     check_identity,
     check_weights,
     describe_weights,
+    warn_of_changed_settings,
 )
 from fastrl.run.random_state import (
     numpy_state,
@@ -60,7 +60,7 @@ class TrainerState:
         scheduler, best = trainer.lr_scheduler, trainer._best_mean_score
         return {
             "identity": self.identity,
-            "config": _settings(trainer),
+            "config": deciding(trainer.config.to_dict()),
             "step": trainer.current_step,
             "optimizer_steps": trainer.update.optimizer_steps,
             "policy": _trained(trainer._unwrapped),
@@ -214,24 +214,17 @@ def _load_optimizer(trainer: PPOTrainer, state: Mapping[str, Any]) -> None:
     _inner_optimizer(trainer).load_state_dict({"state": moments, "param_groups": groups})
 
 
-def _settings(trainer: PPOTrainer) -> dict[str, Any]:
-    """The settings that decide what is computed, as JSON has them."""
-    found = {k: v for k, v in trainer.config.to_dict().items() if k.split("/")[0] not in _FREE}
+def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``PPOConfig.to_dict`` that decide what is computed, as JSON has them."""
+    found = {k: v for k, v in settings.items() if k.split("/")[0] not in _FREE}
+    if settings["loss_aggregate"] != "seq-mean-token-sum-norm":
+        del found["loss_norm_length"]  # is not used
     return json.loads(json.dumps(found, default=str))
 
 
 def _apply_changed_settings(trainer: PPOTrainer, before: Mapping[str, Any]) -> None:
     """Warns of settings that are not those of the checkpoint, and sets a new learning rate."""
-    now = _settings(trainer)
-    changed = [k for k in dict.fromkeys([*before, *now]) if before.get(k) != now.get(k)]
-    if not changed:
-        return
-    shown = ", ".join(f"{k}: {before.get(k)} → {now.get(k)}" for k in changed)
-    warnings.warn(
-        f"resume: settings differ from the checkpoint's ({shown}): the run goes on with the new "
-        "ones, and no longer as an uninterrupted one would have",
-        stacklevel=6,
-    )
+    changed = warn_of_changed_settings(before, deciding(trainer.config.to_dict()))
     if "learning_rate" in changed and trainer.lr_scheduler is None:
         for group in trainer.optimizer.param_groups:
             group["lr"] = trainer.config.learning_rate

@@ -167,6 +167,11 @@ class Rewards:
         return tuple(function.call for function in self._functions)
 
     @property
+    def weights(self) -> dict[str, float]:
+        """The functions' weights, by their names."""
+        return {function.name: function.weight for function in self._functions}
+
+    @property
     def wants_finished(self) -> bool:
         """Whether a function needs to know which completions are whole."""
         return any(_wants_finished(function) for function in self._functions)

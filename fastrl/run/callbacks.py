@@ -68,12 +68,14 @@ class TrainResult:
 
     Attributes:
         dropped_prompts, dropped_eval_prompts: how many prompts ``long_prompts="drop"`` left out.
+        seconds: that the run has taken, in all processes that resumed it, too.
     """
 
     history: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     dropped_prompts: int = 0
     dropped_eval_prompts: int = 0
+    seconds: float = 0.0
 
     def __repr__(self) -> str:
         parts = [f"steps={len(self.history)}"]

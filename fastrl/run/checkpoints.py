@@ -319,6 +319,19 @@ def warn_of_another_machine(manifest: dict[str, Any]) -> None:
         )
 
 
+def warn_of_changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Warns of settings that are not those of the checkpoint; returns their names."""
+    changed = [k for k in dict.fromkeys([*before, *now]) if before.get(k) != now.get(k)]
+    if changed:
+        shown = ", ".join(f"{k}: {before.get(k)} → {now.get(k)}" for k in changed)
+        warnings.warn(
+            f"resume: settings differ from the checkpoint's ({shown}): the run goes on with the "
+            "new ones, and no longer as an uninterrupted one would have",
+            stacklevel=6,
+        )
+    return changed
+
+
 def _is_of_writing(error: Exception) -> bool:
     """Whether an error is the file system's; torch and safetensors have their own kinds of it."""
     kinds = (OSError, RuntimeError)

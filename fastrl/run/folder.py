@@ -73,6 +73,10 @@ class RunFolder:
         folder.config = folder.read("run.json")
         return folder
 
+    def keep_config(self) -> None:
+        """Takes over what ``run.json`` says of the run that is there."""
+        self.config = self.read("run.json") or self.config
+
     def stage(self, name: str, config: Mapping[str, Any] | None = None) -> RunFolder:
         """The folder of an earlier stage of the run."""
         return RunFolder(self.path / name, config)
@@ -208,14 +212,19 @@ class RunFolder:
             rows: of the metrics when the checkpoint was written, where later ones have its step.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        own = checkpoint is not None and checkpoint.absolute().parent == self.checkpoints.absolute()
-        step = step_of(checkpoint) if own and checkpoint is not None else -1
+        step = step_of(checkpoint) if checkpoint is not None and self.owns(checkpoint) else -1
         self._supersede_metrics(step, rows)
         Checkpoints(self.checkpoints).supersede(step)
         if self._is_run() and _is_other(self.read("run.json"), _as_json(self.config)):
             old = self.path / "run.json"
             old.replace(free_name(old, "superseded"))
         self.write("run.json", self.config)
+
+    def owns(self, checkpoint: Path | None) -> bool:
+        """Whether it is a checkpoint of the run in this folder."""
+        if checkpoint is None:
+            return False
+        return checkpoint.resolve().parent == self.checkpoints.resolve()
 
     def count_rows(self) -> int:
         """How many lines the metrics have."""

@@ -22,7 +22,12 @@ class ProgressCallback(TrainCallback):
 
         reference = trainer.reference
         tqdm.write(f"{self.description} reference: {reference.mode}, {reference.why}")
-        self.bar = tqdm(total=total_steps, desc=self.description, unit="step")
+        done = trainer.current_step
+        if done:
+            left = f"goes on with step {done + 1} of {done + total_steps}"
+            tqdm.write(f"{self.description} {left if total_steps else _nothing_left(done)}")
+        total = done + total_steps
+        self.bar = tqdm(total=total, initial=done, desc=self.description, unit="step")
 
     def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
         self.bar.set_postfix_str(
@@ -45,6 +50,10 @@ class ProgressCallback(TrainCallback):
         if self.bar is not None:
             drop_bar(self.bar)
             self.bar = None
+
+
+def _nothing_left(done: int) -> str:
+    return f"has nothing left to do: {done} steps are done; more steps would prolong the run"
 
 
 def drop_bar(bar: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from fastrl import cli
 from fastrl.commands.ppo import GRPOFlags, PPOFlags
-from fastrl.commands.replay import read_job, unflattened
+from fastrl.commands.replay import read_job, read_settings, unflattened
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import Ledger, read_facts, read_ledger
 from tests import tiny_models
@@ -131,10 +131,11 @@ def test_a_sample_that_differs_is_an_exit_status_of_one(capsys, run, tmp_path):
 
 
 def test_the_settings_of_a_run_are_read_as_they_were_given(run):
-    job, flags = read_job(RunFolder.open(run))
+    folder = RunFolder.open(run)
+    job, settings = read_job(folder), read_settings(folder, 2)
     assert (job.lora_r, job.max_new_tokens, job.prompt_words) == (2, 6, 5)
-    assert (flags.batch_size, flags.learning_rate) == (8, 1e-2)
-    assert flags.accelerator_kwargs == {"mixed_precision": "no"}
+    assert (settings.batch_size, settings.learning_rate) == (8, 1e-2)
+    assert settings.accelerator_kwargs == {"mixed_precision": "no"}
     for kind in (PPOFlags, GRPOFlags):
         given = kind(tracker_kwargs={"wandb": {"entity": "me", "tags": ["a"]}}, batch_size=8)
         read = unflattened(json.loads(json.dumps(given.to_dict())))
@@ -144,11 +145,33 @@ def test_the_settings_of_a_run_are_read_as_they_were_given(run):
         )
 
 
+def test_a_run_resumed_with_other_settings_is_replayed_with_those_of_each_step(
+    capsys, world, tmp_path
+):
+    output = tmp_path / "run"
+    train(world, output, **{"eval-prompts": 0, "keep-last": 0})
+    recorded = (output / "run.json").read_text()
+    again = {"resume": output / "checkpoints" / "checkpoint-3", "learning-rate": "5e-2"}
+    with pytest.warns(UserWarning, match="learning_rate: 0.01 → 0.05"):
+        train(world, output, **{"eval-prompts": 0, **again})
+    assert (output / "run.json").read_text() == recorded  # there was nothing left to do
+    with pytest.warns(UserWarning, match="learning_rate: 0.01 → 0.05"):
+        train(world, output, **{"eval-prompts": 0, **again, "steps": 5, "keep-last": 0})
+    for step in (2, 5):
+        status, out, _ = replay(capsys, output, "--step", step)
+        assert (status, out.splitlines()[-1]) == (0, "8 of 8 samples are identical")
+    shutil.rmtree(output / "checkpoints")
+    with pytest.warns(UserWarning, match=r"other settings \(learning_rate: 0.01 → 0.05\)"):
+        status, out, _ = replay(capsys, output, "--step", 5)
+    assert status == 1
+    assert "the run did another update in step 2: advantages" in out
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"command": "train"}, "is not a run of fastrl ppo or grpo"),
-        ({"settings": {"later": 1}}, "that this version of fastrl does not know (later)"),
+        ({"job": {"later": 1}}, "that this version of fastrl does not know (later)"),
         ({"job": None}, "(None)"),
     ],
 )

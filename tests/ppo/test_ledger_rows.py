@@ -100,7 +100,7 @@ def test_rows_are_what_the_steps_learned_from(tmp_path, settings):
     assert len({len(row["completion_ids"]) for row in rows}) > 2
     assert all(metrics["time/ledger"] > 0 for metrics in result.history)
     (facts,) = read_facts(tmp_path, 2, 2)
-    assert facts["temperature"] == trainer.config.temperature
+    assert facts["settings"]["temperature"] == trainer.config.temperature
     assert facts["generation_kwargs"]["max_new_tokens"] == 4
 
 

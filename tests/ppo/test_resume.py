@@ -14,6 +14,7 @@ import torch
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, TrainCallback
 from fastrl.core import set_seed
 from fastrl.run.checkpoints import BadCheckpoint, Checkpoints
+from fastrl.run.ledger import read_ledger
 from fastrl.run.stopping import Stopped, stop_at_a_steps_end
 from tests import tiny_models
 from tests.bits import bits, differing
@@ -102,9 +103,8 @@ def run(trainer, output, reward_fn=reward, **arguments):
         reward_fn,
         prompts=TEXTS,
         eval_prompts=TEXTS[:2],
-        generation_kwargs={"max_new_tokens": 5},
         output=output,
-        **arguments,
+        **{"generation_kwargs": {"max_new_tokens": 5}, **arguments},
     )
 
 
@@ -141,6 +141,44 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(variant, tmp_path):
     )
     assert resumed.current_step == STEPS
     assert [len(x.history) for x in (expected, result)] == [STEPS, STEPS - 3]
+
+
+@pytest.mark.parametrize("save_every", [2, 0])
+def test_the_last_evaluation_is_made_up(save_every, tmp_path):
+    options = {"eval_every": 0, "save_every": save_every}
+    expected = run(make_trainer(), tmp_path / "straight", **options)
+    with failing():  # two evaluations, and the steps between them
+        run(make_trainer(), tmp_path / "run", Failing(STEPS + 2), **options)
+    for _ in range(2):
+        resumed = make_trainer()
+        result = run(resumed, tmp_path / "run", resume=True, **options)
+        assert result.history == []
+        assert [x.rewards for x in result.evaluations] == [x.rewards for x in expected.evaluations]
+        assert metrics(tmp_path / "run") == metrics(tmp_path / "straight")
+
+
+def test_evaluations_by_another_reward_are_not_compared(tmp_path):
+    def longest(completion_ids, **_):
+        return [float(len(ids)) for ids in completion_ids]
+
+    run(make_trainer(), tmp_path / "run", steps=3)
+    with pytest.warns(UserWarning, match=r"differ .*reward: {'reward': 1.0} → {'longest': 1.0}"):
+        result = run(make_trainer(), tmp_path / "run", longest, resume=True)
+    assert [evaluation.step for evaluation in result.evaluations] == [3, 6]
+    with pytest.warns(UserWarning, match=r"settings differ .*max_new_tokens: 5 → 4\)"):
+        run(
+            make_trainer(),
+            tmp_path / "run",
+            longest,
+            resume=True,
+            generation_kwargs={"max_new_tokens": 4},
+        )
+
+
+def test_the_time_of_a_run_is_that_of_all_its_processes(tmp_path):
+    first = run(make_trainer(), tmp_path / "run", steps=5)
+    last = run(make_trainer(), tmp_path / "run", resume=True)
+    assert last.seconds > first.seconds > sum(row["time/step"] for row in first.history)
 
 
 def test_a_schedule_and_an_optimizer_of_ones_own_are_resumed(tmp_path):
@@ -196,6 +234,18 @@ def test_an_earlier_checkpoint_is_taken_by_name(tmp_path):
     run(third, tmp_path / "new", resume=tmp_path / "run/checkpoints/checkpoint-2")
     assert differing(bits(straight), bits(third)) == []
     assert [row["step"] for row in metrics(tmp_path / "new")] == [3, 3, 4, 5, 6, 6]
+
+
+def test_another_runs_checkpoint_leaves_nothing_of_the_run_in_the_folder(tmp_path):
+    run(make_trainer(), tmp_path / "other", steps=4)
+    run(make_trainer(seed=7), tmp_path / "run", steps=4)
+    checkpoint = tmp_path / "other" / "checkpoints" / "checkpoint-2"
+    with pytest.warns(UserWarning, match="settings differ"):
+        run(make_trainer(seed=7), tmp_path / "run", steps=4, resume=checkpoint)
+    assert sorted(set(read_ledger(tmp_path / "run" / "ledger")["step"].to_pylist())) == [3, 4]
+    kept = read_ledger(tmp_path / "run" / "ledger" / "superseded-1")
+    assert sorted(set(kept["step"].to_pylist())) == [1, 2, 3, 4]
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [3, 3, 4, 4]
 
 
 def test_resuming_before_there_is_a_checkpoint_begins(tmp_path):
