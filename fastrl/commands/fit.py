@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -257,7 +256,6 @@ def fit(
     from fastrl.run.stopping import stop_at_a_steps_end
     from fastrl.run.transformers_callbacks import recording
 
-    started = time.perf_counter()
     settings = {**flags.to_dict(), "report_to": [*flags.trackers, *flags.report_to]}
     resume = settings.pop("resume_from_checkpoint")
     folder.config |= {"title": title, **job.record(), "settings": settings}
@@ -272,7 +270,7 @@ def fit(
                 folder.begin()
             trainer.kept["before"] = results(trainer.evaluate()) if held_out else {}
         with stop_at_a_steps_end():
-            trainer.train(resume_from_checkpoint=checkpoint)
+            outcome = trainer.train(resume_from_checkpoint=checkpoint)
         before = trainer.kept.get("before", {})
         after = results(trainer.evaluate()) if held_out else {}
 
@@ -290,7 +288,7 @@ def fit(
             "train_examples": len(trainer.train_dataset),
             "eval_examples": len(trainer.eval_dataset) if held_out else 0,
             "steps": trainer.state.global_step,
-            "seconds": time.perf_counter() - started,
+            "seconds": outcome.metrics["train_runtime"],
         },
         lines=[
             f"{name.replace('_', ' ')}: {before[name]:.4f} → {value:.4f}"
