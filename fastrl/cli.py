@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from fastrl.commands.flags import UsageError, parse, unknown_name
 from fastrl.run.processes import check_one_process
-from fastrl.run.progress import drop_bars
+from fastrl.run.progress import drop_bars, line_start
 from fastrl.run.stopping import Stopped
 from fastrl.user_code import fault_of
 
@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except Stopped as stop:
         shown, status = f"fastrl: {stop}", stop.status
-    except KeyboardInterrupt:
-        shown, status = "fastrl: interrupted", 130
+    except KeyboardInterrupt as interrupt:
+        shown, status = f"fastrl: {str(interrupt) or 'interrupted'}", 130
     except Exception as error:
         drop_bars()
         fault = fault_of(error)
@@ -104,11 +104,12 @@ def _warning_line(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    """A warning as one line; those for programmers, of other categories, with file and line."""
-    text = " ".join(str(message).split())
+    """A warning as a line of its own; those for programmers, of other categories, with file and
+    line."""
+    text, start = " ".join(str(message).split()), line_start(sys.stderr)
     if category is UserWarning:
-        return f"fastrl: warning: {text}\n"
-    return f"{filename}:{lineno}: {category.__name__}: {text}\n"
+        return f"{start}fastrl: warning: {text}\n"
+    return f"{start}{filename}:{lineno}: {category.__name__}: {text}\n"
 
 
 def _message(error: BaseException) -> str:

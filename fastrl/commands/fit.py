@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -257,10 +256,9 @@ def fit(
     from fastrl.run.stopping import stop_at_a_steps_end
     from fastrl.run.transformers_callbacks import recording
 
-    started = time.perf_counter()
     settings = {**flags.to_dict(), "report_to": [*flags.trackers, *flags.report_to]}
     resume = settings.pop("resume_from_checkpoint")
-    folder.config |= {"title": title, "job": job.record(), "settings": settings}
+    folder.config |= {"title": title, **job.record(), "settings": settings}
     checkpoint = find_trainer_checkpoint(resume, trainer.checkpoints) if resume else None
     held_out = trainer.eval_dataset is not None
     trainer.run_folder, trainer.saves_when_it_fails = folder, True
@@ -272,10 +270,9 @@ def fit(
                 folder.begin()
             trainer.kept["before"] = results(trainer.evaluate()) if held_out else {}
         with stop_at_a_steps_end():
-            trainer.train(resume_from_checkpoint=checkpoint)
+            outcome = trainer.train(resume_from_checkpoint=checkpoint)
         before = trainer.kept.get("before", {})
         after = results(trainer.evaluate()) if held_out else {}
-    folder.drop_empty_checkpoints()
 
     def save(model: Path) -> None:
         trainer.save_model(str(model))
@@ -291,7 +288,7 @@ def fit(
             "train_examples": len(trainer.train_dataset),
             "eval_examples": len(trainer.eval_dataset) if held_out else 0,
             "steps": trainer.state.global_step,
-            "seconds": time.perf_counter() - started,
+            "seconds": outcome.metrics["train_runtime"],
         },
         lines=[
             f"{name.replace('_', ' ')}: {before[name]:.4f} → {value:.4f}"

@@ -195,6 +195,8 @@ class _AllFlags(argparse.HelpFormatter):
         return flags if action.nargs == 0 else f"{flags} {_kind(action)}"
 
     def _get_help_string(self, action: argparse.Action) -> str:
+        if action.nargs == 0 and action.option_strings[0].startswith("--no"):
+            return f"The same as --{action.dest.replace('_', '-')} false."
         parts = [action.help or ""]
         if action.choices and not _are_short(action.choices):
             parts.append(f"One of: {', '.join(map(_as_text, action.choices))}.")

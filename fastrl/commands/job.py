@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 from fastrl.config import setting
 from fastrl.run.checkpoints import LATEST
-from fastrl.run.folder import RunFolder
+from fastrl.run.folder import STARTED_IN, RunFolder
 
 
 def resume_setting(aliases: Sequence[str]) -> Any:
@@ -51,7 +52,10 @@ class TrainingJob:
     lora_r: int = setting("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
     lora_alpha: int = setting("LoRA's scaling numerator.", 32)
     lora_dropout: float = setting("LoRA's dropout in training.", 0.0)
-    overwrite: bool = setting("Remove an earlier run in --output.", False)
+    overwrite: bool = setting(
+        "Remove an earlier run in --output with all files in model/ and checkpoints/.",
+        False,
+    )
     dtype: str = setting("Type of the model's weights, such as float32 or bfloat16.", "float32")
 
     def __post_init__(self) -> None:
@@ -68,9 +72,11 @@ class TrainingJob:
             raise ValueError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
 
     def record(self) -> dict[str, Any]:
-        """What ``run.json`` records: all but how this process took part in the run."""
+        """What ``run.json`` records: all but how this process took part in the run, and the working
+        directory, on which relative paths depend."""
         fields = dataclasses.asdict(self)
-        return {k: v for k, v in fields.items() if k not in ("resume", "overwrite")}
+        job = {k: v for k, v in fields.items() if k not in ("resume", "overwrite")}
+        return {"job": job, STARTED_IN: os.getcwd()}
 
     def check_model(self) -> str:
         """The folder of the model.

@@ -285,7 +285,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
         {
             "command": job.command,
             "title": f"{job.model}: {config.method} for {job.rewards}",
-            "job": job.record(),
+            **job.record(),
             "settings": flags.to_dict(),
         },
     )

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastrl.commands.flags import own_parser
@@ -12,7 +16,7 @@ from fastrl.commands.ppo import GRPOJob, PPOJob, make_trainer
 from fastrl.commands.samples import choose, ledger_of, record_table
 from fastrl.config import PPOConfig
 from fastrl.models.load import load_tokenizer
-from fastrl.run.folder import RunFolder
+from fastrl.run.folder import STARTED_IN, RunFolder
 from fastrl.run.ledger import read_facts
 from fastrl.run.report import run_console
 
@@ -45,7 +49,8 @@ def run_replay(arguments: Sequence[str]) -> int:
     from fastrl.ppo.replay import replay
 
     config = read_settings(folder, flags.step)
-    trainer = make_trainer(job, config, load_tokenizer(job.check_model()))
+    with working_directory(folder, job.model):
+        trainer = make_trainer(job, config, load_tokenizer(job.check_model()))
     found = replay(trainer, folder, flags.step, progress=True)
     console = run_console()
     source = f"checkpoint-{found.begun_at}" if found.begun_at else "the run's beginning"
@@ -105,6 +110,28 @@ def read_settings(folder: RunFolder, step: int) -> PPOConfig:
     config = _made(PPOConfig, unflattened(recorded), folder)
     config.log_with = None
     return config
+
+
+@contextlib.contextmanager
+def working_directory(folder: RunFolder, model: str) -> Iterator[None]:
+    """Context in the working directory of a run, by which the paths of its model and of an
+    adapter's base are found. Where it is gone this process stays in its own, with a warning if the
+    model is not there either."""
+    here = os.getcwd()
+    there = folder.config.get(STARTED_IN, here)
+    if not Path(there).is_dir():
+        if not Path(model).exists():
+            warnings.warn(
+                f"the folder where the run was started, {there}, is not there, and {here} has no "
+                f"{model}: if that is a folder, and not a Hub id, run this command where it lies",
+                stacklevel=3,
+            )
+        there = here
+    os.chdir(there)
+    try:
+        yield
+    finally:
+        os.chdir(here)
 
 
 def _made(kind: Any, settings: Mapping[str, Any], folder: RunFolder) -> Any:

@@ -12,6 +12,7 @@ from fastrl.run.export import KINDS, write_rows
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_ledger
 from fastrl.run.report import run_console
+from fastrl.run.terminal import plain
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -95,6 +96,11 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     if flags.export is not None and Path(flags.export).suffix not in KINDS:
         kinds = ", ".join(KINDS)
         raise UsageError(f"--export {flags.export}: the file's name must end in one of {kinds}")
+    if flags.export is not None and not Path(flags.export).parent.is_dir():
+        raise UsageError(
+            f"--export {flags.export}: there is no folder {Path(flags.export).parent}: make it, or "
+            "name a file in another one"
+        )
     return flags
 
 
@@ -172,7 +178,6 @@ def _table(rows: pa.Table) -> Table:
     """A line per sample."""
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, show_lines=True)
     for name in rows.column_names:
@@ -181,7 +186,7 @@ def _table(rows: pa.Table) -> Table:
             name, ratio=_TEXTS.get(name), justify="left" if is_text else "right", overflow="fold"
         )
     for row in rows.to_pylist():
-        table.add_row(*(Text(_shown(x)) for x in row.values()))
+        table.add_row(*(plain(_shown(x)) for x in row.values()))
     return table
 
 
@@ -189,13 +194,12 @@ def record_table(rows: pa.Table) -> Table:
     """A line per column, of a single sample."""
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.to_pylist()[0].items():
-        table.add_row(Text(name), Text(_shown(value)))
+        table.add_row(plain(name), plain(_shown(value)))
     return table
 
 

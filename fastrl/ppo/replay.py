@@ -17,7 +17,7 @@ from fastrl.rollout import RolloutOutput
 from fastrl.run.checkpoints import Checkpoints, step_of
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_facts, read_ledger
-from fastrl.run.machine import differences, machine, versions
+from fastrl.run.machine import differences, machine, remedies, versions
 
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer
@@ -284,16 +284,19 @@ def _warn_of_other_settings(recorded: list[dict[str, Any]]) -> None:
 
 
 def _warn_of_another_machine(recorded: list[dict[str, Any]]) -> None:
-    now = {**versions(), **machine()}
+    here = machine()
+    now = {**versions(), **here}
     found = dict.fromkeys(
         line
         for facts in recorded
         for line in differences({**facts["versions"], **facts["machine"]}, now)
     )
     if found:
+        remedy = remedies(recorded[-1]["machine"], here)
         warnings.warn(
-            f"the run was done elsewhere ({'; '.join(found)}): the replay is the same computation, "
-            "but its last bits may differ, and with them tokens",
+            f"the run was done under other conditions ({'; '.join(found)}): the replay is the same "
+            "computation, but its last bits may differ, and with them tokens"
+            + (f"; start it with {remedy} for the run's" if remedy else ""),
             stacklevel=3,
         )
 

@@ -9,11 +9,12 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastrl.run.files import free_name, new_folder, remove_folder, write_file
-from fastrl.run.machine import differences, machine, versions
+from fastrl.run.machine import differences, machine, remedies, versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,25 @@ _REMEDIES = {
 
 class BadCheckpoint(ValueError):
     """A checkpoint that cannot be resumed from."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Checkpoints of one kind of trainer.
+
+    Attributes:
+        file: which each of them has at its top, and those of the other kind have not.
+        whose: the trainer that writes them.
+        commands: which write them and resume from them.
+    """
+
+    file: str
+    whose: str
+    commands: str
+
+
+OF_PPO = Kind("state.json", "PPOTrainer", "fastrl ppo or grpo")
+OF_TRANSFORMERS = Kind("trainer_state.json", "transformers' Trainer", "fastrl sft, reward or align")
 
 
 class Checkpoints:
@@ -136,16 +156,19 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def find_checkpoint(resume: bool | str | Path, checkpoints: Checkpoints) -> Path | None:
+def find_checkpoint(
+    resume: bool | str | Path, checkpoints: Checkpoints, kind: Kind = OF_PPO
+) -> Path | None:
     """The checkpoint to resume from; None where there is none yet.
 
     Args:
         resume: True or "latest": the newest good one of ``checkpoints``; or a checkpoint's folder,
             or a run's, whose newest good one is taken.
+        kind: of the trainer that resumes.
 
     Raises:
         FileNotFoundError: there is no such folder, or no checkpoint in it.
-        BadCheckpoint: the one that is named is damaged, or all of them are.
+        BadCheckpoint: the one that is named is damaged, or all of them are; one of another kind.
     """
     named = not isinstance(resume, bool) and resume != LATEST
     if named:
@@ -156,9 +179,12 @@ def find_checkpoint(resume: bool | str | Path, checkpoints: Checkpoints) -> Path
                 "out the name for the latest checkpoint of --output"
             )
         if step_of(path) >= 0 or (path / MANIFEST).exists():
+            _check_kind(path, kind)
             verify(path)
             return path
         checkpoints = Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    for path in checkpoints.paths():
+        _check_kind(path, kind)
     found = checkpoints.newest_good()
     if found is None and checkpoints.paths():
         raise BadCheckpoint(
@@ -168,6 +194,19 @@ def find_checkpoint(resume: bool | str | Path, checkpoints: Checkpoints) -> Path
     if found is None and named:
         raise FileNotFoundError(f"resume: {resume} holds no checkpoint")
     return found
+
+
+def _check_kind(checkpoint: Path, kind: Kind) -> None:
+    """
+    Raises:
+        BadCheckpoint: another kind of trainer has written it.
+    """
+    for other in (OF_PPO, OF_TRANSFORMERS):
+        if other is not kind and (checkpoint / other.file).is_file():
+            raise BadCheckpoint(
+                f"resume: {checkpoint} is a checkpoint of {other.whose}, not of {kind.whose}: "
+                f"resume it with the command that wrote it ({other.commands})"
+            )
 
 
 def check_identity(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -268,14 +307,14 @@ def verify(folder: Path) -> dict[str, Any]:
 
 def warn_of_another_machine(manifest: dict[str, Any]) -> None:
     """Warns where results may differ in their last bits from those of the run so far."""
-    found = [
-        *differences(manifest["versions"], versions()),
-        *differences(manifest["machine"], machine()),
-    ]
+    before, now = manifest["machine"], machine()
+    found = [*differences(manifest["versions"], versions()), *differences(before, now)]
     if found:
+        remedy = remedies(before, now)
         warnings.warn(
-            f"the checkpoint was saved elsewhere ({'; '.join(found)}): what follows is the same "
-            "computation, but its last bits may differ from those of an uninterrupted run",
+            f"the checkpoint was saved under other conditions ({'; '.join(found)}): what follows "
+            "is the same computation, but its last bits may differ from those of an uninterrupted "
+            "run" + (f"; start it with {remedy} for the checkpoint's" if remedy else ""),
             stacklevel=3,
         )
 

@@ -14,6 +14,7 @@ from fastrl.run.checkpoints import Checkpoints, find_checkpoint, step_of
 from fastrl.run.files import free_name, new_folder, sync_file, write_file
 from fastrl.run.lock import FolderLock
 
+STARTED_IN = "started_in"  # in run.json of a command: its working directory
 _LOCAL = ("summary.json", "samples.jsonl", "report.png", "report.html")
 
 
@@ -21,7 +22,7 @@ class RunFolder:
     """The folder of a run; every command writes the same files.
 
     ================== ============================================================================
-    ``run.json``       command, title, job and settings; written as the run begins
+    ``run.json``       command, title, job, settings, working directory; written as the run begins
     ``metrics.jsonl``  one JSON object per log and per evaluation, appended during the run
     ``logs/``          files of trackers
     ``checkpoints/``   see :class:`fastrl.run.checkpoints.Checkpoints`
@@ -115,6 +116,7 @@ class RunFolder:
                 not a run's; the run of another command.
             PermissionError: a folder that cannot be written to.
             FolderInUse: an OSError: another process writes to it.
+            KeyboardInterrupt: of the block, with the newest checkpoint in its message.
         """
         if resume and overwrite:
             raise ValueError("resume and overwrite exclude each other: pass one of them")
@@ -125,10 +127,27 @@ class RunFolder:
         try:
             self._check_contents(bool(resume), overwrite)  # of a run that has just ended
             yield
+        except KeyboardInterrupt as interrupt:
+            if not interrupt.args and self._is_run():
+                interrupt.args = (f"interrupted; {self._way_on()}",)
+            raise
         finally:
+            self._drop_empty_checkpoints()
             self.lock.release()
             if not any(self.path.iterdir()):
                 self.path.rmdir()
+
+    def _way_on(self) -> str:
+        last = next(reversed(Checkpoints(self.checkpoints).paths()), None)
+        if last is None:
+            return "there is no checkpoint yet: --resume (resume=True) begins anew"
+        return f"the newest checkpoint is {last}: --resume (resume=True) continues from there"
+
+    def _drop_empty_checkpoints(self) -> None:
+        """Removes the folder of checkpoints, which transformers' Trainer always makes, if it is
+        empty."""
+        if _is_empty(self.checkpoints):
+            self.checkpoints.rmdir()
 
     def _check_contents(self, resume: bool, overwrite: bool) -> None:
         names = [p.name for p in self._entries()]
@@ -155,10 +174,11 @@ class RunFolder:
             )
 
     def _entries(self) -> list[Path]:
-        """What is in the folder, but hidden files."""
+        """What is in the folder, but hidden files, and a folder of checkpoints that has none."""
         if not self.path.is_dir():
             return []
-        return sorted(p for p in self.path.iterdir() if not p.name.startswith("."))
+        found = sorted(p for p in self.path.iterdir() if not p.name.startswith("."))
+        return [p for p in found if p != self.checkpoints or not _is_empty(p)]
 
     def holds(self, command: str) -> bool:
         """Whether a run of this command is there."""
@@ -195,7 +215,7 @@ class RunFolder:
         step = step_of(checkpoint) if checkpoint is not None and self.owns(checkpoint) else -1
         self._supersede_metrics(step, rows)
         Checkpoints(self.checkpoints).supersede(step)
-        if self._is_run() and self.read("run.json") not in ({}, _as_json(self.config)):
+        if self._is_run() and _is_other(self.read("run.json"), _as_json(self.config)):
             old = self.path / "run.json"
             old.replace(free_name(old, "superseded"))
         self.write("run.json", self.config)
@@ -259,12 +279,6 @@ class RunFolder:
         figure.savefig(part)
         part.replace(self.report)
 
-    def drop_empty_checkpoints(self) -> None:
-        """Removes the folder of checkpoints, which transformers' Trainer always makes, if it is
-        empty."""
-        if self.checkpoints.is_dir() and not any(self.checkpoints.iterdir()):
-            self.checkpoints.rmdir()
-
     def read(self, name: str) -> dict[str, Any]:
         """Reads a JSON object from a file; empty if there is no such file.
 
@@ -325,12 +339,22 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
 def _step_in(line: str) -> float:
     """The step of a line of metrics; infinity for half a line."""
     try:
         return float(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+def _is_other(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a run.json is of other settings, wherever the run was resumed from."""
+    one, other = ({k: v for k, v in x.items() if k != STARTED_IN} for x in (before, now))
+    return bool(before) and one != other
 
 
 def _as_json(content: Mapping[str, Any]) -> Any:

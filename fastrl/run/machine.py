@@ -7,6 +7,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
+# torch's names of instruction sets, each with those before it, and what its variable calls them.
+_CAPABILITIES = {"NO AVX": "default", "DEFAULT": "default", "AVX2": "avx2", "AVX512": "avx512"}
 _PACKAGES = ("fastrl-lm", "torch", "triton", "transformers", "accelerate", "peft")
 
 
@@ -42,6 +44,21 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for name in names
         if before.get(name) != now.get(name)
     ]
+
+
+def remedies(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The environment variables that make :func:`machine` here what it was, as "NAME=value"; ""
+    where there are none."""
+    found = []
+    if before.get("threads") != now.get("threads") and before.get("threads"):
+        found.append(f"OMP_NUM_THREADS={before['threads']}")
+    there, here = (x.get("cpu_capability") for x in (before, now))
+    # torch must not be told of instructions that this processor may lack.
+    if there in _CAPABILITIES and here in _CAPABILITIES:
+        names = list(_CAPABILITIES)
+        if names.index(there) < names.index(here):
+            found.append(f"ATEN_CPU_CAPABILITY={_CAPABILITIES[there]}")
+    return " ".join(found)
 
 
 def _cpu_name() -> str:

@@ -270,6 +270,8 @@ def _print_samples(columns: Sequence[str], rows: Sequence[tuple], logs: Mapping[
     from rich.console import Console
     from rich.table import Table
 
+    from fastrl.run.terminal import plain
+
     table = Table(
         title=f"reward {logs['env/reward_mean']:.3f} ± {logs['env/reward_std']:.3f}, "
         f"KL {float(logs.get('objective/kl', float('nan'))):.3f}"
@@ -277,5 +279,5 @@ def _print_samples(columns: Sequence[str], rows: Sequence[tuple], logs: Mapping[
     for column in (*columns, "reward"):
         table.add_column(column, justify="right" if column == "reward" else "left")
     for row in rows[:_CONSOLE_ROWS]:
-        table.add_row(*(str(cell) for cell in row[:-1]), f"{row[-1]:.3f}")
+        table.add_row(*(plain(str(cell)) for cell in row[:-1]), f"{row[-1]:.3f}")
     Console().print(table)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from fastrl.run.callbacks import Evaluation, TrainCallback, TrainResult, kl_text
+
+_ERASE_LINE = "\r\x1b[2K"
 
 
 class ProgressCallback(TrainCallback):
@@ -66,10 +68,21 @@ def drop_bar(bar: Any) -> None:
 
 def drop_bars() -> None:
     """Removes all open bars of tqdm, of any library."""
-    tqdm = sys.modules.get("tqdm")
-    if tqdm is None:
-        return
-    # tqdm has no public name for its open bars.
-    for bar in list(getattr(tqdm.tqdm, "_instances", ())):
+    for bar in _open_bars():
         bar.leave = False
         bar.close()
+
+
+def line_start(stream: TextIO) -> str:
+    """What to write before a line, so that it is not behind a bar: on a terminal the bar is erased,
+    and drawn again below with its next update."""
+    if not _open_bars():
+        return ""
+    return _ERASE_LINE if stream.isatty() else "\n"
+
+
+def _open_bars() -> list[Any]:
+    """Those of tqdm, of any library."""
+    tqdm = sys.modules.get("tqdm")
+    # tqdm has no public name for them.
+    return [] if tqdm is None else list(getattr(tqdm.tqdm, "_instances", ()))

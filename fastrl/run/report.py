@@ -13,6 +13,7 @@ from fastrl.run.curves import RunCurves
 from fastrl.run.doctor import ILLNESS, examine
 from fastrl.run.files import write_file
 from fastrl.run.folder import RunFolder
+from fastrl.run.terminal import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -230,10 +231,10 @@ def samples_table(rows: Sequence[Mapping[str, Any]], count: int = 8) -> Table:
             for name in ("reward_before", "reward_after")
         )
         table.add_row(
-            Text(row["prompt"]),
-            Text(row["before"].strip()),
+            plain(row["prompt"]),
+            plain(row["before"].strip()),
             f"{old:.2f}",
-            Text(row["after"].strip()),
+            plain(row["after"].strip()),
             Text(f"{new:.2f}", style="green" if new > old else "red" if new < old else ""),
         )
     return table

@@ -23,6 +23,7 @@ from transformers.trainer_utils import SaveStrategy
 from fastrl.run.checkpoints import (
     LATEST,
     MANIFEST,
+    OF_TRANSFORMERS,
     BadCheckpoint,
     Checkpoints,
     check_identity,
@@ -38,7 +39,6 @@ from fastrl.run.random_state import random_state, restore_random_state
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked
 
-TRAINER_STATE = "trainer_state.json"
 _SAMPLED_ROWS = 16  # of a data set, for its checksum
 # Settings that do not change what is computed, by their beginnings.
 _FREE = (
@@ -250,14 +250,19 @@ class ResumableTrainer(transformers.Trainer):
         changed = [k for k in dict.fromkeys([*before, *now]) if before.get(k) != now.get(k)]
         if not changed:
             return
-        shown = ", ".join(f"{k}: {before.get(k)} → {now.get(k)}" for k in changed)
-        kept = [name for name in changed if name in _OF_THE_OPTIMIZER]
-        but = f", but {', '.join(kept)} of the optimizer stay the checkpoint's" if kept else ""
-        warnings.warn(
-            f"resume: settings differ from the checkpoint's ({shown}): the run goes on with the "
-            f"new ones{but}, and no longer as an uninterrupted one would have",
-            stacklevel=4,
-        )
+        said = "resume: settings differ from the checkpoint's."
+        used = [k for k in changed if k not in _OF_THE_OPTIMIZER]
+        if used:
+            shown = ", ".join(f"{k}: {before.get(k)} → {now.get(k)}" for k in used)
+            said += (
+                f" The new ones are used from here on ({shown}), so that results are not those of "
+                "an uninterrupted run."
+            )
+        kept = [k for k in changed if k in _OF_THE_OPTIMIZER]
+        if kept:
+            shown = ", ".join(f"{k}: {before.get(k)}, not {now.get(k)}" for k in kept)
+            said += f" The optimizer keeps the checkpoint's ({shown})."
+        warnings.warn(said, stacklevel=4)
 
     def _all_settings(self) -> dict[str, Any]:
         given = {k: v for k, v in self.args.to_dict().items() if not k.startswith(_FREE)}
@@ -270,6 +275,20 @@ class ResumableTrainer(transformers.Trainer):
             return found
         place = self._run.resumed["place"]
         return place["epoch"], place["minibatches"]
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Without the weights that are tied to one that the checkpoint has, as it saves such only
+        once."""
+        model: Any = self.model
+        weights = model.state_dict()
+        missing = set(load_result.missing_keys)
+        there = {x.data_ptr() for name, x in weights.items() if name not in missing} - {0}
+        untied = [
+            name
+            for name in load_result.missing_keys
+            if name not in weights or weights[name].data_ptr() not in there
+        ]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=untied))
 
     def _training_begins(self) -> None:
         """Called when all of a checkpoint is loaded, before the first step."""
@@ -368,7 +387,7 @@ class ResumableTrainer(transformers.Trainer):
             if best is not None and (best == self.state.global_step or self._is_there(best)):
                 self.state.best_model_checkpoint = str(self.checkpoints.path(best))
             if self.args.should_save:  # once more, with the path that is to stay
-                self.state.save_to_json(str(part / TRAINER_STATE))
+                self.state.save_to_json(str(part / OF_TRANSFORMERS.file))
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(path))
 
@@ -506,11 +525,11 @@ def find_trainer_checkpoint(resume: Any, checkpoints: Checkpoints) -> Path | Non
     named = not isinstance(resume, bool) and resume != LATEST
     if named and _is_foreign(Path(resume)):
         return Path(resume)
-    return find_checkpoint(resume, checkpoints)
+    return find_checkpoint(resume, checkpoints, OF_TRANSFORMERS)
 
 
 def _is_foreign(path: Path) -> bool:
-    return (path / TRAINER_STATE).is_file() and not (path / MANIFEST).exists()
+    return (path / OF_TRANSFORMERS.file).is_file() and not (path / MANIFEST).exists()
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

@@ -324,12 +324,11 @@ class RewardTrainer(SupervisedTrainer):
 
 def _print_pairs(rows: list[tuple[str, str, list[float]]]) -> None:
     from rich.table import Table
-    from rich.text import Text
 
     from fastrl.run.report import run_console
+    from fastrl.run.terminal import plain
 
     table = Table("chosen", "rejected", "P(chosen)", "P(rejected)", show_lines=True)
     for chosen, rejected, probabilities in rows:
-        # As Text, because brackets in a str would be markup.
-        table.add_row(Text(chosen), Text(rejected), *(f"{p:.4f}" for p in probabilities))
+        table.add_row(plain(chosen), plain(rejected), *(f"{p:.4f}" for p in probabilities))
     run_console().print(table)

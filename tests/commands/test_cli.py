@@ -1,5 +1,6 @@
 """The command line: flags, YAML, help, error messages and exit codes."""
 
+import io
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from tqdm.auto import tqdm
 from fastrl import cli
 from fastrl.commands.ppo import PPOFlags, PPOJob
 from fastrl.commands.sft import SFTFlags, SFTJob
+from fastrl.run.progress import line_start
 
 REQUIRED = ["--model", "m", "--dataset", "d.jsonl", "--reward", "r"]
 
@@ -192,6 +194,12 @@ def test_help_all_shows_every_flag_in_a_users_words(capsys, command):
         assert re.search("--logging-strategy no\\|steps\\|epoch", out)
 
 
+def test_a_flag_that_turns_another_off_says_so(capsys):
+    out = " ".join(shown(capsys, "ppo", "--help-all").split())
+    assert "--no-ledger The same as --ledger false. " in out
+    assert out.count("Keep a row for each sample") == 1
+
+
 def test_a_bar_is_closed_before_the_message(monkeypatch, capsys):
     def stopping(*_):
         bar = tqdm(total=3, desc="mapping", leave=True)
@@ -215,6 +223,28 @@ def test_a_warning_is_one_line_without_a_place_in_the_source():
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "fastrl: warning: top_p=0.8 acts\n")
+
+
+def test_a_warning_is_not_behind_a_bar():
+    program = (
+        "import warnings; from tqdm.auto import tqdm; from fastrl import cli\n"
+        "def run(*_):\n"
+        "    bar = tqdm(total=3, desc='PPO')\n"
+        "    warnings.warn('top_p acts')\n"
+        "    bar.update(3); bar.close()\n"
+        "    warnings.warn('no bar')\n"
+        "    return 0\n"
+        "cli._run = run; cli.main(['env'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert {"fastrl: warning: top_p acts", "fastrl: warning: no bar"} <= set(ran.stderr.split("\n"))
+
+
+def test_a_bar_is_erased_from_a_terminals_line(monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert line_start(sys.stderr) == ""
+    with tqdm(total=3, file=io.StringIO()):
+        assert line_start(sys.stderr).startswith("\r")
 
 
 def test_a_device_that_is_full_is_no_defect(monkeypatch, capsys):

@@ -246,7 +246,7 @@ def test_an_error_in_a_reward_function_shows_its_lines_and_comes_last(folder, tm
 def test_an_interrupted_run_leaves_no_bar(folder, tmp_path, capsys):
     reward = "faulty.py:interrupted"
     assert cli.main(arguments("grpo", folder, tmp_path / "run", reward=reward)) == 130
-    assert last(capsys.readouterr().err) == "fastrl: interrupted"
+    assert last(capsys.readouterr().err).startswith("fastrl: interrupted; there is no checkpoint")
     assert not tqdm._instances
 
 
@@ -254,7 +254,11 @@ def test_an_interrupted_run_leaves_no_bar(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
-        (KeyboardInterrupt(), 130, "fastrl: interrupted"),
+        (
+            KeyboardInterrupt(),
+            130,
+            "fastrl: interrupted; there is no checkpoint yet: --resume (resume=True) begins anew",
+        ),
         (ValueError("no\n more"), 2, "fastrl: error: no more"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import fields
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -79,6 +80,27 @@ def test_a_sample_is_drawn_again_from_the_beginning_and_from_a_checkpoint(capsys
     count = len(row["completion_ids"])
     assert f"sample 5: identical, {count} tokens with their log-probs and values" in out
     assert status == 0
+
+
+def test_a_run_of_relative_paths_is_replayed_from_anywhere(
+    capsys, world, run, tmp_path, monkeypatch
+):
+    """By the working directory of the run; where that is gone, a warning says so."""
+    other = tmp_path / "a run"
+    shutil.copytree(run, other)
+    recorded = json.loads((other / "run.json").read_text())
+    recorded["job"]["model"], recorded["started_in"] = "lm", str(world)
+    (other / "run.json").write_text(json.dumps(recorded))
+    monkeypatch.chdir(tmp_path)
+    assert replay(capsys, "a run", "--step", 3, "--sample", 5)[0] == 0
+    assert Path.cwd() == tmp_path
+    recorded["started_in"] = str(tmp_path / "gone")
+    recorded["job"]["model"] = "./lm"
+    (other / "run.json").write_text(json.dumps(recorded))
+    with pytest.warns(
+        UserWarning, match=r"was started, .*/gone, is not there, and .* has no \./lm"
+    ):
+        assert replay(capsys, "a run", "--step", 3)[0] == 2
 
 
 def test_all_samples_of_a_step_of_grpo_are_compared(capsys, world, tmp_path):

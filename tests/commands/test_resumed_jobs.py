@@ -254,6 +254,51 @@ def test_what_cannot_be_resumed_is_refused_and_stays(
     assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.filterwarnings("ignore:Some weights of GPT2ForSequenceClassification")
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo"])
+def test_a_checkpoint_that_is_refused_leaves_no_folder(
+    name: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    flags = {"max-steps": 1, "eval-examples": 0}
+    assert cli.main(words(name, data, tmp_path / "first", **flags)) == 0
+    checkpoint = tmp_path / "first" / "checkpoints" / "checkpoint-1"
+    rows = (data / COMMANDS[name][1]["dataset"]).read_text().splitlines(keepends=True)
+    (data / "fewer.jsonl").write_text("".join(rows[:-5]))
+    other = {"resume": checkpoint, "dataset": "fewer.jsonl", **flags}
+    assert cli.main(words(name, data, tmp_path / "run", **other)) == 2
+    assert "whose data differs" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_another_kind_of_trainer_is_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Whether it is named itself or by its run, and before anything is warned of."""
+    flags = {"model": data / "lm", "dataset": data / "reviews.jsonl", "prompt-words": 3}
+    flags |= {"reward": f"{data / 'rewards.py'}:length", "steps": 1, "max-new-tokens": 3}
+    flags |= {"eval-prompts": 0, "batch-size": 4, "mini-batch-size": 4, "ppo-epochs": 1}
+    ppo = ["ppo", *(word for k, v in flags.items() for word in (f"--{k}", str(v)))]
+    assert cli.main([*ppo, "--output", str(tmp_path / "ppo")]) == 0
+    sft = {"max-steps": 1, "eval-examples": 0}
+    assert cli.main(words("sft", data, tmp_path / "sft", **sft)) == 0
+    for theirs, commands in (("ppo", "ppo or grpo"), ("sft", "sft, reward or align")):
+        path = tmp_path / theirs
+        (manifest,) = path.glob("checkpoints/*/manifest.json")
+        content = json.loads(manifest.read_text())
+        content["machine"]["threads"] = 77
+        manifest.write_text(json.dumps(content))
+        for named in (path, manifest.parent):
+            again = [*ppo, "--output", str(tmp_path / "run"), "--resume", str(named)]
+            if theirs == "ppo":
+                again = words("sft", data, tmp_path / "run", resume=named, **sft)
+            capsys.readouterr()
+            assert cli.main(again) == 2
+            said = capsys.readouterr().err
+            assert f"resume: {manifest.parent} is a checkpoint of " in said
+            assert said.endswith(f"the command that wrote it (fastrl {commands})\n")
+            assert not (tmp_path / "run").exists()
+
+
 def test_a_run_of_another_command_is_not_resumed(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -130,7 +130,7 @@ def test_an_exported_file_has_the_columns_and_the_order_that_are_asked_for(capsy
         (["--sort", "kl"], "argument --sort: invalid choice: 'kl'"),
         (["--top", "0"], "--top must be at least 1, got 0"),
         (["--export", "x.xlsx"], "must end in one of .jsonl, .csv, .parquet"),
-        (["--export", "no/folder/x.csv"], "No such file or directory: no/folder/x.csv"),
+        (["--export", "no/folder/x.csv"], "there is no folder no/folder: make it"),
     ],
 )
 def test_what_is_not_there_is_named(capsys, run, arguments, message):
@@ -158,3 +158,19 @@ def test_a_damaged_file_is_named(capsys, tmp_path):
     status, _, err = samples(capsys, str(tmp_path))
     assert status == 2
     assert f"{path} is damaged" in err
+
+
+def test_a_sample_does_not_control_the_terminal(capsys, tmp_path):
+    r"""Control characters are shown as in Python; an exported file has them as they are."""
+    text = "\x1b]0;title\x07\x1b[31mred \x9b1m\x00\r\x7f [b]ä\tand\nmore"
+    shown = r"\x1b]0;title\x07\x1b[31mred \x9b1m\x00\r\x7f [b]ä"
+    ledger = Ledger(tmp_path / "ledger")
+    ledger.add(1, {"prompt": [text], "completion": [text], "reward": np.ones(1)})
+    ledger.flush()
+    for arguments in (["--columns", "prompt,completion"], ["--step", "1", "--sample", "0"]):
+        _, out, _ = samples(capsys, str(tmp_path), *arguments)
+        assert out.count(shown) == 2
+        assert not {c for c in out if not c.isprintable()} - {"\n"}
+    path = tmp_path / "samples.jsonl"
+    samples(capsys, str(tmp_path), "--export", str(path))
+    assert json.loads(path.read_text())["completion"] == text

@@ -18,6 +18,7 @@ from fastrl.run.checkpoints import (
     verify,
     warn_of_another_machine,
 )
+from fastrl.run.machine import remedies
 from fastrl.run.state import load_tree, save_tree
 
 
@@ -167,8 +168,24 @@ def test_another_machine_is_told_of(checkpoints):
     warn_of_another_machine(manifest)
     manifest["machine"]["threads"] = 77
     manifest["versions"]["torch"] = "1.0"
-    with pytest.warns(UserWarning, match=r"torch: 1\.0 → .*; threads: 77 → .*may differ"):
+    with pytest.warns(UserWarning, match=r"torch: 1\.0 → .*; threads: 77 → .*OMP_NUM_THREADS=77 "):
         warn_of_another_machine(manifest)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({"threads": 2}, {"threads": 2}, ""),
+        ({"threads": 2}, {"threads": 1}, "OMP_NUM_THREADS=2"),
+        ({"cpu_capability": "AVX2"}, {"cpu_capability": "AVX512"}, "ATEN_CPU_CAPABILITY=avx2"),
+        ({"cpu_capability": "NO AVX"}, {"cpu_capability": "AVX2"}, "ATEN_CPU_CAPABILITY=default"),
+        ({"cpu_capability": "AVX512"}, {"cpu_capability": "AVX2"}, ""),  # it may have no more
+        ({"cpu_capability": "AVX2"}, {"cpu_capability": "SVE256"}, ""),
+        ({}, {"threads": 2, "cpu_capability": "AVX2"}, ""),
+    ],
+)
+def test_the_variables_that_bring_the_same_bits_are_named(before, now, said):
+    assert remedies(before, now) == said
 
 
 def test_a_tree_is_read_as_it_was_written(tmp_path):

@@ -98,6 +98,33 @@ def test_a_claim_that_wrote_nothing_leaves_nothing(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_a_run_that_was_killed_before_it_began_is_no_strangers_folder(tmp_path):
+    """transformers' Trainer makes the folder of checkpoints long before the first file."""
+    folder = RunFolder(tmp_path / "run")
+    folder.checkpoints.mkdir(parents=True)
+    with folder.claim(resume=True):
+        folder.resume(None)
+    (tmp_path / "other" / "checkpoints" / "checkpoint-3").mkdir(parents=True)
+    with (
+        pytest.raises(ValueError, match="files that are not a run's"),
+        RunFolder(tmp_path / "other").claim(),
+    ):
+        pass
+
+
+def test_a_run_that_is_interrupted_at_once_names_its_newest_checkpoint(earlier):
+    for error in (KeyboardInterrupt(), KeyboardInterrupt("stopped after step 4")):
+        with pytest.raises(KeyboardInterrupt) as caught, earlier.claim(resume=True):
+            raise error
+        said = str(error) if error.args[0].startswith("stopped") else "interrupted; the newest "
+        assert str(caught.value).startswith(said)
+    with (
+        pytest.raises(KeyboardInterrupt, match=r"checkpoint-4: --resume"),
+        earlier.claim(resume=True),
+    ):
+        raise KeyboardInterrupt
+
+
 def test_records_after_the_checkpoint_are_moved_and_not_lost(earlier):
     with earlier.metrics.open("a") as file:
         file.write('{"step": 5, "x"')
@@ -114,6 +141,19 @@ def test_records_after_the_checkpoint_are_moved_and_not_lost(earlier):
         folder.resume(None)
     assert folder.rows() == []
     assert (folder.path / "metrics.superseded-2.jsonl").read_text() == "".join(lines[:3])
+
+
+def test_a_run_may_be_resumed_from_another_working_directory(tmp_path):
+    config = {"command": "ppo", "job": {"model": "m"}}
+    for place in ("here", "there"):
+        folder = RunFolder(tmp_path / "run", {**config, "started_in": place})
+        with folder.claim(resume=True):
+            folder.resume(None)
+        assert folder.read("run.json")["started_in"] == place
+    assert names(folder.path) == ["metrics.jsonl", "run.json"]
+    other = RunFolder(folder.path, {**config, "job": {"model": "n"}, "started_in": "there"})
+    other.resume(None)
+    assert "run.superseded-1.json" in names(folder.path)
 
 
 def test_half_a_line_at_the_end_is_not_read(tmp_path):

@@ -74,6 +74,13 @@ def test_the_console_shows_other_columns_and_few_rows(capsys):
     assert "absent" not in text
 
 
+def test_a_sample_is_shown_as_plain_text(capsys):
+    log(batch={**BATCH, "response": ["\x1b[31mred", "[red]markup[/red] [/b]"]})
+    text = capsys.readouterr().out
+    assert r"\x1b[31mred" in text
+    assert "[red]markup[/red] [/b]" in text
+
+
 def test_without_columns_the_title_is_still_there(capsys):
     log(batch={})
     assert "reward 1.500 ± 0.707" in " ".join(capsys.readouterr().out.split())

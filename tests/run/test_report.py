@@ -107,7 +107,7 @@ def test_gain_without_spread_is_infinite_or_nothing(after, expected):
 def test_samples_table_shows_the_same_prompts_spread_over_the_set():
     completions = [f" old {i}" for i in range(10)]
     before = evaluation(0.0, 0.1, [0.0] * 10, completions)
-    after = evaluation(1.0, 0.1, [1.0] * 10, ["[bold] new"] * 10)
+    after = evaluation(1.0, 0.1, [1.0] * 10, ["[bold] \x1b[31mnew"] * 10)
     rows = pair_samples(before, after)
     table = samples_table(rows, count=2)
     assert table.row_count == 2
@@ -116,5 +116,6 @@ def test_samples_table_shows_the_same_prompts_spread_over_the_set():
     text = console.export_text()
     assert "prompt 0" in text
     assert "prompt 5" in text
-    assert "[bold] new" in text  # completions are text, not rich's markup
+    # Completions are text: neither rich's markup nor the terminal's.
+    assert r"[bold] \x1b[31mnew" in text
     assert samples_table(rows, count=50).row_count == 10

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
+from torch.nn.modules.module import _IncompatibleKeys
 from transformers import TrainerCallback, TrainingArguments
 
 from fastrl import SFTConfig, SFTTrainer
@@ -199,13 +200,27 @@ def test_a_checkpoint_of_another_run_is_refused(
 def test_other_settings_are_told_of(whole: SFTTrainer, tmp_path: Path) -> None:
     changed = {"learning_rate": 5e-4, "max_steps": 6, "eval_strategy": "no"}
     trainer = make(tmp_path / "run", **changed)
-    with pytest.warns(UserWarning, match=r"learning_rate: 0\.001 → 0\.0005") as caught:
+    with pytest.warns(UserWarning, match=r"learning_rate: 0\.001, not 0\.0005") as caught:
         trainer.train(resume_from_checkpoint=whole.checkpoints.path(5))
     (said,) = (str(w.message) for w in caught)
     assert "max_steps: 5 → 6" in said
-    assert "learning_rate of the optimizer stay the checkpoint's" in said
     assert "eval" not in said
     assert trainer.state.global_step == 6
+
+
+def test_weights_that_are_tied_are_not_missed(
+    whole: SFTTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint has them once; others that it lacks are named."""
+    trainer = make(tmp_path / "run")
+    assert trainer.model.lm_head.weight is trainer.model.transformer.wte.weight
+    trainer.train(resume_from_checkpoint=whole.checkpoints.path(5))
+    assert "missing keys" not in caplog.text
+    names = ["lm_head.weight", "transformer.wpe.weight", "other"]
+    trainer._issue_warnings_after_load(_IncompatibleKeys(names, []))
+    assert "missing keys in the checkpoint model loaded: ['transformer.wpe.weight', 'other']" in (
+        caplog.text
+    )
 
 
 def test_a_run_that_had_ended_takes_no_further_step(whole: SFTTrainer, tmp_path: Path) -> None:

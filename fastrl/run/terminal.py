@@ -1,0 +1,27 @@
+"""Texts of models and data sets on a terminal, which they must not control."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+# C0 and C1: with ESC, or CSI in one character, a text would colour the terminal or set its title.
+_CONTROLS = {
+    code: repr(chr(code))[1:-1]
+    for code in (*range(32), *range(127, 160))
+    if chr(code) not in "\n\t"
+}
+
+
+def visible(text: str) -> str:
+    r"""The text with its control characters, but newline and tab, as in Python: ``\x1b``."""
+    return text.translate(_CONTROLS)
+
+
+def plain(text: str) -> Text:
+    """A text for rich, as it is: brackets are no markup, control characters are visible."""
+    from rich.text import Text
+
+    return Text(visible(text))
