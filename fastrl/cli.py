@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from fastrl.commands.flags import UsageError, parse, unknown_name
-from fastrl.run.processes import check_one_process
+from fastrl.run.processes import check_one_process, is_main_process
 from fastrl.run.progress import drop_bars, line_start
 from fastrl.run.stopping import Stopped
 from fastrl.user_code import fault_of
@@ -65,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"fastrl {version('fastrl-lm')}")
         return 0
+    if not is_main_process():  # which says it for all
+        warnings.simplefilter("ignore", UserWarning)
     with_place = warnings.formatwarning
     warnings.formatwarning = _warning_line
     try:
@@ -152,7 +154,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "env": ("commands.env", (), "run_env"),
 }
 _ON_FOLDERS = ("report", "doctor", "samples", "replay")  # of runs; they have no settings
-_ONE_PROCESS = tuple(name for name in _COMMANDS if name not in (*_ON_FOLDERS, "env"))
+_ONE_PROCESS = ("demo",)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainingArguments
 
 from fastrl.commands.checks import check_seed
-from fastrl.commands.job import TrainingJob, resume_setting
+from fastrl.commands.job import TrainingJob, folder_claimed, resume_setting
 from fastrl.config import setting
 from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table
 from fastrl.models.load import load_tokenizer
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY, Checkpoints
 from fastrl.run.folder import RunFolder
+from fastrl.run.processes import is_main_process
 from fastrl.run.metrics import check_trackers, split_trackers
 from fastrl.run.transformers_checkpoints import find_trainer_checkpoint
 
@@ -118,7 +119,7 @@ class FitJob(TrainingJob):
         flags.check()
         folder = RunFolder(self.output, {"command": self.command})
         resume = flags.resume_from_checkpoint
-        with folder.claim(resume=resume, overwrite=self.overwrite):
+        with folder_claimed(folder, resume, self.overwrite):
             if resume:
                 find_trainer_checkpoint(resume, Checkpoints(folder.checkpoints))
             yield folder
@@ -264,10 +265,8 @@ def fit(
     trainer.run_folder, trainer.saves_when_it_fails = folder, True
     with recording(trainer, folder, description, flags.trackers, evaluations):
         if checkpoint is None:
-            if resume:
-                folder.resume(None)
-            else:
-                folder.begin()
+            if is_main_process():
+                folder.resume(None) if resume else folder.begin()
             trainer.kept["before"] = results(trainer.evaluate()) if held_out else {}
         with stop_at_a_steps_end():
             outcome = trainer.train(resume_from_checkpoint=checkpoint)
@@ -279,6 +278,9 @@ def fit(
         trainer.processing_class.save_pretrained(model)
         trainer.write_card(str(model))
 
+    if not is_main_process():
+        trainer.save_model(str(folder.model))  # takes part where weights are sharded
+        return {}
     return finish_run(
         folder,
         save,

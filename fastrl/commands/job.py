@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 from fastrl.config import setting
 from fastrl.run.checkpoints import LATEST
 from fastrl.run.folder import STARTED_IN, RunFolder
+from fastrl.run.processes import is_main_process
 
 
 def resume_setting(aliases: Sequence[str]) -> Any:
@@ -24,6 +26,15 @@ def resume_setting(aliases: Sequence[str]) -> Any:
     )
     metadata = {**found.metadata, "nargs": "?", "const": LATEST}
     return dataclasses.field(default=None, metadata=metadata)
+
+
+def folder_claimed(
+    folder: RunFolder, resume: Any, overwrite: bool
+) -> contextlib.AbstractContextManager[None]:
+    """:meth:`RunFolder.claim`, by the main process alone."""
+    if not is_main_process():
+        return contextlib.nullcontext()
+    return folder.claim(resume=resume, overwrite=overwrite)
 
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.commands.checks import check_call, check_seed
 from fastrl.commands.fit import say_none_held_out
-from fastrl.commands.job import TrainingJob, resume_setting
+from fastrl.commands.job import TrainingJob, folder_claimed, resume_setting
 from fastrl.config import PPOConfig, json_object, setting, setting_like
 from fastrl.data.tables import (
     LONG_PROMPTS,
@@ -289,7 +289,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
             "settings": flags.to_dict(),
         },
     )
-    with folder.claim(resume=job.resume, overwrite=job.overwrite):
+    with folder_claimed(folder, job.resume, job.overwrite):
         return _train(job, flags, config, folder)
 
 
@@ -340,6 +340,10 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
             ledger=job.ledger,
         )
     eval_prompts = 0 if eval_rows is None else len(eval_rows) - result.dropped_eval_prompts
+    if not trainer.processes.is_main:
+        trainer.save_pretrained(folder.model)  # takes part where weights are sharded
+        trainer.accelerator.end_training()
+        return None
     comparison = finish_training(
         folder,
         trainer.save_pretrained,

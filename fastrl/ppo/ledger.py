@@ -18,9 +18,11 @@ from torch import Tensor
 from fastrl.config import PPOConfig
 from fastrl.data.prompts import Prompts
 from fastrl.ppo.experience import LastExperience
+from fastrl.rewards.weighted import RewardBatch
 from fastrl.rollout import RolloutOutput
 from fastrl.run.callbacks import Samples
 from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
+from fastrl.run.processes import Processes
 
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer
@@ -29,22 +31,45 @@ NOT_JSON = "generation_kwargs that are not JSON"  # a fact: their names
 
 
 @dataclass(frozen=True)
-class ScoredSamples:
-    """The samples of a step with their rewards; tensors are [B], NaN for samples that are left
-    out."""
+class RewardedSamples:
+    """Samples with their rewards, NaN for those that are left out."""
 
     prompts: Prompts  # one per sample
     completions: list[str]
     rollout: RolloutOutput
+    rewards: RewardBatch
+    seconds: float  # that the rewards took
+
+    def of_all(self, processes: Processes, prompts: Prompts) -> RewardedSamples:
+        """The samples of all processes, in the processes' order.
+
+        Args:
+            prompts: of all of them.
+        """
+        parts = processes.objects((self.completions, self.rollout, self.seconds))
+        completions, rollouts, seconds = zip(*parts, strict=True)
+        return RewardedSamples(
+            prompts,
+            [each for part in completions for each in part],
+            RolloutOutput.joined(rollouts),
+            self.rewards.of_all(processes),
+            max(seconds),
+        )
+
+
+@dataclass(frozen=True)
+class ScoredSamples:
+    """The samples of a step, of all processes."""
+
+    samples: RewardedSamples
     weights_version: int  # steps of the optimizer before the rollout
-    by_function: Mapping[str, Tensor]  # what each reward function returned
-    rewards: Tensor  # their weighted sum
-    scores: Tensor  # less penalties: what step() got
+    scores: Tensor  # [B], the rewards less penalties: what step() got
 
     @property
     def shown(self) -> Samples:
         """What callbacks get."""
-        return Samples(self.prompts.texts, self.completions, self.rewards.tolist())
+        samples = self.samples
+        return Samples(samples.prompts.texts, samples.completions, samples.rewards.total.tolist())
 
 
 class StepLedger(Protocol):
@@ -155,13 +180,14 @@ def ledger_columns(
     Args:
         temperature: of the policy.
     """
-    prompts, rollout = samples.prompts, samples.rollout
+    prompts, rollout = samples.samples.prompts, samples.samples.rollout
+    rewards = samples.samples.rewards
     count = len(prompts)
     return {
         "prompt_row": prompts.rows,
         "prompt": prompts.texts,
         "prompt_ids": _lists(prompts.ids, np.int32),
-        "completion": samples.completions,
+        "completion": samples.samples.completions,
         "completion_ids": _lists(rollout.sequences, np.int32),
         "finish_reason": rollout.finish_reasons,
         "seed": _repeated(rollout.seed, count),
@@ -173,9 +199,9 @@ def ledger_columns(
         "logprobs": _lists(rollout.logprobs_at(temperature), np.float32),
         "values": _lists(rollout.values, np.float32),
         "advantages": Lists(*experience.advantages()),
-        "reward": samples.rewards.numpy(),
+        "reward": rewards.total.numpy(),
         "score": samples.scores.numpy(),
-        **{f"{PER_FUNCTION}{name}": x.numpy() for name, x in samples.by_function.items()},
+        **{f"{PER_FUNCTION}{name}": x.numpy() for name, x in rewards.by_function.items()},
     }
 
 

@@ -15,7 +15,7 @@ from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.models.layout import EncoderDecoder
 from fastrl.ppo.guards import check_divergence
-from fastrl.ppo.ledger import ScoredSamples, open_ledger, recordable
+from fastrl.ppo.ledger import RewardedSamples, ScoredSamples, open_ledger, recordable
 from fastrl.ppo.nonfinite import samples_left_out
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
 from fastrl.rewards.weighted import RewardBatch, RewardFunctions, Rewards
@@ -110,13 +110,23 @@ class Loop:
         if eval_prompts is not None:
             given = read_eval_prompts(eval_prompts, prompt_column, tokenizer, closed=closed)
             self.eval_prompts = given.fitting(*room)
+            if len(self.eval_prompts) < self.processes.count:
+                raise ValueError(
+                    f"{len(self.eval_prompts)} eval_prompts are fewer than "
+                    f"{self.processes.count} processes: bring more, or start fewer"
+                )
             self.result.dropped_eval_prompts = len(given) - len(self.eval_prompts)
         self.saving = saving
-        self.ledger = open_ledger(ledger, saving.ledger_folder, config, self.generation_kwargs)
+        self.ledger = open_ledger(
+            ledger if self.processes.is_main else False,
+            saving.ledger_folder,
+            config,
+            self.generation_kwargs,
+        )
         self.begun_at = trainer.current_step  # steps are counted over all of the trainer's runs
         self._began = time.perf_counter()  # less what earlier processes of the run took
         self.callbacks: list[TrainCallback] = [
-            *([ProgressCallback(config.method)] if progress else []),
+            *([ProgressCallback(config.method)] if progress and self.processes.is_main else []),
             *([] if config.log_with is None else [TrackerCallback()]),
             *callbacks,
         ]
@@ -220,43 +230,48 @@ class Loop:
         new = PromptStream(len(prompts), self.trainer.config.seed)
         stream = streams.setdefault(prompts.fingerprint, new)
         with stream.kept_on_error():
-            chosen = stream.take(self.prompts_per_step)
-            own = self.processes.shares(range(len(chosen)))[self.processes.index]
-            return self._step(prompts.take([chosen[i] for i in own]), own)
+            return self._step(prompts.take(stream.take(self.prompts_per_step)))
 
-    def _step(
-        self, batch: Prompts, sample_ids: Sequence[int]
-    ) -> tuple[dict[str, float], ScoredSamples]:
-        """A step on this process's prompts.
-
-        Args:
-            sample_ids: their indices in the batch of all processes.
-        """
+    def _step(self, batch: Prompts) -> tuple[dict[str, float], ScoredSamples]:
+        """A step on the prompts of all processes; each samples and scores its share."""
         size, weights_version = self.trainer.config.group_size, self.trainer.update.optimizer_steps
         seed = self.processes.from_main(draw_seed())
-        rollout = self.trainer.rollouts.sample(
-            batch.ids, self.generation_kwargs, size, seed, sample_ids
-        )
-        batch = batch.repeated(size)
-        begin = time.perf_counter()
-        completions = self._decode(batch, rollout)
-        rewards = self._rewards(batch, rollout, completions)
-        reward_seconds = time.perf_counter() - begin
-        scores = rewards.total.float()
+        own = self._sampled(batch, size, seed)
+        scores = own.rewards.total.float()
         if self.missing_eos_penalty is not None:
-            missing = torch.tensor([r not in ("eos", "stop") for r in rollout.finish_reasons])
+            missing = torch.tensor([r not in ("eos", "stop") for r in own.rollout.finish_reasons])
             scores = scores - self.missing_eos_penalty * missing
-        stats = self.trainer.step(batch.ids, rollout.sequences, list(scores), rollout=rollout)
+        stats = self.trainer.step(
+            own.prompts.ids, own.rollout.sequences, list(scores), rollout=own.rollout
+        )
+        samples = own.of_all(self.processes, batch.repeated(size))
         metrics = {
             **scalars(stats),
-            **rollout.stats,
-            **rewards.statistics(),
-            "time/reward": reward_seconds,
-            "time/step": rollout.stats["time/rollout"] + reward_seconds + stats["time/ppo/total"],
+            **samples.rollout.stats,
+            **samples.rewards.statistics(),
+            "time/reward": samples.seconds,
+            "time/step": samples.rollout.stats["time/rollout"]
+            + samples.seconds
+            + stats["time/ppo/total"],
         }
-        return metrics, ScoredSamples(
-            batch, completions, rollout, weights_version, rewards.by_function, rewards.total, scores
-        )
+        scores = torch.cat(self.processes.objects(scores))
+        return metrics, ScoredSamples(samples, weights_version, scores)
+
+    def _sampled(self, batch: Prompts, size: int, seed: int | None) -> RewardedSamples:
+        """This process's share of a batch of prompts, each with ``size`` responses, rewarded."""
+        shares = self.processes.shares(range(len(batch)))
+        own = shares[self.processes.index]
+        with self.processes.together():
+            prompts = batch.take(own)
+            rollout = self.trainer.rollouts.sample(
+                prompts.ids, self.generation_kwargs, size, seed, own
+            )
+            prompts = prompts.repeated(size)
+            begin = time.perf_counter()
+            completions = self._decode(prompts, rollout)
+            rewards = self._rewards(prompts, rollout, completions)
+            seconds = time.perf_counter() - begin
+        return RewardedSamples(prompts, completions, rollout, rewards, seconds)
 
     def _evaluate(self, step: int) -> None:
         """Always with the same seed; the run's own random numbers do not change."""
@@ -264,9 +279,9 @@ class Loop:
             return
         with random_state_kept():
             torch.manual_seed(self.trainer.config.seed)
-            rollout = self.trainer.rollouts.sample(self.eval_prompts.ids, self.generation_kwargs)
-            completions = self._decode(self.eval_prompts, rollout)
-            rewards = self._rewards(self.eval_prompts, rollout, completions)
+            own = self._sampled(self.eval_prompts, 1, None)
+        samples = own.of_all(self.processes, self.eval_prompts)
+        rollout, rewards = samples.rollout, samples.rewards
         sound = (~rewards.total.isnan()).nonzero()[:, 0].tolist()
         known, ids = rewards.total[sound], self.eval_prompts.ids
         evaluation = Evaluation(
@@ -278,7 +293,7 @@ class Loop:
             ),
             rewards=rewards.total.tolist(),
             prompts=self.eval_prompts.texts,
-            completions=completions,
+            completions=samples.completions,
             nan_samples=rollout.finish_reasons.count("nan"),
             nonfinite_rewards=rewards.nonfinite,
             by_function={name: each.tolist() for name, each in rewards.by_function.items()},

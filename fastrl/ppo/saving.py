@@ -14,6 +14,7 @@ from fastrl.run.callbacks import Evaluation
 from fastrl.run.checkpoints import Checkpoints, step_of, verify, warn_of_another_machine
 from fastrl.run.folder import RunFolder
 from fastrl.run.metrics import MetricsCallback, MetricsFile
+from fastrl.run.processes import Processes
 from fastrl.run.random_state import random_state, restore_random_state
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked
@@ -45,6 +46,9 @@ class NotSaved:
 
     ledger_folder: Path | None = None
 
+    def __init__(self, processes: Processes):
+        self.processes = processes
+
     @contextlib.contextmanager
     def opened(self, loop: Loop) -> Iterator[bool]:
         yield False
@@ -53,7 +57,7 @@ class NotSaved:
         return contextlib.nullcontext()
 
     def after_step(self, step: int, *, last: bool) -> None:
-        if asked():
+        if self.processes.any(asked()):
             raise Stopped(f"stopped after step {step}; nothing was saved, as there is no output")
 
 
@@ -87,6 +91,7 @@ class SavedInFolder:
             if number < 0:
                 raise ValueError(f"{name} must be 0 or more, got {number}")
         self.trainer, self.folder = trainer, folder
+        self.processes = trainer.processes
         self.save_every, self.resume, self.overwrite = save_every, resume, overwrite
         self.checkpoints = Checkpoints(folder.checkpoints, keep_last or None)
         self.ledger_folder: Path | None = folder.ledger
@@ -94,24 +99,30 @@ class SavedInFolder:
 
     @contextlib.contextmanager
     def opened(self, loop: Loop) -> Iterator[bool]:
-        claim: AbstractContextManager[None] = contextlib.nullcontext()
-        if not self.folder.lock.held:  # a command has claimed it before it loads a model
-            claim = self.folder.claim(resume=self.resume, overwrite=self.overwrite)
-        with claim:
-            self._loop = loop
-            checkpoint, rows = self.folder.checkpoint(self.resume), None
-            if checkpoint is not None:
-                manifest, state = verify(checkpoint), load_tree(checkpoint)
-                loop.check_state(state)
-                self.trainer.load_state_dict(state)
-                loop.load_state_dict(state["loop"])
-                rows = state["loop"]["rows"]
-                warn_of_another_machine(manifest)
-            if self.resume:
-                self._resume(loop, checkpoint, rows)
-            else:
-                self.folder.begin()
-            loop.callbacks.append(MetricsCallback(MetricsFile(self.folder.metrics)))
+        self._loop = loop
+        is_main = self.processes.is_main
+        with contextlib.ExitStack() as stack:
+            with self.processes.together():
+                # A command has claimed it before it loads a model.
+                if is_main and not self.folder.lock.held:
+                    claim = self.folder.claim(resume=self.resume, overwrite=self.overwrite)
+                    stack.enter_context(claim)
+                found = self.folder.checkpoint(self.resume) if is_main else None
+            checkpoint, rows = self.processes.from_main(found), None
+            with self.processes.together():
+                if checkpoint is not None:
+                    manifest, state = verify(checkpoint), load_tree(checkpoint)
+                    loop.check_state(state)
+                    self.trainer.load_state_dict(state)
+                    loop.load_state_dict(state["loop"])
+                    rows = state["loop"]["rows"]
+                    warn_of_another_machine(manifest)
+                if is_main and self.resume:
+                    self._resume(loop, checkpoint, rows)
+                elif is_main:
+                    self.folder.begin()
+            if is_main:
+                loop.callbacks.append(MetricsCallback(MetricsFile(self.folder.metrics)))
             yield checkpoint is not None
 
     def _resume(self, loop: Loop, checkpoint: Path | None, rows: int | None) -> None:
@@ -146,9 +157,10 @@ class SavedInFolder:
 
     def after_step(self, step: int, *, last: bool) -> None:
         due = self.save_every and (last or step % self.save_every == 0)
-        if due or asked():
+        stops = self.processes.any(asked())
+        if due or stops:
             self.save()
-        if asked():
+        if stops:
             raise Stopped(
                 f"stopped after step {step}; saved: {self.checkpoints.path(step)}; --resume "
                 "(resume=True) continues"
@@ -156,12 +168,14 @@ class SavedInFolder:
 
     def save(self) -> Path:
         """Writes a checkpoint of the state after the last complete step."""
-        step = self.trainer.current_step
-        self.folder.sync()
-        self._loop.ledger.flush(sync=True)
-        with self.checkpoints.new(step) as folder:
-            loop = {**self._loop.state_dict(), "rows": self.folder.count_rows()}
-            save_tree({**self.trainer.state_dict(), "loop": loop}, folder)
+        step, state = self.trainer.current_step, self.trainer.state_dict()
+        with self.processes.together():
+            if self.processes.is_main:
+                self.folder.sync()
+                self._loop.ledger.flush(sync=True)
+                with self.checkpoints.new(step) as folder:
+                    loop = {**self._loop.state_dict(), "rows": self.folder.count_rows()}
+                    save_tree({**state, "loop": loop}, folder)
         return self.checkpoints.path(step)
 
     def _save_after(self, error: Exception) -> None:
@@ -199,7 +213,7 @@ def make_saving(
         if resume or overwrite:
             name = "resume" if resume else "overwrite"
             raise ValueError(f"{name} needs a folder: pass output")
-        return NotSaved()
+        return NotSaved(trainer.processes)
     if not isinstance(output, RunFolder):
         config = {
             "command": "train",

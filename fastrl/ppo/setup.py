@@ -22,6 +22,7 @@ from fastrl.models.adapters import adapter_dropout
 from fastrl.models.layout import layout_of
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import check_trainable, evaluating
+from fastrl.run.processes import launched_accelerator
 from fastrl.run.metrics import open_trackers
 
 # Where accelerate wraps models in DDP, whether or not there are other processes.
@@ -119,7 +120,7 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
         "project_config": ProjectConfiguration(**json_object(config.project_kwargs)),
         **json_object(config.accelerator_kwargs),
     }
-    accelerator = Accelerator(**settings)
+    accelerator = launched_accelerator(**settings)
     if config.log_with is not None:
         open_trackers(
             accelerator,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,7 @@ class TrainerState:
             "reference": trainer.reference.own_weights() if self._reference_moves else {},
             "micro_batches": [each.size for each in self._micro_batches],
             "rollouts": trainer.rollouts.state_dict(),
-            "random": random_state(),
+            "random": trainer.processes.objects(random_state()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -107,7 +108,7 @@ class TrainerState:
         trainer.rollouts.load_state_dict(state["rollouts"])
         trainer.current_step = state["step"]
         trainer.update.optimizer_steps = state["optimizer_steps"]
-        restore_random_state(state["random"])
+        self._restore_random_state(state["random"])
         _apply_changed_settings(trainer, state["config"])
 
     @cached_property
@@ -117,10 +118,22 @@ class TrainerState:
         reference = {} if self._reference_moves else trainer.reference.own_weights()
         return {
             "method": trainer.config.method,
-            "processes": trainer.accelerator.num_processes,
             **model_identity(trainer._unwrapped, trainer.tokenizer),
             "reference": f"{trainer.reference.mode} {checksum(reference)}",
         }
+
+    def _restore_random_state(self, states: list[Mapping[str, Any]]) -> None:
+        """Restores this process's random state; that of the main one, on which samples depend, where
+        there were others."""
+        processes = self.trainer.processes
+        if len(states) != processes.count:
+            warnings.warn(
+                f"resume: the run had {len(states)} process(es), and has {processes.count}: samples "
+                "are the same, what reward functions draw at random need not be",
+                stacklevel=6,
+            )
+            states = [states[0]] * processes.count
+        restore_random_state(states[processes.index])
 
     @property
     def _micro_batches(self) -> tuple[MicroBatches, MicroBatches]:
@@ -217,6 +230,10 @@ def _load_optimizer(trainer: PPOTrainer, state: Mapping[str, Any]) -> None:
 def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``PPOConfig.to_dict`` that decide what is computed, as JSON has them."""
     found = {k: v for k, v in settings.items() if k.split("/")[0] not in _FREE}
+    for name in ("batch_size", "mini_batch_size", "backward_batch_size"):  # of all processes
+        found[name] = settings[name] * (found["world_size"] or 1)
+    for name in ("world_size", "global_batch_size", "global_backward_batch_size"):
+        del found[name]
     if settings["loss_aggregate"] != "seq-mean-token-sum-norm":
         del found["loss_norm_length"]  # is not used
     return json.loads(json.dumps(found, default=str))

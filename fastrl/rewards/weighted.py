@@ -27,6 +27,7 @@ from fastrl.rewards.calls import (
 )
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.rewards.functions import RewardFunction, as_number, read_rewards
+from fastrl.run.processes import Processes
 from fastrl.user_code import name_of, running
 
 RewardFunctions = RewardFunction | Sequence[RewardFunction] | Mapping[str, RewardFunction]
@@ -54,6 +55,18 @@ class RewardBatch:
     seconds: dict[str, float]
     nonfinite: int
     retries: int
+
+    def of_all(self, processes: Processes) -> RewardBatch:
+        """The rewards of the samples of all processes, in the processes' order."""
+        parts = processes.objects(self)
+        names = self.by_function
+        return RewardBatch(
+            torch.cat([part.total for part in parts]),
+            {name: torch.cat([part.by_function[name] for part in parts]) for name in names},
+            {name: max(part.seconds[name] for part in parts) for name in names},
+            sum(part.nonfinite for part in parts),
+            sum(part.retries for part in parts),
+        )
 
     def statistics(self) -> dict[str, float]:
         """Means and deviations over the samples that are not left out; with several functions those

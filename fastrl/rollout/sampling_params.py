@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -223,8 +223,45 @@ class RolloutOutput:
     temperature: float = 1.0  # of ``logprobs`` and ``entropies``; 1 where decoding was greedy
     stats: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def joined(cls, parts: Sequence[RolloutOutput]) -> RolloutOutput:
+        """The samples of several outputs with the same seed and temperature, one after the
+        other. The room is that of the first. Of statistics times are the longest, and numbers per
+        second and counts the sums; the others are means."""
+        if len(parts) == 1:
+            return parts[0]
+
+        def column(name: str) -> Any:
+            columns = [getattr(part, name) for part in parts]
+            if any(each is None for each in columns):
+                return None
+            return [element for each in columns for element in each]
+
+        stats = {
+            name: _joined(name, [part.stats[name] for part in parts])
+            for name in parts[0].stats
+            if all(name in part.stats for part in parts)
+        }
+        return replace(parts[0], **{name: column(name) for name in _COLUMNS}, stats=stats)
+
     def logprobs_at(self, temperature: float) -> list[Tensor] | None:
         """Log-probs log softmax(z/T) of the tokens; None where none were computed at this T."""
         if temperature == 1:
             return self.logprobs_t1
         return self.logprobs if temperature == self.temperature else None
+
+
+# Fields of a RolloutOutput that have an element for each sample.
+_COLUMNS = (
+    *("sequences", "finish_reasons", "logprobs", "logprobs_t1", "entropies", "values"),
+    *("sample_ids", "numbers"),
+)
+
+
+def _joined(name: str, values: Sequence[float]) -> float:
+    """A statistic of several outputs that were made at the same time."""
+    if name.startswith("time/"):
+        return max(values)
+    if name.endswith("_per_second") or name == "perf/nan_samples":
+        return sum(values)
+    return sum(values) / len(values)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -12,6 +14,13 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 T = TypeVar("T")
+# Variables set by launchers (torchrun, accelerate launch, mpirun); accelerate reads the same.
+_COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+
+
+class PeerFailed(RuntimeError):
+    """Another process raised an exception, so that this one cannot go on."""
 
 
 class Processes(Protocol):
@@ -47,6 +56,16 @@ class Processes(Protocol):
     def sums(self, own: Tensor) -> Tensor:
         """The sum over all processes."""
 
+    def any(self, own: bool) -> bool:
+        """Whether it holds in one of them."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Context of work that each process does by itself; behind it all go on, or none does.
+
+        Raises:
+            PeerFailed: another process raised an exception in it; names both.
+        """
+
 
 class OneProcess:
     """A run that is one process."""
@@ -67,6 +86,12 @@ class OneProcess:
 
     def sums(self, own: Tensor) -> Tensor:
         return own
+
+    def any(self, own: bool) -> bool:
+        return own
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class SeveralProcesses:
@@ -106,6 +131,82 @@ class SeveralProcesses:
     def sums(self, own: Tensor) -> Tensor:
         found: Any = self.accelerator.reduce(own.to(self.accelerator.device), reduction="sum")
         return found.to(own.device)
+
+    def any(self, own: bool) -> bool:
+        return bool(self.sums(torch.tensor(float(own))) > 0)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        failures = self.objects(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for index, failure in enumerate(failures):
+            if failure is not None:
+                raise PeerFailed(f"process {index} of {self.count} failed: {failure}")
+
+
+def is_main_process() -> bool:
+    """Whether this process is the main one, or the only one, before accelerate is there to ask."""
+    return all(int(os.environ.get(name) or 0) == 0 for name in _RANKS)
+
+
+def process_count() -> int:
+    """How many processes a launcher has started."""
+    return max(int(os.environ.get(name) or 1) for name in _COUNTS)
+
+
+def check_one_process(what: str) -> None:
+    """
+    Raises:
+        ValueError: a launcher has started several.
+    """
+    count = process_count()
+    if count > 1:
+        raise ValueError(
+            f"{what} runs as one process, and was started as {count}: start it without torchrun or "
+            "accelerate launch"
+        )
+
+
+def launched_accelerator(**settings: Any) -> Accelerator:
+    """accelerate's view of the processes; on a machine without GPUs they talk by gloo.
+
+    Raises:
+        ValueError: accelerate takes the processes that were started for single ones; DeepSpeed, or
+            FSDP where accelerate makes DDP of it.
+    """
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    count = process_count()
+    if count > 1 and not torch.accelerator.is_available():
+        settings = {"cpu": True, **settings}
+    accelerator = Accelerator(**settings)
+    found, kind = accelerator.num_processes, accelerator.distributed_type
+    if found != count and found == 1:
+        raise ValueError(
+            f"{count} processes were started, and accelerate takes each for a run of its own: each "
+            "would do the same work and save its own model. Start them with torchrun "
+            "--nproc-per-node, or accelerate launch"
+        )
+    if kind == DistributedType.DEEPSPEED:
+        raise ValueError(
+            "DeepSpeed steps the optimizer within backward(), so that mini-batches whose ratio is "
+            "too large cannot be left out of a step, and early stopping comes too late: use FSDP "
+            "(accelerate config, or examples/accelerate/fsdp.yaml)"
+        )
+    wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if wants_fsdp and kind != DistributedType.FSDP:
+        raise ValueError(
+            "FSDP was asked for, and accelerate shards no weights on this machine, which has no "
+            "GPU: start without --use_fsdp, or on GPUs"
+        )
+    return accelerator
 
 
 def processes_of(accelerator: Accelerator) -> Processes:
