@@ -8,6 +8,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 
 from fastrl.demo.models import build_tokenizer
 from fastrl.demo.text import preference_pairs, reviews
+from fastrl.run import report
 
 SHAPE = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 48}
 REWARD = "def by_label(prompts, completions, completion_ids, label, **columns):\n"
@@ -16,6 +17,18 @@ REWARD += "def length(prompts, completions, completion_ids, **columns):\n"
 REWARD += "    return [float(len(ids)) for ids in completion_ids]\n"
 REWARD += "async def labelled(completions, label, **columns):\n"
 REWARD += "    return [2.0 if wanted else None for wanted in label]\n"
+
+# Modules of this folder whose tests look at the figures.
+FIGURES = ("test_run_folder", "test_sick_runs", "test_ppo_job", "test_align_job", "test_fit_jobs")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _figures_where_they_are_looked_at(request):
+    """To draw them takes half of a tiny run's time. Of a module's scope, as runs are."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.stem not in FIGURES:
+            patch.setattr(report, "write_report", lambda folder: folder.report)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def is_nan(completion_ids, **_):
 """
 SAID = {
     "raises": "raises raised LookupError: the judge is gone",
-    "hangs": "did not return within reward_timeout=3 s",
+    "hangs": "did not return within reward_timeout=2 s",
     "miscounts": "returned 7 rewards for 8 completions",
     "is_nan": "nan",
 }
@@ -53,7 +53,7 @@ SAID = {
 def test_a_reward_that_fails_costs_nothing(how, call, data, zygote, tmp_path):
     """The sixth call is that of step 4, the fifth the evaluation's after step 3."""
     (data / "fragile.py").write_text(REWARDS.replace("CALL", str(call)))
-    flags = {"reward": f"fragile.py:{how}", "reward-timeout": 3, "save-every": 0}
+    flags = {"reward": f"fragile.py:{how}", "reward-timeout": 2, "save-every": 0}
     straight, folder = tmp_path / "straight", tmp_path / "run"
     assert zygote.run(command("ppo", data, straight, **flags)).status == 0
     (data / "broken").write_text(how)
