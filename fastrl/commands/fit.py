@@ -20,8 +20,8 @@ from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table
 from fastrl.models.load import load_tokenizer
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY, Checkpoints
 from fastrl.run.folder import RunFolder
-from fastrl.run.processes import is_main_process
 from fastrl.run.metrics import check_trackers, split_trackers
+from fastrl.run.processes import is_main_process
 from fastrl.run.transformers_checkpoints import find_trainer_checkpoint
 
 if TYPE_CHECKING:
@@ -275,12 +275,10 @@ def fit(
 
     def save(model: Path) -> None:
         trainer.save_model(str(model))
-        trainer.processing_class.save_pretrained(model)
-        trainer.write_card(str(model))
+        if is_main_process():
+            trainer.processing_class.save_pretrained(model)
+            trainer.write_card(str(model))
 
-    if not is_main_process():
-        trainer.save_model(str(folder.model))  # takes part where weights are sharded
-        return {}
     return finish_run(
         folder,
         save,

@@ -340,10 +340,6 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
             ledger=job.ledger,
         )
     eval_prompts = 0 if eval_rows is None else len(eval_rows) - result.dropped_eval_prompts
-    if not trainer.processes.is_main:
-        trainer.save_pretrained(folder.model)  # takes part where weights are sharded
-        trainer.accelerator.end_training()
-        return None
     comparison = finish_training(
         folder,
         trainer.save_pretrained,

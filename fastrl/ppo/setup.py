@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, ProjectConfiguration, extract_model_from_parallel
+from accelerate.utils import (
+    DistributedType,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+    extract_model_from_parallel,
+)
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,8 +27,8 @@ from fastrl.models.adapters import adapter_dropout
 from fastrl.models.layout import layout_of
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import check_trainable, evaluating
-from fastrl.run.processes import launched_accelerator
 from fastrl.run.metrics import open_trackers
+from fastrl.run.processes import launched_accelerator
 
 # Where accelerate wraps models in DDP, whether or not there are other processes.
 _DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))

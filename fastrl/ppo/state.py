@@ -123,13 +123,13 @@ class TrainerState:
         }
 
     def _restore_random_state(self, states: list[Mapping[str, Any]]) -> None:
-        """Restores this process's random state; that of the main one, on which samples depend, where
-        there were others."""
+        """Restores this process's random state; that of the main one, on which samples depend,
+        where there were others."""
         processes = self.trainer.processes
         if len(states) != processes.count:
             warnings.warn(
-                f"resume: the run had {len(states)} process(es), and has {processes.count}: samples "
-                "are the same, what reward functions draw at random need not be",
+                f"resume: the run had {len(states)} process(es), and has {processes.count}: "
+                "samples are the same, what reward functions draw at random need not be",
                 stacklevel=6,
             )
             states = [states[0]] * processes.count

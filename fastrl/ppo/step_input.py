@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def _on_host(known: LogprobsAndValues) -> LogprobsAndValues:
     return LogprobsAndValues(known.logprobs.cpu(), known.values.cpu())
 
 
-def _all(parts):
+def _all(parts: Sequence[Any]) -> list[Any] | None:
     """The elements of all lists; None where one is None."""
     if any(part is None for part in parts):
         return None

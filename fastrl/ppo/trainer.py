@@ -338,9 +338,7 @@ class PPOTrainer:
         # Last, so that an exception leaves all of it unchanged.
         self.experience = LastExperience(batch.response_mask, experience)
         self.running.become(moments)
-        self.kl_ctl.update(
-            result["objective/kl"], self.config.batch_size * self.processes.count
-        )
+        self.kl_ctl.update(result["objective/kl"], self.config.batch_size * self.processes.count)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.current_step += 1
@@ -846,7 +844,7 @@ class PPOTrainer:
             return []
         return samples_left_out(rollout, self.nonfinite, self._name_in(queries))
 
-    def _name_in(self, queries: list[Tensor]) -> Callable[[int], str]:
+    def _name_in(self, queries: Sequence[Tensor]) -> Callable[[int], str]:
         """Names a sample by the text of its query."""
         return lambda i: repr(self.tokenizer.decode(queries[i]))
 

@@ -13,6 +13,7 @@ from fastrl.run.curves import RunCurves
 from fastrl.run.doctor import ILLNESS, examine
 from fastrl.run.files import write_file
 from fastrl.run.folder import RunFolder
+from fastrl.run.processes import is_main_process
 from fastrl.run.terminal import plain
 
 if TYPE_CHECKING:
@@ -110,15 +111,19 @@ def finish_run(
     """Writes model, samples, summary and report of a run, and prints its results.
 
     Args:
-        save: writes the model to a folder.
+        save: writes the model to a folder, in the main process.
         results: for ``summary.json``.
         lines: to print.
         samples: from :func:`pair_samples`.
         show: how many samples to print.
 
     Returns:
-        the contents of ``summary.json``.
+        the contents of ``summary.json``; {} in other processes than the main one, which take part
+        where weights are spread over processes, and write nothing.
     """
+    if not is_main_process():
+        save(folder.model)
+        return {}
     folder.save_model(save)
     written = "model, metrics.jsonl, report.png, summary.json"
     if samples:

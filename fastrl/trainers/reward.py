@@ -242,18 +242,21 @@ class RewardTrainer(SupervisedTrainer):
         pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         rewards = model(**both_sides(inputs, pad), return_dict=True)["logits"]
         chosen, rejected = rewards.reshape(len(rewards), -1).chunk(2)
-        margin = inputs.get("margin")  # [B] or [B, 1]: of a pair, the same for all its labels
-        if margin is not None:
+        losses = self._losses(chosen, rejected, inputs.get("margin"))
+        if return_outputs:
+            return losses.mean(), {"rewards_chosen": chosen, "rewards_rejected": rejected}
+        return losses.mean()
+
+    def _losses(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Tensor:
+        """Of each pair, [B, labels]."""
+        if margin is not None:  # [B] or [B, 1]: of a pair, the same for all its labels
             margin = margin.reshape(len(margin), -1).expand_as(chosen).flatten()
-        loss = fastrl_kernels.reward_loss(
+        return fastrl_kernels.reward_loss(
             chosen.flatten(),
             rejected.flatten(),
             margin,
             center_coef=self.args.center_rewards_coefficient or 0.0,
-        ).mean()
-        if return_outputs:
-            return loss, {"rewards_chosen": chosen, "rewards_rejected": rejected}
-        return loss
+        ).view_as(chosen)
 
     def prediction_step(
         self,
@@ -267,6 +270,9 @@ class RewardTrainer(SupervisedTrainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, rewards = self.compute_loss(model, inputs, return_outputs=True)
+            chosen, rejected = rewards.values()
+            losses = self._losses(chosen, rejected, inputs.get("margin"))
+        self.held_out(losses.mean(-1), torch.ones(len(losses), device=losses.device))
         if prediction_loss_only:
             return loss.detach(), None, None
         sides = [reward.float().mean(-1) for reward in rewards.values()]

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
@@ -104,6 +105,7 @@ class SupervisedTrainer(OwnModelCard, FiniteStepsTrainer, ABC):
         # torch warns of it without a GPU.
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
         self._prepared: weakref.WeakSet = weakref.WeakSet()
+        self._losses_so_far: list[Tensor] | None = None  # of an evaluation that is going on
         with args.main_process_first(desc="preparing the data"):
             train = None if train_dataset is None else self.prepare_data(train_dataset, True)
             if isinstance(eval_dataset, dict):
@@ -141,6 +143,34 @@ class SupervisedTrainer(OwnModelCard, FiniteStepsTrainer, ABC):
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         return super().get_test_dataloader(self.prepare_eval_data(test_dataset))
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As in ``Trainer``, but ``eval_loss`` is a mean over all losses that were
+        :meth:`held_out`, and does not depend on batches and processes."""
+        losses: list[Tensor] = []
+        self._losses_so_far = losses
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._losses_so_far = None
+        metrics: dict[str, float] = output.metrics or {}
+        for name in [name for name in metrics if losses and name.endswith("_loss")]:
+            total, count = torch.cat(losses).double().sum(0).tolist()
+            metrics[name] = total / max(count, 1)
+        return output
+
+    def held_out(self, sums: Tensor, counts: Tensor) -> None:
+        """Adds the losses of a batch's examples to those of the evaluation.
+
+        Args:
+            sums: of each example's losses, [B].
+            counts: how many losses each example has, [B].
+        """
+        if self._losses_so_far is None:
+            return
+        own = torch.stack([sums.float(), counts.float()], dim=-1)
+        # Without those that are there twice, so that all processes have as many.
+        self._losses_so_far.append(self.accelerator.gather_for_metrics(own).cpu())
 
     def prepare_eval_data(self, dataset: Any) -> Any:
         """A data set for evaluation, prepared unless it is already."""

@@ -102,14 +102,15 @@ def test_the_head_sees_learned_tokens_alone_and_no_logits_are_made(
     model, data = tiny_models.language_model(), completions(4)
     trainer = make_sft(model, data, eval_dataset=data)
     rows, logits = [], []
-    op = fastrl_kernels.linear_nll_loss
-
-    def counting(hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        rows.append(len(hidden))
-        return op(hidden, *args, **kwargs)
-
     trainer.evaluate()  # chooses the head
-    monkeypatch.setattr(fastrl_kernels, "linear_nll_loss", counting)
+    for name in ("linear_nll_loss", "linear_logprobs"):  # of training, of evaluation
+        op = getattr(fastrl_kernels, name)
+
+        def counting(hidden: Any, *args: Any, op: Any = op, **kwargs: Any) -> Any:
+            rows.append(len(hidden))
+            return op(hidden, *args, **kwargs)
+
+        monkeypatch.setattr(fastrl_kernels, name, counting)
     model.get_output_embeddings().register_forward_hook(
         lambda _module, _args, out: logits.append(out.numel())
     )
@@ -120,12 +121,14 @@ def test_the_head_sees_learned_tokens_alone_and_no_logits_are_made(
     assert sum(logits) == 0
 
 
-def test_evaluation_loss_is_a_mean_over_batches_of_token_means(make_sft: Make) -> None:
+def test_evaluation_loss_is_the_mean_over_all_tokens(make_sft: Make) -> None:
     model, data = tiny_models.language_model(), texts(6)
     trainer = make_sft(model, eval_dataset=data)
-    first, second = (exact(model, data.select(part))[0] for part in (range(4), range(4, 6)))
-    expected = (4 * first + 2 * second) / 6
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    parts = [data.select(range(4)), data.select(range(4, 6))]
+    means = [exact(model, part)[0] for part in parts]
+    counts = [sum(len(row["text"].split()) for row in part) for part in parts]
+    expected = sum(m * n for m, n in zip(means, counts, strict=True)) / sum(counts)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
     assert trainer.evaluate(texts(4))["eval_loss"] == pytest.approx(
         exact(model, texts(4))[0], rel=1e-5
     )

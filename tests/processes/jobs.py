@@ -1,0 +1,201 @@
+"""Training jobs that tests run as one process and as several, with the same global batch.
+
+``python -m tests.processes.jobs FOLDER NAME [NAME …]`` runs some of them and saves what they did.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl import PPOConfig, PPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from fastrl.alignment import AlignmentConfig, make_loss
+from fastrl.alignment import Trainer as AlignmentTrainer
+from fastrl.data.columns import PAIRS
+from fastrl.run.callbacks import TrainCallback
+from fastrl.run.processes import process_count
+from fastrl.run.state import save_tree
+from tests import tiny_models
+from tests.alignment.conftest import examples, make_factory
+from tests.golden import tiny
+from tests.trainers.conftest import pairs, texts
+from tests.trainers.conftest import reward_model as tiny_reward_model
+
+PROMPTS = [f"w{i} w{i + 1}" + " w7" * (i % 3) for i in range(3, 30)]
+_SGD = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
+_FIT = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+
+
+class _Keeper(TrainCallback):
+    """Keeps the samples and numbers of a run."""
+
+    def __init__(self) -> None:
+        self.samples: list[Any] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def on_samples(self, trainer: Any, step: int, samples: Any) -> None:
+        self.samples.append([samples.prompts, samples.completions, samples.rewards])
+
+    def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        self.metrics.append(metrics)
+
+
+def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [len(set(ids)) - 0.1 * ids[0] for ids in completion_ids]
+
+
+def _nan_now_and_then(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    rewards = _reward(completion_ids)
+    return [
+        math.nan if ids[0] % 7 == 0 else r for ids, r in zip(completion_ids, rewards, strict=True)
+    ]
+
+
+def _weights(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def policy_gradient(reward: Any = _reward, **settings: Any) -> dict[str, Any]:
+    """Three steps of PPO, each on 16 samples of uneven lengths, in mini-batches of 8."""
+    world = process_count()
+    config = PPOConfig(
+        **{"batch_size": 16 // world, "mini_batch_size": 8 // world, "ppo_epochs": 2, **settings}
+    )
+    torch.manual_seed(0)
+    policy = tiny_models.policy("gpt2")
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    trainer = PPOTrainer(config, policy, None, tiny.tokenizer(), optimizer=optimizer)
+    keeper = _Keeper()
+    result = trainer.train(
+        reward,
+        prompts=PROMPTS,
+        eval_prompts=PROMPTS[:5],
+        steps=3,
+        generation_kwargs={"max_new_tokens": 9},
+        progress=False,
+        callbacks=[keeper],
+    )
+    return {
+        "weights": _weights(trainer._unwrapped),
+        "samples": keeper.samples,
+        "metrics": keeper.metrics,
+        "evaluations": [[x.mean, x.sem, x.kl] for x in result.evaluations],
+    }
+
+
+def _fitted(trainer: Any) -> dict[str, Any]:
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    logs = [x for x in trainer.state.log_history if "loss" in x or "eval_loss" in x]
+    return {
+        "weights": _weights(trainer.accelerator.unwrap_model(trainer.model)),
+        "logs": [
+            {k: v for k, v in x.items() if "runtime" not in k and "per_" not in k} for x in logs
+        ],
+        "evaluations": [before["eval_loss"], after["eval_loss"]],
+    }
+
+
+def _settings(folder: str) -> dict[str, Any]:
+    size = 8 // process_count()
+    sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
+    return {**_FIT, **_SGD, **sizes, "max_steps": 3, "logging_steps": 1, "output_dir": folder}
+
+
+def supervised() -> dict[str, Any]:
+    """Three steps of SFT on 8 texts each."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _fitted(
+            SFTTrainer(
+                tiny_models.language_model(),
+                SFTConfig(**_settings(folder)),
+                train_dataset=texts(26),
+                eval_dataset=texts(11, seed=1),
+                processing_class=tiny.tokenizer(),
+            )
+        )
+
+
+def reward_model() -> dict[str, Any]:
+    """Three steps of a reward model on 8 pairs each."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _fitted(
+            RewardTrainer(
+                tiny_reward_model("gpt2"),
+                RewardConfig(**_settings(folder)),
+                train_dataset=pairs(26),
+                eval_dataset=pairs(11, seed=1),
+                processing_class=tiny.tokenizer(),
+            )
+        )
+
+
+def preferences() -> dict[str, Any]:
+    """Three steps of DPO on 8 pairs each."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = _settings(folder)
+        size = settings.pop("per_device_train_batch_size")
+        settings.pop("per_device_eval_batch_size")
+        rows = {"rows": examples(PAIRS, 26), "batch_size": size}
+        held_out = {"rows": examples(PAIRS, 11, seed=1), "batch_size": size}
+        loss = make_loss("dpo")
+        return _fitted(
+            AlignmentTrainer(
+                tiny_models.language_model(),
+                AlignmentConfig(**settings),
+                make_factory(loss.tasks[0], **rows),
+                loss,
+                eval_factory=make_factory(loss.tasks[0], **held_out),
+            )
+        )
+
+
+JOBS: dict[str, Callable[[], dict[str, Any]]] = {
+    "ppo": policy_gradient,
+    "ppo, scaled scores": lambda: policy_gradient(
+        use_score_scaling=True, use_score_norm=True, whiten_rewards=True
+    ),
+    "ppo, rewards that are not finite": lambda: policy_gradient(
+        _nan_now_and_then, on_nonfinite="zero-sample"
+    ),
+    "grpo": lambda: policy_gradient(advantage="grpo", group_size=4, kl_in="loss"),
+    "rloo, gradients accumulated": lambda: policy_gradient(
+        advantage="rloo",
+        group_size=4,
+        gradient_accumulation_steps=2,
+        mini_batch_size=4 // process_count(),
+    ),
+    "sft": supervised,
+    "reward": reward_model,
+    "dpo": preferences,
+}
+
+
+def run(name: str, folder: Path) -> None:
+    """Saves what a job did, of each process in a folder of its own."""
+    rank = os.environ.get("RANK", "0")
+    target = folder / f"{name}-{process_count()}-{rank}"
+    target.mkdir(parents=True)
+    save_tree(JOBS[name](), target)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, *names = sys.argv[1:]
+    for name in names:
+        run(name, Path(folder))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""How a run finds its processes, and what it refuses."""
+
+import accelerate
+import pytest
+import torch
+from accelerate.utils import DistributedType
+
+from fastrl.run.processes import OneProcess, SeveralProcesses, launched_accelerator
+
+
+def found(monkeypatch, kind, count):
+    """accelerate, which has found so many processes."""
+
+    class Found:
+        def __init__(self, **settings):
+            self.num_processes, self.distributed_type = count, kind
+
+    monkeypatch.setattr(accelerate, "Accelerator", Found)
+
+
+@pytest.mark.parametrize(
+    ("environment", "kind", "count", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "NO", 1, "2 processes were started, and accelerate takes each for"),
+        ({}, "DEEPSPEED", 1, "DeepSpeed steps the optimizer within backward.*use FSDP"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "MULTI_CPU", 2, "FSDP was asked for, and accelerate"),
+    ],
+)
+def test_what_would_train_several_models_is_refused(monkeypatch, environment, kind, count, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if "WORLD_SIZE" not in environment:
+        monkeypatch.setenv("WORLD_SIZE", str(count))
+    found(monkeypatch, DistributedType[kind], count)
+    with pytest.raises(ValueError, match=message):
+        launched_accelerator()
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(7, [2, 2, 2, 1]), (8, [2] * 4), (2, [1, 1, 0, 0])]
+)
+def test_shares_are_as_equal_as_can_be(count, expected):
+    processes = object.__new__(SeveralProcesses)
+    processes.count = 4
+    shares = processes.shares(range(count))
+    assert [len(share) for share in shares] == expected
+    assert [i for share in shares for i in share] == list(range(count))
+
+
+def test_one_process_has_all_and_waits_for_nobody():
+    alone, x = OneProcess(), torch.arange(3)
+    assert alone.shares([1, 2, 3]) == [[1, 2, 3]]
+    assert alone.objects("x") == ["x"]
+    assert alone.joined(x, [3]) is alone.sums(x) is x
+    with pytest.raises(KeyError), alone.together():
+        raise KeyError
