@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from fastrl.commands.flags import UsageError, parse, unknown_name
-from fastrl.run.processes import check_one_process, is_main_process
+from fastrl.run.processes import check_one_process, connect_cpus, is_main_process
 from fastrl.run.progress import drop_bars, line_start
 from fastrl.run.stopping import Stopped
 from fastrl.user_code import fault_of
@@ -45,7 +45,7 @@ stopped by Ctrl-C, SIGTERM
 # Errors of the user's input; any other is a bug in fastrl and keeps its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
 # By name: torch may not be imported.
-_ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged")
+_ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged", "PeerFailed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(unknown_name("command", command, _COMMANDS))
         if command in _ONE_PROCESS:
             check_one_process(f"fastrl {command}")
+        if command in _TRAINING:
+            connect_cpus()
         return _run(command, arguments[1:])
     except BrokenPipeError:  # head or a pager has closed the output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -155,6 +157,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
 }
 _ON_FOLDERS = ("report", "doctor", "samples", "replay")  # of runs; they have no settings
 _ONE_PROCESS = ("demo",)
+_TRAINING = ("sft", "reward", "align", "ppo", "grpo")
 
 if __name__ == "__main__":
     sys.exit(main())

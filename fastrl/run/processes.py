@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
-from torch import Tensor
-
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch import Tensor
 
 T = TypeVar("T")
 # Variables set by launchers (torchrun, accelerate launch, mpirun); accelerate reads the same.
@@ -121,6 +119,8 @@ class SeveralProcesses:
         return broadcast_object_list([value])[0]
 
     def joined(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
+        import torch
+
         longest, device = max(lengths), self.accelerator.device
         padded = torch.zeros((longest, *own.shape[1:]), dtype=own.dtype, device=device)
         padded[: len(own)] = own
@@ -133,6 +133,8 @@ class SeveralProcesses:
         return found.to(own.device)
 
     def any(self, own: bool) -> bool:
+        import torch
+
         return bool(self.sums(torch.tensor(float(own))) > 0)
 
     @contextmanager
@@ -173,6 +175,32 @@ def check_one_process(what: str) -> None:
         )
 
 
+def connect_cpus() -> None:
+    """Has accelerate connect several processes on a machine without GPUs, too; it would take each
+    for a run of its own. To be called before accelerate looks."""
+    import torch
+
+    if process_count() > 1 and not torch.accelerator.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
+def check_found(found: int) -> None:
+    """
+    Args:
+        found: the number of processes that accelerate has found.
+
+    Raises:
+        ValueError: a launcher has started several, and accelerate takes each for a single one.
+    """
+    count = process_count()
+    if found == 1 < count:
+        raise ValueError(
+            f"{count} processes were started, and accelerate takes each for a run of its own: each "
+            "would do the same work and save its own model. Start them with torchrun "
+            "--nproc-per-node or accelerate launch; without GPUs, with ACCELERATE_USE_CPU=true"
+        )
+
+
 def launched_accelerator(**settings: Any) -> Accelerator:
     """accelerate's view of the processes; on a machine without GPUs they talk by gloo.
 
@@ -183,22 +211,15 @@ def launched_accelerator(**settings: Any) -> Accelerator:
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
 
-    count = process_count()
-    if count > 1 and not torch.accelerator.is_available():
-        settings = {"cpu": True, **settings}
+    connect_cpus()
     accelerator = Accelerator(**settings)
-    found, kind = accelerator.num_processes, accelerator.distributed_type
-    if found != count and found == 1:
-        raise ValueError(
-            f"{count} processes were started, and accelerate takes each for a run of its own: each "
-            "would do the same work and save its own model. Start them with torchrun "
-            "--nproc-per-node, or accelerate launch"
-        )
+    check_found(accelerator.num_processes)
+    kind = accelerator.distributed_type
     if kind == DistributedType.DEEPSPEED:
         raise ValueError(
             "DeepSpeed steps the optimizer within backward(), so that mini-batches whose ratio is "
-            "too large cannot be left out of a step, and early stopping comes too late: use FSDP "
-            "(accelerate config, or examples/accelerate/fsdp.yaml)"
+            "too large cannot be left out of a step, and early stopping comes too late: use DDP "
+            "(accelerate launch --multi_gpu, or torchrun)"
         )
     wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if wants_fsdp and kind != DistributedType.FSDP:

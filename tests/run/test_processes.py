@@ -22,7 +22,7 @@ def found(monkeypatch, kind, count):
     ("environment", "kind", "count", "message"),
     [
         ({"WORLD_SIZE": "2"}, "NO", 1, "2 processes were started, and accelerate takes each for"),
-        ({}, "DEEPSPEED", 1, "DeepSpeed steps the optimizer within backward.*use FSDP"),
+        ({}, "DEEPSPEED", 1, "DeepSpeed steps the optimizer within backward.*use DDP"),
         ({"ACCELERATE_USE_FSDP": "true"}, "MULTI_CPU", 2, "FSDP was asked for, and accelerate"),
     ],
 )
