@@ -63,8 +63,8 @@ def _weights(model: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def policy_gradient(reward: Any = _reward, **settings: Any) -> dict[str, Any]:
-    """Three steps of PPO, each on 16 samples of uneven lengths, in mini-batches of 8."""
+def make_trainer(**settings: Any) -> PPOTrainer:
+    """Of 16 samples a step, in mini-batches of 8, both of all processes."""
     world = process_count()
     config = PPOConfig(
         **{"batch_size": 16 // world, "mini_batch_size": 8 // world, "ppo_epochs": 2, **settings}
@@ -72,7 +72,43 @@ def policy_gradient(reward: Any = _reward, **settings: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     policy = tiny_models.policy("gpt2")
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    trainer = PPOTrainer(config, policy, None, tiny.tokenizer(), optimizer=optimizer)
+    return PPOTrainer(config, policy, None, tiny.tokenizer(), optimizer=optimizer)
+
+
+def train(folder: Path, reward: Any = _reward, **arguments: Any) -> PPOTrainer:
+    """Four steps with a folder for checkpoints."""
+    trainer = make_trainer()
+    trainer.train(
+        reward,
+        prompts=PROMPTS,
+        steps=4,
+        generation_kwargs={"max_new_tokens": 9},
+        progress=False,
+        output=folder,
+        save_every=3,
+        **arguments,
+    )
+    return trainer
+
+
+class FailsInOne:
+    """The reward function, whose third call raises an exception in process 1."""
+
+    __name__ = "_reward"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        self.calls += 1
+        if self.calls == 3 and os.environ["RANK"] == "1":
+            raise LookupError("the judge is gone")
+        return _reward(completion_ids, **columns)
+
+
+def policy_gradient(reward: Any = _reward, **settings: Any) -> dict[str, Any]:
+    """Three steps of PPO on samples of uneven lengths."""
+    trainer = make_trainer(**settings)
     keeper = _Keeper()
     result = trainer.train(
         reward,
@@ -191,6 +227,8 @@ def run(name: str, folder: Path) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     folder, *names = sys.argv[1:]
+    if names == ["fails"]:
+        train(Path(folder), FailsInOne())
     for name in names:
         run(name, Path(folder))
     if torch.distributed.is_initialized():
