@@ -285,6 +285,9 @@ class PreTrainedModelWrapper(nn.Module):
     def device(self) -> torch.device:
         return self.pretrained_model.device if self.v_head is None else self.v_head.device
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.pretrained_model.get_input_embeddings()
+
     def get_output_embeddings(self) -> nn.Module:
         return self.pretrained_model.get_output_embeddings()
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fastrl.config import PPOConfig
 from fastrl.data.prompt_ids import check_tensors
 from fastrl.models.layout import layout_of
+from fastrl.models.sharding import whole_weights
 from fastrl.ppo.experience import LogprobsAndValues
 from fastrl.ppo.old_logprobs import rollout_logprobs
 from fastrl.ref_model import RefModel
@@ -180,7 +181,8 @@ class Rollouts:
         self.backend.reserve(state["rooms"])
 
     def _run(self, model: Any, request: Request) -> RolloutOutput:
-        output = self.backend(self.accelerator.unwrap_model(model), request)
+        with whole_weights(model):
+            output = self.backend(self.accelerator.unwrap_model(model), request)
         if not request.reference:
             self.memory.keep(request.repeated(), output)
         return output

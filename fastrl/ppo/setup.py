@@ -126,11 +126,6 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
         **json_object(config.accelerator_kwargs),
     }
     accelerator = launched_accelerator(**settings)
-    if accelerator.distributed_type == DistributedType.FSDP and accelerator.num_processes > 1:
-        raise ValueError(
-            "PPOTrainer does not train weights that FSDP has spread over processes yet: use DDP "
-            "(accelerate launch --multi_gpu, or torchrun), in which each process has all weights"
-        )
     if config.log_with is not None:
         open_trackers(
             accelerator,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.data.prompts import PromptStream
+from fastrl.models.sharding import like, spread, whole
 from fastrl.models.utils import checksum, model_identity
 from fastrl.ppo.memory import MicroBatches
 from fastrl.ppo.score_scaling import RunningMoments
@@ -58,13 +59,14 @@ class TrainerState:
     def state_dict(self) -> dict[str, Any]:
         """The state after the last complete step; tensors are the trainer's own, not copies."""
         trainer = self.trainer
+        spread(trainer._unwrapped)
         scheduler, best = trainer.lr_scheduler, trainer._best_mean_score
         return {
             "identity": self.identity,
             "config": deciding(trainer.config.to_dict()),
             "step": trainer.current_step,
             "optimizer_steps": trainer.update.optimizer_steps,
-            "policy": _trained(trainer._unwrapped),
+            "policy": {name: whole(x) for name, x in _trained(trainer._unwrapped).items()},
             "optimizer": _optimizer_state(trainer),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "kl_coef": trainer.kl_ctl.value,
@@ -86,6 +88,7 @@ class TrainerState:
                 number of processes; nothing has changed then.
         """
         trainer = self.trainer
+        spread(trainer._unwrapped)
         self._check(state)
         _copy(_trained(trainer._unwrapped), state["policy"])
         if self._reference_moves:
@@ -181,7 +184,7 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def _copy(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
-        target.copy_(sources[name])
+        target.copy_(like(sources[name], target))
 
 
 def _inner_optimizer(trainer: PPOTrainer) -> torch.optim.Optimizer:
@@ -203,7 +206,11 @@ def _optimizer_state(trainer: PPOTrainer) -> dict[str, Any]:
     groups = _groups(trainer)
     names = [name for group in groups for name in group["params"]]
     moments = _inner_optimizer(trainer).state_dict()["state"]
-    return {"groups": groups, "moments": {names[i]: x for i, x in moments.items()}}
+    found = {
+        names[i]: {k: whole(v) if isinstance(v, Tensor) else v for k, v in each.items()}
+        for i, each in moments.items()
+    }
+    return {"groups": groups, "moments": found}
 
 
 def _load_optimizer(trainer: PPOTrainer, state: Mapping[str, Any]) -> None:
@@ -220,8 +227,12 @@ def _load_optimizer(trainer: PPOTrainer, state: Mapping[str, Any]) -> None:
             if isinstance(value, tuple):
                 group[name] = tuple(group[name])
     # Copies: the tensors of a file are mapped, and lie where torch would not put them.
+    weights = dict(trainer._unwrapped.named_parameters())
     moments = {
-        index[name]: {k: v.clone() if isinstance(v, Tensor) else v for k, v in each.items()}
+        index[name]: {
+            k: like(v.clone(), weights.get(name, v)) if isinstance(v, Tensor) else v
+            for k, v in each.items()
+        }
         for name, each in state["moments"].items()
     }
     _inner_optimizer(trainer).load_state_dict({"state": moments, "param_groups": groups})

@@ -18,7 +18,7 @@ _LENGTHS, _NEW_TOKENS = (1, 5, 3), 3
 # a single logit may be off by more.
 _EXACT, _ROUNDED = 1e-4, 5e-2
 
-_FSDP = ("FSDPModule", "FullyShardedDataParallel")  # classes of torch, which need not have them
+_FSDP = "FullyShardedDataParallel"  # classes of torch, which need not have them
 
 
 class UnsupportedModel(ValueError):
@@ -97,7 +97,7 @@ def _why_not_by_weights(model: Any) -> str | None:
         if hasattr(weight, "ds_id") or hasattr(weight, "ds_status"):
             return f"its weights are sharded ({name} is one of DeepSpeed's ZeRO-3)"
     for module in model.modules():  # FSDP leaves the last forward's weights whole
-        if any(kind.__name__ in _FSDP for kind in type(module).__mro__):
+        if any(kind.__name__ == _FSDP for kind in type(module).__mro__) or is_spread(module):
             return f"its weights are sharded (by FSDP: {type(module).__name__})"
     return None
 
