@@ -245,6 +245,22 @@ def commands(block: Block) -> Iterator[list[str]]:
             yield words
 
 
+def without_launcher(words: list[str]) -> list[str]:
+    """What a launcher, which takes its own flags, starts in each process."""
+    match words:
+        case ["torchrun", *arguments]:
+            parsed = importlib.import_module("torch.distributed.run").parse_args(arguments)
+        case ["accelerate", "launch", *arguments]:
+            launch = importlib.import_module("accelerate.commands.launch")
+            parsed = launch.launch_command_parser().parse_args(arguments)
+        case _:
+            return words
+    started = parsed.training_script
+    return [started if parsed.module else "python", *parsed.training_script_args] + (
+        [] if parsed.module else [started]
+    )
+
+
 class Parsed(BaseException):
     """In place of a command's work."""
 
@@ -268,8 +284,10 @@ def test_shell_lines_are_what_the_tools_take(
                 target.write_text(block.text, encoding="utf-8")
         if block.kind != "bash":
             continue
-        for words in commands(block):
+        for words in map(without_launcher, commands(block)):
             match words:
+                case ["python", script]:
+                    assert script.endswith(".py")
                 case ["fastrl", "report" | "doctor", *folders]:  # has no flags here
                     assert folders
                     assert all(folder.startswith("runs/") for folder in folders), folders
