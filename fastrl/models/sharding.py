@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-
 _whole: weakref.WeakSet[Any] = weakref.WeakSet()  # units whose weights are whole for now
 
 
@@ -38,9 +37,10 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
             unit.reshard()
 
 
-def is_spread(model: nn.Module) -> bool:
-    """Whether FSDP2 has spread a model's weights, and no :func:`whole_weights` is around it."""
-    return any(unit not in _whole for unit in _units(model))
+def is_spread_unit(module: nn.Module) -> bool:
+    """Whether FSDP2 spreads this module's own weights, and no :func:`whole_weights` is around it;
+    they may be whole just now, from the last forward."""
+    return _is_unit(module) and module not in _whole
 
 
 def spread(model: nn.Module) -> None:
@@ -56,7 +56,25 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor if gather is None else gather()
 
 
-def like(tensor: Tensor, other: Tensor) -> Tensor:
+def gathered_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | None:
+    """The state dict of a model whose weights are spread over processes, all of which must ask for
+    it, on the CPU; None of another model.
+
+    Args:
+        keep: whether this process keeps it; else it gets an empty one.
+    """
+    if not _units(model):
+        return None
+    spread(model)
+    found = {}
+    for name, tensor in model.state_dict().items():
+        gathered = whole(tensor)
+        if keep:
+            found[name] = gathered.cpu()
+    return found
+
+
+def like(tensor: Tensor, other: Any) -> Tensor:
     """A whole tensor, spread over processes as another one of its shape is."""
     mesh = getattr(other, "device_mesh", None)
     if mesh is None or tensor.shape != other.shape:
@@ -67,14 +85,13 @@ def like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _units(model: nn.Module) -> list[Any]:
-    """The modules whose weights are gathered together."""
-    from torch.distributed import is_available
+    return [module for module in model.modules() if _is_unit(module)]
 
-    if not is_available():
-        return []
-    from torch.distributed.fsdp import FSDPModule
 
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+def _is_unit(module: nn.Module) -> bool:
+    """Whether it is one of those whose weights are gathered together."""
+    # By name: torch may be built without it, and its import takes long.
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def _reshards(unit: Any) -> bool:

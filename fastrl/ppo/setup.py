@@ -126,6 +126,11 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
         **json_object(config.accelerator_kwargs),
     }
     accelerator = launched_accelerator(**settings)
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError(
+            "PPOTrainer needs FSDP2, and FSDP1 was asked for: set fsdp_version: 2 (accelerate "
+            "launch --fsdp_version 2)"
+        )
     if config.log_with is not None:
         open_trackers(
             accelerator,

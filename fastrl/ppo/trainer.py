@@ -22,6 +22,7 @@ from fastrl.data.batch import TokenBatch, make_batches
 from fastrl.data.prompts import PromptStream
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.scoring import PolicyObjective, TokenScores
+from fastrl.models.sharding import gathered_state_dict
 from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.ppo import stats
 from fastrl.ppo.advantages import make_advantages
@@ -782,7 +783,9 @@ class PPOTrainer:
             ValueError: layers that are shared with the reference have changed.
         """
         self.reference.verify()
-        state_dict = self.accelerator.get_state_dict(self.model)
+        state_dict = gathered_state_dict(self._unwrapped, keep=self.processes.is_main)
+        if state_dict is None:
+            state_dict = self.accelerator.get_state_dict(self.model)
         if not self.accelerator.is_main_process:
             return
         card = Path(save_directory) / "README.md"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastrl.models.sharding import is_spread_unit
 from fastrl.models.utils import evaluating
 from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
 
@@ -97,7 +98,7 @@ def _why_not_by_weights(model: Any) -> str | None:
         if hasattr(weight, "ds_id") or hasattr(weight, "ds_status"):
             return f"its weights are sharded ({name} is one of DeepSpeed's ZeRO-3)"
     for module in model.modules():  # FSDP leaves the last forward's weights whole
-        if any(kind.__name__ == _FSDP for kind in type(module).__mro__) or is_spread(module):
+        if any(kind.__name__ == _FSDP for kind in type(module).__mro__) or is_spread_unit(module):
             return f"its weights are sharded (by FSDP: {type(module).__name__})"
     return None
 

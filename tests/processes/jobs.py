@@ -5,23 +5,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fastrl import PPOConfig, PPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from fastrl import (
+    AutoModelForCausalLMWithValueHead,
+    PPOConfig,
+    PPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from fastrl.alignment import AlignmentConfig, make_loss
 from fastrl.alignment import Trainer as AlignmentTrainer
 from fastrl.data.columns import PAIRS
+from fastrl.models.sharding import spread, whole
+from fastrl.ppo import setup
 from fastrl.run.callbacks import TrainCallback
-from fastrl.run.processes import process_count
+from fastrl.run.processes import launched_accelerator, process_count, processes_of
 from fastrl.run.state import save_tree
 from tests import tiny_models
 from tests.alignment.conftest import examples, make_factory
@@ -60,7 +75,8 @@ def _nan_now_and_then(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def _weights(model: Any) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    spread(model)
+    return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
 
 
 def make_trainer(**settings: Any) -> PPOTrainer:
@@ -71,8 +87,12 @@ def make_trainer(**settings: Any) -> PPOTrainer:
     )
     torch.manual_seed(0)
     policy = tiny_models.policy("gpt2")
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
-    return PPOTrainer(config, policy, None, tiny.tokenizer(), optimizer=optimizer)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1, momentum=0.5)
+    trainer = PPOTrainer(config, policy, None, tiny.tokenizer(), optimizer=optimizer)
+    if trainer.accelerator.distributed_type == DistributedType.FSDP:
+        spread(trainer.model)
+        assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
+    return trainer
 
 
 def train(folder: Path, reward: Any = _reward, **arguments: Any) -> PPOTrainer:
@@ -81,14 +101,65 @@ def train(folder: Path, reward: Any = _reward, **arguments: Any) -> PPOTrainer:
     trainer.train(
         reward,
         prompts=PROMPTS,
-        steps=4,
         generation_kwargs={"max_new_tokens": 9},
         progress=False,
         output=folder,
         save_every=3,
-        **arguments,
+        **{"steps": 4, **arguments},
     )
     return trainer
+
+
+@contextlib.contextmanager
+def fsdp() -> Iterator[None]:
+    """Context in which accelerators shard weights by FSDP2. On processes that talk by gloo
+    accelerate makes DDP of every request, so its state is changed before it prepares a model."""
+    make = setup.launched_accelerator
+
+    def sharding(**settings: Any) -> Any:
+        accelerator = make(**settings)
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["GPT2Block"],
+            cpu_ram_efficient_loading=False,
+        )
+        return accelerator
+
+    setup.launched_accelerator = sharding  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        setup.launched_accelerator = make
+        AcceleratorState().distributed_type = DistributedType.MULTI_CPU
+
+
+def sharded_policy_gradient() -> dict[str, Any]:
+    """The same with weights that FSDP2 has spread, if there are several processes."""
+    if process_count() == 1:
+        return policy_gradient()
+    with fsdp():
+        return policy_gradient()
+
+
+def resumed_policy_gradient() -> dict[str, Any]:
+    """The model that is saved after four steps; of several processes, which shard the weights, the
+    last two are by a trainer that resumes."""
+    with tempfile.TemporaryDirectory() as own:
+        if process_count() == 1:
+            folder, trainer = Path(own), train(Path(own))
+            trainer.save_pretrained(folder / "saved")
+        else:
+            folder = Path(processes_of(launched_accelerator()).from_main(own))
+            with fsdp():
+                train(folder, steps=2)
+                trainer = train(folder, resume=True)
+                trainer.save_pretrained(folder / "saved")
+        trainer.accelerator.wait_for_everyone()
+        saved = AutoModelForCausalLMWithValueHead.from_pretrained(folder / "saved")
+        trainer.accelerator.wait_for_everyone()
+        return {"weights": _weights(saved), "evaluations": [0, 1]}
 
 
 class FailsInOne:
@@ -210,6 +281,8 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         gradient_accumulation_steps=2,
         mini_batch_size=4 // process_count(),
     ),
+    "ppo, fsdp": sharded_policy_gradient,
+    "ppo, fsdp, resumed": resumed_policy_gradient,
     "sft": supervised,
     "reward": reward_model,
     "dpo": preferences,
