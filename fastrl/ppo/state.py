@@ -125,6 +125,22 @@ class TrainerState:
             "reference": f"{trainer.reference.mode} {checksum(reference)}",
         }
 
+    def _check_processes(self, count: int, batch_size: int) -> None:
+        """
+        Args:
+            count: of the checkpoint's run.
+            batch_size: samples of a step of it, of all its processes.
+        """
+        own = self.trainer.processes.count
+        now = self.trainer.config.batch_size * own
+        if own != count and now != batch_size:
+            raise BadCheckpoint(
+                f"resume: a step of the checkpoint's run has {batch_size} samples, and {own} "
+                f"process(es) with batch_size={self.trainer.config.batch_size} have {now}: start "
+                f"as many processes as before ({count}), or a number that divides {batch_size}, "
+                "and set batch_size to the quotient"
+            )
+
     def _restore_random_state(self, states: list[Mapping[str, Any]]) -> None:
         """Restores this process's random state; that of the main one, on which samples depend,
         where there were others."""
@@ -155,6 +171,7 @@ class TrainerState:
                 f"resume: this is no checkpoint of PPOTrainer: it lacks {', '.join(missing)}"
             )
         check_identity(state["identity"], self.identity)
+        self._check_processes(len(state["random"]), state["config"]["batch_size"])
         policy = _trained(trainer._unwrapped)
         check_weights(describe_weights(state["policy"]), describe_weights(policy))
         if (trainer.lr_scheduler is None) != (state["scheduler"] is None):

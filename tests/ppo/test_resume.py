@@ -248,6 +248,21 @@ def test_another_runs_checkpoint_leaves_nothing_of_the_run_in_the_folder(tmp_pat
     assert [row["step"] for row in metrics(tmp_path / "run")] == [3, 3, 4, 4]
 
 
+def test_other_processes_must_have_as_many_samples():
+    trainer = make_trainer()
+    state = trainer.state_dict()
+    state["random"] = state["random"] * 3
+    with pytest.warns(UserWarning, match=r"the run had 3 process\(es\), and has 1"):
+        make_trainer().load_state_dict(state)
+    state["config"]["batch_size"], before = 6, bits(trainer)
+    message = (
+        r"a step .* has 6 samples, and 1 process\(es\) with batch_size=4 have 4: start as many"
+    )
+    with pytest.raises(BadCheckpoint, match=message):
+        trainer.load_state_dict(state)
+    assert differing(before, bits(trainer)) == []
+
+
 def test_resuming_before_there_is_a_checkpoint_begins(tmp_path):
     straight = make_trainer()
     run(straight, tmp_path / "straight")
