@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from fastrl import PPOConfig, PPOTrainer
 from fastrl.run.checkpoints import Checkpoints
+from fastrl.run.curves import RunCurves
+from fastrl.run.doctor import examine
+from fastrl.run.folder import RunFolder
+from tests import tiny_models
 from tests.faults.test_kills import command, results
+from tests.golden import tiny
 
 REWARDS = """\
 import math, time
@@ -118,3 +124,26 @@ def test_a_pickle_is_never_opened(data, zygote, tmp_path):
     assert not sung.exists()
     pickle.loads(song)
     assert sung.exists(), "the canary would have sung"
+
+
+@pytest.mark.filterwarnings("ignore:.*suppress_tokens")
+@pytest.mark.filterwarnings("ignore:the KL estimate is negative")
+def test_a_run_without_any_eos_ends_and_is_named_by_the_doctor(tmp_path):
+    config = PPOConfig(batch_size=8, mini_batch_size=4, learning_rate=1e-3)
+    trainer = PPOTrainer(config, tiny_models.policy(), None, tiny.tokenizer())
+    result = trainer.train(
+        lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids],
+        prompts=[f"w{i} w{i + 1}" for i in range(3, 14)],
+        steps=8,
+        generation_kwargs={"max_new_tokens": 6, "suppress_tokens": [tiny.EOS]},
+        missing_eos_penalty=1.0,
+        progress=False,
+        output=tmp_path / "run",
+    )
+    for row in result.history:
+        assert (row["tokens/eos_share"], row["tokens/cut_share"]) == (0.0, 1.0)
+        assert row["tokens/responses_len_mean"] == 6
+        assert row["ppo/mean_scores"] == pytest.approx(row["reward/mean"] - 1.0, rel=1e-5)
+        assert row["ppo/optimizer_steps"] == 8
+    examined = examine(RunCurves.of(RunFolder.open(tmp_path / "run")))
+    assert "responses cut by length" in [finding.name for finding in examined.findings]
