@@ -253,42 +253,35 @@ class SFTTrainer(SupervisedTrainer):
     ) -> tuple[Tensor | None, Any, Any]:
         """As in ``Trainer``, but without logits if only the loss is needed."""
         inputs = self._prepare_inputs(inputs)
-        if "labels" in inputs and "rows" not in inputs:  # from a collator of the user
+        if "labels" not in inputs:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if "rows" not in inputs:  # from a collator of the user
             inputs = {**inputs, **targets_of(inputs["labels"])}
+        request = ScoringRequest(inputs["rows"], inputs["targets"], values=False)
         if not prediction_loss_only:
             loss, logits, labels = super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys
             )
             assert isinstance(logits, Tensor)
-            self._hold_out(inputs, lambda request: self._of_logits(logits, request))
+            scores = score_logits(logits.flatten(0, 1)[request.rows], request)
+            self._hold_out(inputs, -scores.logprobs)
             return loss, logits, labels
+        given = {k: v for k, v in inputs.items() if k not in _TARGETS} | {"use_cache": False}
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self._hold_out(inputs, lambda request: self._of_model(model, inputs, request))
-        return loss, None, None
+            head = self._scoring_head(given)
+            with head.scoring(self._plain(model), request) as results:
+                scores, _ = results(model(**given, **head.options))
+        nll = -scores.logprobs
+        self._hold_out(inputs, nll)
+        return nll.sum() / max(len(nll), 1), None, None
 
-    def _hold_out(
-        self, inputs: dict[str, Any], logprobs_of: Callable[[ScoringRequest], Tensor]
-    ) -> Tensor:
-        """Adds a batch to the evaluation; returns its mean loss."""
-        nll = -logprobs_of(ScoringRequest(inputs["rows"], inputs["targets"], values=False))
+    def _hold_out(self, inputs: dict[str, Any], nll: Tensor) -> None:
+        """Adds a batch to the evaluation, from -log π of its labels, [N]."""
         examples, width = inputs["labels"].shape
         which = inputs["rows"] // width
         sums = nll.new_zeros(examples).index_add(0, which, nll)
         counts = nll.new_zeros(examples).index_add(0, which, torch.ones_like(nll))
         self.held_out(sums, counts)
-        return nll.sum() / max(len(nll), 1)
-
-    def _of_logits(self, logits: Tensor, request: ScoringRequest) -> Tensor:
-        return score_logits(logits.flatten(0, 1)[request.rows], request).logprobs
-
-    def _of_model(
-        self, model: nn.Module, inputs: dict[str, Any], request: ScoringRequest
-    ) -> Tensor:
-        given = {k: v for k, v in inputs.items() if k not in _TARGETS} | {"use_cache": False}
-        head = self._scoring_head(given)
-        with head.scoring(self._plain(model), request) as results:
-            scores, _ = results(model(**given, **head.options))
-        return scores.logprobs
 
     def _scoring_head(self, inputs: dict[str, Any]) -> Head:
         """The model's LM head, found with a few tokens at the first use, when the model is on its

@@ -21,6 +21,7 @@ from fastrl.ppo.loss import Minibatch, UpdateLoss
 from fastrl.ppo.update import GradientStep, UpdateRecord
 from fastrl.ref_model.none import NoRefModel
 from fastrl.rollout import SamplingParams
+from fastrl.run.processes import process_count
 
 # Coefficients that are settings of PPOConfig under the same names.
 _SHARED_SETTINGS = (
@@ -92,6 +93,12 @@ class PPO(Loss):
 
     def check(self, task: Task, batch_size: int) -> None:
         super().check(task, batch_size)
+        count = process_count()
+        if count > 1:  # each would whiten, and leave out mini-batches, by itself
+            raise ValueError(
+                f"the loss ppo runs in one process, and {count} were started: start one, or train "
+                "with fastrl ppo (PPOTrainer), which runs in several"
+            )
         if batch_size % self.mini_batches:
             raise ValueError(
                 f"batch_size ({batch_size}) must be a multiple of mini_batches "
