@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,22 @@ TOLERANCE = 1e-5
 _OF_SPEED = ("time/", "perf/", "epoch")
 
 
+# How many processes the tests start, one number after the other; ``make processes`` sets more.
+COUNTS = tuple(int(n) for n in os.environ.get("PROCESSES", "2").split(","))
+
+
 def torchrun(processes):
     """Arguments of Python that start a program on several processes; none for a single one."""
     if processes == 1:
         return ()
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+
+
+def accelerate_launch(processes):
+    """The same by accelerate. Without GPUs ``--multi_gpu`` starts as many, too; ``--cpu`` does
+    not."""
+    launcher = ("-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0")
+    return (*launcher, "--num_processes", str(processes))
 
 
 def launch(*program, starter=(), timeout=120, **variables):
@@ -32,14 +44,21 @@ def launch(*program, starter=(), timeout=120, **variables):
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
-    return subprocess.run(
+    with subprocess.Popen(
         [sys.executable, *starter, *map(str, program)],
         cwd=ROOT,
         env=environment,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
-    )
+        start_new_session=True,
+    ) as launcher:
+        try:
+            out, err = launcher.communicate(timeout=timeout)
+        except BaseException:  # a launcher that is killed leaves its processes behind
+            os.killpg(launcher.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(launcher.args, launcher.returncode, out, err)
 
 
 def assert_close(one, other, place=""):

@@ -1,0 +1,3 @@
+"""What the commands are given."""
+
+from tests.commands.conftest import world  # noqa: F401 - a fixture

@@ -1,0 +1,147 @@
+"""Commands that a launcher starts on several processes do what one process does."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from fastrl.run.ledger import read_ledger
+from tests.processes.launch import COUNTS, accelerate_launch, assert_close, launch, torchrun
+
+LAUNCHERS = {"torchrun": torchrun, "accelerate launch": accelerate_launch}
+ALL = COUNTS != (2,)
+EXACT = ["step", "sample", "prompt_row", "prompt_ids", "completion_ids", "finish_reason", "seed"]
+EXACT += ["sample_id", "number", "weights_version"]
+CLOSE = ["logprobs", "values", "advantages", "reward", "score"]
+
+# Three steps on 16 samples, or 8 examples, of all processes.
+FROM_REWARDS = {
+    "dataset": "reviews.jsonl", "prompt-words": 5, "max-new-tokens": 9, "steps": 3,
+    "eval-prompts": 11, "ppo-epochs": 1, "learning-rate": "1e-3", "save-every": 2,
+}  # fmt: skip
+FITTED = {
+    "max-steps": 3, "eval-examples": 11, "optim": "sgd", "learning-rate": 0.1, "logging-steps": 1,
+    "save-strategy": "no",
+}  # fmt: skip
+COMMANDS = {
+    "sft": {"model": "lm", "dataset": "reviews.jsonl", **FITTED},
+    "reward": {"model": "clf1", "dataset": "pairs.jsonl", **FITTED},
+    "align": {"model": "lm", "dataset": "prompted.jsonl", "loss": "dpo", **FITTED},
+    "grpo": {"model": "lm", "reward": "rewards.py:by_label", "group-size": 4, **FROM_REWARDS},
+    "ppo": {"model": "lm", "reward": "clf", **FROM_REWARDS},
+}
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def words(command, world, output, processes):
+    """A command's words, the same for all processes together."""
+    settings = {**COMMANDS[command], "output": output}
+    for name in ("model", "dataset", "reward"):
+        if name in settings:
+            settings[name] = world / settings[name]
+    sizes = {"per-device-train-batch-size": 8, "per-device-eval-batch-size": 8}
+    if "reward" in settings:
+        sizes = {"batch-size": 16, "mini-batch-size": 16}
+    settings |= {name: size // processes for name, size in sizes.items()}
+    return [command, *(str(word) for k, v in settings.items() for word in (f"--{k}", v))]
+
+
+def run(names, world, folder, processes, starter):
+    """Runs commands one after another; returns the folder with their outputs."""
+    lines = [words(name, world, folder / name, processes) for name in names]
+    (folder / "commands.json").write_text(json.dumps(lines))
+    program = ("-m", "tests.processes.commands", folder / "commands.json")
+    ended = launch(*program, starter=starter, HF_DATASETS_CACHE=str(folder / "cache"))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def given(world):
+    """The world without dropout, whose draws are each process's; with a reward model of one label,
+    and pairs that have prompts."""
+    shutil.copytree(world / "clf", world / "clf1")
+    model = AutoModelForSequenceClassification.from_pretrained(
+        world / "clf", num_labels=1, ignore_mismatched_sizes=True
+    )
+    model.save_pretrained(world / "clf1")
+    for name in ("lm", "clf1"):
+        config = AutoConfig.from_pretrained(world / name)
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        config.save_pretrained(world / name)
+    pairs = rows(world / "pairs.jsonl")
+    prompted = [json.dumps({"prompt": "the film", **pair}) + "\n" for pair in pairs]
+    (world / "prompted.jsonl").write_text("".join(prompted))
+    return world
+
+
+@pytest.fixture(scope="module")
+def alone(given, tmp_path_factory):
+    """What each command leaves that one process runs."""
+    return run(COMMANDS, given, tmp_path_factory.mktemp("alone"), 1, ())
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(name, n) for name in LAUNCHERS for n in COUNTS if ALL or name == "torchrun"],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
+def together(request, given, tmp_path_factory):
+    """The same of several processes; ``fastrl ppo`` has a test of its own."""
+    launcher, count = request.param
+    names = [name for name in COMMANDS if name != "ppo"]
+    folder = tmp_path_factory.mktemp("together")
+    return run(names, given, folder, count, LAUNCHERS[launcher](count))
+
+
+def weights(folder):
+    """The saved weights, without GPT-2's biases of keys, whose gradient is rounding."""
+    found = load_file(folder / "model" / "model.safetensors")
+    for name in [name for name in found if name.endswith("attn.c_attn.bias")]:
+        queries, _, values = found[name].chunk(3)
+        found[name] = torch.cat([queries, values])
+    return found
+
+
+def numbers(row):
+    """A row of metrics without speeds, and without what counts padding."""
+    left_out = "time|per_second|seconds|perf/|total_flos"
+    return {k: v for k, v in row.items() if not re.search(left_out, k)}
+
+
+def assert_same_run(one, other):
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert_close(*([numbers(row) for row in rows(each / name)] for each in (one, other)), name)
+    before, after = (weights(each) for each in (one, other))
+    assert_close(before, after)
+    if (one / "ledger").is_dir():
+        exact = [read_ledger(each / "ledger", EXACT) for each in (one, other)]
+        assert exact[0].num_rows == 48
+        assert exact[0].equals(exact[1])
+        assert_close(*(read_ledger(each / "ledger", CLOSE).to_pydict() for each in (one, other)))
+    summaries = [json.loads((each / "summary.json").read_text()) for each in (one, other)]
+    assert_close(*(numbers({**s, "settings": 0, "job": 0}) for s in summaries), "summary.json")
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "ppo"])
+def test_a_command_does_on_several_processes_what_it_does_on_one(alone, together, command):
+    assert_same_run(alone / command, together / command)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_starts_fastrl_ppo(alone, given, tmp_path, launcher, count):
+    ppo = words("ppo", given, tmp_path / "ppo", count)
+    cache = str(tmp_path / "cache")
+    ended = launch(
+        "-m", "fastrl", *ppo, starter=LAUNCHERS[launcher](count), HF_DATASETS_CACHE=cache
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert_same_run(alone / "ppo", tmp_path / "ppo")
