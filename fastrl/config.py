@@ -88,6 +88,11 @@ class PPOConfig:
     project_kwargs: dict | str | None = setting(
         "Keyword arguments of accelerate's ProjectConfiguration (JSON).", dict
     )
+    ddp_timeout: float = setting(
+        "Of several processes: seconds that each waits for the others before it fails; longer than "
+        "the rollouts and rewards of a step may take.",
+        1800.0,
+    )
     tracker_project_name: str = setting("Project name that the tracker shows.", "fastrl")
     push_to_hub_if_best_kwargs: dict | str | None = setting(
         "Arguments of push_to_hub (JSON, with repo_id): push whenever the mean score is a record.",
@@ -323,6 +328,7 @@ class PPOConfig:
             "compare_steps",
             "rollout_slots",
             "group_size",
+            "ddp_timeout",
             "horizon",
             "target_kl",
             "ratio_threshold",

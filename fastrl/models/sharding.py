@@ -43,6 +43,11 @@ def is_spread_unit(module: nn.Module) -> bool:
     return _is_unit(module) and module not in _whole
 
 
+def is_spread(model: nn.Module) -> bool:
+    """Whether FSDP2 spreads a model's weights over processes."""
+    return bool(_units(model))
+
+
 def spread(model: nn.Module) -> None:
     """Spreads weights that are still gathered from the last forward, so that what the model's
     parameters are is what the optimizer steps."""

@@ -139,6 +139,7 @@ class Loop:
     @closing_callbacks
     def run(self) -> TrainResult:
         """Runs the steps and evaluations, and calls the callbacks."""
+        self.processes.check_same("train()", self._shared_settings())
         with self.saving.opened(self) as resumed, self.ledger.opened(self.trainer):
             done, last = self.trainer.current_step, self.last_step
             self._call("on_train_begin", max(last - done, 0))
@@ -182,6 +183,16 @@ class Loop:
             "settings": self._settings(),
             "evaluations": evaluations_as_tree(self.result.evaluations),
             "seconds": self._seconds(),
+        }
+
+    def _shared_settings(self) -> dict[str, Any]:
+        """What must be the same in all processes."""
+        return {
+            "steps": self.steps,
+            "eval_every": self.eval_every,
+            "prompts": self.prompts.fingerprint,
+            **self._settings(),
+            **self.saving.settings(),
         }
 
     def _settings(self) -> dict[str, Any]:
@@ -261,7 +272,8 @@ class Loop:
         """This process's share of a batch of prompts, each with ``size`` responses, rewarded."""
         shares = self.processes.shares(range(len(batch)))
         own = shares[self.processes.index]
-        with self.processes.together():
+        # What waits for all processes comes first: work that is broken off must not be within it.
+        with self.trainer.rollouts.ready(), self.processes.shared_work():
             prompts = batch.take(own)
             rollout = self.trainer.rollouts.sample(
                 prompts.ids, self.generation_kwargs, size, seed, own

@@ -169,6 +169,10 @@ class Rollouts:
         _check_sequences(rollout, responses)
         return rollout_logprobs(rollout, self.memory.policy, self.config.temperature)
 
+    def ready(self) -> AbstractContextManager[None]:
+        """Context in which sampling from the policy does not wait for other processes."""
+        return whole_weights(self.model)
+
     def before_update(self) -> None:
         """Frees the engine's memory for an update, where ``rollout_sleep`` is set."""
         self.backend.before_update()

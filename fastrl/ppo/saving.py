@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fastrl.models.sharding import is_spread
 from fastrl.run.callbacks import Evaluation
 from fastrl.run.checkpoints import Checkpoints, step_of, verify, warn_of_another_machine
 from fastrl.run.folder import RunFolder
 from fastrl.run.metrics import MetricsCallback, MetricsFile
-from fastrl.run.processes import Processes
+from fastrl.run.processes import PeerFailed, Processes
 from fastrl.run.random_state import random_state, restore_random_state
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked
@@ -40,6 +41,9 @@ class Saving(Protocol):
     def after_step(self, step: int, *, last: bool) -> None:
         """Saves where it is time to; stops where that was asked for."""
 
+    def settings(self) -> dict[str, Any]:
+        """Those that must be the same in all processes."""
+
 
 class NotSaved:
     """A run without a folder."""
@@ -59,6 +63,9 @@ class NotSaved:
     def after_step(self, step: int, *, last: bool) -> None:
         if self.processes.any(asked()):
             raise Stopped(f"stopped after step {step}; nothing was saved, as there is no output")
+
+    def settings(self) -> dict[str, Any]:
+        return {"output": None}
 
 
 class SavedInFolder:
@@ -96,6 +103,7 @@ class SavedInFolder:
         self.checkpoints = Checkpoints(folder.checkpoints, keep_last or None)
         self.ledger_folder: Path | None = folder.ledger
         self._loop: Any = None
+        self._random: list[dict[str, Any]] = []  # states of all processes after the last step
 
     @contextlib.contextmanager
     def opened(self, loop: Loop) -> Iterator[bool]:
@@ -123,6 +131,7 @@ class SavedInFolder:
                     self.folder.begin()
             if is_main:
                 loop.callbacks.append(MetricsCallback(MetricsFile(self.folder.metrics)))
+            self._random = self.processes.objects(random_state())
             yield checkpoint is not None
 
     def _resume(self, loop: Loop, checkpoint: Path | None, rows: int | None) -> None:
@@ -142,7 +151,8 @@ class SavedInFolder:
         steps, updates = trainer.current_step, trainer.update.optimizer_steps
         try:
             yield
-        except Exception as error:
+        except (Exception, Stopped) as error:
+            random = [random_state()]  # of other processes it is not known after the update
             if trainer.current_step == steps:
                 if trainer.update.optimizer_steps != updates:
                     warnings.warn(
@@ -152,48 +162,82 @@ class SavedInFolder:
                     )
                     raise
                 restore_random_state(begun)
-            self._save_after(error)
+                random = [*self._random]
+                random[self.processes.index] = begun
+            self._save_after(error, random)
+            if isinstance(error, Stopped):
+                raise self._stopped() from None
             raise
 
     def after_step(self, step: int, *, last: bool) -> None:
-        due = self.save_every and (last or step % self.save_every == 0)
-        stops = self.processes.any(asked())
-        if due or stops:
+        try:
+            found = self.processes.objects((asked(), random_state()))
+        except PeerFailed as error:
+            self._save_after(error, [random_state()])
+            raise
+        self._random = [random for _, random in found]
+        stops = any(asked for asked, _ in found)
+        if stops or (self.save_every and (last or step % self.save_every == 0)):
             self.save()
         if stops:
-            raise Stopped(
-                f"stopped after step {step}; saved: {self.checkpoints.path(step)}; --resume "
-                "(resume=True) continues"
-            )
+            raise self._stopped()
+
+    def settings(self) -> dict[str, Any]:
+        return {"output": "a folder", "save_every": self.save_every, "resume": bool(self.resume)}
 
     def save(self) -> Path:
         """Writes a checkpoint of the state after the last complete step."""
-        step, state = self.trainer.current_step, self.trainer.state_dict()
+        state = self.trainer.state_dict()
         with self.processes.together():
             if self.processes.is_main:
-                self.folder.sync()
-                self._loop.ledger.flush(sync=True)
-                with self.checkpoints.new(step) as folder:
-                    loop = {**self._loop.state_dict(), "rows": self.folder.count_rows()}
-                    save_tree({**state, "loop": loop}, folder)
-        return self.checkpoints.path(step)
+                self._write(state)
+        return self.checkpoints.path(self.trainer.current_step)
 
-    def _save_after(self, error: Exception) -> None:
-        """Saves the state after an error, which is raised whatever becomes of that."""
-        if any(step_of(path) == self.trainer.current_step for path in self.checkpoints.paths()):
+    def _write(self, state: Mapping[str, Any]) -> None:
+        self.folder.sync()
+        self._loop.ledger.flush(sync=True)
+        with self.checkpoints.new(self.trainer.current_step) as folder:
+            loop = {**self._loop.state_dict(), "rows": self.folder.count_rows()}
+            save_tree({**state, "loop": loop}, folder)
+
+    def _save_after(self, error: BaseException, random: Sequence[Mapping[str, Any]]) -> None:
+        """Saves the state after an error, which is raised whatever becomes of that; other processes
+        may have ended, so that it is not asked for anything from them.
+
+        Args:
+            random: the random states of the first processes, as far as they are known.
+        """
+        step, name = self.trainer.current_step, type(error).__name__
+        if any(step_of(path) == step for path in self.checkpoints.paths()):
             return
         try:
-            path = self.save()
+            if is_spread(self.trainer.model):
+                if not self.processes.all_know(error):
+                    raise RuntimeError(
+                        "its weights are spread over processes, of which one has ended or failed "
+                        f"by itself; {self._newest()}"
+                    )
+                self.save()
+            elif self.processes.is_main:
+                self._write(self.trainer._state.state_dict(random))
+            else:
+                return
         except Exception as second:
-            warnings.warn(
-                f"after {type(error).__name__} the state could not be saved: {second}", stacklevel=3
-            )
+            warnings.warn(f"after {name} the state could not be saved: {second}", stacklevel=3)
         else:
-            warnings.warn(
-                f"after {type(error).__name__} the state is saved in {path}; --resume "
-                "(resume=True) continues from there",
-                stacklevel=3,
-            )
+            if not isinstance(error, Stopped):
+                warnings.warn(
+                    f"after {name} the state is saved in {self.checkpoints.path(step)}; --resume "
+                    "(resume=True) continues from there",
+                    stacklevel=3,
+                )
+
+    def _stopped(self) -> Stopped:
+        step = self.trainer.current_step
+        return Stopped(
+            f"stopped after step {step}; saved: {self.checkpoints.path(step)}; --resume "
+            "(resume=True) continues"
+        )
 
     def _newest(self) -> str:
         paths = self.checkpoints.paths()

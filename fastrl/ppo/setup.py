@@ -125,7 +125,7 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
         "project_config": ProjectConfiguration(**json_object(config.project_kwargs)),
         **json_object(config.accelerator_kwargs),
     }
-    accelerator = launched_accelerator(**settings)
+    accelerator = launched_accelerator(timeout=config.ddp_timeout, **settings)
     if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise ValueError(
             "PPOTrainer needs FSDP2, and FSDP1 was asked for: set fsdp_version: 2 (accelerate "

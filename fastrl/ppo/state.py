@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ _FREE = frozenset(
         "exp_name", "log_with", "task_name", "model_name", "query_dataset", "reward_model",
         "tracker_kwargs", "project_kwargs", "tracker_project_name", "push_to_hub_if_best_kwargs",
         "compare_steps", "steps", "total_ppo_epochs", "optimize_device_cache", "dataset_num_proc",
-        "rollout_slots", "rollout_kv_cache_gib",
+        "rollout_slots", "rollout_kv_cache_gib", "ddp_timeout",
     }
 )  # fmt: skip
 
@@ -56,8 +56,13 @@ class TrainerState:
     def __init__(self, trainer: PPOTrainer):
         self.trainer = trainer
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state after the last complete step; tensors are the trainer's own, not copies."""
+    def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """The state after the last complete step; tensors are the trainer's own, not copies.
+
+        Args:
+            random: the random states of the processes, as far as they are known, where these cannot
+                be asked for theirs.
+        """
         trainer = self.trainer
         spread(trainer._unwrapped)
         scheduler, best = trainer.lr_scheduler, trainer._best_mean_score
@@ -77,7 +82,8 @@ class TrainerState:
             "reference": trainer.reference.own_weights() if self._reference_moves else {},
             "micro_batches": [each.size for each in self._micro_batches],
             "rollouts": trainer.rollouts.state_dict(),
-            "random": trainer.processes.objects(random_state()),
+            "processes": trainer.processes.count,
+            "random": trainer.processes.objects(random_state()) if random is None else [*random],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -111,7 +117,7 @@ class TrainerState:
         trainer.rollouts.load_state_dict(state["rollouts"])
         trainer.current_step = state["step"]
         trainer.update.optimizer_steps = state["optimizer_steps"]
-        self._restore_random_state(state["random"])
+        self._restore_random_state(_processes_of(state), state["random"])
         _apply_changed_settings(trainer, state["config"])
 
     @cached_property
@@ -141,14 +147,22 @@ class TrainerState:
                 "and set batch_size to the quotient"
             )
 
-    def _restore_random_state(self, states: list[Mapping[str, Any]]) -> None:
+    def _restore_random_state(self, count: int, states: Sequence[Mapping[str, Any]]) -> None:
         """Restores this process's random state; that of the main one, on which samples depend,
-        where there were others."""
+        where there were others, or only that is known.
+
+        Args:
+            count: of the processes of the checkpoint's run.
+            states: of its first processes.
+        """
         processes = self.trainer.processes
-        if len(states) != processes.count:
+        if count != processes.count or len(states) < count:
+            known = f"{count} process(es)" + (
+                f", of which {len(states)} is known" if len(states) < count else ""
+            )
             warnings.warn(
-                f"resume: the run had {len(states)} process(es), and has {processes.count}: "
-                "samples are the same, what reward functions draw at random need not be",
+                f"resume: the run had {known}, and has {processes.count}: samples are the same, "
+                "what reward functions draw at random need not be",
                 stacklevel=6,
             )
             states = [states[0]] * processes.count
@@ -171,7 +185,7 @@ class TrainerState:
                 f"resume: this is no checkpoint of PPOTrainer: it lacks {', '.join(missing)}"
             )
         check_identity(state["identity"], self.identity)
-        self._check_processes(len(state["random"]), state["config"]["batch_size"])
+        self._check_processes(_processes_of(state), state["config"]["batch_size"])
         policy = _trained(trainer._unwrapped)
         check_weights(describe_weights(state["policy"]), describe_weights(policy))
         if (trainer.lr_scheduler is None) != (state["scheduler"] is None):
@@ -188,6 +202,11 @@ class TrainerState:
                 "resume: the checkpoint's optimizer trains other weights: make the trainer with "
                 "the optimizer that the run began with"
             )
+
+
+def _processes_of(state: Mapping[str, Any]) -> int:
+    """The number of processes of a checkpoint's run."""
+    return state.get("processes", len(state["random"]))
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

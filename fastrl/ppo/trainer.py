@@ -44,7 +44,7 @@ from fastrl.ppo.setup import (
     prepared,
     warn_of_a_single_response,
 )
-from fastrl.ppo.state import TrainerState
+from fastrl.ppo.state import TrainerState, deciding
 from fastrl.ppo.step_input import StepInput
 from fastrl.ppo.update import GradientStep, PPOUpdate
 from fastrl.ref_model import choose_ref_model
@@ -137,6 +137,7 @@ class PPOTrainer:
         self.is_peft_model = model.is_peft_model
         self.accelerator = make_accelerator(config)
         self.processes = processes_of(self.accelerator)
+        self.processes.check_same("PPOConfig", deciding(config.to_dict()))
         self.dataset = dataset
         self.dataloader: Any = None
         self._unwrapped = model
@@ -209,6 +210,8 @@ class PPOTrainer:
         self._streams: dict[str, PromptStream] = {}  # by the prompts' fingerprint
         self._best_mean_score = -float("inf")
         self._state = TrainerState(self)
+        if self.processes.count > 1:
+            self.processes.check_same("PPOTrainer", self._state.identity)
 
     def step(
         self,
@@ -253,19 +256,19 @@ class PPOTrainer:
         the order of the samples are as before the call. Optimizer steps that were taken until then
         stay.
         """
-        data.check_batch_size(queries, responses, self.config.batch_size)
-        checked_scores = data.check_scores(scores, self.config.batch_size)
-        checked_weights = data.check_weights(weights, self.config.batch_size, self.current_device)
-        own = StepInput(
-            queries,
-            responses,
-            checked_scores,
-            response_masks,
-            checked_weights,
-            self.rollouts.logprobs(queries, responses, rollout),
-            self._nan_samples(queries, rollout),
-            None if rollout is None else rollout.finish_reasons,
-        )
+        with self.processes.together():
+            size = self.config.batch_size
+            data.check_batch_size(queries, responses, size)
+            own = StepInput(
+                queries,
+                responses,
+                data.check_scores(scores, size),
+                response_masks,
+                data.check_weights(weights, size, self.current_device),
+                self.rollouts.logprobs(queries, responses, rollout),
+                self._nan_samples(queries, rollout),
+                None if rollout is None else rollout.finish_reasons,
+            )
         given = own.of_all(self.processes)
         nonfinite = self.nonfinite.scores(given.scores, given.nan, self._name_in(given.queries))
         while True:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from fastrl.run.breaking_off import BrokenOff, broken_off_by
+from fastrl.run.stopping import Stopped, asked
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -18,13 +22,17 @@ _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 class PeerFailed(RuntimeError):
-    """Another process raised an exception, so that this one cannot go on."""
+    """Another process raised an exception, or answers no more, so that this one cannot go on."""
 
 
 class Processes(Protocol):
     """The processes that together do a run, numbered from 0.
 
-    Its methods, but :meth:`shares`, wait until every process has called the same one.
+    Its methods, but :meth:`shares` and :meth:`all_know`, wait until every process has called the
+    same one.
+
+    Raises:
+        PeerFailed: each of these, where another process answers no more, or not in time.
     """
 
     count: int
@@ -64,6 +72,26 @@ class Processes(Protocol):
             PeerFailed: another process raised an exception in it; names both.
         """
 
+    def shared_work(self) -> AbstractContextManager[None]:
+        """The same for work that may take long: it is broken off where another process has failed,
+        and, of several, where a signal asks the run to stop.
+
+        Raises:
+            Stopped: in all processes, after a signal to one.
+            PeerFailed: as in :meth:`together`.
+        """
+
+    def all_know(self, error: BaseException) -> bool:
+        """Whether every process left :meth:`together` or :meth:`shared_work` with an exception,
+        this one with ``error``; so that they can still do something together."""
+
+    def check_same(self, what: str, own: Mapping[str, Any]) -> None:
+        """Compares what each process was started with.
+
+        Raises:
+            ValueError: in all processes; names what differs.
+        """
+
 
 class OneProcess:
     """A run that is one process."""
@@ -91,6 +119,15 @@ class OneProcess:
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def shared_work(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def all_know(self, error: BaseException) -> bool:
+        return True
+
+    def check_same(self, what: str, own: Mapping[str, Any]) -> None:
+        """There is nothing to compare with."""
+
 
 class SeveralProcesses:
     """Those that accelerate has found."""
@@ -98,6 +135,8 @@ class SeveralProcesses:
     def __init__(self, accelerator: Accelerator):
         self.accelerator = accelerator
         self.count, self.index = accelerator.num_processes, accelerator.process_index
+        self._works = 0  # shared ones so far: the same number in all processes
+        self._known: BaseException | None = None  # with which all left the last work
 
     @property
     def is_main(self) -> bool:
@@ -111,12 +150,14 @@ class SeveralProcesses:
     def objects(self, own: T) -> list[T]:
         from accelerate.utils import gather_object
 
-        return gather_object([own])
+        with _answers():
+            return gather_object([own])
 
     def from_main(self, value: T) -> T:
         from accelerate.utils import broadcast_object_list
 
-        return broadcast_object_list([value])[0]
+        with _answers():
+            return broadcast_object_list([value])[0]
 
     def joined(self, own: Tensor, lengths: Sequence[int]) -> Tensor:
         import torch
@@ -124,12 +165,14 @@ class SeveralProcesses:
         longest, device = max(lengths), self.accelerator.device
         padded = torch.zeros((longest, *own.shape[1:]), dtype=own.dtype, device=device)
         padded[: len(own)] = own
-        parts: Any = self.accelerator.gather(padded)
+        with _answers():
+            parts: Any = self.accelerator.gather(padded)
         cut = [part[:n] for part, n in zip(parts.split(longest), lengths, strict=True)]
         return torch.cat(cut).to(own.device)
 
     def sums(self, own: Tensor) -> Tensor:
-        found: Any = self.accelerator.reduce(own.to(self.accelerator.device), reduction="sum")
+        with _answers():
+            found: Any = self.accelerator.reduce(own.to(self.accelerator.device), reduction="sum")
         return found.to(own.device)
 
     def any(self, own: bool) -> bool:
@@ -144,12 +187,92 @@ class SeveralProcesses:
             yield
         except Exception as caught:
             error = caught
-        failures = self.objects(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        for index, failure in enumerate(failures):
-            if failure is not None:
-                raise PeerFailed(f"process {index} of {self.count} failed: {failure}")
+        self._agree(error, stops=False)
+
+    @contextmanager
+    def shared_work(self) -> Iterator[None]:
+        self._works += 1
+        news, error = _News(self._works), None
+        try:
+            with broken_off_by(lambda: asked() or news.there()):
+                yield
+        except BrokenOff:
+            pass
+        except Exception as caught:
+            error = caught
+        if error is not None or asked():
+            news.spread()
+        self._agree(error, stops=asked())
+
+    def all_know(self, error: BaseException) -> bool:
+        return error is self._known
+
+    def check_same(self, what: str, own: Mapping[str, Any]) -> None:
+        first, *others = self.objects(dict(own))
+        for index, other in enumerate(others, start=1):
+            for name in dict.fromkeys([*first, *other]):
+                one, two = first.get(name), other.get(name)
+                if one != two:
+                    shown = "" if len(f"{one}{two}") > 80 else f" ({one!r} and {two!r})"
+                    raise ValueError(
+                        f"{what}: {name} differs between processes 0 and {index}{shown}: start all "
+                        "processes with the same settings, model and data"
+                    )
+
+    def _agree(self, error: Exception | None, *, stops: bool) -> None:
+        """Raises an exception in all processes, if one of them has an error, or is to stop."""
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        try:
+            found = self.objects((said, stops))
+        except PeerFailed as gone:
+            raise (error or gone) from None
+        known: BaseException | None = error
+        for index, (failure, _) in enumerate(found):
+            if failure is not None and known is None:
+                known = PeerFailed(f"process {index} of {self.count} failed: {failure}")
+        if known is None and any(stop for _, stop in found):
+            known = Stopped()
+        self._known = known
+        if known is not None:
+            raise known
+
+
+class _News:
+    """A note for all processes that a part of their work has failed, or is to stop.
+
+    Args:
+        number: of the part.
+    """
+
+    def __init__(self, number: int):
+        from torch.distributed import distributed_c10d
+
+        # A message to those that work needs neither their answer nor their main thread.
+        self._store = distributed_c10d._get_default_store()
+        self._key = f"fastrl/broken-off/{number}"
+
+    def spread(self) -> None:
+        with suppress(RuntimeError):  # the process that keeps it may be gone
+            self._store.set(self._key, "")
+
+    def there(self) -> bool:
+        try:
+            return self._store.check([self._key])
+        except RuntimeError:
+            return False
+
+
+@contextmanager
+def _answers() -> Iterator[None]:
+    """Context of a message to all processes, and its answers."""
+    try:
+        yield
+    except RuntimeError as error:
+        told = str(error).partition("\n")[0]
+        raise PeerFailed(
+            "another process has ended, or did not answer within the seconds of ddp_timeout: "
+            f"{told}"
+        ) from error
 
 
 def is_main_process() -> bool:
@@ -201,17 +324,26 @@ def check_found(found: int) -> None:
         )
 
 
-def launched_accelerator(**settings: Any) -> Accelerator:
+def launched_accelerator(*, timeout: float | None = None, **settings: Any) -> Accelerator:
     """accelerate's view of the processes; on a machine without GPUs they talk by gloo.
+
+    Args:
+        timeout: seconds that a process waits for the others; of the first call in a process. None:
+            as torch does.
+        settings: of the Accelerator.
 
     Raises:
         ValueError: accelerate takes the processes that were started for single ones; DeepSpeed, or
             FSDP where accelerate makes DDP of it.
     """
-    from accelerate import Accelerator
+    from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import DistributedType
 
     connect_cpus()
+    handlers = list(settings.pop("kwargs_handlers", None) or [])
+    if timeout is not None and not any(isinstance(x, InitProcessGroupKwargs) for x in handlers):
+        handlers.append(InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)))
+    settings["kwargs_handlers"] = handlers
     accelerator = Accelerator(**settings)
     check_found(accelerator.num_processes)
     kind = accelerator.distributed_type

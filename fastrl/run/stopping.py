@@ -19,8 +19,8 @@ class Stopped(KeyboardInterrupt):
         status: the exit status, 130 after Ctrl-C, 143 after SIGTERM.
     """
 
-    def __init__(self, message: str):
-        super().__init__(message)
+    def __init__(self, *message: str):
+        super().__init__(*message)
         self.status = 128 + (_asked or signal.SIGINT)
 
 
@@ -59,8 +59,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
     _asked = number
     print(
-        "\nfastrl: the run stops at the end of this step, and saves its state; once more stops it "
-        "at once",
+        "\nfastrl: the run stops as soon as it can save its state; once more stops it at once",
         file=sys.stderr,
         flush=True,
     )

@@ -251,7 +251,7 @@ def test_another_runs_checkpoint_leaves_nothing_of_the_run_in_the_folder(tmp_pat
 def test_other_processes_must_have_as_many_samples():
     trainer = make_trainer()
     state = trainer.state_dict()
-    state["random"] = state["random"] * 3
+    state["processes"], state["random"] = 3, state["random"] * 3
     with pytest.warns(UserWarning, match=r"the run had 3 process\(es\), and has 1"):
         make_trainer().load_state_dict(state)
     state["config"]["batch_size"], before = 6, bits(trainer)
@@ -302,7 +302,7 @@ def test_a_signal_stops_the_run_at_the_steps_end(number, status, tmp_path, capsy
         run(stopped, tmp_path / "run", callbacks=[Signal(number, 3)])
     assert stop.value.status == status
     assert signal.getsignal(number) is before
-    assert "stops at the end of this step" in capsys.readouterr().err
+    assert "stops as soon as it can save its state" in capsys.readouterr().err
     assert stopped.current_step == 3
     resumed = make_trainer()
     run(resumed, tmp_path / "run", resume=True)

@@ -63,12 +63,12 @@ class _Keeper(TrainCallback):
         self.metrics.append(metrics)
 
 
-def _reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [len(set(ids)) - 0.1 * ids[0] for ids in completion_ids]
 
 
 def _nan_now_and_then(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    rewards = _reward(completion_ids)
+    rewards = reward(completion_ids)
     return [
         math.nan if ids[0] % 7 == 0 else r for ids, r in zip(completion_ids, rewards, strict=True)
     ]
@@ -79,14 +79,14 @@ def _weights(model: Any) -> dict[str, Tensor]:
     return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
 
 
-def make_trainer(**settings: Any) -> PPOTrainer:
+def make_trainer(policy: Any = None, **settings: Any) -> PPOTrainer:
     """Of 16 samples a step, in mini-batches of 8, both of all processes."""
     world = process_count()
     config = PPOConfig(
         **{"batch_size": 16 // world, "mini_batch_size": 8 // world, "ppo_epochs": 2, **settings}
     )
     torch.manual_seed(0)
-    policy = tiny_models.policy("gpt2")
+    policy = policy or tiny_models.policy("gpt2")
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1, momentum=0.5)
     trainer = PPOTrainer(config, policy, None, tiny.tokenizer(), optimizer=optimizer)
     if trainer.accelerator.distributed_type == DistributedType.FSDP:
@@ -95,18 +95,20 @@ def make_trainer(**settings: Any) -> PPOTrainer:
     return trainer
 
 
-def train(folder: Path, reward: Any = _reward, **arguments: Any) -> PPOTrainer:
+def train(
+    folder: Path, reward: Any = reward, trainer: PPOTrainer | None = None, **arguments: Any
+) -> PPOTrainer:
     """Four steps with a folder for checkpoints."""
-    trainer = make_trainer()
-    trainer.train(
-        reward,
-        prompts=PROMPTS,
-        generation_kwargs={"max_new_tokens": 9},
-        progress=False,
-        output=folder,
-        save_every=3,
-        **{"steps": 4, **arguments},
-    )
+    trainer = trainer or make_trainer()
+    settings = {
+        "prompts": PROMPTS,
+        "generation_kwargs": {"max_new_tokens": 9},
+        "progress": False,
+        "output": folder,
+        "save_every": 3,
+        "steps": 4,
+    }
+    trainer.train(reward, **{**settings, **arguments})
     return trainer
 
 
@@ -162,22 +164,7 @@ def resumed_policy_gradient() -> dict[str, Any]:
         return {"weights": _weights(saved), "evaluations": [0, 1]}
 
 
-class FailsInOne:
-    """The reward function, whose third call raises an exception in process 1."""
-
-    __name__ = "_reward"
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        self.calls += 1
-        if self.calls == 3 and os.environ["RANK"] == "1":
-            raise LookupError("the judge is gone")
-        return _reward(completion_ids, **columns)
-
-
-def policy_gradient(reward: Any = _reward, **settings: Any) -> dict[str, Any]:
+def policy_gradient(reward: Any = reward, **settings: Any) -> dict[str, Any]:
     """Three steps of PPO on samples of uneven lengths."""
     trainer = make_trainer(**settings)
     keeper = _Keeper()
@@ -300,8 +287,6 @@ def run(name: str, folder: Path) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     folder, *names = sys.argv[1:]
-    if names == ["fails"]:
-        train(Path(folder), FailsInOne())
     for name in names:
         run(name, Path(folder))
     if torch.distributed.is_initialized():

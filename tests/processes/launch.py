@@ -61,6 +61,12 @@ def launch(*program, starter=(), timeout=120, **variables):
     return subprocess.CompletedProcess(launcher.args, launcher.returncode, out, err)
 
 
+def run(*arguments, module="jobs", processes=2):
+    """Runs a module of this folder."""
+    program = ("-m", f"tests.processes.{module}", *arguments)
+    return launch(*program, starter=torchrun(processes))
+
+
 def assert_close(one, other, place=""):
     """Trees of tensors and plain values that are the same but for rounding."""
     if isinstance(one, dict):

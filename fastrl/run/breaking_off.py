@@ -1,0 +1,51 @@
+"""Work that is broken off from outside: by a signal, or by news of another process."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_EVERY = 0.5  # seconds between two looks
+# Its arrival ends a sleep or a wait for the network, and without a handler it is ignored.
+_SIGNAL = getattr(signal, "SIGURG", None)
+
+
+class BrokenOff(BaseException):
+    """The work is not wanted any more; no Exception, which functions of users may catch."""
+
+
+@contextmanager
+def broken_off_by(news: Callable[[], bool]) -> Iterator[None]:
+    """Context of work that is left with :class:`BrokenOff` soon after there is news. Outside of the
+    main thread, and where the system has no signals, it goes on to its end.
+
+    Args:
+        news: asked twice a second, in another thread.
+    """
+    main = threading.main_thread()
+    if _SIGNAL is None or threading.current_thread() is not main:
+        yield
+        return
+    ended, number = threading.Event(), main.ident
+    assert number is not None
+
+    def leave(signal_number: int, frame: FrameType | None) -> None:
+        if not ended.is_set():
+            raise BrokenOff
+
+    def watch() -> None:
+        # Again and again: a function may have caught it.
+        while not ended.wait(_EVERY):
+            if news() and not ended.is_set():
+                signal.pthread_kill(number, _SIGNAL)
+
+    before = signal.signal(_SIGNAL, leave)
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        signal.signal(_SIGNAL, before)

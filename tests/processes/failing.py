@@ -1,0 +1,140 @@
+"""Runs of several processes in which something goes wrong.
+
+``python -m tests.processes.failing FOLDER NAME`` does one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastrl.run.callbacks import TrainCallback
+from fastrl.run.processes import process_count
+from fastrl.run.stopping import stop_at_a_steps_end
+from tests import tiny_models
+from tests.processes.jobs import PROMPTS, make_trainer, reward, train
+
+LONG = 300  # seconds; no test waits for their end
+
+
+class InTheThirdCall:
+    """The reward function, whose third call does something else before: one thing in process 1,
+    another in the others."""
+
+    __name__ = "reward"
+
+    def __init__(self, *actions: Callable[[], object]) -> None:
+        self.calls, self.actions = 0, actions
+
+    def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        self.calls += 1
+        if self.calls == 3:
+            self.actions[os.environ["RANK"] == "1"]()
+        return reward(completion_ids, **columns)
+
+
+def _wait() -> None:
+    time.sleep(LONG)
+
+
+def _raise() -> None:
+    raise LookupError("the judge is gone")
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _FailsInMain(TrainCallback):
+    """A callback whose second call raises an exception in the main process alone."""
+
+    def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        if step == 2 and trainer.processes.is_main:
+            raise LookupError("the disk of the notes is full")
+
+
+def hangs(folder: Path) -> None:
+    """In process 1 a function does not return, whatever signals it gets."""
+
+    def hang() -> None:
+        end = time.time() + LONG
+        while time.time() < end:
+            with contextlib.suppress(BaseException):
+                time.sleep(LONG)
+
+    train(folder, InTheThirdCall(_nothing, hang), make_trainer(ddp_timeout=4))
+
+
+def _nothing() -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _kept(messages: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        messages.append(f"{type(error).__name__}: {error}")
+    else:
+        messages.append("")
+
+
+def differs(folder: Path) -> None:
+    """Writes what each process says of settings, models and samples that do not fit together."""
+    rank, said = int(os.environ["RANK"]), list[str]()
+    trainer = make_trainer()
+    with _kept(said):
+        make_trainer(learning_rate=0.1 if rank else 0.2)
+    with _kept(said):
+        torch.manual_seed(rank)
+        policy = tiny_models.policy("gpt2")
+        policy.pretrained_model.transformer.h[0].mlp.c_fc.weight.data += rank
+        make_trainer(policy)
+    with _kept(said):
+        train(folder, trainer=trainer, prompts=PROMPTS[rank:])
+    with _kept(said):
+        train(folder, trainer=trainer, steps=4 + rank)
+    with _kept(said):
+        train(folder, trainer=trainer, output=None if rank else folder)
+    with _kept(said):
+        train(folder, trainer=trainer, eval_prompts=PROMPTS[:1])
+    ids = [torch.tensor([3, 4])] * (0 if rank else trainer.config.batch_size)
+    with _kept(said):
+        trainer.step(ids, ids, [torch.tensor(1.0)] * len(ids))
+    (folder / f"{rank}.json").write_text(json.dumps(said))
+
+
+JOBS: dict[str, Callable[[Path], object]] = {
+    # The others are waiting for something that takes long.
+    "raises": lambda folder: train(folder, InTheThirdCall(_wait, _raise)),
+    "dies": lambda folder: train(folder, InTheThirdCall(_wait, _die)),
+    "is stopped": lambda folder: train(folder, InTheThirdCall(_wait, _terminate)),
+    "hangs": hangs,
+    "raises in a callback": lambda folder: train(folder, callbacks=[_FailsInMain()]),
+    "differs": differs,
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    assert process_count() > 1
+    with stop_at_a_steps_end():
+        JOBS[sys.argv[2]](Path(sys.argv[1]))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""What goes wrong in one process ends all of them, soon, with the state saved."""
+
+import json
+import time
+
+import pytest
+
+from fastrl.run.ledger import read_ledger
+from tests.processes.jobs import train
+from tests.processes.launch import TOLERANCE, run
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*the KL estimate is negative", r"ignore:resume. the run had \d process\(es\)"
+)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run of one process."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    return folder, train(folder)
+
+
+def assert_resumed_by_one_process_like(straight, folder):
+    path, trainer = straight
+    resumed = train(folder, resume=True)
+    columns = ["step", "sample", "seed", "sample_id", "completion_ids", "reward"]
+    one, other = (read_ledger(each / "ledger", columns) for each in (path, folder))
+    assert one.num_rows == 64
+    assert one.equals(other)
+    for name, weight in trainer._unwrapped.state_dict().items():
+        assert float((weight - resumed._unwrapped.state_dict()[name]).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "PeerFailed: process 1 of {count} failed: LookupError: the judge is gone"),
+        ("raises in a callback", "LookupError: the disk of the notes is full"),
+        ("dies", "PeerFailed: another process has ended, or did not answer"),
+        ("is stopped", "Stopped: stopped after step 2; saved: "),
+        ("hangs", "PeerFailed: another process has ended, or did not answer within"),
+    ],
+)
+def test_one_process_ends_all_soon_with_the_state_saved(straight, tmp_path, count, name, message):
+    folder, begin = tmp_path / "run", time.perf_counter()
+    ended = run(folder, name, module="failing", processes=count)
+    seconds = time.perf_counter() - begin
+    assert ended.returncode != 0
+    assert message.format(count=count) in ended.stderr
+    assert seconds < 60, ended.stderr
+    assert (folder / "checkpoints" / "checkpoint-2").is_dir()
+    assert_resumed_by_one_process_like(straight, folder)
+
+
+def test_processes_that_differ_all_refuse_to_begin(tmp_path, count):
+    ended = run(tmp_path, "differs", module="failing", processes=count)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    main, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
+    each = 16 // count
+    assert main[:6] == other[:6]
+    for message, expected in zip(
+        main,
+        [
+            "ValueError: PPOConfig: learning_rate differs between processes 0 and 1 (0.2 and 0.1)",
+            "ValueError: PPOTrainer: reference differs between processes 0 and 1",
+            "ValueError: train(): prompts differs between processes 0 and 1",
+            "ValueError: train(): steps differs between processes 0 and 1 (4 and 5)",
+            "ValueError: train(): output differs between processes 0 and 1",
+            f"ValueError: 1 eval_prompts are fewer than {count} processes",
+            f"PeerFailed: process 1 of {count} failed: ValueError: queries has 0 elements, "
+            f"batch_size is {each}",
+        ],
+        strict=True,
+    ):
+        assert message.startswith(expected)
+    assert other[6].startswith(f"ValueError: queries has 0 elements, batch_size is {each}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{i}.json" for i in range(count)]
