@@ -26,9 +26,14 @@ from tests.processes.jobs import PROMPTS, make_trainer, reward, train
 LONG = 300  # seconds; no test waits for their end
 
 
+def print_time() -> None:
+    """Of what is about to happen; tests measure from there."""
+    print(time.time(), flush=True)
+
+
 class InTheThirdCall:
-    """The reward function, whose third call does something else before: one thing in process 1,
-    another in the others."""
+    """The reward function, whose third call does something else before: the last of two actions in
+    process 1, the first in all others."""
 
     __name__ = "reward"
 
@@ -38,6 +43,7 @@ class InTheThirdCall:
     def __call__(self, completion_ids: list[list[int]], **columns: Any) -> list[float]:
         self.calls += 1
         if self.calls == 3:
+            print_time()
             self.actions[os.environ["RANK"] == "1"]()
         return reward(completion_ids, **columns)
 
@@ -63,6 +69,7 @@ class _FailsInMain(TrainCallback):
 
     def on_step(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
         if step == 2 and trainer.processes.is_main:
+            print_time()
             raise LookupError("the disk of the notes is full")
 
 

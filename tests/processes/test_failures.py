@@ -43,9 +43,9 @@ def assert_resumed_by_one_process_like(straight, folder):
     ],
 )
 def test_one_process_ends_all_soon_with_the_state_saved(straight, tmp_path, count, name, message):
-    folder, begin = tmp_path / "run", time.perf_counter()
+    folder = tmp_path / "run"
     ended = run(folder, name, module="failing", processes=count)
-    seconds = time.perf_counter() - begin
+    seconds = time.time() - float(ended.stdout.split()[0])
     assert ended.returncode != 0
     assert message.format(count=count) in ended.stderr
     assert seconds < 60, ended.stderr
@@ -57,7 +57,6 @@ def test_processes_that_differ_all_refuse_to_begin(tmp_path, count):
     ended = run(tmp_path, "differs", module="failing", processes=count)
     assert ended.returncode == 0, ended.stderr[-3000:]
     main, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    each = 16 // count
     assert main[:6] == other[:6]
     for message, expected in zip(
         main,
@@ -68,11 +67,10 @@ def test_processes_that_differ_all_refuse_to_begin(tmp_path, count):
             "ValueError: train(): steps differs between processes 0 and 1 (4 and 5)",
             "ValueError: train(): output differs between processes 0 and 1",
             f"ValueError: 1 eval_prompts are fewer than {count} processes",
-            f"PeerFailed: process 1 of {count} failed: ValueError: queries has 0 elements, "
-            f"batch_size is {each}",
+            f"PeerFailed: process 1 of {count} failed: ValueError: queries has 0 elements",
         ],
         strict=True,
     ):
         assert message.startswith(expected)
-    assert other[6].startswith(f"ValueError: queries has 0 elements, batch_size is {each}")
+    assert other[6].startswith("ValueError: queries has 0 elements")
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{i}.json" for i in range(count)]
