@@ -6,16 +6,13 @@ import time
 import pytest
 
 from fastrl.run.ledger import read_ledger
+from tests.processes.failing import fail
 from tests.processes.jobs import train
-from tests.processes.launch import TOLERANCE, launch, torchrun
+from tests.processes.launch import TOLERANCE, fork
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*the KL estimate is negative", r"ignore:resume. the run had 2 process\(es\)"
 )
-
-
-def run(folder, name):
-    return launch("-m", "tests.processes.failing", folder, name, starter=torchrun(2))
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +39,14 @@ def assert_resumed_by_one_process_like(straight, folder):
         ("raises", "PeerFailed: process 1 of 2 failed: LookupError: the judge is gone"),
         ("raises in a callback", "LookupError: the disk of the notes is full"),
         ("dies", "PeerFailed: another process has ended, or did not answer"),
+        ("main dies", "PeerFailed: another process has ended, or did not answer"),
         ("is stopped", "Stopped: stopped after step 2; saved: "),
         ("hangs", "PeerFailed: another process has ended, or did not answer within"),
     ],
 )
 def test_one_process_ends_both_soon_with_the_state_saved(straight, tmp_path, name, message):
     folder = tmp_path / "run"
-    ended = run(folder, name)
+    ended = fork(fail, name, folder)
     seconds = time.time() - float(ended.stdout.split()[0])
     assert ended.returncode != 0
     assert message in ended.stderr
@@ -57,8 +55,15 @@ def test_one_process_ends_both_soon_with_the_state_saved(straight, tmp_path, nam
     assert_resumed_by_one_process_like(straight, folder)
 
 
+def test_a_run_of_one_process_goes_on_as_two(straight, tmp_path):
+    train(tmp_path / "run", steps=2)
+    ended = fork(fail, "goes on", tmp_path / "run")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert_resumed_by_one_process_like(straight, tmp_path / "run")
+
+
 def test_processes_that_differ_all_refuse_to_begin(tmp_path):
-    ended = run(tmp_path, "differs")
+    ended = fork(fail, "differs", tmp_path)
     assert ended.returncode == 0, ended.stderr[-3000:]
     main, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert main[:6] == other[:6]

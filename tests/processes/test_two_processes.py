@@ -4,13 +4,8 @@ import pytest
 import torch
 
 from fastrl.run.state import load_tree
-from tests.processes.jobs import JOBS
-from tests.processes.launch import assert_close, launch, torchrun
-
-
-def run(*arguments, processes=2):
-    """Runs jobs."""
-    return launch("-m", "tests.processes.jobs", *arguments, starter=torchrun(processes))
+from tests.processes.jobs import JOBS, run
+from tests.processes.launch import assert_close, fork
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +13,7 @@ def done(tmp_path_factory):
     """A folder with what each job did, as one process and as two."""
     folder = tmp_path_factory.mktemp("jobs")
     for processes in (1, 2):
-        ended = run(folder, *JOBS, processes=processes)
+        ended = fork(run, folder, *JOBS, processes=processes)
         assert ended.returncode == 0, ended.stderr[-3000:]
     return folder
 
