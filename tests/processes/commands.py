@@ -16,17 +16,20 @@ from fastrl import cli
 from fastrl.run import report
 
 
-def main() -> None:
+def run_commands(file: str | Path) -> None:
+    """
+    Raises:
+        SystemExit: one of them did not return 0.
+    """
     report.write_report = lambda folder: folder.report  # type: ignore[assignment]
-    # Commands disconnect the processes at their end, and torchrun's connect once only.
+    # Commands disconnect the processes at their end, which can be connected once only.
     PartialState.destroy_process_group = lambda self, group=None: None  # type: ignore[assignment]
-    for words in json.loads(Path(sys.argv[1]).read_text()):
+    for words in json.loads(Path(file).read_text()):
         status = cli.main(words)
         if status:
             sys.exit(f"{words[0]} returned {status}")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_commands(sys.argv[1])
+    torch.distributed.destroy_process_group()

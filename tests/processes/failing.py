@@ -1,7 +1,4 @@
-"""Runs of several processes in which something goes wrong.
-
-``python -m tests.processes.failing FOLDER NAME`` does one of them.
-"""
+"""Runs of several processes in which something goes wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ from typing import Any
 import torch
 
 from fastrl.run.callbacks import TrainCallback
-from fastrl.run.processes import process_count
 from fastrl.run.stopping import stop_at_a_steps_end
 from tests import tiny_models
 from tests.processes.jobs import PROMPTS, make_trainer, reward, train
@@ -28,12 +24,13 @@ LONG = 300  # seconds; no test waits for their end
 
 def print_time() -> None:
     """Of what is about to happen; tests measure from there."""
-    print(time.time(), flush=True)
+    sys.stdout.write(f"{time.time()}\n")
+    sys.stdout.flush()
 
 
 class InTheThirdCall:
-    """The reward function, whose third call does something else before: the last of two actions in
-    process 1, the first in all others."""
+    """The reward function, whose third call does something else before: an action for each process;
+    those for which there is none do nothing."""
 
     __name__ = "reward"
 
@@ -44,7 +41,9 @@ class InTheThirdCall:
         self.calls += 1
         if self.calls == 3:
             print_time()
-            self.actions[os.environ["RANK"] == "1"]()
+            own = int(os.environ["RANK"])
+            for action in self.actions[own : own + 1]:
+                action()
         return reward(completion_ids, **columns)
 
 
@@ -82,7 +81,7 @@ def hangs(folder: Path) -> None:
             with contextlib.suppress(BaseException):
                 time.sleep(LONG)
 
-    train(folder, InTheThirdCall(_nothing, hang), make_trainer(ddp_timeout=4))
+    train(folder, InTheThirdCall(_nothing, hang), make_trainer(ddp_timeout=5))
 
 
 def _nothing() -> None:
@@ -128,20 +127,16 @@ JOBS: dict[str, Callable[[Path], object]] = {
     # The others are waiting for something that takes long.
     "raises": lambda folder: train(folder, InTheThirdCall(_wait, _raise)),
     "dies": lambda folder: train(folder, InTheThirdCall(_wait, _die)),
+    "main dies": lambda folder: train(folder, InTheThirdCall(_die, _wait), save_every=1),
     "is stopped": lambda folder: train(folder, InTheThirdCall(_wait, _terminate)),
     "hangs": hangs,
     "raises in a callback": lambda folder: train(folder, callbacks=[_FailsInMain()]),
+    "goes on": lambda folder: train(folder, resume=True),
     "differs": differs,
 }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    assert process_count() > 1
+def fail(name: str, folder: Path) -> None:
+    """Runs one of them, as a command does."""
     with stop_at_a_steps_end():
-        JOBS[sys.argv[2]](Path(sys.argv[1]))
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        JOBS[name](folder)

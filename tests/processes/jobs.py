@@ -1,14 +1,10 @@
-"""Training jobs that tests run as one process and as several, with the same global batch.
-
-``python -m tests.processes.jobs FOLDER NAME [NAME …]`` runs some of them and saves what they did.
-"""
+"""Training jobs that tests run as one process and as several, with the same global batch."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -276,22 +272,10 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def run(name: str, folder: Path) -> None:
-    """Saves what a job did, of each process in a folder of its own."""
+def run(folder: Path, *names: str) -> None:
+    """Saves what some jobs did, of each process in a folder of its own."""
     rank = os.environ.get("RANK", "0")
-    target = folder / f"{name}-{process_count()}-{rank}"
-    target.mkdir(parents=True)
-    save_tree(JOBS[name](), target)
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    folder, *names = sys.argv[1:]
     for name in names:
-        run(name, Path(folder))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        target = folder / f"{name}-{process_count()}-{rank}"
+        target.mkdir(parents=True)
+        save_tree(JOBS[name](), target)

@@ -1,11 +1,19 @@
 """Starting programs on one process or several, and comparing what they did."""
 
 import math
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+import warnings
+from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -59,12 +67,6 @@ def launch(*program, starter=(), timeout=120, **variables):
             os.killpg(launcher.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(launcher.args, launcher.returncode, out, err)
-
-
-def run(*arguments, module="jobs", processes=2):
-    """Runs a module of this folder."""
-    program = ("-m", f"tests.processes.{module}", *arguments)
-    return launch(*program, starter=torchrun(processes))
 
 
 def assert_close(one, other, place=""):

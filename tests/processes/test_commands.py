@@ -10,10 +10,19 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from fastrl.run.ledger import read_ledger
-from tests.processes.launch import COUNTS, accelerate_launch, assert_close, launch, torchrun
+from tests.processes.commands import run_commands
+from tests.processes.launch import (
+    COUNTS,
+    accelerate_launch,
+    assert_close,
+    fork,
+    launch,
+    torchrun,
+)
 
 LAUNCHERS = {"torchrun": torchrun, "accelerate launch": accelerate_launch}
 ALL = COUNTS != (2,)
+# Of the ledger.
 EXACT = ["step", "sample", "prompt_row", "prompt_ids", "completion_ids", "finish_reason", "seed"]
 EXACT += ["sample_id", "number", "weights_version"]
 CLOSE = ["logprobs", "values", "advantages", "reward", "score"]
@@ -53,14 +62,11 @@ def words(command, world, output, processes):
     return [command, *(str(word) for k, v in settings.items() for word in (f"--{k}", v))]
 
 
-def run(names, world, folder, processes, starter):
-    """Runs commands one after another; returns the folder with their outputs."""
-    lines = [words(name, world, folder / name, processes) for name in names]
-    (folder / "commands.json").write_text(json.dumps(lines))
-    program = ("-m", "tests.processes.commands", folder / "commands.json")
-    ended = launch(*program, starter=starter, HF_DATASETS_CACHE=str(folder / "cache"))
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return folder
+def list_commands(names, world, folder, processes):
+    """Writes commands to a file, with outputs in its folder."""
+    file = folder / "commands.json"
+    file.write_text(json.dumps([words(name, world, folder / name, processes) for name in names]))
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -84,21 +90,23 @@ def given(world):
 
 @pytest.fixture(scope="module")
 def alone(given, tmp_path_factory):
-    """What each command leaves that one process runs."""
-    return run(COMMANDS, given, tmp_path_factory.mktemp("alone"), 1, ())
+    """A folder with what each command leaves that one process runs."""
+    folder = tmp_path_factory.mktemp("alone")
+    ended = fork(run_commands, list_commands(COMMANDS, given, folder, 1), processes=1)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return folder
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(name, n) for name in LAUNCHERS for n in COUNTS if ALL or name == "torchrun"],
-    ids=lambda param: f"{param[0]}-{param[1]}",
-)
-def together(request, given, tmp_path_factory):
+@pytest.fixture(scope="module", params=list(LAUNCHERS) if ALL else ["accelerate launch"])
+def together(request, given, count, tmp_path_factory):
     """The same of several processes; ``fastrl ppo`` has a test of its own."""
-    launcher, count = request.param
-    names = [name for name in COMMANDS if name != "ppo"]
     folder = tmp_path_factory.mktemp("together")
-    return run(names, given, folder, count, LAUNCHERS[launcher](count))
+    names = [name for name in COMMANDS if name != "ppo"]
+    file = list_commands(names, given, folder, count)
+    starter = LAUNCHERS[request.param](count)
+    ended = launch("-m", "tests.processes.commands", file, starter=starter)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return folder
 
 
 def weights(folder):
@@ -135,13 +143,9 @@ def test_a_command_does_on_several_processes_what_it_does_on_one(alone, together
     assert_same_run(alone / command, together / command)
 
 
-@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_launcher_starts_fastrl_ppo(alone, given, tmp_path, launcher, count):
     ppo = words("ppo", given, tmp_path / "ppo", count)
-    cache = str(tmp_path / "cache")
-    ended = launch(
-        "-m", "fastrl", *ppo, starter=LAUNCHERS[launcher](count), HF_DATASETS_CACHE=cache
-    )
+    ended = launch("-m", "fastrl", *ppo, starter=LAUNCHERS[launcher](count))
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert_same_run(alone / "ppo", tmp_path / "ppo")

@@ -6,8 +6,9 @@ import time
 import pytest
 
 from fastrl.run.ledger import read_ledger
+from tests.processes.failing import fail
 from tests.processes.jobs import train
-from tests.processes.launch import TOLERANCE, run
+from tests.processes.launch import TOLERANCE, fork
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*the KL estimate is negative", r"ignore:resume. the run had \d process\(es\)"
@@ -38,13 +39,14 @@ def assert_resumed_by_one_process_like(straight, folder):
         ("raises", "PeerFailed: process 1 of {count} failed: LookupError: the judge is gone"),
         ("raises in a callback", "LookupError: the disk of the notes is full"),
         ("dies", "PeerFailed: another process has ended, or did not answer"),
+        ("main dies", "PeerFailed: another process has ended, or did not answer"),
         ("is stopped", "Stopped: stopped after step 2; saved: "),
         ("hangs", "PeerFailed: another process has ended, or did not answer within"),
     ],
 )
 def test_one_process_ends_all_soon_with_the_state_saved(straight, tmp_path, count, name, message):
     folder = tmp_path / "run"
-    ended = run(folder, name, module="failing", processes=count)
+    ended = fork(fail, name, folder, processes=count)
     seconds = time.time() - float(ended.stdout.split()[0])
     assert ended.returncode != 0
     assert message.format(count=count) in ended.stderr
@@ -53,8 +55,15 @@ def test_one_process_ends_all_soon_with_the_state_saved(straight, tmp_path, coun
     assert_resumed_by_one_process_like(straight, folder)
 
 
+def test_a_run_of_one_process_goes_on_as_several(straight, tmp_path, count):
+    train(tmp_path / "run", steps=2)
+    ended = fork(fail, "goes on", tmp_path / "run", processes=count)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert_resumed_by_one_process_like(straight, tmp_path / "run")
+
+
 def test_processes_that_differ_all_refuse_to_begin(tmp_path, count):
-    ended = run(tmp_path, "differs", module="failing", processes=count)
+    ended = fork(fail, "differs", tmp_path, processes=count)
     assert ended.returncode == 0, ended.stderr[-3000:]
     main, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert main[:6] == other[:6]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fastrl.run.state import load_tree
-from tests.processes.jobs import JOBS
-from tests.processes.launch import assert_close, run
+from tests.processes.jobs import JOBS, run
+from tests.processes.launch import assert_close, fork
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def together(tmp_path_factory, count):
 
 def _done(tmp_path_factory, processes):
     folder = tmp_path_factory.mktemp("jobs")
-    ended = run(folder, *JOBS, processes=processes)
+    ended = fork(run, folder, *JOBS, processes=processes)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return folder
 
