@@ -28,9 +28,7 @@ COUNTS = tuple(int(n) for n in os.environ.get("PROCESSES", "2").split(","))
 
 
 def torchrun(processes):
-    """Arguments of Python that start a program on several processes; none for a single one."""
-    if processes == 1:
-        return ()
+    """Arguments of Python that start a program on several processes."""
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
 
 
@@ -47,8 +45,11 @@ def launch(*program, starter=(), timeout=120, **variables):
     Args:
         program: what follows ``python`` (``-m``, its module, its arguments).
         starter: Python's arguments of a launcher, such as :func:`torchrun` gives.
-        timeout: seconds until it counts as hanging.
+        timeout: seconds until it counts as hanging, and all of its processes are killed.
         variables: added to the environment.
+
+    Returns:
+        ``returncode``, ``stderr`` and ``stdout``.
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
@@ -66,7 +67,81 @@ def launch(*program, starter=(), timeout=120, **variables):
         except BaseException:  # a launcher that is killed leaves its processes behind
             os.killpg(launcher.pid, signal.SIGKILL)
             raise
-    return subprocess.CompletedProcess(launcher.args, launcher.returncode, out, err)
+    return SimpleNamespace(returncode=launcher.returncode, stdout=out, stderr=err)
+
+
+def fork(target, *arguments, processes=2, timeout=120, grace=5):
+    """Calls a function in several processes, as torchrun does, but without the seconds that its
+    imports take: they are forks of a server, which has imported all. Where one fails, the others
+    get SIGTERM, and are killed when the grace is over.
+
+    Args:
+        target: of a module under tests/processes.
+        timeout, grace: seconds.
+
+    Returns:
+        ``returncode``, that of the first that failed, and the ``stderr`` and ``stdout`` of all.
+    """
+    context = multiprocessing.get_context("forkserver")
+    with socket.socket() as free, mock.patch.dict(os.environ):
+        # The path of users: on a CPU other tests run Triton's interpreter.
+        os.environ.pop("TRITON_INTERPRET", None)
+        context.set_forkserver_preload(["tests.processes.jobs", "tests.processes.failing"])
+        forkserver.ensure_running()
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        calls = (target, arguments)
+        ranks = [
+            context.Process(target=_in_rank, args=(rank, processes, port, Path(folder), *calls))
+            for rank in range(processes)
+        ]
+        for rank in ranks:
+            rank.start()
+        try:
+            end, status = time.monotonic() + timeout, 0
+            while any(rank.is_alive() for rank in ranks):
+                failed = [rank.exitcode for rank in ranks if rank.exitcode]
+                if failed and not status:
+                    status, end = failed[0], time.monotonic() + grace
+                    for rank in ranks:
+                        rank.terminate()
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.05)
+            assert status or time.monotonic() <= end, "it hangs"
+            status = status or max(abs(rank.exitcode or 0) for rank in ranks)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+        out, err = (
+            "".join((Path(folder) / f"{rank}.{kind}").read_text() for rank in range(processes))
+            for kind in ("out", "err")
+        )
+    return SimpleNamespace(returncode=status, stdout=out, stderr=err)
+
+
+def _in_rank(rank, processes, port, folder, target, arguments):
+    """Calls a function as one of several processes."""
+    for descriptor, kind in ((1, "out"), (2, "err")):
+        file = os.open(folder / f"{rank}.{kind}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, descriptor)
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    if processes > 1:
+        os.environ |= variables
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    target(*arguments)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def assert_close(one, other, place=""):
