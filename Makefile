@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 JOBS ?= 2
 
-.PHONY: help demo test faults lint format docs aot gpu bench trl-parity hub clean
+.PHONY: help demo test faults processes lint format docs aot gpu bench trl-parity hub clean
 
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
 	@echo "make test    run the tests and the ahead-of-time gate of the kernels"
 	@echo "make faults  kill runs of every trainer at many instants, and resume them"
+	@echo "make processes  train on two and on four processes, by each launcher"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make docs    the documentation, in site/: open site/index.html"
@@ -46,6 +47,10 @@ test: $(VENV)/.dev
 faults: export FAULTS = all
 faults: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile tests/faults $(PYTEST)
+
+processes: export PROCESSES = 2,4
+processes: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/processes $(PYTEST)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

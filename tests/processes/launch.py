@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "accelerate"
 # Sums of gradients are rounded in another order.
 TOLERANCE = 1e-5
 _OF_SPEED = ("time/", "perf/", "epoch")
@@ -33,9 +34,8 @@ def torchrun(processes):
 
 
 def accelerate_launch(processes):
-    """The same by accelerate. Without GPUs ``--multi_gpu`` starts as many, too; ``--cpu`` does
-    not."""
-    launcher = ("-m", "accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0")
+    """The same by accelerate and the example's file."""
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", EXAMPLES / "ddp.yaml")
     return (*launcher, "--num_processes", str(processes))
 
 
@@ -54,7 +54,7 @@ def launch(*program, starter=(), timeout=120, **variables):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
     with subprocess.Popen(
-        [sys.executable, *starter, *map(str, program)],
+        [sys.executable, *map(str, (*starter, *program))],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
