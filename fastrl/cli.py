@@ -156,7 +156,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "env": ("commands.env", (), "run_env"),
 }
 _ON_FOLDERS = ("report", "doctor", "samples", "replay")  # of runs; they have no settings
-_ONE_PROCESS = ("demo",)
+_ONE_PROCESS = ("demo", "replay")
 _TRAINING = ("sft", "reward", "align", "ppo", "grpo")
 
 if __name__ == "__main__":

@@ -59,6 +59,11 @@ def run_replay(arguments: Sequence[str]) -> int:
     console.print(f"step {found.step}, from {source}: {updates} update{plural}")
     if found.strayed is not None:
         console.print(f"the run did another update in {found.strayed}")
+    if found.tolerance:
+        console.print(
+            "the run had several processes, whose sums one process rounds otherwise: log-probs and "
+            f"values within {found.tolerance:.1e} count as the same"
+        )
     if flags.sample is None:
         console.print("\n".join(_of_all(found)))
         return 0 if found.identical else 1
@@ -101,13 +106,19 @@ def read_job(folder: RunFolder) -> PPOJob:
 
 
 def read_settings(folder: RunFolder, step: int) -> PPOConfig:
-    """The trainer's settings at a step, as the ledger has them: a resumed run may have others.
+    """The trainer's settings at a step, as the ledger has them: a resumed run may have others. Of
+    several processes the sizes are those of all together.
 
     Raises:
         ValueError: the ledger is of another version of fastrl.
     """
-    recorded = read_facts(folder.ledger, step, step)[-1]["settings"]
-    config = _made(PPOConfig, unflattened(recorded), folder)
+    from fastrl.ppo.replay import process_count_of
+
+    facts = read_facts(folder.ledger, step, step)[-1]
+    settings = unflattened(facts["settings"])
+    for name in ("batch_size", "mini_batch_size"):
+        settings[name] *= process_count_of(facts)
+    config = _made(PPOConfig, settings, folder)
     config.log_with = None
     return config
 
@@ -161,12 +172,18 @@ def _of_one(number: int, sample: ReplayedSample) -> list[str]:
     if sample.identical:
         with_them = " with their log-probs" if sample.logprobs is not None else ""
         with_them += " and values" if sample.values is not None else ""
-        return [f"sample {number}: identical, {len(sample.completion_ids)} tokens{with_them}"]
+        same = f"identical{_but(sample.tolerance)}"
+        return [f"sample {number}: {same}, {len(sample.completion_ids)} tokens{with_them}"]
     return [f"sample {number} DIFFERS:", *(f"  {line}" for line in sample.differences())]
 
 
 def _of_all(found: Replayed) -> list[str]:
     numbered = list(enumerate(found.samples))
     other = [(number, sample) for number, sample in numbered if not sample.identical]
-    lines = [f"{len(numbered) - len(other)} of {len(numbered)} samples are identical"]
+    but = _but(found.tolerance)
+    lines = [f"{len(numbered) - len(other)} of {len(numbered)} samples are identical{but}"]
     return lines + [line for number, sample in other for line in _of_one(number, sample)]
+
+
+def _but(tolerance: float) -> str:
+    return " but for rounding" if tolerance else ""

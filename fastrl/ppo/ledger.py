@@ -20,6 +20,7 @@ from fastrl.data.prompts import Prompts
 from fastrl.ppo.experience import LastExperience
 from fastrl.rewards.weighted import RewardBatch
 from fastrl.rollout import RolloutOutput
+from fastrl.rollout.kv_cache import Room
 from fastrl.run.callbacks import Samples
 from fastrl.run.ledger import PER_FUNCTION, Ledger, Lists
 from fastrl.run.processes import Processes
@@ -39,6 +40,7 @@ class RewardedSamples:
     rollout: RolloutOutput
     rewards: RewardBatch
     seconds: float  # that the rewards took
+    rooms: Sequence[Room] = ()  # for each sample, that of the engine it was drawn by
 
     def of_all(self, processes: Processes, prompts: Prompts) -> RewardedSamples:
         """The samples of all processes, in the processes' order.
@@ -54,6 +56,7 @@ class RewardedSamples:
             RolloutOutput.joined(rollouts),
             self.rewards.of_all(processes),
             max(seconds),
+            [rollout.room for rollout in rollouts for _ in rollout.sequences],
         )
 
 
@@ -193,8 +196,8 @@ def ledger_columns(
         "seed": _repeated(rollout.seed, count),
         "sample_id": rollout.sample_ids,
         "number": rollout.numbers,
-        "slots": _repeated(rollout.room.slots, count),
-        "slot_length": _repeated(rollout.room.length, count),
+        "slots": [room.slots for room in samples.samples.rooms],
+        "slot_length": [room.length for room in samples.samples.rooms],
         "weights_version": _repeated(samples.weights_version, count),
         "logprobs": _lists(rollout.logprobs_at(temperature), np.float32),
         "values": _lists(rollout.values, np.float32),

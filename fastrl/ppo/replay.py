@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from fastrl.ppo.ledger import NOT_JSON
+from fastrl.ppo.setup import precision_of
 from fastrl.ppo.state import deciding
 from fastrl.rollout import RolloutOutput
 from fastrl.run.checkpoints import Checkpoints, step_of
@@ -32,6 +34,7 @@ class ReplayedSample:
 
     Attributes:
         recorded: the ledger's row of it.
+        tolerance: by how much log-probs and values may differ and still count as the recorded ones.
         completion_ids, finish_reason: of the sample drawn now.
         logprobs, values: its log-probs at the policy's temperature and its values, [L] fp32; None
             where rollouts compute none.
@@ -42,11 +45,12 @@ class ReplayedSample:
     finish_reason: str
     logprobs: np.ndarray | None
     values: np.ndarray | None
+    tolerance: float = 0.0
 
     @property
     def identical(self) -> bool:
-        """Whether tokens, finish reason, log-probs and values are the recorded ones, bit for
-        bit."""
+        """Whether tokens, finish reason, log-probs and values are the recorded ones, bit for bit
+        where ``tolerance`` is 0."""
         return not self.differences()
 
     def differences(self) -> list[str]:
@@ -64,7 +68,8 @@ class ReplayedSample:
         if reason != self.finish_reason:
             lines.append(f"finish reason: {reason} recorded, {self.finish_reason} now")
         for name in ("logprobs", "values"):
-            lines += _difference(name, self.recorded[name], getattr(self, name), same)
+            own = getattr(self, name)
+            lines += _difference(name, self.recorded[name], own, same, self.tolerance)
         return lines
 
 
@@ -76,12 +81,15 @@ class Replayed:
         begun_at: steps of the checkpoint that was loaded; 0: the beginning of the run.
         strayed: the first step since then whose update was not that of the run, and how it
             differed; None: there is none.
+        tolerance: of samples and updates; above 0 where updates of several processes were done
+            again, whose sums one process rounds otherwise.
     """
 
     step: int
     begun_at: int
     samples: list[ReplayedSample]
     strayed: str | None
+    tolerance: float = 0.0
 
     @property
     def identical(self) -> bool:
@@ -101,11 +109,15 @@ def replay(
     Loads the newest good checkpoint from before the step, or begins with the trainer's own weights;
     does the updates from there on as the ledger has their samples and scores, without rollouts and
     rewards; and draws the step's samples by what keyed their draws. On the machine, threads and
-    versions of the run they are the recorded ones bit for bit; a warning says what differs.
-    Afterwards the trainer is as it was when the run drew them. Nothing is pushed to the Hub.
+    versions of the run they are the recorded ones bit for bit; a warning says what differs. Of a
+    run of several processes one process does the updates of all, but for the rounding of sums:
+    log-probs and values are the recorded ones within √ε of their dtype, or bit for bit where no
+    update lies between checkpoint and step. Afterwards the trainer is as it was when the run drew
+    them. Nothing is pushed to the Hub.
 
     Args:
-        trainer: made as for the run, from the same model.
+        trainer: made as for the run, from the same model, in one process; ``batch_size`` and
+            ``mini_batch_size`` are those of all processes of the run together.
         output: the run's folder.
         step: from 1.
         generation_kwargs: in place of the recorded ones; needed where these hold what JSON cannot.
@@ -113,9 +125,11 @@ def replay(
 
     Raises:
         ValueError: a step that the ledger does not have, or one between it and the checkpoint;
-            a trainer of other settings; a damaged file of the ledger.
+            a trainer of other settings or of several processes; a damaged file of the ledger.
         BadCheckpoint: a ValueError: a checkpoint of another model.
     """
+    if trainer.processes.count > 1:
+        raise ValueError("a replay runs as one process: start it without a launcher")
     run = output if isinstance(output, RunFolder) else RunFolder(output)
     ledger = run.ledger
     facts = read_facts(ledger, step, step)
@@ -128,11 +142,22 @@ def replay(
     recorded = read_facts(ledger, begun_at + 1, step)
     _warn_of_other_settings(recorded)
     _warn_of_another_machine(recorded)
+    walked = read_facts(ledger, begun_at + 1, step - 1) if begun_at + 1 < step else []
+    shared = any(process_count_of(facts) > 1 for facts in walked)
+    precision = precision_of(trainer.model, trainer.accelerator)
+    tolerance = math.sqrt(torch.finfo(precision).eps) if shared else 0.0
     strayed = None
     for past in _steps(begun_at + 1, step, progress):
-        found = _walk(trainer, ledger, past)
+        found = _walk(trainer, ledger, past, tolerance)
         strayed = strayed or found
-    return Replayed(step, begun_at, _draw(trainer, ledger, step, kwargs), strayed)
+    count = process_count_of(recorded[-1])
+    samples = _draw(trainer, ledger, step, kwargs, count, tolerance)
+    return Replayed(step, begun_at, samples, strayed, tolerance)
+
+
+def process_count_of(facts: Mapping[str, Any]) -> int:
+    """How many processes did the steps of a file of the ledger."""
+    return facts["settings"].get("world_size") or 1
 
 
 def _load_checkpoint(trainer: PPOTrainer, run: RunFolder, step: int) -> int:
@@ -144,7 +169,10 @@ def _load_checkpoint(trainer: PPOTrainer, run: RunFolder, step: int) -> int:
     """
     checkpoint = Checkpoints(run.checkpoints).newest_good(before=step)
     if checkpoint is not None:
-        trainer.load_checkpoint(checkpoint)
+        with warnings.catch_warnings():
+            # What is random in reward functions does not matter: they are not called.
+            warnings.filterwarnings("ignore", r"resume: the run had \d+ process")
+            trainer.load_checkpoint(checkpoint)
         return step_of(checkpoint)
     if trainer.current_step:
         raise ValueError(
@@ -159,7 +187,7 @@ def _load_checkpoint(trainer: PPOTrainer, run: RunFolder, step: int) -> int:
     return 0
 
 
-def _walk(trainer: PPOTrainer, ledger: Path, step: int) -> str | None:
+def _walk(trainer: PPOTrainer, ledger: Path, step: int, tolerance: float) -> str | None:
     """Does the update of a step; returns how it differed from the run's, None if it did not."""
     table = read_ledger(ledger, [*_WALKED, *_CHECKED], step, step)
     if table.num_rows == 0:
@@ -174,7 +202,8 @@ def _walk(trainer: PPOTrainer, ledger: Path, step: int) -> str | None:
         return f"step {step}: {now} optimizer steps were taken before it, {version} in the run"
     assert trainer.experience is not None
     recorded = np.array([x for row in rows for x in row["advantages"]], dtype=np.float32)
-    found = _difference("advantages", recorded, trainer.experience.advantages()[0])
+    own = trainer.experience.advantages()[0]
+    found = _difference("advantages", recorded, own, tolerance=tolerance)
     return f"step {step}: {found[0]}" if found else None
 
 
@@ -198,15 +227,26 @@ def _recorded(rows: list[dict[str, Any]], temperature: float) -> RolloutOutput:
 
 
 def _draw(
-    trainer: PPOTrainer, ledger: Path, step: int, generation_kwargs: dict[str, Any]
+    trainer: PPOTrainer,
+    ledger: Path,
+    step: int,
+    generation_kwargs: dict[str, Any],
+    processes: int,
+    tolerance: float,
 ) -> list[ReplayedSample]:
-    """Draws the samples of a step."""
-    rows = read_ledger(ledger, None, step, step).to_pylist()
-    first, size = rows[0], trainer.config.group_size
-    room = {"slots": first["slots"], "length": first["slot_length"]}
-    trainer.rollouts.load_state_dict({"rooms": {"policy": room} if room["slots"] else {}})
-    prompts = [torch.tensor(row["prompt_ids"]) for row in rows[::size]]
-    out = trainer.rollouts.sample(prompts, generation_kwargs, size, first["seed"])
+    """Draws the samples of a step, the share of each of the run's processes as it did."""
+    rows, outputs = read_ledger(ledger, None, step, step).to_pylist(), []
+    share, size = len(rows) // processes, trainer.config.group_size
+    for process in range(processes):
+        own = rows[process * share : (process + 1) * share]
+        room = {"slots": own[0]["slots"], "length": own[0]["slot_length"]}
+        trainer.rollouts.load_state_dict({"rooms": {"policy": room} if room["slots"] else {}})
+        prompts = [torch.tensor(row["prompt_ids"]) for row in own[::size]]
+        ids = range(process * len(prompts), (process + 1) * len(prompts))
+        # As GenerateBackend has it, which does not key the draws by the sample.
+        seed = own[0]["seed"] if room["slots"] else own[0]["seed"] ^ process
+        outputs.append(trainer.rollouts.sample(prompts, generation_kwargs, size, seed, ids))
+    out = RolloutOutput.joined(outputs)
     logprobs = out.logprobs_at(trainer.config.temperature)
     return [
         ReplayedSample(
@@ -215,13 +255,17 @@ def _draw(
             out.finish_reasons[i],
             None if logprobs is None else logprobs[i].numpy(),
             None if out.values is None else out.values[i].numpy(),
+            tolerance,
         )
         for i, row in enumerate(rows)
     ]
 
 
-def _difference(name: str, recorded: Any, now: Any, common: int | None = None) -> list[str]:
-    """A line where two lists of numbers are not the same bits.
+def _difference(
+    name: str, recorded: Any, now: Any, common: int | None = None, tolerance: float = 0.0
+) -> list[str]:
+    """A line where two lists of numbers are not the same bits, or further apart than a tolerance
+    above 0.
 
     Args:
         common: how many of the first are of the same tokens; None: all.
@@ -238,6 +282,8 @@ def _difference(name: str, recorded: Any, now: Any, common: int | None = None) -
         return []
     delta = np.abs(before[:length] - after[:length])
     worst, count = float(delta.max()), int((delta > 0).sum())
+    if len(before) == len(after) and worst <= tolerance and tolerance > 0:
+        return []
     return [f"{name}: up to {worst:.1e} apart, in {count} of {length} tokens"]
 
 
@@ -246,12 +292,16 @@ def _check_settings(trainer: PPOTrainer, facts: Mapping[str, Any], ledger: Path)
     Raises:
         ValueError: settings that decide what a step is are not the run's.
     """
-    for name in ("temperature", "batch_size", "group_size"):
-        recorded, own = facts["settings"][name], getattr(trainer.config, name)
-        if recorded != own:
+    recorded = {name: facts["settings"][name] for name in ("temperature", "group_size")}
+    count = process_count_of(facts)
+    recorded["batch_size"] = facts["settings"]["batch_size"] * count
+    for name, value in recorded.items():
+        own = getattr(trainer.config, name)
+        if value != own:
+            of_all = f" (of {count} processes together)" if count > 1 else ""
             raise ValueError(
-                f"the trainer has {name}={own}, the ledger {ledger} {recorded}: make it as for the "
-                "run"
+                f"the trainer has {name}={own}, the ledger {ledger} {value}{of_all}: make it as "
+                "for the run"
             )
 
 

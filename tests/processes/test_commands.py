@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from fastrl import cli
 from fastrl.run.ledger import read_ledger
 from tests.processes.commands import run_commands
 from tests.processes.launch import (
@@ -141,6 +142,21 @@ def assert_same_run(one, other):
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name != "ppo"])
 def test_a_command_does_on_several_processes_what_it_does_on_one(alone, together, command):
     assert_same_run(alone / command, together / command)
+
+
+@pytest.mark.parametrize(
+    ("step", "source", "same"),
+    [
+        (3, "checkpoint-2: 0 updates", "16 of 16 samples are identical"),
+        (2, "the run's beginning: 1 update", "16 of 16 samples are identical but for rounding"),
+    ],
+)
+def test_a_run_of_several_processes_is_replayed_by_one(together, capsys, step, source, same):
+    """From its checkpoint to the bit."""
+    assert cli.main(["replay", str(together / "grpo"), "--step", str(step)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == f"step {step}, from {source}"
+    assert shown[-1] == same
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
