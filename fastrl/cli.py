@@ -10,7 +10,13 @@ import warnings
 from collections.abc import Sequence
 
 from fastrl.commands.flags import UsageError, parse, unknown_name
-from fastrl.run.processes import check_one_process, connect_cpus, is_main_process
+from fastrl.run.processes import (
+    check_one_process,
+    connect_cpus,
+    is_main_process,
+    process_count,
+    process_index,
+)
 from fastrl.run.progress import drop_bars, line_start
 from fastrl.run.stopping import Stopped
 from fastrl.user_code import fault_of
@@ -44,6 +50,12 @@ stopped by Ctrl-C, SIGTERM
 
 # Errors of the user's input; any other is a bug in fastrl and keeps its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, FloatingPointError)
+# Of processes but the main one.
+_QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
 # By name: torch may not be imported.
 _ERRORS_BY_NAME = ("OutOfMemoryError", "SafetensorError", "TrainingDiverged", "PeerFailed")
 
@@ -65,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"fastrl {version('fastrl-lm')}")
         return 0
-    if not is_main_process():  # which says it for all
-        warnings.simplefilter("ignore", UserWarning)
+    if not is_main_process():
+        _leave_messages_to_the_main_process()
     with_place = warnings.formatwarning
     warnings.formatwarning = _warning_line
     try:
@@ -81,24 +93,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Stopped as stop:
-        shown, status = f"fastrl: {stop}", stop.status
+        shown, status = _from_main(f"fastrl: {stop}"), stop.status
     except KeyboardInterrupt as interrupt:
-        shown, status = f"fastrl: {str(interrupt) or 'interrupted'}", 130
+        shown, status = _from_main(f"fastrl: {str(interrupt) or 'interrupted'}"), 130
     except Exception as error:
         drop_bars()
         fault = fault_of(error)
         if os.environ.get("FASTRL_DEBUG", "0") == "1" or not (fault or _is_users(error)):
             raise
         message = fault.message if fault else _message(error)
-        shown, status = f"{fault.where if fault else ''}fastrl: error: {message}", 2
+        shown, status = f"{fault.where if fault else ''}{_name()}: error: {message}", 2
     finally:
         warnings.formatwarning = with_place
     # Objects in the error's frames are freed now, and may print; the message comes last.
     drop_bars()
     gc.collect()
     sys.stdout.flush()
-    print(shown, file=sys.stderr)
+    if shown:
+        print(shown, file=sys.stderr)
     return status
+
+
+def _leave_messages_to_the_main_process() -> None:
+    """Warnings, and bars and notices of libraries, which are imported later; not errors."""
+    warnings.simplefilter("ignore", UserWarning)
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+def _from_main(message: str) -> str:
+    return message if is_main_process() else ""
+
+
+def _name() -> str:
+    """Of this program in errors, which may be those of one process."""
+    count = process_count()
+    return "fastrl" if count == 1 else f"fastrl (process {process_index()} of {count})"
 
 
 def _warning_line(

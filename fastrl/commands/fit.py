@@ -302,11 +302,12 @@ def fit(
 
 def say_none_held_out(count: int, what: str) -> None:
     """Prints that there are too few examples to hold out any by default."""
-    print(
-        f"{count} {what} are too few to hold any out, so nothing is evaluated: set a number with "
-        f"--eval-{what}, or name an --eval-dataset",
-        file=sys.stderr,
-    )
+    if is_main_process():
+        print(
+            f"{count} {what} are too few to hold any out, so nothing is evaluated: set a number "
+            f"with --eval-{what}, or name an --eval-dataset",
+            file=sys.stderr,
+        )
 
 
 def held_out_accuracy(accuracy: float, count: int) -> dict[str, float]:

@@ -277,7 +277,12 @@ def _answers() -> Iterator[None]:
 
 def is_main_process() -> bool:
     """Whether this process is the main one, or the only one, before accelerate is there to ask."""
-    return all(int(os.environ.get(name) or 0) == 0 for name in _RANKS)
+    return process_index() == 0
+
+
+def process_index() -> int:
+    """The number that a launcher gave this process; 0 without one."""
+    return max(int(os.environ.get(name) or 0) for name in _RANKS)
 
 
 def process_count() -> int:

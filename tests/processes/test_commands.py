@@ -165,3 +165,21 @@ def test_a_launcher_starts_fastrl_ppo(alone, given, tmp_path, launcher, count):
     ended = launch("-m", "fastrl", *ppo, starter=LAUNCHERS[launcher](count))
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert_same_run(alone / "ppo", tmp_path / "ppo")
+    said = ended.stdout + ended.stderr
+    once = ("PPO reference: copy", "step 3: held-out reward", "held-out prompts: mean reward")
+    assert [said.count(text) for text in once] == [1, 1, 1]
+    assert said.count("Loading weights: 100%") == 2  # the policy and the reward
+
+
+def test_an_error_names_the_process(given, tmp_path, count):
+    file = list_commands(["ppo"], given, tmp_path, count)
+    (given / "reviews.jsonl").rename(tmp_path / "moved")
+    try:
+        ended = fork(run_commands, file, processes=count)
+    finally:
+        (tmp_path / "moved").rename(given / "reviews.jsonl")
+    assert ended.returncode != 0
+    lines = [line for line in ended.stderr.splitlines() if "error: " in line]
+    assert lines
+    for line in lines:
+        assert re.match(rf"fastrl \(process \d of {count}\): error: .*reviews.jsonl", line)
