@@ -16,7 +16,7 @@ from fastrl.data.tables import LONG_PROMPTS
 from fastrl.models.layout import EncoderDecoder
 from fastrl.ppo.guards import check_divergence
 from fastrl.ppo.ledger import RewardedSamples, ScoredSamples, open_ledger, recordable
-from fastrl.ppo.nonfinite import samples_left_out
+from fastrl.ppo.nonfinite import check_a_sample_is_left, samples_left_out
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
 from fastrl.rewards.weighted import RewardBatch, RewardFunctions, Rewards
 from fastrl.rollout import RolloutOutput, draw_seed
@@ -82,6 +82,7 @@ class Loop:
             reward_retries=reward_retries,
             reward_batch_size=reward_batch_size,
             on_nonfinite=config.on_nonfinite,
+            shared=self.processes.count > 1,
         )
         self.steps, self.eval_every = steps, eval_every
         self.missing_eos_penalty = missing_eos_penalty
@@ -295,6 +296,12 @@ class Loop:
         samples = own.of_all(self.processes, self.eval_prompts)
         rollout, rewards = samples.rollout, samples.rewards
         sound = (~rewards.total.isnan()).nonzero()[:, 0].tolist()
+        check_a_sample_is_left(rollout.finish_reasons.count("nan"), len(rollout.sequences))
+        if not sound:
+            raise ValueError(
+                "no reward of the evaluation is finite: mend what computes them (reward functions, "
+                "or prompts for which they have no answer)"
+            )
         known, ids = rewards.total[sound], self.eval_prompts.ids
         evaluation = Evaluation(
             step=step,
@@ -325,7 +332,9 @@ class Loop:
             [response.tolist() for response in rollout.sequences],
             batch.columns,
             finished=[reason != "length" for reason in rollout.finish_reasons],
-            left_out=samples_left_out(rollout, nonfinite, lambda i: repr(batch.texts[i])),
+            left_out=samples_left_out(
+                rollout, nonfinite, lambda i: repr(batch.texts[i]), self.processes
+            ),
         )
         if rewards.nonfinite:
             nonfinite.scores_are_named()

@@ -12,6 +12,7 @@ from fastrl.data.batch import TokenBatch
 from fastrl.ppo.experience import Scored
 from fastrl.ppo.loss import Minibatch
 from fastrl.rollout import RolloutOutput
+from fastrl.run.processes import Processes
 
 _LONGEST = 80  # characters of a prompt in a message
 _HELP = (
@@ -188,22 +189,37 @@ class NonFiniteNumbers:
 
 
 def samples_left_out(
-    rollout: RolloutOutput, nonfinite: NonFiniteNumbers, name: Callable[[int], str]
+    rollout: RolloutOutput,
+    nonfinite: NonFiniteNumbers,
+    name: Callable[[int], str],
+    processes: Processes,
 ) -> list[int]:
     """Indices of samples that ended in NaN logits, whose continuation is not known.
 
     Raises:
-        FloatingPointError: all of them did; or one did, where ``nonfinite`` raises.
+        FloatingPointError: one did, where ``nonfinite`` raises; or all did, of the only process.
     """
     which = [i for i, reason in enumerate(rollout.finish_reasons) if reason == "nan"]
-    if which and len(which) == len(rollout.finish_reasons):
-        raise FloatingPointError(
-            f"all {len(which)} samples of a rollout ended in NaN logits: the model is broken. Load "
-            "a sound checkpoint; where training broke it, lower learning_rate or set max_grad_norm"
-        )
+    if processes.count == 1:  # of several, others may have samples left
+        check_a_sample_is_left(len(which), len(rollout.finish_reasons))
     if which:
         nonfinite.samples(which, name)
     return which
+
+
+def check_a_sample_is_left(left_out: int, count: int) -> None:
+    """
+    Args:
+        left_out: how many of the samples of all processes ended in NaN logits.
+
+    Raises:
+        FloatingPointError: all of them.
+    """
+    if left_out == count > 0:
+        raise FloatingPointError(
+            f"all {count} samples of a rollout ended in NaN logits: the model is broken. Load a "
+            "sound checkpoint; where training broke it, lower learning_rate or set max_grad_norm"
+        )
 
 
 def _shown(named: Sequence[tuple[int, str]], count: int) -> str:

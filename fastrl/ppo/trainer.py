@@ -30,7 +30,12 @@ from fastrl.ppo.experience import Experience, LastExperience, Scorer, scoring_re
 from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
 from fastrl.ppo.loop import Loop
 from fastrl.ppo.loss import UpdateLoss
-from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers, samples_left_out
+from fastrl.ppo.nonfinite import (
+    NonFiniteExperience,
+    NonFiniteNumbers,
+    check_a_sample_is_left,
+    samples_left_out,
+)
 from fastrl.ppo.old_logprobs import OldLogprobs
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.saving import make_saving
@@ -270,6 +275,7 @@ class PPOTrainer:
                 None if rollout is None else rollout.finish_reasons,
             )
         given = own.of_all(self.processes)
+        check_a_sample_is_left(len(given.nan), len(given.queries))
         nonfinite = self.nonfinite.scores(given.scores, given.nan, self._name_in(given.queries))
         while True:
             left_out = sorted({*given.nan, *nonfinite})
@@ -848,7 +854,7 @@ class PPOTrainer:
         """Indices of samples that ended in NaN logits."""
         if rollout is None or len(rollout.finish_reasons) != len(queries):
             return []
-        return samples_left_out(rollout, self.nonfinite, self._name_in(queries))
+        return samples_left_out(rollout, self.nonfinite, self._name_in(queries), self.processes)
 
     def _name_in(self, queries: Sequence[Tensor]) -> Callable[[int], str]:
         """Names a sample by the text of its query."""

@@ -127,6 +127,8 @@ class Rewards:
             :class:`ClassifierReward` has a batch size of its own.
         on_nonfinite: as of ``PPOConfig``: "raise" makes a reward that is not finite an error, all
             others leave that sample out, and count it.
+        shared: whether other processes ask about other samples of the same batch, so that a call
+            may leave out all of its own.
 
     Attributes:
         names: of the functions.
@@ -145,6 +147,7 @@ class Rewards:
         reward_retries: int = 0,
         reward_batch_size: int | None = None,
         on_nonfinite: str = "raise",
+        shared: bool = False,
     ):
         functions = _by_name(reward_fn)
         check_reward_settings(
@@ -157,7 +160,7 @@ class Rewards:
         self.names = tuple(functions)
         self._timeout = None if reward_timeout is None else float(reward_timeout)
         self._retries = reward_retries
-        self._raises = on_nonfinite == "raise"
+        self._raises, self._shared = on_nonfinite == "raise", shared
         weights = [1.0] * len(functions) if reward_weights is None else map(float, reward_weights)
         self._functions = [
             _Function(
@@ -212,7 +215,8 @@ class Rewards:
         Raises:
             ValueError: not one number or None for each completion; None from every function for one
                 of them; a reward that is not finite, unless ``on_nonfinite`` allows it, or of every
-                sample. Names the function, the completion and its prompt.
+                sample, but where they are ``shared``. Names the function, the completion and its
+                prompt.
             TimeoutError: a call took longer than ``reward_timeout``, and so did its retries.
             Exception: what a function raised in the last of its attempts.
         """
@@ -346,7 +350,8 @@ class Rewards:
                 f"({_shown(prompts[which[0]])})"
             )
             what += f" and {len(which) - 1} more that are not finite" if len(which) > 1 else ""
-            if self._raises or bool(wrong[:, asked].any(0).all()):
+            none = not self._shared and bool(wrong[:, asked].any(0).all())
+            if self._raises or none:
                 none_left = "" if self._raises else ", and no completion is left"
                 raise ValueError(
                     f"{function.who} {what}{none_left}: rewards must be finite numbers"
