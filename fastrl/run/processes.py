@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -305,9 +306,19 @@ def check_one_process(what: str) -> None:
 
 def connect_cpus() -> None:
     """Has accelerate connect several processes on a machine without GPUs, too; it would take each
-    for a run of its own. To be called before accelerate looks."""
+    for a run of its own. To be called before accelerate looks. Warns of a launcher that has started
+    a single process in place of several."""
     import torch
 
+    # What accelerate launch sets for a number above 1, and what it then leaves to torchrun.
+    told = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
+    if told and process_count() == 1 and "WORLD_SIZE" not in os.environ:
+        warnings.warn(
+            "accelerate launch was told to start several processes, and has started one, as it "
+            "does with --cpu or without GPUs: add --multi_gpu, which starts them on CPUs, too, or "
+            "use torchrun --nproc-per-node",
+            stacklevel=1,  # one place, so that it is shown once
+        )
     if process_count() > 1 and not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 

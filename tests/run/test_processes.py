@@ -5,7 +5,12 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from fastrl.run.processes import OneProcess, SeveralProcesses, launched_accelerator
+from fastrl.run.processes import (
+    OneProcess,
+    SeveralProcesses,
+    connect_cpus,
+    launched_accelerator,
+)
 
 
 def found(monkeypatch, kind, count):
@@ -34,6 +39,17 @@ def test_what_would_train_several_models_is_refused(monkeypatch, environment, ki
     found(monkeypatch, DistributedType[kind], count)
     with pytest.raises(ValueError, match=message):
         launched_accelerator()
+
+
+def test_a_launcher_that_starts_one_process_for_several_is_warned_of(monkeypatch):
+    """``accelerate launch --cpu --num_processes 2`` sets this."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    connect_cpus()
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.warns(UserWarning, match="several processes, and has started one.*--multi_gpu"):
+        connect_cpus()
+    monkeypatch.setenv("WORLD_SIZE", "1")  # torchrun's
+    connect_cpus()
 
 
 @pytest.mark.parametrize(
