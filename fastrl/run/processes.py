@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -313,14 +314,20 @@ def connect_cpus() -> None:
     # What accelerate launch sets for a number above 1, and what it then leaves to torchrun.
     told = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
     if told and process_count() == 1 and "WORLD_SIZE" not in os.environ:
-        warnings.warn(
-            "accelerate launch was told to start several processes, and has started one, as it "
-            "does with --cpu or without GPUs: add --multi_gpu, which starts them on CPUs, too, or "
-            "use torchrun --nproc-per-node",
-            stacklevel=1,  # one place, so that it is shown once
-        )
+        _warn_of_a_single_process()
     if process_count() > 1 and not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
+@functools.cache
+def _warn_of_a_single_process() -> None:
+    """Once: it is found in several places."""
+    warnings.warn(
+        "accelerate launch was told to start several processes, and has started one, as it does "
+        "with --cpu or without GPUs: add --multi_gpu, which starts them on CPUs, too, or use "
+        "torchrun --nproc-per-node",
+        stacklevel=3,
+    )
 
 
 def check_found(found: int) -> None:
