@@ -12,6 +12,7 @@ from torch import Tensor
 from fastrl.data.batch import TokenBatch, check_weights, pad
 from fastrl.data.examples import Example
 from fastrl.ppo.experience import Experience
+from fastrl.run.processes import Processes
 
 
 class Batch(dict[str, Any]):
@@ -34,6 +35,9 @@ class Batch(dict[str, Any]):
         tokens: the padded model inputs, once they have been made.
         experience: log-probs, values and advantages for a policy-gradient update, once they have
             been computed.
+        places: where its samples are among those of all processes; none for the batch of a process
+            that only takes part because the others wait for it.
+        total: how many samples all processes have.
     """
 
     def __init__(self, examples: Sequence[Example], pad_token_id: int | None):
@@ -43,6 +47,9 @@ class Batch(dict[str, Any]):
         self.scores: list[list[float]] | None = None
         self.tokens: TokenBatch | None = None
         self.experience: Experience | None = None
+        self.places: Sequence[int] = range(len(self.examples))
+        self.total = len(self.examples)
+        self._whole: Batch | None = None
         self._prompts = [torch.tensor(example.prompt_ids, dtype=torch.long) for example in examples]
         self._responses = [
             [torch.tensor(example.responses[i].ids, dtype=torch.long) for example in examples]
@@ -58,6 +65,47 @@ class Batch(dict[str, Any]):
     @property
     def size(self) -> int:
         return len(self.examples)
+
+    @property
+    def fraction(self) -> float:
+        """Its part of the samples of all processes: 1 with one process."""
+        return len(self.places) / self.total
+
+    @property
+    def whole(self) -> Batch:
+        """The batch of all processes, the same in each; with one process this one.
+
+        Raises:
+            ValueError: it was not gathered, because the loss does not say that it reads it.
+        """
+        if self._whole is not None:
+            return self._whole
+        if len(self.places) != self.total:
+            raise ValueError(
+                "the samples of all processes were not gathered: set reads_all = True in the "
+                "class of the loss that reads batch.whole"
+            )
+        return self
+
+    def gather(self, processes: Processes) -> None:
+        """Makes :attr:`whole` that of all processes."""
+        if processes.count == 1:
+            return
+        parts = [part for part in processes.objects(self) if part.places]
+        where = {place: (part, i) for part in parts for i, place in enumerate(part.places)}
+        rows = [where[place] for place in range(self.total)]
+        whole = Batch([part.examples[i] for part, i in rows], self.pad_token_id)
+        for name in ("rollout_logprobs", "scores"):
+            if all(getattr(part, name) is not None for part in parts):
+                sides = range(self.generations)
+                setattr(whole, name, [[getattr(p, name)[s][i] for p, i in rows] for s in sides])
+        self._whole = whole
+
+    def take_weights(self) -> None:
+        """Makes its weights those of the batch of all processes."""
+        for i in range(1, self.generations + 1):
+            weights = self.whole[f"generation{i}_weight"][list(self.places)]
+            self.weigh(i, weights if self.places else torch.zeros(self.size))
 
     @property
     def generations(self) -> int:
@@ -133,8 +181,10 @@ class Batch(dict[str, Any]):
         return part
 
     def mismatched(self) -> Batch:
-        """Every prompt with the first response of the next one; the last with that of the first."""
-        following = [*self.examples[1:], self.examples[0]]
+        """Every prompt with the first response of the next one, among those of all processes; the
+        last with that of the first."""
+        every = self.whole.examples
+        following = [every[(i + 1) % len(every)] for i in self.places] or self.examples
         return Batch(
             [
                 replace(one, responses=other.responses[:1], rewards=None)

@@ -82,6 +82,7 @@ class BatchFactory:
         self.params = params or SamplingParams()
         self.seed, self.shuffle = seed, shuffle
         self.rank, self.world = 0, 1
+        self.draws: int | None = None  # seed of the next responses; None leaves it to the engine
         self.taken = 0  # batches made so far
         self.sampler: ResponseSampler | None = None
         if engine is not None and self.task.online:
@@ -89,11 +90,14 @@ class BatchFactory:
 
     def sample_with(self, engine: Any) -> None:
         """Sets the engine that generates the responses of an online task."""
-        self.sampler = ResponseSampler(engine, self.tokenizer, self.params)
+        self.sampler = ResponseSampler(engine, self.tokenizer, self.params, self.rank)
 
     def share(self, rank: int, world: int) -> None:
-        """Makes this factory that of process ``rank`` of ``world``: each gets other samples."""
+        """Makes this factory that of process ``rank`` of ``world``: together they make the batches,
+        of ``world`` × ``batch_size`` samples, that one process would make."""
         self.rank, self.world = rank, world
+        if self.sampler is not None:
+            self.sampler.process = rank
 
     def skip(self, batches: int) -> None:
         """Lets the next :meth:`take` begin behind so many batches, to resume a run."""
@@ -118,24 +122,40 @@ class BatchFactory:
             ValueError: an online task without an engine.
         """
         for chunk in itertools.islice(self._chunks(), self.taken, self.taken + count):
-            batch = self._batch_of(chunk)
+            batch = self.share_of(chunk)
             self.taken += 1
             yield batch
 
     def preview(self) -> Iterator[Batch]:
         """Yields the batches of an offline task's whole run, without counting them as taken."""
-        yield from map(self._batch_of, itertools.islice(self._chunks(), len(self)))
+        yield from map(self.share_of, itertools.islice(self._chunks(), len(self)))
 
-    def in_order(self) -> Iterator[tuple[list[int], list[Example]]]:
-        """Yields all examples once, with their indices, in the data's order and in batches of this
-        process, for evaluations. The last batch may have fewer examples than there are processes:
-        those that get none yield an empty list."""
-        for start in range(0, len(self.data), self._step):
-            chosen = range(start, min(start + self._step, len(self.data)))[self.rank :: self.world]
-            yield list(chosen), [self.data[i] for i in chosen]
+    def in_order(self) -> Iterator[list[int]]:
+        """Yields the indices of all examples once, in the data's order, a list for each batch of
+        all processes, for evaluations."""
+        return _pieces(range(len(self.data)), self._step)
 
-    def batch(self, examples: Sequence[Example]) -> Batch:
+    def own(self, chunk: Sequence[int]) -> range:
+        """The places in a list of examples of those that are this process's; the last list may be
+        shorter than there are processes, and some of them then have none."""
+        return range(len(chunk))[self.rank :: self.world]
+
+    def share_of(self, chunk: Sequence[int]) -> Batch:
+        """This process's share of a batch of all processes, from the indices of its examples. A
+        process without an example takes part with one that does not count."""
+        own = self.own(chunk)
+        batch = self.batch([self.data[chunk[i]] for i in own or [0]], own or [0])
+        batch.places, batch.total = own, len(chunk)
+        if not own:
+            for i in range(1, batch.generations + 1):
+                batch.weigh(i, [0.0])
+        return batch
+
+    def batch(self, examples: Sequence[Example], ids: Sequence[int] | None = None) -> Batch:
         """These examples as a batch of the task; online, with responses that are sampled now.
+
+        Args:
+            ids: of the examples: with the seed they determine the random numbers. None: 0, 1, ….
 
         Raises:
             ValueError: an online task without an engine.
@@ -149,7 +169,8 @@ class BatchFactory:
                 "engine=RolloutEngine(…), or hand the factory to a Trainer"
             )
         n = self.task.generations
-        sampled, output = self.sampler(examples, n)
+        seed = self.draws if self.params.seed is None else None
+        sampled, output = self.sampler(examples, n, seed, ids)
         judge = score_responses if n == 1 else compare_responses
         judged, scores = judge(self.annotator, sampled)
         batch = Batch(judged, pad)
@@ -162,10 +183,6 @@ class BatchFactory:
         if not self.task.rewards:
             return None
         return (float(bool(example.desired)),) if self.task.data == FEEDBACK else (1.0, 0.0)
-
-    def _batch_of(self, chunk: list[int]) -> Batch:
-        """This process's share of a batch of all processes."""
-        return self.batch([self.data[i] for i in chunk[self.rank :: self.world]])
 
     def _chunks(self) -> Iterator[list[int]]:
         """Indices of examples, a list per batch, over all processes. A batch may span two passes,
@@ -191,10 +208,8 @@ class BatchFactory:
         return self.batch_size * self.world
 
     def _count(self, samples: int) -> int:
-        """How many batches so many samples make. Several processes step together, so none may be
-        left without a share of the last."""
-        whole, rest = divmod(samples, self._step)
-        return whole + (rest > 0 and self.world == 1)
+        """How many batches so many samples make."""
+        return -(-samples // self._step)
 
 
 def _pieces(indices: Iterable[int], size: int) -> Iterator[list[int]]:

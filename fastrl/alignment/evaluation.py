@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,9 @@ from fastrl.alignment.batch_factory import BatchFactory
 from fastrl.alignment.losses import Loss
 from fastrl.alignment.responses import answers_of, finished_of, prompts_of
 from fastrl.data.chat import as_answer
+from fastrl.rollout.sampling_params import joined_statistic
 from fastrl.run.callbacks import Samples
+from fastrl.run.processes import Processes
 
 ACCURACY = "rewards/accuracies"
 
@@ -79,23 +81,41 @@ def standard_error(count: float, total: float, squares: float) -> float:
 class OfflineEvaluation:
     """Loss and metrics on the responses in the data."""
 
-    def __init__(self, factory: BatchFactory, loss: Loss):
-        self.factory, self.loss = factory, loss
+    def __init__(self, factory: BatchFactory, loss: Loss, processes: Processes):
+        self.factory, self.loss, self.processes = factory, loss, processes
 
     @torch.no_grad()
     def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
         means = Means()
-        for batch, counts in self.batches():
+        for batch in self.batches():
             loss, metrics = self.loss(batch, policy, reference)
-            found = {"loss": loss.expand(batch.size), **metrics}
-            means.add(found if counts else {name: x.flatten()[:0] for name, x in found.items()})
+            means.add(that_count({"loss": loss.expand(batch.size), **metrics}, batch))
         return means.take(accelerator, sem_of=[ACCURACY])
 
-    def batches(self) -> Iterator[tuple[Batch, bool]]:
-        """Yields this process's batches, and whether they count: a process without a share of the
-        last one takes part with an example that does not, because the others may wait for it."""
-        for _, examples in self.factory.in_order():
-            yield self.factory.batch(examples or [self.factory.data[0]]), bool(examples)
+    def batches(self) -> Iterator[Batch]:
+        """Yields this process's batches."""
+        for chunk in self.factory.in_order():
+            batch = self.factory.share_of(chunk)
+            if self.loss.reads_all:
+                batch.gather(self.processes)
+            yield batch
+
+
+def that_count(metrics: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+    """The metrics of a batch; without their elements for one whose samples do not count."""
+    return metrics if batch.places else {name: x.flatten()[:0] for name, x in metrics.items()}
+
+
+def joined_statistics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Statistics of all processes from those of each: an annotator's counts add up, those of
+    rollouts are joined as those of :class:`fastrl.rollout.RolloutOutput`."""
+    return {
+        name: sum(part[name] for part in parts)
+        if name.startswith("annotator/")
+        else joined_statistic(name, [part[name] for part in parts])
+        for name in parts[0]
+        if all(name in part for part in parts)
+    }
 
 
 @dataclass
@@ -105,17 +125,21 @@ class OnlineEvaluation:
     same random numbers."""
 
     factory: BatchFactory
-    judged: list[Samples] = field(default_factory=list)  # of each evaluation, on this process
+    processes: Processes
+    judged: list[Samples] = field(default_factory=list)  # of each evaluation, of all processes
 
     def __call__(self, policy: Any, reference: Any, accelerator: Any) -> dict[str, float]:
-        now = self._judge()
-        self.judged.append(now)
-        rewards = torch.tensor(now.rewards, dtype=torch.float64, device=accelerator.device)
-        sums = torch.stack([rewards.new_tensor(len(rewards)), rewards.sum(), (rewards**2).sum()])
-        count, total, squares = accelerator.reduce(sums, reduction="sum").tolist()
+        with self.processes.shared_work():
+            own = self._judge()
+            # Read here, or they would be counted among those of the next batch to learn from.
+            counts = self.factory.annotator.statistics()
+        parts = self.processes.objects((own, counts))
+        judged = sorted(row for rows, _ in parts for row in rows)
+        _, prompts, completions, rewards = map(list, zip(*judged, strict=True))
+        self.judged.append(Samples(prompts, completions, rewards))
+        count, total, squares = len(rewards), sum(rewards), sum(x**2 for x in rewards)
         sem = standard_error(count, total, squares)
-        # Read here, or they would be counted among those of the next batch to learn from.
-        counts = self.factory.annotator.statistics()
+        counts = joined_statistics([each for _, each in parts])
         return {self.name: total / count, f"{self.name}_sem": sem, **counts}
 
     @property
@@ -127,28 +151,30 @@ class OnlineEvaluation:
         """Whether the annotator scores responses, or compares two by scores."""
         return self.factory.task.generations == 1 or hasattr(self.factory.annotator, "last_scores")
 
-    def _judge(self) -> Samples:
-        prompts: list[str] = []
-        responses: list[str] = []
-        rewards: list[float] = []
+    def _judge(self) -> list[tuple[int, str, str, float]]:
+        """Index, prompt, response and reward of this process's examples."""
+        found: list[tuple[int, str, str, float]] = []
         sampler, annotator = self.factory.sampler, self.factory.annotator
         assert sampler is not None
-        for ids, examples in self.factory.in_order():
-            if not examples:
+        for chunk in self.factory.in_order():
+            ids = [chunk[i] for i in self.factory.own(chunk)]
+            if not ids:
                 continue
+            examples = [self.factory.data[i] for i in ids]
             # Keyed by index, an example's random numbers are the same however many processes run.
             sampled, _ = sampler(examples, 1, self.factory.seed, ids)
             asked, answers = prompts_of(examples), answers_of(sampled)
             columns = columns_of(examples)
             if self._scores:
-                rewards += ask_scores(annotator, asked, answers, columns, finished_of(sampled))
+                rewards = ask_scores(annotator, asked, answers, columns, finished_of(sampled))
             elif not self.judged:
-                rewards += [0.5] * len(answers)
+                rewards = [0.5] * len(answers)
             else:
-                texts = self.judged[0].completions[len(responses) :][: len(answers)]
+                texts = [self.judged[0].completions[i] for i in ids]
                 first = list(map(as_answer, asked, texts))
                 verdicts = ask_preferences(annotator, asked, answers, first, columns)
-                rewards += [0.5 if verdict is None else verdict for verdict in verdicts]
-            prompts += [example.prompt for example in examples]
-            responses += [example.responses[0].text for example in sampled]
-        return Samples(prompts, responses, rewards)
+                rewards = [0.5 if verdict is None else verdict for verdict in verdicts]
+            prompts = [example.prompt for example in examples]
+            responses = [example.responses[0].text for example in sampled]
+            found += zip(ids, prompts, responses, rewards, strict=True)
+        return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -40,6 +39,7 @@ from fastrl.models.load import (
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import check_trainable, checksum, evaluating
 from fastrl.ref_model import RefModel, choose_ref_model
+from fastrl.run.processes import processes_of
 from fastrl.trainers.supervised import load_if_path
 
 
@@ -201,8 +201,7 @@ class PolicyLearner:
             self._scored_reference = CachedReference(score, self._tokens)
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
-        mean = functools.partial(self.accelerator.reduce, reduction="mean")
-        policy = TrainedPolicy(model, self._tokens, mean)
+        policy = TrainedPolicy(model, self._tokens, processes_of(self.accelerator))
         return policy, self._scored_reference if self.loss.compares else None
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:

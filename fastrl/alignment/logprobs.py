@@ -13,6 +13,7 @@ from fastrl.data.batch import BatchMaker, TokenBatch, pad
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.ppo.experience import scoring_request
 from fastrl.ref_model import RefModel
+from fastrl.run.processes import Processes
 
 Score = Callable[[dict[str, Any], ScoringRequest], TokenScores]
 
@@ -73,11 +74,11 @@ class TrainedPolicy:
     Attributes:
         model: as accelerate has wrapped it.
         tokens: makes its inputs.
-        mean: averages a 0-d tensor over all processes.
+        processes: that train it together.
     """
 
-    def __init__(self, model: nn.Module, tokens: Tokens, mean: Callable[[Tensor], Tensor]):
-        self.model, self.tokens, self.mean = model, tokens, mean
+    def __init__(self, model: nn.Module, tokens: Tokens, processes: Processes):
+        self.model, self.tokens, self.processes = model, tokens, processes
 
     def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]:
         """Those of the responses, one per generation."""
@@ -85,6 +86,28 @@ class TrainedPolicy:
 
     def _score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
         return self.model(**inputs, scoring=request)
+
+
+class SharedPolicy:
+    """A policy that is called with the batch of all processes, by reweighters: each process scores
+    its share, without gradients."""
+
+    def __init__(self, policy: TrainedPolicy):
+        self.policy = policy
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]:
+        """Those of all responses, one per generation."""
+        processes = self.policy.processes
+        shares = processes.shares(range(batch.size))
+        own, lengths = shares[processes.index], list(map(len, shares))
+        found = self.policy.logprobs(batch.select(own or [0]))
+        return tuple(
+            ResponseLogprobs(
+                *(processes.joined(x[: len(own)], lengths) for x in (part.sums, part.tokens))
+            )
+            for part in found
+        )
 
 
 class ReferencePolicy:

@@ -13,7 +13,7 @@ from fastrl.alignment.batch import columns_of
 from fastrl.data.chat import TextOrMessages, as_answer
 from fastrl.data.examples import Example, Response
 from fastrl.models.layout import layout_of
-from fastrl.rollout import RolloutOutput, SamplingParams
+from fastrl.rollout import GenerateEngine, RolloutOutput, SamplingParams
 
 
 class ResponseSampler:
@@ -23,10 +23,12 @@ class ResponseSampler:
         engine: generates, such as :class:`fastrl.RolloutEngine`.
         tokenizer: of the policy.
         params: how to sample.
+        process: the number of this process.
     """
 
-    def __init__(self, engine: Any, tokenizer: Any, params: SamplingParams):
+    def __init__(self, engine: Any, tokenizer: Any, params: SamplingParams, process: int = 0):
         self.engine, self.tokenizer, self.params = engine, tokenizer, params
+        self.process = process
         self.layout = layout_of(engine.model)
         self.stats: dict[str, float] = {}  # of the last call
 
@@ -48,6 +50,8 @@ class ResponseSampler:
         params = replace(self.params, n=n)
         if seed is not None:
             params = replace(params, seed=seed)
+        if self.process and params.seed is not None and isinstance(self.engine, GenerateEngine):
+            params = replace(params, seed=params.seed ^ self.process)  # it does not read the ids
         output = self.engine.generate(prompts, params, ids)
         self.stats = output.stats
         responses = [

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,22 @@ from torch.utils.data import DataLoader, IterableDataset
 from fastrl.alignment.arguments import AlignmentConfig
 from fastrl.alignment.batch import Batch
 from fastrl.alignment.batch_factory import BatchFactory
-from fastrl.alignment.evaluation import Means, OfflineEvaluation, OnlineEvaluation
+from fastrl.alignment.evaluation import (
+    Means,
+    OfflineEvaluation,
+    OnlineEvaluation,
+    joined_statistics,
+    that_count,
+)
 from fastrl.alignment.learners import make_learner
+from fastrl.alignment.logprobs import SharedPolicy, TrainedPolicy
 from fastrl.alignment.losses import Loss, make_loss
 from fastrl.models.utils import evaluating, warn_of_lost_updates
-from fastrl.rollout import choose_engine
+from fastrl.rollout import choose_engine, draw_seed
 from fastrl.run.callbacks import Samples
 from fastrl.run.checkpoints import BadCheckpoint, step_of
 from fastrl.run.model_card import Method, OwnModelCard
+from fastrl.run.processes import process_count
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.trainers.supervised import MIXED_PRECISION, settings_of, trained_identity
 
@@ -35,7 +43,8 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
 
     transformers' Trainer does the rest: optimizer and schedule, accumulation, precision, processes,
     callbacks, trackers, checkpoints. Each batch is made by the factory (online, from responses of
-    the current policy), weighted by the reweighter, and given to the loss.
+    the current policy), weighted by the reweighter, and given to the loss. Several processes share
+    each batch, of processes × ``batch_size`` samples, and learn what one process would from it.
 
     Evaluation: offline, the mean loss and metrics of held-out examples; online, the annotator's
     judgement of responses to held-out prompts, always sampled with the same random numbers.
@@ -80,7 +89,7 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
         args = settings_of(args, AlignmentConfig)
         self.factory, self.reweighter = factory, reweighter
         self.loss = make_loss(loss) if isinstance(loss, str) else loss
-        self.loss.check(factory.task, factory.batch_size)
+        self.loss.check(factory.task, factory.batch_size * process_count())
         if factory.task.online:
             self.loss.check_sampling(factory.params)
         _check(factory, eval_factory)
@@ -107,18 +116,13 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
         self.learner.place(self.model, self.accelerator)
         self._factories = [f for f in (factory, eval_factory) if f is not None]
         for each in self._factories:
-            each.share(self.accelerator.process_index, self.accelerator.num_processes)
-        if len(factory) == 0:
-            raise ValueError(
-                f"{len(factory.data)} examples make no batch of {factory.batch_size} for each of "
-                f"{factory.world} processes: lower batch_size or bring more"
-            )
+            each.share(self.processes.index, self.processes.count)
         self.evaluation: OfflineEvaluation | OnlineEvaluation | None = None
         if eval_factory is not None:
             self.evaluation = (
-                OnlineEvaluation(eval_factory)
+                OnlineEvaluation(eval_factory, self.processes)
                 if factory.task.online
-                else OfflineEvaluation(eval_factory, self.loss)
+                else OfflineEvaluation(eval_factory, self.loss, self.processes)
             )
         self._place = _Place()
         self._means = Means()
@@ -130,10 +134,14 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
         """Yields the mini-batches of the next ``count`` batches of the factory."""
         policy, reference = self.learner.views(self.model_wrapped)
         self._ensure_sampler()
-        for batch in self.factory.take(count):
+        for batch in self._made(count):
+            if self.loss.reads_all or self.reweighter is not None:
+                batch.gather(self.processes)
             if self.reweighter is not None:
+                shares = self.processes.count > 1 and isinstance(policy, TrainedPolicy)
                 with torch.no_grad(), evaluating(self.model):
-                    self.reweighter(batch, policy)
+                    self.reweighter(batch.whole, SharedPolicy(policy) if shares else policy)
+                batch.take_weights()
             self._means.add(self._batch_metrics(batch))
             self._stop_batch, self._place.left = False, self.loss.minibatches_per_batch
             for minibatch in self.loss.minibatches(batch, policy, reference):
@@ -141,6 +149,19 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
                 yield minibatch
                 if self._stop_batch:
                     break
+
+    def _made(self, count: int) -> Iterator[Batch]:
+        """Yields this process's share of the next ``count`` batches, which all processes make
+        together; the draws do not depend on their number."""
+        batches, several = self.factory.take(count), self.processes.count > 1
+        for _ in range(count):
+            if several and self.factory.task.online:
+                self.factory.draws = self.processes.from_main(draw_seed())
+            with self.processes.shared_work():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def compute_loss(
         self,
@@ -151,7 +172,9 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
     ) -> Any:
         """The loss of one batch; keeps its metrics for the next log."""
         loss, metrics = self.loss(inputs, *self.learner.views(model))
-        self._means.add(metrics)
+        # Gradients are averaged over the processes, whose parts of the last batch may differ.
+        loss = loss * (self.processes.count * inputs.fraction)
+        self._means.add(that_count(metrics, inputs))
         return (loss, metrics) if return_outputs else loss
 
     def training_step(
@@ -268,6 +291,17 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
             "reference": self.learner.reference_identity(),
         }
 
+    def samples_of_all(self) -> tuple[int, str]:
+        # KTO, PPO and reweighters look at a batch as a whole, however many there are in a step.
+        return self.factory.batch_size * self.factory.world, "batch_size × processes"
+
+    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        parts = [state["means"] for state in states]
+        means = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        if not self.processes.is_main:
+            means = {name: values[:0] for name, values in means.items()}
+        return {**super().joined_state(states), "means": means}
+
     def own_settings(self) -> dict[str, Any]:
         factory = self.factory
         return {
@@ -323,12 +357,18 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
         """Shows the learner all batches, while the model is still as training begins."""
         minibatches = self.args.max_steps * self.args.gradient_accumulation_steps
         count = math.ceil(minibatches / self.loss.minibatches_per_batch)
-        planned = itertools.islice(self.factory.preview(), count)
+        planned: Iterator[Batch] = itertools.islice(self.factory.preview(), count)
+        if self.loss.reads_all:
+            planned = map(self._gathered, planned)
         self.learner.before_training(itertools.chain(planned, self._held_out()), last=True)
+
+    def _gathered(self, batch: Batch) -> Batch:
+        batch.gather(self.processes)
+        return batch
 
     def _held_out(self) -> Iterator[Batch]:
         if isinstance(self.evaluation, OfflineEvaluation):
-            yield from (batch for batch, _ in self.evaluation.batches())
+            yield from self.evaluation.batches()
 
     def _ensure_sampler(self) -> None:
         """Gives online factories an engine on the policy, unless they have one."""
@@ -345,12 +385,15 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
 
     def _batch_metrics(self, batch: Batch) -> dict[str, Tensor]:
         """The metrics of a batch that do not depend on the loss."""
-        found = {"weights": batch.weights()} if self.reweighter is not None else {}
+        found: dict[str, Tensor] = {}
+        if self.reweighter is not None:
+            found = that_count({"weights": batch.weights()}, batch)
         sampler = self.factory.sampler
         if sampler is None:
             return found
         lengths = [float(len(response)) for response in batch.all_responses()]
-        statistics = {**sampler.stats, **self.factory.annotator.statistics()}
+        own = {**sampler.stats, **self.factory.annotator.statistics()}
+        statistics = joined_statistics(self.processes.objects(own))
         found |= {"rewards/mean": batch.given_scores(), "tokens/responses": torch.tensor(lengths)}
         found |= {name: torch.tensor(float(value)) for name, value in statistics.items()}
         return {name: x.to(self.accelerator.device) for name, x in found.items()}

@@ -86,7 +86,8 @@ class AlignJob(FitJob):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.make_loss().check(self.learning_task, 2)
+        loss = self.make_loss()
+        loss.check(self.learning_task, 2 * loss.minibatches_per_batch)  # the size is checked later
         parse_json("reweighter_args", self.reweighter_args)
         if self.learning_task.online and (self.annotator is None) == (self.judge is None):
             raise ValueError(

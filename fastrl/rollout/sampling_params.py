@@ -238,7 +238,7 @@ class RolloutOutput:
             return [element for each in columns for element in each]
 
         stats = {
-            name: _joined(name, [part.stats[name] for part in parts])
+            name: joined_statistic(name, [part.stats[name] for part in parts])
             for name in parts[0].stats
             if all(name in part.stats for part in parts)
         }
@@ -258,7 +258,7 @@ _COLUMNS = (
 )
 
 
-def _joined(name: str, values: Sequence[float]) -> float:
+def joined_statistic(name: str, values: Sequence[float]) -> float:
     """A statistic of several outputs that were made at the same time."""
     if name.startswith("time/"):
         return max(values)

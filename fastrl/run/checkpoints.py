@@ -33,7 +33,6 @@ _REMEDIES = {
     "tokenizer": "resume with the tokenizer that the run began with",
     "method": "resume with the same command and advantage",
     "optimizer": "resume with the optimizer that the run began with",
-    "processes": "resume with as many processes",
     "data": "resume with the data set, and the settings of its tokens and lengths, that the run "
     "began with",
     "frozen weights": "make the trainer from the model that the run began with",

@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from fastrl.run.checkpoints import (
 )
 from fastrl.run.files import part_of
 from fastrl.run.folder import RunFolder
-from fastrl.run.processes import check_found
+from fastrl.run.processes import check_found, processes_of
 from fastrl.run.random_state import random_state, restore_random_state
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked
@@ -48,6 +48,14 @@ _FREE = (
     "ddp_", "num_print_samples", "dataset_num_proc", "per_device_eval", "load_best", "prediction_",
     "restore_callback", "metric_for_best", "greater_is_better",
 )  # fmt: skip
+# Settings of when something is done that all processes do together, or say, by their beginnings.
+_STEPS = (
+    "logging_st", "logging_first", "eval_", "save_", "per_device_eval", "load_best",
+    "metric_for_best", "greater_is_better", "prediction_", "dataloader_drop", "push_to_hub",
+    "torch_empty_cache",
+)  # fmt: skip
+# Settings of one process, whose product with the number of processes is compared.
+_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 # Settings that an optimizer keeps, and that its saved state brings back.
 _OF_THE_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -62,6 +70,7 @@ class _Run:
     settings: dict[str, Any] = field(default_factory=dict)
     begun: float = 0.0  # time.time(), less what earlier processes of the run took
     epoch: int = 0
+    minibatch: int = 0  # of the epoch, the next one to be fetched
     minibatches_per_epoch: int = 1
     epoch_is_over: bool = False
     seed: int = 0  # torch's, from which the order of the data follows
@@ -70,6 +79,7 @@ class _Run:
     between_steps: bool = False  # False: weights may be ahead of what is saved with them
     last_step: dict[str, Any] | None = None  # what the next step changes before it updates weights
     part: Path | None = None  # of a checkpoint that is being written, or could not be
+    alone: bool = False  # the main process saves by itself: the others may have ended
 
 
 class ResumableTrainer(transformers.Trainer):
@@ -82,7 +92,11 @@ class ResumableTrainer(transformers.Trainer):
 
     It is written between steps that begin alike in a run that resumes: at an epoch's end behind its
     evaluation, and where :meth:`at_rest` says so. After an exception in a step that has not changed
-    the weights, the state before it is saved (with one process).
+    the weights, the state before it is saved: by all processes where all have left :meth:`agreed`
+    work, else by the main one alone, without the others' random states.
+
+    A run of several processes goes on with another number of them, where all together still have as
+    many samples in a step: with the same examples in the same steps.
 
     Attributes:
         kept: plain values that every checkpoint keeps, and that are there again in a resumed run.
@@ -96,6 +110,7 @@ class ResumableTrainer(transformers.Trainer):
         self._run = _Run()
         super().__init__(*args, **kwargs)
         check_found(self.args.world_size)
+        self.processes = processes_of(self.accelerator)
         self.saves_when_it_fails = self.args.save_strategy != SaveStrategy.NO
         self.add_callback(_Events(self))
 
@@ -111,7 +126,6 @@ class ResumableTrainer(transformers.Trainer):
         return {
             "trainer": type(self).__name__,
             "optimizer": str(getattr(self.args.optim, "value", self.args.optim)),
-            "processes": self.args.world_size,
             "data": data_checksum(self.train_dataset),
         }
 
@@ -122,6 +136,20 @@ class ResumableTrainer(transformers.Trainer):
     def own_state(self) -> dict[str, Any]:
         """A tree of tensors and plain values for a checkpoint."""
         return {}
+
+    def samples_of_all(self) -> tuple[int, str]:
+        """How many samples of all processes must remain as many where their number changes, and the
+        settings whose product that is."""
+        args = self.args
+        size = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return (
+            size * args.world_size,
+            "per_device_train_batch_size × gradient_accumulation_steps × processes",
+        )
+
+    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """This process's :meth:`own_state` from those of other processes, of another number."""
+        return dict(states[0])
 
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         """Called before transformers' loop; the model still has the weights that it was given.
@@ -166,13 +194,18 @@ class ResumableTrainer(transformers.Trainer):
             resume: Any = resume_from_checkpoint
             return super().train(resume, trial, ignore_keys_for_eval)
         self._run = run = _Run()
-        run.checkpoint = self._find(resume_from_checkpoint)
-        if run.checkpoint or self.saves_when_it_fails:
+        with self.processes.together():
+            found = self._find(resume_from_checkpoint) if self.processes.is_main else None
+        run.checkpoint = self.processes.from_main(found)
+        if run.checkpoint or self.saves_when_it_fails or self.processes.count > 1:
             run.identity, run.settings = self.identity(), self._all_settings()
-        if run.checkpoint is not None:
-            run.resumed = self._check(run.checkpoint)
-            if run.resumed is not None:
-                torch.manual_seed(run.resumed["seed"])
+        if self.processes.count > 1:
+            self.processes.check_same("train()", self._shared_settings())
+        with self.processes.together():
+            if run.checkpoint is not None:
+                run.resumed = self._check(run.checkpoint)
+        if run.resumed is not None:
+            torch.manual_seed(run.resumed["seed"])
         run.seed = torch.initial_seed()
         self.begin_training(run.resumed)
         if self.model_wrapped is self.model:
@@ -184,6 +217,11 @@ class ResumableTrainer(transformers.Trainer):
         self.args.eval_on_start = evaluates_first and path is None
         try:
             return super().train(path, trial, ignore_keys_for_eval)
+        except Stopped as stopped:
+            if stopped.args:  # the state is saved
+                raise
+            self._save_after(stopped)
+            raise self._stopped() from None
         except Exception as error:
             self._save_after(error)
             raise
@@ -208,18 +246,21 @@ class ResumableTrainer(transformers.Trainer):
             BadCheckpoint: of another run, or not to be read.
         """
         _check_torch_files(checkpoint)
-        folder = checkpoint / self._state_folder
-        if not (checkpoint / "process-0").is_dir():
+        state: Mapping[str, Any] | None = None
+        if not (checkpoint / _folder_of(0)).is_dir():
             self.check_foreign(checkpoint)
-            state = None
         else:
             there = len(list(checkpoint.glob("process-*")))
-            check_identity({"processes": there}, {"processes": self.args.world_size})
-            state = load_tree(folder)
+            states = [load_tree(checkpoint / _folder_of(i)) for i in range(there)]
+            first = states[0]
             own = {k: v for k, v in self._run.identity.items() if k != "weights"}
-            check_identity(state["identity"], own)
-            check_weights(state["identity"]["weights"], self._run.identity["weights"])
-            self._warn_of_settings(state["settings"])
+            check_identity(first["identity"], own)
+            check_weights(first["identity"]["weights"], self._run.identity["weights"])
+            self._check_processes(first)
+            others = _processes_of(first) != self.processes.count
+            self._warn_of_settings(first["settings"], but=_SIZES if others else ())
+            same = there == self.processes.count == _processes_of(first)
+            state = states[self.processes.index] if same else self._of_others(states)
         if _is_foreign(checkpoint):
             warnings.warn(
                 f"resume: {checkpoint} has no {MANIFEST}, as those of transformers alone: it is "
@@ -229,6 +270,40 @@ class ResumableTrainer(transformers.Trainer):
         else:
             warn_of_another_machine(verify(checkpoint))
         return state
+
+    def _check_processes(self, state: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            BadCheckpoint: of other processes, which had another number of samples in a step.
+        """
+        count, own = _processes_of(state), self.processes.count
+        there, (here, product) = state.get("samples"), self.samples_of_all()
+        if count != own and there != here:
+            raise BadCheckpoint(
+                f"resume: the checkpoint's run had {count} process(es) and this one has {own}, so "
+                f"that {product} must be {there or 'the same'} as in that run, and is {here}: set "
+                f"the sizes so, or start {count} process(es)"
+            )
+
+    def _of_others(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """This process's state from those of other processes, as far as they are known."""
+        first, count, index = states[0], _processes_of(states[0]), self.processes.index
+        warnings.warn(
+            f"resume: the run had {count} process(es), {len(states)} of which saved the state, and "
+            f"has {self.processes.count}: the examples of its steps are the same, what is drawn "
+            "within them, such as dropout, is not",
+            stacklevel=4,
+        )
+        done, size = first["place"], first["settings"]["per_device_train_batch_size"] * count
+        now = self.args.per_device_train_batch_size * self.processes.count
+        since = torch.stack([state["losses"]["since_the_log"] for state in states]).mean(0)
+        return {
+            **first,
+            "place": {**done, "minibatches": -(-done["minibatches"] * size // now)},
+            "losses": {**first["losses"], "since_the_log": since},
+            "own": self.joined_state([state["own"] for state in states]),
+            "random_here": states[index]["random"] if index < len(states) else None,
+        }
 
     def check_foreign(self, checkpoint: Path) -> None:
         """Checks a checkpoint that transformers alone has written.
@@ -247,9 +322,10 @@ class ResumableTrainer(transformers.Trainer):
                         f"{own[name]}: resume with the model that the run began with"
                     )
 
-    def _warn_of_settings(self, before: Mapping[str, Any]) -> None:
+    def _warn_of_settings(self, before: Mapping[str, Any], but: Sequence[str]) -> None:
         now = self._run.settings
-        changed = [k for k in dict.fromkeys([*before, *now]) if before.get(k) != now.get(k)]
+        names = [k for k in dict.fromkeys([*before, *now]) if k not in but]
+        changed = [k for k in names if before.get(k) != now.get(k)]
         if not changed:
             return
         said = "resume: settings differ from the checkpoint's."
@@ -266,6 +342,22 @@ class ResumableTrainer(transformers.Trainer):
             said += f" The optimizer keeps the checkpoint's ({shown})."
         warnings.warn(said, stacklevel=4)
 
+    def _shared_settings(self) -> dict[str, Any]:
+        """What must be the same in all processes."""
+        run, own = self._run, self.args.to_dict()
+        steps = {k: v for k, v in own.items() if k.startswith(_STEPS)}
+        held_out = self.eval_dataset
+        held_out = held_out if isinstance(held_out, dict) else {"": held_out}
+        return {
+            **json.loads(json.dumps(steps, default=str)),
+            **run.settings,
+            **{f"{name} of the run": value for name, value in run.identity.items()},
+            "seed of torch": torch.initial_seed(),
+            "evaluation data": {name: data_checksum(rows) for name, rows in held_out.items()},
+            "saves_when_it_fails": self.saves_when_it_fails,
+            "output_dir": str(self.args.output_dir) if self.saves_when_it_fails else None,
+        }
+
     def _all_settings(self) -> dict[str, Any]:
         given = {k: v for k, v in self.args.to_dict().items() if not k.startswith(_FREE)}
         return json.loads(json.dumps({**given, **self.own_settings()}, default=str))
@@ -277,6 +369,16 @@ class ResumableTrainer(transformers.Trainer):
             return found
         place = self._run.resumed["place"]
         return place["epoch"], place["minibatches"]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        state = self._run.resumed
+        if state is None or "random_here" not in state:
+            super()._load_rng_state(checkpoint)
+        elif state["random_here"] is not None:
+            restore_random_state(state["random_here"])
+        else:
+            own = (self.processes.index << 32) + self.state.global_step
+            torch.manual_seed(self._run.seed + own)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Without the weights that are tied to one that the checkpoint has, as it saves such only
@@ -339,15 +441,35 @@ class ResumableTrainer(transformers.Trainer):
 
     # Saving.
 
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Context of work between two steps that each process does by itself: if it fails in one,
+        it fails in all, and the state before it can be saved.
+
+        Raises:
+            PeerFailed: another process raised an exception; names both.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        if self.processes.any(error is not None):  # one number is told sooner than an object
+            with self.processes.together():
+                if error is not None:
+                    raise error
+
     def _run_epoch(self, *, epoch: int, train_dataloader: Any, **rest: Any) -> None:  # type: ignore[override]
         if self.state.global_step >= self.state.max_steps:  # transformers would do one step more
             self.control.should_training_stop = True
             return
         run = self._run
         behind = run.resumed["place"] if run.resumed is not None else {"minibatches": 0}
+        run.minibatch = 0
         if behind["minibatches"] and epoch == behind["epoch"]:
             assert run.resumed is not None
             restore_random_state(run.resumed["random_at_epoch"])  # samplers may draw from it
+            run.minibatch = 0 if self.args.ignore_data_skip else behind["minibatches"]
         run.random_at_epoch = random_state()
         run.epoch, run.minibatches_per_epoch = epoch, rest["steps_in_epoch"]
         run.epoch_is_over = False
@@ -357,22 +479,29 @@ class ResumableTrainer(transformers.Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Called at the end of each step and of each epoch."""
         run, control = self._run, self.control
-        if control.should_save or run.save_is_due or asked():
+        stops = self.processes.any(asked())
+        if control.should_save or run.save_is_due or stops:
             ends = control.should_training_stop or control.should_epoch_stop
             ends = ends or self.state.epoch % 1 == 0
             run.save_is_due = not (run.epoch_is_over or (not ends and self.at_rest()))
             control.should_save = not run.save_is_due
-        stops = control.should_save and asked()
+        stops = control.should_save and stops
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._mark()
         if stops:
-            path = self.checkpoints.path(self.state.global_step)
-            if not path.is_dir():  # save_strategy="best" has the last word on its evaluations
+            # save_strategy="best" has the last word on its evaluations
+            if not self.processes.from_main(self._is_there(self.state.global_step)):
                 self._save_checkpoint(self.model, None)
-            raise Stopped(
-                f"stopped after step {self.state.global_step}; saved: {path}; --resume "
-                "(resume_from_checkpoint=True) continues"
-            )
+            raise self._stopped()
+
+    def _stopped(self) -> Stopped:
+        step = self.state.global_step
+        if not self._is_there(step):
+            return Stopped(f"stopped after step {step}; its state is not saved")
+        return Stopped(
+            f"stopped after step {step}; saved: {self.checkpoints.path(step)}; --resume "
+            "(resume_from_checkpoint=True) continues"
+        )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if trial is not None:
@@ -403,11 +532,24 @@ class ResumableTrainer(transformers.Trainer):
                 run.part = stack.enter_context(new)
             else:
                 run.part = part_of(self.checkpoints.path(step))
-            self.accelerator.wait_for_everyone()
+            self._wait()
             yield run.part
-            self.accelerator.wait_for_everyone()
-        self.accelerator.wait_for_everyone()
+            self._wait()
+        self._wait()
         run.part = None
+
+    def _wait(self) -> None:
+        if not self._run.alone:
+            self.accelerator.wait_for_everyone()
+
+    def store_flos(self) -> None:
+        """Adds what was computed since the last call, by all processes; alone, it is as much in
+        each."""
+        if self._run.alone:
+            self.state.total_flos += self.current_flos * self.processes.count
+            self.current_flos = 0
+        else:
+            super().store_flos()
 
     def _is_there(self, step: int) -> bool:
         return self.checkpoints.path(step).is_dir()
@@ -422,13 +564,16 @@ class ResumableTrainer(transformers.Trainer):
 
     @property
     def _state_folder(self) -> str:
-        return f"process-{self.args.process_index}"
+        return _folder_of(self.args.process_index)
 
     def _state(self) -> dict[str, Any]:
         run = self._run
         folder = self.run_folder
         return {
             "identity": run.identity or self.identity(),
+            "processes": self.processes.count,
+            "samples": self.samples_of_all()[0],
+            "random": random_state(),
             "settings": run.settings or self._all_settings(),
             "place": self._place_in_data(),
             "seed": run.seed,
@@ -477,15 +622,21 @@ class ResumableTrainer(transformers.Trainer):
             "own": self.own_mark(),
         }
 
-    def _save_after(self, error: Exception) -> None:
+    def _save_after(self, error: BaseException) -> None:
         """Saves the state of the last complete step, where it is still there."""
         run, step, mark = self._run, self.state.global_step, self._run.last_step
-        if mark is None or run.part is not None or not self.args.should_save:
+        if mark is None or run.part is not None:
             return  # no step was begun; or saving was what failed, and the error says what is left
+        run.alone = not self.processes.all_know(error)
+        if run.alone and not self.args.should_save:
+            return
         kind, newest = type(error).__name__, next(reversed(self.checkpoints.paths()), None)
         last = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
-        whole = run.between_steps and mark["at_rest"] and self.args.world_size == 1
-        if not whole:
+        # What transformers saves of these it asks the other processes for.
+        needs_others = (
+            self.is_fsdp_enabled or self.is_deepspeed_enabled or self.state.best_global_step
+        )
+        if not (run.between_steps and mark["at_rest"]) or (run.alone and needs_others):
             warnings.warn(f"after {kind} the state is not saved: {last}", stacklevel=3)
         elif step and newest != self.checkpoints.path(step):
             restore_random_state(mark["random"])
@@ -497,11 +648,12 @@ class ResumableTrainer(transformers.Trainer):
             except Exception as second:
                 warnings.warn(f"after {kind} the state could not be saved: {second}", stacklevel=3)
                 return
-            warnings.warn(
-                f"after {kind} the state is saved in {self.checkpoints.path(step)}; --resume "
-                "(resume_from_checkpoint=True) continues from there",
-                stacklevel=3,
-            )
+            if not isinstance(error, Stopped):
+                warnings.warn(
+                    f"after {kind} the state is saved in {self.checkpoints.path(step)}; --resume "
+                    "(resume_from_checkpoint=True) continues from there",
+                    stacklevel=3,
+                )
 
 
 class _Events(TrainerCallback):
@@ -528,6 +680,15 @@ def find_trainer_checkpoint(resume: Any, checkpoints: Checkpoints) -> Path | Non
     if named and _is_foreign(Path(resume)):
         return Path(resume)
     return find_checkpoint(resume, checkpoints, OF_TRANSFORMERS)
+
+
+def _folder_of(process: int) -> str:
+    return f"process-{process}"
+
+
+def _processes_of(state: Mapping[str, Any]) -> int:
+    """How many processes the run had that saved a state."""
+    return state.get("processes", state["identity"].get("processes"))
 
 
 def _is_foreign(path: Path) -> bool:

@@ -245,7 +245,7 @@ class RewardTrainer(SupervisedTrainer):
         losses = self._losses(chosen, rejected, inputs.get("margin"))
         if return_outputs:
             return losses.mean(), {"rewards_chosen": chosen, "rewards_rejected": rejected}
-        return losses.mean()
+        return losses.mean() if self.share == 1 else losses.mean() * self.share
 
     def _losses(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Tensor:
         """Of each pair, [B, labels]."""
@@ -311,8 +311,9 @@ class RewardTrainer(SupervisedTrainer):
         if num_print_samples == 0 or self.processing_class is None:
             return
         rows: list[tuple[str, str, list[float]]] = []
+        loader = self.get_eval_dataloader(eval_dataset)
         with evaluating(self.model):
-            for inputs in self.get_eval_dataloader(eval_dataset):
+            for inputs in loader:
                 _, probabilities, _ = self.prediction_step(self.model, inputs, False)
                 assert probabilities is not None
                 texts = (
@@ -324,6 +325,8 @@ class RewardTrainer(SupervisedTrainer):
                 rows += gather_object(list(zip(*texts, probabilities.tolist(), strict=True)))
                 if 0 <= num_print_samples <= len(rows):
                     break
+        shown: Any = loader.dataset
+        rows = rows[: len(shown)]  # without those that are there twice
         if self.accelerator.is_main_process:
             _print_pairs(rows if num_print_samples < 0 else rows[:num_print_samples])
 

@@ -242,6 +242,8 @@ class SFTTrainer(SupervisedTrainer):
             loss = -scores.logprobs.sum() / tokens.clamp(min=1)
         if whole_step and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over them
+        if not self.share:
+            loss = loss * 0
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(

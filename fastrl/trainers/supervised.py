@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -27,6 +28,7 @@ from fastrl.models.utils import (
 from fastrl.run.checkpoints import describe_weights
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
+from fastrl.trainers.sharing import SharedBatches, share_batches
 
 MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
 
@@ -106,6 +108,9 @@ class SupervisedTrainer(OwnModelCard, FiniteStepsTrainer, ABC):
         args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
         self._prepared: weakref.WeakSet = weakref.WeakSet()
         self._losses_so_far: list[Tensor] | None = None  # of an evaluation that is going on
+        self._shared: SharedBatches | None = None  # of several processes
+        self._parts: list[float] = []  # of the batches that were fetched, this process's parts
+        self._part: float | None = None  # of the batch that is learned from
         with args.main_process_first(desc="preparing the data"):
             train = None if train_dataset is None else self.prepare_data(train_dataset, True)
             if isinstance(eval_dataset, dict):
@@ -134,6 +139,50 @@ class SupervisedTrainer(OwnModelCard, FiniteStepsTrainer, ABC):
         if self._trains:
             check_trainable(model)
         return model
+
+    def get_train_dataloader(self) -> DataLoader:
+        """As in ``Trainer``; several processes share the batches that one would draw."""
+        loader = super().get_train_dataloader()
+        if self.processes.count > 1:
+            self._shared = share_batches(loader, self.processes)
+        return loader
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The batches of the next step, and the number of its tokens or None; where one process
+        cannot make its batches, none goes on."""
+        if self.processes.count == 1:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        with self.agreed():
+            batches = list(itertools.islice(epoch_iterator, num_batches))
+        begin, run = self._run.minibatch, self._run
+        run.minibatch += len(batches)
+        shared, numbers = self._shared, range(begin, run.minibatch)
+        self._parts = [
+            1 / self.processes.count if shared is None else shared.part(i) for i in numbers
+        ]
+        return super().get_batch_samples(iter(batches), num_batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: Any) -> Any:
+        """Without the tokens of batches that do not count."""
+        if 0.0 in self._parts and "labels" in batch_samples[0]:
+            batch_samples = [
+                batch if part else {**batch, "labels": torch.full_like(batch["labels"], -100)}
+                for batch, part in zip(batch_samples, self._parts, strict=True)
+            ]
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._part = self._parts.pop(0) if self._parts else None
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._part = None
+
+    @property
+    def share(self) -> float:
+        """By what the mean loss of a batch is multiplied, so that the mean over the processes is
+        that of all their examples: 1, but for the last batch of an epoch."""
+        return 1.0 if self._part is None else self._part * self.processes.count
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         known = eval_dataset is None or isinstance(eval_dataset, str)

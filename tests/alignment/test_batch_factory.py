@@ -146,7 +146,7 @@ def test_an_online_factory_goes_on_through_its_prompts(engine: Any) -> None:
     assert all(sorted(drawn[i : i + 6]) == list(range(6)) for i in (0, 6))
 
 
-def test_processes_share_a_batch_and_none_is_left_without_one() -> None:
+def test_processes_share_every_batch() -> None:
     rows = examples(PAIRS, 11)
     whole = numbers(make_factory("offline-pairwise", rows, batch_size=4, shuffle=True))
     shares = []
@@ -154,9 +154,16 @@ def test_processes_share_a_batch_and_none_is_left_without_one() -> None:
         factory = make_factory("offline-pairwise", rows, batch_size=2, shuffle=True)
         factory.share(rank, 2)
         shares.append(numbers(factory))
-    assert [len(share) for share in shares] == [2, 2]  # the last three examples make no batch
-    for one, two, both in zip(*shares, whole[:2], strict=True):
+    assert [[len(batch) for batch in share] for share in shares] == [[2, 2, 2], [2, 2, 1]]
+    for one, two, both in zip(*shares, whole, strict=True):
         assert sorted(one + two) == sorted(both)
+
+
+def test_a_process_without_a_share_of_the_last_batch_takes_part_for_nothing() -> None:
+    factory = make_factory("offline-pairwise", examples(PAIRS, 5), batch_size=2)
+    factory.share(1, 2)
+    last = list(factory)[-1]
+    assert (last.size, last.fraction, last.weights().tolist()) == (1, 0.0, [0.0])
 
 
 def test_a_run_goes_on_where_it_was_interrupted() -> None:

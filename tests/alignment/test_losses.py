@@ -18,6 +18,7 @@ from fastrl.alignment.logprobs import ReferencePolicy, Tokens, TrainedPolicy
 from fastrl.data.batch import make_batches
 from fastrl.models import CausalLMPolicy
 from fastrl.ref_model.copy import CopyRefModel
+from fastrl.run.processes import OneProcess
 from tests import tiny_models
 from tests.alignment.conftest import (
     GRADIENT_STEP,
@@ -300,4 +301,4 @@ def plain_views(loss: Any) -> tuple[Any, Any]:
     policy = CausalLMPolicy(tiny_models.language_model())
     reference = CopyRefModel(CausalLMPolicy(tiny_models.language_model(perturbation=0.3)))
     tokens = Tokens(make_batches(policy, tiny.tokenizer(), None), policy.device, reference)
-    return TrainedPolicy(policy, tokens, lambda x: x), ReferencePolicy(reference, tokens)
+    return TrainedPolicy(policy, tokens, OneProcess()), ReferencePolicy(reference, tokens)

@@ -241,9 +241,9 @@ def test_a_resumed_run_skips_the_prompts_that_were_drawn_before_an_early_stop(
         numbers: list[int] = []
         make = trainer.factory.batch
 
-        def noted(rows: Any) -> Any:
+        def noted(rows: Any, ids: Any) -> Any:
             numbers.extend(row.columns["number"] for row in rows)
-            return make(rows)
+            return make(rows, ids)
 
         trainer.factory.batch = noted
         trainer.train(resume_from_checkpoint=resume)
@@ -324,7 +324,7 @@ def test_shares_of_an_evaluation_add_up_to_it(make_trainer: Make) -> None:
         factory.share(rank, 3)
         shares = list(trainer.evaluation.batches())
         assert len(shares) == 2
-        count = sum(batch.size for batch, counts in shares if counts)
+        count = sum(len(batch.places) for batch in shares)
         assert count == [3, 2, 2][rank]
         for name, value in trainer.evaluate().items():
             sums[name] = sums.get(name, 0.0) + count * value / 7

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fastrl import cli
+from fastrl.commands.align import AlignJob
 from fastrl.demo.text import preference_pairs
 from tests import tiny_models
 
@@ -118,6 +119,18 @@ def test_what_is_wrong_is_said_in_a_line(folder, tmp_path, capsys, flags, messag
     assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_the_loss_ppo_takes_any_number_of_mini_batches():
+    job = AlignJob(
+        model="model",
+        dataset="rows.jsonl",
+        task="reinforcement-learning",
+        loss="ppo",
+        loss_args='{"mini_batches": 4}',
+        annotator="rewards.py:length",
+    )
+    assert job.make_loss().mini_batches == 4
 
 
 def test_a_loss_of_ones_own_is_named_by_its_file(folder, tmp_path):

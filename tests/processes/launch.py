@@ -86,7 +86,8 @@ def fork(target, *arguments, processes=2, timeout=120, grace=5):
     with socket.socket() as free, mock.patch.dict(os.environ):
         # The path of users: on a CPU other tests run Triton's interpreter.
         os.environ.pop("TRITON_INTERPRET", None)
-        context.set_forkserver_preload(["tests.processes.jobs", "tests.processes.failing"])
+        jobs = ("jobs", "failing", "fitted")
+        context.set_forkserver_preload([f"tests.processes.{name}" for name in jobs])
         forkserver.ensure_running()
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -37,6 +37,8 @@ class Loss(ABC):
         name: in commands.
         tasks: names of tasks that it fits.
         compares: whether it reads the reference model.
+        reads_all: whether it reads ``batch.whole``, the batch of all processes, of which it is
+            called with this process's share.
         learns: what is trained: "policy", "policy with values" or "reward model".
         backward: ``backward(minibatches, model, accelerator, optimizer)`` leaves the gradient of a
             whole optimizer step in the weights, or none if the step should be skipped; returns the
@@ -47,6 +49,7 @@ class Loss(ABC):
     name: ClassVar[str]
     tasks: ClassVar[tuple[str, ...]]
     compares: ClassVar[bool] = False
+    reads_all: ClassVar[bool] = False
     learns: ClassVar[str] = "policy"
     backward: ClassVar[Any] = None
 

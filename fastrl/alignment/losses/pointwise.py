@@ -25,7 +25,7 @@ from fastrl.alignment.tasks import Task
 class SFT(Loss):
     """-Σ log π over the tokens of all responses / their number: supervised fine-tuning.
 
-    With weights w per response: -Σ w·log π / Σ w.
+    With weights w per response: -Σ w·log π / Σ w. The tokens are those of all processes.
     """
 
     name: ClassVar[str] = "sft"
@@ -34,7 +34,8 @@ class SFT(Loss):
     def __call__(self, batch: Batch, policy: Any, reference: Any) -> LossOutput:
         (scores,) = policy.logprobs(batch)
         weights = batch.weights().to(scores.sums.device)
-        tokens = (weights * scores.tokens).sum()
+        # The trainer multiplies the loss by this part, and adds up those of all processes.
+        tokens = policy.processes.sums((weights * scores.tokens).sum()) * batch.fraction
         total = torch.where(weights > 0, weights * scores.sums, 0.0).sum()
         metrics = {"logps/response": scores.sums.detach()}
         return LossOutput(-total / torch.where(tokens > 0, tokens, 1.0), metrics)
@@ -45,19 +46,21 @@ class SFT(Loss):
 class KTO(Loss):
     """λ·(1 - σ(±β(r - KL))), + where a response is desired: Kahneman–Tversky optimisation.
 
-    r = log π - log ref; KL = max(0, mean r of mismatched pairs, prompt i with response i+1), over
-    all processes. See :func:`fastrl_kernels.kto_loss`.
+    r = log π - log ref; KL = max(0, mean r of mismatched pairs, prompt i with response i+1), among
+    the samples of all processes. See :func:`fastrl_kernels.kto_loss`.
 
     Args:
         beta: β.
         desirable_weight, undesirable_weight: λ of the two kinds.
         threshold: responses with a reward above it are the desired ones; None takes ½ where all
-            rewards of the batch are 0 or 1, and else their mean, for scores without a natural zero.
+            rewards of the batch, of all processes, are 0 or 1, and else their mean, for scores
+            without a natural zero.
     """
 
     name: ClassVar[str] = "kto"
     tasks: ClassVar[tuple[str, ...]] = ("offline-pointwise", "online-pointwise")
     compares: ClassVar[bool] = True
+    reads_all: ClassVar[bool] = True
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
@@ -88,7 +91,7 @@ class KTO(Loss):
         # First what has no gradient, while no activations of the policy take memory.
         kl = self._kl(batch, policy, reference)
         (ref,), (scores,) = reference.logprobs(batch), policy.logprobs(batch)
-        desirable = (rewards > self._threshold(rewards)).to(scores.sums.device)
+        desirable = (rewards > self._threshold(batch.whole.rewards(1))).to(scores.sums.device)
         losses = self._losses(scores.sums, ref.sums, desirable, kl)
         with torch.no_grad():
             implied = self.beta * (scores.sums - ref.sums)
@@ -123,8 +126,8 @@ class KTO(Loss):
 
     @torch.no_grad()
     def _kl(self, batch: Batch, policy: Any, reference: Any) -> Tensor:
-        if batch.size == 1:  # the rest of an epoch: there is no other prompt
-            return policy.mean(torch.zeros((), device=policy.tokens.device))
+        if batch.total == 1:  # the rest of an epoch: there is no other prompt
+            return torch.zeros((), device=policy.tokens.device)
         other = batch.mismatched()
         (scores,), (ref,) = policy.logprobs(other), reference.logprobs(other)
-        return policy.mean((scores.sums - ref.sums).mean())
+        return policy.processes.sums((scores.sums - ref.sums).mean() * batch.fraction)

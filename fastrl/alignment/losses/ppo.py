@@ -21,7 +21,7 @@ from fastrl.ppo.loss import Minibatch, UpdateLoss
 from fastrl.ppo.update import GradientStep, UpdateRecord
 from fastrl.ref_model.none import NoRefModel
 from fastrl.rollout import SamplingParams
-from fastrl.run.processes import process_count
+from fastrl.run.processes import processes_of
 
 # Coefficients that are settings of PPOConfig under the same names.
 _SHARED_SETTINGS = (
@@ -39,7 +39,8 @@ class PPO(Loss):
     whitened. Then the policy is trained on the batch ``epochs`` times, in mini-batches. A sample's
     weight multiplies the loss of its tokens. A mini-batch whose loss is not finite or whose mean
     ratio is too large is left out of its step. This is the update of :class:`fastrl.PPOTrainer`,
-    which has more options.
+    which has more options. Batches and mini-batches are those of all processes, each of which
+    computes its share of them.
 
     Args:
         epochs: passes over each batch.
@@ -59,6 +60,7 @@ class PPO(Loss):
     name: ClassVar[str] = "ppo"
     tasks: ClassVar[tuple[str, ...]] = ("reinforcement-learning",)
     learns: ClassVar[str] = "policy with values"
+    reads_all: ClassVar[bool] = True
     epochs: int = 4
     mini_batches: int = 1
     kl_coef: float = 0.05
@@ -93,15 +95,9 @@ class PPO(Loss):
 
     def check(self, task: Task, batch_size: int) -> None:
         super().check(task, batch_size)
-        count = process_count()
-        if count > 1:  # each would whiten, and leave out mini-batches, by itself
-            raise ValueError(
-                f"the loss ppo runs in one process, and {count} were started: start one, or train "
-                "with fastrl ppo (PPOTrainer), which runs in several"
-            )
         if batch_size % self.mini_batches:
             raise ValueError(
-                f"batch_size ({batch_size}) must be a multiple of mini_batches "
+                f"batch_size ({batch_size}, of all processes) must be a multiple of mini_batches "
                 f"({self.mini_batches}): change one of the two"
             )
 
@@ -128,11 +124,12 @@ class PPO(Loss):
     def minibatches(self, batch: Batch, policy: Any, reference: Any) -> Iterator[Batch]:
         """Computes the batch's experience once; then yields its mini-batches, every epoch in
         another order."""
+        batch = batch.whole
         experience = self._experience(batch, policy, reference)
         assert batch.tokens is not None
         size = batch.size // self.mini_batches
         for _ in range(self.epochs):
-            order = torch.randperm(batch.size).tolist()
+            order = policy.processes.from_main(torch.randperm(batch.size).tolist())
             for start in range(0, size * self.mini_batches, size):
                 chosen = order[start : start + size]
                 part = batch.select(chosen)
@@ -155,8 +152,10 @@ class PPO(Loss):
         self, minibatches: Sequence[Batch], model: Any, accelerator: Any, optimizer: Any
     ) -> tuple[LossOutput, bool]:
         """Leaves the gradient of an optimizer step in the weights, see :class:`Loss`."""
-        loss = self._update_loss
-        gradient = GradientStep(self._settings, accelerator, model, optimizer, loss)
+        loss, processes = self._update_loss, processes_of(accelerator)
+        gradient = GradientStep(
+            self._settings, accelerator, model, optimizer, loss, processes=processes
+        )
         outcome = gradient([Minibatch(part.tokens, part.experience) for part in minibatches])  # type: ignore[arg-type]
         if accelerator.scaler is not None and not outcome.taken:
             # A GradScaler needs gradients, and skips steps whose gradients are infinite.
@@ -164,6 +163,7 @@ class PPO(Loss):
             weight.grad = torch.full_like(weight, torch.inf)
         record = UpdateRecord(loss.names)
         record.add(outcome)
+        record.gather(processes)
         record.warn(self.ratio_threshold)
         device = accelerator.device
         means = record.means(device)
@@ -181,7 +181,14 @@ class PPO(Loss):
         tokens, config = policy.tokens(batch), self._settings
         compared = NoRefModel() if reference is None else reference.reference
         penalty = make_kl_penalty("kl", compared)
-        scorer = Scorer(policy.model, compared, penalty, batch.size, temperature=self.temperature)
+        scorer = Scorer(
+            policy.model,
+            compared,
+            penalty,
+            batch.size,
+            temperature=self.temperature,
+            processes=policy.processes,
+        )
         with evaluating(policy.model):
             scored = scorer(tokens)
         rewards, _, _ = penalty.rewards(

@@ -1,0 +1,75 @@
+"""The batches of several processes: those that one process would draw, shared among them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
+from torch.utils.data import BatchSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from fastrl.run.processes import Processes
+
+
+class SharedBatches(BatchSampler):
+    """This process's share of each batch of all processes.
+
+    The last batch of an epoch may be smaller: it is shared as evenly as can be. A process that gets
+    no example of it takes part with one that does not count, because the others wait for it.
+
+    Args:
+        sampler: of the data's order; that of the main process is used.
+        batch_size: of all processes.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, processes: Processes):
+        super().__init__(sampler, batch_size, drop_last)
+        self.processes = processes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.sampler
+        if not isinstance(order, SeedableRandomSampler):  # which depends on its seed alone
+            order = self.processes.from_main(list(order))
+        for batch in BatchSampler(order, self.batch_size, self.drop_last):
+            own = self.processes.shares(batch)[self.processes.index]
+            yield list(own or batch[:1])
+
+    def part(self, number: int) -> float:
+        """This process's part of the examples of a batch, by its number in the epoch."""
+        size = min(self.batch_size, len(self.sampler) - number * self.batch_size)  # type: ignore[arg-type]
+        return len(self.processes.shares(range(size))[self.processes.index]) / size
+
+
+def share_batches(loader: Any, processes: Processes) -> SharedBatches | None:
+    """Makes a loader that accelerate has prepared yield :class:`SharedBatches`; accelerate itself
+    fills up the last batches with examples that were there before. None, with a warning, where a
+    data set is a stream.
+
+    Raises:
+        ValueError: accelerate is to split batches by itself.
+    """
+    wrapper: Any = getattr(loader, "batch_sampler", None)
+    batches = getattr(wrapper, "batch_sampler", None)
+    if not isinstance(wrapper, BatchSamplerShard) or type(batches) is not BatchSampler:
+        warnings.warn(
+            "train_dataset has no length, or a batch sampler of its own, so that accelerate shares "
+            "it among the processes: where it ends, the last batch is filled up with examples that "
+            "were there before. Pass a data set with a length, or end before it does (max_steps)",
+            stacklevel=4,
+        )
+        return None
+    if wrapper.split_batches:
+        raise ValueError(
+            "accelerator_config: leave split_batches at False, per_device_train_batch_size is the "
+            "number of examples of each process"
+        )
+    sampler, count = batches.sampler, processes.count
+    if isinstance(sampler, LengthGroupedSampler):  # groups as many as a step has
+        sampler.batch_size *= count
+    shared = SharedBatches(sampler, batches.batch_size * count, batches.drop_last, processes)
+    # It hands on what it gets, as transformers has it do for a sampler that knows its process.
+    wrapper.batch_sampler, wrapper.num_processes, wrapper.process_index = shared, 1, 0
+    wrapper.even_batches = False
+    return shared

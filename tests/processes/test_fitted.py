@@ -1,0 +1,105 @@
+"""The trainers on transformers', on two processes and on one."""
+
+import json
+import signal
+import time
+
+import pytest
+import torch
+
+from fastrl.run.checkpoints import BadCheckpoint
+from fastrl.run.state import load_tree
+from tests.processes import fitted
+from tests.processes.fitted import JOBS, RESUMED, SAVED
+from tests.processes.launch import assert_close, fork
+from tests.processes.test_two_processes import trees
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A folder with what each job did, as one process and as two, and what became of runs that
+    ended early and were resumed by the other number of processes."""
+    folder = tmp_path_factory.mktemp("fitted")
+    for name, job in JOBS.items():
+        fitted.save(job(), name, folder)
+    fitted.straight(folder)
+    fitted.begin(folder)
+    ended = fork(fitted.run, folder, *JOBS, "begin")
+    assert abs(ended.returncode) == signal.SIGKILL, ended.stderr[-3000:]
+    fitted.resume(folder)
+    ended = fork(fitted.run, folder, "resume", "differ")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_two_processes_do_what_one_does(done, name):
+    one, *both = trees(done, name)
+    for each in both:
+        assert_close(one, each)
+    for parameter, value in both[0]["weights"].items():
+        assert torch.equal(value, both[1]["weights"][parameter]), parameter
+    assert any(log.get("grad_norm") for log in one["logs"])
+
+
+def assert_went_on_like(straight, resumed):
+    assert_close(straight["weights"], resumed["weights"])
+    for part in ("judged", "evaluations"):
+        assert_close(straight[part][-1:], resumed[part][-1:])
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_with_another_number_of_processes(done, name):
+    straight = load_tree(done / f"{name}, straight-1-0")
+    for resumed in trees(done, f"{name}, resumed"):
+        assert_went_on_like(straight, resumed)
+        assert_close(straight["logs"], resumed["logs"])
+
+
+def test_another_number_of_processes_needs_as_many_samples_in_a_step(done):
+    saved = done / "begun-1" / "sft"  # which two processes have ended
+    with pytest.raises(BadCheckpoint, match=r"and this one has 1, so that per_device.* must be 8 "):
+        RESUMED["sft"](folder=str(saved), resume=True, **SAVED, per_device_train_batch_size=2)
+
+
+def test_processes_that_differ_all_refuse_to_begin(done):
+    main, other = (json.loads((done / f"said-{rank}.json").read_text()) for rank in (0, 1))
+    assert main == other
+    for message, expected in zip(
+        main,
+        [
+            "train(): learning_rate differs between processes 0 and 1 (0.1 and 0.2): start all",
+            "train(): save_steps differs between processes 0 and 1 (4 and 5)",
+            "train(): data of the run differs between processes 0 and 1",
+            "train(): evaluation data differs between processes 0 and 1",
+        ],
+        strict=True,
+    ):
+        assert message.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "job", "saved", "message"),
+    [
+        ("the collator raises", "sft", 1, "PeerFailed: process 1 of 2 failed: LookupError: there"),
+        ("the loss raises", "reward", 2, "LookupError: there is no such thing"),
+        ("a process is killed", "sft", 2, "RuntimeError"),
+        ("a process is stopped", "reward", 3, "Stopped: stopped after step 3; saved: "),
+        ("the annotator raises", "dpo, online", 2, "PeerFailed: process 1 of 2 failed: LookupErr"),
+        ("the annotator is stopped", "dpo, online", 2, "Stopped: stopped after step 2; saved: "),
+    ],
+)
+def test_what_goes_wrong_in_one_process_ends_both_with_the_state_saved(
+    done, tmp_path, name, job, saved, message
+):
+    begin = time.perf_counter()
+    ended = fork(fitted.run, tmp_path, name)
+    assert time.perf_counter() - begin < 60
+    assert ended.returncode != 0
+    assert message in ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [f"checkpoint-{saved}"]
+    straight = load_tree(done / f"{job}, straight-1-0")
+    resumed = RESUMED[job](folder=str(tmp_path), resume=True, **SAVED)
+    assert_went_on_like(straight, resumed)
