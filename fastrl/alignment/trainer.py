@@ -110,6 +110,11 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+        if self.is_fsdp_enabled:
+            raise ValueError(
+                "preference learning spreads no weights by FSDP: start without --use_fsdp; DDP has "
+                "whole weights in each process"
+            )
         warn_of_lost_updates(self.model, MIXED_PRECISION)
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
         self.warns_of_steps = self.loss.backward is None

@@ -21,6 +21,7 @@ from fastrl.models.scoring import (
     TokenScores,
     score_logits,
 )
+from fastrl.models.sharding import of_fsdp, seen_by_fsdp
 from fastrl.models.tied_embedding import sparse_embedding_gradient
 from fastrl_kernels.types import LogitTransform
 
@@ -106,7 +107,11 @@ class FusedHead:
                 seen.append((scores, _unscaled(hidden, self.scale)))
                 return args[0][:, :0]
 
-            with _hooked_head(model, score):
+            def show(_model: nn.Module, _args: Any, out: Any) -> Any:
+                out["loss"] = _learned(_only(seen, model)[0])
+                return out
+
+            with _hooked_head(model, score), seen_by_fsdp(model, show):
                 yield lambda _out: _only(seen, model)
 
 
@@ -152,6 +157,11 @@ class FullHead:
             return score_logits(logits, request), last_hidden(out).flatten(0, 1)[request.rows]
 
         return nullcontext(results)
+
+
+def _learned(scores: TokenScores) -> Tensor:
+    """What of the scores has a gradient."""
+    return scores.logprobs if scores.loss is None else scores.loss
 
 
 def _scored(
@@ -256,7 +266,7 @@ def _why_not_linear(model: Any) -> str | None:
         and type(head).forward is nn.Linear.forward
         and "forward" not in vars(head)
         and not nn.utils.parametrize.is_parametrized(head)
-        and not head._forward_hooks
+        and all(map(of_fsdp, head._forward_hooks.values()))
     )
     return None if plain else f"its head is not a plain nn.Linear ({type(head).__name__})"
 

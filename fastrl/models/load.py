@@ -24,8 +24,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
 )
 from transformers.utils import cached_file, logging
+
+from fastrl.run.processes import is_main_process
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -38,6 +41,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _CLASSIFIER_HEADS = ("score", "classifier")  # modules that PEFT saves with a SEQ_CLS adapter
 _OF_THE_ADAPTER = ("revision", "subfolder")  # options that are not those of its base
+_OF_EMPTY = {"dtype", "attn_implementation", "use_safetensors", "revision", "token", "cache_dir"}
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
 _QUANTISED = ("quantized", "loaded_in_8bit", "loaded_in_4bit")
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -55,13 +59,18 @@ def load_language_model(
     loader: Any = AutoModelForCausalLM,
     *model_args: Any,
     trainable: bool = False,
+    whole: bool = False,
     **options: Any,
 ) -> Any:
     """Loads a language model; where the path holds an adapter, a PEFT model on its base.
 
+    Where FSDP2 gets all weights from process 0 (``--fsdp_cpu_ram_efficient_loading true``), other
+    processes load none: their model's weights are on the meta device.
+
     Args:
         loader: transformers' class for the model's kind, which has ``from_pretrained``.
         trainable: whether an adapter that is loaded is trained on; a whole model always can be.
+        whole: whether this process needs the weights, whatever FSDP2 does.
         options: of ``from_pretrained``, such as ``dtype`` (float32 unless given; that of an
             adapter's weights is at least float32) and ``attn_implementation``.
 
@@ -78,6 +87,8 @@ def load_language_model(
             f"the adapter in {checkpoint.folder} is a reward model's (task_type SEQ_CLS), not a "
             "language model's: name the folder of a language model"
         )
+    if not whole and checkpoint.may_be_empty() and loads_once():
+        return checkpoint.empty(loader)
     model, missing = checkpoint.load(loader, *model_args, trainable=trainable)
     check_causal(model)
     if missing:  # transformers initialises them at random
@@ -86,6 +97,14 @@ def load_language_model(
             f"{', '.join(missing)}"
         )
     return model
+
+
+def loads_once() -> bool:
+    """Whether FSDP2 is to get all weights from the main process, and this is another one."""
+    asked = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    wanted = all(os.environ.get(name, "").lower() in ("1", "true", "yes") for name in asked)
+    fsdp2 = os.environ.get("FSDP_VERSION") == "2"
+    return wanted and fsdp2 and not is_main_process()
 
 
 def load_reward_model(path: str | os.PathLike, **options: Any) -> Any:
@@ -324,6 +343,28 @@ class _Checkpoint:
         if self.adapter is not None and not missing:
             model = self._with_adapter(model, trainable)
         return own_storage(model), missing
+
+    def may_be_empty(self) -> bool:
+        """Whether it is a whole model, loaded with nothing but a few plain options."""
+        return self.adapter is None and set(self.options) <= _OF_EMPTY
+
+    def empty(self, loader: Any) -> Any:
+        """The model with its buffers, but without memory for its weights."""
+        from accelerate import init_empty_weights
+
+        options = {k: v for k, v in self.options.items() if k in ("dtype", "attn_implementation")}
+        config = AutoConfig.from_pretrained(self.folder, **_hub(self.options))
+        if loader is AutoModelForCausalLM:
+            _check_decoder(self.folder, dict(self.options))
+        with init_empty_weights(include_buffers=False):
+            model = loader.from_config(config, **options)
+        model.tie_weights()
+        with contextlib.suppress(OSError):  # a model need not have one
+            model.generation_config = GenerationConfig.from_pretrained(
+                self.folder, **_hub(self.options)
+            )
+        model.name_or_path = self.folder
+        return model.eval()
 
     def load_classifier(self, trainable: bool) -> tuple[Any, list[str]]:
         """The same of a sequence classifier."""

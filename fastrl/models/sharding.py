@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+
+from fastrl.run.state import SharedOut, is_dtensor, region_of
 
 _whole: weakref.WeakSet[Any] = weakref.WeakSet()  # units whose weights are whole for now
 
@@ -48,6 +50,26 @@ def is_spread(model: nn.Module) -> bool:
     return bool(_units(model))
 
 
+def of_fsdp(hook: Any) -> bool:
+    """Whether FSDP2 has put this hook on a module: it gathers and spreads weights, and changes no
+    result."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+
+
+@contextmanager
+def seen_by_fsdp(model: nn.Module, change: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """Context in which a forward hook changes a model's output before FSDP2 sees that: it gathers
+    and adds up gradients of what comes from its tensors alone. Without effect on other models."""
+    if not _is_unit(model):
+        yield
+        return
+    handle = model.register_forward_hook(change, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def spread(model: nn.Module) -> None:
     """Spreads weights that are still gathered from the last forward, so that what the model's
     parameters are is what the optimizer steps."""
@@ -55,10 +77,41 @@ def spread(model: nn.Module) -> None:
         unit.reshard()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor that may be spread over processes, all of which must ask for it, as a whole."""
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
+def name_by_path(model: Any) -> None:
+    """Has a wrapper's state dict name weights by their paths, as FSDP2 finds them, from now on."""
+    model.names_by_path = True
+
+
+def spread_frozen(model: nn.Module, accelerator: Any) -> None:
+    """Spreads a model that is not trained, as accelerate has spread the policy, which needs an
+    optimizer for that; its weights are whole only while a forward needs them. Without effect where
+    accelerate spreads nothing.
+
+    Args:
+        accelerator: by which the policy is prepared.
+    """
+    if not accelerator.is_fsdp2:
+        return
+    from accelerate.utils import fsdp2_prepare_model
+
+    name_by_path(model)
+    fsdp2_prepare_model(accelerator, model)
+    # FSDP2 leaves the last units whole for a backward pass, which never comes.
+    for unit in _units(model):
+        unit.set_reshard_after_forward(True, recurse=False)
+
+
+def own_share(tensor: Any) -> Tensor:
+    """What this process has of a tensor that may be spread over processes; shares its memory."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def whole(tensor: Any) -> Tensor:
+    """A tensor that may be spread over processes, all of which must ask for it, or over files, as a
+    whole."""
+    if isinstance(tensor, SharedOut):
+        return tensor[...]
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def gathered_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | None:
@@ -71,22 +124,35 @@ def gathered_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor] | 
     if not _units(model):
         return None
     spread(model)
-    found = {}
-    for name, tensor in model.state_dict().items():
-        gathered = whole(tensor)
+    found: dict[str, Tensor] = {}
+    gathered: dict[int, Tensor] = {}  # by weight: a tied one has two names
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if id(weight) not in gathered:
+            tensor = whole(weight.detach())
+            gathered[id(weight)] = tensor.cpu() if keep else tensor.new_empty(0)
         if keep:
-            found[name] = gathered.cpu()
+            found[name] = gathered[id(weight)]
     return found
 
 
-def like(tensor: Tensor, other: Any) -> Tensor:
-    """A whole tensor, spread over processes as another one of its shape is."""
-    mesh = getattr(other, "device_mesh", None)
-    if mesh is None or tensor.shape != other.shape:
-        return tensor
-    from torch.distributed.tensor import distribute_tensor
+def like(tensor: Tensor | SharedOut, other: Any) -> Tensor:
+    """A tensor, whole or spread over processes as another one of its shape is; no process waits for
+    others, but where a spread one is to be whole."""
+    if not is_dtensor(other) or tensor.shape != other.shape:
+        return whole(tensor)
+    if is_dtensor(tensor):
+        return tensor  # type: ignore[return-value]
+    from torch.distributed.tensor import DTensor
 
-    return distribute_tensor(tensor.to(other.device), mesh, other.placements)
+    share = tensor[region_of(other)].to(other.device)
+    return DTensor.from_local(
+        share,
+        other.device_mesh,
+        other.placements,
+        run_check=False,
+        shape=other.shape,
+        stride=other.stride(),
+    )
 
 
 def _units(model: nn.Module) -> list[Any]:

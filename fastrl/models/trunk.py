@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ _PROBE = 8  # tokens
 _WIDTH_MULTIPLE = 32
 _TOKENS_PER_FORWARD = 8192
 
-Autocast = Callable[[], AbstractContextManager]
+MakeContext = Callable[[], AbstractContextManager]
 
 
 def layer_stack(model: Any) -> nn.ModuleList:
@@ -65,7 +65,12 @@ class Trunk:
                 f"{type(model).__name__} has {len(self.stack)} layers, and one must be left to "
                 "train"
             )
-        self.parameters, self.head_is_tied, self._tuples = _probe(model, self.stack[layers])
+        self._names, self.head_is_tied, self._tuples = _probe(model, self.stack[layers])
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trunk's, by their names in the model."""
+        return {name: p for name, p in self.model.named_parameters() if name in self._names}
 
     def freeze(self) -> None:
         """Makes the trunk's parameters untrainable."""
@@ -109,10 +114,15 @@ class Trunk:
         """A checksum of all bits of the frozen weights."""
         return checksum(self.parameters)
 
-    def record(self) -> str:
-        """A checkpoint's record of its trunk, as JSON."""
-        dtypes = sorted({str(p.dtype) for p in self.parameters.values()})
-        fields = {"num_shared_layers": self.layers, "dtypes": dtypes, "checksum": self.checksum()}
+    def record(self, weights: Mapping[str, Tensor]) -> str:
+        """A checkpoint's record of its trunk, as JSON.
+
+        Args:
+            weights: the model's, that are saved.
+        """
+        own = {name: weights[name] for name in self._names}
+        dtypes = sorted({str(x.dtype) for x in own.values()})
+        fields = {"num_shared_layers": self.layers, "dtypes": dtypes, "checksum": checksum(own)}
         return json.dumps(fields, indent=2) + "\n"
 
 
@@ -154,6 +164,8 @@ class TrunkCache:
         sequences: 1-D token ids, without padding, on the model's device.
         budget: for the activations.
         autocast: makes the context in which the layers run.
+        whole: makes the context in which the model's weights are whole, if they are spread over
+            processes, all of which enter it as often as the others.
     """
 
     def __init__(
@@ -161,16 +173,22 @@ class TrunkCache:
         trunk: Trunk,
         sequences: Sequence[Tensor],
         budget: Budget,
-        autocast: Autocast = nullcontext,
+        autocast: MakeContext = nullcontext,
+        whole: MakeContext = nullcontext,
     ):
-        self.trunk, self.sequences, self.autocast = trunk, list(sequences), autocast
+        self.trunk, self.sequences = trunk, list(sequences)
+        self.autocast, self.whole = autocast, whole
         self._left = budget
         self._kept: dict[int, Tensor] = {}
 
     def of(self, samples: Sequence[int], left_padded: bool) -> Tensor:
         """Activations [b, T, H] of some samples, padded with zeros to the longest of them."""
-        asked = range(len(self.sequences)) if self._all_fit() else samples
-        made = self._run([i for i in dict.fromkeys(asked) if i not in self._kept])
+        fit = self._all_fit()
+        asked = range(len(self.sequences)) if fit else samples
+        missing = [i for i in dict.fromkeys(asked) if i not in self._kept]
+        # Processes are asked for samples of their own: only where all fit do they lack the same.
+        with self.whole() if missing or not fit else nullcontext():
+            made = self._run(missing)
         device = self.sequences[0].device
         rows = [(self._kept[i] if i in self._kept else made[i]) for i in samples]
         return torch.nn.utils.rnn.pad_sequence(
@@ -243,9 +261,9 @@ def _hidden(out: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _probe(model: Any, layer: nn.Module) -> tuple[dict[str, nn.Parameter], bool, bool]:
-    """Runs a few tokens. Returns the parameters of modules that are called before the layer,
-    whether later modules use one of them too, and whether layers return tuples."""
+def _probe(model: Any, layer: nn.Module) -> tuple[frozenset[str], bool, bool]:
+    """Runs a few tokens. Returns the names of parameters of modules that are called before the
+    layer, whether later modules use one of them too, and whether layers return tuples."""
     before: list[nn.Module] = []
     after: list[nn.Module] = []
     tuples: list[bool] = []
@@ -267,5 +285,5 @@ def _probe(model: Any, layer: nn.Module) -> tuple[dict[str, nn.Parameter], bool,
     below = {id(p) for module in before for p in module.parameters(recurse=False)}
     above = {id(p) for module in after for p in module.parameters(recurse=False)}
     # named_parameters gives each once, under its first name
-    named = {name: p for name, p in model.named_parameters() if id(p) in below}
+    named = frozenset(name for name, p in model.named_parameters() if id(p) in below)
     return named, bool(below & above), tuples[0]

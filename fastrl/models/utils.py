@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastrl.models.sharding import whole
+
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 _CHUNK = 1 << 22  # weights at a time
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -20,6 +22,11 @@ _LOW_PRECISION = (torch.bfloat16, torch.float16)
 def context_length(model: Any) -> int | None:
     """Number of positions of the model; None where its configuration does not name it."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def is_empty(model: nn.Module) -> bool:
+    """Whether another process has loaded the model's weights, and this one none."""
+    return any(p.is_meta for p in model.parameters())
 
 
 def hidden_width(config: Any) -> int:
@@ -95,10 +102,11 @@ def warn_of_lost_updates(model: nn.Module, remedy: str, stacklevel: int = 2) -> 
 
 @torch.no_grad()
 def checksum(weights: Mapping[str, Tensor]) -> str:
-    """A checksum of the names, shapes and bits of weights, the same on every device."""
+    """A checksum of the names, shapes and bits of weights, the same on every device; every process
+    must ask for that of weights that are spread over them."""
     digest = hashlib.sha256()
     for name, weight in sorted(weights.items()):
-        digest.update(f"{name} {tuple(weight.shape)} {_bits(weight)}".encode())
+        digest.update(f"{name} {tuple(weight.shape)} {_bits(whole(weight))}".encode())
     return digest.hexdigest()
 
 

@@ -28,7 +28,7 @@ from fastrl.models.load import (
 )
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.trunk import TRUNK_NAME, Trunk, verify_record
-from fastrl.models.utils import evaluating, hidden_width
+from fastrl.models.utils import evaluating, hidden_width, is_empty
 from fastrl.run import hub
 from fastrl.run.model_card import write_model_card
 
@@ -109,6 +109,7 @@ class PreTrainedModelWrapper(nn.Module):
             self.v_head = ValueHead(self.config, summary_dropout_prob).to(pretrained_model.device)
             _initialise(self.v_head, v_head_init_strategy, v_head_initializer_range)
         self.reward: RewardAdapter | None = None
+        self.names_by_path = False  # in the state dict, as if inside of another module
         self._head: Head | None = None
         self.trunk: Trunk | None = None  # bottom layers that are shared with a reference
         # Functions, not methods: a copy of the module takes them along for itself.
@@ -150,9 +151,15 @@ class PreTrainedModelWrapper(nn.Module):
         if isinstance(pretrained_model_name_or_path, (str, os.PathLike)):
             path = model_folder(pretrained_model_name_or_path, kwargs.get("subfolder"))
             base = load_language_model(
-                path, cls.transformers_parent_class, *model_args, trainable=is_trainable, **kwargs
+                path,
+                cls.transformers_parent_class,
+                *model_args,
+                trainable=is_trainable,
+                whole=peft_config is not None or reward_adapter is not None,
+                **kwargs,
             )
-            verify_record(base, find_file(path, TRUNK_NAME, kwargs))
+            if not is_empty(base):
+                verify_record(base, find_file(path, TRUNK_NAME, kwargs))
             saved_head = _read_value_head(path, kwargs)
         elif isinstance(pretrained_model_name_or_path, nn.Module):
             base, saved_head = pretrained_model_name_or_path, {}
@@ -282,8 +289,17 @@ class PreTrainedModelWrapper(nn.Module):
         return self.reward(self.pretrained_model, inputs)
 
     @property
+    def _no_split_modules(self) -> Any:
+        """Classes of the language model's layers, by which accelerate finds them for FSDP."""
+        return getattr(self.pretrained_model, "_no_split_modules", None)
+
+    @property
     def device(self) -> torch.device:
         return self.pretrained_model.device if self.v_head is None else self.v_head.device
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Ties the language model's weights again, after they were replaced."""
+        self.pretrained_model.tie_weights(*args, **kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.pretrained_model.get_input_embeddings()
@@ -325,7 +341,7 @@ class PreTrainedModelWrapper(nn.Module):
                 save_directory, state_dict={**base, **head}, **kwargs
             )
         if self.trunk is not None:
-            (Path(save_directory) / TRUNK_NAME).write_text(self.trunk.record())
+            (Path(save_directory) / TRUNK_NAME).write_text(self.trunk.record(base))
 
     def load_weights(self, folder: str | os.PathLike) -> None:
         """Loads the weights that :meth:`save_pretrained` wrote into this model."""
@@ -405,7 +421,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _shorten(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    if prefix or _is_sharded(module):
+    if prefix or module.names_by_path or _is_sharded(module):
         return
     entries = list(state.items())
     state.clear()  # in place, and in the same order

@@ -15,7 +15,7 @@ from fastrl.run.callbacks import Evaluation
 from fastrl.run.checkpoints import Checkpoints, step_of, verify, warn_of_another_machine
 from fastrl.run.folder import RunFolder
 from fastrl.run.metrics import MetricsCallback, MetricsFile
-from fastrl.run.processes import PeerFailed, Processes
+from fastrl.run.processes import OneProcess, PeerFailed, Processes
 from fastrl.run.random_state import random_state, restore_random_state
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked
@@ -187,18 +187,21 @@ class SavedInFolder:
 
     def save(self) -> Path:
         """Writes a checkpoint of the state after the last complete step."""
-        state = self.trainer.state_dict()
-        with self.processes.together():
-            if self.processes.is_main:
-                self._write(state)
+        self._write(self.trainer.state_dict(), self.processes)
         return self.checkpoints.path(self.trainer.current_step)
 
-    def _write(self, state: Mapping[str, Any]) -> None:
-        self.folder.sync()
-        self._loop.ledger.flush(sync=True)
-        with self.checkpoints.new(self.trainer.current_step) as folder:
-            loop = {**self._loop.state_dict(), "rows": self.folder.count_rows()}
-            save_tree({**state, "loop": loop}, folder)
+    def _write(self, state: dict[str, Any], processes: Processes) -> None:
+        """
+        Args:
+            processes: those that write: all, or the main one alone.
+        """
+        with self.checkpoints.new(self.trainer.current_step, processes=processes) as folder:
+            if processes.is_main:
+                self.folder.sync()
+                self._loop.ledger.flush(sync=True)
+                loop = {**self._loop.state_dict(), "rows": self.folder.count_rows()}
+                state = {**state, "loop": loop}
+            save_tree(state, folder, processes)
 
     def _save_after(self, error: BaseException, random: Sequence[Mapping[str, Any]]) -> None:
         """Saves the state after an error, which is raised whatever becomes of that; other processes
@@ -219,7 +222,7 @@ class SavedInFolder:
                     )
                 self.save()
             elif self.processes.is_main:
-                self._write(self.trainer._state.state_dict(random))
+                self._write(self.trainer._state.state_dict(random), OneProcess())
             else:
                 return
         except Exception as second:

@@ -25,8 +25,11 @@ from fastrl.models import (
 )
 from fastrl.models.adapters import adapter_dropout
 from fastrl.models.layout import layout_of
+from fastrl.models.optimizer_state import optimizer_groups, set_weights
 from fastrl.models.scoring import ScoringRequest
+from fastrl.models.sharding import name_by_path
 from fastrl.models.utils import check_trainable, evaluating
+from fastrl.ref_model.trunk import WEIGHTS_ARE_COMPARED
 from fastrl.run.metrics import open_trackers
 from fastrl.run.processes import launched_accelerator
 
@@ -142,19 +145,43 @@ def make_accelerator(config: PPOConfig) -> Accelerator:
     return accelerator
 
 
-def prepared(accelerator: Accelerator, model: nn.Module, *others: Any) -> tuple[Any, ...]:
+def prepared(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, *others: Any
+) -> tuple[Any, ...]:
     """Wraps model, optimizer, and dataloader and scheduler or None by accelerate; without DDP,
     which one process (``torchrun --nproc-per-node 1``) does not need."""
+    if accelerator.is_fsdp2:
+        if getattr(model, "trunk", None) is not None and loads_once(accelerator):
+            raise ValueError(WEIGHTS_ARE_COMPARED)
+        name_by_path(model)
+        groups = optimizer_groups(optimizer, model)
+        found = accelerator.prepare(model, optimizer, *others)
+        # accelerate finds them by their addresses, and weights without memory have none.
+        set_weights(optimizer, model, groups)
+        return found
+    others = (optimizer, *others)
     if accelerator.distributed_type not in _DDP or accelerator.num_processes > 1:
         return accelerator.prepare(model, *others)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # all but the wrapping
     return (model, *accelerator.prepare(*others))
 
 
-def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Makes Adam without weight decay over the trainable weights, fused where torch can."""
+def loads_once(accelerator: Accelerator) -> bool:
+    """Whether FSDP2 gets all weights from the main process."""
+    return accelerator.is_fsdp2 and bool(accelerator.state.fsdp_plugin.cpu_ram_efficient_loading)
+
+
+def make_optimizer(
+    model: nn.Module, learning_rate: float, fused: bool = True
+) -> torch.optim.Optimizer:
+    """Makes Adam without weight decay over the trainable weights, fused where torch can.
+
+    Args:
+        fused: False where one process has weights, and others have them without memory: all are to
+            compute alike.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    fused = {p.device.type for p in parameters} <= {"cpu", "cuda", "xpu", "mps"}
+    fused = fused and {p.device.type for p in parameters} <= {"cpu", "cuda", "xpu", "mps"}
     return torch.optim.Adam(parameters, lr=learning_rate, fused=fused)
 
 

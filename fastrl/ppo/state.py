@@ -10,11 +10,16 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from fastrl.data.prompts import PromptStream
-from fastrl.models.sharding import like, spread, whole
+from fastrl.models.optimizer_state import (
+    copy_weights,
+    load_optimizer_state,
+    optimizer_groups,
+    optimizer_state,
+)
+from fastrl.models.sharding import spread
 from fastrl.models.utils import checksum, model_identity
 from fastrl.ppo.memory import MicroBatches
 from fastrl.ppo.score_scaling import RunningMoments
@@ -57,7 +62,8 @@ class TrainerState:
         self.trainer = trainer
 
     def state_dict(self, random: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """The state after the last complete step; tensors are the trainer's own, not copies.
+        """The state after the last complete step; tensors are the trainer's own, not copies, and
+        spread over processes as the trainer has them.
 
         Args:
             random: the random states of the processes, as far as they are known, where these cannot
@@ -71,8 +77,8 @@ class TrainerState:
             "config": deciding(trainer.config.to_dict()),
             "step": trainer.current_step,
             "optimizer_steps": trainer.update.optimizer_steps,
-            "policy": {name: whole(x) for name, x in _trained(trainer._unwrapped).items()},
-            "optimizer": _optimizer_state(trainer),
+            "policy": _trained(trainer._unwrapped),
+            "optimizer": optimizer_state(trainer.optimizer, trainer._unwrapped),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "kl_coef": trainer.kl_ctl.value,
             "score_moments": dataclasses.asdict(trainer.running),
@@ -96,10 +102,10 @@ class TrainerState:
         trainer = self.trainer
         spread(trainer._unwrapped)
         self._check(state)
-        _copy(_trained(trainer._unwrapped), state["policy"])
+        copy_weights(_trained(trainer._unwrapped), state["policy"])
         if self._reference_moves:
-            _copy(trainer.reference.own_weights(), state["reference"])
-        _load_optimizer(trainer, state["optimizer"])
+            copy_weights(trainer.reference.own_weights(), state["reference"])
+        load_optimizer_state(trainer.optimizer, trainer._unwrapped, state["optimizer"])
         if trainer.lr_scheduler is not None:
             trainer.lr_scheduler.load_state_dict(dict(state["scheduler"]))
         trainer.kl_ctl.value = state["kl_coef"]
@@ -195,7 +201,10 @@ class TrainerState:
             )
         names, own_names = (
             [name for group in groups for name in group["params"]]
-            for groups in (state["optimizer"]["groups"], _groups(trainer))
+            for groups in (
+                state["optimizer"]["groups"],
+                optimizer_groups(trainer.optimizer, trainer._unwrapped),
+            )
         )
         if names != own_names:
             raise BadCheckpoint(
@@ -215,63 +224,6 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
     stored = nn.Module.state_dict(model)  # a wrapper's own leaves out the language model's
     buffers = {name: b for name, b in model.named_buffers() if name in stored}
     return {**parameters, **buffers}
-
-
-@torch.no_grad()
-def _copy(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
-    for name, target in targets.items():
-        target.copy_(like(sources[name], target))
-
-
-def _inner_optimizer(trainer: PPOTrainer) -> torch.optim.Optimizer:
-    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-
-
-def _groups(trainer: PPOTrainer) -> list[dict[str, Any]]:
-    """The optimizer's groups, with the names of their weights."""
-    names = {id(p): name for name, p in trainer._unwrapped.named_parameters()}
-    groups = []
-    for number, group in enumerate(_inner_optimizer(trainer).param_groups):
-        weights = [names.get(id(p), f"{number}.{i}") for i, p in enumerate(group["params"])]
-        groups.append({**group, "params": weights})
-    return groups
-
-
-def _optimizer_state(trainer: PPOTrainer) -> dict[str, Any]:
-    """Moments by the names of weights, and the groups' settings."""
-    groups = _groups(trainer)
-    names = [name for group in groups for name in group["params"]]
-    moments = _inner_optimizer(trainer).state_dict()["state"]
-    found = {
-        names[i]: {k: whole(v) if isinstance(v, Tensor) else v for k, v in each.items()}
-        for i, each in moments.items()
-    }
-    return {"groups": groups, "moments": found}
-
-
-def _load_optimizer(trainer: PPOTrainer, state: Mapping[str, Any]) -> None:
-    index = {
-        name: i
-        for i, name in enumerate(name for group in state["groups"] for name in group["params"])
-    }
-    groups = [
-        {**group, "params": [index[name] for name in group["params"]]} for group in state["groups"]
-    ]
-    for group, own in zip(groups, _inner_optimizer(trainer).param_groups, strict=True):
-        # JSON has no tuples, such as Adam's betas.
-        for name, value in own.items():
-            if isinstance(value, tuple):
-                group[name] = tuple(group[name])
-    # Copies: the tensors of a file are mapped, and lie where torch would not put them.
-    weights = dict(trainer._unwrapped.named_parameters())
-    moments = {
-        index[name]: {
-            k: like(v.clone(), weights.get(name, v)) if isinstance(v, Tensor) else v
-            for k, v in each.items()
-        }
-        for name, each in state["moments"].items()
-    }
-    _inner_optimizer(trainer).load_state_dict({"state": moments, "param_groups": groups})
 
 
 def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:

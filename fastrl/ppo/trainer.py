@@ -43,6 +43,7 @@ from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
 from fastrl.ppo.setup import (
     checked_policies,
     choose_heads,
+    loads_once,
     make_accelerator,
     make_optimizer,
     precision_of,
@@ -155,7 +156,8 @@ class PPOTrainer:
         self.reference = choose_ref_model(config, model, ref_model, num_shared_layers)
         warn_of_lost_updates(model, _MIXED_PRECISION)
         if optimizer is None:
-            optimizer = make_optimizer(model, config.learning_rate)
+            fused = not loads_once(self.accelerator)
+            optimizer = make_optimizer(model, config.learning_rate, fused)
         self.model, self.optimizer, self.dataloader, self.lr_scheduler = prepared(
             self.accelerator, model, optimizer, self.dataloader, lr_scheduler
         )
@@ -565,8 +567,9 @@ class PPOTrainer:
             the checkpoint's path; it is there as a whole, or not at all.
         """
         checkpoints = Checkpoints(Path(folder))
-        with checkpoints.new(self.current_step) as part:
-            save_tree(self.state_dict(), part)
+        state = self.state_dict()
+        with checkpoints.new(self.current_step, processes=self.processes) as part:
+            save_tree(state, part, self.processes)
         return checkpoints.path(self.current_step)
 
     def load_checkpoint(self, path: str | Path) -> None:

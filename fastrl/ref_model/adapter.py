@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fastrl.models.adapters import REFERENCE_ADAPTER, acting, add_adapter, trainability_kept
 from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.sharding import spread
 from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.ref_model.base import RefModel
@@ -78,19 +79,19 @@ class StartAdapterRefModel(SwitchedAdapter):
         self._peft: Any = policy.pretrained_model
         trained = self._peft.active_adapter
         add_adapter(self._peft, REFERENCE_ADAPTER, self._peft.peft_config[trained])
-        weights = {name: p.data for name, p in self._peft.named_parameters()}
-        copies = [name for name in weights if f".{REFERENCE_ADAPTER}." in name]
-        self._own = {name: weights[name] for name in copies}
-        self._theirs = [
-            weights[name.replace(f".{REFERENCE_ADAPTER}.", f".{trained}.")] for name in copies
-        ]
-        mix(list(self._own.values()), self._theirs, 1.0)
+        self._trained = trained
+        self.follow(1.0)
 
     def follow(self, weight: float) -> None:
-        mix(list(self._own.values()), self._theirs, weight)
+        own = self.own_weights()
+        theirs = [name.replace(f".{REFERENCE_ADAPTER}.", f".{self._trained}.") for name in own]
+        weights = dict(self._peft.named_parameters())
+        mix(list(own.values()), [weights[name].data for name in theirs], weight)
 
     def own_weights(self) -> dict[str, Tensor]:
-        return self._own
+        spread(self._unwrapped)
+        named = self._peft.named_parameters()
+        return {name: p.data for name, p in named if f".{REFERENCE_ADAPTER}." in name}
 
     def _switched(self) -> contextlib.AbstractContextManager[None]:
         return acting(self._peft, REFERENCE_ADAPTER)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.sharding import own_share, spread, spread_frozen, whole
 from fastrl.ref_model.base import RefModel
+from fastrl.run.state import is_dtensor
 
 Copied = TypeVar("Copied", bound=nn.Module)
 
@@ -23,9 +25,12 @@ def frozen_copy(model: Copied, shared: dict[int, Any] | None = None) -> Copied:
 
 @torch.no_grad()
 def mix(targets: list[Tensor], sources: list[Tensor], weight: float) -> None:
-    """target ← weight·source + (1 - weight)·target, on any devices."""
+    """target ← weight·source + (1 - weight)·target, on any devices; each process mixes its share of
+    targets that are spread."""
     for target, source in zip(targets, sources, strict=True):
-        target.lerp_(source.to(target.device, target.dtype), weight)
+        share = own_share(target)
+        same = own_share(source) if is_dtensor(target) else whole(source)
+        share.lerp_(same.to(share.device, share.dtype), weight)
 
 
 class SecondModel(RefModel):
@@ -34,9 +39,14 @@ class SecondModel(RefModel):
     def __init__(self, model: nn.Module, policy: nn.Module | None = None):
         self.model: Any = model.requires_grad_(False).eval()
         self._copy, self._policy = model, policy
+        # Shared weights are the same objects, until FSDP2 makes shares of each model.
+        shared = {} if policy is None else dict(policy.named_parameters())
+        named = model.named_parameters()
+        self._own = frozenset(name for name, p in named if shared.get(name) is not p)
 
     def place(self, policy: nn.Module, accelerator: Any) -> None:
         self.model = accelerator.prepare_model(self.model, evaluation_mode=True)
+        spread_frozen(self._copy, accelerator)
 
     @torch.no_grad()
     def score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
@@ -48,15 +58,14 @@ class SecondModel(RefModel):
 
     def follow(self, weight: float) -> None:
         assert self._policy is not None
+        spread(self._policy)
         sources = dict(self._policy.named_parameters())
         own = {name: x for name, x in self.own_weights().items() if name in sources}
         mix(list(own.values()), [sources[name].data for name in own], weight)
 
     def own_weights(self) -> dict[str, Tensor]:
-        # Shared weights are the same objects.
-        policy = {} if self._policy is None else dict(self._policy.named_parameters())
-        named = self._copy.named_parameters()
-        return {name: p.data for name, p in named if policy.get(name) is not p}
+        spread(self._copy)
+        return {name: p.data for name, p in self._copy.named_parameters() if name in self._own}
 
 
 class CopyRefModel(SecondModel):

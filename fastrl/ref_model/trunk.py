@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastrl.models.sharding import spread, whole_weights
 from fastrl.models.trunk import Budget, Trunk, TrunkCache
-from fastrl.models.utils import evaluating
+from fastrl.models.utils import evaluating, is_empty
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.ref_model.copy import Copied, SecondModel, frozen_copy
 
 _TOKENS = 8  # of the self-check
 _TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and less
+
+WEIGHTS_ARE_COMPARED = (
+    "num_shared_layers: shared layers are tried in every process, which needs their weights: start "
+    "without --fsdp_cpu_ram_efficient_loading, or leave out num_shared_layers"
+)
 
 
 class Unshareable(Exception):
@@ -26,9 +33,11 @@ def split_off(model: Any, layers: int) -> Trunk:
     """Freezes a language model's bottom layers and the embeddings below them.
 
     Raises:
-        ValueError: layers out of range.
+        ValueError: layers out of range; weights that another process has.
         Unshareable: the model's results change when its layers are skipped.
     """
+    if is_empty(model):
+        raise ValueError(WEIGHTS_ARE_COMPARED)
     try:
         trunk = Trunk(model, layers)
     except LookupError as error:
@@ -56,7 +65,10 @@ def shared_copy(model: Copied, trunk: Trunk) -> Copied:
 
 
 class TrunkRefModel(SecondModel):
-    """The bottom layers are the policy's own, frozen; both tops start at the same boundary."""
+    """The bottom layers are the policy's own, frozen; both tops start at the same boundary.
+
+    Where FSDP2 spreads weights, the reference has shares of the bottom layers as well.
+    """
 
     mode = "trunk"
 
@@ -65,6 +77,7 @@ class TrunkRefModel(SecondModel):
     ):
         super().__init__(model, policy)
         assert policy.trunk is not None
+        self._policy: nn.Module = policy
         self._trunk, self._budget = policy.trunk, budget
         self._autocast: Any = None
         self._checksum = self._trunk.checksum()
@@ -74,9 +87,11 @@ class TrunkRefModel(SecondModel):
         self._autocast = accelerator.autocast
 
     def trunk_cache(self, sequences: Sequence[Tensor]) -> TrunkCache:
-        return TrunkCache(self._trunk, sequences, self._budget, self._autocast)
+        whole = partial(whole_weights, self._policy)
+        return TrunkCache(self._trunk, sequences, self._budget, self._autocast, whole)
 
     def verify(self) -> None:
+        spread(self._policy)
         if self._trunk.checksum() != self._checksum:
             raise ValueError(
                 f"the {self._trunk.layers} shared layers have changed since training began, though "

@@ -246,7 +246,7 @@ class ModelJudge:
         **engine: Any,
     ) -> ModelJudge:
         """Loads a judge from a directory, a run's folder or the Hub, from safetensors only."""
-        model = load_language_model(name_or_path, dtype=dtype)
+        model = load_language_model(name_or_path, dtype=dtype, whole=True)
         tokenizer = load_tokenizer(name_or_path)
         return cls(model.to(device), tokenizer, params, **engine)
 

@@ -8,13 +8,14 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastrl.run.files import free_name, new_folder, remove_folder, write_file
 from fastrl.run.machine import differences, machine, remedies, versions
+from fastrl.run.processes import OneProcess, Processes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,15 +91,31 @@ class Checkpoints:
         return sorted(found, key=step_of)
 
     @contextmanager
-    def new(self, step: int, best: int | None = None) -> Iterator[Path]:
+    def new(
+        self, step: int, best: int | None = None, processes: Processes | None = None
+    ) -> Iterator[Path]:
         """A folder to write a checkpoint to, which is there under its name after the block.
 
         Args:
             best: the step of the one that stays, however old it is.
+            processes: all of which write to the folder; it gets its name when the last of them has.
 
         Raises:
             OSError: it cannot be written, because the disk is full, say; those before stay.
+            PeerFailed: another process could not write its files.
         """
+        processes = processes or OneProcess()
+        with ExitStack() as stack:
+            with processes.together():
+                own = stack.enter_context(self._new(step, best)) if processes.is_main else Path()
+            part = processes.from_main(own)
+            with processes.together():
+                yield part
+            with processes.together():
+                stack.close()
+
+    @contextmanager
+    def _new(self, step: int, best: int | None) -> Iterator[Path]:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.remove_unfinished()
         path = self.path(step)

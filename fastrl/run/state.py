@@ -1,8 +1,13 @@
-"""A tree of tensors and plain values as files: safetensors for tensors, JSON for the rest."""
+"""A tree of tensors and plain values as files: safetensors for tensors, JSON for the rest.
+
+A tensor that is spread over processes is never whole on its way: each process writes its share, and
+reads what it needs of all shares.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,50 +16,193 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastrl.run.processes import OneProcess, Processes
+
 STATE = "state.json"
 _TENSOR, _ARRAY, _BYTES = "__tensor__", "__array__", "__bytes__"
+_SHARES, _SHAPE, _DTYPE = "__shares__", "shape", "dtype"
+
+Region = tuple[slice, ...]  # of a tensor, a slice for each dimension
 
 
-def save_tree(tree: Mapping[str, Any], folder: Path) -> None:
-    """Writes ``state.json``, and a safetensors file for each top-level name that has tensors.
+def save_tree(tree: Mapping[str, Any], folder: Path, processes: Processes | None = None) -> None:
+    """Writes ``state.json``, and a safetensors file for each top-level name that has tensors; for
+    tensors that are spread over processes (DTensors), one of each process, ``NAME-1-of-2``.
 
     Args:
         tree: dicts with texts as keys, lists, tuples (which are read as lists), tensors, arrays of
             NumPy, bytes, numbers, texts, booleans and None.
+        processes: all of which call this. The main one writes what is not spread.
 
     Raises:
         TypeError: something else, named by its place.
         OSError: a file cannot be written.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    plain = {}
+    processes = processes or OneProcess()
+    folder.mkdir(parents=True, exist_ok=True)
+    plain: dict[str, Any] = {}
     for name, branch in tree.items():
+        if not processes.is_main and not _has_shares(branch):
+            continue
         tensors: dict[str, Tensor] = {}
-        plain[name] = _plain(branch, name, tensors)
-        if tensors:
-            try:
-                save_file(tensors, folder / f"{name}.safetensors")
-            except SafetensorError as error:  # also where the disk is full
-                raise OSError(str(error)) from error
-    (folder / STATE).write_text(json.dumps(plain) + "\n", encoding="utf-8")
+        shares: dict[str, Any] = {}
+        plain[name] = _plain(branch, name, tensors, shares)
+        if tensors and processes.is_main:
+            _save(folder / f"{name}.safetensors", tensors)
+        if shares:
+            own = {place: share for place, share in shares.items() if _writes(share)}
+            places = {place: json.dumps(_bounds(region_of(x))) for place, x in own.items()}
+            parts = {place: x.to_local().detach().cpu().contiguous() for place, x in own.items()}
+            _save(_share(folder, name, processes.index, processes.count), parts, places)
+    if processes.is_main:
+        if any(map(_has_shares, tree.values())):
+            plain[_SHARES] = processes.count
+        (folder / STATE).write_text(json.dumps(plain) + "\n", encoding="utf-8")
 
 
 def load_tree(folder: Path) -> dict[str, Any]:
-    """Reads what :func:`save_tree` wrote; tensors are on the CPU."""
+    """Reads what :func:`save_tree` wrote; tensors are on the CPU, but those that were spread are
+    :class:`SharedOut`.
+
+    Raises:
+        ValueError: of a tensor not all shares are there; names it.
+    """
     from safetensors.torch import load_file
 
     plain = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    count = plain.pop(_SHARES, 0)
     tree = {}
     for name, branch in plain.items():
         path = folder / f"{name}.safetensors"
-        tree[name] = _whole(branch, load_file(path) if path.is_file() else {})
+        files = [_share(folder, name, index, count) for index in range(count)]
+        shares = _Shares([file for file in files if file.is_file()])
+        tree[name] = _whole(branch, load_file(path) if path.is_file() else {}, shares)
     return tree
 
 
-def _plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    """The value with references in place of tensors, which go into ``tensors`` by their place."""
+class SharedOut:
+    """A tensor whose parts lie in several files, to be read by regions: ``x[2:4, :]``, ``x[...]``.
+
+    Attributes:
+        shape, dtype: of the whole tensor.
+    """
+
+    def __init__(
+        self,
+        place: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        parts: list[tuple[Path, Region]],
+    ):
+        self.place, self.shape, self.dtype = place, torch.Size(shape), dtype
+        self._parts = parts
+
+    def __getitem__(self, region: Region | Any) -> Tensor:
+        from safetensors import safe_open
+
+        wanted = tuple(slice(0, n) for n in self.shape) if region is ... else region
+        found = torch.empty([x.stop - x.start for x in wanted], dtype=self.dtype)
+        for file, part in self._parts:
+            common = [
+                slice(max(a.start, b.start), min(a.stop, b.stop))
+                for a, b in zip(wanted, part, strict=True)
+            ]
+            if any(x.start >= x.stop for x in common):
+                continue
+            with safe_open(file, framework="pt") as tensors:
+                read = tensors.get_slice(self.place)[_within(common, part)]
+            found[_within(common, wanted)] = read
+        return found
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether it is a tensor of which each process has a share."""
+    return isinstance(value, Tensor) and hasattr(value, "device_mesh")
+
+
+def region_of(tensor: Any) -> Region:
+    """Where in a tensor that is spread over processes this one's share lies."""
+    # What torch's own checkpoints ask a DTensor.
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(
+        slice(start, start + n) for start, n in zip(chunk.offsets, chunk.sizes, strict=True)
+    )
+
+
+class _Shares:
+    """The parts of tensors in the files of a branch, one of each process."""
+
+    def __init__(self, files: list[Path]):
+        from safetensors import safe_open
+
+        self._parts: dict[str, list[tuple[Path, Region]]] = {}
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                for place, bounds in (tensors.metadata() or {}).items():
+                    region = tuple(slice(*each) for each in json.loads(bounds))
+                    self._parts.setdefault(place, []).append((file, region))
+
+    def of(self, place: str, shape: list[int], dtype: str) -> SharedOut:
+        """
+        Raises:
+            ValueError: some of its elements are in no file.
+        """
+        parts = self._parts.get(place, [])
+        found = sum(math.prod(x.stop - x.start for x in region) for _, region in parts)
+        if found != math.prod(shape):
+            raise ValueError(
+                f"{place} has {math.prod(shape)} elements, and the shares that are there {found}: "
+                "take another checkpoint"
+            )
+        return SharedOut(place, tuple(shape), getattr(torch, dtype), parts)
+
+
+def _save(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, file, metadata)
+    except SafetensorError as error:  # also where the disk is full
+        raise OSError(str(error)) from error
+
+
+def _share(folder: Path, name: str, index: int, count: int) -> Path:
+    return folder / f"{name}-{index + 1}-of-{count}.safetensors"
+
+
+def _has_shares(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_shares, value.values()))
+    return any(map(_has_shares, value)) if isinstance(value, (list, tuple)) else is_dtensor(value)
+
+
+def _writes(tensor: Any) -> bool:
+    """Whether this process writes its share: it has elements, and of those that have the same one
+    it is the first."""
+    place = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    first = all(index == 0 for index, placement in place if placement.is_replicate())
+    return first and tensor.to_local().numel() > 0
+
+
+def _bounds(region: Region) -> list[list[int]]:
+    return [[x.start, x.stop] for x in region]
+
+
+def _within(region: list[slice] | Region, other: Region) -> Region:
+    """A region's place within one that contains it."""
+    return tuple(
+        slice(a.start - b.start, a.stop - b.start) for a, b in zip(region, other, strict=True)
+    )
+
+
+def _plain(value: Any, place: str, tensors: dict[str, Tensor], shares: dict[str, Any]) -> Any:
+    """The value with references in place of tensors, which go into ``tensors`` or, where they are
+    spread, ``shares`` by their place."""
+    if is_dtensor(value):
+        shares[place] = value
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {_SHARES: place, _SHAPE: list(value.shape), _DTYPE: dtype}
     if isinstance(value, Tensor):
         # A copy for each name: safetensors takes no two tensors with the same memory.
         taken = value.detach().cpu()
@@ -64,7 +212,7 @@ def _plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, np.ndarray):
         data = np.frombuffer(value.tobytes(), dtype=np.uint8).copy()
         tensors[place] = torch.from_numpy(data)
-        return {_ARRAY: place, "dtype": value.dtype.str, "shape": list(value.shape)}
+        return {_ARRAY: place, _DTYPE: value.dtype.str, _SHAPE: list(value.shape)}
     if isinstance(value, bytes):
         tensors[place] = torch.from_numpy(np.frombuffer(value, dtype=np.uint8).copy())
         return {_BYTES: place}
@@ -72,24 +220,26 @@ def _plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"{place} has the key {key!r}: keys must be texts")
-        return {key: _plain(x, f"{place}/{key}", tensors) for key, x in value.items()}
+        return {key: _plain(x, f"{place}/{key}", tensors, shares) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(x, f"{place}/{i}", tensors) for i, x in enumerate(value)]
+        return [_plain(x, f"{place}/{i}", tensors, shares) for i, x in enumerate(value)]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"{place} is a {type(value).__name__}, which a checkpoint cannot hold")
 
 
-def _whole(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _whole(value: Any, tensors: Mapping[str, Tensor], shares: _Shares) -> Any:
     if isinstance(value, list):
-        return [_whole(x, tensors) for x in value]
+        return [_whole(x, tensors, shares) for x in value]
     if not isinstance(value, dict):
         return value
+    if _SHARES in value:
+        return shares.of(value[_SHARES], value[_SHAPE], value[_DTYPE])
     if _TENSOR in value:
         return tensors[value[_TENSOR]]
     if _ARRAY in value:
         data = tensors[value[_ARRAY]].numpy().tobytes()
-        return np.frombuffer(data, dtype=value["dtype"]).reshape(value["shape"]).copy()
+        return np.frombuffer(data, dtype=value[_DTYPE]).reshape(value[_SHAPE]).copy()
     if _BYTES in value:
         return tensors[value[_BYTES]].numpy().tobytes()
-    return {key: _whole(x, tensors) for key, x in value.items()}
+    return {key: _whole(x, tensors, shares) for key, x in value.items()}

@@ -176,6 +176,7 @@ class SFTTrainer(SupervisedTrainer):
             )
         joins = completions is not None and completions.padding_free
         if packs or joins:
+            self._prepare_weights()
             autocast = self.compute_loss_context_manager()
             packed = choose_packing(self.model, self._tokenizer, autocast)
             self.data_collator = JoinedCollator(packed) if joins else packed

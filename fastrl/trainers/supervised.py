@@ -19,6 +19,7 @@ from transformers import TrainingArguments
 
 from fastrl.config import setting
 from fastrl.models.load import load_tokenizer
+from fastrl.models.sharding import spread
 from fastrl.models.utils import (
     check_trainable,
     context_length,
@@ -28,6 +29,7 @@ from fastrl.models.utils import (
 from fastrl.run.checkpoints import describe_weights
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
+from fastrl.trainers.sharded import ShardedTrainer
 from fastrl.trainers.sharing import SharedBatches, share_batches
 
 MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
@@ -76,7 +78,7 @@ class SupervisedArguments(TrainingArguments):
             )
 
 
-class SupervisedTrainer(OwnModelCard, FiniteStepsTrainer, ABC):
+class SupervisedTrainer(OwnModelCard, ShardedTrainer, FiniteStepsTrainer, ABC):
     """transformers' Trainer, which prepares all models and data sets that it is given: at
     construction, by ``model_init``, in ``evaluate`` and in ``predict``. Runs are resumed bit for
     bit, see :class:`fastrl.run.transformers_checkpoints.ResumableTrainer`.
@@ -233,9 +235,10 @@ class SupervisedTrainer(OwnModelCard, FiniteStepsTrainer, ABC):
 
 def trained_identity(trainer: Any) -> dict[str, Any]:
     """What of a trainer's model and tokenizer must be the same where a run resumes."""
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:  # weights are spread over processes
+    if trainer.is_deepspeed_enabled:  # weights are spread over processes
         return {"weights": {}}
     model = trainer.accelerator.unwrap_model(trainer.model)
+    spread(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return {**model_identity(model, trainer.processing_class), "weights": describe_weights(trained)}
 

@@ -22,11 +22,11 @@ from fastrl.alignment import Trainer as AlignmentTrainer
 from fastrl.data.columns import ANSWERS, FEEDBACK, PAIRS, PROMPTS
 from fastrl.rollout import SamplingParams
 from fastrl.run.processes import process_count
-from fastrl.run.state import save_tree
 from fastrl.run.stopping import stop_at_a_steps_end
 from tests import tiny_models
 from tests.alignment.conftest import LikesHigh, examples, make_factory
 from tests.golden import tiny
+from tests.processes.launch import keep
 from tests.trainers.conftest import pairs, texts
 from tests.trainers.conftest import reward_model as tiny_reward_model
 
@@ -243,7 +243,7 @@ def _die() -> None:
 
 def straight(folder: Path) -> None:
     for name, job in RESUMED.items():
-        save(job(**SAVED), f"{name}, straight", folder)
+        keep(job(**SAVED), f"{name}, straight", folder)
 
 
 def begin(folder: Path) -> None:
@@ -320,18 +320,13 @@ FAILING: dict[str, Callable[..., None]] = {
 }
 
 
-def save(tree: dict[str, Any], name: str, folder: Path) -> None:
-    """What a job did, of each process in a folder of its own."""
-    target = folder / f"{name}-{process_count()}-{os.environ.get('RANK', '0')}"
-    target.mkdir(parents=True)
-    save_tree(tree, target)
-
-
 def resume(folder: Path) -> None:
     """Resumes what another number of processes has begun."""
+    own = f"begun-{process_count()}"
+    (others,) = [path for path in folder.glob("begun-*") if path.name != own]
     for name, job in RESUMED.items():
-        begun = folder / f"begun-{3 - process_count()}" / name
-        save(job(folder=str(begun), resume=True, **SAVED), f"{name}, resumed", folder)
+        begun = others / name
+        keep(job(folder=str(begun), resume=True, **SAVED), f"{name}, resumed", folder)
 
 
 def differ(folder: Path) -> None:
@@ -359,7 +354,7 @@ def run(folder: Path, *names: str) -> None:
     """Does jobs, by their names, or what else has one."""
     for name in names:
         if name in JOBS:
-            save(JOBS[name](), name, folder)
+            keep(JOBS[name](), name, folder)
         elif name in FAILING:
             fail(name, folder)
         else:

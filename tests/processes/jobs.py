@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastrl import (
-    AutoModelForCausalLMWithValueHead,
     PPOConfig,
     PPOTrainer,
     RewardConfig,
@@ -32,11 +31,11 @@ from fastrl.data.columns import PAIRS
 from fastrl.models.sharding import spread, whole
 from fastrl.ppo import setup
 from fastrl.run.callbacks import TrainCallback
-from fastrl.run.processes import launched_accelerator, process_count, processes_of
-from fastrl.run.state import save_tree
+from fastrl.run.processes import process_count
 from tests import tiny_models
 from tests.alignment.conftest import examples, make_factory
 from tests.golden import tiny
+from tests.processes.launch import keep
 from tests.trainers.conftest import pairs, texts
 from tests.trainers.conftest import reward_model as tiny_reward_model
 
@@ -45,7 +44,7 @@ _SGD = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
 _FIT = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
 
 
-class _Keeper(TrainCallback):
+class Keeper(TrainCallback):
     """Keeps the samples and numbers of a run."""
 
     def __init__(self) -> None:
@@ -70,7 +69,7 @@ def _nan_now_and_then(completion_ids: list[list[int]], **_: Any) -> list[float]:
     ]
 
 
-def _weights(model: Any) -> dict[str, Tensor]:
+def weights_of(model: Any) -> dict[str, Tensor]:
     spread(model)
     return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
 
@@ -109,61 +108,44 @@ def train(
 
 
 @contextlib.contextmanager
-def fsdp() -> Iterator[None]:
-    """Context in which accelerators shard weights by FSDP2. On processes that talk by gloo
-    accelerate makes DDP of every request, so its state is changed before it prepares a model."""
-    make = setup.launched_accelerator
+def fsdp(wrap: str = "transformer_based_wrap", loads_once: bool = False) -> Iterator[None]:
+    """Context in which the accelerators of our trainers and of transformers' shard weights by
+    FSDP2. On processes that talk by gloo accelerate makes DDP of every request, so its state is
+    changed before it prepares a model."""
 
-    def sharding(**settings: Any) -> Any:
-        accelerator = make(**settings)
-        accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["GPT2Block"],
-            cpu_ram_efficient_loading=False,
-        )
-        return accelerator
+    def sharding(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **settings: Any) -> Any:
+            accelerator = make(*args, **settings)
+            _set_kind(DistributedType.FSDP)
+            accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2, auto_wrap_policy=wrap, cpu_ram_efficient_loading=loads_once
+            )
+            return accelerator
 
-    setup.launched_accelerator = sharding  # type: ignore[assignment]
+        return made
+
+    ours, theirs = setup.launched_accelerator, transformers.trainer.Accelerator
+    setup.launched_accelerator = sharding(ours)  # type: ignore[assignment]
+    transformers.trainer.Accelerator = sharding(theirs)  # type: ignore[misc,assignment]
     try:
         yield
     finally:
-        setup.launched_accelerator = make
-        AcceleratorState().distributed_type = DistributedType.MULTI_CPU
+        setup.launched_accelerator, transformers.trainer.Accelerator = ours, theirs
+        del AcceleratorState().fsdp_plugin
+        _set_kind(DistributedType.MULTI_CPU)
 
 
-def sharded_policy_gradient() -> dict[str, Any]:
-    """The same with weights that FSDP2 has spread, if there are several processes."""
-    if process_count() == 1:
-        return policy_gradient()
-    with fsdp():
-        return policy_gradient()
-
-
-def resumed_policy_gradient() -> dict[str, Any]:
-    """The model that is saved after four steps; of several processes, which shard the weights, the
-    last two are by a trainer that resumes."""
-    with tempfile.TemporaryDirectory() as own:
-        if process_count() == 1:
-            folder, trainer = Path(own), train(Path(own))
-            trainer.save_pretrained(folder / "saved")
-        else:
-            folder = Path(processes_of(launched_accelerator()).from_main(own))
-            with fsdp():
-                train(folder, steps=2)
-                trainer = train(folder, resume=True)
-                trainer.save_pretrained(folder / "saved")
-        trainer.accelerator.wait_for_everyone()
-        saved = AutoModelForCausalLMWithValueHead.from_pretrained(folder / "saved")
-        trainer.accelerator.wait_for_everyone()
-        return {"weights": _weights(saved), "evaluations": [0, 1]}
+def _set_kind(kind: DistributedType) -> None:
+    """Of processes, in both of accelerate's states: each new AcceleratorState takes it from
+    PartialState."""
+    PartialState._shared_state["distributed_type"] = kind
+    AcceleratorState().distributed_type = kind
 
 
 def policy_gradient(reward: Any = reward, **settings: Any) -> dict[str, Any]:
     """Three steps of PPO on samples of uneven lengths."""
     trainer = make_trainer(**settings)
-    keeper = _Keeper()
+    keeper = Keeper()
     result = trainer.train(
         reward,
         prompts=PROMPTS,
@@ -174,7 +156,7 @@ def policy_gradient(reward: Any = reward, **settings: Any) -> dict[str, Any]:
         callbacks=[keeper],
     )
     return {
-        "weights": _weights(trainer._unwrapped),
+        "weights": weights_of(trainer._unwrapped),
         "samples": keeper.samples,
         "metrics": keeper.metrics,
         "evaluations": [[x.mean, x.sem, x.kl] for x in result.evaluations],
@@ -187,7 +169,7 @@ def _fitted(trainer: Any) -> dict[str, Any]:
     after = trainer.evaluate()
     logs = [x for x in trainer.state.log_history if "loss" in x or "eval_loss" in x]
     return {
-        "weights": _weights(trainer.accelerator.unwrap_model(trainer.model)),
+        "weights": weights_of(trainer.accelerator.unwrap_model(trainer.model)),
         "logs": [
             {k: v for k, v in x.items() if "runtime" not in k and "per_" not in k} for x in logs
         ],
@@ -264,8 +246,6 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         gradient_accumulation_steps=2,
         mini_batch_size=4 // process_count(),
     ),
-    "ppo, fsdp": sharded_policy_gradient,
-    "ppo, fsdp, resumed": resumed_policy_gradient,
     "sft": supervised,
     "reward": reward_model,
     "dpo": preferences,
@@ -274,8 +254,5 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def run(folder: Path, *names: str) -> None:
     """Saves what some jobs did, of each process in a folder of its own."""
-    rank = os.environ.get("RANK", "0")
     for name in names:
-        target = folder / f"{name}-{process_count()}-{rank}"
-        target.mkdir(parents=True)
-        save_tree(JOBS[name](), target)
+        keep(JOBS[name](), name, folder)

@@ -17,6 +17,9 @@ from unittest import mock
 
 import torch
 
+from fastrl.run.processes import process_count
+from fastrl.run.state import load_tree, save_tree
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "accelerate"
 # Sums of gradients are rounded in another order.
@@ -86,7 +89,7 @@ def fork(target, *arguments, processes=2, timeout=120, grace=5):
     with socket.socket() as free, mock.patch.dict(os.environ):
         # The path of users: on a CPU other tests run Triton's interpreter.
         os.environ.pop("TRITON_INTERPRET", None)
-        jobs = ("jobs", "failing", "fitted")
+        jobs = ("jobs", "failing", "fitted", "sharded", "commands")
         context.set_forkserver_preload([f"tests.processes.{name}" for name in jobs])
         forkserver.ensure_running()
         free.bind(("127.0.0.1", 0))
@@ -143,6 +146,18 @@ def _in_rank(rank, processes, port, folder, target, arguments):
     target(*arguments)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def keep(tree, name, folder):
+    """Writes what a job did, of each process in a folder of its own."""
+    target = folder / f"{name}-{process_count()}-{os.environ.get('RANK', '0')}"
+    target.mkdir(parents=True)
+    save_tree(tree, target)
+
+
+def kept(folder, name, processes):
+    """What a job did, of each of so many processes."""
+    return [load_tree(folder / f"{name}-{processes}-{rank}") for rank in range(processes)]
 
 
 def assert_close(one, other, place=""):

@@ -1,4 +1,4 @@
-"""The trainers on transformers', on two processes and on one."""
+"""The trainers on transformers', on several processes and on one."""
 
 import json
 import signal
@@ -8,39 +8,37 @@ import pytest
 import torch
 
 from fastrl.run.checkpoints import BadCheckpoint
-from fastrl.run.state import load_tree
 from tests.processes import fitted
 from tests.processes.fitted import JOBS, RESUMED, SAVED
-from tests.processes.launch import assert_close, fork
-from tests.processes.test_two_processes import trees
+from tests.processes.launch import assert_close, fork, keep, kept
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A folder with what each job did, as one process and as two, and what became of runs that
+def done(tmp_path_factory, count):
+    """A folder with what each job did, as one process and as several, and what became of runs that
     ended early and were resumed by the other number of processes."""
     folder = tmp_path_factory.mktemp("fitted")
     for name, job in JOBS.items():
-        fitted.save(job(), name, folder)
+        keep(job(), name, folder)
     fitted.straight(folder)
     fitted.begin(folder)
-    ended = fork(fitted.run, folder, *JOBS, "begin")
+    ended = fork(fitted.run, folder, *JOBS, "begin", processes=count)
     assert abs(ended.returncode) == signal.SIGKILL, ended.stderr[-3000:]
     fitted.resume(folder)
-    ended = fork(fitted.run, folder, "resume", "differ")
+    ended = fork(fitted.run, folder, "resume", "differ", processes=count)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return folder
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_two_processes_do_what_one_does(done, name):
-    one, *both = trees(done, name)
-    for each in both:
-        assert_close(one, each)
-    for parameter, value in both[0]["weights"].items():
-        assert torch.equal(value, both[1]["weights"][parameter]), parameter
+def test_several_processes_do_what_one_does(done, count, name):
+    (one,), each = kept(done, name, 1), kept(done, name, count)
+    for other in each:
+        assert_close(one, other)
+        for parameter, value in each[0]["weights"].items():
+            assert torch.equal(value, other["weights"][parameter]), parameter
     assert any(log.get("grad_norm") for log in one["logs"])
 
 
@@ -51,22 +49,23 @@ def assert_went_on_like(straight, resumed):
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_run_goes_on_with_another_number_of_processes(done, name):
-    straight = load_tree(done / f"{name}, straight-1-0")
-    for resumed in trees(done, f"{name}, resumed"):
+def test_a_run_goes_on_with_another_number_of_processes(done, count, name):
+    (straight,) = kept(done, f"{name}, straight", 1)
+    of_both = [*kept(done, f"{name}, resumed", 1), *kept(done, f"{name}, resumed", count)]
+    for resumed in of_both:
         assert_went_on_like(straight, resumed)
         assert_close(straight["logs"], resumed["logs"])
 
 
 def test_another_number_of_processes_needs_as_many_samples_in_a_step(done):
-    saved = done / "begun-1" / "sft"  # which two processes have ended
+    saved = done / "begun-1" / "sft"  # which several processes have ended
     with pytest.raises(BadCheckpoint, match=r"and this one has 1, so that per_device.* must be 8 "):
         RESUMED["sft"](folder=str(saved), resume=True, **SAVED, per_device_train_batch_size=2)
 
 
-def test_processes_that_differ_all_refuse_to_begin(done):
-    main, other = (json.loads((done / f"said-{rank}.json").read_text()) for rank in (0, 1))
-    assert main == other
+def test_processes_that_differ_all_refuse_to_begin(done, count):
+    main, *others = (json.loads((done / f"said-{rank}.json").read_text()) for rank in range(count))
+    assert others == [main] * (count - 1)
     for message, expected in zip(
         main,
         [
@@ -83,23 +82,33 @@ def test_processes_that_differ_all_refuse_to_begin(done):
 @pytest.mark.parametrize(
     ("name", "job", "saved", "message"),
     [
-        ("the collator raises", "sft", 1, "PeerFailed: process 1 of 2 failed: LookupError: there"),
+        (
+            "the collator raises",
+            "sft",
+            1,
+            "PeerFailed: process 1 of {count} failed: LookupError",
+        ),
         ("the loss raises", "reward", 2, "LookupError: there is no such thing"),
         ("a process is killed", "sft", 2, "RuntimeError"),
         ("a process is stopped", "reward", 3, "Stopped: stopped after step 3; saved: "),
-        ("the annotator raises", "dpo, online", 2, "PeerFailed: process 1 of 2 failed: LookupErr"),
+        (
+            "the annotator raises",
+            "dpo, online",
+            2,
+            "PeerFailed: process 1 of {count} failed: LookupError",
+        ),
         ("the annotator is stopped", "dpo, online", 2, "Stopped: stopped after step 2; saved: "),
     ],
 )
-def test_what_goes_wrong_in_one_process_ends_both_with_the_state_saved(
-    done, tmp_path, name, job, saved, message
+def test_what_goes_wrong_in_one_process_ends_all_with_the_state_saved(
+    done, tmp_path, count, name, job, saved, message
 ):
     begin = time.perf_counter()
-    ended = fork(fitted.run, tmp_path, name)
+    ended = fork(fitted.run, tmp_path, name, processes=count)
     assert time.perf_counter() - begin < 60
     assert ended.returncode != 0
-    assert message in ended.stderr
+    assert message.format(count=count) in ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == [f"checkpoint-{saved}"]
-    straight = load_tree(done / f"{job}, straight-1-0")
+    (straight,) = kept(done, f"{job}, straight", 1)
     resumed = RESUMED[job](folder=str(tmp_path), resume=True, **SAVED)
     assert_went_on_like(straight, resumed)

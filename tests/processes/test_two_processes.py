@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from fastrl.run.state import load_tree
 from tests.processes.jobs import JOBS, run
-from tests.processes.launch import assert_close, fork
+from tests.processes.launch import assert_close, fork, kept
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +28,7 @@ def _done(tmp_path_factory, processes):
 
 @pytest.mark.parametrize("name", JOBS)
 def test_several_processes_do_what_one_does(alone, together, count, name):
-    one = load_tree(alone / f"{name}-1-0")
-    each = [load_tree(together / f"{name}-{count}-{rank}") for rank in range(count)]
+    (one,), each = kept(alone, name, 1), kept(together, name, count)
     for other in each:
         assert_close(one, other)
         for parameter, value in each[0]["weights"].items():
@@ -40,5 +38,5 @@ def test_several_processes_do_what_one_does(alone, together, count, name):
 @pytest.mark.parametrize("name", JOBS)
 def test_it_learned(alone, name):
     """Or weights that nobody has changed would be equal."""
-    one = load_tree(alone / f"{name}-1-0")
+    (one,) = kept(alone, name, 1)
     assert one["evaluations"][0] != one["evaluations"][-1]

@@ -1,0 +1,182 @@
+"""transformers' Trainer on weights that FSDP2 spreads over processes: evaluation, checkpoints and
+saved models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from fastrl.models.optimizer_state import (
+    copy_weights,
+    load_optimizer_state,
+    optimizer_groups,
+    optimizer_state,
+)
+from fastrl.models.sharding import gathered_state_dict, is_spread, spread
+from fastrl.run.checkpoints import BadCheckpoint
+from fastrl.run.state import load_tree, save_tree
+
+SHARES = "shares"  # folder of a checkpoint
+_OF_TORCH = ("pytorch_model_fsdp_0", "optimizer_0")  # folders that torch's own checkpoints have
+
+
+class ShardedTrainer(transformers.Trainer):
+    """transformers' Trainer that can evaluate before it trains where weights are spread, and whose
+    checkpoints then have a folder ``shares``: each process writes its part of weights and moments,
+    as safetensors. With them any number of processes goes on, and one that spreads nothing. Models
+    that :meth:`save_model` saves are whole.
+
+    transformers itself would write pickles, and no model at all.
+
+    Raises:
+        ValueError: FSDP1.
+    """
+
+    args: Any
+    processes: Any
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            raise ValueError(
+                f"{type(self).__name__} needs FSDP2, and FSDP1 was asked for: set fsdp_version: 2 "
+                "(accelerate launch --fsdp_version 2)"
+            )
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        # accelerate finds an optimizer's weights by their addresses: those without memory have none
+        # before.
+        self._prepare_weights()
+        return super()._prepare_for_training(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._prepare_weights()
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._spread()
+
+    def _prepare_weights(self) -> None:
+        """Spreads the weights, which accelerate itself does with an optimizer only."""
+        if self.is_fsdp_enabled and not is_spread(self._plain_model):
+            from accelerate.utils import fsdp2_prepare_model
+
+            self.accelerator._models.append(fsdp2_prepare_model(self.accelerator, self.model))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not is_spread(self._plain_model):
+            super().save_model(output_dir, _internal_call)
+        elif not _internal_call:  # else a checkpoint's, which has shares
+            state = gathered_state_dict(self._plain_model, keep=self.args.should_save)
+            if self.args.should_save:
+                self._save(output_dir, state_dict=state)
+            if self.args.push_to_hub:
+                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        model = self._plain_model
+        if not is_spread(model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        spread(model)
+        scheduler: Any = self.lr_scheduler
+        tree = {
+            "weights": self._weights(),
+            "optimizer": optimizer_state(self.optimizer, model),
+            "scheduler": scheduler.state_dict(),
+        }
+        save_tree(tree, Path(output_dir) / SHARES, self.processes)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        checkpoint = Path(resume_from_checkpoint)
+        for name in _OF_TORCH:
+            if (checkpoint / name).is_dir():
+                raise BadCheckpoint(
+                    f"resume: {checkpoint / name} is a checkpoint of torch.distributed, whose "
+                    "index is a pickle, which is not read: begin anew, from a model that is saved "
+                    "whole"
+                )
+        if (checkpoint / SHARES).is_dir():
+            self._spread()
+            copy_weights(self._weights(), load_tree(checkpoint / SHARES)["weights"])
+        elif is_spread(self._plain_model):
+            self._spread()
+            copy_weights(self._weights(), self._whole_weights(checkpoint))
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder, model = Path(checkpoint), self._plain_model
+        scheduler: Any = self.lr_scheduler
+        if (folder / SHARES).is_dir():
+            self._spread()
+            state = load_tree(folder / SHARES)
+            load_optimizer_state(self.optimizer, model, state["optimizer"])
+            scheduler.load_state_dict(state["scheduler"])
+        elif is_spread(model):
+            self._spread()
+            load_optimizer_state(self.optimizer, model, self._by_names(folder / OPTIMIZER_NAME))
+            scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_best_model(self) -> None:
+        if is_spread(self._plain_model):
+            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+        else:
+            super()._load_best_model()
+
+    @property
+    def _plain_model(self) -> Any:
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    def _spread(self) -> None:
+        spread(self._plain_model)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Those that a run changes, by name: of an adapter its own."""
+        model = self._plain_model
+        named = dict(model.named_parameters())
+        if hasattr(model, "peft_config"):
+            named = {name: p for name, p in named.items() if p.requires_grad}
+        stored = model.state_dict()
+        buffers = {name: b for name, b in model.named_buffers() if name in stored}
+        return {**named, **buffers}
+
+    def _whole_weights(self, checkpoint: Path) -> dict[str, Tensor]:
+        """Weights of a checkpoint that spreads none, under the names of :meth:`_weights`.
+
+        Raises:
+            BadCheckpoint: an adapter's, whose names are other ones.
+        """
+        file = checkpoint / "model.safetensors"
+        if not file.is_file():
+            raise BadCheckpoint(
+                f"resume: {checkpoint} has no {file.name}: go on without FSDP, as the run began"
+            )
+        return load_file(file)
+
+    def _by_names(self, file: Path) -> dict[str, Any]:
+        """The state of an optimizer, as torch saves it, by the names of weights."""
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        names = [
+            name
+            for group in optimizer_groups(self.optimizer, self._plain_model)
+            for name in group["params"]
+        ]
+        groups = [
+            {**group, "params": [names[i] for i in group["params"]]}
+            for group in state["param_groups"]
+        ]
+        return {
+            "groups": groups,
+            "moments": {names[i]: moments for i, moments in state["state"].items()},
+        }

@@ -1,0 +1,303 @@
+"""Training jobs on weights that FSDP2 spreads over processes, and on one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fastrl import (
+    AutoModelForCausalLMWithValueHead,
+    PPOConfig,
+    PPOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from fastrl.models.load import load_language_model
+from fastrl.models.sharding import own_share, spread
+from fastrl.run.processes import launched_accelerator, process_count
+from tests import tiny_models
+from tests.golden import tiny
+from tests.processes import jobs
+from tests.processes.jobs import PROMPTS, Keeper, fsdp, reward, train, weights_of
+from tests.processes.launch import keep
+from tests.trainers.conftest import texts
+
+
+def make_policy(family: str, adapter: bool) -> Any:
+    torch.manual_seed(0)
+    if not adapter:
+        return tiny_models.policy(family)
+    return AutoModelForCausalLMWithValueHead.from_pretrained(
+        tiny_models.language_model(family), peft_config=tiny_models.lora()
+    )
+
+
+def make_trainer(family: str, adapter: bool = False, **settings: Any) -> PPOTrainer:
+    """Of 16 samples a step, in mini-batches of 8, both of all processes."""
+    world = process_count()
+    config = PPOConfig(
+        **{"batch_size": 16 // world, "mini_batch_size": 8 // world, "ppo_epochs": 2, **settings}
+    )
+    policy = make_policy(family, adapter)
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    # Larger steps of the few weights of an adapter make much of a difference in rounding.
+    optimizer = torch.optim.SGD(trained, lr=0.005 if adapter else 0.1, momentum=0.5)
+    trainer = PPOTrainer(config, policy, None, tiny.tokenizer(), optimizer=optimizer)
+    if world > 1:
+        assert trainer.accelerator.distributed_type == DistributedType.FSDP
+        for model in (trainer.model, trainer.ref_model):
+            if model is not None:
+                spread(model)
+                assert all(isinstance(p, DTensor) for p in model.parameters())
+    return trainer
+
+
+def policy_gradient(family: str, adapter: bool = False, **settings: Any) -> dict[str, Any]:
+    """Two steps of PPO, then one of the classic loop; its reference generates, too."""
+    with fsdp() if process_count() > 1 else nullcontext():
+        trainer = make_trainer(family, adapter, **settings)
+        keeper = Keeper()
+        result = trainer.train(
+            reward,
+            prompts=PROMPTS,
+            eval_prompts=PROMPTS[:5],
+            steps=2,
+            generation_kwargs={"max_new_tokens": 9},
+            progress=False,
+            callbacks=[keeper],
+        )
+        held = _bytes_held(trainer)
+        keeper.metrics.append(_classic_step(trainer))
+        greedy = {"do_sample": False, "max_new_tokens": 6, "generate_ref_response": True}
+        queries = tiny_models.prompts(3, 5, seed=4)
+        reference = trainer.generate(queries, **greedy)[1]
+    return {
+        "done": {
+            "weights": weights_of(trainer._unwrapped),
+            "samples": keeper.samples,
+            "metrics": keeper.metrics,
+            "evaluations": [[x.mean, x.sem, x.kl] for x in result.evaluations],
+            "reference": reference,
+        },
+        "held": held,
+        "heads": [type(m._head).__name__ for m in _policies(trainer)],
+        "reused": [numbers["rollout/reused"] for numbers in keeper.metrics],
+    }
+
+
+def _classic_step(trainer: PPOTrainer) -> dict[str, Any]:
+    """generate() and step(), whose old log-probs are those that generate() has kept."""
+    size, index = trainer.config.batch_size, trainer.processes.index
+    queries = tiny_models.prompts(*[2 + i % 4 for i in range(16)], seed=3)
+    queries = queries[size * index : size * (index + 1)]
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 7, "return_prompt": False}
+    responses = trainer.generate(queries, **options)
+    scores = [torch.tensor(float(len(set(r.tolist())))) for r in responses]
+    numbers = trainer.step(queries, responses, scores)
+    return {name: x for name, x in numbers.items() if isinstance(x, float)}
+
+
+def _policies(trainer: PPOTrainer) -> list[Any]:
+    return [m for m in (trainer._unwrapped, trainer.ref_model) if m is not None]
+
+
+def _bytes_held(trainer: PPOTrainer) -> dict[str, int]:
+    """By this process, of weights and moments, after a run."""
+
+    def size(tensors: Iterable[Any]) -> int:
+        shares = [own_share(x) for x in tensors if isinstance(x, Tensor)]
+        return sum(x.numel() * x.element_size() for x in shares)
+
+    spread(trainer._unwrapped)
+    moments = trainer.optimizer.state.values()
+    held = {
+        "policy": size(trainer._unwrapped.parameters()),
+        "moments": sum(size(of_weight.values()) for of_weight in moments),
+    }
+    if trainer.ref_model is not None:  # as its last forward left it
+        held["reference"] = size(trainer.ref_model.parameters())
+    return held
+
+
+def checkpoints(folder: Path) -> dict[str, Any]:
+    """What a run of four steps learns: of one process, and of those that resume after two from a
+    checkpoint of several processes, whose weights were sharded or not."""
+    several, spread_out, in_ddp = process_count() > 1, folder / "sharded", folder / "ddp"
+    done = {}
+    if several:
+        train(in_ddp, steps=2)
+        with fsdp():
+            train(spread_out, steps=2)
+            done["from whole weights"] = _resumed(in_ddp, folder / "sharded after ddp")
+            done["from shares"] = _resumed(spread_out, folder / "sharded after sharded")
+    else:
+        done["from whole weights"] = _saved(train(folder / "straight"), folder / "straight")
+        done["from shares"] = _resumed(spread_out, folder / "one after sharded")
+    return {"done": done}
+
+
+def _resumed(run: Path, folder: Path) -> dict[str, Any]:
+    """What is saved by a run that goes on from another one's checkpoint."""
+    trainer = train(folder, resume=run / "checkpoints" / "checkpoint-2")
+    assert trainer.current_step == 4
+    return _saved(trainer, folder)
+
+
+def _saved(trainer: PPOTrainer, folder: Path) -> dict[str, Any]:
+    trainer.save_pretrained(folder / "saved")
+    trainer.accelerator.wait_for_everyone()
+    names = sorted(load_file(folder / "saved" / "model.safetensors"))
+    return {
+        "names": names,
+        "weights": weights_of(AutoModelForCausalLMWithValueHead.from_pretrained(folder / "saved")),
+    }
+
+
+def loaded_once(folder: Path) -> dict[str, Any]:
+    """What PPO and SFT learn with models whose weights process 0 alone loads."""
+    several, done = process_count() > 1, {}
+    if several:
+        launched_accelerator()  # transformers asks whether processes are connected
+    for family in ("gpt2", "llama"):
+        saved = folder / f"{family}-{process_count()}"
+        if os.environ.get("RANK", "0") == "0":
+            tiny_models.policy(family).save_pretrained(saved)
+        if several:
+            torch.distributed.barrier()
+        with mock.patch.dict(os.environ, _LOADS_ONCE):
+            policy = AutoModelForCausalLMWithValueHead.from_pretrained(saved)
+            model = load_language_model(saved)
+        there = os.environ.get("RANK", "0") == "0"
+        for each in (policy, model):
+            assert {p.is_meta for p in each.parameters()} == {not there}
+        with fsdp(loads_once=True) if several else nullcontext():
+            ppo = jobs.make_trainer(policy, **FOLLOWS)
+            options: dict[str, Any] = {"generation_kwargs": {"max_new_tokens": 9}}
+            ppo.train(reward, prompts=PROMPTS, steps=2, progress=False, **options)
+            sft = make_supervised(model, saved, save_strategy="no", optim="sgd", learning_rate=0.1)
+            sft.train()
+            if several and family == "llama":  # whose head is no shared weight
+                _refuses_shared_layers(saved)
+        done[family] = [weights_of(ppo._unwrapped), weights_of(sft._plain_model)]
+    return {"done": done}
+
+
+def _refuses_shared_layers(saved: Path) -> None:
+    with mock.patch.dict(os.environ, _LOADS_ONCE):
+        policy = AutoModelForCausalLMWithValueHead.from_pretrained(saved)
+    with pytest.raises(ValueError, match="without --fsdp_cpu_ram_efficient_loading"):
+        jobs.make_trainer(policy, num_shared_layers=1)
+
+
+def refusals(_: Path) -> dict[str, Any]:
+    """Preference learning spreads no weights."""
+    if process_count() > 1:
+        with fsdp(), pytest.raises(ValueError, match="start without --use_fsdp"):
+            jobs.preferences()
+    return {"done": {}}
+
+
+def make_supervised(model: Any, folder: Path, **settings: Any) -> SFTTrainer:
+    """Of 8 texts a step."""
+    size = 8 // process_count()
+    sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "logging_steps": 1}
+    settings = {"lr_scheduler_type": "constant", "max_steps": 3, **settings}
+    return SFTTrainer(
+        tiny_models.language_model(model) if isinstance(model, str) else model,
+        SFTConfig(output_dir=str(folder), **{**sizes, **quiet, **settings}),
+        train_dataset=texts(26),
+        eval_dataset=texts(11, seed=1),
+        processing_class=tiny.tokenizer(),
+    )
+
+
+def supervised(folder: Path) -> dict[str, Any]:
+    """Three steps of SFT between two evaluations; the weights are of one unit, and the head's are
+    the embeddings'."""
+    with fsdp("no_wrap") if process_count() > 1 else nullcontext():
+        settings = {"optim": "sgd", "learning_rate": 0.1, "save_strategy": "no"}
+        trainer = make_supervised("gpt2", folder / "unused", **settings)
+        evaluations = [trainer.evaluate()]
+        trainer.train()
+        evaluations.append(trainer.evaluate())
+        if process_count() > 1:
+            assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
+        trainer.save_model(str(folder / f"sft-{process_count()}"))
+        trainer.accelerator.wait_for_everyone()
+    return {
+        "done": {
+            "weights": weights_of(load_language_model(folder / f"sft-{process_count()}")),
+            "losses": [x["loss"] for x in trainer.state.log_history if "loss" in x],
+            "norms": [x["grad_norm"] for x in trainer.state.log_history if "loss" in x],
+            "evaluations": [x["eval_loss"] for x in evaluations],
+        },
+        "heads": [type(trainer._head).__name__],
+    }
+
+
+def supervised_checkpoints(folder: Path) -> dict[str, Any]:
+    """What SFT of three steps learns: of one process, and of those that resume after two from a
+    checkpoint of several processes, whose weights were sharded or not."""
+    settings = {"optim": "adamw_torch", "learning_rate": 1e-3, "save_strategy": "steps"}
+
+    def run(name: str, resume: str | None = None) -> dict[str, Tensor]:
+        trainer = make_supervised("llama", folder / name, save_steps=2, **settings)
+        trainer.train(None if resume is None else str(folder / resume / "checkpoint-2"))
+        assert trainer.state.global_step == 3
+        return weights_of(trainer.accelerator.unwrap_model(trainer.model))
+
+    done = {}
+    if process_count() > 1:
+        run("sft in ddp")
+        with fsdp():
+            run("sft in shares")
+            done["from whole weights"] = run("sft, sharded after ddp", "sft in ddp")
+            done["from shares"] = run("sft, sharded after sharded", "sft in shares")
+    else:
+        done["from whole weights"] = run("sft in one")
+        done["from shares"] = run("sft, one after sharded", "sft in shares")
+    return {"done": done}
+
+
+_LOADS_ONCE = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_VERSION": "2",
+}
+FOLLOWS = {"sync_ref_every": 1, "ref_ema": 0.5}
+POLICIES: dict[str, Callable[[], dict[str, Any]]] = {
+    "gpt2, whose head is tied": lambda: policy_gradient("gpt2", **FOLLOWS),
+    "llama, whose head is not": lambda: policy_gradient("llama", **FOLLOWS),
+    "shared layers": lambda: policy_gradient("llama", num_shared_layers=1, **FOLLOWS),
+    "an adapter": lambda: policy_gradient(
+        "gpt2", adapter=True, reference_adapter="start", **FOLLOWS
+    ),
+}
+
+
+JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "checkpoints": checkpoints,
+    "weights that one process loads": loaded_once,
+    "refusals": refusals,
+    "sft": supervised,
+    "sft, checkpoints": supervised_checkpoints,
+    **{name: lambda _, job=job: job() for name, job in POLICIES.items()},
+}
+
+
+def run(folder: Path, *names: str) -> None:
+    """Saves what some jobs did, of each process in a folder of its own."""
+    for name in names:
+        keep(JOBS[name](folder), name, folder)
