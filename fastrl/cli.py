@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from fastrl.commands.flags import UsageError, parse, unknown_name
-from fastrl.run.processes import (
+from fastrl.run.launcher import (
     check_one_process,
     connect_cpus,
     is_main_process,

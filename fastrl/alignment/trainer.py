@@ -32,8 +32,8 @@ from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.rollout import choose_engine, draw_seed
 from fastrl.run.callbacks import Samples
 from fastrl.run.checkpoints import BadCheckpoint, step_of
+from fastrl.run.launcher import process_count
 from fastrl.run.model_card import Method, OwnModelCard
-from fastrl.run.processes import process_count
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.trainers.supervised import MIXED_PRECISION, settings_of, trained_identity
 

@@ -20,8 +20,8 @@ from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table
 from fastrl.models.load import load_tokenizer
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY, Checkpoints
 from fastrl.run.folder import RunFolder
+from fastrl.run.launcher import is_main_process
 from fastrl.run.metrics import check_trackers, split_trackers
-from fastrl.run.processes import is_main_process
 from fastrl.run.transformers_checkpoints import find_trainer_checkpoint
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from fastrl.config import setting
 from fastrl.run.checkpoints import LATEST
 from fastrl.run.folder import STARTED_IN, RunFolder
-from fastrl.run.processes import is_main_process
+from fastrl.run.launcher import is_main_process
 
 
 def resume_setting(aliases: Sequence[str]) -> Any:

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.utils import cached_file, logging
 
-from fastrl.run.processes import is_main_process
+from fastrl.run.launcher import is_main_process
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"

@@ -30,8 +30,8 @@ from fastrl.models.scoring import ScoringRequest
 from fastrl.models.sharding import name_by_path
 from fastrl.models.utils import check_trainable, evaluating
 from fastrl.ref_model.trunk import WEIGHTS_ARE_COMPARED
+from fastrl.run.launcher import launched_accelerator
 from fastrl.run.metrics import open_trackers
-from fastrl.run.processes import launched_accelerator
 
 # Where accelerate wraps models in DDP, whether or not there are other processes.
 _DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))

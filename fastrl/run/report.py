@@ -13,7 +13,7 @@ from fastrl.run.curves import RunCurves
 from fastrl.run.doctor import ILLNESS, examine
 from fastrl.run.files import write_file
 from fastrl.run.folder import RunFolder
-from fastrl.run.processes import is_main_process
+from fastrl.run.launcher import is_main_process
 from fastrl.run.terminal import plain
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from fastrl.run.launcher import is_main_process
+
 _asked: int | None = None  # the signal: handlers belong to the process, as this does
 
 
@@ -58,8 +60,9 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if _asked is not None:
         raise KeyboardInterrupt
     _asked = number
-    print(
-        "\nfastrl: the run stops as soon as it can save its state; once more stops it at once",
-        file=sys.stderr,
-        flush=True,
-    )
+    if is_main_process():
+        print(
+            "\nfastrl: the run stops as soon as it can save its state; once more stops it at once",
+            file=sys.stderr,
+            flush=True,
+        )

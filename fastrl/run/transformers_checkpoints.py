@@ -35,7 +35,8 @@ from fastrl.run.checkpoints import (
 )
 from fastrl.run.files import part_of
 from fastrl.run.folder import RunFolder
-from fastrl.run.processes import check_found, processes_of
+from fastrl.run.launcher import check_found
+from fastrl.run.processes import processes_of
 from fastrl.run.random_state import random_state, restore_random_state
 from fastrl.run.state import load_tree, save_tree
 from fastrl.run.stopping import Stopped, asked
@@ -109,7 +110,7 @@ class ResumableTrainer(transformers.Trainer):
         self.run_folder: RunFolder | None = None
         self._run = _Run()
         super().__init__(*args, **kwargs)
-        check_found(self.args.world_size)
+        check_found(self.accelerator)
         self.processes = processes_of(self.accelerator)
         self.saves_when_it_fails = self.args.save_strategy != SaveStrategy.NO
         self.add_callback(_Events(self))

@@ -21,7 +21,7 @@ from fastrl.alignment import AlignmentConfig, make_loss
 from fastrl.alignment import Trainer as AlignmentTrainer
 from fastrl.data.columns import ANSWERS, FEEDBACK, PAIRS, PROMPTS
 from fastrl.rollout import SamplingParams
-from fastrl.run.processes import process_count
+from fastrl.run.launcher import process_count
 from fastrl.run.stopping import stop_at_a_steps_end
 from tests import tiny_models
 from tests.alignment.conftest import LikesHigh, examples, make_factory

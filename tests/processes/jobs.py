@@ -31,7 +31,7 @@ from fastrl.data.columns import PAIRS
 from fastrl.models.sharding import spread, whole
 from fastrl.ppo import setup
 from fastrl.run.callbacks import TrainCallback
-from fastrl.run.processes import process_count
+from fastrl.run.launcher import process_count
 from tests import tiny_models
 from tests.alignment.conftest import examples, make_factory
 from tests.golden import tiny

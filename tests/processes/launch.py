@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from fastrl.run.processes import process_count
+from fastrl.run.launcher import process_count
 from fastrl.run.state import load_tree, save_tree
 
 ROOT = Path(__file__).parents[2]

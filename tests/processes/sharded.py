@@ -25,7 +25,7 @@ from fastrl import (
 )
 from fastrl.models.load import load_language_model
 from fastrl.models.sharding import own_share, spread
-from fastrl.run.processes import launched_accelerator, process_count
+from fastrl.run.launcher import launched_accelerator, process_count
 from tests import tiny_models
 from tests.golden import tiny
 from tests.processes import jobs

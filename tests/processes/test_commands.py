@@ -159,7 +159,7 @@ def test_a_run_of_several_processes_is_replayed_by_one(together, capsys, step, s
     assert shown[-1] == same
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", LAUNCHERS if ALL else ["accelerate launch"])
 def test_a_launcher_starts_fastrl_ppo(alone, given, tmp_path, launcher, count):
     ppo = words("ppo", given, tmp_path / "ppo", count)
     ended = launch("-m", "fastrl", *ppo, starter=LAUNCHERS[launcher](count))

@@ -5,12 +5,8 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from fastrl.run.processes import (
-    OneProcess,
-    SeveralProcesses,
-    connect_cpus,
-    launched_accelerator,
-)
+from fastrl.run.launcher import connect_cpus, launched_accelerator
+from fastrl.run.processes import OneProcess, SeveralProcesses
 
 
 def found(monkeypatch, kind, count):

@@ -1,0 +1,124 @@
+"""Launchers, such as torchrun and ``accelerate launch``, and what they tell their processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+# Variables set by launchers (torchrun, accelerate launch, mpirun); accelerate reads the same.
+_COUNTS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+
+
+def is_main_process() -> bool:
+    """Whether this process is the main one, or the only one, before accelerate is there to ask."""
+    return process_index() == 0
+
+
+def process_index() -> int:
+    """The number that a launcher gave this process; 0 without one."""
+    return max(int(os.environ.get(name) or 0) for name in _RANKS)
+
+
+def process_count() -> int:
+    """How many processes a launcher has started."""
+    return max(int(os.environ.get(name) or 1) for name in _COUNTS)
+
+
+def check_one_process(what: str) -> None:
+    """
+    Raises:
+        ValueError: a launcher has started several.
+    """
+    count = process_count()
+    if count > 1:
+        raise ValueError(
+            f"{what} runs as one process, and was started as {count}: start it without torchrun or "
+            "accelerate launch"
+        )
+
+
+def connect_cpus() -> None:
+    """Has accelerate connect several processes on a machine without GPUs, too; it would take each
+    for a run of its own. To be called before accelerate looks. Warns of a launcher that has started
+    a single process in place of several."""
+    import torch
+
+    # What accelerate launch sets for a number above 1, and what it then leaves to torchrun.
+    told = {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= os.environ.keys()
+    if told and process_count() == 1 and "WORLD_SIZE" not in os.environ:
+        _warn_of_a_single_process()
+    if process_count() > 1 and not torch.accelerator.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
+@functools.cache
+def _warn_of_a_single_process() -> None:
+    """Once: it is found in several places."""
+    warnings.warn(
+        "accelerate launch was told to start several processes, and has started one, as it does "
+        "with --cpu or without GPUs: add --multi_gpu, which starts them on CPUs, too, or use "
+        "torchrun --nproc-per-node",
+        stacklevel=3,
+    )
+
+
+def check_found(accelerator: Accelerator) -> None:
+    """Compares what accelerate has found with what a launcher was told.
+
+    Raises:
+        ValueError: a launcher has started several processes, and accelerate takes each for a single
+            one; or it was told to use FSDP, and accelerate shards no weights.
+    """
+    from accelerate.utils import DistributedType
+
+    count = process_count()
+    if accelerator.num_processes == 1 < count:
+        raise ValueError(
+            f"{count} processes were started, and accelerate takes each for a run of its own: each "
+            "would do the same work and save its own model. Start them with torchrun "
+            "--nproc-per-node or accelerate launch; without GPUs, with ACCELERATE_USE_CPU=true"
+        )
+    wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if wants_fsdp and accelerator.distributed_type != DistributedType.FSDP:
+        raise ValueError(
+            "FSDP was asked for, and accelerate shards no weights here: that takes GPUs, and "
+            "processes that torchrun or accelerate launch has started. Start so, or without "
+            "--use_fsdp"
+        )
+
+
+def launched_accelerator(*, timeout: float | None = None, **settings: Any) -> Accelerator:
+    """accelerate's view of the processes; on a machine without GPUs they talk by gloo.
+
+    Args:
+        timeout: seconds that a process waits for the others; of the first call in a process. None:
+            as torch does.
+        settings: of the Accelerator.
+
+    Raises:
+        ValueError: as :func:`check_found`; DeepSpeed.
+    """
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.utils import DistributedType
+
+    connect_cpus()
+    handlers = list(settings.pop("kwargs_handlers", None) or [])
+    if timeout is not None and not any(isinstance(x, InitProcessGroupKwargs) for x in handlers):
+        handlers.append(InitProcessGroupKwargs(timeout=timedelta(seconds=timeout)))
+    settings["kwargs_handlers"] = handlers
+    accelerator = Accelerator(**settings)
+    check_found(accelerator)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ValueError(
+            "DeepSpeed steps the optimizer within backward(), so that mini-batches whose ratio is "
+            "too large cannot be left out of a step, and early stopping comes too late: use DDP "
+            "(accelerate launch --multi_gpu, or torchrun)"
+        )
+    return accelerator
