@@ -89,10 +89,14 @@ class TokenBatch:
         """The query of sample ``i``, without padding."""
         return self.sequences()[i][: self.query_lengths[i]]
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each query with its response."""
+        return list(map(sum, zip(self.query_lengths, self.response_lengths, strict=True)))
+
     def sequences(self) -> list[Tensor]:
         """Queries with their responses, without padding."""
-        lengths = map(sum, zip(self.query_lengths, self.response_lengths, strict=True))
-        rows = zip(self.input_ids, lengths, strict=True)
+        rows = zip(self.input_ids, self.lengths, strict=True)
         return [row[-length:] if self.left_padded else row[:length] for row, length in rows]
 
     def on(self, boundaries: TrunkCache | None) -> Self:

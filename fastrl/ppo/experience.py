@@ -132,7 +132,9 @@ class Scorer:
         """With ``rollout``, of the response tokens, the policy itself is not run."""
         score = self._score if rollout is None else self._score_reference
         samples = batch.counting() or range(len(batch))
-        shares = self.processes.shares(samples)
+        lengths = batch.lengths
+        parts = self.processes.balanced([lengths[i] for i in samples])
+        shares = [[samples[i] for i in part] for part in parts]
         own, most = shares[self.processes.index], len(shares[0])
 
         def in_slices(size: int) -> dict[str, Tensor]:
@@ -145,12 +147,17 @@ class Scorer:
             return {name: torch.cat(parts) for name, parts in columns.items()}
 
         found = self.slices(in_slices, min(self.samples_per_pass, most))
-        tokens = batch.response_mask.sum(-1)
-        lengths = [int(tokens[list(share)].sum()) for share in shares]
-        joined = {name: self.processes.joined(x, lengths) for name, x in found.items()}
-        joined |= {} if rollout is None else rollout._asdict()
-        rows = batch.rows()
-        return Scored(**{k: batch.scatter(v, rows) for k, v in joined.items()})
+        rows, tokens = batch.rows(), batch.response_mask.sum(-1).tolist()
+        of_samples = rows.split(tokens)
+        of_shares = torch.cat([of_samples[i] for share in shares for i in share])
+        counts = [sum(tokens[i] for i in share) for share in shares]
+        scored = {
+            name: batch.scatter(self.processes.joined(x, counts), of_shares)
+            for name, x in found.items()
+        }
+        if rollout is not None:
+            scored |= {name: batch.scatter(x, rows) for name, x in rollout._asdict().items()}
+        return Scored(**scored)
 
     @torch.no_grad()
     def policy_scores(self, part: TokenBatch) -> LogprobsAndValues:

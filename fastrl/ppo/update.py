@@ -256,7 +256,7 @@ class GradientStep:
         for nothing, because the others wait for it, and 0."""
         if self.processes.count == 1:
             return minibatch, 1.0
-        chosen = self.processes.shares(range(minibatch.size))[self.processes.index]
+        chosen = self.processes.balanced(minibatch.tokens.lengths)[self.processes.index]
         return (minibatch.select(chosen), 1.0) if chosen else (minibatch.select([0]), 0.0)
 
     def _blame(self, minibatches: Sequence[Minibatch], what: str) -> Blame:

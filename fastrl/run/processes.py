@@ -23,8 +23,8 @@ class PeerFailed(RuntimeError):
 class Processes(Protocol):
     """The processes that together do a run, numbered from 0.
 
-    Its methods, but :meth:`shares` and :meth:`all_know`, wait until every process has called the
-    same one.
+    Its methods wait until every process has called the same one, but for :meth:`shares`,
+    :meth:`balanced` and :meth:`all_know`.
 
     Raises:
         PeerFailed: each of these, where another process answers no more, or not in time.
@@ -39,6 +39,10 @@ class Processes(Protocol):
 
     def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
         """Each process's part of some items: all are as long, but for one item."""
+
+    def balanced(self, sizes: Sequence[int]) -> list[Sequence[int]]:
+        """Each process's part of items of these sizes, as indices: all are as long, but for one
+        item, and about as large."""
 
     def objects(self, own: T) -> list[T]:
         """What each process has."""
@@ -96,6 +100,9 @@ class OneProcess:
     def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
         return [items]
 
+    def balanced(self, sizes: Sequence[int]) -> list[Sequence[int]]:
+        return [range(len(sizes))]
+
     def objects(self, own: T) -> list[T]:
         return [own]
 
@@ -141,6 +148,17 @@ class SeveralProcesses:
         size, more = divmod(len(items), self.count)
         ends = [size * (i + 1) + min(i + 1, more) for i in range(self.count)]
         return [items[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+    def balanced(self, sizes: Sequence[int]) -> list[Sequence[int]]:
+        # Dealt by size, forth and back: what one gets of the largest it lacks of the next.
+        order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+        parts: list[list[int]] = [[] for _ in range(self.count)]
+        for start in range(0, len(order), self.count):
+            dealt = order[start : start + self.count]
+            turned = start // self.count % 2 and len(dealt) == self.count
+            for part, i in zip(parts, reversed(dealt) if turned else dealt, strict=False):
+                part.append(i)
+        return [sorted(part) for part in parts]
 
     def objects(self, own: T) -> list[T]:
         from accelerate.utils import gather_object

@@ -81,7 +81,7 @@ def hangs(folder: Path) -> None:
             with contextlib.suppress(BaseException):
                 time.sleep(LONG)
 
-    train(folder, InTheThirdCall(_nothing, hang), make_trainer(ddp_timeout=5))
+    train(folder, InTheThirdCall(_nothing, hang), make_trainer(ddp_timeout=4))
 
 
 def _nothing() -> None:

@@ -73,7 +73,7 @@ def launch(*program, starter=(), timeout=120, **variables):
     return SimpleNamespace(returncode=launcher.returncode, stdout=out, stderr=err)
 
 
-def fork(target, *arguments, processes=2, timeout=120, grace=5):
+def fork(target, *arguments, processes=2, timeout=120, grace=3):
     """Calls a function in several processes, as torchrun does, but without the seconds that its
     imports take: they are forks of a server, which has imported all. Where one fails, the others
     get SIGTERM, and are killed when the grace is over.

@@ -100,10 +100,9 @@ def alone(given, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=list(LAUNCHERS) if ALL else ["accelerate launch"])
 def together(request, given, count, tmp_path_factory):
-    """The same of several processes; ``fastrl ppo`` has a test of its own."""
+    """The same of several processes."""
     folder = tmp_path_factory.mktemp("together")
-    names = [name for name in COMMANDS if name != "ppo"]
-    file = list_commands(names, given, folder, count)
+    file = list_commands(COMMANDS, given, folder, count)
     starter = LAUNCHERS[request.param](count)
     ended = launch("-m", "tests.processes.commands", file, starter=starter)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -139,7 +138,7 @@ def assert_same_run(one, other):
     assert_close(*(numbers({**s, "settings": 0, "job": 0}) for s in summaries), "summary.json")
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "ppo"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_does_on_several_processes_what_it_does_on_one(alone, together, command):
     assert_same_run(alone / command, together / command)
 
@@ -159,7 +158,7 @@ def test_a_run_of_several_processes_is_replayed_by_one(together, capsys, step, s
     assert shown[-1] == same
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS if ALL else ["accelerate launch"])
+@pytest.mark.parametrize("launcher", LAUNCHERS if ALL else ["torchrun"])
 def test_a_launcher_starts_fastrl_ppo(alone, given, tmp_path, launcher, count):
     ppo = words("ppo", given, tmp_path / "ppo", count)
     ended = launch("-m", "fastrl", *ppo, starter=LAUNCHERS[launcher](count))

@@ -59,6 +59,17 @@ def test_shares_are_as_equal_as_can_be(count, expected):
     assert [i for share in shares for i in share] == list(range(count))
 
 
+def test_balanced_shares_are_about_as_large_and_as_equal_in_number_as_can_be():
+    processes = object.__new__(SeveralProcesses)
+    processes.count = 3
+    sizes = [9, 1, 8, 2, 7, 3, 6]
+    shares = processes.balanced(sizes)
+    assert sorted(i for share in shares for i in share) == list(range(7))
+    assert [len(share) for share in shares] == [3, 2, 2]
+    assert [sum(sizes[i] for i in share) for share in shares] == [12, 11, 13]
+    assert processes.balanced([4]) == [[0], [], []]
+
+
 def test_one_process_has_all_and_waits_for_nobody():
     alone, x = OneProcess(), torch.arange(3)
     assert alone.shares([1, 2, 3]) == [[1, 2, 3]]
