@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
-JOBS ?= 2
+# One more than CI has cores: some tests wait for processes.
+JOBS ?= 3
 
 .PHONY: help demo test faults processes lint format docs aot gpu bench trl-parity hub clean
 
