@@ -31,9 +31,10 @@ def broken_off_by(news: Callable[[], bool]) -> Iterator[None]:
         return
     ended, number = threading.Event(), main.ident
     assert number is not None
+    working = True  # set to False by one instruction, within which no signal comes
 
     def leave(signal_number: int, frame: FrameType | None) -> None:
-        if not ended.is_set():
+        if working:
             raise BrokenOff
 
     def watch() -> None:
@@ -47,5 +48,6 @@ def broken_off_by(news: Callable[[], bool]) -> Iterator[None]:
     try:
         yield
     finally:
+        working = False
         ended.set()
-        signal.signal(_SIGNAL, before)
+        signal.signal(_SIGNAL, signal.SIG_DFL if before is None else before)
