@@ -213,7 +213,7 @@ RESUMED: dict[str, Callable[..., dict[str, Any]]] = {
     ),
     # With one process in two parts.
     "sft": lambda **given: done(
-        supervised, gradient_accumulation_steps=3 - process_count(), **given
+        supervised, gradient_accumulation_steps=2 if process_count() == 1 else 1, **given
     ),
 }
 
