@@ -14,19 +14,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import fastrl_kernels
 from fastrl.config import PPOConfig, json_object
-from fastrl.core import PPODecorators, entropy_from_logits, set_seed
+from fastrl.core import PPODecorators, set_seed
 from fastrl.data import batch as data
 from fastrl.data.batch import TokenBatch, make_batches
 from fastrl.data.prompts import PromptStream
 from fastrl.models import PreTrainedModelWrapper
-from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.sharding import gathered_state_dict
 from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.ppo import stats
 from fastrl.ppo.advantages import make_advantages
-from fastrl.ppo.experience import Experience, LastExperience, Scorer, scoring_request
+from fastrl.ppo.classic import ClassicMethods
+from fastrl.ppo.experience import Experience, LastExperience, Scorer
 from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
 from fastrl.ppo.loop import Loop
 from fastrl.ppo.loss import UpdateLoss
@@ -56,7 +55,7 @@ from fastrl.ppo.update import GradientStep, PPOUpdate
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.weighted import RewardFunctions
 from fastrl.rollout import RolloutOutput
-from fastrl.run import hub, metrics
+from fastrl.run import hub
 from fastrl.run.callbacks import TrainCallback, TrainResult
 from fastrl.run.checkpoints import (
     KEEP_LAST,
@@ -80,7 +79,7 @@ _MIXED_PRECISION = (
 _LOOP_COLUMNS = ("label", "query", "response")
 
 
-class PPOTrainer:
+class PPOTrainer(ClassicMethods):
     """Proximal policy optimisation of a language model from scored responses.
 
     The classic loop: ``generate`` responses to queries, score them, ``step``; or :meth:`train` for
@@ -599,156 +598,6 @@ class PPOTrainer:
         keep = (*arguments, *_LOOP_COLUMNS) if self.config.remove_unused_columns else None
         return data.make_dataloader(dataset, self.config.prompts_per_step, data_collator, keep)
 
-    def prepare_model_inputs(
-        self, queries: Sequence[Tensor], responses: Sequence[Tensor]
-    ) -> dict[str, Tensor]:
-        """Joins and pads queries and responses: input_ids and attention_mask, [B, T] int64.
-
-        The tokenizer's padding_side decides where the padding goes. For an encoder–decoder these
-        are the queries', and decoder_input_ids and decoder_attention_mask those of the responses,
-        behind the decoder's start token; padding goes to the end.
-        """
-        inputs = self.batches.model_inputs(queries, self.batches.own(responses)[0])
-        return {name: tensor.to(self.current_device) for name, tensor in inputs.items()}
-
-    def batched_forward_pass(
-        self,
-        model: Any,
-        queries: Sequence[Tensor],
-        responses: Sequence[Tensor],
-        model_inputs: dict[str, Tensor],
-        return_logits: bool = False,
-        response_masks: Sequence[Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Scores responses without gradients: log-probs at ``PPOConfig.temperature``, logits
-        (before the temperature) or None, values and masks.
-
-        Args:
-            model_inputs: from :meth:`prepare_model_inputs`, for the same queries and responses.
-
-        Returns:
-            [B, T-1], [B, T-1, V] or None, [B, T-1], [B, T-1] bool; zero where the mask is False.
-        """
-        responses, response_masks = self.batches.own(responses, response_masks)
-        batch = self.batches.from_inputs(model_inputs, queries, responses, response_masks)
-        batch = batch.to(self.current_device)
-        size, shape = self.config.mini_batch_size, batch.mask.shape
-        logprobs, values = (torch.zeros(shape, device=self.current_device) for _ in range(2))
-        logits = None
-        with torch.no_grad(), evaluating(model):
-            for start in range(0, len(batch), size):
-                chosen = range(start, min(start + size, len(batch)))
-                columns = batch.columns(chosen)
-                block = (slice(chosen.start, chosen.stop), slice(columns.start, columns.stop - 1))
-                part = batch.select(chosen)
-                request = scoring_request(
-                    part, logits=return_logits, temperature=self.config.temperature
-                )
-                scores = model(**part.model_inputs, scoring=request)
-                logprobs[block] = part.scatter(scores.logprobs, request.rows)
-                values[block] = part.scatter(scores.values, request.rows)
-                if return_logits:
-                    if logits is None:
-                        logits = scores.logits.new_zeros((*shape, scores.logits.shape[-1]))
-                    logits[block][part.mask] = scores.logits
-        return logprobs, logits, values, batch.mask
-
-    def loss(
-        self,
-        old_logprobs: Tensor,
-        values: Tensor,
-        logits: Tensor | None,
-        vpreds: Tensor,
-        logprobs: Tensor,
-        mask: Tensor,
-        advantages: Tensor,
-        returns: Tensor,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Policy loss, vf_coef × value loss, and statistics; inputs [B, T-1], or [T-1] of a single
-        sample, and logits with the vocabulary as one more dimension, for the entropy at
-        ``PPOConfig.temperature``.
-
-        Each of the two losses has its own gradient. ``step()`` computes both in one pass, to the
-        same numbers. A KL term (``kl_in="loss"``) is not part of them.
-        """
-        update = self.update.gradient.loss
-        mask = torch.atleast_2d(mask.bool())
-        weights = self.aggregate.weights(mask, None)
-
-        def flat(x: Tensor) -> Tensor:
-            return torch.atleast_2d(x).expand_as(mask)[mask]
-
-        new = flat(logprobs)
-        objective = PolicyObjective(
-            flat(old_logprobs),
-            flat(advantages),
-            update.cliprange,
-            token_weights=None if weights is None else flat(weights[:, None]),
-            denominator=self.aggregate.denominator(mask.sum(-1), weights),
-        )
-        policy_loss, policy_stats = fastrl_kernels.ppo_loss(
-            new,
-            objective.old_logprobs,
-            objective.advantages,
-            torch.ones_like(new, dtype=torch.bool),
-            **objective.options,
-        )
-        entropies = torch.zeros_like(new)
-        if logits is not None:
-            entropies = flat(entropy_from_logits(logits, update.temperature)).detach()
-        scores = TokenScores(new, entropies, flat(vpreds), None, policy_loss, policy_stats)
-        value_loss, named = update.value_loss(scores, objective, flat(values), flat(returns))
-        value_loss = update.vf_coef * value_loss
-        named["ppo/loss/total"] = (policy_loss + value_loss).detach()
-        statistics = {name.removeprefix("ppo/"): value for name, value in named.items()}
-        return policy_loss, value_loss, statistics
-
-    def train_minibatch(
-        self,
-        old_logprobs: Tensor,
-        values: Tensor,
-        logprobs: Tensor,
-        logits: Tensor | None,
-        vpreds: Tensor,
-        mask: Tensor,
-        advantages: Tensor,
-        returns: Tensor,
-    ) -> dict[str, Tensor]:
-        """One optimizer step on :meth:`loss`; returns its statistics.
-
-        It is left out, with a warning, where the loss or its gradient is not finite.
-        """
-        policy_loss, value_loss, statistics = self.loss(
-            old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
-        )
-        self.update.minimise(policy_loss + value_loss)
-        return statistics
-
-    def _step_safety_checker(
-        self,
-        batch_size: int,
-        queries: list[Tensor],
-        responses: list[Tensor],
-        scores: list[Tensor],
-        masks: list[Tensor] | None = None,
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
-        """The checks of :meth:`step` under TRL's name; returns the arguments on the device, scores
-        as 0-D tensors.
-
-        Raises:
-            ValueError: as step() does.
-        """
-        self.nonfinite.scores(data.check_scores(scores, batch_size), (), self._name_in(queries))
-        data.check_batch_size(queries, responses, batch_size)
-        self.batches(queries, responses, masks)
-
-        def on_device(tensors: Sequence[Tensor]) -> list[Tensor]:
-            return [tensor.to(self.current_device) for tensor in tensors]
-
-        flat = [score.reshape(()) for score in on_device(scores)]
-        masks = None if masks is None else on_device(masks)
-        return on_device(queries), on_device(responses), flat, masks
-
     def record_step_stats(self, kl_coef: float, **step: Any) -> dict[str, Any]:
         """Statistics of a step, fetched from the device in one transfer."""
         batch, record = step["batch"], step["record"]
@@ -762,31 +611,6 @@ class PPOTrainer:
         result["objective/kl_coef"] = kl_coef
         result["ppo/learning_rate"] = self.optimizer.param_groups[0]["lr"]
         return result
-
-    def log_stats(
-        self,
-        stats: dict[str, Any],
-        batch: dict[str, Any],
-        rewards: Sequence[Tensor | float] | Tensor,
-        columns_to_log: Iterable[str] = ("query", "response"),
-    ) -> None:
-        """Logs a step: to the tracker of ``log_with``, else as a table of samples on the console.
-
-        Args:
-            stats: what ``step()`` returned.
-            batch: columns of texts, such as query and response.
-            rewards: one number per sample.
-            columns_to_log: the columns of ``batch`` that the table shows.
-        """
-        metrics.log_stats(
-            self.accelerator,
-            self.config.log_with,
-            self.current_step,
-            stats,
-            batch,
-            rewards,
-            columns_to_log,
-        )
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Saves model with value head, tokenizer, and a model card where there is none.
@@ -858,10 +682,6 @@ class PPOTrainer:
         if rollout is None or len(rollout.finish_reasons) != len(queries):
             return []
         return samples_left_out(rollout, self.nonfinite, self._name_in(queries), self.processes)
-
-    def _name_in(self, queries: Sequence[Tensor]) -> Callable[[int], str]:
-        """Names a sample by the text of its query."""
-        return lambda i: repr(self.tokenizer.decode(queries[i]))
 
     def make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
         """Makes a checked, padded batch on the device."""

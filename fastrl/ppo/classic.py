@@ -1,0 +1,217 @@
+"""Methods under TRL's names that other programs call, and ``PPOTrainer.step`` does without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+import fastrl_kernels
+from fastrl.config import PPOConfig
+from fastrl.core import entropy_from_logits
+from fastrl.data import batch as data
+from fastrl.data.batch import BatchMaker
+from fastrl.models.scoring import PolicyObjective, TokenScores
+from fastrl.models.utils import evaluating
+from fastrl.ppo.experience import scoring_request
+from fastrl.ppo.loss import Aggregate
+from fastrl.ppo.nonfinite import NonFiniteNumbers
+from fastrl.ppo.update import PPOUpdate
+from fastrl.run import metrics
+
+
+class ClassicMethods:
+    """The parts of a step, one by one, and its log, of a ``PPOTrainer``, which makes what they
+    read."""
+
+    config: PPOConfig
+    tokenizer: Any
+    accelerator: Accelerator
+    current_device: torch.device
+    current_step: int
+    batches: BatchMaker
+    aggregate: Aggregate
+    nonfinite: NonFiniteNumbers
+    update: PPOUpdate
+
+    def prepare_model_inputs(
+        self, queries: Sequence[Tensor], responses: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
+        """Joins and pads queries and responses: input_ids and attention_mask, [B, T] int64.
+
+        The tokenizer's padding_side decides where the padding goes. For an encoder–decoder these
+        are the queries', and decoder_input_ids and decoder_attention_mask those of the responses,
+        behind the decoder's start token; padding goes to the end.
+        """
+        inputs = self.batches.model_inputs(queries, self.batches.own(responses)[0])
+        return {name: tensor.to(self.current_device) for name, tensor in inputs.items()}
+
+    def batched_forward_pass(
+        self,
+        model: Any,
+        queries: Sequence[Tensor],
+        responses: Sequence[Tensor],
+        model_inputs: dict[str, Tensor],
+        return_logits: bool = False,
+        response_masks: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Scores responses without gradients: log-probs at ``PPOConfig.temperature``, logits
+        (before the temperature) or None, values and masks.
+
+        Args:
+            model_inputs: from :meth:`prepare_model_inputs`, for the same queries and responses.
+
+        Returns:
+            [B, T-1], [B, T-1, V] or None, [B, T-1], [B, T-1] bool; zero where the mask is False.
+        """
+        responses, response_masks = self.batches.own(responses, response_masks)
+        batch = self.batches.from_inputs(model_inputs, queries, responses, response_masks)
+        batch = batch.to(self.current_device)
+        size, shape = self.config.mini_batch_size, batch.mask.shape
+        logprobs, values = (torch.zeros(shape, device=self.current_device) for _ in range(2))
+        logits = None
+        with torch.no_grad(), evaluating(model):
+            for start in range(0, len(batch), size):
+                chosen = range(start, min(start + size, len(batch)))
+                columns = batch.columns(chosen)
+                block = (slice(chosen.start, chosen.stop), slice(columns.start, columns.stop - 1))
+                part = batch.select(chosen)
+                request = scoring_request(
+                    part, logits=return_logits, temperature=self.config.temperature
+                )
+                scores = model(**part.model_inputs, scoring=request)
+                logprobs[block] = part.scatter(scores.logprobs, request.rows)
+                values[block] = part.scatter(scores.values, request.rows)
+                if return_logits:
+                    if logits is None:
+                        logits = scores.logits.new_zeros((*shape, scores.logits.shape[-1]))
+                    logits[block][part.mask] = scores.logits
+        return logprobs, logits, values, batch.mask
+
+    def loss(
+        self,
+        old_logprobs: Tensor,
+        values: Tensor,
+        logits: Tensor | None,
+        vpreds: Tensor,
+        logprobs: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Policy loss, vf_coef × value loss, and statistics; inputs [B, T-1], or [T-1] of a single
+        sample, and logits with the vocabulary as one more dimension, for the entropy at
+        ``PPOConfig.temperature``.
+
+        Each of the two losses has its own gradient. ``step()`` computes both in one pass, to the
+        same numbers. A KL term (``kl_in="loss"``) is not part of them.
+        """
+        update = self.update.gradient.loss
+        mask = torch.atleast_2d(mask.bool())
+        weights = self.aggregate.weights(mask, None)
+
+        def flat(x: Tensor) -> Tensor:
+            return torch.atleast_2d(x).expand_as(mask)[mask]
+
+        new = flat(logprobs)
+        objective = PolicyObjective(
+            flat(old_logprobs),
+            flat(advantages),
+            update.cliprange,
+            token_weights=None if weights is None else flat(weights[:, None]),
+            denominator=self.aggregate.denominator(mask.sum(-1), weights),
+        )
+        policy_loss, policy_stats = fastrl_kernels.ppo_loss(
+            new,
+            objective.old_logprobs,
+            objective.advantages,
+            torch.ones_like(new, dtype=torch.bool),
+            **objective.options,
+        )
+        entropies = torch.zeros_like(new)
+        if logits is not None:
+            entropies = flat(entropy_from_logits(logits, update.temperature)).detach()
+        scores = TokenScores(new, entropies, flat(vpreds), None, policy_loss, policy_stats)
+        value_loss, named = update.value_loss(scores, objective, flat(values), flat(returns))
+        value_loss = update.vf_coef * value_loss
+        named["ppo/loss/total"] = (policy_loss + value_loss).detach()
+        statistics = {name.removeprefix("ppo/"): value for name, value in named.items()}
+        return policy_loss, value_loss, statistics
+
+    def train_minibatch(
+        self,
+        old_logprobs: Tensor,
+        values: Tensor,
+        logprobs: Tensor,
+        logits: Tensor | None,
+        vpreds: Tensor,
+        mask: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+    ) -> dict[str, Tensor]:
+        """One optimizer step on :meth:`loss`; returns its statistics.
+
+        It is left out, with a warning, where the loss or its gradient is not finite.
+        """
+        policy_loss, value_loss, statistics = self.loss(
+            old_logprobs, values, logits, vpreds, logprobs, mask, advantages, returns
+        )
+        self.update.minimise(policy_loss + value_loss)
+        return statistics
+
+    def _step_safety_checker(
+        self,
+        batch_size: int,
+        queries: list[Tensor],
+        responses: list[Tensor],
+        scores: list[Tensor],
+        masks: list[Tensor] | None = None,
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
+        """The checks of :meth:`step` under TRL's name; returns the arguments on the device, scores
+        as 0-D tensors.
+
+        Raises:
+            ValueError: as step() does.
+        """
+        self.nonfinite.scores(data.check_scores(scores, batch_size), (), self._name_in(queries))
+        data.check_batch_size(queries, responses, batch_size)
+        self.batches(queries, responses, masks)
+
+        def on_device(tensors: Sequence[Tensor]) -> list[Tensor]:
+            return [tensor.to(self.current_device) for tensor in tensors]
+
+        flat = [score.reshape(()) for score in on_device(scores)]
+        masks = None if masks is None else on_device(masks)
+        return on_device(queries), on_device(responses), flat, masks
+
+    def log_stats(
+        self,
+        stats: dict[str, Any],
+        batch: dict[str, Any],
+        rewards: Sequence[Tensor | float] | Tensor,
+        columns_to_log: Iterable[str] = ("query", "response"),
+    ) -> None:
+        """Logs a step: to the tracker of ``log_with``, else as a table of samples on the console.
+
+        Args:
+            stats: what ``step()`` returned.
+            batch: columns of texts, such as query and response.
+            rewards: one number per sample.
+            columns_to_log: the columns of ``batch`` that the table shows.
+        """
+        metrics.log_stats(
+            self.accelerator,
+            self.config.log_with,
+            self.current_step,
+            stats,
+            batch,
+            rewards,
+            columns_to_log,
+        )
+
+    def _name_in(self, queries: Sequence[Tensor]) -> Callable[[int], str]:
+        """Names a sample by the text of its query."""
+        return lambda i: repr(self.tokenizer.decode(queries[i]))
