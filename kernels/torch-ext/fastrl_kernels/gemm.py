@@ -1,46 +1,381 @@
-"""Matrix products: the library call for each, and the rounding of its sums."""
+"""Matrix products: which library computes them, and the rounding of their sums.
+
+On GPUs all products are cuBLAS's or rocBLAS's, through ``torch.mm``. On a CPU torch has several
+libraries in one wheel, of different speed: a fixed rule takes one by the processor, torch's
+instruction set and the weight's shape, never by the number of rows and never by a clock, so that a
+run's numbers are the same when it is repeated.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-# CPU libraries are slow where sums are longer, and copies in fp32 would be large.
-_LONGEST_SUM = 8192
-
-
-def multiply(out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """out = h wᵀ + b."""
-    if out.dtype != hidden.dtype:
-        out.copy_(torch.nn.functional.linear(hidden, weight, bias))
-    elif bias is None:
-        torch.mm(hidden, weight.t(), out=out)
-    else:
-        torch.addmm(bias, hidden, weight.t(), out=out)
+LIBRARY_VARIABLE = "FASTRL_KERNELS_PRODUCTS"
+TABLE_VARIABLE = "FASTRL_KERNELS_PRODUCTS_TABLE"
+_LONGEST_SUM = 8192  # CPU libraries are slow where sums are longer, and fp32 copies would be large
+# Columns or terms of a CPU product at a time. Its memory of a few MiB is used again by the next one;
+# that of larger products would be new each time, which costs as much as the work in it.
+_PIECE = 4096
+_FEWEST = 1 << 16  # elements of a weight from which oneDNN's overhead of some 10 µs is worth it
 
 
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, summed in fp32: sums over chunks that are rounded to bf16 lose digits."""
-    if b.dtype == torch.float32 and total.device.type != "cpu":
-        total.addmm_(a.float(), b)
-    elif total.device.type == "cuda" and torch.version.hip is None:
-        torch.addmm(total, a.to(b.dtype), b, out_dtype=torch.float32, out=total)
-    else:
-        for start in range(0, a.shape[1], _LONGEST_SUM):
-            piece = slice(start, start + _LONGEST_SUM)
-            total.addmm_(a[:, piece].float(), b[piece].float())
+class Library(Protocol):
+    """A way to compute products; a and b are matrices of any strides."""
+
+    rows_equal: ClassVar[bool]  # whether a row's bits are the same for any number of rows
+
+    @staticmethod
+    def absent() -> str | None:
+        """Why it cannot be used here; None where it can."""
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x wᵀ + b [M, N] of x [M, K] and w [N, K], of one dtype."""
+
+    @classmethod
+    def multiply(cls, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """out = x wᵀ + b, rounded to the dtype of x before that of ``out``."""
+
+    @classmethod
+    def product(cls, out: Tensor, a: Tensor, b: Tensor) -> None:
+        """out = a b, rounded once to its dtype where b is fp32; a is as wide as ``out`` or b."""
+
+    @classmethod
+    def add_product_(cls, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """total += a b, in fp32: sums over chunks that are rounded to bf16 lose digits."""
 
 
-def product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a b, rounded once to its dtype."""
-    in_pieces = out.device.type == "cpu" and (a.shape[1] > _LONGEST_SUM or a.dtype != b.dtype)
-    if a.dtype == b.dtype == out.dtype and not in_pieces:
-        torch.mm(a, b, out=out)
-    elif out.dtype == torch.float32:
-        add_product_(out.zero_(), a, b)
-    elif in_pieces:
-        total = torch.zeros_like(out, dtype=torch.float32)
-        add_product_(total, a, b)
-        out.copy_(total)
-    else:
-        out.copy_(a.to(b.dtype) @ b)
+class Mm:
+    """``torch.mm``: cuBLAS or rocBLAS on GPUs; for fp32 on a CPU what torch is built with, MKL in
+    its wheels for x86. Half-precision products of a CPU have copies in fp32."""
+
+    rows_equal = False  # MKL has other kernels for a few rows
+
+    @staticmethod
+    def absent() -> str | None:
+        return None
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @classmethod
+    def multiply(cls, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        if out.dtype != x.dtype:
+            out.copy_(cls.linear(x, weight, bias))
+        elif bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
+
+    @classmethod
+    def product(cls, out: Tensor, a: Tensor, b: Tensor) -> None:
+        in_pieces = out.device.type == "cpu" and (a.shape[1] > _LONGEST_SUM or a.dtype != b.dtype)
+        if a.dtype == b.dtype == out.dtype and not in_pieces:
+            torch.mm(a, b, out=out)
+        elif out.dtype == torch.float32:
+            cls.add_product_(out.zero_(), a, b)
+        elif in_pieces:
+            total = torch.zeros_like(out, dtype=torch.float32)
+            cls.add_product_(total, a, b)
+            out.copy_(total)
+        else:
+            out.copy_(a.to(b.dtype) @ b)
+
+    @classmethod
+    def add_product_(cls, total: Tensor, a: Tensor, b: Tensor) -> None:
+        if b.dtype == torch.float32 and total.device.type != "cpu":
+            total.addmm_(a.float(), b)
+        elif total.device.type == "cuda" and torch.version.hip is None:
+            torch.addmm(total, a.to(b.dtype), b, out_dtype=torch.float32, out=total)
+        else:
+            for piece in _pieces(a.shape[1], _LONGEST_SUM):
+                total.addmm_(a[:, piece].float(), b[piece].float())
+
+
+class _InPieces:
+    """Products of a library without results in given memory."""
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def multiply(cls, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        for columns in _pieces(len(weight)):
+            part = None if bias is None else bias[columns]
+            out[:, columns].copy_(cls.linear(x, weight[columns], part))
+
+    @classmethod
+    def product(cls, out: Tensor, a: Tensor, b: Tensor) -> None:
+        single = a.shape[1] <= _PIECE
+        total = out if single or out.dtype == torch.float32 else out.float()
+        for rows in _pieces(len(a)):
+            for terms in _pieces(a.shape[1]):
+                part = cls._part(a[rows, terms], b[terms])
+                total[rows].copy_(part) if terms.start == 0 else total[rows].add_(part)
+        if total is not out:
+            out.copy_(total)
+
+    @classmethod
+    def add_product_(cls, total: Tensor, a: Tensor, b: Tensor) -> None:
+        for rows in _pieces(len(a)):
+            for terms in _pieces(a.shape[1]):
+                total[rows].add_(cls._part(a[rows, terms], b[terms]))
+
+    @classmethod
+    def _part(cls, a: Tensor, b: Tensor) -> Tensor:
+        return cls.linear(a.to(b.dtype), b.t())
+
+
+class OneDnn(_InPieces):
+    """oneDNN in fp32: about twice as fast as MKL on AMD processors with AVX-512, where MKL uses
+    AVX2."""
+
+    rows_equal = True
+
+    @staticmethod
+    def absent() -> str | None:
+        if not torch.backends.mkldnn.is_available():
+            return "torch is built without oneDNN"
+        if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            return f"torch {torch.__version__} has no operator mkldnn::_linear_pointwise"
+        return None
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not (x.numel() and weight.numel()):
+            return torch.nn.functional.linear(x, weight, bias)
+        # A single row would go to another kernel, which rounds otherwise.
+        rows = x.expand(2, -1) if len(x) == 1 else x
+        return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")[: len(x)]
+
+
+class Bf16(_InPieces):
+    """bf16 products in bf16, with sums in fp32 that are rounded once a piece: for CPUs with
+    instructions for them."""
+
+    rows_equal = True
+
+    @staticmethod
+    def absent() -> str | None:
+        if has_bf16():
+            return None
+        return "the CPU, or the instruction set that torch uses, has no AVX512-BF16 and no AMX"
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
+
+LIBRARIES: dict[str, dict[str, type[Library]]] = {
+    "float32": {"mm": Mm, "onednn": OneDnn},
+    "bfloat16": {"mm": Mm, "bf16": Bf16},
+}
+
+
+def _pieces(length: int, most: int = _PIECE) -> Iterator[slice]:
+    return (slice(start, min(start + most, length)) for start in range(0, length, most))
+
+
+class Choice(NamedTuple):
+    """The library of a dtype's products with weights of at least ``fewest`` elements; those with
+    smaller ones are ``torch.mm``'s."""
+
+    library: str
+    fewest: int = 0
+
+
+Choices = Mapping[str, Choice]  # by dtype
+MM = Choice("mm")
+
+
+def processor() -> str:
+    """The CPU, the instruction set that torch uses, torch's version and the number of threads: what
+    measured choices hold for."""
+    name = _capabilities().get("cpu_name", "unknown CPU")
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"{name}, {instructions}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+
+@functools.cache
+def _capabilities() -> dict[str, Any]:
+    find = getattr(torch.cpu, "get_capabilities", dict)
+    return dict(find())
+
+
+def _wide() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def has_bf16() -> bool:
+    """Whether the CPU has instructions for bf16 products, and torch uses them."""
+    found = _capabilities()
+    return _wide() and bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
+def by_rule() -> dict[str, Choice]:
+    """oneDNN for fp32 on AMD processors with AVX-512; bf16 in bf16 where the CPU can."""
+    name = _capabilities().get("cpu_name", "")
+    amd = any(vendor in name for vendor in ("AMD", "Hygon"))
+    onednn = amd and _wide() and OneDnn.absent() is None
+    return {
+        "float32": Choice("onednn", _FEWEST) if onednn else MM,
+        "bfloat16": Choice("bf16") if has_bf16() else MM,
+    }
+
+
+def table_path() -> Path:
+    """The file of measured choices, which come before the rule: ``FASTRL_KERNELS_PRODUCTS_TABLE``,
+    by default ``fastrl/products.json`` in the user's cache folder."""
+    if named := os.environ.get(TABLE_VARIABLE):
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "fastrl" / "products.json"
+
+
+def _measured() -> dict[str, Choice]:
+    """The choices that the table has for this processor."""
+    try:
+        table = json.loads(table_path().read_text())
+    except OSError:
+        return {}
+    return checked(table.get(processor(), {}), str(table_path()))
+
+
+def checked(given: Mapping[str, Any], where: str) -> dict[str, Choice]:
+    """Choices from JSON, ``{"float32": ["onednn", 65536]}``. One that cannot be used here becomes
+    "mm", with a warning.
+
+    Args:
+        where: they come from, for messages.
+
+    Raises:
+        ValueError: an unknown dtype or library.
+    """
+    found = {}
+    for dtype, (library, fewest) in given.items():
+        if library not in LIBRARIES.get(dtype, ()):
+            known = "; ".join(f"{key}: {', '.join(names)}" for key, names in LIBRARIES.items())
+            raise ValueError(f"{where}: unknown library {library!r} for {dtype}. Known are {known}")
+        why = LIBRARIES[dtype][library].absent() or inexact(dtype, library)
+        if why is not None:
+            warnings.warn(
+                f"{where}: {dtype} products go to torch.mm instead of {library}: {why}",
+                stacklevel=2,
+            )
+        found[dtype] = Choice(library, int(fewest)) if why is None else MM
+    return found
+
+
+@functools.cache
+def inexact(dtype: str, library: str) -> str | None:
+    """Why a library's results cannot be trusted; None where its rms error against float64 is at
+    most four times that of ``torch.mm``."""
+    kind, of = getattr(torch, dtype), LIBRARIES[dtype]
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(33, 320, generator=generator).to(kind)
+    b = torch.randn(320, 272, generator=generator).to(kind)
+    exact = a.double() @ b.double()
+
+    def error(name: str) -> float:
+        out = torch.empty(33, 272, dtype=kind)
+        of[name].product(out, a, b)
+        forward = of[name].linear(a, b.t())
+        return max(float((x.double() - exact).square().mean().sqrt()) for x in (out, forward))
+
+    found, allowed = error(library), 4 * error("mm")
+    if found <= allowed:  # not where it is NaN
+        return None
+    return f"its rms error against float64 is {found:.3g}, more than {allowed:.3g}"
+
+
+def _default() -> Choices:
+    """By ``FASTRL_KERNELS_PRODUCTS``, else by the measured table, else by the rule."""
+    return _found(os.environ.get(LIBRARY_VARIABLE, "auto"), processor(), table_path())
+
+
+@functools.lru_cache(maxsize=16)
+def _found(named: str, _processor: str, _table: Path) -> Choices:
+    if named == "auto":
+        return {**by_rule(), **_measured()}
+    known = sorted({name for names in LIBRARIES.values() for name in names})
+    if named not in known:
+        raise ValueError(f"{LIBRARY_VARIABLE}={named}: choose auto, {' or '.join(known)}")
+    asked = {dtype: (named, 0) for dtype, names in LIBRARIES.items() if named in names}
+    return {**by_rule(), **checked(asked, f"{LIBRARY_VARIABLE}={named}")}
+
+
+_chosen: ContextVar[Choices | None] = ContextVar("fastrl_kernels_products", default=None)
+
+
+def choices() -> Choices:
+    """The libraries of CPU products in use, by dtype."""
+    return _chosen.get() or _default()
+
+
+@contextlib.contextmanager
+def using(chosen: Choices) -> Iterator[None]:
+    """Context in which CPU products are computed by these libraries."""
+    token = _chosen.set(chosen)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def library_for(weight: Tensor) -> type[Library]:
+    """The library for products with a weight [N, K], forward and backward."""
+    if weight.device.type != "cpu":
+        return Mm
+    dtype = str(weight.dtype).removeprefix("torch.")
+    choice = choices().get(dtype, MM)
+    return Mm if weight.numel() < choice.fewest else LIBRARIES.get(dtype, {"mm": Mm})[choice.library]
+
+
+class Linear(torch.autograd.Function):
+    """x wᵀ + b by a library, with its gradients by the same."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, library: type[Library]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.library, ctx.bias_dtype = library, None if bias is None else bias.dtype
+        return library.linear(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        flat, dx, dweight, dbias = grad.reshape(-1, grad.shape[-1]), None, None, None
+        if ctx.needs_input_grad[0]:
+            dx = ctx.library.linear(flat, weight.t()).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            dweight = _weight_gradient(ctx.library, flat, x.flatten(0, -2), weight)
+        if ctx.needs_input_grad[2]:
+            dbias = flat.sum(0)
+        return dx, dweight, dbias, None
+
+
+def _weight_gradient(library: type[Library], grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """gradᵀ x, laid out in memory as the weight is."""
+    if weight.is_contiguous():
+        out = torch.empty_like(weight)
+        library.product(out, grad.t(), x)
+        return out
+    out = torch.empty_like(weight.t(), memory_format=torch.contiguous_format)
+    library.product(out, x.t(), grad)
+    return out.t()

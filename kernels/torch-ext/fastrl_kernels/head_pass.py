@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .gemm import add_product_, product
+from .gemm import library_for
 from .lm_head import HeadBackend, HeadInputs, row_chunks
 from .types import RowGradients, RowStatistics
 from .workspace import Workspace
@@ -32,6 +32,7 @@ class HeadGradients:
     ) -> None:
         self.wanted = any(wanted)
         self.hidden, self.weight, self.bias = hidden, weight, bias
+        self._library = library_for(weight)
         self.dhidden = torch.empty_like(hidden) if wanted[0] else None
         self.dweight = self.dbias = None
         if wanted[1]:
@@ -44,11 +45,11 @@ class HeadGradients:
     def add(self, x: Tensor, rows: slice) -> None:
         """x [r, V], gradients of products."""
         if self.dhidden is not None:
-            product(self.dhidden[rows], x, self.weight)
+            self._library.product(self.dhidden[rows], x, self.weight)
         if self.dweight is not None and rows.start == 0:
-            product(self.dweight, x.t(), self.hidden[rows])
+            self._library.product(self.dweight, x.t(), self.hidden[rows])
         elif self.dweight is not None:
-            add_product_(self.dweight, x.t(), self.hidden[rows])
+            self._library.add_product_(self.dweight, x.t(), self.hidden[rows])
         if self.dbias is not None:
             self.dbias += x.sum(0, dtype=torch.float32)
 

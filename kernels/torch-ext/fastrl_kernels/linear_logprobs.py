@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .gemm import add_product_, product
+from .gemm import library_for
 from .lm_head import (
     HEAD_SCHEMA,
     HeadInputs,
@@ -40,7 +40,7 @@ class _Gradients:
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]
     ) -> None:
-        self.hidden, self.weight = hidden, weight
+        self.hidden, self.weight, self._library = hidden, weight, library_for(weight)
         self.dhidden = torch.zeros_like(hidden, dtype=torch.float32) if wanted[0] else None
         new = torch.empty_like if len(hidden) else torch.zeros_like  # nobody writes it then
         self.dweight = new(weight) if wanted[1] else None
@@ -53,23 +53,23 @@ class _Gradients:
     def add(self, x: Tensor, rows: slice, columns: slice) -> None:
         """x [r, C], gradients of products; rows in order for each chunk of columns."""
         if self.dhidden is not None:
-            add_product_(self.dhidden[rows], x, self.weight[columns])
+            self._library.add_product_(self.dhidden[rows], x, self.weight[columns])
         if self.dbias is not None:
             self.dbias[columns] += x.sum(0, dtype=torch.float32)
         if self.dweight is None:
             return
         out, first, last = self.dweight[columns], rows.start == 0, rows.stop == len(self.hidden)
         if first and last:
-            product(out, x.t(), self.hidden)
+            self._library.product(out, x.t(), self.hidden)
             return
         if first:
             self._sum = (
                 out if out.dtype == torch.float32 else out.new_empty(out.shape, dtype=torch.float32)
             )
-            product(self._sum, x.t(), self.hidden[rows])
+            self._library.product(self._sum, x.t(), self.hidden[rows])
             return
         assert self._sum is not None
-        add_product_(self._sum, x.t(), self.hidden[rows])
+        self._library.add_product_(self._sum, x.t(), self.hidden[rows])
         if last and self._sum is not out:
             out.copy_(self._sum)
 

@@ -24,7 +24,7 @@ from .checks import (
     counts,
 )
 from .dispatch import choose
-from .gemm import multiply
+from .gemm import Library, library_for
 from .types import LogitTransform, RowGradients, RowStatistics, Temperature
 from .workspace import KEPT_BYTES
 
@@ -64,7 +64,12 @@ class HeadBackend(Protocol):
 
     @staticmethod
     def fill(
-        x: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
+        x: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transform: LogitTransform,
+        library: type[Library],
     ) -> None:
         """x [r, C] from hidden states [r, H] and rows of the weight [C, H]."""
 
@@ -110,10 +115,15 @@ class TorchHead:
 
     @staticmethod
     def fill(
-        x: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, transform: LogitTransform
+        x: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transform: LogitTransform,
+        library: type[Library],
     ) -> None:
         """The product is rounded to the head's dtype, as a model rounds its logits."""
-        multiply(x, hidden, weight, bias)
+        library.multiply(x, hidden, weight, bias)
         if transform.softcap is not None:
             x.mul_(transform.inner).tanh_()
 
@@ -268,6 +278,11 @@ class HeadInputs(NamedTuple):
             return TritonHead
         return TorchHead
 
+    @property
+    def library(self) -> type[Library]:
+        """Of all products with the weight, or with a part of it."""
+        return library_for(self.weight)
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         return *self[:5], self.temperature.per_row
 
@@ -281,7 +296,7 @@ class HeadInputs(NamedTuple):
         weight, bias = self.weight, self.bias
         if columns is not None:
             weight, bias = weight[columns], None if bias is None else bias[columns]
-        self.head.fill(x, self.hidden[rows], weight, bias, self.transform)
+        self.head.fill(x, self.hidden[rows], weight, bias, self.transform, self.library)
 
     def statistics(self, x: Tensor, rows: slice, out: RowStatistics, once: bool = False) -> None:
         """Fills the rows of ``out``."""

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gemm import multiply
 from .logprob import FLOOR, LN2, LOG2E, LOWEST, dlogits_of, online_softmax, row_temperature
 from .rows import PART_VECTORS, load_end, parts_of, window
 from .tiles import accurate_tanh, device_of
@@ -230,8 +229,8 @@ class TritonHead:
         return hidden.dtype
 
     @staticmethod
-    def fill(x, hidden, weight, bias, transform):
-        multiply(x, hidden, weight, bias)
+    def fill(x, hidden, weight, bias, transform, library):
+        library.multiply(x, hidden, weight, bias)
 
     @staticmethod
     def statistics(x, labels, transform, temperature, out, once=False):
