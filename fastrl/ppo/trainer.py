@@ -52,6 +52,7 @@ from fastrl.ppo.setup import (
 from fastrl.ppo.state import TrainerState, deciding
 from fastrl.ppo.step_input import StepInput
 from fastrl.ppo.update import GradientStep, PPOUpdate
+from fastrl.models.products import Products
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.weighted import RewardFunctions
 from fastrl.rollout import RolloutOutput
@@ -170,6 +171,7 @@ class PPOTrainer(ClassicMethods):
         self.running = RunningMoments()
         self.transform_scores = ScoreTransform(config, self.running)
         # TRL's name, called with log-probs.
+        self.products = Products()
         self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
         self.kl_place = make_kl_place(config)
         self.advantages = make_advantages(config)
@@ -281,7 +283,8 @@ class PPOTrainer(ClassicMethods):
         while True:
             left_out = sorted({*given.nan, *nonfinite})
             try:
-                result = self._step(given.without(left_out))
+                with self.products.on(self.model, self.ref_model):
+                    result = self._step(given.without(left_out))
                 break
             except NonFiniteExperience as found:  # nothing has changed yet
                 nonfinite = [*nonfinite, *found.samples]

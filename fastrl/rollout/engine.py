@@ -193,6 +193,7 @@ class RolloutEngine:
     def _free(self) -> None:
         self._kv_cache = self._slots = None
         self.model_runner.autocast_weights.free()
+        self.model_runner.packed_products.free()
         self._runner.free()
 
     def _admit(self, request: RolloutRequest, step: DecodeStep, scheduler: Scheduler) -> int:

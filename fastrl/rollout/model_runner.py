@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fastrl.models.lm_head import in_front_of_head
+from fastrl.models.products import PackedProducts
 from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.rollout.attention import Attention, SlotCache, attached, attending
@@ -39,6 +40,7 @@ class ModelRunner:
         self._logits: Tensor | None = None
         self._product = _head_product(self.language_model)
         self.autocast_weights = AutocastWeightCache()
+        self.packed_products = PackedProducts()
 
     @property
     def device(self) -> torch.device:
@@ -55,6 +57,7 @@ class ModelRunner:
                 attached(self.language_model),
                 in_front_of_head(self.language_model, self._before_head),
                 self.autocast(),
+                self.packed_products.in_place(self.language_model),
                 self.autocast_weights.in_place(self.language_model),
             ):
                 yield
@@ -147,7 +150,8 @@ def _head_product(model: Any) -> Product:
 
 
 def _tall_product(head: nn.Linear, hidden: Tensor) -> Tensor | None:
-    if len(hidden) not in _FEW or torch.is_autocast_enabled("cpu"):
+    packed = "forward" in vars(head)
+    if packed or len(hidden) not in _FEW or torch.is_autocast_enabled("cpu"):
         return None
     logits = (head.weight @ hidden.squeeze(1).t()).t().contiguous().unsqueeze(1)
     return logits if head.bias is None else logits.add_(head.bias)
@@ -210,7 +214,9 @@ class AutocastWeightCache:
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Where fp32 weights and biases of plain products are kept."""
     for module in model.modules():
-        if type(module) in _PRODUCTS and not nn.utils.parametrize.is_parametrized(module):
+        packed = "forward" in vars(module)
+        plain = type(module) in _PRODUCTS and not nn.utils.parametrize.is_parametrized(module)
+        if plain and not packed:
             for name, weight in module.named_parameters(recurse=False):
                 if weight.dtype == torch.float32:
                     yield module, name, weight
