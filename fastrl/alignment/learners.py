@@ -52,6 +52,9 @@ class Learner(Protocol):
     def place(self, model: nn.Module, accelerator: Any) -> None:
         """Called once the model is on its device."""
 
+    def modules(self) -> tuple[nn.Module | None, ...]:
+        """The models that a step runs."""
+
     def views(self, model: nn.Module) -> tuple[Any, Any]:
         """The policy and the reference that a loss is called with."""
 
@@ -102,6 +105,9 @@ class RewardLearner:
 
     def place(self, model: nn.Module, accelerator: Any) -> None:
         self.accelerator = accelerator
+
+    def modules(self) -> tuple[nn.Module | None, ...]:
+        return (self.model,)
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
         return RewardModel(model, self.accelerator.device), None
@@ -199,6 +205,9 @@ class PolicyLearner:
         if self._cached:
             score = self.reference.score if unwrapped.is_peft_model else _scored_by(model)
             self._scored_reference = CachedReference(score, self._tokens)
+
+    def modules(self) -> tuple[nn.Module | None, ...]:
+        return self._model, self.reference.model
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
         policy = TrainedPolicy(model, self._tokens, processes_of(self.accelerator))

@@ -28,6 +28,7 @@ from fastrl.alignment.evaluation import (
 from fastrl.alignment.learners import make_learner
 from fastrl.alignment.logprobs import SharedPolicy, TrainedPolicy
 from fastrl.alignment.losses import Loss, make_loss
+from fastrl.models.products import Products
 from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.rollout import choose_engine, draw_seed
 from fastrl.run.callbacks import Samples
@@ -129,6 +130,7 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
                 if factory.task.online
                 else OfflineEvaluation(eval_factory, self.loss, self.processes)
             )
+        self.products = Products(self.processes)
         self._place = _Place()
         self._means = Means()
         self._accumulated: list[Batch] = []  # of the optimizer step that is not complete yet
@@ -200,6 +202,13 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
         self._means.add(metrics)
         return loss
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with self.products.on(*self.learner.modules()):
+            return super().train(*args, **kwargs)
+
+    def adopt(self, machine: Mapping[str, Any]) -> None:
+        self.products.adopt(machine)
+
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
         self._place, self._accumulated, self._means = _Place(), [], Means()
@@ -232,7 +241,7 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
         self._ensure_sampler()
         if self.state.global_step == 0 and not self.is_in_train:
             self.learner.before_training(self._held_out(), last=False)
-        with evaluating(self.model):
+        with evaluating(self.model), self.products.on(*self.learner.modules()):
             found = self.evaluation(*self.learner.views(self.model_wrapped), self.accelerator)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self.log(dict(metrics))

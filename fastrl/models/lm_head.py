@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fastrl_kernels
+from fastrl.models.products import has_own_forward
 from fastrl.models.scoring import (
     ScoringRequest,
     TokenNLL,
@@ -264,7 +265,7 @@ def _why_not_linear(model: Any) -> str | None:
     plain = (
         isinstance(head, nn.Linear)
         and type(head).forward is nn.Linear.forward
-        and "forward" not in vars(head)
+        and not has_own_forward(head)
         and not nn.utils.parametrize.is_parametrized(head)
         and all(map(of_fsdp, head._forward_hooks.values()))
     )

@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from types import MethodType
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from fastrl.run.processes import OneProcess, Processes
 from fastrl_kernels import gemm
 
 
-def _linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    return gemm.linear(x, layer.weight, layer.bias)
-
-
-def _conv1d(layer: Conv1D, x: Tensor) -> Tensor:
-    return gemm.linear(x, layer.weight.t(), layer.bias)
-
-
-_FORWARDS: dict[type[nn.Module], Callable[[Any, Tensor], Tensor]] = {
-    nn.Linear: _linear,
-    Conv1D: _conv1d,
-}
-
-
 class Products:
-    """The libraries of a run's CPU products: the same from its beginning to its end, on resume and
-    in every process.
+    """The libraries of a run's CPU products: the same from its beginning to its end, in every
+    process, and after it is resumed.
+
+    Args:
+        processes: of the run; the main one's libraries hold for all.
 
     Attributes:
         choices: the library of each dtype, see :mod:`fastrl_kernels.gemm`.
     """
 
-    def __init__(self) -> None:
-        self.choices = gemm.choices()
+    def __init__(self, processes: Processes | None = None) -> None:
+        found = (processes or OneProcess()).from_main(gemm.as_json(gemm.choices()))
+        self.choices = gemm.checked(found, "the main process")
 
     @contextlib.contextmanager
     def on(self, *models: nn.Module | None) -> Iterator[None]:
@@ -49,33 +39,14 @@ class Products:
         are models on a GPU.
         """
         layers = [layer for model in models if model is not None for layer in _layers(model)]
-        forwards = {layer: MethodType(_FORWARDS[type(layer)], layer) for layer in layers}
-        with gemm.using(self.choices), _replaced(forwards):
+        with gemm.using(self.choices), _replaced({x: _Forward(x) for x in layers}):
             yield
 
-
-def _layers(model: nn.Module) -> Iterator[Any]:
-    """The plain linear layers on a CPU."""
-    for layer in model.modules():
-        if (
-            type(layer) in _FORWARDS
-            and layer.weight.device.type == "cpu"
-            and "forward" not in vars(layer)
-            and not nn.utils.parametrize.is_parametrized(layer)
-        ):
-            yield layer
-
-
-@contextlib.contextmanager
-def _replaced(forwards: dict[nn.Module, Callable[[Tensor], Tensor]]) -> Iterator[None]:
-    # Not by setattr, which would look for parameters in each.
-    for layer, forward in forwards.items():
-        vars(layer)["forward"] = forward
-    try:
-        yield
-    finally:
-        for layer in forwards:
-            vars(layer).pop("forward", None)
+    def adopt(self, machine: Mapping[str, Any]) -> None:
+        """Takes over the libraries of a run that goes on here, from what it recorded of its machine
+        (:func:`fastrl.run.machine.machine`); also within :meth:`on`. One that cannot be used here
+        is replaced, with a warning."""
+        self.choices.update(gemm.checked(machine.get("products", {}), "the run so far"))
 
 
 class PackedProducts:
@@ -95,32 +66,85 @@ class PackedProducts:
         with gemm.using(gemm.choices()), _replaced(dict(self._forwards(model))):
             yield
 
-    def _forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Callable]]:
-        before, self._kept = self._kept, {}
-        for layer in _layers(model):
-            weight = layer.weight
-            dtype = weight.dtype
-            if dtype == torch.float32 and torch.is_autocast_enabled("cpu"):
-                dtype = torch.get_autocast_dtype("cpu")
-            if not gemm.Packed.suits(weight, dtype):
-                continue
-            content = (dtype, weight.data_ptr(), weight._version)
-            found = before.get(id(weight))
-            if weight.requires_grad or found is None or found[0] != content:
-                rows = weight if isinstance(layer, nn.Linear) else weight.t()
-                found = content, gemm.Packed(rows.to(dtype))
-            if not weight.requires_grad:
-                self._kept[id(weight)] = found
-            yield layer, _PackedForward(found[1], layer.bias)
-
     def free(self) -> None:
         self._kept.clear()
 
+    def _forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, _Forward]]:
+        before, self._kept = self._kept, {}
+        for layer in _layers(model):
+            weight, dtype = layer.weight, layer.weight.dtype
+            if dtype == torch.float32 and torch.is_autocast_enabled("cpu"):
+                dtype = torch.get_autocast_dtype("cpu")
+            if not gemm.Packed.suits(weight, dtype):
+                yield layer, _Forward(layer)
+                continue
+            content = (dtype, weight.data_ptr(), weight._version)
+            found = before.get(id(weight))
+            # Fused optimizers write to weights without a new version.
+            if weight.requires_grad or found is None or found[0] != content:
+                found = content, gemm.Packed(_rows(layer).to(dtype))
+            if not weight.requires_grad:
+                self._kept[id(weight)] = found
+            yield layer, _PackedForward(layer, found[1])
 
-class _PackedForward:
-    def __init__(self, packed: gemm.Packed, bias: Tensor | None):
+
+class _Forward:
+    """The forward of a linear layer."""
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return gemm.linear(x, _rows(self.layer), self.layer.bias)
+
+
+class _PackedForward(_Forward):
+    def __init__(self, layer: Any, packed: gemm.Packed):
+        super().__init__(layer)
         self.packed = packed
-        self.bias = None if bias is None else bias.to(packed.dtype)
+        self.bias = None if layer.bias is None else layer.bias.detach().to(packed.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.packed.linear(x, self.bias)
+
+
+def _rows(layer: Any) -> Tensor:
+    """The weight as [N, K]."""
+    return layer.weight.t() if isinstance(layer, Conv1D) else layer.weight
+
+
+def has_own_forward(layer: nn.Module) -> bool:
+    """Whether somebody else than this module replaced a layer's ``forward``."""
+    return "forward" in vars(layer) and not isinstance(vars(layer)["forward"], _Forward)
+
+
+def is_packed(layer: nn.Module) -> bool:
+    return isinstance(vars(layer).get("forward"), _PackedForward)
+
+
+def _layers(model: nn.Module) -> Iterator[Any]:
+    """The plain linear layers on a CPU."""
+    for layer in model.modules():
+        if (
+            type(layer) in (nn.Linear, Conv1D)
+            and layer.weight.device.type == "cpu"
+            and not has_own_forward(layer)
+            and not nn.utils.parametrize.is_parametrized(layer)
+        ):
+            yield layer
+
+
+@contextlib.contextmanager
+def _replaced(forwards: Mapping[nn.Module, _Forward]) -> Iterator[None]:
+    # Not by setattr, which would look for parameters in each.
+    before = {layer: vars(layer).get("forward") for layer in forwards}
+    for layer, forward in forwards.items():
+        vars(layer)["forward"] = forward
+    try:
+        yield
+    finally:
+        for layer, forward in before.items():
+            if forward is None:
+                del vars(layer)["forward"]
+            else:
+                vars(layer)["forward"] = forward

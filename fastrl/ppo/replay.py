@@ -141,17 +141,19 @@ def replay(
     begun_at = _load_checkpoint(trainer, run, step)
     recorded = read_facts(ledger, begun_at + 1, step)
     _warn_of_other_settings(recorded)
-    _warn_of_another_machine(recorded)
     walked = read_facts(ledger, begun_at + 1, step - 1) if begun_at + 1 < step else []
     shared = any(process_count_of(facts) > 1 for facts in walked)
     precision = precision_of(trainer.model, trainer.accelerator)
     tolerance = math.sqrt(torch.finfo(precision).eps) if shared else 0.0
     strayed = None
-    for past in _steps(begun_at + 1, step, progress):
-        found = _walk(trainer, ledger, past, tolerance)
-        strayed = strayed or found
-    count = process_count_of(recorded[-1])
-    samples = _draw(trainer, ledger, step, kwargs, count, tolerance)
+    with trainer.products.on(trainer.model, trainer.ref_model):
+        trainer.products.adopt(recorded[-1]["machine"])
+        _warn_of_another_machine(recorded)
+        for past in _steps(begun_at + 1, step, progress):
+            found = _walk(trainer, ledger, past, tolerance)
+            strayed = strayed or found
+        count = process_count_of(recorded[-1])
+        samples = _draw(trainer, ledger, step, kwargs, count, tolerance)
     return Replayed(step, begun_at, samples, strayed, tolerance)
 
 

@@ -124,6 +124,7 @@ class SavedInFolder:
                     self.trainer.load_state_dict(state)
                     loop.load_state_dict(state["loop"])
                     rows = state["loop"]["rows"]
+                    self.trainer.products.adopt(manifest["machine"])
                     warn_of_another_machine(manifest)
                 if is_main and self.resume:
                     self._resume(loop, checkpoint, rows)

@@ -20,6 +20,7 @@ from fastrl.data import batch as data
 from fastrl.data.batch import TokenBatch, make_batches
 from fastrl.data.prompts import PromptStream
 from fastrl.models import PreTrainedModelWrapper
+from fastrl.models.products import Products
 from fastrl.models.sharding import gathered_state_dict
 from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.ppo import stats
@@ -52,7 +53,6 @@ from fastrl.ppo.setup import (
 from fastrl.ppo.state import TrainerState, deciding
 from fastrl.ppo.step_input import StepInput
 from fastrl.ppo.update import GradientStep, PPOUpdate
-from fastrl.models.products import Products
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.weighted import RewardFunctions
 from fastrl.rollout import RolloutOutput
@@ -171,7 +171,7 @@ class PPOTrainer(ClassicMethods):
         self.running = RunningMoments()
         self.transform_scores = ScoreTransform(config, self.running)
         # TRL's name, called with log-probs.
-        self.products = Products()
+        self.products = Products(self.processes)
         self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
         self.kl_place = make_kl_place(config)
         self.advantages = make_advantages(config)
@@ -418,14 +418,15 @@ class PPOTrainer(ClassicMethods):
             for a list, a list of 1-D tensors, each cut after the first EOS of its response; for one
             query a tensor [1, L].
         """
-        return self.rollouts.generate(
-            query_tensor,
-            length_sampler,
-            batch_size,
-            return_prompt,
-            generate_ref_response,
-            **generation_kwargs,
-        )
+        with self.products.on(self.model, self.ref_model):
+            return self.rollouts.generate(
+                query_tensor,
+                length_sampler,
+                batch_size,
+                return_prompt,
+                generate_ref_response,
+                **generation_kwargs,
+            )
 
     def train(
         self,
@@ -544,7 +545,8 @@ class PPOTrainer(ClassicMethods):
             saving=saving,
             ledger=ledger,
         )
-        return loop.run()
+        with self.products.on(self.model, self.ref_model):
+            return loop.run()
 
     def state_dict(self) -> dict[str, Any]:
         """All that later steps depend on: trained weights, optimizer, schedule, KL coefficient,
@@ -569,8 +571,8 @@ class PPOTrainer(ClassicMethods):
             the checkpoint's path; it is there as a whole, or not at all.
         """
         checkpoints = Checkpoints(Path(folder))
-        state = self.state_dict()
-        with checkpoints.new(self.current_step, processes=self.processes) as part:
+        state, new = self.state_dict(), checkpoints.new(self.current_step, processes=self.processes)
+        with self.products.on(), new as part:
             save_tree(state, part, self.processes)
         return checkpoints.path(self.current_step)
 
@@ -586,7 +588,9 @@ class PPOTrainer(ClassicMethods):
         assert found is not None
         manifest = verify(found)
         self.load_state_dict(load_tree(found))
-        warn_of_another_machine(manifest)
+        with self.products.on():
+            self.products.adopt(manifest["machine"])
+            warn_of_another_machine(manifest)
 
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> Any:
         """Makes a shuffled loader of whole batches of ``batch_size / group_size`` samples.

@@ -20,6 +20,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStrin
 from fastrl.data.batch import need_pad_token, pad
 from fastrl.data.prompt_ids import Prompt, check_prompts
 from fastrl.models.layout import layout_of
+from fastrl.models.products import Products
 from fastrl.models.utils import evaluating
 from fastrl.rollout.generation_kwargs import neutral_kwargs, unpacked
 from fastrl.rollout.rescoring import Rescorer
@@ -100,7 +101,7 @@ class GenerateEngine:
             temperature=temperature,
         )
         begin = time.perf_counter()
-        with evaluating(self.model), self.autocast():
+        with evaluating(self.model), self.autocast(), Products().on(self.model):
             with _seeded(params.seed):
                 for part in parts:
                     self._extend(output, part.prompts, kwargs, ends, stopping, part.limits)
@@ -146,7 +147,7 @@ class GenerateEngine:
         output = RolloutOutput(sequences=[], finish_reasons=[], seed=seed)
         ends = end_tokens(self.model, self.tokenizer, kwargs.get("eos_token_id")).tolist()
         begin = time.perf_counter()
-        with evaluating(self.model), self.autocast(), _seeded(seed):
+        with evaluating(self.model), self.autocast(), Products().on(self.model), _seeded(seed):
             for part in parts:
                 most = None if limits is None else limits[part]
                 self._extend(output, prompts[part], kwargs, ends, stopping, most)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fastrl.models.lm_head import in_front_of_head
-from fastrl.models.products import PackedProducts
+from fastrl.models.products import PackedProducts, has_own_forward, is_packed
 from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.rollout.attention import Attention, SlotCache, attached, attending
@@ -142,7 +142,7 @@ def _head_product(model: Any) -> Product:
     plain = (
         type(head) is nn.Linear
         and type(head).forward is nn.Linear.forward
-        and "forward" not in vars(head)
+        and not has_own_forward(head)
         and not nn.utils.parametrize.is_parametrized(head)
     )
     on_cpu = plain and head.weight.device.type == "cpu" and head.weight.dtype == torch.float32
@@ -150,8 +150,7 @@ def _head_product(model: Any) -> Product:
 
 
 def _tall_product(head: nn.Linear, hidden: Tensor) -> Tensor | None:
-    packed = "forward" in vars(head)
-    if packed or len(hidden) not in _FEW or torch.is_autocast_enabled("cpu"):
+    if is_packed(head) or len(hidden) not in _FEW or torch.is_autocast_enabled("cpu"):
         return None
     logits = (head.weight @ hidden.squeeze(1).t()).t().contiguous().unsqueeze(1)
     return logits if head.bias is None else logits.add_(head.bias)
@@ -214,9 +213,8 @@ class AutocastWeightCache:
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Where fp32 weights and biases of plain products are kept."""
     for module in model.modules():
-        packed = "forward" in vars(module)
         plain = type(module) in _PRODUCTS and not nn.utils.parametrize.is_parametrized(module)
-        if plain and not packed:
+        if plain and not is_packed(module):
             for name, weight in module.named_parameters(recurse=False):
                 if weight.dtype == torch.float32:
                     yield module, name, weight

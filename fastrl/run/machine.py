@@ -24,14 +24,17 @@ def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """CPU, instruction set, threads and GPUs."""
+    """CPU, instruction set, threads and GPUs, and the libraries of products on the CPU."""
     import torch
+
+    from fastrl_kernels import gemm
 
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     return {
         "cpu": _cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "products": gemm.as_json(gemm.choices()),
         "gpus": [torch.cuda.get_device_name(i) for i in gpus],
     }
 

@@ -269,8 +269,14 @@ class ResumableTrainer(transformers.Trainer):
                 stacklevel=3,
             )
         else:
-            warn_of_another_machine(verify(checkpoint))
+            manifest = verify(checkpoint)
+            self.adopt(manifest["machine"])
+            warn_of_another_machine(manifest)
         return state
+
+    def adopt(self, machine: Mapping[str, Any]) -> None:
+        """Takes over from the run that goes on here what can be chosen, see
+        :func:`fastrl.run.machine.machine`."""
 
     def _check_processes(self, state: Mapping[str, Any]) -> None:
         """

@@ -8,7 +8,7 @@ import itertools
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import TrainingArguments
 
 from fastrl.config import setting
 from fastrl.models.load import load_tokenizer
+from fastrl.models.products import Products
 from fastrl.models.sharding import spread
 from fastrl.models.utils import (
     check_trainable,
@@ -122,6 +123,7 @@ class SupervisedTrainer(OwnModelCard, ShardedTrainer, FiniteStepsTrainer, ABC):
             else:
                 evaluation = None if eval_dataset is None else self.prepare_eval_data(eval_dataset)
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)
+        self.products = Products(self.processes)
         if self._trains:
             warn_of_lost_updates(self.model, MIXED_PRECISION, stacklevel=3)
 
@@ -173,10 +175,18 @@ class SupervisedTrainer(OwnModelCard, ShardedTrainer, FiniteStepsTrainer, ABC):
             ]
         return super()._get_num_items_in_batch(batch_samples, device)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with self.products.on():
+            return super().train(*args, **kwargs)
+
+    def adopt(self, machine: Mapping[str, Any]) -> None:
+        self.products.adopt(machine)
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         self._part = self._parts.pop(0) if self._parts else None
         try:
-            return super().training_step(*args, **kwargs)
+            with self.products.on(model):
+                return super().training_step(model, *args, **kwargs)
         finally:
             self._part = None
 
@@ -201,7 +211,8 @@ class SupervisedTrainer(OwnModelCard, ShardedTrainer, FiniteStepsTrainer, ABC):
         losses: list[Tensor] = []
         self._losses_so_far = losses
         try:
-            output = super().evaluation_loop(*args, **kwargs)
+            with self.products.on(self.model):
+                output = super().evaluation_loop(*args, **kwargs)
         finally:
             self._losses_so_far = None
         metrics: dict[str, float] = output.metrics or {}

@@ -304,6 +304,11 @@ def inexact(dtype: str, library: str) -> str | None:
     return f"its rms error against float64 is {found:.3g}, more than {allowed:.3g}"
 
 
+def as_json(chosen: Choices) -> dict[str, list[Any]]:
+    """Choices as :func:`checked` reads them."""
+    return {dtype: list(choice) for dtype, choice in chosen.items()}
+
+
 def _default() -> Choices:
     """By ``FASTRL_KERNELS_PRODUCTS``, else by the measured table, else by the rule."""
     return _found(os.environ.get(LIBRARY_VARIABLE, "auto"), processor(), table_path())
@@ -344,7 +349,9 @@ def library_for(weight: Tensor) -> type[Library]:
         return Mm
     dtype = str(weight.dtype).removeprefix("torch.")
     choice = choices().get(dtype, MM)
-    return Mm if weight.numel() < choice.fewest else LIBRARIES.get(dtype, {"mm": Mm})[choice.library]
+    return (
+        Mm if weight.numel() < choice.fewest else LIBRARIES.get(dtype, {"mm": Mm})[choice.library]
+    )
 
 
 class Linear(torch.autograd.Function):
