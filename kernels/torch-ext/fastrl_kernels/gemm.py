@@ -24,9 +24,9 @@ from torch.autograd.function import once_differentiable
 
 LIBRARY_VARIABLE = "FASTRL_KERNELS_PRODUCTS"
 TABLE_VARIABLE = "FASTRL_KERNELS_PRODUCTS_TABLE"
-_LONGEST_SUM = 8192  # CPU libraries are slow where sums are longer, and fp32 copies would be large
-# Columns or terms of a CPU product at a time. Its memory of a few MiB is used again by the next one;
-# that of larger products would be new each time, which costs as much as the work in it.
+_LONGEST_SUM = 8192  # terms: CPU libraries are slow beyond, and fp32 copies would be large
+# Columns or terms of a CPU product at a time. Its memory of a few MiB is used again by the next
+# one; that of larger products would be new each time, which costs as much as the work in it.
 _PIECE = 4096
 _FEWEST = 1 << 16  # elements of a weight from which oneDNN's overhead of some 10 µs is worth it
 
@@ -349,9 +349,9 @@ def library_for(weight: Tensor) -> type[Library]:
         return Mm
     dtype = str(weight.dtype).removeprefix("torch.")
     choice = choices().get(dtype, MM)
-    return (
-        Mm if weight.numel() < choice.fewest else LIBRARIES.get(dtype, {"mm": Mm})[choice.library]
-    )
+    if weight.numel() < choice.fewest:
+        return Mm
+    return LIBRARIES.get(dtype, {}).get(choice.library, Mm)
 
 
 class Linear(torch.autograd.Function):
