@@ -183,7 +183,7 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "doctor": ("commands.doctor", (), "run_doctor"),
     "samples": ("commands.samples", (), "run_samples"),
     "replay": ("commands.replay", (), "run_replay"),
-    "env": ("commands.env", (), "run_env"),
+    "env": ("commands.env", ("EnvFlags",), "run_env"),
 }
 _ON_FOLDERS = ("report", "doctor", "samples", "replay")  # of runs; they have no settings
 _ONE_PROCESS = ("demo", "replay")

@@ -1,14 +1,19 @@
-"""``fastrl env``: versions, devices, and the backend that each kernel would use."""
+"""``fastrl env``: versions, devices, the backend that each kernel would use, and the libraries of
+matrix products on the CPU."""
 
 from __future__ import annotations
 
 import inspect
 import platform
+from dataclasses import dataclass
 
 import torch
 
 import fastrl_kernels
+from fastrl.commands import measure_products
+from fastrl.config import setting
 from fastrl.run.machine import versions
+from fastrl_kernels import gemm
 
 PACKAGES = (
     "fastrl-lm",
@@ -58,9 +63,30 @@ def describe() -> str:
         backend, reason = fastrl_kernels.explain(device)
         lines += [f"  on {device}: {backend} ({reason})"]
         lines += [f"    {op:<18}{backend}" for op in kernel_ops()]
+    lines += [f"products on cpu ({gemm.source()})"]
+    lines += [
+        f"  {dtype:<14}{measure_products.describe(choice)}"
+        for dtype, choice in gemm.choices().items()
+    ]
     return "\n".join(lines)
 
 
-def run_env() -> None:
-    """Prints the report."""
-    print(describe())
+@dataclass
+class EnvFlags:
+    """What to report."""
+
+    measure: bool = setting(
+        "Measure the libraries of matrix products on this CPU, half a minute on a quiet machine, "
+        "and write the fastest to a table that later runs read.",
+        False,
+    )
+
+
+def run_env(flags: EnvFlags) -> None:
+    """Prints the report, or measures."""
+    if not flags.measure:
+        print(describe())
+        return
+    measured = measure_products.measure()
+    print(measure_products.table(measured))
+    print(f"written to {measure_products.write(measured)}; a run that is resumed keeps its own")

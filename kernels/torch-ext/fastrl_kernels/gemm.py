@@ -248,13 +248,21 @@ def table_path() -> Path:
     return Path(cache) / "fastrl" / "products.json"
 
 
-def _measured() -> dict[str, Choice]:
-    """The choices that the table has for this processor."""
+def read_table(path: Path) -> dict[str, Any]:
+    """Measured choices by :func:`processor`, as JSON; none where there is no file.
+
+    Raises:
+        ValueError: a file that holds something else.
+    """
     try:
-        table = json.loads(table_path().read_text())
-    except OSError:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return {}
-    return checked(table.get(processor(), {}), str(table_path()))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): remove it, or measure again") from None
+    if not isinstance(table, dict):
+        raise ValueError(f"{path} holds no table of measured libraries: remove it")
+    return table
 
 
 def checked(given: Mapping[str, Any], where: str) -> dict[str, Choice]:
@@ -304,6 +312,14 @@ def inexact(dtype: str, library: str) -> str | None:
     return f"its rms error against float64 is {found:.3g}, more than {allowed:.3g}"
 
 
+def source() -> str:
+    """Where the libraries come from that are used by default."""
+    named, path = os.environ.get(LIBRARY_VARIABLE, "auto"), table_path()
+    if named != "auto":
+        return f"{LIBRARY_VARIABLE}={named}"
+    return f"measured, in {path}" if processor() in read_table(path) else "by a fixed rule"
+
+
 def as_json(chosen: Choices) -> dict[str, list[Any]]:
     """Choices as :func:`checked` reads them."""
     return {dtype: list(choice) for dtype, choice in chosen.items()}
@@ -315,9 +331,9 @@ def _default() -> Choices:
 
 
 @functools.lru_cache(maxsize=16)
-def _found(named: str, _processor: str, _table: Path) -> Choices:
+def _found(named: str, of: str, table: Path) -> Choices:
     if named == "auto":
-        return {**by_rule(), **_measured()}
+        return {**by_rule(), **checked(read_table(table).get(of, {}), str(table))}
     known = sorted({name for names in LIBRARIES.values() for name in names})
     if named not in known:
         raise ValueError(f"{LIBRARY_VARIABLE}={named}: choose auto, {' or '.join(known)}")

@@ -1,0 +1,136 @@
+"""Measures the libraries of CPU products, for a table that later processes read."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastrl.run.files import write_file
+from fastrl_kernels import gemm
+
+_WIDTHS = (32, 64, 128, 256, 512, 1024, 2048)  # weights are squares of these
+_ROWS = (16, 256)  # of a decode step, and of a mini-batch
+_SECONDS = 0.05  # for each library, width and number of rows
+
+
+class Measured(NamedTuple):
+    """Speeds of the libraries of a dtype, GFLOP/s by width and library, and the choice by them."""
+
+    dtype: str
+    speeds: dict[int, dict[str, float]]
+    choice: gemm.Choice
+
+
+def measure() -> list[Measured]:
+    """Measures forward and backward products of every library that can be used, in turns."""
+    found = []
+    for dtype, libraries in gemm.LIBRARIES.items():
+        usable = {
+            name: library
+            for name, library in libraries.items()
+            if library.absent() is None and gemm.inexact(dtype, name) is None
+        }
+        speeds = {width: _speeds(dtype, width, usable) for width in _WIDTHS}
+        found.append(Measured(dtype, speeds, chosen(speeds)))
+    return found
+
+
+def chosen(speeds: dict[int, dict[str, float]]) -> gemm.Choice:
+    """The library that is fastest for the largest weights, from the size on from which it is
+    fastest throughout."""
+    widths = sorted(speeds)
+    best = max(speeds[widths[-1]], key=speeds[widths[-1]].__getitem__)
+    smallest = widths[-1]
+    for width in reversed(widths):
+        if speeds[width][best] < max(speeds[width].values()):
+            break
+        smallest = width
+    return gemm.MM if best == "mm" else gemm.Choice(best, smallest**2)
+
+
+def _speeds(dtype: str, width: int, libraries: dict[str, type[gemm.Library]]) -> dict[str, float]:
+    kind = getattr(torch, dtype)
+    weight = torch.randn(width, width).to(kind)
+    seconds: dict[str, float] = dict.fromkeys(libraries, 0.0)
+    for rows in _ROWS:
+        x = torch.randn(rows, width).to(kind)
+        works = {name: _products(library, x, weight) for name, library in libraries.items()}
+        for name, shortest in _shortest(works).items():
+            seconds[name] += shortest / rows
+    flops = 3 * 2 * width**2 * len(_ROWS)
+    return {name: flops / each / 1e9 for name, each in seconds.items()}
+
+
+def _products(library: type[gemm.Library], x: Tensor, weight: Tensor) -> Callable[[], None]:
+    """Work of a fused head: logits, and their fp32 gradient by the weight and the input."""
+    logits = torch.empty(len(x), len(weight))
+    by_weight, by_input = torch.empty_like(weight), torch.zeros(x.shape)
+
+    def work() -> None:
+        library.multiply(logits, x, weight, None)
+        library.product(by_weight, logits.t(), x)
+        library.add_product_(by_input, logits, weight)
+
+    return work
+
+
+def _shortest(works: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """The shortest time of each, which others' load on the machine lengthens least."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for work in works.values():
+        work()
+    for _ in _for_seconds(_SECONDS * len(works)):
+        for name, work in works.items():
+            begin = time.perf_counter()
+            work()
+            times[name].append(time.perf_counter() - begin)
+    return {name: min(each) for name, each in times.items()}
+
+
+def _for_seconds(seconds: float) -> Iterator[None]:
+    end = time.perf_counter() + seconds
+    yield
+    while time.perf_counter() < end:
+        yield
+
+
+def write(measured: list[Measured]) -> str:
+    """Writes the choices for this processor beside those for others; returns the file's path."""
+    path = gemm.table_path()
+    table = gemm.read_table(path)
+    table[gemm.processor()] = gemm.as_json({each.dtype: each.choice for each in measured})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(table, indent=2, sort_keys=True) + "\n")
+    return str(path)
+
+
+def table(measured: list[Measured]) -> str:
+    """The speeds as text."""
+    lines = [f"products on {gemm.processor()}, GFLOP/s forward and backward"]
+    for dtype, speeds, choice in measured:
+        names = list(next(iter(speeds.values())))
+        lines.append(f"  {dtype:<10}{'weight':>12}" + "".join(f"{name:>10}" for name in names))
+        lines += [
+            f"  {'':<10}{f'{width}×{width}':>12}"
+            + "".join(f"{_rounded(speed[name]):>10}" for name in names)
+            for width, speed in speeds.items()
+        ]
+        lines.append(f"    {describe(choice)}")
+    return "\n".join(lines)
+
+
+def describe(choice: gemm.Choice) -> str:
+    """A choice in words."""
+    if not choice.fewest or choice.library == "mm":
+        return choice.library
+    return f"{choice.library}, below {choice.fewest} elements of the weight mm"
+
+
+def _rounded(x: float) -> str:
+    return f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}"

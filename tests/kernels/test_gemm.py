@@ -1,0 +1,214 @@
+"""Libraries of CPU products: each computes the same, and a fixed rule chooses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastrl_kernels import gemm
+
+USABLE = [
+    pytest.param(dtype, name, id=f"{dtype}-{name}")
+    for dtype, libraries in gemm.LIBRARIES.items()
+    for name, library in libraries.items()
+    if library.absent() is None
+]
+# Those whose rows do not depend on their number, and that pack weights.
+EQUAL_ROWS = [each for each in USABLE if gemm.LIBRARIES[each.values[0]][each.values[1]].rows_equal]
+needs_onednn = pytest.mark.skipif(
+    gemm.OneDnn.absent() is not None, reason="torch has no oneDNN operator here"
+)
+
+
+@pytest.fixture(autouse=True)
+def no_choice_of_others(monkeypatch, tmp_path):
+    """The rule, with no table and no variable of the machine that tests run on."""
+    monkeypatch.setenv(gemm.TABLE_VARIABLE, str(tmp_path / "products.json"))
+    monkeypatch.delenv(gemm.LIBRARY_VARIABLE, raising=False)
+
+
+def rms(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact).square().mean().sqrt())
+
+
+def operands(dtype: str, m: int = 45, k: int = 131, n: int = 83) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return tuple(
+        torch.randn(shape, generator=generator).to(getattr(torch, dtype))
+        for shape in ((m, k), (n, k), (n,))
+    )
+
+
+@pytest.mark.parametrize(("dtype", "name"), USABLE)
+@pytest.mark.parametrize("piece", [gemm._PIECE, 32], ids=["whole", "in pieces"])
+def test_a_library_is_as_exact_as_torch(dtype, name, piece, monkeypatch):
+    monkeypatch.setattr(gemm, "_PIECE", piece)
+    monkeypatch.setattr(gemm._pieces, "__defaults__", (piece,))
+    library = gemm.LIBRARIES[dtype][name]
+    x, weight, bias = operands(dtype)
+    out = torch.empty(len(x), len(weight))
+    library.multiply(out, x, weight, bias)
+    exact = x.double() @ weight.double().t() + bias.double()
+    allowed = 2 * rms(torch.nn.functional.linear(x, weight, bias), exact) + 1e-12
+    assert rms(out, exact) <= allowed
+    assert rms(library.linear(x, weight, bias), exact) <= allowed
+
+    upstream = torch.randn(len(x), len(weight) + 5)[:, :-5]  # rows apart, as in a workspace
+    for a, b in ((upstream, weight), (upstream.t(), x)):
+        exact = a.double() @ b.double()
+        allowed = 2 * rms(a.to(b.dtype) @ b, exact) + 1e-12
+        found = torch.empty(exact.shape, dtype=b.dtype)
+        library.product(found, a, b)
+        assert rms(found, exact) <= allowed
+        total = torch.ones(exact.shape)
+        library.add_product_(total, a, b)
+        assert rms(total - 1, exact) <= allowed + 1e-6
+
+
+@pytest.mark.parametrize(("dtype", "name"), USABLE)
+def test_a_product_without_terms_is_zero(dtype, name):
+    out = torch.full((3, 4), torch.nan, dtype=getattr(torch, dtype))
+    gemm.LIBRARIES[dtype][name].product(out, torch.empty(3, 0), torch.empty(0, 4, dtype=out.dtype))
+    assert not out.any()
+
+
+@pytest.mark.parametrize(("dtype", "name"), EQUAL_ROWS)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("laid_out", ["rows", "columns"])
+def test_a_row_has_the_same_bits_in_any_number_of_rows(dtype, name, packed, laid_out):
+    library = gemm.LIBRARIES[dtype][name]
+    x, weight, bias = operands(dtype, m=300, k=96, n=352)
+    if laid_out == "columns":
+        weight = weight.t().contiguous().t()
+    linear = gemm.Packed(weight).linear if packed else lambda x, b: library.linear(x, weight, b)
+    whole = linear(x, bias)
+    for m in (1, 2, 3, 5, 8, 16, 17, 31, 64, 100, 257):
+        assert torch.equal(linear(x[:m].clone(), bias), whole[:m]), m
+        assert torch.equal(linear(x[-m:].clone(), bias), whole[-m:]), m
+
+
+@pytest.mark.parametrize(("dtype", "name"), EQUAL_ROWS)
+def test_packed_weights_give_the_same_bits(dtype, name):
+    library = gemm.LIBRARIES[dtype][name]
+    x, weight, bias = operands(dtype)
+    for w in (weight, weight.t().contiguous().t()):
+        assert torch.equal(gemm.Packed(w).linear(x, bias), library.linear(x, w, bias))
+
+
+@needs_onednn
+@pytest.mark.parametrize("laid_out", ["rows", "columns"])
+@pytest.mark.parametrize("shape", [(7, 45), (1, 1), (45,)], ids=str)
+def test_a_layers_gradients_are_as_exact_as_torchs(laid_out, shape):
+    _, weight, bias = operands("float32")
+    if laid_out == "columns":
+        weight = weight.t().contiguous().t()
+    x = torch.randn(*shape, 131, generator=torch.Generator().manual_seed(1))
+    upstream = torch.randn(*shape, 83, generator=torch.Generator().manual_seed(2))
+
+    def gradients(linear, dtype):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, weight, bias)]
+        out = linear(*leaves)
+        out.backward(upstream.to(dtype))
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    with gemm.using({"float32": gemm.Choice("onednn")}):
+        found = gradients(gemm.linear, torch.float32)
+    plain = gradients(torch.nn.functional.linear, torch.float32)
+    exact = gradients(torch.nn.functional.linear, torch.float64)
+    for ours, torchs, right in zip(found, plain, exact, strict=True):
+        assert ours.shape == torchs.shape
+        assert rms(ours, right) <= 2 * rms(torchs, right) + 1e-7 * float(right.abs().max())
+    assert found[2].stride() == plain[2].stride()  # the weight's: no copy for the optimizer
+
+
+@needs_onednn
+def test_a_layer_leaves_to_torch_what_it_does_not_know():
+    x, weight, bias = operands("float32")
+    plain = torch.nn.functional.linear
+    with gemm.using({"float32": gemm.Choice("onednn")}):
+        assert torch.equal(gemm.linear(x[:0], weight, bias), plain(x[:0], weight, bias))
+        assert torch.equal(
+            gemm.linear(x.double(), weight.double()), plain(x.double(), weight.double())
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            assert gemm.linear(x, weight, bias).dtype == torch.bfloat16
+    with gemm.using({"float32": gemm.Choice("onednn", weight.numel() + 1)}):
+        assert torch.equal(gemm.linear(x, weight, bias), plain(x, weight, bias))
+
+
+def test_an_unknown_library_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv(gemm.LIBRARY_VARIABLE, "blis")
+    with pytest.raises(ValueError, match="FASTRL_KERNELS_PRODUCTS=blis: choose auto"):
+        gemm.choices()
+    with pytest.raises(ValueError, match=r"unknown library 'blis' for float32.*Known are"):
+        gemm.checked({"float32": ["blis", 0]}, "a table")
+    with pytest.raises(ValueError, match="for float16"):
+        gemm.checked({"float16": ["mm", 0]}, "a table")
+    monkeypatch.delenv(gemm.LIBRARY_VARIABLE)
+    gemm.table_path().write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        gemm.read_table(gemm.table_path())
+
+
+@pytest.mark.parametrize("spoil", [torch.nan, 1e-4], ids=["NaN", "noise"])
+@needs_onednn
+def test_a_library_that_is_wrong_is_not_used(spoil, monkeypatch):
+    right = gemm.OneDnn.linear
+    monkeypatch.setattr(
+        gemm.OneDnn,
+        "linear",
+        staticmethod(
+            lambda *a: right(*a).index_add_(0, torch.tensor([0]), torch.full((1, len(a[1])), spoil))
+        ),
+    )
+    gemm.inexact.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="go to torch.mm instead of onednn: its rms error"):
+            assert gemm.checked({"float32": ["onednn", 0]}, "a table") == {"float32": gemm.MM}
+    finally:
+        gemm.inexact.cache_clear()
+
+
+def test_a_library_that_is_missing_is_replaced(monkeypatch):
+    monkeypatch.setattr(gemm.OneDnn, "absent", staticmethod(lambda: "torch has no oneDNN"))
+    monkeypatch.setattr(gemm.Bf16, "absent", staticmethod(lambda: "no AVX512-BF16"))
+    given = {"float32": ["onednn", 0], "bfloat16": ["bf16", 0]}
+    with pytest.warns(UserWarning, match="go to torch.mm instead") as told:
+        assert set(gemm.checked(given, "the run so far").values()) == {gemm.MM}
+    assert ["torch has no oneDNN" in str(w.message) for w in told] == [True, False]
+    assert gemm.by_rule()["float32"] == gemm.MM
+
+
+@pytest.mark.parametrize(
+    ("cpu", "instructions", "expected"),
+    [
+        ({"cpu_name": "AMD EPYC 9755", "avx512_bf16": True}, "AVX512", ("onednn", "bf16")),
+        ({"cpu_name": "AMD EPYC 9755", "avx512_bf16": True}, "AVX2", ("mm", "mm")),
+        ({"cpu_name": "AMD EPYC 7763"}, "AVX2", ("mm", "mm")),
+        ({"cpu_name": "Intel(R) Xeon(R) 8488C", "amx_bf16": True}, "AVX512", ("mm", "bf16")),
+        ({"cpu_name": "Intel(R) Xeon(R) Gold"}, "AVX512", ("mm", "mm")),
+        ({}, "DEFAULT", ("mm", "mm")),
+    ],
+)
+@needs_onednn
+def test_the_rule_reads_processor_and_instructions(cpu, instructions, expected, monkeypatch):
+    monkeypatch.setattr(gemm, "_capabilities", lambda: cpu)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
+    found = gemm.by_rule()
+    assert (found["float32"].library, found["bfloat16"].library) == expected
+
+
+@needs_onednn
+def test_a_table_comes_before_the_rule_on_its_own_processor_alone():
+    path = gemm.table_path()
+    other = {"another CPU": {"float32": ["blis", 0]}}
+    path.write_text(json.dumps({**other, gemm.processor(): {"float32": ["onednn", 4096]}}))
+    gemm._found.cache_clear()
+    assert gemm.choices()["float32"] == gemm.Choice("onednn", 4096)
+    assert gemm.choices()["bfloat16"] == gemm.by_rule()["bfloat16"]
+    path.write_text(json.dumps(other))
+    gemm._found.cache_clear()
+    assert gemm.choices() == gemm.by_rule()
