@@ -206,7 +206,8 @@ class AutocastWeightCache:
             self._copies[id(weight), dtype] = copy
         copies = [self._copies[id(weight), dtype] for weight in weights]
         targets: list[Tensor] = [copy.data for copy in copies]
-        torch._foreach_copy_(targets, [weight.data for weight in weights])
+        if targets:
+            torch._foreach_copy_(targets, [weight.data for weight in weights])
         return copies
 
 
