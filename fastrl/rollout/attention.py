@@ -145,6 +145,11 @@ class DecodeAttention:
         return self.kernel(query, keys, values, self.live, self.span, variant)
 
 
+class PrefillDone(Exception):
+    """Ends a prefill's forward: keys and values of all layers are stored, and what the last layer
+    makes of them is not needed."""
+
+
 class PrefillAttention:
     """Attention of prompts packed in one row [1, T], each attending to itself alone.
 
@@ -155,6 +160,7 @@ class PrefillAttention:
 
     def __init__(self, kv_cache: KVCache, lengths: list[int], slots: list[list[int]]):
         self.kv_cache, self.longest = kv_cache, max(lengths)
+        self.layers_left = len(kv_cache.layers)
         device = kv_cache.keys[0].device
         starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
         sources, where, positions = [], [], []
@@ -164,23 +170,27 @@ class PrefillAttention:
             where.append(torch.tensor(targets).repeat_interleave(length))
             positions.append(tokens.repeat(len(targets)))
         self.sources, *self.places = (torch.cat(x).to(device) for x in (sources, where, positions))
-        # [prompts, longest] in the row; past a prompt's end its last token again: another prompt's
-        # might be NaN, and 0·NaN is NaN
-        columns, ends = torch.arange(self.longest), torch.tensor(lengths)[:, None]
-        self.padded = (starts[:, None] + torch.minimum(columns, ends - 1)).to(device)
-        here = columns < ends
-        self.real = here.flatten().nonzero().squeeze(1).to(device)
+        self.rows = (
+            _EqualRows(self.longest)
+            if min(lengths) == self.longest
+            else _PaddedRows(starts, lengths, device)
+        )
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         for whole, new in zip(stored, (keys, values), strict=True):
             tokens = new[0].transpose(0, 1)[self.sources]
             whole.index_put_(self.places, tokens.to(whole.dtype))
+        self.layers_left -= 1
+        if self.layers_left == 0:
+            raise PrefillDone
         return keys, values
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         # Right-padded, so that the causal mask alone hides padding from real tokens.
-        q, k, v = (x[0].transpose(0, 1)[self.padded].transpose(1, 2) for x in (query, keys, values))
+        q, k, v = (
+            self.rows.split(x[0].transpose(0, 1)).transpose(1, 2) for x in (query, keys, values)
+        )
         window = variant.window
         if variant.softcap is not None:
             out = _capped_attention(q, k, v, variant)
@@ -190,7 +200,36 @@ class PrefillAttention:
                 q, k, v, scale=variant.scale, enable_gqa=True, is_causal=not masked,
                 attn_mask=_band(self.longest, window, q.device) if masked else None,
             )  # fmt: skip
-        return out.transpose(1, 2).flatten(0, 1)[self.real].unsqueeze(0)
+        return self.rows.packed(out.transpose(1, 2)).unsqueeze(0)
+
+
+class _EqualRows:
+    """Prompts of one length: rows of the packed tokens [T, …] are views."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, self.length))
+
+    def packed(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)
+
+
+class _PaddedRows:
+    """Prompts of several lengths: rows [prompts, longest, …] are gathered from packed tokens."""
+
+    def __init__(self, starts: Tensor, lengths: list[int], device: torch.device):
+        # Past a prompt's end its last token again: another prompt's might be NaN, and 0·NaN is NaN.
+        columns, ends = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
+        self.padded = (starts[:, None] + torch.minimum(columns, ends - 1)).to(device)
+        self.real = (columns < ends).flatten().nonzero().squeeze(1).to(device)
+
+    def split(self, x: Tensor) -> Tensor:
+        return x[self.padded]
+
+    def packed(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)[self.real]
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor:
