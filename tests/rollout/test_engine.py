@@ -254,12 +254,14 @@ def test_long_lists_of_prompts_are_prefilled_in_parts(gpt2, monkeypatch):
 def test_prefill_ends_with_the_last_layers_keys_and_values(gpt2, lengths):
     blocks = gpt2.pretrained_model.transformer.h
     engine, rows = engine_of(gpt2), []
+    prompts, params = tiny_models.prompts(*lengths), SamplingParams(max_new_tokens=1)
+    engine.generate(prompts, params)  # which finds the layers' shapes
     hooks = [
         block.mlp.register_forward_hook(lambda _, x, out, i=i: rows.append((i, x[0].shape[:2])))
         for i, block in enumerate(blocks)
     ]
     try:
-        engine.generate(tiny_models.prompts(*lengths), SamplingParams(max_new_tokens=1))
+        engine.generate(prompts, params)
     finally:
         for hook in hooks:
             hook.remove()
