@@ -169,7 +169,8 @@ class PrefillAttention:
             sources.append((start + tokens).repeat(len(targets)))
             where.append(torch.tensor(targets).repeat_interleave(length))
             positions.append(tokens.repeat(len(targets)))
-        self.sources, *self.places = (torch.cat(x).to(device) for x in (sources, where, positions))
+        self.sources = torch.cat(sources).to(device)
+        self.places = torch.cat(where).to(device), torch.cat(positions).to(device)
         self.rows = (
             _EqualRows(self.longest)
             if min(lengths) == self.longest

@@ -89,7 +89,7 @@ class LogitsProcessors(NamedTuple):
         Returns:
             What these logits [b, n] were; -inf for those that may be drawn. None without any.
         """
-        if self.barred is None:
+        if self.barred is None or self.always is None:
             return None
         now = self.always | (num_generated < self.min_new_tokens).unsqueeze(1)
         before = logits.index_select(1, self.barred)

@@ -77,7 +77,7 @@ def _batched(
     query = query.reshape(batch * kv_heads, heads // kv_heads, width)
     keys, values = (_one_batch(x, batch, a.span) for x in (keys, values))
     bias = live.bias(a.span, a.window, kv_heads)
-    if a.inner is None:
+    if a.inner is None or a.softcap is None:
         scores = torch.baddbmm(bias, query, keys.mT, alpha=a.scale)
     else:
         scores = torch.bmm(query, keys.mT).mul_(a.inner).tanh_().mul_(a.softcap).add_(bias)
