@@ -16,6 +16,7 @@ from transformers import AttentionInterface, Cache
 
 import fastrl_kernels
 from fastrl.rollout.kv_cache import KVCache
+from fastrl_kernels import LiveTokens
 from fastrl_kernels.dispatch import BACKEND_VARIABLE
 
 NAME = "fastrl_rollout"
@@ -113,8 +114,8 @@ class SlotCache(Cache):
 
 
 # [B, 1, Hq, D] of queries [B, Hq, 1, D]; keys and values [S, M, Hkv, D], row i attending slot i;
-# lengths [B] int32; a span that no length exceeds.
-DecodeKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, Variant], Tensor]
+# live tokens of the rows, their lengths int32; a span that no length exceeds.
+DecodeKernel = Callable[[Tensor, Tensor, Tensor, LiveTokens, int, Variant], Tensor]
 
 
 class DecodeAttention:
@@ -127,21 +128,26 @@ class DecodeAttention:
 
     def __init__(self, kernel: DecodeKernel, kv_cache: KVCache, positions: Tensor, span: int):
         self.kernel, self.kv_cache, self.span = kernel, kv_cache, span
-        rows = torch.arange(len(positions), device=positions.device)
-        self.places = rows * kv_cache.length + positions
-        self.lengths = (positions + 1).int()  # int32, which all kernels take, once for all layers
+        self.places = torch.arange(len(positions), device=positions.device), positions
+        # Once for all layers; int32, which all kernels take.
+        self.live = LiveTokens((positions + 1).int())
         self.layer = 0  # the current one
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.layer = layer
         stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         for whole, new in zip(stored, (keys, values), strict=True):
-            whole.flatten(0, 1).index_copy_(0, self.places, new.squeeze(2).to(whole.dtype))
+            whole.index_put_(self.places, new.squeeze(2).to(whole.dtype))
         return stored
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         self.kv_cache.windows[self.layer] = variant.window
-        return self.kernel(query, keys, values, self.lengths, self.span, variant)
+        return self.kernel(query, keys, values, self.live, self.span, variant)
+
+
+class PrefillDone(Exception):
+    """Ends a prefill's forward: keys and values of all layers are stored, and what the last layer
+    makes of them is not needed."""
 
 
 class PrefillAttention:
@@ -154,31 +160,38 @@ class PrefillAttention:
 
     def __init__(self, kv_cache: KVCache, lengths: list[int], slots: list[list[int]]):
         self.kv_cache, self.longest = kv_cache, max(lengths)
+        self.layers_left = len(kv_cache.layers)
         device = kv_cache.keys[0].device
         starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-        sources, places = [], []
+        sources, where, positions = [], [], []
         for start, length, targets in zip(starts.tolist(), lengths, slots, strict=True):
             tokens = torch.arange(length)
             sources.append((start + tokens).repeat(len(targets)))
-            places.append((torch.tensor(targets)[:, None] * kv_cache.length + tokens).flatten())
-        self.sources, self.places = (torch.cat(x).to(device) for x in (sources, places))
-        # [prompts, longest] in the row; past a prompt's end its last token again: another prompt's
-        # might be NaN, and 0·NaN is NaN
-        columns, ends = torch.arange(self.longest), torch.tensor(lengths)[:, None]
-        self.padded = (starts[:, None] + torch.minimum(columns, ends - 1)).to(device)
-        here = columns < ends
-        self.real = here.flatten().nonzero().squeeze(1).to(device)
+            where.append(torch.tensor(targets).repeat_interleave(length))
+            positions.append(tokens.repeat(len(targets)))
+        self.sources = torch.cat(sources).to(device)
+        self.places = torch.cat(where).to(device), torch.cat(positions).to(device)
+        self.rows = (
+            _EqualRows(self.longest)
+            if min(lengths) == self.longest
+            else _PaddedRows(starts, lengths, device)
+        )
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
         for whole, new in zip(stored, (keys, values), strict=True):
             tokens = new[0].transpose(0, 1)[self.sources]
-            whole.flatten(0, 1).index_copy_(0, self.places, tokens.to(whole.dtype))
+            whole.index_put_(self.places, tokens.to(whole.dtype))
+        self.layers_left -= 1
+        if self.layers_left == 0:
+            raise PrefillDone
         return keys, values
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         # Right-padded, so that the causal mask alone hides padding from real tokens.
-        q, k, v = (x[0].transpose(0, 1)[self.padded].transpose(1, 2) for x in (query, keys, values))
+        q, k, v = (
+            self.rows.split(x[0].transpose(0, 1)).transpose(1, 2) for x in (query, keys, values)
+        )
         window = variant.window
         if variant.softcap is not None:
             out = _capped_attention(q, k, v, variant)
@@ -188,7 +201,36 @@ class PrefillAttention:
                 q, k, v, scale=variant.scale, enable_gqa=True, is_causal=not masked,
                 attn_mask=_band(self.longest, window, q.device) if masked else None,
             )  # fmt: skip
-        return out.transpose(1, 2).flatten(0, 1)[self.real].unsqueeze(0)
+        return self.rows.packed(out.transpose(1, 2)).unsqueeze(0)
+
+
+class _EqualRows:
+    """Prompts of one length: rows of the packed tokens [T, …] are views."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, self.length))
+
+    def packed(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)
+
+
+class _PaddedRows:
+    """Prompts of several lengths: rows [prompts, longest, …] are gathered from packed tokens."""
+
+    def __init__(self, starts: Tensor, lengths: list[int], device: torch.device):
+        # Past a prompt's end its last token again: another prompt's might be NaN, and 0·NaN is NaN.
+        columns, ends = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
+        self.padded = (starts[:, None] + torch.minimum(columns, ends - 1)).to(device)
+        self.real = (columns < ends).flatten().nonzero().squeeze(1).to(device)
+
+    def split(self, x: Tensor) -> Tensor:
+        return x[self.padded]
+
+    def packed(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)[self.real]
 
 
 def _band(length: int, window: int | None, device: torch.device) -> Tensor:
@@ -234,11 +276,11 @@ def choose_decode_kernel(kv_cache: KVCache) -> DecodeKernel:
 
 
 def decode(
-    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, span: int, variant: Variant
+    query: Tensor, keys: Tensor, values: Tensor, live: LiveTokens, span: int, variant: Variant
 ) -> Tensor:
     """Decode attention by ``fastrl_kernels.decode_attention``."""
     out = fastrl_kernels.decode_attention(
-        query.squeeze(2), keys, values, lengths, span=span, **variant._asdict()
+        query.squeeze(2), keys, values, live, span=span, **variant._asdict()
     )
     return out.unsqueeze(1)
 
@@ -254,7 +296,7 @@ class FlashDecode:
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        lengths: Tensor,
+        live: LiveTokens,
         span: int,
         variant: Variant,
     ) -> Tensor:
@@ -266,7 +308,7 @@ class FlashDecode:
             query.transpose(1, 2),
             keys[:rows, :span],
             values[:rows, :span],
-            cache_seqlens=lengths,
+            cache_seqlens=live.lengths,
             softmax_scale=variant.scale,
             causal=True,
             window_size=(before, min(before, 0)),

@@ -25,7 +25,10 @@ class LogitsProcessors(NamedTuple):
     min_p: float
     min_new_tokens: int
     repetition_penalty: float
-    suppressed: Tensor | None  # [n] ids
+    barred: (
+        Tensor | None
+    )  # [n] ids of tokens that are not drawn: ends while it is early, suppressed
+    always: Tensor | None  # [n] bool, which of them are suppressed
     ends: Tensor  # [n] ids of tokens that end a response
     stops: Tensor | None  # [n, W] ids, -1 in front of shorter sequences
 
@@ -34,9 +37,13 @@ class LogitsProcessors(NamedTuple):
         cls, params: SamplingParams, ends: Tensor, vocabulary: int, device: torch.device
     ) -> LogitsProcessors:
         """Those of sampling parameters. End tokens outside the vocabulary never match."""
-        suppressed = stops = None
-        if params.suppress_tokens:
-            suppressed = torch.tensor(sorted(set(params.suppress_tokens))).to(device)
+        ends = ends[ends < vocabulary]
+        barred = always = stops = None
+        if params.min_new_tokens or params.suppress_tokens:
+            suppressed = torch.tensor(sorted(set(params.suppress_tokens)), dtype=torch.long)
+            barred = torch.cat([suppressed, ends]).unique() if params.min_new_tokens else suppressed
+            always = torch.isin(barred, suppressed)
+            barred, always = (x.to(device) if len(barred) else None for x in (barred, always))
         if params.stop:
             width = max(map(len, params.stop))
             padded = [[-1] * (width - len(s)) + [int(t) for t in s] for s in params.stop]
@@ -48,8 +55,9 @@ class LogitsProcessors(NamedTuple):
             min_p=float(params.min_p),
             min_new_tokens=params.min_new_tokens,
             repetition_penalty=float(params.repetition_penalty),
-            suppressed=suppressed,
-            ends=ends[ends < vocabulary].to(device),
+            barred=barred,
+            always=always,
+            ends=ends.to(device),
             stops=stops,
         )
 
@@ -66,31 +74,27 @@ class LogitsProcessors(NamedTuple):
             for a, b in pairs  # type: ignore[arg-type]
         )
 
-    @property
-    def processes(self) -> bool:
-        """Whether :meth:`process` changes logits."""
-        return bool(
-            self.min_new_tokens or self.repetition_penalty != 1 or self.suppressed is not None
-        )
+    def penalised(self, logits: Tensor, seen: Tensor) -> Tensor:
+        """Logits [b, V] with the repetition penalty; seen [b, V] bool, which tokens occurred."""
+        penalty = self.repetition_penalty
+        penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+        return torch.where(seen, penalised, logits)
 
-    def process(self, logits: Tensor, num_generated: Tensor, seen: Tensor | None) -> Tensor:
-        """Applies penalties and suppression to logits [b, V], in the order of ``model.generate``.
+    def bar_(self, logits: Tensor, num_generated: Tensor) -> Tensor | None:
+        """Sets logits [b, V] of tokens that are not to be drawn to -inf, in place.
 
         Args:
             num_generated: [b] tokens generated so far.
-            seen: [b, V] bool, which tokens have occurred.
+
+        Returns:
+            What these logits [b, n] were; -inf for those that may be drawn. None without any.
         """
-        if seen is not None:
-            penalty = self.repetition_penalty
-            penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits = torch.where(seen, penalised, logits)
-        if self.min_new_tokens:
-            early = (num_generated < self.min_new_tokens).unsqueeze(1)
-            barred = logits.index_fill(1, self.ends, -torch.inf)
-            logits = torch.where(early, barred, logits)
-        if self.suppressed is not None:
-            logits = logits.index_fill(1, self.suppressed, -torch.inf)
-        return logits
+        if self.barred is None or self.always is None:
+            return None
+        now = self.always | (num_generated < self.min_new_tokens).unsqueeze(1)
+        before = logits.index_select(1, self.barred)
+        logits.index_copy_(1, self.barred, before.masked_fill(now, -torch.inf))
+        return before.masked_fill(~now, -torch.inf)
 
     def stopped(self, tail: Tensor) -> Tensor:
         """Which rows [b] end with one of the stop sequences; tail [b, W]."""
@@ -125,16 +129,20 @@ class DecodeStep:
 
         attention = DecodeAttention(self.attention_kernel, self.kv_cache, state.position, span)
         logits, values = self.model_runner.decode(state.token, state.position, attention)
+        drawn_from = logits if seen is None else processors.penalised(logits, seen)
+        barred = processors.bar_(drawn_from, state.num_generated)
         draw = fastrl_kernels.sample_tokens(
-            processors.process(logits, state.num_generated, seen),
+            drawn_from,
             fastrl_kernels.sample_keys(slots.seed, state.sample, state.num_generated),
             temperature=processors.temperature,
             top_k=processors.top_k,
             top_p=processors.top_p,
             min_p=processors.min_p,
         )
-        if processors.processes:
+        if seen is not None:
             draw = _of_the_model(draw, logits, processors.temperature)
+        elif barred is not None:
+            draw = _with_barred(draw, logits, barred, processors.temperature)
 
         running = state.reason == RUNNING
         lost = draw.tokens < 0  # no distribution: a NaN among the logits, or no token left to draw
@@ -192,3 +200,43 @@ def _of_the_model(
         logprobs_t1=at_one.gather(1, at).squeeze(1),
         entropies=-(tempered.exp() * information).sum(-1),
     )
+
+
+def _with_barred(
+    draw: fastrl_kernels.SampledTokens, logits: Tensor, barred: Tensor, temperature: float
+) -> fastrl_kernels.SampledTokens:
+    """Log-probs and entropies of the model's own distribution, from those without barred tokens.
+
+    With the odds r = q / (1 - q) of the barred tokens, q their probability together,
+
+        log p = log p' - log(1 + r),   H = (1 - q)·H' + q·H_b + h(q)
+
+    for p' and H' without them, H_b among them alone, and h(q) = -q·log q - (1 - q)·log(1 - q).
+
+    Args:
+        barred: their logits [b, n], -inf for those that were not barred.
+    """
+    drawn = logits.gather(1, draw.tokens.clamp(min=0).unsqueeze(1)).float()
+    barred = barred.float()
+
+    def log_odds(temperature: float, logprobs: Tensor) -> Tensor:
+        return ((barred - drawn) / temperature).logsumexp(1) + logprobs
+
+    temperature = temperature or 1.0
+    tempered = log_odds(temperature, draw.logprobs)
+    kept, lost = -_log_of_one_plus(tempered), -_log_of_one_plus(-tempered)  # log(1 - q), log q
+    shares = (barred / temperature).softmax(1).nan_to_num(0.0)  # NaN where nothing was barred
+    kept_share, lost_share = kept.exp(), lost.exp()
+    among = torch.special.entr(shares).sum(1)
+    return draw._replace(
+        logprobs=draw.logprobs + kept,
+        logprobs_t1=draw.logprobs_t1 - _log_of_one_plus(log_odds(1.0, draw.logprobs_t1)),
+        entropies=kept_share * (draw.entropies - kept)
+        + lost_share * among
+        + torch.special.entr(lost_share),
+    )
+
+
+def _log_of_one_plus(log_x: Tensor) -> Tensor:
+    """log(1 + x)"""
+    return torch.logaddexp(log_x, torch.zeros_like(log_x))

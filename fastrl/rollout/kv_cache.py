@@ -34,7 +34,11 @@ class LayerShape(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of all layers, [slots, length, heads, width] each, zero at first."""
+    """Keys and values of all layers, [slots, length, heads, width] each, zero at first.
+
+    In memory a head's tokens lie together, [slots, heads, length, width]: slots and heads are one
+    batch of matrix products.
+    """
 
     def __init__(
         self,
@@ -47,7 +51,8 @@ class KVCache:
         self.layers, self.slots, self.length = tuple(layers), slots, length
 
         def zeros(heads: int, width: int) -> Tensor:
-            return torch.zeros(slots, length, heads, width, dtype=dtype, device=device)
+            x = torch.zeros(slots, heads, length, width, dtype=dtype, device=device)
+            return x.transpose(1, 2)
 
         self.keys = [zeros(layer.heads, layer.key_width) for layer in layers]
         self.values = [zeros(layer.heads, layer.value_width) for layer in layers]

@@ -15,7 +15,7 @@ from fastrl.models.lm_head import in_front_of_head
 from fastrl.models.products import PackedProducts, has_own_forward, is_packed
 from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
-from fastrl.rollout.attention import Attention, SlotCache, attached, attending
+from fastrl.rollout.attention import Attention, PrefillDone, SlotCache, attached, attending
 from fastrl.rollout.kv_cache import LayerShape
 
 Autocast = Callable[[], contextlib.AbstractContextManager]
@@ -72,9 +72,11 @@ class ModelRunner:
             return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def prefill(self, tokens: Tensor, positions: Tensor, attention: Attention) -> None:
-        """Computes keys and values of tokens [T] at positions [T], without the LM head."""
+        """Computes keys and values of tokens [T] at positions [T], and nothing after the last
+        layer's."""
         self._hidden = None
-        self._run(tokens.unsqueeze(0), positions.unsqueeze(0), attention, head=False)
+        with contextlib.suppress(PrefillDone):
+            self._run(tokens.unsqueeze(0), positions.unsqueeze(0), attention, head=False)
 
     def decode(
         self, tokens: Tensor, positions: Tensor, attention: Attention

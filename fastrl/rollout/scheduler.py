@@ -42,7 +42,8 @@ def bucket_sizes(slots: int) -> list[int]:
 
 
 class Scheduler:
-    """Queue and slots. Running samples lie in the first slots, without gaps after :meth:`pack`."""
+    """Queue and slots. Running samples lie in the first slots; :meth:`pack` moves one only where
+    fewer rows are run for it."""
 
     def __init__(self, samples: Iterable[RolloutSample], slots: int):
         self.waiting = deque(samples)
@@ -71,24 +72,27 @@ class Scheduler:
         return admitted
 
     def pack(self) -> list[tuple[int, int, int]]:
-        """Closes gaps from the end: (from, to, tokens) of samples that move."""
-        moves: list[tuple[int, int, int]] = []
-        while True:
-            taken = self.running
-            gap = next((slot for slot, running in enumerate(self.slots) if running is None), None)
-            if not taken or gap is None or gap > taken[-1]:
-                return moves
-            last = taken[-1]
-            running = self.slots[last]
+        """Makes the bucket as small as it can be: (from, to, tokens) of samples that move."""
+        taken = self.running
+        size = self._bucket_of(len(taken))
+        gaps = (slot for slot, running in enumerate(self.slots) if running is None)
+        moves = []
+        # As many gaps lie in front of the size as there are samples behind it, or more.
+        for source, target in zip((slot for slot in taken if slot >= size), gaps, strict=False):
+            running = self.slots[source]
             assert running is not None
-            self.slots[gap], self.slots[last] = running, None
-            moves.append((last, gap, running.tokens))
+            moves.append((source, target, running.tokens))
+        for source, target, _ in moves:
+            self.slots[target], self.slots[source] = self.slots[source], None
+        return moves
 
     @property
     def bucket(self) -> int:
         """Rows of the next steps."""
-        highest = self.running[-1] + 1
-        return next(size for size in self._sizes if size >= highest)
+        return self._bucket_of(self.running[-1] + 1)
+
+    def _bucket_of(self, rows: int) -> int:
+        return next(size for size in self._sizes if size >= rows)
 
     def span(self, steps: int) -> int:
         """Tokens of the longest slot after ``steps`` steps."""

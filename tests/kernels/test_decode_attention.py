@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastrl_kernels import decode_attention, reference
+from fastrl_kernels import LiveTokens, decode_attention, reference
 from tests.kernels.judge import DTYPES, assert_close_to_exact, names
 from tests.kernels.launches import constants, floats_arrive_as_double, interpreted, watched
 
@@ -61,6 +61,8 @@ def judge(query, keys, values, lengths, backend, slack=0.0, **options):
     own error may be 0 by luck there."""
     out = decode_attention(query, keys, values, lengths, backend=backend, **options)
     options.pop("span", None)
+
+    lengths = lengths.lengths if isinstance(lengths, LiveTokens) else lengths
 
     def formula(dtype, values=values):
         inputs = (x.to(dtype) for x in (query, keys, values))
@@ -225,6 +227,28 @@ def test_a_row_has_the_same_bits_alone_and_among_64(device, dtype, window):
             given = (query[row], keys[row], values[row], lengths[row])
             alone = decode_attention(*given, span=span, **options)
             assert torch.equal(alone[0], together[i]), (i, span)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 9}], ids=str)
+@pytest.mark.parametrize("group", [1, 2])
+def test_rows_of_slots_in_one_batch(group, options):
+    """fp32 on a CPU, keys and values in memory as [S, Hkv, M, D]."""
+    lengths = [1, 60, 0, 17, 33, 64, 8, 5]
+    query, keys, values, lengths = cache(lengths, tokens=70, group=group)
+    keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
+    options = {**options, "backend": "torch"}
+    live = LiveTokens(lengths)  # for every layer
+    for _ in range(2):
+        together = judge(query, keys, values, live, **options)
+    for i in range(len(lengths)):
+        row = slice(i, i + 1)
+        given = query[row], keys[row], values[row], lengths[row]
+        assert torch.equal(decode_attention(*given, **options)[0], together[i])
+        if 0 < lengths[i] < 60:
+            short = decode_attention(*given, span=int(lengths[i]), **options)[0]
+            torch.testing.assert_close(short, together[i], rtol=1e-5, atol=1e-6)
+    beyond = decode_attention(query, keys, values, live, span=40, **options)
+    assert beyond.isnan().any(-1).any(-1).tolist() == (lengths > 40).tolist()
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 9}], ids=str)

@@ -46,6 +46,7 @@ CALLS = {
     "Extras": "Extras(ref, ref, mask)",
     "KLTerm": "KLTerm(ref, 0.1)",
     "LinearLossStats": "LinearLossStats(torch.zeros(len(LinearLossStats.NAMES)), old, None)",
+    "LiveTokens": "LiveTokens(torch.tensor([4, 4])).bias(4, 4, 1)",
     "LossStats": "LossStats(torch.zeros(len(LossStats.NAMES))).to_dict()",
     "Moments": "Moments(*torch.ones(3))",
     "SampledTokens": "SampledTokens(*torch.zeros(6, 3))",

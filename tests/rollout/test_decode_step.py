@@ -7,8 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fastrl_kernels
 from fastrl import RolloutEngine, SamplingParams
-from fastrl.rollout.decode_step import DecodeStep
+from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors, _with_barred
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -106,6 +107,37 @@ def test_a_step_writes_to_the_same_addresses(each_step):
             tiny_models.prompts(3, 5, 1, 4, 2, 6), SamplingParams(max_new_tokens=9, seed=seed)
         )
     assert len(addresses) == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("height", [-60.0, 0.0, 12.0, 300.0], ids="barred logits {}".format)
+def test_figures_are_the_models_where_tokens_were_barred(height, temperature):
+    """Barred tokens may have almost all of the probability or almost none."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(6, 40, generator=generator)
+    logits[:, [3, 7, 9]] += height
+    logits[0, 7] = -math.inf
+    model = logits.double()
+    params = SamplingParams(temperature=temperature, min_new_tokens=2, suppress_tokens=[3, 7])
+    ends, num_generated = torch.tensor([7, 9, 99]), torch.tensor([0, 1, 2, 1, 5, 2])
+    processors = LogitsProcessors.of(params, ends, 40, logits.device)
+    barred = processors.bar_(logits, num_generated)
+    hidden = torch.zeros(6, 40, dtype=torch.bool)
+    hidden[:, [3, 7]] = True
+    hidden[[0, 1, 3], 9] = True
+    assert torch.equal(logits, model.masked_fill(hidden, -math.inf).float())
+
+    keys = fastrl_kernels.sample_keys(0, torch.arange(6), 0)
+    draw = fastrl_kernels.sample_tokens(logits, keys, temperature=temperature)
+    found = _with_barred(draw, logits, barred, temperature)
+    exact = (model / (temperature or 1.0)).log_softmax(-1)
+    at = draw.tokens[:, None]
+    for got, right in (
+        (found.logprobs, exact.gather(1, at)[:, 0]),
+        (found.logprobs_t1, model.log_softmax(-1).gather(1, at)[:, 0]),
+        (found.entropies, torch.special.entr(exact.exp()).sum(-1)),
+    ):
+        torch.testing.assert_close(got.double(), right, rtol=1e-6, atol=2e-6)
 
 
 CUTS = [

@@ -250,6 +250,27 @@ def test_long_lists_of_prompts_are_prefilled_in_parts(gpt2, monkeypatch):
     same(engine_of(gpt2, max_slots=18).generate(prompts, SAMPLED), whole)
 
 
+@pytest.mark.parametrize("lengths", [(6, 6, 6), (6, 2, 9)], ids=str)
+def test_prefill_ends_with_the_last_layers_keys_and_values(gpt2, lengths):
+    blocks = gpt2.pretrained_model.transformer.h
+    engine, rows = engine_of(gpt2), []
+    prompts, params = tiny_models.prompts(*lengths), SamplingParams(max_new_tokens=1)
+    engine.generate(prompts, params)  # which finds the layers' shapes
+    hooks = [
+        block.mlp.register_forward_hook(lambda _, x, out, i=i: rows.append((i, x[0].shape[:2])))
+        for i, block in enumerate(blocks)
+    ]
+    try:
+        engine.generate(prompts, params)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    packed = (1, sum(lengths) - 3)  # without the last tokens, which the decode step takes
+    assert rows == [(i, packed) for i in range(len(blocks) - 1)] + [
+        (i, (3, 1)) for i in range(len(blocks))
+    ]
+
+
 def test_dropout_is_off_and_all_is_put_back():
     model = tiny_models.policy("gpt2", resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5)
     model.train()

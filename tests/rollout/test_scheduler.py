@@ -66,6 +66,18 @@ def test_running_samples_close_up():
     assert scheduler.span(1) == 6
 
 
+def test_samples_move_only_where_fewer_rows_are_run_for_it():
+    scheduler = Scheduler([RolloutSample(i, 0, 9) for i in range(8)], 8)
+    scheduler.admit([4])
+    scheduler.release([1])
+    assert scheduler.pack() == []  # seven samples need eight rows
+    assert scheduler.bucket == 8
+    scheduler.release([0, 3])
+    assert scheduler.pack() == [(6, 0, 4), (7, 1, 4)]  # five need six
+    assert scheduler.running == [0, 1, 2, 4, 5]
+    assert scheduler.bucket == 6
+
+
 def test_buckets_grow_by_half():
     assert bucket_sizes(16) == [1, 2, 3, 4, 6, 8, 12, 16]
     assert bucket_sizes(1) == [1]

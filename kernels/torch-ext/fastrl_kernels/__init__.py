@@ -1,7 +1,7 @@
 """Fused ops for reinforcement learning on language models. Needs torch; triton where it is used."""
 
 from . import layers, preference
-from .decode_attention import decode_attention
+from .decode_attention import LiveTokens, decode_attention
 from .dispatch import Choice, explain
 from .full_kl import full_kl
 from .gae import gae
@@ -29,6 +29,7 @@ __all__ = [
     "Extras",
     "KLTerm",
     "LinearLossStats",
+    "LiveTokens",
     "LossStats",
     "Moments",
     "SampledTokens",

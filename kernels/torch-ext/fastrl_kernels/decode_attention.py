@@ -14,12 +14,75 @@ from .dispatch import choose
 from .types import AttentionSettings
 
 
-def _live(lengths: Tensor, a: AttentionSettings) -> Tensor:
-    """Which tokens count, [B, 1, 1, span]."""
-    position = torch.arange(a.span, device=lengths.device)
-    lengths = lengths.view(-1, 1, 1, 1)
-    live = position < lengths
-    return live if a.window == a.span else live & (position >= lengths - a.window)
+class LiveTokens:
+    """The live tokens of each row, for several layers of one step: what layers make of the lengths
+    is made once for all of them, where PyTorch's path needs it.
+
+    Args:
+        lengths: [B] int32 or int64. Must not change while this is in use.
+    """
+
+    def __init__(self, lengths: Tensor):
+        self.lengths = lengths
+        self._made: dict[tuple, Tensor] = {}
+
+    def counted(self, span: int, window: int) -> Tensor:
+        """Which tokens count, [B, 1, 1, span]."""
+        key = (span, window)
+        if key not in self._made:
+            position = torch.arange(span, device=self.lengths.device)
+            lengths = self.lengths.view(-1, 1, 1, 1)
+            live = position < lengths
+            self._made[key] = live if window == span else live & (position >= lengths - window)
+        return self._made[key]
+
+    def bias(self, span: int, window: int, heads: int) -> Tensor:
+        """What is added to scores, [B·heads, 1, span] fp32: 0 for tokens that count, -inf for
+        others; NaN in rows that are longer than the span."""
+        key = (span, window, heads)
+        if key not in self._made:
+            zeros = torch.zeros(self.lengths.shape, device=self.lengths.device)
+            zeros = zeros.masked_fill_(self.lengths > span, math.nan).view(-1, 1, 1, 1)
+            rows = zeros.masked_fill(~self.counted(span, window), -math.inf)
+            rows = torch.where(zeros.isnan(), zeros, rows)  # a window may leave no token
+            self._made[key] = rows.expand(-1, heads, 1, span).flatten(0, 1)
+        return self._made[key]
+
+    @property
+    def empty(self) -> Tensor:
+        """Which rows have no live token, [B, 1, 1]."""
+        if () not in self._made:
+            self._made[()] = (self.lengths == 0).view(-1, 1, 1)
+        return self._made[()]
+
+
+def _one_batch(x: Tensor, rows: int, span: int) -> Tensor:
+    """[rows·Hkv, span, D] of keys or values."""
+    return x[:rows].transpose(1, 2).flatten(0, 1)[:, :span]
+
+
+def _is_one_batch(x: Tensor) -> bool:
+    """Whether slots and heads are one dimension, so that :func:`_one_batch` copies nothing."""
+    slots, _, heads, _ = x.shape
+    return slots == 1 or heads == 1 or x.stride(0) == heads * x.stride(2)
+
+
+def _batched(
+    query: Tensor, keys: Tensor, values: Tensor, live: LiveTokens, a: AttentionSettings
+) -> Tensor:
+    """Two batched products around a softmax, for fp32: a product per slot and head of keys, of the
+    queries that share it."""
+    batch, heads, width = query.shape
+    kv_heads = keys.shape[2]
+    query = query.reshape(batch * kv_heads, heads // kv_heads, width)
+    keys, values = (_one_batch(x, batch, a.span) for x in (keys, values))
+    bias = live.bias(a.span, a.window, kv_heads)
+    if a.inner is None or a.softcap is None:
+        scores = torch.baddbmm(bias, query, keys.mT, alpha=a.scale)
+    else:
+        scores = torch.bmm(query, keys.mT).mul_(a.inner).tanh_().mul_(a.softcap).add_(bias)
+    out = torch.bmm(scores.softmax(-1), values).view(batch, heads, values.shape[-1])
+    return out.masked_fill_(live.empty, 0.0)
 
 
 def _capped(
@@ -36,19 +99,23 @@ def _capped(
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: AttentionSettings
+    query: Tensor, keys: Tensor, values: Tensor, tokens: LiveTokens, a: AttentionSettings
 ) -> Tensor:
+    on_cpu = query.device.type == "cpu"
+    single = query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    if on_cpu and single and _is_one_batch(keys) and _is_one_batch(values):
+        return _batched(query, keys, values, tokens, a)
     batch, heads, width = query.shape
     kv_heads = keys.shape[2]
     # The heads that share keys take the place of a sequence's tokens.
     query = query.reshape(batch, kv_heads, heads // kv_heads, width)
     keys, values = (x[:batch, : a.span].transpose(1, 2) for x in (keys, values))
-    live = _live(lengths, a)
-    if a.softcap is None and query.device.type == "cpu":
+    live = tokens.counted(a.span, a.window)
+    if a.softcap is None and on_cpu:
         out = F.scaled_dot_product_attention(query, keys, values, live, scale=a.scale)
     else:
         out = _capped(query, keys, values, live, a)
-    out = out.masked_fill_(lengths.view(-1, 1, 1, 1) > a.span, math.nan)
+    out = out.masked_fill_(tokens.lengths.view(-1, 1, 1, 1) > a.span, math.nan)
     return out.reshape(batch, heads, values.shape[-1])
 
 
@@ -117,7 +184,7 @@ def decode_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    lengths: Tensor,
+    lengths: Tensor | LiveTokens,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -137,6 +204,9 @@ def decode_attention(
     numbers alone: a CUDA graph may replay them while lengths grow, up to the span. In the Triton
     path a row's bits depend neither on other rows nor on the span. Forward only.
 
+    On a CPU, fp32 is fastest where keys and values lie in memory as [S, Hkv, M, D]: slots and heads
+    are one batch of products then, and nothing is copied.
+
     Args:
         query: [B, Hq, D] fp32, bf16 or fp16.
         keys: [S, M, Hkv, D] of the query's dtype, with S ≥ B slots of M tokens and Hq a multiple of
@@ -144,7 +214,8 @@ def decode_attention(
         values: [S, M, Hkv, Dv], likewise.
         lengths: [B] int32 or int64, live tokens of each row, the new one included; 0 gives zeros.
             The Triton path reads no others. PyTorch's gives them weights of 0, so that they have to
-            be finite there: to leave them out would take longer than the attention.
+            be finite there: to leave them out would take longer than the attention. Or
+            ``LiveTokens(lengths)``, made once for all layers of a step.
         scale: of the scores, D^-½ unless given.
         window: only the last so many of the live tokens count, as in layers with a sliding window.
         softcap: c > 0, which no score exceeds.
@@ -162,7 +233,8 @@ def decode_attention(
     Source: the split over tokens is that of Dao et al., 2023, "Flash-Decoding for long-context
     inference"; the softcap is Gemma 2's (arXiv:2408.00118).
     """
-    _check_tensors(query, keys, values, lengths)
+    tokens = lengths if isinstance(lengths, LiveTokens) else LiveTokens(lengths)
+    _check_tensors(query, keys, values, tokens.lengths)
     attention = _checked(query, keys, scale, window, softcap, span)
     chosen = choose(backend, query)
     if not torch.compiler.is_compiling() and isinstance(query, FakeTensor):
@@ -170,5 +242,5 @@ def decode_attention(
     if chosen == "triton":
         from ._triton.decode_attention import attend
 
-        return attend(query, keys, values, lengths, attention)
-    return _attend(query, keys, values, lengths, attention)
+        return attend(query, keys, values, tokens.lengths, attention)
+    return _attend(query, keys, values, tokens, attention)
