@@ -43,10 +43,9 @@ def operands(dtype: str, m: int = 45, k: int = 131, n: int = 83) -> tuple[Tensor
 
 
 @pytest.mark.parametrize(("dtype", "name"), USABLE)
-@pytest.mark.parametrize("piece", [gemm._PIECE, 32], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("piece", [gemm.PIECE, 32], ids=["whole", "in pieces"])
 def test_a_library_is_as_exact_as_torch(dtype, name, piece, monkeypatch):
-    monkeypatch.setattr(gemm, "_PIECE", piece)
-    monkeypatch.setattr(gemm._pieces, "__defaults__", (piece,))
+    monkeypatch.setattr(gemm, "PIECE", piece)
     library = gemm.LIBRARIES[dtype][name]
     x, weight, bias = operands(dtype)
     out = torch.empty(len(x), len(weight))

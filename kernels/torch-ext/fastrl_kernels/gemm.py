@@ -27,7 +27,7 @@ TABLE_VARIABLE = "FASTRL_KERNELS_PRODUCTS_TABLE"
 _LONGEST_SUM = 8192  # terms: CPU libraries are slow beyond, and fp32 copies would be large
 # Columns or terms of a CPU product at a time. Its memory of a few MiB is used again by the next
 # one; that of larger products would be new each time, which costs as much as the work in it.
-_PIECE = 4096
+PIECE = 4096
 _FEWEST = 1 << 16  # elements of a weight from which oneDNN's overhead of some 10 µs is worth it
 
 
@@ -35,6 +35,7 @@ class Library(Protocol):
     """A way to compute products; a and b are matrices of any strides."""
 
     rows_equal: ClassVar[bool]  # whether a row's bits are the same for any number of rows
+    in_pieces: ClassVar[bool]  # whether it is as fast for a piece of a large weight
 
     @staticmethod
     def absent() -> str | None:
@@ -62,6 +63,7 @@ class Mm:
     its wheels for x86. Half-precision products of a CPU have copies in fp32."""
 
     rows_equal = False  # MKL has other kernels for a few rows
+    in_pieces = False
 
     @staticmethod
     def absent() -> str | None:
@@ -101,12 +103,14 @@ class Mm:
         elif total.device.type == "cuda" and torch.version.hip is None:
             torch.addmm(total, a.to(b.dtype), b, out_dtype=torch.float32, out=total)
         else:
-            for piece in _pieces(a.shape[1], _LONGEST_SUM):
+            for piece in pieces(a.shape[1], _LONGEST_SUM):
                 total.addmm_(a[:, piece].float(), b[piece].float())
 
 
 class _InPieces:
     """Products of a library without results in given memory."""
+
+    in_pieces = True
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -114,7 +118,7 @@ class _InPieces:
 
     @classmethod
     def multiply(cls, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        for columns in _pieces(len(weight)):
+        for columns in pieces(len(weight)):
             part = None if bias is None else bias[columns]
             out[:, columns].copy_(cls.linear(x, weight[columns], part))
 
@@ -122,10 +126,10 @@ class _InPieces:
     def product(cls, out: Tensor, a: Tensor, b: Tensor) -> None:
         if not a.shape[1]:
             out.zero_()
-        single = a.shape[1] <= _PIECE
+        single = a.shape[1] <= PIECE
         total = out if single or out.dtype == torch.float32 else out.float()
-        for rows in _pieces(len(a)):
-            for terms in _pieces(a.shape[1]):
+        for rows in pieces(len(a)):
+            for terms in pieces(a.shape[1]):
                 part = cls._part(a[rows, terms], b[terms])
                 total[rows].copy_(part) if terms.start == 0 else total[rows].add_(part)
         if total is not out:
@@ -133,8 +137,8 @@ class _InPieces:
 
     @classmethod
     def add_product_(cls, total: Tensor, a: Tensor, b: Tensor) -> None:
-        for rows in _pieces(len(a)):
-            for terms in _pieces(a.shape[1]):
+        for rows in pieces(len(a)):
+            for terms in pieces(a.shape[1]):
                 total[rows].add_(cls._part(a[rows, terms], b[terms]))
 
     @classmethod
@@ -188,8 +192,10 @@ LIBRARIES: dict[str, dict[str, type[Library]]] = {
 }
 
 
-def _pieces(length: int, most: int = _PIECE) -> Iterator[slice]:
-    return (slice(start, min(start + most, length)) for start in range(0, length, most))
+def pieces(length: int, most: int | None = None) -> list[slice]:
+    """A length in pieces of at most ``most``, by default ``PIECE``."""
+    most = most or PIECE
+    return [slice(start, min(start + most, length)) for start in range(0, length, most)]
 
 
 class Choice(NamedTuple):

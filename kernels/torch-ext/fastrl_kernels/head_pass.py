@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._cpu.head_pieces import ChunkInPieces, suits
 from .gemm import library_for
 from .lm_head import HeadBackend, HeadInputs, row_chunks
 from .types import RowGradients, RowStatistics
-from .workspace import Workspace
+from .workspace import Workspace, result_like
 
 
 class HeadGradients:
-    """Sums of the wanted gradients over chunks of rows."""
+    """Sums of the wanted gradients over chunks of rows, and pieces of the vocabulary."""
 
     def __init__(
         self,
@@ -29,16 +30,25 @@ class HeadGradients:
         bias: Tensor | None,
         wanted: tuple[bool, ...],
         chunks: int,
+        in_pieces: bool = False,
     ) -> None:
         self.wanted = any(wanted)
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self._library = library_for(weight)
-        self.dhidden = torch.empty_like(hidden) if wanted[0] else None
-        self.dweight = self.dbias = None
+        self.dhidden = self.dweight = self.dbias = None
+        if wanted[0]:
+            # Pieces are summed in fp32.
+            self.dhidden = (
+                torch.zeros_like(hidden, dtype=torch.float32)
+                if in_pieces
+                else torch.empty_like(hidden)
+            )
         if wanted[1]:
             # One chunk is rounded once as it is; several are summed in fp32.
-            new = torch.empty_like if chunks else torch.zeros_like  # nobody writes it then
-            self.dweight = new(weight, dtype=weight.dtype if chunks == 1 else torch.float32)
+            dtype = weight.dtype if chunks == 1 else torch.float32
+            self.dweight = result_like(weight, dtype)
+            if not chunks:
+                self.dweight.zero_()  # nobody writes it then
         if bias is not None and wanted[2]:
             self.dbias = torch.zeros_like(bias, dtype=torch.float32)
 
@@ -46,20 +56,54 @@ class HeadGradients:
         """x [r, V], gradients of products."""
         if self.dhidden is not None:
             self._library.product(self.dhidden[rows], x, self.weight)
+        self._add_weight(x, rows, slice(None))
+
+    def add_piece(self, x: Tensor, rows: slice, columns: slice) -> None:
+        """x [r, C], gradients of products with some rows of the weight."""
+        x = x.to(self.weight.dtype)
+        if self.dhidden is not None:
+            self.dhidden[rows] += self._library.linear(x, self.weight[columns].t())
+        self._add_weight(x, rows, columns)
+
+    def _add_weight(self, x: Tensor, rows: slice, columns: slice) -> None:
         if self.dweight is not None and rows.start == 0:
-            self._library.product(self.dweight, x.t(), self.hidden[rows])
+            self._library.product(self.dweight[columns], x.t(), self.hidden[rows])
         elif self.dweight is not None:
-            self._library.add_product_(self.dweight, x.t(), self.hidden[rows])
+            self._library.add_product_(self.dweight[columns], x.t(), self.hidden[rows])
         if self.dbias is not None:
-            self.dbias += x.sum(0, dtype=torch.float32)
+            self.dbias[columns] += x.sum(0, dtype=torch.float32)
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """By hidden states, weight and bias, in their dtypes."""
         return (
-            self.dhidden,
+            None if self.dhidden is None else self.dhidden.to(self.hidden.dtype),
             None if self.dweight is None else self.dweight.to(self.weight.dtype),
             None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype),
         )
+
+
+class _WholeChunk:
+    """Up to ``longest`` rows of all logits, by the op's backend."""
+
+    def __init__(
+        self, inputs: HeadInputs, statistics: RowStatistics, gradients: HeadGradients, longest: int
+    ) -> None:
+        self.inputs, self.statistics, self.gradients = inputs, statistics, gradients
+        dtype = inputs.head.chunk_dtype(inputs.hidden)
+        self._workspace = Workspace(inputs.hidden, longest, len(inputs.weight), dtype)
+        self._logits: Tensor
+
+    def score(self, rows: slice) -> None:
+        self._logits = self._workspace.chunk(rows.stop - rows.start)
+        self.inputs.fill(self._logits, rows)
+        self.inputs.statistics(self._logits, rows, self.statistics, once=self.gradients.wanted)
+
+    def backward(self, rows: slice, upstream: RowGradients) -> None:
+        self.inputs.gradients_(self._logits, rows, 0, self.statistics, upstream, once=True)
+        self.gradients.add(self._logits, rows)
+
+    def release(self) -> None:
+        self._workspace.release()
 
 
 class HeadPass:
@@ -77,12 +121,13 @@ class HeadPass:
         n, vocabulary = len(inputs.hidden), len(inputs.weight)
         self.inputs = inputs
         self.statistics = RowStatistics.empty(inputs.hidden, n, entropy, ())
-        self._dtype = inputs.head.chunk_dtype(inputs.hidden)
-        self._chunks = row_chunks(n, vocabulary, self._dtype.itemsize, inputs.workspace)
+        dtype = inputs.head.chunk_dtype(inputs.hidden)
+        self._chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
+        self._in_pieces = suits(inputs)
         self._gradients = HeadGradients(
-            inputs.hidden, inputs.weight, inputs.bias, wanted, len(self._chunks)
+            inputs.hidden, inputs.weight, inputs.bias, wanted, len(self._chunks), self._in_pieces
         )
-        self._logits: Tensor | None = None
+        self._chunk: Any = None
 
     @property
     def wanted(self) -> bool:
@@ -90,16 +135,14 @@ class HeadPass:
         return self._gradients.wanted
 
     def __iter__(self) -> Iterator[slice]:
-        inputs = self.inputs
         longest = max((rows.stop - rows.start for rows in self._chunks), default=0)
-        workspace = Workspace(inputs.hidden, longest, len(inputs.weight), self._dtype)
+        make = ChunkInPieces if self._in_pieces else _WholeChunk
+        self._chunk = make(self.inputs, self.statistics, self._gradients, longest)
         for rows in self._chunks:
-            self._logits = workspace.chunk(rows.stop - rows.start)
-            inputs.fill(self._logits, rows)
-            inputs.statistics(self._logits, rows, self.statistics, once=self.wanted)
+            self._chunk.score(rows)
             yield rows
-        self._logits = None
-        workspace.release()
+        self._chunk.release()
+        self._chunk = None
 
     def backward(self, rows: slice, slopes: Tensor) -> None:
         """Adds the rows' part to the gradients.
@@ -107,10 +150,7 @@ class HeadPass:
         Args:
             slopes: [r] d loss/d log π, NaN where the log-prob is.
         """
-        assert self._logits is not None
-        upstream = RowGradients(slopes, None)
-        self.inputs.gradients_(self._logits, rows, 0, self.statistics, upstream, once=True)
-        self._gradients.add(self._logits, rows)
+        self._chunk.backward(rows, RowGradients(slopes, None))
 
     def per_token(self, x: Tensor) -> Tensor:
         """[N] in the labels' shape, 0 where a token does not count."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._cpu.head_pieces import ChunkInPieces, suits
 from .gemm import library_for
 from .lm_head import (
     HEAD_SCHEMA,
@@ -83,23 +84,33 @@ class _Gradients:
 
 
 def _forward(
-    inputs: HeadInputs, entropy: bool, extras: tuple[str, ...]
+    inputs: HeadInputs, entropy: bool, extras: tuple[str, ...], keep: bool
 ) -> tuple[list[Tensor | None], RowStatistics, Kept | None]:
     """The results (the last five of ``RowStatistics``, 0 where a row does not count), all
-    statistics, and the last chunk's logits for backward; whoever does not use these releases their
+    statistics, and with ``keep`` the last chunk's logits for backward, which releases their
     workspace."""
     n, vocabulary = len(inputs.hidden), len(inputs.weight)
     statistics = RowStatistics.empty(inputs.hidden, n, entropy, extras)
     dtype = inputs.head.chunk_dtype(inputs.hidden)
     chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
     longest = max((rows.stop - rows.start for rows in chunks), default=0)
-    workspace = Workspace(inputs.hidden, longest, vocabulary, dtype)
-    for rows in chunks:
-        x = workspace.chunk(rows.stop - rows.start)
-        inputs.fill(x, rows)
-        inputs.statistics(x, rows, statistics)
+    if suits(inputs) and not extras:
+        chunk = ChunkInPieces(inputs, statistics, None, longest, "logits" if keep else None)
+        for rows in chunks:
+            chunk.score(rows)
+            x = chunk.kept
+        workspace = chunk.workspace
+    else:
+        workspace = Workspace(inputs.hidden, longest, vocabulary, dtype)
+        for rows in chunks:
+            x = workspace.chunk(rows.stop - rows.start)
+            inputs.fill(x, rows)
+            inputs.statistics(x, rows, statistics)
     results = [None if x is None else x.masked_fill(~inputs.counted, 0) for x in statistics[3:]]
-    return results, statistics, Kept(chunks[-1], x, workspace) if chunks else None
+    if keep and chunks:
+        return results, statistics, Kept(chunks[-1], x, workspace)
+    workspace.release()
+    return results, statistics, None
 
 
 def _backward(
@@ -176,13 +187,12 @@ class _LinearLogprobs(torch.autograd.Function):
         entropy: bool,
         extras: tuple[str, ...],
     ) -> tuple[Tensor | None, ...]:
-        results, statistics, kept = _forward(inputs, entropy, extras)
-        if any(ctx.needs_input_grad):
+        wanted = any(ctx.needs_input_grad)
+        results, statistics, kept = _forward(inputs, entropy, extras, keep=wanted)
+        if wanted:
             ctx.save_for_backward(hidden, weight, bias, *inputs.tensors()[3:], *statistics[:3])
             ctx.inputs, ctx.kept = inputs.with_tensors(*(None,) * 6), kept
             ctx.set_materialize_grads(False)
-        elif kept is not None:
-            kept.workspace.release()
         results = [None if x is None else x.view(inputs.shape) for x in results]
         ctx.mark_non_differentiable(*(x for x in results[2:] if x is not None))
         return tuple(results)
@@ -204,9 +214,7 @@ def _linear_logprobs(*arguments: Any) -> tuple[Tensor, ...]:
     """The fields of ``RowStatistics``; logits are not kept."""
     inputs, (entropy, extras) = split_head(arguments)
     with torch.autocast(inputs.hidden.device.type, enabled=False):
-        results, statistics, kept = _forward(inputs, entropy, tuple(extras.split()))
-    if kept is not None:
-        kept.workspace.release()
+        results, statistics, _ = _forward(inputs, entropy, tuple(extras.split()), keep=False)
     return tuple(or_empty(x, statistics.exp_sum) for x in (*statistics[:3], *results))
 
 

@@ -167,7 +167,7 @@ class TorchHead:
                 gradient = block.mul_(base[:, None])
             else:
                 gradient = _gradients_by_z(block, base, transform, t, row, grads, d, e)
-            _add_at_labels_(gradient, labels[rows] - first, g)
+            add_at_labels_(gradient, labels[rows] - first, g)
             if transform.softcap is not None:
                 block.square_().neg_().add_(1.0).mul_(gradient)
 
@@ -249,7 +249,7 @@ def _gradients_by_z(
     return torch.mul(d.mul_(slope[:, None]).add_(base[:, None]), e, out=out)
 
 
-def _add_at_labels_(x: Tensor, columns: Tensor, g: Tensor) -> None:
+def add_at_labels_(x: Tensor, columns: Tensor, g: Tensor) -> None:
     """Adds g where a row's label lies within x."""
     here = (columns >= 0) & (columns < x.shape[1])
     columns = columns.clamp(0, x.shape[1] - 1)[:, None]

@@ -9,6 +9,9 @@ from torch import Tensor
 KEPT_BYTES = 96 << 20  # at most, and one piece of it
 _ALIGNED = 64  # elements: rows of a workspace begin at a multiple of it
 _idle: list[Tensor] = []
+_FRESH_BYTES = 32 << 20  # from which malloc takes new memory from the system each time
+_REMEMBERED_BYTES = 512 << 20
+_results: list[Tensor] = []  # at most one
 
 
 def borrow(like: Tensor, nbytes: int) -> Tensor:
@@ -33,6 +36,28 @@ def give_back(memory: Tensor) -> None:
 def clear() -> None:
     """Frees kept memory."""
     _idle.clear()
+    _results.clear()
+
+
+def result_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory of any content for a result with the shape of x.
+
+    On a CPU one large result is remembered, and once nobody else holds it, its memory is that of
+    the next: a gradient of a vocabulary's size would be new memory in each step.
+    """
+    nbytes = x.numel() * dtype.itemsize
+    if x.device.type != "cpu" or not _FRESH_BYTES <= nbytes <= _REMEMBERED_BYTES:
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    if not (_results and _results[0].numel() == nbytes and _is_free(_results[0])):
+        _results[:] = [torch.empty(nbytes, dtype=torch.uint8)]
+    return _results[0].view(dtype).view(x.shape)
+
+
+def _is_free(memory: Tensor) -> bool:
+    """Whether no other tensor shares it."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    storage = memory.untyped_storage()
+    return count is not None and count(storage._cdata) == 2  # the tensor's and this one
 
 
 class Workspace:
