@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.timing import DTYPES
 
+PRECISION = {"fp32": "fp32", "bf16": "bf16 by autocast over fp32 weights"}
 PAD, EOS = 0, 1  # the only special tokens
 # Allowed |Δ log-prob| beside a plain forward: the largest in fp32, the mean in less, where a single
 # logit may be off by more.

@@ -12,11 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.timing import DTYPES, now
+from benchmarks.models import Model
+from benchmarks.timing import DTYPES, copy_speed, now
 
 MM, ONEDNN, PACKED = "mm", "oneDNN", "oneDNN, prepacked"
 
 Call = Callable[[], object]
+
+
+def without_bf16(device: torch.device) -> str | None:
+    """Why bf16 is not measured on a device: a CPU that has no instructions for it is slower in it
+    than in fp32. None where it is measured."""
+    tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    if device.type != "cpu" or any(getattr(torch.cpu, name, bool)() for name in tests):
+        return None
+    return "this CPU has neither AVX512-BF16 nor AMX, which make bf16 worth measuring"
 
 
 class Product(NamedTuple):
@@ -35,6 +45,30 @@ class Product(NamedTuple):
     def __str__(self) -> str:
         """`192×256 · 256×50257`."""
         return f"{self.m}×{self.k} · {self.k}×{self.n}"
+
+
+def of_model(model: Model, rows: int) -> list[Product]:
+    """Those of a forward of some rows: of every layer's linear maps, and of the head."""
+    width, keys = model.width, model.kv_heads * (model.width // model.heads)
+    if model.family == "gpt2":
+        sizes = [(width, 3 * width), (width, width)]
+        sizes += [(width, model.intermediate), (model.intermediate, width)]
+    else:
+        sizes = [(width, width), (width, keys), (width, keys), (width, width)]
+        sizes += 2 * [(width, model.intermediate)] + [(model.intermediate, width)]
+    counts = {size: model.layers * sizes.count(size) for size in sizes}
+    layers = [Product(rows, k, n, count) for (k, n), count in counts.items()]
+    return [*layers, Product(rows, width, model.vocabulary)]
+
+
+def of_head(model: Model, rows: int) -> list[Product]:
+    """The head's logits, and the gradients of its input and of its weight."""
+    width, vocabulary = model.width, model.vocabulary
+    return [
+        Product(rows, width, vocabulary),
+        Product(rows, vocabulary, width),
+        Product(vocabulary, rows, width),
+    ]
 
 
 def mm(x: Tensor, weight: Tensor) -> Call:
@@ -102,6 +136,22 @@ def fastest(
                 call()
 
     return run, roofs
+
+
+def roofs(products: Iterable[Product], dtype: str, device: torch.device) -> list[dict[str, Any]]:
+    """Every provider's speed, as `fastest` gives it; none on GPUs, where there is one provider."""
+    return fastest(products, dtype, device)[1] if device.type == "cpu" else []
+
+
+def roofline(device: torch.device) -> dict[str, Any]:
+    """{"copy": bytes per second, "gemm": {dtype: {provider: flops per second}}}, measured now."""
+    gemm = {}
+    for dtype in DTYPES:
+        # CPUs without instructions for half precision take seconds for small products.
+        n = 8192 if device.type == "cuda" else (1024 if dtype == "fp32" else 512)
+        (found,) = fastest([Product(n, n, n)], dtype, device)[1]
+        gemm[dtype] = found["flop/s"]
+    return {"copy": copy_speed(device), "gemm": gemm}
 
 
 def best_of_few(call: Call, device: torch.device, within: float = 0.5) -> float:

@@ -36,7 +36,7 @@ from benchmarks.models import (
     plain_logprobs,
     wrong_logprobs,
 )
-from benchmarks.products import Product, fastest
+from benchmarks.products import fastest, of_model
 from benchmarks.sides.rollout import Workload, in_batches, sampling, short_work, workload
 from benchmarks.timing import DTYPES, Side
 from benchmarks.worker import Worker, WorkerError, WorkerShape, asking
@@ -116,7 +116,7 @@ def cases(run: Run) -> list[Case]:
             job,
             goals or (),
             main=goals is not None,
-            seconds=1.0 if run.toy else 60.0,
+            seconds=1.0 if run.toy else 120.0,
         )
         for name, job, goals in found
         if goals is not None or run.full or run.device.type == "cuda"
@@ -178,7 +178,7 @@ def ways(run: Run, job: RolloutJob) -> list[str]:
     if not run.peers:
         return found
     peers = [GENERATE, STATIC, CONTINUOUS, VLLM] if job.all_peers else [GENERATE]
-    return [*found, *peers]
+    return [*found, *(name for name in peers if name != VLLM or not run.toy)]
 
 
 def greedy_tokens(model: Any, work: Workload) -> list[Tensor]:
@@ -345,20 +345,6 @@ def why_absent(error: Exception) -> str:
     return lines[-1 if isinstance(error, WorkerError) else 0][:300]
 
 
-def decode_products(model: Any, rows: int) -> list[Product]:
-    """The matrix products of a decode step: of every linear layer of transformers' model."""
-    found: dict[tuple[int, int], int] = {}
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            size = module.in_features, module.out_features
-        elif type(module).__name__ == "Conv1D":  # GPT-2's
-            size = tuple(module.weight.shape)
-        else:
-            continue
-        found[size] = found.get(size, 0) + 1
-    return [Product(rows, k, n, count) for (k, n), count in found.items()]
-
-
 def _limit(measurement: Measurement, ours: Side, job: RolloutJob, gate: Gate) -> Side:
     """The least that decode steps need: a copy of the bytes that they must read (all weights, live
     keys and values) or, on a CPU, where that takes longer, their matrix products, each by the
@@ -370,7 +356,7 @@ def _limit(measurement: Measurement, ours: Side, job: RolloutJob, gate: Gate) ->
     nbytes = weights * steps + live
     if device.type == "cuda":
         return Side(lambda: {"copy": nbytes / timing.copy_speed(device)}, limited="decode")
-    products = decode_products(gate.model, job.slots)
+    products = of_model(job.model, job.slots)
     step, measurement.entry["roofs"] = fastest(products, job.model.dtype, device)
 
     def turn() -> timing.Seconds:

@@ -90,7 +90,6 @@ def main() -> None:
     def answer(message: dict[str, Any]) -> None:
         print(json.dumps(message), file=answers, flush=True)
 
-    import faulthandler, signal; faulthandler.register(signal.SIGUSR1)
     warnings.simplefilter("ignore")
     torch.set_num_threads(args.shape["threads"])
     torch.manual_seed(0)

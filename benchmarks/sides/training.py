@@ -50,7 +50,7 @@ class TrainerSide:
             "num_train_epochs": 1,
             "max_length": shape["longest"],
             "learning_rate": 1e-3,  # so that ten steps change the losses
-            **SETTINGS,
+            **SETTINGS | {"bf16": shape["dtype"] == "bf16"},
         }
         self.trainer = self.make(library, shape, model_of(shape), arguments, **options)
 

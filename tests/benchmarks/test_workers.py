@@ -311,7 +311,7 @@ def test_a_qwen2_in_bf16_has_its_layers_where_they_are_looked_for() -> None:
 
 def test_a_turn_reports_every_phase_of_an_iteration() -> None:
     found = a_side(fastrl, TOY, layers=1, batch=2, epochs=1).turn()
-    assert found["peak"] is None  # a CPU keeps no count
+    assert found["peak"] > 2**20
     assert found["seconds"].keys() == {"iteration", "generate", "step()", *TIMERS}
     assert all(value > 0 for value in found["seconds"].values())
 
@@ -407,7 +407,8 @@ def test_losses_come_before_figures(measured, kind: str, loss: float, red: bool)
 
 
 def test_data_are_ragged_end_and_fit_the_model() -> None:
-    sft, dpo, _ = (case.of.shape for case in test_training.cases(Run(CPU)))
+    found = {case.benchmark: case.of.shape for case in test_training.cases(Run(CPU))}
+    sft, dpo = found["sft"], found["dpo"]
     for ids in (found := training.texts(sft)):
         assert ids[-1] == EOS < min(ids[:-1])
         assert max(ids) < sft["vocabulary"]
