@@ -359,10 +359,10 @@ def _limit(measurement: Measurement, ours: Side, job: RolloutJob, gate: Gate) ->
     products = of_model(job.model, job.slots)
     step, measurement.entry["roofs"] = fastest(products, job.model.dtype, device)
 
+    one_step = timing.timed(step, device)
+
     def turn() -> timing.Seconds:
-        began = timing.now(device)
-        step()
-        computed = (timing.now(device) - began) * steps * ours.facts["slots used"]
+        computed = one_step.turn()["call"] * steps * ours.facts["slots used"]
         return {"least": max(nbytes / timing.copy_speed(device), computed)}
 
     return Side(turn, limited="decode")
