@@ -85,9 +85,7 @@ class Shape:
         parts += ["frozen head"] if self.head == "frozen" else []
         parts += ["whitened"] if self.whiten else []
         parts += ["forward"] if not self.backward and self.op in DIFFERENTIABLE else []
-        parts += ["1 thread" if self.threads == 1 else f"{self.threads} threads"] * (
-            self.threads > 0
-        )
+        parts += [f"threads={self.threads}"] if self.threads else []
         return " ".join(parts)
 
     @property

@@ -109,6 +109,21 @@ def test_the_limit_of_a_head_is_as_many_flops_as_stated(fields: dict) -> None:
     assert sum(one.flops * one.count for one in found) == ops.work(shape).flops
 
 
+def test_a_shape_of_one_thread_is_measured_in_one_and_leaves_the_others() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with timing.threads(1):
+            assert torch.get_num_threads() == 1
+        with pytest.raises(KeyError), timing.threads(2):
+            raise KeyError
+        assert torch.get_num_threads() == 3
+        with timing.threads(0):
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 class Copied(TorchDispatchMode):
     """Bytes that copies read and write."""
 

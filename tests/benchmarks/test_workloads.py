@@ -124,15 +124,10 @@ def _logprobs(delta: float) -> Callable[[Generated], Generated]:
     return moved
 
 
-def _fewer(made: Generated) -> Generated:
-    return made._replace(sequences=[*made.sequences[:-1], made.sequences[-1][:-1]])
-
-
 WRONG = [
     (_tokens, "greedy tokens of prompt 0"),
     (_logprobs(2e-5), "log-probs are off"),
     (_logprobs(float("nan")), "log-probs are off by nan"),
-    (_fewer, "greedy tokens of prompt 2"),
 ]
 
 
@@ -143,6 +138,20 @@ def test_wrong_tokens_or_log_probs_have_no_figures(change, says, monkeypatch) ->
     entry = an_entry(test_rollout, JOB)
     assert says in entry["red"]
     assert not entry["sides"]
+
+
+@pytest.mark.parametrize("way", [rollout.Engine, rollout.Transformers])
+def test_fewer_tokens_than_asked_for_have_no_figures(way: type, monkeypatch) -> None:
+    honest = way.__call__
+
+    def fewer(self, work: Workload, greedy: bool = False) -> Generated:
+        made = honest(self, work, greedy)
+        return made if greedy else made._replace(sequences=[x[:-1] for x in made.sequences])
+
+    monkeypatch.setattr(way, "__call__", fewer)
+    entry = an_entry(test_rollout, JOB)
+    why = entry["red"] if way is rollout.Engine else entry["absent"][GENERATE]
+    assert "sample 0 has" in why
 
 
 @pytest.mark.parametrize(("change", "says"), [*WRONG[:1], (_logprobs(2e-3), "log-probs are off")])
