@@ -177,7 +177,7 @@ def ways(run: Run, job: RolloutJob) -> list[str]:
     found = [OURS, *([NO_GRAPHS] if run.device.type == "cuda" else [])]
     if not run.peers:
         return found
-    peers = [GENERATE, STATIC, CONTINUOUS, VLLM] if job.all_peers else [GENERATE]
+    peers = [VLLM, GENERATE, STATIC, CONTINUOUS] if job.all_peers else [GENERATE]
     return [*found, *(name for name in peers if name != VLLM or not run.toy)]
 
 
