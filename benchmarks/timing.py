@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -89,6 +90,7 @@ def timed(call: Callable[[], object], device: torch.device) -> Side:
     if device.type == "cuda":
         call()
         return Side(_turn_on_cuda(call, device))
+    gc.collect()  # or it would fall into the one call that settles how many make a turn
     start = time.perf_counter()
     call()
     once = max(time.perf_counter() - start, 1e-9)
@@ -143,8 +145,11 @@ def now(device: torch.device) -> float:
 @contextlib.contextmanager
 def threads(count: int) -> Iterator[None]:
     """As many threads inside; 0: as many as before."""
+    if not count:
+        yield
+        return
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
