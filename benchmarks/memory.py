@@ -1,11 +1,14 @@
-"""The memory that a call takes, and the kernels that it launches."""
+"""The memory that a call or a process takes, and the kernels that a call launches."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,6 +116,37 @@ def _recorded(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
         result = call()
         torch.cuda.synchronize(device)
     return result, sum(event.device_type == DeviceType.CUDA for event in profiler.events())
+
+
+def reset_peak(device: torch.device) -> None:
+    """Counts `peak_of_process` from now on, where the system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_of_process(device: torch.device) -> int | None:
+    """The most bytes that this process has held so far: on a GPU by the caching allocator; else in
+    memory, by the kernel's count, those of the processes that it started and that still run too.
+    None where there is no such count.
+
+    (`getrusage` would count a parent's memory, which a process has for a moment when it starts.)
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    statuses = {}
+    for path in Path("/proc").glob("[0-9]*/status"):
+        try:
+            found = dict(re.findall(r"^(\w+):\s+(\d+)", path.read_text(), re.M))
+        except OSError:  # it has ended
+            continue
+        statuses[int(found["Pid"])] = int(found["PPid"]), int(found.get("VmHWM", 0))
+    mine = {os.getpid()}
+    for _ in range(8):  # generations
+        mine |= {pid for pid, (parent, _) in statuses.items() if parent in mine}
+    return 1024 * sum(statuses[pid][1] for pid in mine & statuses.keys()) or None
 
 
 def free(device: torch.device) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.timing import DTYPES
 
+PRECISION = {"fp32": "fp32", "bf16": "bf16 by autocast over fp32 weights"}
 PAD, EOS = 0, 1  # the only special tokens
 # Allowed |Δ log-prob| beside a plain forward: the largest in fp32, the mean in less, where a single
 # logit may be off by more.
@@ -25,7 +26,7 @@ class Model:
     """A model's sizes; the weights are random."""
 
     name: str
-    family: str  # gpt2 or qwen2
+    family: str  # gpt2, llama or qwen2
     layers: int
     width: int
     heads: int
@@ -40,7 +41,7 @@ class Model:
         """`GPT-2 of 4 layers, width 256, 4 heads, vocabulary 50257`."""
         grouped = self.kv_heads != self.heads
         keys = f" ({self.kv_heads} of keys and values)" if grouped else ""
-        family = {"gpt2": "GPT-2", "qwen2": "Qwen2"}[self.family]
+        family = {"gpt2": "GPT-2", "llama": "Llama", "qwen2": "Qwen2"}[self.family]
         return (
             f"{family} of {self.layers} layers, width {self.width}, {self.heads} heads{keys}, "
             f"vocabulary {self.vocabulary}"
@@ -48,6 +49,7 @@ class Model:
 
 
 SMALL = Model("GPT-2 4×256", "gpt2", 4, 256, 4, 4, 1024, 50257, 256, "fp32")
+LLAMA = Model("Llama 8×512", "llama", 8, 512, 8, 4, 1408, 32000, 1024, "fp32", tied=False)
 GPT2 = Model("GPT-2 124M", "gpt2", 12, 768, 12, 12, 3072, 50257, 1024)
 QWEN = Model("Qwen2.5 0.5B", "qwen2", 24, 896, 14, 2, 4864, 151936, 1024)
 TOY = Model("toy GPT-2", "gpt2", 2, 32, 4, 4, 128, 503, 128, "fp32")
@@ -62,7 +64,7 @@ def config_of(model: dict[str, Any], positions: int = 0, end: int | None = EOS) 
         positions: at least; the model's own context where that is more.
         end: the end-of-sequence token; None for generation that makes a given number of tokens.
     """
-    from transformers import GPT2Config, Qwen2Config
+    from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
     positions = max(model["context"], positions)
     common = {
@@ -85,7 +87,7 @@ def config_of(model: dict[str, Any], positions: int = 0, end: int | None = EOS) 
             attn_pdrop=0.0,
             **common,
         )
-    return Qwen2Config(
+    return {"llama": LlamaConfig, "qwen2": Qwen2Config}[model["family"]](
         num_hidden_layers=model["layers"],
         hidden_size=model["width"],
         num_attention_heads=model["heads"],
@@ -164,10 +166,10 @@ def plain_logprobs(model: Any, prompt: Tensor, response: Tensor) -> Tensor:
     return found.squeeze(1).cpu()
 
 
-def wrong_logprobs(found: Tensor, expected: Tensor, dtype: str) -> str | None:
+def wrong_logprobs(found: Tensor, expected: Tensor, dtype: str, exact: float = EXACT) -> str | None:
     """Why log-probs fail the gate, None where they pass."""
     delta = (found - expected).abs()
-    kind, error, allowed = "largest", float(delta.max()), EXACT
+    kind, error, allowed = "largest", float(delta.max()), exact
     if dtype != "fp32":
         kind, error, allowed = "mean", float(delta.mean()), ROUNDED
     if error <= allowed:  # NaN is not

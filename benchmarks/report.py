@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import ROOT, old_results
 from benchmarks.cases import (
@@ -30,7 +31,7 @@ from benchmarks.cases import (
 )
 from benchmarks.plots import plots
 from benchmarks.results import RESULTS, Result, device_of
-from benchmarks.terminal import compared
+from benchmarks.terminal import compared, speeds
 from benchmarks.tunables import TUNABLES
 
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
@@ -177,7 +178,7 @@ def provenance(result: Result) -> str:
     by_side = found if any(isinstance(x, dict) for x in found.values()) else {"": found}
     said = [f"{result['date']}, commit {result['commit']}, {processor(result)}"]
     if roof := result.get("roofline"):
-        gemm = ", ".join(f"{x / 1e12:.3g} in {dtype}" for dtype, x in roof["gemm"].items())
+        gemm = ", ".join(f"{x / 1e12:.3g} in {dtype}" for dtype, x in of_fastest(roof["gemm"]))
         said.append(f"copies {roof['copy'] / 1e9:.3g} GB/s, matrix products [TFLOP/s] {gemm}")
     for side, versions in by_side.items():
         named = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -234,9 +235,16 @@ def remarks(results: list[Result]) -> Iterator[str]:
                 said.append(f"- {entry['name']}: {entry['what']}.")
             said += [f"- {n}: {s['note']}." for n, s in entry["sides"].items() if s["note"]]
             said += [f"- {case}: {remark}." for remark in entry["remarks"]]
+            said += [f"- {case}, GFLOP/s of {speeds(roof)}." for roof in entry.get("roofs", ())]
             said += [f"- Absent, {name}: {why}." for name, why in entry["absent"].items()]
         said += [f"- Left, {name}: {why}." for name, why in result["left"].items()]
     yield from dict.fromkeys(said)
+
+
+def of_fastest(gemm: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The flops per second of each dtype, of the fastest provider where there are several."""
+    for dtype, found in gemm.items():
+        yield dtype, max(found.values()) if isinstance(found, dict) else found
 
 
 def checks(result: Result) -> str:

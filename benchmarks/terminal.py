@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 from benchmarks.cases import (
     Entry,
@@ -53,8 +54,15 @@ def details(entry: Entry) -> list[str]:
         lines += [f"{name}: {'; '.join(parts)}"] if parts else []
     least = entry["sides"][own(entry)]["limit"]
     lines += [f"the roofline: {duration(statistics.median(least))}"] if least else []
+    lines += [f"GFLOP/s of {speeds(roof)}" for roof in entry["roofs"]]
     lines += entry["remarks"]
     return [*lines, *(f"absent, {name}: {why}" for name, why in entry["absent"].items())]
+
+
+def speeds(roof: dict[str, Any]) -> str:
+    """`192×256 · 256×50257 in fp32: mm 146, oneDNN 222`."""
+    found = ", ".join(f"{name} {speed / 1e9:.0f}" for name, speed in roof["flop/s"].items())
+    return f"{roof['product']} in {roof['dtype']}: {found}"
 
 
 def compared(old: Result, new: Result) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import memory, ops, peers, profilers, results, timing
+from benchmarks import memory, ops, peers, products, profilers, results, timing
 from benchmarks.cases import EAGER, OURS, Case
 from benchmarks.conftest import RUN
 from benchmarks.gate import (
@@ -103,10 +103,17 @@ def test_speed(measurement: Measurement, case: Case, run: Run) -> None:
     result = run.result("ops")
     result["versions"] = results.versions(*peers.PACKAGES)
     if "roofline" not in result and not run.toy:
-        result["roofline"] = timing.roofline(run.device)
-    sides = sides_of(measurement, case.of)
+        result["roofline"] = products.roofline(run.device)
+    with timing.threads(case.of.threads):
+        _measure(measurement, case.of, run)
+
+
+def _measure(measurement: Measurement, shape: Shape, run: Run) -> None:
+    """Gate, then turns with the least work of the shape."""
+    sides = sides_of(measurement, shape)
     rounds, seconds = (15, 3.0) if run.device.type == "cuda" else (9, 60.0)
-    limit = timing.timed(ops.least(case.of, run.device), run.device)
+    least, measurement.entry["roofs"] = ops.least(shape, run.device)
+    limit = timing.timed(least, run.device)
     measurement.measure(sides, rounds, limit, within=seconds)
 
 

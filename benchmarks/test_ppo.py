@@ -23,6 +23,7 @@ from benchmarks.cases import EAGER, OURS, Case, Goal
 from benchmarks.environments import TRL_CLASSIC
 from benchmarks.harness import Measurement, Run
 from benchmarks.models import Model
+from benchmarks.products import of_head, roofs, without_bf16
 from benchmarks.worker import Absent, Worker, asking
 
 # What both sides do for each way of keeping the reference.
@@ -47,8 +48,8 @@ Statistics = list[dict[str, float]]  # of each step
 
 @dataclasses.dataclass(frozen=True)
 class Iteration(worker.WorkerShape):
-    """A model, a batch in tokens, and how the reference is kept. The model's weights are fp32; in
-    bf16 it runs under autocast."""
+    """A model, a batch in tokens, and how the reference is kept. In bf16 the model runs under
+    autocast, over weights in fp32 unless they are in bf16 too."""
 
     model: Model
     batch: int
@@ -57,20 +58,26 @@ class Iteration(worker.WorkerShape):
     mini_batch: int
     epochs: int = 4
     reference: str = "copy"
+    weights: str = "fp32"  # without adapters, which are in fp32
 
     @property
     def exact(self) -> Iteration:
-        """What the gate compares: a smaller batch, in fp32."""
+        """What the gate compares: a smaller batch, in fp32; of weights in bf16, two layers."""
         model = dataclasses.replace(self.model, dtype="fp32")
+        if self.weights != "fp32":
+            model = dataclasses.replace(model, layers=2)
         batch, mini_batch = min(self.batch, 8), min(self.mini_batch, 4)
-        return dataclasses.replace(self, model=model, batch=batch, mini_batch=mini_batch)
+        changed = {"batch": batch, "mini_batch": mini_batch, "weights": "fp32"}
+        return dataclasses.replace(self, model=model, **changed)
 
     @property
     def what(self) -> str:
         """An iteration in one sentence."""
         precision = {
             "fp32": "fp32",
-            "bf16": "bf16 by autocast over fp32 weights, which both sides' generate is run under",
+            "bf16": "bf16 by autocast over fp32 weights, which both sides' generate is run under"
+            if self.weights == "fp32"
+            else "weights in bf16, and autocast",
         }[self.model.dtype]
         return (
             f"{self.model}, {precision}: {self.batch} samples of "
@@ -83,6 +90,10 @@ _LARGE = {"batch": 64, "query": 128, "response": 256, "mini_batch": 8}
 _TOYS = (Iteration(models.TOY, 4, 8, 8, 2), Iteration(models.TOY_QWEN, 4, 8, 8, 2))
 
 
+# The shape of a model that people train.
+REAL = Iteration(models.QWEN, 8, 64, 32, 4, 2, "adapter", "bf16")
+
+
 def cases(run: Run) -> list[Case]:
     """Each model with each reference, the quickest first; all references with `full`."""
     peer = peer_of(run)
@@ -91,8 +102,11 @@ def cases(run: Run) -> list[Case]:
             (w, 1.0, None) for w in _TOYS
         )
     elif run.device.type == "cpu":
+        sizes = {"batch": 16, "query": 16, "response": 48, "mini_batch": 4}
+        half = dataclasses.replace(models.SMALL, dtype="bf16")
         found = (
-            (Iteration(models.SMALL, 16, 16, 48, 4), 200.0, Goal("speedup", 3.0, against=peer)),
+            (Iteration(models.SMALL, **sizes), 200.0, Goal("speedup", 2.7, against=peer)),
+            (Iteration(half, **sizes), 200.0, Goal("speedup", 3.2, against=peer)),
         )
     else:
         goal = Goal("speedup", 5.0, ("nvidia", "amd"), against=peer)
@@ -103,18 +117,27 @@ def cases(run: Run) -> list[Case]:
     references = ["copy"]
     if peer == TRL_CLASSIC:
         references += ["adapter", "trunk", *(["offload", "none"] if run.full else [])]
+    iterations = [
+        (dataclasses.replace(work, reference=reference), seconds, goal)
+        for work, seconds, goal in found
+        for reference in references
+        # On CPUs bf16 is a comparison of its own, of the policy with its copy.
+        if reference == "copy" or work.model.dtype == found[0][0].model.dtype
+    ]
+    if run.full and peer == TRL_CLASSIC and run.device.type == "cpu":
+        iterations.append((REAL, 600.0, Goal("speedup", 2.0, against=peer)))
     return [
         Case(
             "ppo",
             work.model.name,
-            f"reference {reference}",
-            (of := dataclasses.replace(work, reference=reference)).what,
-            of,
-            goals=(goal,) if goal and reference == "copy" else (),
+            f"reference {work.reference}, {work.model.dtype}",
+            work.what,
+            work,
+            goals=(goal,) if goal and (work.reference == "copy" or work is REAL) else (),
+            main=work is not REAL,
             seconds=seconds,
         )
-        for work, seconds, goal in found
-        for reference in references
+        for work, seconds, goal in iterations
     ]
 
 
@@ -212,6 +235,8 @@ def wrong_steps(
 
 
 def test_iteration(measurement: Measurement, case: Case, run: Run, python: Path) -> None:
+    if case.of.model.dtype == "bf16" and (why := without_bf16(run.device)):
+        pytest.skip(run.leave(case, why))
     try:
         measure(measurement, case.of, peer_of(run), python)
     except Absent as why:
@@ -220,7 +245,7 @@ def test_iteration(measurement: Measurement, case: Case, run: Run, python: Path)
 
 def measure(measurement: Measurement, work: Iteration, peer: str, python: Path) -> None:
     """Gate, then turns of both sides."""
-    unknown = UNKNOWN.get(work.reference, set())
+    unknown, device = UNKNOWN.get(work.reference, set()), measurement.run.device
     if wrong := list(wrong_steps(measurement, work.exact, peer, python)):
         measurement.refuse("by gradient descent in fp32: " + "; ".join(wrong))
     options = {"reference": work.reference}
@@ -237,4 +262,6 @@ def measure(measurement: Measurement, work: Iteration, peer: str, python: Path) 
             side.facts = {"trained parameters": sum(check["trained"].values())}
             if check["at rest"] is not None:
                 side.memory["at rest"] = check["at rest"]
+        products = of_head(work.model, work.mini_batch * work.response)
+        measurement.entry["roofs"] = roofs(products, work.model.dtype, device)
         measurement.measure({OURS: sides[OURS], peer: sides[peer]}, 7)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -88,6 +90,7 @@ def timed(call: Callable[[], object], device: torch.device) -> Side:
     if device.type == "cuda":
         call()
         return Side(_turn_on_cuda(call, device))
+    gc.collect()  # or it would fall into the one call that settles how many make a turn
     start = time.perf_counter()
     call()
     once = max(time.perf_counter() - start, 1e-9)
@@ -139,6 +142,20 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """As many threads inside; 0: as many as before."""
+    if not count:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def copying(nbytes: float, device: torch.device) -> Callable[[], object]:
     """A copy that reads and writes this many bytes in total."""
     source = torch.ones(max(1, round(nbytes / 2)), dtype=torch.uint8, device=device)
@@ -150,17 +167,6 @@ def copy_speed(device: torch.device) -> float:
     """Bytes per second of torch's copy, read and written, measured now; the best of several."""
     nbytes = 2**31 if device.type == "cuda" else 2**28
     return nbytes / _fastest(copying(nbytes, device), device)
-
-
-def roofline(device: torch.device) -> dict[str, Any]:
-    """{"copy": bytes per second, "gemm": flops per second by dtype}, measured now."""
-    gemm = {}
-    for name, dtype in DTYPES.items():
-        # CPUs without instructions for half precision take seconds for small products.
-        n = 8192 if device.type == "cuda" else (1024 if name == "fp32" else 512)
-        a = torch.full((n, n), 0.5, dtype=dtype, device=device)
-        gemm[name] = 2 * n**3 / _fastest(lambda a=a: a @ a, device)
-    return {"copy": copy_speed(device), "gemm": gemm}
 
 
 def _fastest(call: Callable[[], object], device: torch.device) -> float:

@@ -218,7 +218,7 @@ def values_in_turns(
             sides[name] = timing.timed(partial(_with, tunable, value, problem), run.device)
     if now not in sides:
         measurement.refuse(measurement.entry["absent"][now])
-    limit = timing.timed(ops.least(shape, run.device), run.device)
+    limit = timing.timed(ops.least(shape, run.device)[0], run.device)
     measurement.measure(sides, rounds, limit, within=3.0, baseline=now)
 
 

@@ -131,6 +131,14 @@ def environment(implementation: str, device: str = "auto") -> dict[str, str]:
     found["PYTHONSAFEPATH"] = "1"  # else the script's folder hides packages of equal names
     if implementation in OURS:
         found["PYTHONPATH"] = source_tree()
+    if implementation == "vllm":
+        threads = torch.get_num_threads()
+        found |= {
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in the worker itself
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}" if threads > 1 else "0",
+            "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB; by default a share of all memory
+        }
     if device == "cpu":
         found["CUDA_VISIBLE_DEVICES"] = ""  # accelerate takes a GPU where it sees one
     return found

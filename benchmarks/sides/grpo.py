@@ -23,6 +23,7 @@ class GRPOSide:
         from transformers.utils import logging
 
         logging.set_verbosity_error()
+        self.half = shape["dtype"] == "bf16"
         self.shape, self.tokenizer = shape, word_tokenizer(shape["vocabulary"])
         self.tokenizer.padding_side = "left"
         self.model = model_of(shape, shape["prompt"] + shape["completion"])
@@ -50,6 +51,7 @@ class GRPOSide:
                 loss_aggregate="seq-mean-token-mean",
                 learning_rate=1e-5,
                 max_grad_norm=1.0,
+                accelerator_kwargs={"mixed_precision": "bf16"} if self.half else {},
             ),
             self.model,
             tokenizer=self.tokenizer,
@@ -81,7 +83,7 @@ class GRPOSide:
                 max_steps=1,
                 learning_rate=1e-5,
                 generation_kwargs={"min_new_tokens": shape["completion"]},
-                **SETTINGS,
+                **SETTINGS | {"bf16": self.half},
             ),
             train_dataset=Dataset.from_dict({"prompt": list(map(words, self.prompts))}),
             processing_class=self.tokenizer,

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.memory import peak_of_process, reset_peak
 from benchmarks.models import PAD, fill_by_name, lora, model_of, word_tokenizer
-from benchmarks.timing import now
+from benchmarks.timing import DTYPES, now
 
 # Of plain gradient descent, which moves each weight in proportion to its gradient, rounding too:
 # about as far in two steps as Adam at its default.
@@ -40,8 +41,9 @@ class PPOSide:
         # Both draw the same mini-batches: this is fastrl's shuffle, TRL's is numpy's global one.
         np.random.permutation = np.random.RandomState(0).permutation
         adapter = reference == "adapter"
+        weights = DTYPES[shape["weights"]]
         model = library.AutoModelForCausalLMWithValueHead.from_pretrained(
-            model_of(shape, shape["query"] + shape["response"]),
+            model_of(shape, shape["query"] + shape["response"]).to(weights),
             summary_dropout_prob=0.0,
             peft_config=lora(shape["family"], ["c_attn"], ["q_proj", "v_proj"])
             if adapter
@@ -102,9 +104,7 @@ class PPOSide:
         """{"seconds": of each phase of one iteration, "peak": bytes}: sample responses, and step on
         them."""
         scores, length = self.random_scores(), self.shape["response"]
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(self.device)
+        reset_peak(self.device)
         started = now(self.device)
         with self.autocast(), warnings.catch_warnings():
             # All responses have one length: no library draws from the policy's own distribution.
@@ -122,13 +122,12 @@ class PPOSide:
         seconds = {"iteration": done - started, "generate": generated - started}
         seconds |= {"step()": done - generated}
         seconds |= {phase: sum(stats[t] for t in timers) for phase, timers in TIMERS.items()}
-        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else None
-        return {"seconds": seconds, "peak": peak}
+        return {"seconds": seconds, "peak": peak_of_process(self.device)}
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """For `generate`, where TRL calls the model without accelerate's autocast and would run it
         in fp32: a user who wants speed does this. fastrl does not need it, but gets the same."""
-        if self.shape["dtype"] == "fp32":
+        if self.shape["dtype"] == "fp32" or self.shape["weights"] == "bf16":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 

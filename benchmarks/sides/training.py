@@ -21,6 +21,7 @@ BETA = 0.1  # of DPO
 # Nothing but training, in fp32; all else, AdamW among it, is transformers' default on both sides.
 SETTINGS = {
     "bf16": False,
+    "use_cpu": not torch.cuda.is_available(),  # without a GPU, bf16 is refused otherwise
     "fp16": False,
     "gradient_checkpointing": False,  # TRL's default is True
     "lr_scheduler_type": "constant",
@@ -50,7 +51,7 @@ class TrainerSide:
             "num_train_epochs": 1,
             "max_length": shape["longest"],
             "learning_rate": 1e-3,  # so that ten steps change the losses
-            **SETTINGS,
+            **SETTINGS | {"bf16": shape["dtype"] == "bf16"},
         }
         self.trainer = self.make(library, shape, model_of(shape), arguments, **options)
 

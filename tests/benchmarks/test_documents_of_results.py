@@ -86,6 +86,20 @@ def test_a_case_is_shown_with_its_goal_and_all_remarks(checkout) -> None:
         assert remark in details
 
 
+def test_every_providers_speed_is_told_and_the_fastest_is_the_roof(checkout) -> None:
+    result = a_result(
+        roofline={"copy": 43e9, "gemm": {"fp32": {"mm": 0.2e12, "oneDNN": 0.4e12}, "bf16": 1e12}}
+    )
+    result["entries"][0]["roofs"] = [
+        {"product": "2×3 · 3×5", "dtype": "fp32", "count": 1,
+         "flop/s": {"mm": 146e9, "oneDNN": 222e9}},
+    ]  # fmt: skip
+    _, details = write(checkout, result)
+    assert "matrix products [TFLOP/s] 0.4 in fp32, 1 in bf16" in details
+    assert "- gae small, GFLOP/s of 2×3 · 3×5 in fp32: mm 146, oneDNN 222." in details
+    assert "mm 146" in terminal.render(result["entries"][0], "cpu")
+
+
 def test_headlines_stand_in_the_projects_readme_between_the_markers(checkout) -> None:
     brief, _ = write(checkout, a_result("ppo", "GPT-2"))
     assert brief.startswith(f"above\n{report.BEGIN}\n")

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import gate, ops, peers, test_ops, timing
 from benchmarks.cases import EAGER, OURS, Case
@@ -106,10 +105,23 @@ HEADS = [
 @pytest.mark.parametrize("fields", HEADS, ids=str)
 def test_the_limit_of_a_head_is_as_many_flops_as_stated(fields: dict) -> None:
     shape = dataclasses.replace(Shape("linear_logprobs", 20, hidden=8, vocabulary=50), **fields)
-    run = ops.least(shape, CPU)
-    with FlopCounterMode(display=False) as counter:
-        run()
-    assert counter.get_total_flops() == ops.work(shape).flops
+    found = ops.least_products(shape)
+    assert sum(one.flops * one.count for one in found) == ops.work(shape).flops
+
+
+def test_a_shape_of_one_thread_is_measured_in_one_and_leaves_the_others() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with timing.threads(1):
+            assert torch.get_num_threads() == 1
+        with pytest.raises(KeyError), timing.threads(2):
+            raise KeyError
+        assert torch.get_num_threads() == 3
+        with timing.threads(0):
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 class Copied(TorchDispatchMode):
@@ -126,7 +138,7 @@ class Copied(TorchDispatchMode):
 
 
 def test_other_limits_move_as_many_bytes_as_stated() -> None:
-    run = ops.least(tiny("gae"), CPU)
+    run, _ = ops.least(tiny("gae"), CPU)
     with Copied() as copied:
         run()
     assert copied.bytes == ops.work(tiny("gae")).bytes

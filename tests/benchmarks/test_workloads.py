@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import test_ref_model, test_rollout, timing
+from benchmarks import environments, test_ref_model, test_rollout, timing
 from benchmarks.cases import OURS, Case, faster, rooflines
+from benchmarks.environments import Uninstallable
 from benchmarks.harness import Measurement, Red, Run
-from benchmarks.models import Model, build
+from benchmarks.models import EXACT, Model, build
+from benchmarks.sides import __main__ as script
+from benchmarks.sides import rollout
+from benchmarks.sides.rollout import Generated, RolloutSide, Workload, workload
 from benchmarks.test_ref_model import CHECKPOINTING, COPY, HALF, MODES, Stepping, own_accelerate
-from benchmarks.test_rollout import CONTINUOUS, GENERATE, STATIC, RolloutJob, Workload
-from fastrl import RolloutEngine
+from benchmarks.test_rollout import CONTINUOUS, GENERATE, STATIC, VLLM, RolloutJob
+from benchmarks.worker import Absent, WorkerError
 
 CPU = torch.device("cpu")
 
@@ -33,83 +40,192 @@ TINY = Model("tiny", "gpt2", 1, 16, 2, 2, 32, 101, 32, "fp32")
 JOB = RolloutJob(TINY, 5, 2, (1, 4), 4, 6, 1.0)
 
 
+class InThisProcess:
+    """A worker whose side runs here, on the library of this environment."""
+
+    def __init__(self, python: Path, library: str, kind: str, shape: dict, *_: str, **options: str):
+        self.implementation, self.options = library, options
+        if not (why := script.why_absent(options)):
+            self.side = RolloutSide(importlib.import_module(library), shape, **options)
+        self.why = why
+
+    def ready(self) -> dict[str, str]:
+        if self.why:
+            raise Absent(self.why)
+        return {"torch": "2"}
+
+    def ask(self, command: str) -> dict:
+        return json.loads(json.dumps(getattr(self.side, command)()))
+
+    def __enter__(self) -> InThisProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if manager := getattr(getattr(self, "side", None), "generator", None):
+            getattr(manager, "manager", SimpleNamespace(stop=lambda **_: None)).stop(
+                timeout=10, hard_stop=True
+            )
+
+
 @pytest.fixture(autouse=True)
-def quick_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "copy_speed", lambda device: 1e9)
+    monkeypatch.setattr(test_rollout, "Worker", InThisProcess)
+
+    def no_room(peer: str) -> Path:
+        raise Uninstallable("no room for it")
+
+    monkeypatch.setattr(environments, "peer_python", no_room)
 
 
 def test_every_side_of_a_rollout_is_measured() -> None:
     entry = an_entry(test_rollout, JOB)
+    assert not entry["red"]
     assert set(entry["sides"]) == {OURS, GENERATE, CONTINUOUS}
     assert STATIC in entry["absent"]
-    assert entry["units"] == ["tokens", sum(test_rollout.workload(JOB).limits)]
+    assert entry["absent"][VLLM] == "no room for it"
+    assert entry["units"] == ["tokens", sum(workload(JOB.shape).limits)]
     ours = entry["sides"][OURS]
     assert {phase: len(s) for phase, s in ours["seconds"].items()} == dict.fromkeys(
         ("rollout", "prefill", "decode", "decode step"), 2
     )
     assert rooflines(entry)[0] == ours["limit"][0] / ours["seconds"]["decode"][0]
     assert not entry["sides"][GENERATE]["limit"], "its decode steps are not known"
+    for side in entry["sides"].values():
+        assert side["facts"]["start-up [s]"] >= side["facts"]["loading and set-up [s]"] > 0
+        assert side["memory"]["peak"] > 2**20
+    for name in (OURS, CONTINUOUS):
+        assert entry["sides"][name]["facts"]["largest |Δ log-prob|"] <= EXACT
 
 
-@pytest.mark.parametrize(
-    ("field", "change", "says"),
-    [
-        ("sequences", lambda x: (x + 1) % TINY.vocabulary, "greedy tokens of prompt 0"),
-        ("logprobs_t1", lambda x: x + 2e-5, "log-probs are off"),
-        ("logprobs_t1", lambda x: x * torch.nan, "log-probs are off by nan"),
-    ],
-)
-def test_wrong_tokens_or_log_probs_have_no_figures(field, change, says, monkeypatch) -> None:
-    honest = RolloutEngine.generate
+def test_the_limit_of_a_decode_step_is_what_takes_longer_of_bytes_and_products(monkeypatch) -> None:
+    """A slow copy takes longer than the products of this tiny model, a quick one less."""
+    monkeypatch.setattr(timing, "copy_speed", lambda device: 1e3)
+    slow = an_entry(test_rollout, JOB)["sides"][OURS]
+    nbytes = slow["facts"]["weight bytes"] + slow["facts"]["live bytes per step"]
+    assert slow["limit"] == pytest.approx([nbytes * slow["facts"]["decode steps"] / 1e3] * 2)
+    monkeypatch.setattr(timing, "copy_speed", lambda device: 1e30)
+    entry = an_entry(test_rollout, JOB)
+    assert all(limit > 1e-9 for limit in entry["sides"][OURS]["limit"])
+    products = {roof["product"] for roof in entry["roofs"]}
+    assert products == {"2×16 · 16×48", "2×16 · 16×16", "2×16 · 16×32", "2×32 · 32×16",
+                        "2×16 · 16×101"}  # fmt: skip
 
-    def generate(*arguments):
-        output = honest(*arguments)
-        setattr(output, field, [change(x) for x in getattr(output, field)])
-        return output
 
-    monkeypatch.setattr(RolloutEngine, "generate", generate)
-    # the engine's own check would see that first
-    monkeypatch.setattr(inspect.getmodule(RolloutEngine), "check_numbers", lambda _: None)
+def _tokens(made: Generated) -> Generated:
+    return made._replace(sequences=[[(x + 1) % TINY.vocabulary for x in y] for y in made.sequences])
+
+
+def _logprobs(delta: float) -> Callable[[Generated], Generated]:
+    def moved(made: Generated) -> Generated:
+        return made._replace(logprobs=[[x + delta for x in y] for y in made.logprobs])
+
+    return moved
+
+
+WRONG = [
+    (_tokens, "greedy tokens of prompt 0"),
+    (_logprobs(2e-5), "log-probs are off"),
+    (_logprobs(float("nan")), "log-probs are off by nan"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), WRONG)
+def test_wrong_tokens_or_log_probs_have_no_figures(change, says, monkeypatch) -> None:
+    honest = rollout.Engine.__call__
+    monkeypatch.setattr(rollout.Engine, "__call__", lambda *a, **k: change(honest(*a, **k)))
     entry = an_entry(test_rollout, JOB)
     assert says in entry["red"]
     assert not entry["sides"]
 
 
-def test_a_peer_that_fails_or_stops_early_is_absent_and_says_why(monkeypatch) -> None:
-    closed = []
+@pytest.mark.parametrize("way", [rollout.Engine, rollout.Transformers])
+def test_fewer_tokens_than_asked_for_have_no_figures(way: type, monkeypatch) -> None:
+    honest = way.__call__
 
-    def broken(work: Workload) -> list[torch.Tensor]:
-        raise RuntimeError("no kernels")
+    def fewer(self, work: Workload, greedy: bool = False) -> Generated:
+        made = honest(self, work, greedy)
+        return made if greedy else made._replace(sequences=[x[:-1] for x in made.sequences])
 
-    def importing(*_: object, **__: object):
-        raise ImportError("no such name")
-
-    broken.close = lambda: closed.append("broken")
-    made = {
-        "broken": lambda *_, **__: (broken, ""),
-        "short": lambda *_, **__: (lambda work: [torch.zeros(n - 1) for n in work.limits], ""),
-        "old": importing,
-    }
-    monkeypatch.setattr(test_rollout, "PEERS", made)
+    monkeypatch.setattr(way, "__call__", fewer)
     entry = an_entry(test_rollout, JOB)
-    assert set(entry["sides"]) == {OURS}
-    assert entry["absent"]["broken"] == "RuntimeError: no kernels"
-    assert entry["absent"]["short"].startswith("sample 0 has ")
-    assert "no such name" in entry["absent"]["old"]
-    assert closed == ["broken"]
+    why = entry["red"] if way is rollout.Engine else entry["absent"][GENERATE]
+    assert "sample 0 has" in why
 
 
-def test_every_side_makes_what_generate_makes_alone() -> None:
-    model = build(TINY, CPU)
-    work = test_rollout.short_work(TINY.vocabulary)
-    expected = test_rollout.greedy_tokens(model, work)
-    assert [len(x) for x in expected] == work.limits
-    for make in (test_rollout.dynamic, test_rollout.continuous):
-        call, _ = make(model, 2, work, greedy=True)
-        assert test_rollout.differing(model, work, call(work), expected) is None
-        getattr(call, "close", lambda: None)()
-    wrong = [*expected[:2], expected[2].flip(0)]
-    assert "prompt 2" in test_rollout.differing(model, work, wrong, expected)
+@pytest.mark.parametrize(("change", "says"), [*WRONG[:1], (_logprobs(2e-3), "log-probs are off")])
+def test_a_peer_that_is_wrong_is_absent_and_says_why(change, says, monkeypatch) -> None:
+    honest = rollout.Continuous.__call__
+    monkeypatch.setattr(rollout.Continuous, "__call__", lambda *a, **k: change(honest(*a, **k)))
+    entry = an_entry(test_rollout, JOB)
+    assert set(entry["sides"]) == {OURS, GENERATE}
+    assert says in entry["absent"][CONTINUOUS]
+
+
+def test_a_peers_log_probs_may_be_less_exact_than_ours(monkeypatch) -> None:
+    honest = rollout.Continuous.__call__
+    moved = _logprobs(2e-5)
+    monkeypatch.setattr(rollout.Continuous, "__call__", lambda *a, **k: moved(honest(*a, **k)))
+    entry = an_entry(test_rollout, JOB)
+    assert entry["sides"][CONTINUOUS]["facts"]["mean |Δ log-prob|"] == pytest.approx(2e-5, rel=0.1)
+
+
+def test_a_peer_whose_process_ends_says_its_last_words() -> None:
+    error = WorkerError("the vllm worker ended:\nloading\nRuntimeError: no kernels\n")
+    assert test_rollout.why_absent(error) == "RuntimeError: no kernels"
+
+
+def test_vllm_draws_from_the_whole_softmax_without_prefixes_and_with_log_probs(tmp_path) -> None:
+    """Its interface, as far as the side asks for it."""
+    asked: dict = {}
+
+    class LLM:
+        llm_engine = SimpleNamespace(
+            vllm_config=SimpleNamespace(cache_config=SimpleNamespace(kv_cache_memory_bytes=2**31))
+        )
+
+        def __init__(self, folder: str, **options: object) -> None:
+            asked.update(options, folder=folder)
+
+        def generate(self, prompts, params, use_tqdm):
+            asked["params"] = params
+            made = [[5 + i] * one.max_tokens for i, one in enumerate(params)]
+            return [
+                SimpleNamespace(
+                    outputs=[
+                        SimpleNamespace(
+                            token_ids=ids,
+                            logprobs=[{5 + i: SimpleNamespace(logprob=-1.0 - i)} for _ in ids],
+                        )
+                    ]
+                )
+                for i, ids in enumerate(made)
+            ]
+
+    library = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace)
+    side = RolloutSide(library, JOB.shape, str(tmp_path), "vllm")
+    found = side.check()
+    assert [len(ids) for ids in found["sequences"]] == workload(JOB.shape).limits
+    assert found["logprobs"][1][0] == -2.0
+    assert asked["enable_prefix_caching"] is False
+    assert (asked["dtype"], asked["max_num_seqs"]) == ("float32", JOB.slots)
+    (one, *_) = asked["params"]
+    assert (one.temperature, one.logprobs, one.ignore_eos) == (1.0, 0, True)
+    assert one.min_tokens == one.max_tokens
+    assert "2 GiB are reserved" in found["note"]
+    side.greedy()
+    assert asked["params"][0].temperature == 0.0
+
+
+def test_every_side_makes_what_generate_makes_alone(tmp_path) -> None:
+    gate = test_rollout.Gate.of(JOB, CPU, tmp_path)
+    assert [len(x) for x in gate.expected] == gate.short.limits
+    for name in (GENERATE, CONTINUOUS):
+        with test_rollout.start(name, JOB, gate.folders[0], CPU) as worker:
+            found = worker.ask("greedy")["sequences"]
+        assert test_rollout.differing(gate.model, gate.short, found, gate.expected) is None
+    wrong = [*found[:2], found[2][::-1]]
+    assert "prompt 2" in test_rollout.differing(gate.model, gate.short, wrong, gate.expected)
 
 
 @pytest.mark.parametrize(("gap", "tied"), [(0.0, True), (1e-5, True), (1e-3, False)])
@@ -125,26 +241,26 @@ def test_what_follows_two_likeliest_tokens_is_not_compared(gap: float, tied: boo
     expected = [torch.tensor([1, 2, 0])]
     differing = test_rollout.differing
     for found in ([1, 3, 1], [1, 3, 2]):
-        assert (differing(Model(), work, [torch.tensor(found)], expected) is None) == tied
-    assert differing(Model(), work, [torch.tensor([1, 1, 0])], expected)
-    assert differing(Model(), work, [torch.tensor([1, 2])], expected)
+        assert (differing(Model(), work, [found], expected) is None) == tied
+    assert differing(Model(), work, [[1, 1, 0]], expected)
+    assert differing(Model(), work, [[1, 2]], expected)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_less_precise_model_is_audited_by_the_mean(dtype: str) -> None:
+def test_a_less_precise_model_is_audited_by_the_mean(dtype: str, tmp_path: Path) -> None:
     model = dataclasses.replace(TINY, family="qwen2", kv_heads=1, dtype=dtype)
-    work = test_rollout.workload(dataclasses.replace(JOB, model=model))
-    built = build(model, CPU)
-    engine = test_rollout.Engine(built, slots=2)
-    engine(work)
-    assert test_rollout.audit(built, dtype, work, engine.output)[-1] is None
-    first = engine.output.logprobs_t1[0]
-    first[0] += 0.02  # one of many
-    _, largest, wrong = test_rollout.audit(built, dtype, work, engine.output)
-    assert largest == pytest.approx(0.02, rel=0.05)
+    job = dataclasses.replace(JOB, model=model)
+    gate = test_rollout.Gate.of(job, CPU, tmp_path)
+    assert (gate.exact is gate.model) == (dtype == "fp32")
+    with test_rollout.start(OURS, job, gate.folders[0], CPU) as worker:
+        found = worker.ask("check")
+    assert test_rollout.audit(gate.model, dtype, gate.work, found)[-1] is None
+    found["logprobs"][0][0] += 0.02  # one of many
+    facts, wrong = test_rollout.audit(gate.model, dtype, gate.work, found)
+    assert facts["largest |Δ log-prob|"] == pytest.approx(0.02, rel=0.05)
     assert (wrong is None) == (dtype == "bf16")
-    first += 0.1
-    assert test_rollout.audit(built, dtype, work, engine.output)[-1] is not None
+    found["logprobs"][0] = [x + 0.1 for x in found["logprobs"][0]]
+    assert test_rollout.audit(gate.model, dtype, gate.work, found)[-1] is not None
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -152,9 +268,9 @@ def test_rollouts_fit_their_model_and_have_labels_of_their_own(device: str) -> N
     found = test_rollout.cases(Run(torch.device(device), full=True))
     assert len({str(case) for case in found}) == len(found)
     for case in found:
-        limits = test_rollout.workload(case.of).limits
+        limits = workload(case.of.shape).limits
         assert case.of.prompt[1] + max(limits) <= case.of.model.context
-        assert limits == test_rollout.workload(case.of).limits, "the same every time"
+        assert limits == workload(case.of.shape).limits, "the same every time"
 
 
 def test_bytes_of_a_step_are_those_that_it_cannot_but_read() -> None:

@@ -1,0 +1,164 @@
+"""Matrix products by every library that torch reaches, and how fast each is on given shapes.
+
+A machine's limit is what its fastest library computes: on CPUs torch's own product, `mm`, may go to
+one that is slower than another in the same build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.models import Model
+from benchmarks.timing import DTYPES, copy_speed, now
+
+MM, ONEDNN, PACKED = "mm", "oneDNN", "oneDNN, prepacked"
+
+Call = Callable[[], object]
+
+
+def without_bf16(device: torch.device) -> str | None:
+    """Why bf16 is not measured on a device: a CPU that has no instructions for it is slower in it
+    than in fp32. None where it is measured."""
+    tests = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    if device.type != "cpu" or any(getattr(torch.cpu, name, bool)() for name in tests):
+        return None
+    return "this CPU has neither AVX512-BF16 nor AMX, which make bf16 worth measuring"
+
+
+class Product(NamedTuple):
+    """Some products [m, k] · [k, n], equal in size."""
+
+    m: int
+    k: int
+    n: int
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Of one of them."""
+        return 2.0 * self.m * self.k * self.n
+
+    def __str__(self) -> str:
+        """`192×256 · 256×50257`."""
+        return f"{self.m}×{self.k} · {self.k}×{self.n}"
+
+
+def of_model(model: Model, rows: int) -> list[Product]:
+    """Those of a forward of some rows: of every layer's linear maps, and of the head."""
+    width, keys = model.width, model.kv_heads * (model.width // model.heads)
+    if model.family == "gpt2":
+        sizes = [(width, 3 * width), (width, width)]
+        sizes += [(width, model.intermediate), (model.intermediate, width)]
+    else:
+        sizes = [(width, width), (width, keys), (width, keys), (width, width)]
+        sizes += 2 * [(width, model.intermediate)] + [(model.intermediate, width)]
+    counts = {size: model.layers * sizes.count(size) for size in sizes}
+    layers = [Product(rows, k, n, count) for (k, n), count in counts.items()]
+    return [*layers, Product(rows, width, model.vocabulary)]
+
+
+def of_head(model: Model, rows: int) -> list[Product]:
+    """The head's logits, and the gradients of its input and of its weight."""
+    width, vocabulary = model.width, model.vocabulary
+    return [
+        Product(rows, width, vocabulary),
+        Product(rows, vocabulary, width),
+        Product(vocabulary, rows, width),
+    ]
+
+
+def mm(x: Tensor, weight: Tensor) -> Call:
+    """torch's own; in fp32 on x86 MKL's."""
+    out = x.new_empty(len(x), len(weight))
+    return lambda: torch.mm(x, weight.t(), out=out)
+
+
+def onednn(x: Tensor, weight: Tensor) -> Call:
+    """oneDNN's; the weight lies as `nn.Linear` has it."""
+    linear = torch.ops.mkldnn._linear_pointwise
+    return lambda: linear(x, weight, None, "none", [], "")
+
+
+def packed(x: Tensor, weight: Tensor) -> Call:
+    """oneDNN's, on a weight that lies as oneDNN wants it for this many rows."""
+    return onednn(x, torch.ops.mkldnn._reorder_linear_weight(weight, len(x)))
+
+
+PROVIDERS = {MM: mm, ONEDNN: onednn, PACKED: packed}  # (x [m, k], weight [n, k]) → the call of x·wᵀ
+
+
+def providers(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[..., Call]]:
+    """Those that compute products of a dtype on a device."""
+    found = {}
+    for name, make in PROVIDERS.items():
+        if device.type != "cpu" and make is not mm:
+            continue
+        if dtype == torch.float16 and make is not mm:  # few CPUs have its instructions
+            continue
+        try:
+            x = torch.ones(2, 16, dtype=dtype, device=device)
+            make(x, x.repeat(8, 1))()
+        except (RuntimeError, NotImplementedError, AttributeError):
+            continue  # another build of torch
+        found[name] = make
+    return found
+
+
+def fastest(
+    products: Iterable[Product], dtype: str, device: torch.device
+) -> tuple[Call, list[dict[str, Any]]]:
+    """A call that computes all products, each by the provider that is the fastest at its shape, and
+    every provider's speed: [{"product", "dtype", "count", "flop/s": {provider: number}}].
+
+    Operands lie as each provider wants them: what a copy costs that brings them there is not in it.
+    """
+    calls: list[tuple[Call, int]] = []
+    roofs = []
+    for product in products:
+        x, weight = (
+            torch.full((rows, product.k), 0.5, dtype=DTYPES[dtype], device=device)
+            for rows in (product.m, product.n)
+        )
+        made = {name: make(x, weight) for name, make in providers(x.dtype, device).items()}
+        seconds = {name: best_of_few(call, device) for name, call in made.items()}
+        calls.append((made[min(seconds, key=seconds.__getitem__)], product.count))
+        speeds = {name: product.flops / taken for name, taken in seconds.items()}
+        described = {"product": str(product), "dtype": dtype, "count": product.count}
+        roofs.append({**described, "flop/s": speeds})
+
+    def run() -> None:
+        for call, count in calls:
+            for _ in range(count):
+                call()
+
+    return run, roofs
+
+
+def roofs(products: Iterable[Product], dtype: str, device: torch.device) -> list[dict[str, Any]]:
+    """Every provider's speed, as `fastest` gives it; none on GPUs, where there is one provider."""
+    return fastest(products, dtype, device)[1] if device.type == "cpu" else []
+
+
+def roofline(device: torch.device) -> dict[str, Any]:
+    """{"copy": bytes per second, "gemm": {dtype: {provider: flops per second}}}, measured now."""
+    gemm = {}
+    for dtype in DTYPES:
+        # CPUs without instructions for half precision take seconds for small products.
+        n = 8192 if device.type == "cuda" else (1024 if dtype == "fp32" else 512)
+        (found,) = fastest([Product(n, n, n)], dtype, device)[1]
+        gemm[dtype] = found["flop/s"]
+    return {"copy": copy_speed(device), "gemm": gemm}
+
+
+def best_of_few(call: Call, device: torch.device, within: float = 0.5) -> float:
+    """The seconds of the fastest of some calls, after one that is not counted."""
+    found: list[float] = []
+    while len(found) < 3 or (sum(found) < within and len(found) < 50):
+        began = now(device)
+        call()
+        found.append(now(device) - began)
+    return min(found[1:])
