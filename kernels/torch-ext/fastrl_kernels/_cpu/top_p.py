@@ -39,8 +39,7 @@ def lowest_by_buckets(
     inside = bucket == holds
     lowest = torch.empty_like(row_max)
     for i in range(len(x)):
-        highest = x[i][inside[i]].sort(descending=True).values
-        t = temperature[i] if isinstance(temperature, Tensor) else temperature
-        weights = tempered(highest - row_max[i], t).exp_().double()
+        highest, order = x[i][inside[i]].sort(descending=True)
+        weights = e[i][inside[i]][order].double()
         lowest[i] = last_below(highest, weights, above[i], limit[i])
     return lowest
