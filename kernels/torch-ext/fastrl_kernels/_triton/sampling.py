@@ -395,7 +395,6 @@ def _sample_draw_kernel(
     parts,
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
-    ALL: tl.constexpr,
     TILE: tl.constexpr,
     VEC: tl.constexpr,
     PARTS: tl.constexpr,
@@ -425,13 +424,13 @@ def _sample_draw_kernel(
         dropped = tl.load(dropped_ptr + at, mask=index < parts, other=float("-inf"))
         cutoff = tl.where(tl.max(dropped, 0) > float("-inf"), lowest, cutoff)
 
+    ALL: tl.constexpr = PARTS * GROUPS
     index = tl.arange(0, ALL)
-    inside = index < parts * GROUPS
-    weights = tl.load(groups_ptr + row * parts * GROUPS + index, mask=inside, other=0.0)
+    at = row * parts * GROUPS + index
+    weights = tl.load(groups_ptr + at, mask=index < parts * GROUPS, other=0.0)
     if kept_ptr is None:
-        part_max = tl.load(max_ptr + row * parts + index // GROUPS, mask=inside, other=LOWEST)
-        highest = tl.exp2((part_max - row_max) * scale)
-        weights *= in_row(part_max, row_max, highest, greedy)
+        highest = in_row(part_max, row_max, tl.exp2(a), greedy)[:, None]
+        weights *= tl.reshape(tl.broadcast_to(highest, [PARTS, GROUPS]), [ALL])
     score = weights / exponential(state, index.to(tl.int64) + _FIRST_PART)
     score = tl.where(greedy, tl.where(weights > 0, 1.0, 0.0), score)
     first = tl.argmax(tl.where(sound, score, 0.0), 0) * SIZE

@@ -100,10 +100,8 @@ class VocabTiles:
         size = part_size(self.vocabulary)
         self.groups = self.shapes["TILE"] // size  # of the race, in a tile
         self.race: dict[str, Any] = {"SIZE": size}
-        self.winner = {  # what draws a token holds all groups of a row, and the columns of one
-            **_tile(size, logits.dtype), **self.race, "GROUPS": self.groups,
-            "ALL": triton.next_power_of_2(self.count * self.groups),
-        }  # fmt: skip
+        # What draws a token holds the columns of one group.
+        self.winner = {**_tile(size, logits.dtype), **self.race, "GROUPS": self.groups}
         self.grid = (self.n * self.count,)
         self.logits = (rows, *row_argument(temperature))
         self.sizes = (self.vocabulary, rows.stride(1), self.count)
