@@ -143,7 +143,7 @@ TUNABLES = (
         (128, 256, 512),
         ("sample_tokens",),
         "512 vectors of 16 bytes to a tile: two per thread at 256, the load being one pass "
-        "either way. Philox is what is computed, 10 rounds for 4 numbers: within 5%, 512 the "
+        "either way. The exponentials are what is computed: within 5%, 512 the "
         "best if any.",
     ),
     Tunable(

@@ -61,12 +61,12 @@ def test_both_backends_draw_the_same_tokens(device, monkeypatch, vocabulary):
     assert differing <= rows / 10000
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-def test_both_backends_draw_the_same_tokens_of_a_few_rows(device, monkeypatch, options, scale):
+@pytest.mark.parametrize("name", OPTIONS)
+def test_both_backends_draw_the_same_tokens_of_a_few_rows(device, monkeypatch, name):
     one_part(monkeypatch)
-    logits = batch(5, 50257, device=device, scale=scale)
-    first, second = both(logits, keys_for(5, device), options)
+    rows = 2 if name in SEARCHING else 8
+    logits = torch.cat([batch(rows // 2, 50257, scale=x) for x in SCALES.values()]).to(device)
+    first, second = both(logits, keys_for(rows, device), OPTIONS[name])
     assert torch.equal(first, second)
 
 
@@ -84,7 +84,7 @@ def test_a_draw_does_not_depend_on_the_tile_that_a_program_holds(device, monkeyp
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 7, 503, 50257])
 def test_a_draw_is_the_specifications(backend, device, vocabulary):
-    rows = 4 if backend == "triton" else 200
+    rows = 4 if backend == "triton" else 100_000 // max(500, vocabulary)
     if backend == "triton" and vocabulary > 503:
         pytest.skip("the other backend is compared with both")
     logits, keys = batch(rows, vocabulary, device=device), keys_for(rows, device)

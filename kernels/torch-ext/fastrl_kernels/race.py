@@ -17,6 +17,9 @@ from torch import Tensor
 
 from .rng import GAMMA, mixed, shifted
 
+# Which tokens keys draw. 1, of older versions: by the inverse distribution function on PyTorch's path,
+# by a race over parts of another size, with Philox's numbers, on Triton's.
+DRAWS = 2
 # Parts are counted from here, tokens from 0: no part shares a variate with a token.
 FIRST_PART = 1 << 32
 MOST = 1.0 - 2.0**-24  # uniforms in fp32 must not round to 1

@@ -166,10 +166,10 @@ def sample_support(
 
 
 def race(probabilities: Tensor, keys: Tensor) -> Tensor:
-    """The token [N] that each key draws with probabilities [N, V]: a race of exponentials over parts
-    of P = 2^⌊b/2⌋ tokens, at most 1024, with b the bits of V - 1; then one within the part.
+    """The token [N] that each key draws with probabilities [N, V]: by a race of exponentials over
+    parts of P = 2^⌊b/2⌋ tokens, at most 1024, with b the bits of V - 1; then by one within a part.
 
-    A part wins that has the smallest E/Σp, then the token with the smallest E/p, the first of equals.
+    The part with the smallest E/Σp wins, then the token with the smallest E/p; the first of equals.
     E = -log(1 - u) with u = (k + ½)·2⁻⁴⁷, where k are the 47 high bits of mix(mix(key + γ) + c·γ),
     splitmix64's γ and mix, modulo 2⁶⁴; c is a token's index, and of part i is 2³² + i.
     """

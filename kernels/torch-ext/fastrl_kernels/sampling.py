@@ -266,9 +266,12 @@ def sample_tokens(
         min-p: p_v ≥ min_p · max p.
 
     The draw depends on the row's logits, its parameters and its key, and on nothing else: neither
-    on other rows nor on the row's place in memory. A logit of -inf is never drawn. A row that is no distribution
-    (it holds NaN or inf, or no logit above -1e30) gets token -1, and NaN in every other field: look
-    for it before the tokens index an embedding.
+    on other rows, nor on the row's place in memory, nor on the backend, but that one in 10,000 fp32
+    rows may differ between backends, where the scores of two tokens are equal to rounding. It is
+    two races of exponential variates, among parts of the vocabulary and within one:
+    ``fastrl_kernels.reference.race`` is its definition. A logit of -inf is never drawn. A row that
+    is no distribution (it holds NaN or inf, or no logit above -1e30) gets token -1, and NaN in
+    every other field: look for it before the tokens index an embedding.
 
     Nothing waits for the device, and no shape depends on data, but for PyTorch's path on CPU
     tensors: it reads parameters to check them, and with top-p whether the highest logits were

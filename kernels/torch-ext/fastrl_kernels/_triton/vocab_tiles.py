@@ -1,7 +1,7 @@
 """Rows of logits in parts, one tile each, for the sampling kernels.
 
-A tile is loaded by whole vectors wherever the row starts, and its columns are moved to slots 0, 1, …,
-so that results do not depend on the row's address.
+A tile is loaded by whole vectors wherever the row starts, and its columns are moved to slots 0, 1,
+…, so that results do not depend on the row's address.
 
 The race that draws a token has smaller parts (``race.part_size``), groups of a tile's columns.
 """
