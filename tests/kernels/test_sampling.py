@@ -217,6 +217,15 @@ def test_parameters_per_row(backend, device):
             torch.testing.assert_close(a[0], b[i], rtol=1e-6, atol=1e-6, msg=f"{i}: {name}")
 
 
+def test_top_p_per_row_of_a_long_row_keeps_what_a_number_keeps():
+    logits = batch(4, 5003)
+    values = [0.3, 1.0, 0.9, 0.9999]
+    together = sample(logits, top_p=torch.tensor(values), backend="torch")
+    for i, top_p in enumerate(values):
+        assert together.cutoffs[i] == sample(logits, top_p=top_p, backend="torch").cutoffs[i]
+    assert (together.cutoffs == -INF).tolist() == [False, True, False, False]
+
+
 def test_rows_that_are_no_distribution(backend, device):
     logits = batch(6, 507, device=device)
     logits[0] = -INF

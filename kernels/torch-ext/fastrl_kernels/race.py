@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .rng import GAMMA, mixed, shifted
 
-# Which tokens keys draw. 1, of older versions: by the inverse distribution function on PyTorch's path,
-# by a race over parts of another size, with Philox's numbers, on Triton's.
+# The version of the rule by which keys draw tokens. 1, of older packages: PyTorch inverted the
+# distribution function, Triton's raced over parts of another size.
 DRAWS = 2
 # Parts are counted from here, tokens from 0: no part shares a variate with a token.
 FIRST_PART = 1 << 32

@@ -65,8 +65,7 @@ def _lowest_kept(
     of x's shape."""
     by_k, by_p, by_min = p.truncates(x.shape[-1])
     lowest = torch.full_like(row_max, -_INF)
-    alone = by_p and not by_k and x.device.type == "cpu" and x.shape[-1] >= MANY
-    if alone and not isinstance(p.top_p, Tensor):
+    if by_p and not by_k and x.device.type == "cpu" and x.shape[-1] >= MANY:
         lowest = lowest_by_buckets(x, e, row_max, p.temperature, p.top_p)
     elif by_k or by_p:
         lowest = _lowest_by_sorting(x, e, p, free)
