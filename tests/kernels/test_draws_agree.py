@@ -70,6 +70,19 @@ def test_both_backends_draw_the_same_tokens_of_a_few_rows(device, monkeypatch, n
     assert torch.equal(first, second)
 
 
+def test_both_backends_draw_the_same_tokens_with_parameters_per_row(device):
+    """Greedy rows, rows that nothing cuts and others, of more than one part."""
+    logits, keys = batch(24, 5003, device=device), keys_for(24, device)
+    logits[:, 4999] = logits.amax(-1) - 0.1 * torch.arange(24, device=device) + 1.2
+    options = {
+        "temperature": torch.tensor([0.0, 1.0, 0.7, 1.5]).repeat(6).to(device),
+        "min_p": torch.tensor([0.0, 0.0, 0.05]).repeat(8).to(device),
+    }
+    first, second = both(logits, keys, options)
+    assert torch.equal(first, second)
+    assert torch.equal(first[::4], logits[::4].argmax(-1).cpu())
+
+
 def test_a_draw_does_not_depend_on_the_tile_that_a_program_holds(device, monkeypatch):
     from fastrl_kernels._triton import vocab_tiles
 

@@ -53,7 +53,7 @@ def _least_logit(row_max: Tensor, p: SamplingParameters) -> Tensor:
     """The lowest number [r, 1] that min-p keeps: log p_v ≥ log max p + log min_p, rounded up, so
     that comparing fp32 logits with it rounds nothing."""
     log = torch.as_tensor(p.min_p, dtype=torch.float64, device=row_max.device).log()
-    exact = row_max + log * p.temperature
+    exact = row_max.double() + log * p.temperature
     bound = exact.float()
     return torch.where(bound < exact, torch.nextafter(bound, row_max), bound)
 
