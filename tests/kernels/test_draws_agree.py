@@ -61,7 +61,7 @@ def test_both_backends_draw_the_same_tokens(device, monkeypatch, vocabulary):
     assert differing <= rows / 10000
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ["plain", "min-p", "all"])
 def test_both_backends_draw_the_same_tokens_of_a_few_rows(device, monkeypatch, name):
     one_part(monkeypatch)
     rows = 2 if name in SEARCHING else 8

@@ -69,10 +69,9 @@ def test_tokens_are_drawn_as_often_as_they_are_probable(backend, device, options
 
 
 @pytest.mark.parametrize("options", COMBINATIONS.values(), ids=COMBINATIONS)
-@pytest.mark.parametrize("scale", [0.5, 3.0], ids=["flat", "peaked"])
-def test_draws_of_several_parts_are_as_often_as_they_are_probable(scale, options):
+def test_draws_of_several_parts_are_as_often_as_they_are_probable(options):
     """100,000 draws of each combination, from a row of thirteen parts, whose last is not whole."""
-    row = batch(203, scale=scale, seed=3)
+    row = batch(203, scale=2.0, seed=3)
     counts, _ = draws(row, 100_000, "torch", seed=7, **options)
     _, drawn_from, *_ = reference.sample_support(row.double()[None], **options)
     possible = drawn_from[0] > 0
