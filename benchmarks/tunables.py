@@ -132,9 +132,9 @@ TUNABLES = (
         ("_triton.vocab_tiles._TILE",),
         (2048, 4096, 8192),
         ("sample_tokens",),
-        "Each part writes 5 figures and is merged once more: 0.1% of the bytes at 4096. 8192 "
-        "over 256 threads are 32 logits and their keys' noise in registers: half as many "
-        "programs at a time, 5–10% slower. 2048: within 3%.",
+        "Each part writes 4 figures and the sums of its groups, 0.3% of the bytes at 4096, and is "
+        "merged once more. 8192 over 256 threads are 32 logits in registers: fewer programs at a "
+        "time, up to 5% slower. 2048: within 3%.",
     ),
     Tunable(
         "sampling threads",
@@ -143,8 +143,7 @@ TUNABLES = (
         (128, 256, 512),
         ("sample_tokens",),
         "512 vectors of 16 bytes to a tile: two per thread at 256, the load being one pass "
-        "either way. Philox is what is computed, 10 rounds for 4 numbers: within 5%, 512 the "
-        "best if any.",
+        "either way. Little is computed: within 5%, 512 the best if any.",
     ),
     Tunable(
         "split",

@@ -19,7 +19,7 @@ from fastrl.rollout import RolloutOutput
 from fastrl.run.checkpoints import Checkpoints, step_of
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import no_step, read_facts, read_ledger
-from fastrl.run.machine import differences, machine, remedies, versions
+from fastrl.run.machine import differences, machine, other_draws, remedies, versions
 
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer
@@ -348,6 +348,7 @@ def _warn_of_another_machine(recorded: list[dict[str, Any]]) -> None:
         warnings.warn(
             f"the run was done under other conditions ({'; '.join(found)}): the replay is the same "
             "computation, but its last bits may differ, and with them tokens"
+            + other_draws(recorded[-1]["versions"])
             + (f"; start it with {remedy} for the run's" if remedy else ""),
             stacklevel=3,
         )

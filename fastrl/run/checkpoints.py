@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastrl.run.files import free_name, new_folder, remove_folder, write_file
-from fastrl.run.machine import differences, machine, remedies, versions
+from fastrl.run.machine import differences, machine, other_draws, remedies, versions
 from fastrl.run.processes import OneProcess, Processes
 
 if TYPE_CHECKING:
@@ -330,7 +330,9 @@ def warn_of_another_machine(manifest: dict[str, Any]) -> None:
         warnings.warn(
             f"the checkpoint was saved under other conditions ({'; '.join(found)}): what follows "
             "is the same computation, but its last bits may differ from those of an uninterrupted "
-            "run" + (f"; start it with {remedy} for the checkpoint's" if remedy else ""),
+            "run"
+            + other_draws(manifest["versions"])
+            + (f"; start it with {remedy} for the checkpoint's" if remedy else ""),
             stacklevel=3,
         )
 

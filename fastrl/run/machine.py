@@ -13,8 +13,11 @@ _PACKAGES = ("fastrl-lm", "torch", "triton", "transformers", "accelerate", "peft
 
 
 def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
-    """The versions of Python and of packages; "not installed" where there is none."""
-    found = {"python": platform.python_version()}
+    """The versions of Python and of packages, "not installed" where there is none; and that of the
+    draws: which tokens keys draw."""
+    from fastrl_kernels.race import DRAWS
+
+    found = {"python": platform.python_version(), "draws": str(DRAWS)}
     for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
@@ -37,6 +40,19 @@ def machine() -> dict[str, Any]:
         "products": gemm.as_json(gemm.choices()),
         "gpus": [torch.cuda.get_device_name(i) for i in gpus],
     }
+
+
+def other_draws(before: dict[str, str]) -> str:
+    """What to say, after a semicolon, of recorded versions whose keys drew other tokens; "" of the
+    same."""
+    from fastrl_kernels.race import DRAWS
+
+    if before.get("draws", "1") == str(DRAWS):
+        return ""
+    return (
+        "; tokens are drawn in another way since then: those of one key have the same "
+        "probabilities, but are others (install the versions of the run to draw the run's)"
+    )
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

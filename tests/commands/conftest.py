@@ -15,6 +15,8 @@ REWARD = "def by_label(prompts, completions, completion_ids, label, **columns):\
 REWARD += "    return [float(len(i) + l) for i, l in zip(completion_ids, label, strict=True)]\n"
 REWARD += "def length(prompts, completions, completion_ids, **columns):\n"
 REWARD += "    return [float(len(ids)) for ids in completion_ids]\n"
+REWARD += "def remainder(prompts, completions, completion_ids, **columns):\n"
+REWARD += "    return [float(sum(ids) % 7) for ids in completion_ids]\n"
 REWARD += "async def labelled(completions, label, **columns):\n"
 REWARD += "    return [2.0 if wanted else None for wanted in label]\n"
 

@@ -60,7 +60,7 @@ def test_classifier_reward_leaves_a_model_and_a_report(world, tmp_path, capsys):
 def test_grpo_leaves_a_plain_model_and_a_report(world, tmp_path, capsys, advantage):
     run = tmp_path / "run"
     flags = {"advantage": advantage, "group-size": 4}
-    words = arguments(world, run, f"{world / 'rewards.py'}:length", **flags)
+    words = arguments(world, run, f"{world / 'rewards.py'}:remainder", **flags)
     assert cli.main(["grpo", *words[1:]]) == 0
     assert "10 held-out prompts: mean reward" in capsys.readouterr().out
     assert (run / "report.png").stat().st_size > 10_000

@@ -116,35 +116,6 @@ def interpreter_scans_by_doubling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def interpreter_draws_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Philox's ten rounds on whole arrays: the interpreter takes sixty operations for them, each of
-    which costs a thousand times the arithmetic."""
-    if not dispatch.triton_installed() or not dispatch.interpreting():
-        return
-    import triton.language as tl
-    from triton.language import random
-    from triton.runtime.interpreter import TensorHandle
-
-    by_operations = random.philox_impl
-
-    def philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any = 10) -> Any:
-        if c0.dtype != tl.uint32:
-            return by_operations(c0, c1, c2, c3, k0, k1, n_rounds)
-        low, key_steps = numpy.uint64(0xFFFFFFFF), (0x9E3779B9, 0xBB67AE85)
-        a, b, c, d, *keys = (x.handle.data.astype(numpy.uint64) for x in (c0, c1, c2, c3, k0, k1))
-        for _ in range(getattr(n_rounds, "value", n_rounds)):
-            by_a, by_c = a * numpy.uint64(0xD2511F53), c * numpy.uint64(0xCD9E8D57)
-            a, c = (by_c >> 32) ^ b ^ keys[0], (by_a >> 32) ^ d ^ keys[1]
-            b, d = by_c & low, by_a & low
-            keys = [(k + numpy.uint64(step)) & low for k, step in zip(keys, key_steps, strict=True)]
-        states = numpy.broadcast_arrays(a, b, c, d)
-        handles = [TensorHandle(x.astype(numpy.uint32), tl.uint32) for x in states]
-        return tuple(tl.tensor(handle, c0.type) for handle in handles)
-
-    monkeypatch.setattr(random, "philox_impl", philox)
-
-
-@pytest.fixture(autouse=True)
 def interpreter_knows_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes a table of all dtypes whenever it wants one's counterpart in numpy."""
     if not dispatch.triton_installed() or not dispatch.interpreting():

@@ -6,17 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
-from fastrl_kernels._triton.sampling import _log2_exponential
+from fastrl_kernels._triton.sampling import exponential, race_state
 
 
 @triton.jit
-def _noise_kernel(out_ptr, STREAM: tl.constexpr, COLUMNS: tl.constexpr):
-    key, column = tl.program_id(0), tl.arange(0, COLUMNS)
-    tl.store(out_ptr + key * COLUMNS + column, _log2_exponential(key, column, STREAM))
+def _noise_kernel(keys_ptr, out_ptr, first, COLUMNS: tl.constexpr):
+    row, column = tl.program_id(0), tl.arange(0, COLUMNS)
+    state = race_state(tl.load(keys_ptr + row))
+    tl.store(out_ptr + row * COLUMNS + column, exponential(state, column.to(tl.int64) + first))
 
 
-def exponentials(keys: int, columns: int, stream: int, device: str) -> torch.Tensor:
-    """[keys, columns] float64, of the keys 0, 1, …"""
-    out = torch.empty(keys, columns, device=device)
-    _noise_kernel[(keys,)](out, STREAM=stream, COLUMNS=columns)
-    return out.cpu().double().exp2()
+def exponentials(keys: torch.Tensor, columns: int, first: int = 0) -> torch.Tensor:
+    """[keys, columns] fp32, of counters from ``first`` on."""
+    out = torch.empty(len(keys), columns, device=keys.device)
+    _noise_kernel[(len(keys),)](keys, out, first, COLUMNS=columns)
+    return out

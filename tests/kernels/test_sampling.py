@@ -217,6 +217,16 @@ def test_parameters_per_row(backend, device):
             torch.testing.assert_close(a[0], b[i], rtol=1e-6, atol=1e-6, msg=f"{i}: {name}")
 
 
+def test_top_p_per_row_of_a_long_row_keeps_what_a_number_keeps():
+    logits = batch(4, 5003)
+    logits[1, 7] = -1e3  # of no weight in fp32, and kept nevertheless where nothing is cut
+    values = [0.3, 1.0, 0.9, 0.9999]
+    together = sample(logits, top_p=torch.tensor(values), backend="torch")
+    for i, top_p in enumerate(values):
+        assert together.cutoffs[i] == sample(logits, top_p=top_p, backend="torch").cutoffs[i]
+    assert (together.cutoffs == -INF).tolist() == [False, True, False, False]
+
+
 def test_rows_that_are_no_distribution(backend, device):
     logits = batch(6, 507, device=device)
     logits[0] = -INF
@@ -228,6 +238,24 @@ def test_rows_that_are_no_distribution(backend, device):
         assert (result.tokens == -1).tolist() == [True, False, True, False, True, True]
         for x in result[1:]:
             assert x.isnan().tolist() == [True, False, True, False, True, True]
+
+
+def test_a_row_without_a_logit_above_the_lowest_is_no_distribution(backend, device):
+    logits = torch.full((2, 90), -2e30, device=device)
+    logits[1, 5] = -1e29
+    assert sample(logits, backend=backend).tokens.tolist() == [-1, 5]
+
+
+def test_min_p_compares_as_in_exact_arithmetic():
+    """Logits next to the bound, on either side of it, however coarse they are there."""
+    for i in range(40):
+        highest, min_p, t = 300.0 + i, 0.01 + 0.02 * i, 1.3
+        exact = highest + math.log(min_p) * t
+        nearest = torch.tensor(exact)
+        beside = [torch.nextafter(nearest, torch.tensor(x)) for x in (-INF, INF)]
+        logits = torch.stack([torch.tensor(highest), nearest, *beside])
+        result = sample(logits[None], temperature=t, min_p=min_p, backend="torch")
+        assert torch.equal(kept_by(result, logits)[0], logits.double() >= exact)
 
 
 def test_an_impossible_temperature_on_the_device_is_no_draw(device):
@@ -286,6 +314,7 @@ def test_only_shapes_are_compiled_in():
     """What changes from call to call is an argument: a constexpr would recompile each time."""
     from fastrl_kernels._triton import sampling
 
+    shapes = {"SIZE", "GROUPS", "TILE", "VEC", "PARTS", "COUNT", "SAME_BITS"}
     for kernel in (
         sampling._sample_statistics_kernel,
         sampling._sample_draw_kernel,
@@ -294,7 +323,7 @@ def test_only_shapes_are_compiled_in():
     ):
         parameters = inspect.signature(kernel.fn).parameters.values()
         compiled = {p.name for p in parameters if "constexpr" in str(p.annotation)}
-        assert compiled <= {"PART", "TILE", "VEC", "PARTS", "COUNT", "SAME_BITS"}
+        assert compiled <= shapes
 
 
 def test_no_rows(backend, device):

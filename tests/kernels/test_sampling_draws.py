@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 
 import pytest
 import torch
 
-from fastrl_kernels import dispatch, reference, sample_tokens
+from fastrl_kernels import dispatch, race, reference, sample_tokens
+from fastrl_kernels.rng import GAMMA, mixed
 from tests.kernels.draws import (
     INF,
     RARE,
@@ -19,9 +21,9 @@ from tests.kernels.draws import (
     z_score,
 )
 from tests.kernels.judge import misaligned, names
-from tests.kernels.launches import interpreted
 
 BF16, FP32 = torch.bfloat16, torch.float32
+VALUES = {"temperature": 1.4, "top_k": 60, "top_p": 0.9, "min_p": 0.01}
 
 
 def draws(row, n, backend, seed=0, **options):
@@ -30,6 +32,12 @@ def draws(row, n, backend, seed=0, **options):
     return torch.bincount(result.tokens.cpu(), minlength=len(row)), result
 
 
+# Temperature, top-k, top-p and min-p, each with and without each other.
+COMBINATIONS = {
+    ", ".join(chosen) or "plain": {name: VALUES[name] for name in chosen}
+    for n in range(5)
+    for chosen in combinations(VALUES, n)
+}
 INTERPRETED = dispatch.interpreting()
 FEW = 140 if INTERPRETED else 20000  # draws of the kernel
 
@@ -46,7 +54,7 @@ FEW = 140 if INTERPRETED else 20000  # draws of the kernel
 def test_tokens_are_drawn_as_often_as_they_are_probable(backend, device, options):
     row = torch.tensor([-1.0, 3.0, 0.0, 2.0, -2.0, -INF, 1.0], dtype=BF16, device=device)
     n = 100000 if backend == "torch" else FEW // {0: 1, 2: 2, 4: 4}[len(options)]
-    counts, result = draws(row, n, backend, **options)
+    counts, result = draws(row, n, backend, 2, **options)
     _, drawn_from, *_ = reference.sample_support(row.double().cpu()[None], **options)
     possible = drawn_from[0] > 0
     probabilities, seen = drawn_from[0][possible], counts[possible]
@@ -58,6 +66,17 @@ def test_tokens_are_drawn_as_often_as_they_are_probable(backend, device, options
     assert z_score(seen, wrong / wrong.sum()) > RARE
     exact = drawn_from[0].log()[result.tokens.cpu()]
     torch.testing.assert_close(result.truncated_logprobs.cpu().double(), exact, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", COMBINATIONS.values(), ids=COMBINATIONS)
+def test_draws_of_several_parts_are_as_often_as_they_are_probable(options):
+    """100,000 draws of each combination, from a row of thirteen parts, whose last is not whole."""
+    row = batch(203, scale=2.0, seed=3)
+    counts, _ = draws(row, 100_000, "torch", seed=7, **options)
+    _, drawn_from, *_ = reference.sample_support(row.double()[None], **options)
+    possible = drawn_from[0] > 0
+    assert counts[~possible].sum() == 0
+    assert z_score(counts[possible], drawn_from[0][possible]) < RARE
 
 
 def test_rare_tokens_and_all_places_of_a_long_row_are_drawn(backend, device):
@@ -74,7 +93,7 @@ def test_rare_tokens_and_all_places_of_a_long_row_are_drawn(backend, device):
     for fold in (
         torch.arange(vocabulary) * 12 // vocabulary,
         torch.arange(vocabulary) % 8,
-        torch.arange(vocabulary) % 4088 // 512,
+        torch.arange(vocabulary) % 4096 // 512,
     ):
         probabilities = torch.zeros(fold.max() + 1, dtype=torch.float64)
         probabilities.scatter_add_(0, fold, weights / weights.sum())
@@ -108,12 +127,13 @@ def test_impossible_tokens_are_never_drawn(backend, device):
             assert (result.cutoffs == -INF).all()
 
 
-def test_the_kernels_noise_is_exponential_and_independent(device):
-    """Over columns, over keys that are neighbours, and over the two streams of a key."""
-    pytest.importorskip("triton")
-    from tests.kernels.noise import exponentials
-
-    columns, parts = (exponentials(16, 4096, stream, device) for stream in (0, 1))
+def test_variates_are_exponential_and_independent():
+    """Over columns, over keys that are neighbours, and over the two races of a key."""
+    states = mixed(torch.arange(16) + GAMMA).unsqueeze(-1)
+    columns, parts = (
+        race.exponentials(states, torch.arange(4096) + first).double()
+        for first in (0, race.FIRST_PART)
+    )
     uniforms = 1 - (-columns).exp()
     sorted_ = uniforms.flatten().sort().values
     n = len(sorted_)
@@ -134,14 +154,12 @@ def test_the_kernels_noise_is_exponential_and_independent(device):
         assert abs(z_score(grid, torch.full((64,), 1 / 64))) < RARE
 
 
-@interpreted
-def test_the_interpreters_noise_is_tritons(monkeypatch, device):
-    """That of the fixture that computes it at once, and of Triton's own operations."""
-    from tests.kernels.noise import exponentials
-
-    at_once = exponentials(3, 64, 1, device)
-    monkeypatch.undo()
-    assert torch.equal(exponentials(3, 64, 1, device), at_once)
+def test_variates_of_the_most_extreme_bits_are_positive_and_finite(monkeypatch):
+    bits = torch.tensor([[0, -1, (1 << 17) - 1, 1 << 17]])
+    monkeypatch.setattr(race, "mixed", lambda _: bits)
+    found = race.exponentials(torch.zeros(1, 1, dtype=torch.int64), torch.arange(4))[0]
+    expected = torch.tensor([2.0**-48, 24 * math.log(2.0), 2.0**-48, 1.5 * 2.0**-47])
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)

@@ -218,6 +218,16 @@ def test_another_machine_is_named_before(tmp_path):
         assert replay(make_trainer(), tmp_path, 2).identical
 
 
+def test_a_replay_of_older_draws_says_so(tmp_path):
+    train(make_trainer(), tmp_path)
+    ledger = tmp_path / "ledger"
+    facts, table = read_whole(ledger)
+    del facts["versions"]["draws"]
+    Ledger(ledger)._write(1, STEPS, table, facts)
+    with pytest.warns(UserWarning, match="tokens are drawn in another way"):
+        replay(make_trainer(), tmp_path, 2)
+
+
 def test_nothing_is_pushed_and_no_reward_asked(tmp_path, monkeypatch):
     train(make_trainer(), tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")

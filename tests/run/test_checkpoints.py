@@ -172,6 +172,13 @@ def test_another_machine_is_told_of(checkpoints):
         warn_of_another_machine(manifest)
 
 
+def test_another_way_to_draw_tokens_is_told_of(checkpoints):
+    manifest = verify(write(checkpoints, 1))
+    del manifest["versions"]["draws"]  # as before there was a second way
+    with pytest.warns(UserWarning, match="draws: None → 2.*tokens are drawn in another way"):
+        warn_of_another_machine(manifest)
+
+
 @pytest.mark.parametrize(
     ("before", "now", "said"),
     [

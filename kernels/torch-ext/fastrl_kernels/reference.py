@@ -165,6 +165,38 @@ def sample_support(
     return kept, probabilities, cutoffs, entropies
 
 
+def race(probabilities: Tensor, keys: Tensor) -> Tensor:
+    """The token [N] that each key draws with probabilities [N, V]: by a race of exponentials over
+    parts of P = 2^⌊b/2⌋ tokens, at most 1024, with b the bits of V - 1; then by one within a part.
+
+    The part with the smallest E/Σp wins, then the token with the smallest E/p; the first of equals.
+    E = -log(1 - u) with u = (k + ½)·2⁻⁴⁷, where k are the 47 high bits of mix(mix(key + γ) + c·γ),
+    splitmix64's γ and mix, modulo 2⁶⁴; c is a token's index, and of part i is 2³² + i.
+    """
+
+    def mix(z: int) -> int:
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    def winner(weights: list[float], key: int, first: int) -> int:
+        state = mix((key + 0x9E3779B97F4A7C15) % 2**64)
+        scores = []
+        for c, weight in enumerate(weights, first):
+            k = mix((state + c * 0x9E3779B97F4A7C15) % 2**64) >> 17
+            scores.append(weight / -math.log1p(-(k + 0.5) * 2.0**-47))
+        return scores.index(max(scores))
+
+    vocabulary = probabilities.shape[1]
+    size = min(1024, 2 ** ((vocabulary - 1).bit_length() // 2))
+    tokens = []
+    for p, key in zip(probabilities, keys.tolist(), strict=True):
+        parts = p.split(size)
+        part = winner([x.sum().item() for x in parts], key, 2**32)
+        tokens.append(part * size + winner(parts[part].tolist(), key, part * size))
+    return torch.tensor(tokens)
+
+
 def kl_penalty(
     logprobs: Tensor, ref_logprobs: Tensor, kind: str = "kl", *, mask: Tensor | None = None
 ) -> Tensor:

@@ -13,50 +13,23 @@ from ._cpu.top_p import MANY, last_below, lowest_by_buckets, tempered
 from .checks import check_float, check_per_token
 from .dispatch import choose
 from .operators import joined, new, operator, split
-from .rng import GAMMA, is_integer, mixed, shifted
+from .race import part_size, winners
+from .rng import is_integer
 from .rows import as_rows
 from .types import COLDEST, SampledTokens, SamplingParameters
 
-BLOCK = 128  # columns whose weights are summed up, before one among them is drawn
 _INF = math.inf
+_HUGE = 3e38
+_LOWEST = -1e30  # a row without a higher logit is no distribution
 
 
-def _uniforms(keys: Tensor) -> Tensor:
-    """Uniform numbers [r, 1] float64 in (0, 1). Keys are hashed again, in case they are not."""
-    return ((shifted(mixed(keys + GAMMA), 12) + 0.5) * 2.0**-52).unsqueeze(-1)
-
-
-def _first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index [r, 1] at which the running sum of weights [r, n] exceeds the target, and the
-    sum up to it. That index has a positive weight, if any has."""
-    running = weights.cumsum(-1)
-    total = running[:, -1:]
-    # Rounding may have raised a fraction of the sum to the sum.
-    target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
-    index = (running <= target).sum(-1, keepdim=True).clamp_(max=weights.shape[-1] - 1)
-    before = torch.where(index > 0, running.gather(-1, (index - 1).clamp_(min=0)), 0.0)
-    return index, target - before
-
-
-def _drawn(weights: Tensor, keys: Tensor) -> Tensor:
-    """Columns [r, 1] drawn with probabilities proportional to weights [r, blocks, BLOCK], by the
-    inverse of the distribution function: among blocks, then within one."""
-    sums = weights.sum(-1).double()
-    block, rest = _first_above(sums, _uniforms(keys) * sums.sum(-1, keepdim=True))
-    chosen = weights.gather(1, block.unsqueeze(-1).expand(-1, 1, BLOCK)).squeeze(1)
-    column, _ = _first_above(chosen.double(), rest)
-    return block * BLOCK + column
-
-
-def _lowest_by_sorting(x: Tensor, e: Tensor, row_max: Tensor, p: SamplingParameters) -> Tensor:
+def _lowest_by_sorting(x: Tensor, e: Tensor, p: SamplingParameters, free: Tensor) -> Tensor:
     """The lowest logit [r, 1] that top-k and then top-p keep; no shape depends on data."""
     vocabulary = x.shape[-1]
     by_k, by_p, _ = p.truncates(vocabulary)
-    if by_k and not isinstance(p.top_k, Tensor):
-        highest = x.topk(int(p.top_k)).values
-    else:
-        highest = x.sort(descending=True).values
-    lowest = torch.full_like(row_max, -_INF)
+    one_k = by_k and not isinstance(p.top_k, Tensor)
+    highest, columns = x.topk(int(p.top_k)) if one_k else x.sort(descending=True)
+    lowest = torch.full_like(highest[:, :1], -_INF)
     if isinstance(p.top_k, Tensor):
         active = (p.top_k > 0) & (p.top_k < vocabulary)
         kth = highest.gather(-1, (p.top_k.long() - 1).clamp(0, vocabulary - 1))
@@ -64,28 +37,45 @@ def _lowest_by_sorting(x: Tensor, e: Tensor, row_max: Tensor, p: SamplingParamet
     elif by_k:
         lowest = highest[:, -1:]
     if by_p:
-        limit = torch.where(x >= lowest, e, 0.0).sum(-1, keepdim=True, dtype=torch.float64)
-        limit = limit * p.top_p
-        weights = tempered(highest - row_max, p.temperature).exp_().double()
+        weights = e.gather(-1, columns).double()
+        limit = torch.where(highest >= lowest, weights, 0.0).sum(-1, keepdim=True)
+        if one_k:  # those that equal the k-th are kept as well
+            ties = torch.ge(x, lowest, out=free).sum(-1, keepdim=True) - highest.shape[-1]
+            limit += ties * weights[:, -1:]
         # No lower than the lowest that top-k kept.
-        found = torch.maximum(lowest, last_below(highest, weights, 0.0, limit))
+        found = torch.maximum(lowest, last_below(highest, weights, 0.0, limit * p.top_p))
         off = isinstance(p.top_p, Tensor) and p.top_p >= 1
         lowest = torch.where(off, lowest, found) if isinstance(off, Tensor) else found
     return lowest
 
 
-def _kept(x: Tensor, e: Tensor, row_max: Tensor, p: SamplingParameters) -> Tensor:
-    """Which logits top-k, top-p and min-p keep."""
+def _least_logit(row_max: Tensor, p: SamplingParameters) -> Tensor:
+    """The lowest number [r, 1] that min-p keeps: log p_v ≥ log max p + log min_p, rounded up, so
+    that comparing fp32 logits with it rounds nothing."""
+    log = torch.as_tensor(p.min_p, dtype=torch.float64, device=row_max.device).log()
+    exact = row_max.double() + log * p.temperature
+    bound = exact.float()
+    return torch.where(bound < exact, torch.nextafter(bound, row_max), bound)
+
+
+def _lowest_kept(
+    x: Tensor, e: Tensor, row_max: Tensor, p: SamplingParameters, free: Tensor
+) -> Tensor:
+    """The lowest logit [r, 1] that top-k, then top-p, then min-p keep; ``free`` is working memory
+    of x's shape."""
     by_k, by_p, by_min = p.truncates(x.shape[-1])
-    kept = torch.ones_like(x, dtype=torch.bool)
-    alone = by_p and not by_k and x.device.type == "cpu" and x.shape[-1] >= MANY
-    if alone and not isinstance(p.top_p, Tensor):
-        kept = x >= lowest_by_buckets(x, e, row_max, p.temperature, p.top_p)
+    lowest = torch.full_like(row_max, -_INF)
+    if by_p and not by_k and x.device.type == "cpu" and x.shape[-1] >= MANY:
+        lowest = lowest_by_buckets(x, e, row_max, p.temperature, p.top_p)
     elif by_k or by_p:
-        kept = x >= _lowest_by_sorting(x, e, row_max, p)
+        lowest = _lowest_by_sorting(x, e, p, free)
     if by_min:
-        kept &= e >= p.min_p
-    return kept
+        lowest = torch.maximum(lowest, _least_logit(row_max, p))
+        # Numbers in place of booleans, whose passes take five times as long: -3e38 where a logit
+        # is kept, 3e38 elsewhere.
+        side = torch.lt(x, lowest, out=free).sub_(0.5).mul_(2 * _HUGE)
+        lowest = torch.maximum(x, side, out=side).amin(-1, keepdim=True)
+    return lowest
 
 
 def _without_zero(p: SamplingParameters) -> tuple[bool | Tensor, SamplingParameters]:
@@ -98,46 +88,62 @@ def _without_zero(p: SamplingParameters) -> tuple[bool | Tensor, SamplingParamet
     return greedy, p._replace(temperature=t)
 
 
+def _log_sum(e: Tensor, total: Tensor | None = None) -> Tensor:
+    """log Σ exp(x - max x) [r, 1] of a softmax e of x: its largest is 1/Σ, and its own sum corrects
+    what rounding did to that."""
+    total = e.sum(-1, keepdim=True) if total is None else total
+    return total.log() - e.amax(-1, keepdim=True).log()
+
+
 def _sample_rows(x: Tensor, keys: Tensor, p: SamplingParameters, memory: Tensor) -> list[Tensor]:
-    """All fields, as columns [r, 1], of fp32 logits [r, V]; ``memory`` [2, r, blocks, BLOCK] is 0
-    from column V on."""
+    """All fields, as columns [r, 1], of fp32 logits [r, V], in working memory [2, r, parts, P]."""
     vocabulary = x.shape[-1]
     truncated, (greedy, p) = any(p.truncates(vocabulary)), _without_zero(p)
     row_max = x.amax(-1, keepdim=True)
-    d, e = memory.flatten(2)[..., :vocabulary]
-    torch.exp(torch.sub(x, row_max, out=d), out=e)
-    row_sum = sum_t1 = e.sum(-1, keepdim=True)
+    d, e = memory.flatten(2)  # the last part may reach past the row: its weights there are 0
+    d[:, vocabulary:] = -_INF
+    torch.sub(x, row_max, out=d[:, :vocabulary])
+    torch.softmax(d, -1, out=e)
+    log_sum_t1 = None
     if isinstance(p.temperature, Tensor) or p.temperature != 1.0:
-        row_sum = torch.exp(tempered(d, p.temperature), out=e).sum(-1, keepdim=True)
-    mean = d.clamp_(min=FLOOR).mul_(e).sum(-1, keepdim=True) / row_sum
-    kept_sum, cutoff = row_sum, torch.full_like(row_max, -_INF)
+        log_sum_t1 = _log_sum(e)
+        torch.softmax(tempered(d, p.temperature), -1, out=e)
+    sums = memory[1].sum(-1)
+    total = sums.sum(-1, keepdim=True)
+    log_sum = _log_sum(e, total)
+    mean = d.clamp_(min=FLOOR).mul_(e).sum(-1, keepdim=True) / total
+    log_kept, cutoff = log_sum, torch.full_like(row_max, -_INF)
     if truncated:
-        kept = _kept(x, e, row_max, p)
+        d, weights = d[:, :vocabulary], e[:, :vocabulary]
+        lowest = _lowest_kept(x, weights, row_max, p, d)
         if isinstance(greedy, Tensor):
-            kept |= greedy
-        cut = (~kept & (x > -_INF)).any(-1, keepdim=True)
-        cutoff = torch.where(cut, torch.where(kept, x, _INF).amin(-1, keepdim=True), cutoff)
-        kept_sum = e.mul_(kept).sum(-1, keepdim=True)
+            lowest = torch.where(greedy, -_INF, lowest)
+        finite = torch.gt(x, -_INF, out=d).sum(-1, keepdim=True)
+        kept = torch.ge(x, lowest, out=d)
+        cutoff = torch.where(kept.sum(-1, keepdim=True) < finite, lowest, cutoff)
+        weights.mul_(kept)
+        sums = memory[1].sum(-1)
+        log_kept = log_sum - (total / sums.sum(-1, keepdim=True)).log()
     if greedy is True:
         column = x.argmax(-1, keepdim=True)
     else:
-        column = _drawn(memory[1], keys).clamp_(max=vocabulary - 1)
+        column = winners(sums, memory[1], keys).clamp_(max=vocabulary - 1)
         if isinstance(greedy, Tensor):
             column = torch.where(greedy, x.argmax(-1, keepdim=True), column)
     at = x.gather(-1, column) - row_max
-    scaled, log_sum = tempered(at.clone(), p.temperature), row_sum.log()
-    fields = [scaled - log_sum, at - sum_t1.log(), scaled - kept_sum.log(), cutoff, log_sum - mean]
-    sound = (row_sum > 0) & (row_sum < _INF)
+    scaled = tempered(at.clone(), p.temperature)
+    at_one = at - (log_sum if log_sum_t1 is None else log_sum_t1)
+    fields = [scaled - log_sum, at_one, scaled - log_kept, cutoff, log_sum - mean]
+    sound = (total > 0) & (row_max >= _LOWEST)
     return [torch.where(sound, column, -1), *(torch.where(sound, f, math.nan) for f in fields)]
 
 
 def _torch_sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> SampledTokens:
     rows = as_rows(logits)[0] if logits.numel() else logits
     n, vocabulary = rows.shape
-    step = rows_at_a_time(vocabulary)
-    blocks = -(-vocabulary // BLOCK)
-    memory = torch.empty(2, min(step, n), blocks, BLOCK, dtype=torch.float32, device=logits.device)
-    memory.flatten(2)[..., vocabulary:] = 0.0
+    step, size = rows_at_a_time(vocabulary), part_size(vocabulary)
+    shape = (2, min(step, n), -(-vocabulary // size), size)
+    memory = torch.empty(shape, dtype=torch.float32, device=logits.device)
     fields = [torch.empty(n, 1, dtype=torch.int64, device=logits.device)]
     fields += [memory.new_empty(n, 1) for _ in SampledTokens._fields[1:]]
     for first in range(0, n, step):
@@ -259,10 +265,12 @@ def sample_tokens(
         min-p: p_v ≥ min_p · max p.
 
     The draw depends on the row's logits, its parameters and its key, and on nothing else: neither
-    on other rows nor on the row's place in memory. The two backends draw different tokens from one
-    key, with the same probabilities. A logit of -inf is never drawn. A row that is no distribution
-    (it holds NaN or inf, or no logit above -1e30) gets token -1, and NaN in every other field: look
-    for it before the tokens index an embedding.
+    on other rows, nor on the row's place in memory, nor on the backend, but that one in 10,000 fp32
+    rows may differ between backends, where the scores of two tokens are equal to rounding. It is
+    two races of exponential variates, among parts of the vocabulary and within one:
+    ``fastrl_kernels.reference.race`` is its definition. A logit of -inf is never drawn. A row that
+    is no distribution (it holds NaN or inf, or no logit above -1e30) gets token -1, and NaN in
+    every other field: look for it before the tokens index an embedding.
 
     Nothing waits for the device, and no shape depends on data, but for PyTorch's path on CPU
     tensors: it reads parameters to check them, and with top-p whether the highest logits were

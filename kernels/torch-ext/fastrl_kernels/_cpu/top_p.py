@@ -24,23 +24,32 @@ def last_below(highest: Tensor, weights: Tensor, above: Tensor | float, limit: T
 
 
 def lowest_by_buckets(
-    x: Tensor, e: Tensor, row_max: Tensor, temperature: float | Tensor, top_p: float
+    x: Tensor,
+    e: Tensor,
+    row_max: Tensor,
+    temperature: float | Tensor,
+    top_p: float | Tensor,
 ) -> Tensor:
-    """The lowest logit [r, 1] that top-p keeps: weights are summed up by intervals of the logit,
-    and only those of the interval that holds the answer are sorted."""
-    bucket = tempered(row_max - x, temperature).mul_(BUCKETS_PER_NAT).clamp_(max=BUCKETS - 1)
-    bucket = bucket.long().clamp_(min=0)  # NaN is the smallest integer
-    mass = torch.zeros(len(x), BUCKETS, dtype=torch.float64).scatter_add_(-1, bucket, e.double())
-    above = mass.cumsum(-1)
-    limit = above[:, -1:] * top_p
-    above = torch.cat([torch.zeros_like(limit), above[:, :-1]], -1)
-    holds = (above < limit).sum(-1, keepdim=True).clamp_(min=1) - 1
-    above = above.gather(-1, holds)
-    inside = bucket == holds
-    lowest = torch.empty_like(row_max)
-    for i in range(len(x)):
-        highest = x[i][inside[i]].sort(descending=True).values
+    """The lowest logit [r, 1] that top-p keeps: weights e are summed up by intervals of the logit,
+    and only those of the interval that holds the answer are sorted. -inf where top-p is off.
+
+    A row at a time: its 64-bit numbers stay in the cache, those of all rows would be new memory at
+    every call, which costs as much as the rest.
+    """
+    lowest = torch.full_like(row_max, -torch.inf)
+    for i, (logits, weights) in enumerate(zip(x, e, strict=True)):
+        share = float(top_p[i]) if isinstance(top_p, Tensor) else top_p
+        if share >= 1:
+            continue
         t = temperature[i] if isinstance(temperature, Tensor) else temperature
-        weights = tempered(highest - row_max[i], t).exp_().double()
-        lowest[i] = last_below(highest, weights, above[i], limit[i])
+        bucket = tempered(row_max[i] - logits, t).mul_(BUCKETS_PER_NAT).clamp_(max=BUCKETS - 1)
+        bucket = bucket.long().clamp_(min=0)  # NaN is the smallest integer
+        mass = torch.zeros(BUCKETS, dtype=torch.float64).scatter_add_(0, bucket, weights.double())
+        until = mass.cumsum(0)
+        limit = until[-1] * share
+        holds = ((until - mass) < limit).sum().clamp_(min=1) - 1
+        inside = (bucket == holds).nonzero().squeeze(1)
+        highest, order = logits[inside].sort(descending=True)
+        above = (until - mass)[holds]
+        lowest[i] = last_below(highest, weights[inside[order]].double(), above, limit)
     return lowest

@@ -1,9 +1,9 @@
-"""Sampling tokens: every row in parts, one of which is drawn, and then a token within it.
+"""Sampling tokens: the statistics of a row's parts, and a race that draws one of its tokens.
 
-A row is cut into parts of PART columns, and a program holds one part as a tile, in the order of its
-columns, whatever the row's address. One pass over all parts finds their softmax statistics. A
-part is then drawn by its weight, and a token among its columns, by Gumbel's trick both times:
-the noise costs more than the softmax, and all parts but the drawn one go without.
+A row is cut into parts of TILE columns, and a program holds one part as a tile, in the order of its
+columns, whatever the row's address. One pass over all parts finds their softmax statistics. Each is
+also a number of groups of SIZE columns, which ``race.part_size`` sets: their weights race, and then
+the tokens of the group that won (``race`` says how, and why so).
 
 Top-k, top-p and min-p come between: what they keep of each part, and the lowest logit they keep.
 Top-k and top-p search that logit by its bits, in a code that orders as logits do, from the
@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..race import FIRST_PART, MOST
+from ..rng import GAMMA
 from ..types import SampledTokens, SamplingParameters
 from .logprob import FLOOR, LN2, LOG2E, LOWEST
 from .rows import per_row
@@ -38,6 +40,8 @@ _DIGITS = tl.constexpr(16)
 _SAME_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 Found = tuple[Tensor | None, Tensor | None, Tensor | None]  # bins, prefixes and sums above
 _NOTHING: Found = (None, None, None)
+_GAMMA = tl.constexpr(GAMMA % 2**64)
+_FIRST_PART, _MOST = tl.constexpr(FIRST_PART), tl.constexpr(MOST)
 
 
 @triton.jit(do_not_specialize=PART_ARGUMENTS)
@@ -49,25 +53,35 @@ def _sample_statistics_kernel(
     sum_ptr,  # [N, parts] fp32. Σ 2^a with a = (x - max)·log2(e)/T
     mean_ptr,  # [N, parts] fp32. Σ 2^a·a
     sum_t1_ptr,  # [N, parts] fp32. Σ exp(x - max), or None: T is 1
+    groups_ptr,  # [N, parts, groups] fp32. Each group's part of the sum; how many maxima, if T is 0
     V,
     row_stride,
     parts,
-    PART: tl.constexpr,
+    SIZE: tl.constexpr,
     TILE: tl.constexpr,
     VEC: tl.constexpr,
 ):
     at = tl.program_id(0)
     row = at // parts
-    x = load_part(logits_ptr, row, row_stride, at - row * parts, V, PART, TILE, VEC)
-    t, _ = sampling_temperature(temperature_ptr, temperature, row)
+    x = load_part(logits_ptr, row, row_stride, (at - row * parts) * TILE, V, TILE, TILE, VEC)
+    t, greedy = sampling_temperature(temperature_ptr, temperature, row)
     m = tl.max(tl.where(x > LOWEST, x, LOWEST), 0)  # NaN is left to the sums
     a = (x - m) * (LOG2E / t)
     e = tl.exp2(a)
     tl.store(max_ptr + at, m)
     tl.store(sum_ptr + at, tl.sum(e, 0))
+    store_groups(groups_ptr, at, tl.where(greedy, tl.where(x == m, 1.0, 0.0), e), SIZE, TILE)
     tl.store(mean_ptr + at, tl.sum(e * tl.maximum(a, FLOOR), 0))
     if sum_t1_ptr is not None:
         tl.store(sum_t1_ptr + at, tl.sum(tl.exp2((x - m) * LOG2E), 0))
+
+
+@triton.jit
+def store_groups(groups_ptr, at, weights, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Stores the sums of a part's groups."""
+    GROUPS: tl.constexpr = TILE // SIZE
+    sums = tl.sum(tl.reshape(weights, [GROUPS, SIZE]), 1)
+    tl.store(groups_ptr + at * GROUPS + tl.arange(0, GROUPS), sums)
 
 
 @triton.jit
@@ -76,6 +90,12 @@ def ordered_code(x, SAME_BITS: tl.constexpr):
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) | -2147483648)
     return ordered.to(tl.uint32, bitcast=True) >> SAME_BITS
+
+
+@triton.jit
+def in_row(part_max, row_max, highest, greedy):
+    """What a part's weights are times in its row: ``highest`` is that of its highest logit."""
+    return tl.where(greedy, tl.where(part_max == row_max, 1.0, 0.0), highest)
 
 
 @triton.jit
@@ -115,7 +135,6 @@ def _sample_digit_kernel(
     position,  # of the digit's lowest bit
     COUNT: tl.constexpr,
     SAME_BITS: tl.constexpr,
-    PART: tl.constexpr,
     TILE: tl.constexpr,
     VEC: tl.constexpr,
     PARTS: tl.constexpr,
@@ -152,7 +171,7 @@ def _sample_digit_kernel(
     # After the first digits most parts are wholly below them.
     highest = ordered_code(tl.load(max_ptr + at), SAME_BITS)
     if ((highest >> position) >> _DIGIT_BITS) >= prefix:
-        x = load_part(logits_ptr, row, row_stride, part, V, PART, TILE, VEC)
+        x = load_part(logits_ptr, row, row_stride, part * TILE, V, TILE, TILE, VEC)
         code = ordered_code(x, SAME_BITS) >> position
         inside = ((code >> _DIGIT_BITS) == prefix) & (x > float("-inf"))
         digit = tl.where(inside, (code & (_DIGITS - 1)).to(tl.int32), -1)
@@ -189,11 +208,12 @@ def _sample_kept_kernel(
     kept_ptr,  # [N, parts] fp32. Σ 2^a of what is kept, with a = (x - row's max)·log2(e)/T
     lowest_ptr,  # [N, parts] fp32. The lowest kept logit
     dropped_ptr,  # [N, parts] fp32. The highest other
+    groups_ptr,  # [N, parts, groups] fp32, replaced by what is kept of each group; None: not wanted
     V,
     row_stride,
     parts,
     SAME_BITS: tl.constexpr,
-    PART: tl.constexpr,
+    SIZE: tl.constexpr,
     TILE: tl.constexpr,
     VEC: tl.constexpr,
     PARTS: tl.constexpr,
@@ -233,17 +253,25 @@ def _sample_kept_kernel(
         tl.store(kept_ptr + at, part_sum * highest)
         tl.store(lowest_ptr + at, float("-inf"))
         tl.store(dropped_ptr + at, float("-inf"))
+        if groups_ptr is not None:
+            groups = groups_ptr + at * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
+            tl.store(groups, tl.load(groups) * in_row(part_max, row_max, highest, greedy))
     elif (ordered_code(part_max, SAME_BITS) < lowest_code) | (highest < least):
         tl.store(kept_ptr + at, 0.0)
         tl.store(lowest_ptr + at, float("inf"))
         tl.store(dropped_ptr + at, tl.where(part_max > LOWEST, part_max, float("-inf")))
+        if groups_ptr is not None:
+            store_groups(groups_ptr, at, tl.zeros([TILE], tl.float32), SIZE, TILE)
     else:
-        x = load_part(logits_ptr, row, row_stride, part, V, PART, TILE, VEC)
+        x = load_part(logits_ptr, row, row_stride, part * TILE, V, TILE, TILE, VEC)
         e = tl.exp2((x - row_max) * scale)
         kept = (ordered_code(x, SAME_BITS) >= lowest_code) & (e >= least)
         # Columns past the row's end and logits of -inf are never kept.
         kept = kept & (x > float("-inf"))
-        tl.store(kept_ptr + at, tl.sum(tl.where(kept, e, 0.0), 0))
+        e = tl.where(kept, e, 0.0)
+        tl.store(kept_ptr + at, tl.sum(e, 0))
+        if groups_ptr is not None:
+            store_groups(groups_ptr, at, e, SIZE, TILE)
         tl.store(lowest_ptr + at, tl.min(tl.where(kept, x, float("inf")), 0))
         tl.store(
             dropped_ptr + at, tl.max(tl.where((x > LOWEST) & (kept == 0), x, float("-inf")), 0)
@@ -282,21 +310,24 @@ def _keep(
     by_p: Found = _NOTHING,
     k_kept: Tensor | None = None,
     min_p: float | Tensor = 0.0,
+    groups: Tensor | None = None,
 ) -> list[Tensor]:
     results = parts.new(3)
     _sample_kept_kernel[parts.grid](
         *parts.logits, *statistics, *row_argument(p.top_k), *by_k,
-        *row_argument(p.top_p), k_kept, *by_p, *row_argument(min_p), *results, *parts.sizes,
-        SAME_BITS=_SAME_BITS[parts.logits[0].dtype], **parts.shapes, **parts.all,
+        *row_argument(p.top_p), k_kept, *by_p, *row_argument(min_p), *results, groups,
+        *parts.sizes, SAME_BITS=_SAME_BITS[parts.logits[0].dtype],
+        **parts.race, **parts.shapes, **parts.all,
     )  # fmt: skip
     return results
 
 
 def _truncate(
-    parts: VocabTiles, statistics: list[Tensor], p: SamplingParameters
+    parts: VocabTiles, statistics: list[Tensor], groups: Tensor, p: SamplingParameters
 ) -> list[Tensor] | list[None]:
     """Per part: the weight of what is kept, its lowest logit, and the highest of the others. None,
-    where nothing is cut. ``statistics``: the parts' maxima and weights."""
+    where nothing is cut; else ``groups`` becomes what is kept of them. ``statistics``: the parts'
+    maxima and weights."""
     by_k, by_p, by_min = p.truncates(parts.vocabulary)
     if not (by_k or by_p or by_min):
         return [None, None, None]
@@ -307,17 +338,36 @@ def _truncate(
         if by_k:
             k_kept, *_ = _keep(parts, statistics, p, k_found)
         p_found = _search(parts, statistics, k_kept, p.top_p, count=False)
-    return _keep(parts, statistics, p, k_found, p_found, k_kept, p.min_p)
+    return _keep(parts, statistics, p, k_found, p_found, k_kept, p.min_p, groups)
 
 
 @triton.jit
-def _log2_exponential(key, counter, STREAM: tl.constexpr):
-    """log2 of an exponential variate for each counter of a key's stream."""
-    bits, _, _, _ = tl.philox(key, counter, tl.full(counter.shape, STREAM, tl.int32), 0, 0)
-    v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    # -log(1 - v), with small variates, which win, to full precision.
-    series = v * (1 + v * (0.5 + v * (0.33333333 + v * (0.25 + v * 0.2))))
-    return tl.log2(tl.where(v < 0.03125, series, -tl.log(1.0 - v)))
+def _mixed(x):
+    """``rng.mixed`` of uint64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def race_state(key):
+    return _mixed(key.to(tl.uint64, bitcast=True) + _GAMMA)
+
+
+@triton.jit
+def exponential(state, counter):
+    """``race.exponentials``: the same uniforms, and their logarithms to rounding."""
+    bits = _mixed(state + counter.to(tl.uint64) * _GAMMA) >> 17
+    high = (bits >> 23).to(tl.int32).to(tl.float32)
+    low = (bits & 0x7FFFFF).to(tl.int32).to(tl.float32)
+    # Powers of 2: only the sum is rounded.
+    u = tl.minimum(high * 5.9604644775390625e-08 + (low + 0.5) * 7.105427357601002e-15, _MOST)
+    # -log(1 - u) = 2·atanh(u/(2 - u)), by its series where 1 - u and its logarithm would round off
+    # what small variates, which win, differ by.
+    s = u / (2.0 - u)
+    z = s * s
+    series = 2.0 * s * (1.0 + z * (1.0 / 3 + z * (1.0 / 5 + z * (1.0 / 7))))
+    return tl.where(u < 0.25, series, -tl.log(1.0 - u))
 
 
 @triton.jit(do_not_specialize=PART_ARGUMENTS)
@@ -333,6 +383,7 @@ def _sample_draw_kernel(
     kept_ptr,  # [N, parts] fp32, or None: nothing is cut
     lowest_ptr,  # [N, parts] fp32, likewise
     dropped_ptr,  # [N, parts] fp32, likewise
+    groups_ptr,  # [N, parts, groups] fp32. Weights below the part's maximum; the row's, if cut
     tokens_ptr,  # [N] int64
     logprobs_ptr,  # [N] fp32
     logprobs_t1_ptr,  # [N] fp32
@@ -342,13 +393,14 @@ def _sample_draw_kernel(
     V,
     row_stride,
     parts,
-    PART: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
     TILE: tl.constexpr,
     VEC: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    key = tl.load(keys_ptr + row)
+    state = race_state(tl.load(keys_ptr + row))
     t, greedy = sampling_temperature(temperature_ptr, temperature, row)
     scale = LOG2E / t
     index = tl.arange(0, PARTS)
@@ -372,14 +424,21 @@ def _sample_draw_kernel(
         dropped = tl.load(dropped_ptr + at, mask=index < parts, other=float("-inf"))
         cutoff = tl.where(tl.max(dropped, 0) > float("-inf"), lowest, cutoff)
 
-    score = tl.log2(weights) - _log2_exponential(key, index, 1)
-    part = tl.argmax(tl.where(sound, tl.where(greedy, part_max, score), 0.0), 0)
-    x = load_part(logits_ptr, row, row_stride, part, V, PART, TILE, VEC)
-    column = part * PART + tl.arange(0, TILE)
-    score = (x - row_max) * scale - _log2_exponential(key, column, 0)
-    score = tl.where(x >= cutoff, score, float("-inf"))
-    slot = tl.argmax(tl.where(sound, tl.where(greedy, x, score), 0.0), 0)
-    token = (part * PART + slot).to(tl.int64)
+    ALL: tl.constexpr = PARTS * GROUPS
+    index = tl.arange(0, ALL)
+    at = row * parts * GROUPS + index
+    weights = tl.load(groups_ptr + at, mask=index < parts * GROUPS, other=0.0)
+    if kept_ptr is None:
+        highest = in_row(part_max, row_max, tl.exp2(a), greedy)[:, None]
+        weights *= tl.reshape(tl.broadcast_to(highest, [PARTS, GROUPS]), [ALL])
+    score = weights / exponential(state, index.to(tl.int64) + _FIRST_PART)
+    score = tl.where(greedy, tl.where(weights > 0, 1.0, 0.0), score)
+    first = tl.argmax(tl.where(sound, score, 0.0), 0) * SIZE
+    x = load_part(logits_ptr, row, row_stride, first, V, SIZE, TILE, VEC)
+    slots = tl.arange(0, TILE)
+    score = tl.exp2((x - row_max) * scale) / exponential(state, first + slots)
+    score = tl.where(greedy, tl.where(x == row_max, 1.0, 0.0), tl.where(x >= cutoff, score, 0.0))
+    token = (first + tl.argmax(tl.where(sound, score, 0.0), 0)).to(tl.int64)
 
     nan = float("nan")
     start = logits_ptr + row.to(tl.int64) * row_stride
@@ -404,13 +463,15 @@ def sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> SampledTokens
     with device_of(logits):
         parts = VocabTiles(logits, p.temperature)
         *statistics, mean = parts.new(3)
+        (groups,) = parts.new(1, parts.groups)
         sum_t1 = None if at_one else parts.new(1)[0]
         _sample_statistics_kernel[parts.grid](
-            *parts.logits, *statistics, mean, sum_t1, *parts.sizes, **parts.shapes
-        )
-        kept = _truncate(parts, statistics, p)
+            *parts.logits, *statistics, mean, sum_t1, groups, *parts.sizes,
+            **parts.race, **parts.shapes,
+        )  # fmt: skip
+        kept = _truncate(parts, statistics, groups, p)
         _sample_draw_kernel[(n,)](
-            *parts.logits, per_row(keys), *statistics, mean, sum_t1, *kept, tokens, *results,
-            *parts.sizes, **parts.shapes, **parts.all,
+            *parts.logits, per_row(keys), *statistics, mean, sum_t1, *kept, groups, tokens,
+            *results, *parts.sizes, **parts.winner, **parts.all,
         )  # fmt: skip
     return SampledTokens(tokens, *results)

@@ -1,8 +1,9 @@
 """Rows of logits in parts, one tile each, for the sampling kernels.
 
-A part is PART columns, less than a tile by the longest vector, so that it fits wherever the row
-starts. Its columns are moved to slots 0, 1, … as it is loaded, so that results do not depend on the
-row's address.
+A tile is loaded by whole vectors wherever the row starts, and its columns are moved to slots 0, 1,
+…, so that results do not depend on the row's address.
+
+The race that draws a token has smaller parts (``race.part_size``), groups of a tile's columns.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from ..dispatch import interpreting
+from ..race import part_size
 from ..rows import as_rows, vector_length
 from ..types import COLDEST
 from .logprob import LOWEST, row_temperature
@@ -23,7 +25,6 @@ from .rows import align_down, load_end, per_row, rotate
 
 _TILE = 4096  # logits that a program holds
 _THREADS = 256
-_VECTOR = 8  # the longest vector: a part and its misalignment fit in a tile
 _COLDEST = tl.constexpr(COLDEST)
 # Integers that change with the batch or prove nothing here: specialising on them only recompiles.
 PART_ARGUMENTS = ("V", "row_stride", "parts", "position")
@@ -47,13 +48,18 @@ def sampling_temperature(temperature_ptr, temperature, row):
 
 
 @triton.jit
-def load_part(logits_ptr, row, row_stride, part, V, PART: tl.constexpr, TILE: tl.constexpr, VEC):
-    """Columns [part·PART, …) of a row as fp32 in slots 0, 1, …; -inf past the last."""
-    start = logits_ptr + (row.to(tl.int64) * row_stride + part * PART)
+def load_part(logits_ptr, row, row_stride, first, V, SIZE: tl.constexpr, TILE: tl.constexpr, VEC):
+    """Columns [first, first + SIZE) of a row as fp32 in slots 0, 1, …, with SIZE ≤ TILE; -inf in
+    slots without one."""
+    start = logits_ptr + (row.to(tl.int64) * row_stride + first)
     aligned, shift = align_down(start, VEC)
-    columns = tl.minimum(PART, V - part * PART)
-    x = load_end(aligned, tl.arange(0, TILE), shift, shift + columns, VEC)
-    return rotate(x, shift, TILE)
+    slots = tl.arange(0, TILE)
+    end = shift + tl.minimum(SIZE, V - first)
+    x = load_end(aligned, slots, shift, end, VEC)
+    # Where the row starts past a boundary, the last columns lie behind the tile: at most a vector,
+    # whose place is in the slots before the first column.
+    behind = load_end(aligned + TILE, slots, 0, end - TILE, VEC)
+    return rotate(tl.where(slots < shift, behind, x), shift, TILE)
 
 
 @triton.jit
@@ -67,19 +73,13 @@ def part_weights(max_ptr, sum_ptr, row, parts, scale, PARTS: tl.constexpr):
     return part_max, row_max, part_sum * tl.exp2(a), a
 
 
-def _tile(vocabulary: int, dtype: torch.dtype) -> dict[str, int]:
-    """PART, TILE, VEC and num_warps: by V and dtype only, never by N."""
+def _tile(columns: int, dtype: torch.dtype) -> dict[str, int]:
+    """TILE, VEC and num_warps for as many columns, or for as many of them as a tile holds."""
     vector = vector_length(dtype)
-    needed = triton.next_power_of_2(vocabulary + _VECTOR)
-    tile = min(_TILE, max(64 * _VECTOR, needed))
     warp = 32 if interpreting() else driver.active.get_current_target().warp_size
+    tile = min(_TILE, max(warp * vector, triton.next_power_of_2(columns)))
     threads = min(_THREADS, tile // vector)
-    return {
-        "PART": tile - _VECTOR,
-        "TILE": tile,
-        "VEC": vector,
-        "num_warps": max(1, threads // warp),
-    }
+    return {"TILE": tile, "VEC": vector, "num_warps": threads // warp}
 
 
 def row_argument(x: float | Tensor) -> tuple[Tensor | None, float]:
@@ -88,14 +88,20 @@ def row_argument(x: float | Tensor) -> tuple[Tensor | None, float]:
 
 
 class VocabTiles:
-    """[N, V] logits cut into parts, as the kernels take them, and the launches' shapes."""
+    """[N, V] logits cut into parts, as the kernels take them, and the launches' shapes: by V and
+    dtype only, never by N."""
 
     def __init__(self, logits: Tensor, temperature: float | Tensor) -> None:
         self.n, self.vocabulary = logits.shape
         rows = as_rows(logits)
         self.shapes = _tile(self.vocabulary, logits.dtype)
-        self.count = triton.cdiv(self.vocabulary, self.shapes["PART"])
+        self.count = triton.cdiv(self.vocabulary, self.shapes["TILE"])
         self.all: dict[str, Any] = {"PARTS": max(2, triton.next_power_of_2(self.count))}
+        size = part_size(self.vocabulary)
+        self.groups = self.shapes["TILE"] // size  # of the race, in a tile
+        self.race: dict[str, Any] = {"SIZE": size}
+        # What draws a token holds the columns of one group.
+        self.winner = {**_tile(size, logits.dtype), **self.race, "GROUPS": self.groups}
         self.grid = (self.n * self.count,)
         self.logits = (rows, *row_argument(temperature))
         self.sizes = (self.vocabulary, rows.stride(1), self.count)
