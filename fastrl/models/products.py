@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fastrl.run.processes import OneProcess, Processes
 from fastrl_kernels import gemm
+from fastrl_kernels.workspace import keep_freed_memory
 
 
 class Products:
@@ -39,6 +40,8 @@ class Products:
         are models on a GPU.
         """
         layers = [layer for model in models if model is not None for layer in _layers(model)]
+        if layers:
+            keep_freed_memory()
         with gemm.using(self.choices), _replaced({x: _Forward(x) for x in layers}):
             yield
 
@@ -95,7 +98,10 @@ class _Forward:
         self.layer = layer
 
     def __call__(self, x: Tensor) -> Tensor:
-        return gemm.linear(x, _rows(self.layer), self.layer.bias)
+        weight = _rows(self.layer)
+        if not x.numel():  # a fused head's own: autocast would cast the weight for nothing
+            return x.new_empty(*x.shape[:-1], len(weight))
+        return gemm.linear(x, weight, self.layer.bias)
 
 
 class _PackedForward(_Forward):

@@ -21,7 +21,12 @@ from .workspace import Workspace, result_like
 
 
 class HeadGradients:
-    """Sums of the wanted gradients over chunks of rows, and pieces of the vocabulary."""
+    """Sums of the wanted gradients over chunks of rows, and pieces of the vocabulary.
+
+    Args:
+        dtype: of the weight's gradient.
+        in_pieces: they come by :meth:`add_piece`.
+    """
 
     def __init__(
         self,
@@ -30,10 +35,11 @@ class HeadGradients:
         bias: Tensor | None,
         wanted: tuple[bool, ...],
         chunks: int,
-        in_pieces: bool = False,
+        dtype: torch.dtype,
+        in_pieces: bool,
     ) -> None:
         self.wanted = any(wanted)
-        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
         self._library = library_for(weight)
         self.dhidden = self.dweight = self.dbias = None
         if wanted[0]:
@@ -45,8 +51,7 @@ class HeadGradients:
             )
         if wanted[1]:
             # One chunk is rounded once as it is; several are summed in fp32.
-            dtype = weight.dtype if chunks == 1 else torch.float32
-            self.dweight = result_like(weight, dtype)
+            self.dweight = result_like(weight, dtype if chunks == 1 else torch.float32)
             if not chunks:
                 self.dweight.zero_()  # nobody writes it then
         if bias is not None and wanted[2]:
@@ -77,7 +82,7 @@ class HeadGradients:
         """By hidden states, weight and bias, in their dtypes."""
         return (
             None if self.dhidden is None else self.dhidden.to(self.hidden.dtype),
-            None if self.dweight is None else self.dweight.to(self.weight.dtype),
+            None if self.dweight is None else self.dweight.to(self.dtype),
             None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype),
         )
 
@@ -125,7 +130,13 @@ class HeadPass:
         self._chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
         self._in_pieces = suits(inputs)
         self._gradients = HeadGradients(
-            inputs.hidden, inputs.weight, inputs.bias, wanted, len(self._chunks), self._in_pieces
+            inputs.hidden,
+            inputs.weight,
+            inputs.bias,
+            wanted,
+            len(self._chunks),
+            inputs.weight_leaf.dtype,
+            self._in_pieces,
         )
         self._chunk: Any = None
 

@@ -24,7 +24,7 @@ from .lm_head import (
 )
 from .operators import operator, or_empty
 from .types import Extras, RowGradients, RowStatistics
-from .workspace import Workspace
+from .workspace import Workspace, result_like
 
 
 class Kept(NamedTuple):
@@ -39,12 +39,18 @@ class _Gradients:
     """Sums of the wanted gradients over chunks of columns."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        wanted: tuple[bool, ...],
+        dtype: torch.dtype,
     ) -> None:
         self.hidden, self.weight, self._library = hidden, weight, library_for(weight)
         self.dhidden = torch.zeros_like(hidden, dtype=torch.float32) if wanted[0] else None
-        new = torch.empty_like if len(hidden) else torch.zeros_like  # nobody writes it then
-        self.dweight = new(weight) if wanted[1] else None
+        self.dweight = result_like(weight, dtype) if wanted[1] else None
+        if self.dweight is not None and not len(hidden):
+            self.dweight.zero_()  # nobody writes it then
         self.dbias = (
             torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
         )
@@ -123,7 +129,8 @@ def _backward(
     """Gradients by hidden states, weight and bias, where wanted; ``kept`` is overwritten."""
     upstream = _upstream(grads, inputs.labels, inputs.counted, len(inputs.weight))
     with torch.autocast(inputs.hidden.device.type, enabled=False):
-        gradients = _Gradients(inputs.hidden, inputs.weight, inputs.bias, wanted)
+        dtype = inputs.weight_leaf.dtype
+        gradients = _Gradients(inputs.hidden, inputs.weight, inputs.bias, wanted, dtype)
         for x, rows, columns in _gradient_chunks(inputs, saved, upstream, kept):
             gradients.add(x, rows, columns)
     if kept is not None:
@@ -190,7 +197,8 @@ class _LinearLogprobs(torch.autograd.Function):
         wanted = any(ctx.needs_input_grad)
         results, statistics, kept = _forward(inputs, entropy, extras, keep=wanted)
         if wanted:
-            ctx.save_for_backward(hidden, weight, bias, *inputs.tensors()[3:], *statistics[:3])
+            saved = (hidden, inputs.weight, bias, *inputs.tensors()[3:])
+            ctx.save_for_backward(*saved, *statistics[:3])
             ctx.inputs, ctx.kept = inputs.with_tensors(*(None,) * 6), kept
             ctx.set_materialize_grads(False)
         results = [None if x is None else x.view(inputs.shape) for x in results]
@@ -339,7 +347,7 @@ def linear_logprobs(
             logprobs, entropies, *others = _compiled(inputs, entropy, tuple(extras))
         else:
             logprobs, entropies, *others = _LinearLogprobs.apply(
-                inputs.hidden, inputs.weight, inputs.bias, inputs, entropy, tuple(extras)
+                inputs.hidden, inputs.weight_leaf, inputs.bias, inputs, entropy, tuple(extras)
             )
     results: list[Any] = [logprobs]
     if entropy:

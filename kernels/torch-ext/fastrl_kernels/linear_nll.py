@@ -115,14 +115,14 @@ def linear_nll_loss(
         total = denominator.to(token_weights)
     else:
         total = torch.full((), float(denominator), device=hidden.device)
-    wanted = wanted_gradients(inputs.hidden, inputs.weight, inputs.bias)
+    wanted = wanted_gradients(inputs.hidden, inputs.weight_leaf, inputs.bias)
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         if torch.compiler.is_compiling():
             loss, logprobs, *_ = _linear_nll_loss(*flat_head(inputs), token_weights, total, wanted)
             return loss, logprobs.detach().view(inputs.shape)
         loss, logprobs, gradients = _forward(inputs, token_weights, total, wanted)
         loss = HandOut.apply(
-            inputs.hidden, inputs.weight, inputs.bias, loss, gradients, inputs.head,
+            inputs.hidden, inputs.weight_leaf, inputs.bias, loss, gradients, inputs.head,
             "linear_nll_loss",
         )  # fmt: skip
     return loss, logprobs

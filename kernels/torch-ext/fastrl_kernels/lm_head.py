@@ -26,7 +26,7 @@ from .checks import (
 from .dispatch import choose
 from .gemm import Library, library_for
 from .types import LogitTransform, RowGradients, RowStatistics, Temperature
-from .workspace import KEPT_BYTES
+from .workspace import KEPT_BYTES, result_like
 
 COLUMNS, FEWEST_COLUMNS = 8192, 1024  # of the vocabulary at a time, where logits are recomputed
 _ROW_STEP = 16  # chunks have multiples of as many rows
@@ -269,6 +269,12 @@ class HeadInputs(NamedTuple):
     shape: torch.Size
     backend: str
     workspace: int  # bytes
+    leaf: Tensor | None = None  # of which autocast made ``weight``
+
+    @property
+    def weight_leaf(self) -> Tensor:
+        """The tensor that the weight's gradient is for, in its dtype."""
+        return self.weight if self.leaf is None else self.leaf
 
     @property
     def head(self) -> type[HeadBackend]:
@@ -384,9 +390,15 @@ def checked_head(
         )
     check_float("hidden", hidden)
     check_float("weight", weight)
-    kind = hidden.device.type
+    kind, leaf = hidden.device.type, None
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        hidden, weight = (x.to(torch.get_autocast_dtype(kind)) for x in (hidden, weight))
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, leaf = hidden.to(dtype), weight
+        if torch.compiler.is_compiling():
+            weight = weight.to(dtype)
+        elif weight.dtype != dtype:
+            # The gradient goes to the leaf as it is summed up, in fp32, not through the cast.
+            weight = result_like(weight, dtype).copy_(weight.detach())
     if hidden.dtype != weight.dtype:
         raise TypeError(f"hidden is {hidden.dtype}, weight {weight.dtype}: convert one of them")
     check_device("weight", weight, "hidden", hidden)
@@ -413,7 +425,7 @@ def checked_head(
         labels = checked_labels(labels, mask, len(weight))
 
     if not torch.is_grad_enabled():  # ``needs_input_grad`` of a Function ignores it
-        hidden, weight = hidden.detach(), weight.detach()
+        hidden, weight, leaf = hidden.detach(), weight.detach(), None
         bias = None if bias is None else bias.detach()
     counted = counts(labels, mask).reshape(-1)
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -431,4 +443,5 @@ def checked_head(
         shape=labels.shape,
         backend=chosen,
         workspace=workspace_bytes,
+        leaf=None if leaf is weight else leaf,
     )

@@ -532,7 +532,7 @@ def linear_ppo_loss(
     for name, tensor in constants._asdict().items():
         if tensor is not None:
             check_device(name, tensor, "hidden", hidden)
-    wanted = wanted_gradients(inputs.hidden, inputs.weight, inputs.bias)
+    wanted = wanted_gradients(inputs.hidden, inputs.weight_leaf, inputs.bias)
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         if torch.compiler.is_compiling():
             loss, numbers, logprobs, entropies = _compiled(
@@ -543,7 +543,7 @@ def linear_ppo_loss(
                 inputs, constants, settings, entropy, wanted
             )
             loss = HandOut.apply(
-                inputs.hidden, inputs.weight, inputs.bias, loss, gradients, inputs.head,
+                inputs.hidden, inputs.weight_leaf, inputs.bias, loss, gradients, inputs.head,
                 "linear_ppo_loss",
             )  # fmt: skip
     mean = torch.full_like(numbers[:1], math.nan)

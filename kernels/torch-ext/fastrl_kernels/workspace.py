@@ -3,20 +3,34 @@ it."""
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 KEPT_BYTES = 96 << 20  # at most, and one piece of it
 _ALIGNED = 64  # elements: rows of a workspace begin at a multiple of it
 _idle: list[Tensor] = []
-_FRESH_BYTES = 32 << 20  # from which malloc takes new memory from the system each time
-_REMEMBERED_BYTES = 512 << 20
-_results: list[Tensor] = []  # at most one
+_FRESH_BYTES = 8 << 20  # from which malloc may take new memory from the system each time
+_REMEMBERED_BYTES = 512 << 20  # at most, of all
+_results: dict[int, Tensor] = {}  # by their bytes
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Has glibc keep freed memory for the next tensor.
+
+    Its malloc takes blocks above a limit from the system, page by page, and gives them back when
+    they are freed. The limit, 128 KiB at first, becomes the size of the largest such block that was
+    freed, up to 32 MiB: one block of nearly that size, of which no page is touched, raises it.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 def borrow(like: Tensor, nbytes: int) -> Tensor:
     """At least ``nbytes`` of any content, uint8, on the device of ``like``."""
     if like.device.type == "cpu":
+        keep_freed_memory()
         try:
             memory = _idle.pop()
         except IndexError:
@@ -42,15 +56,20 @@ def clear() -> None:
 def result_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Memory of any content for a result with the shape of x.
 
-    On a CPU one large result is remembered, and once nobody else holds it, its memory is that of
-    the next: a gradient of a vocabulary's size would be new memory in each step.
+    On a CPU large results are remembered, the last of each size, and once nobody else holds one,
+    its memory is that of the next: a gradient of a vocabulary's size would be new memory in each
+    step.
     """
     nbytes = x.numel() * dtype.itemsize
     if x.device.type != "cpu" or not _FRESH_BYTES <= nbytes <= _REMEMBERED_BYTES:
         return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    if not (_results and _results[0].numel() == nbytes and _is_free(_results[0])):
-        _results[:] = [torch.empty(nbytes, dtype=torch.uint8)]
-    return _results[0].view(dtype).view(x.shape)
+    memory = _results.pop(nbytes, None)
+    if memory is None or not _is_free(memory):
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+    _results[nbytes] = memory  # the newest last
+    while sum(_results) > _REMEMBERED_BYTES:
+        del _results[next(iter(_results))]
+    return memory.view(dtype).view(x.shape)
 
 
 def _is_free(memory: Tensor) -> bool:
