@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import functools
+import sys
 
 import torch
 from torch import Tensor
@@ -13,7 +14,9 @@ _ALIGNED = 64  # elements: rows of a workspace begin at a multiple of it
 _idle: list[Tensor] = []
 _FRESH_BYTES = 8 << 20  # from which malloc may take new memory from the system each time
 _REMEMBERED_BYTES = 512 << 20  # at most, of all
-_results: dict[int, Tensor] = {}  # by their bytes
+_ALIGNED_BYTES = 64
+_UNSHARED = 2  # references to remembered memory where no tensor has it
+_results: dict[int, bytearray] = {}  # by the bytes of the result
 
 
 @functools.cache
@@ -64,19 +67,15 @@ def result_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.device.type != "cpu" or not _FRESH_BYTES <= nbytes <= _REMEMBERED_BYTES:
         return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     memory = _results.pop(nbytes, None)
-    if memory is None or not _is_free(memory):
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+    # Each tensor over it has a reference, and its own storage, to which autograd adds in place.
+    if memory is None or sys.getrefcount(memory) > _UNSHARED:
+        memory = bytearray(nbytes + _ALIGNED_BYTES)
     _results[nbytes] = memory  # the newest last
     while sum(_results) > _REMEMBERED_BYTES:
         del _results[next(iter(_results))]
-    return memory.view(dtype).view(x.shape)
-
-
-def _is_free(memory: Tensor) -> bool:
-    """Whether no other tensor shares it."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    storage = memory.untyped_storage()
-    return count is not None and count(storage._cdata) == 2  # the tensor's and this one
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _ALIGNED_BYTES
+    flat = torch.frombuffer(memory, dtype=dtype, count=x.numel(), offset=start)
+    return flat.resize_(x.shape)  # a view would keep flat, and so a second reference to the storage
 
 
 class Workspace:
