@@ -149,8 +149,8 @@ def _replaced(forwards: Mapping[nn.Module, _Forward]) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer, forward in before.items():
-            if forward is None:
+        for layer, former in before.items():
+            if former is None:
                 del vars(layer)["forward"]
             else:
-                vars(layer)["forward"] = forward
+                vars(layer)["forward"] = former

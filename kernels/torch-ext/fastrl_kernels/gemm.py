@@ -62,8 +62,8 @@ class Mm:
     """``torch.mm``: cuBLAS or rocBLAS on GPUs; for fp32 on a CPU what torch is built with, MKL in
     its wheels for x86. Half-precision products of a CPU have copies in fp32."""
 
-    rows_equal = False  # MKL has other kernels for a few rows
-    in_pieces = False
+    rows_equal: ClassVar[bool] = False  # MKL has other kernels for a few rows
+    in_pieces: ClassVar[bool] = False
 
     @staticmethod
     def absent() -> str | None:
@@ -110,7 +110,7 @@ class Mm:
 class _InPieces:
     """Products of a library without results in given memory."""
 
-    in_pieces = True
+    in_pieces: ClassVar[bool] = True
 
     @staticmethod
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -150,7 +150,7 @@ class OneDnn(_InPieces):
     """oneDNN in fp32: about twice as fast as MKL on AMD processors with AVX-512, where MKL uses
     AVX2."""
 
-    rows_equal = True
+    rows_equal: ClassVar[bool] = True
 
     @staticmethod
     def absent() -> str | None:
@@ -173,7 +173,7 @@ class Bf16(_InPieces):
     """bf16 products in bf16, with sums in fp32 that are rounded once a piece: for CPUs with
     instructions for them."""
 
-    rows_equal = True
+    rows_equal: ClassVar[bool] = True
 
     @staticmethod
     def absent() -> str | None:

@@ -1,0 +1,70 @@
+"""Memory of large results that is used again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastrl_kernels import linear_nll_loss
+from fastrl_kernels.workspace import clear, result_like
+
+LARGE = (2500, 1000)  # 10 MB in fp32
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    clear()
+    yield
+    clear()
+
+
+def test_memory_is_used_again_once_nobody_holds_it():
+    weight = torch.empty(LARGE)
+    first = result_like(weight, torch.float32)
+    place = first.data_ptr()
+    second = result_like(weight, torch.float32)
+    assert second.data_ptr() != place
+    held = second.view(-1)[7:]
+    place = second.data_ptr()
+    del second
+    assert result_like(weight, torch.float32).data_ptr() != place  # a view holds it
+    del held, first
+    third = result_like(weight, torch.float32)
+    place = third.data_ptr()
+    del third
+    assert result_like(weight, torch.float32).data_ptr() == place
+    assert place % 64 == 0
+
+
+def test_autograd_adds_to_it_in_place():
+    """As to other memory: it is as much one tensor's own."""
+    weight = torch.zeros(LARGE, requires_grad=True)
+
+    class Dense(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.new_zeros(())
+
+        @staticmethod
+        def backward(ctx, grad):
+            result = result_like(weight, torch.float32).fill_(2.0)
+            places.append(result.data_ptr())
+            return result
+
+    places: list[int] = []
+    (Dense.apply(weight) + Dense.apply(weight)).backward()
+    assert weight.grad.data_ptr() in places
+    assert weight.grad.eq(4).all()
+
+
+def test_a_gradient_that_is_kept_is_not_written_to():
+    hidden, labels = torch.randn(6, 40), torch.arange(6)
+    weight = torch.randn(60_000, 40, requires_grad=True)
+    kept = []
+    for scale in (1.0, 2.0, 3.0):
+        loss, _ = linear_nll_loss(hidden * scale, weight, labels)
+        loss.backward()
+        kept.append((weight.grad, weight.grad.clone()))
+        weight.grad = None
+    for gradient, at_first in kept:
+        assert torch.equal(gradient, at_first)
