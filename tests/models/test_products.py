@@ -145,8 +145,13 @@ def test_frozen_weights_are_packed_once_until_somebody_writes_to_them(monkeypatc
         both.free()
         with both.in_place(model):
             pass
-    assert packed.count((8, 8)) == 3
-    assert packed.count((4, 8)) == 4
+        assert packed.count((8, 8)) == 3
+        assert packed.count((4, 8)) == 4
+        layer.weight.requires_grad_()
+        layer.weight.grad = torch.ones(8, 8)
+        torch.optim.AdamW([layer.weight], fused=True).step()  # changes no version
+        with both.in_place(model):
+            torch.testing.assert_close(layer(x), x @ layer.weight.t() + layer.bias)
 
 
 def test_the_main_processs_libraries_hold_for_all(monkeypatch):
