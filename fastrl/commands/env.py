@@ -12,7 +12,7 @@ import torch
 import fastrl_kernels
 from fastrl.commands import measure_products
 from fastrl.config import setting
-from fastrl.run.machine import versions
+from fastrl.run.machine import versions, write_products
 from fastrl_kernels import gemm
 
 PACKAGES = (
@@ -89,4 +89,5 @@ def run_env(flags: EnvFlags) -> None:
         return
     measured = measure_products.measure()
     print(measure_products.table(measured))
-    print(f"written to {measure_products.write(measured)}; a run that is resumed keeps its own")
+    path = write_products(gemm.as_json({each.dtype: each.choice for each in measured}))
+    print(f"written to {path}; a run that is resumed keeps its own")

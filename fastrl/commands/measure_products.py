@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastrl.run.files import write_file
 from fastrl_kernels import gemm
 
 _WIDTHS = (32, 64, 128, 256, 512, 1024, 2048)  # weights are squares of these
@@ -98,16 +96,6 @@ def _for_seconds(seconds: float) -> Iterator[None]:
     yield
     while time.perf_counter() < end:
         yield
-
-
-def write(measured: list[Measured]) -> str:
-    """Writes the choices for this processor beside those for others; returns the file's path."""
-    path = gemm.table_path()
-    table = gemm.read_table(path)
-    table[gemm.processor()] = gemm.as_json({each.dtype: each.choice for each in measured})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(table, indent=2, sort_keys=True) + "\n")
-    return str(path)
 
 
 def table(measured: list[Measured]) -> str:

@@ -98,10 +98,11 @@ class _Forward:
         self.layer = layer
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight = _rows(self.layer)
-        if not x.numel():  # a fused head's own: autocast would cast the weight for nothing
-            return x.new_empty(*x.shape[:-1], len(weight))
-        return gemm.linear(x, weight, self.layer.bias)
+        weight, bias = _rows(self.layer), self.layer.bias
+        if not x.numel():  # in a fused head's place: autocast would cast the weight for nothing
+            with torch.autocast("cpu", enabled=False):
+                return nn.functional.linear(x.to(weight.dtype), weight, bias)
+        return gemm.linear(x, weight, bias)
 
 
 class _PackedForward(_Forward):

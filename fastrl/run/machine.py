@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from fastrl.run.files import write_file
 
 # torch's names of instruction sets, each with those before it, and what its variable calls them.
 _CAPABILITIES = {"NO AVX": "default", "DEFAULT": "default", "AVX2": "avx2", "AVX512": "avx512"}
@@ -53,6 +57,18 @@ def other_draws(before: dict[str, str]) -> str:
         "; tokens are drawn in another way since then: those of one key have the same "
         "probabilities, but are others (install the versions of the run to draw the run's)"
     )
+
+
+def write_products(measured: Mapping[str, Any]) -> Path:
+    """Writes measured libraries of products, as JSON has them, for this processor; what the table
+    has for others stays. Later processes read it."""
+    from fastrl_kernels import gemm
+
+    path = gemm.table_path()
+    table = {**gemm.read_table(path), gemm.processor(): dict(measured)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(table, indent=2, sort_keys=True) + "\n")
+    return path
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

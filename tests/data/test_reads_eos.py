@@ -191,7 +191,7 @@ def test_ppo_says_which_completions_are_whole() -> None:
         progress=False,
     )
     assert {whole for _, whole in told} == {True, False}
-    assert all(whole == (ids[-1] < 9) for ids, whole in told)
+    assert all(whole == (0 < ids[-1] < 9) for ids, whole in told)
 
 
 def test_online_tasks_say_which_responses_are_whole() -> None:

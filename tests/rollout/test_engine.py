@@ -186,7 +186,8 @@ def same(a, b, order=None):
     order = range(len(a.sequences)) if order is None else order
     for i, j in enumerate(order):
         assert torch.equal(a.sequences[i], b.sequences[j])
-        torch.testing.assert_close(a.logprobs[i], b.logprobs[j], rtol=0, atol=1e-6)
+        # Products of other numbers of rows differ in last bits, of log-probs up to about 8.
+        torch.testing.assert_close(a.logprobs[i], b.logprobs[j], rtol=0, atol=3e-6)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4, 5, 64])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -28,32 +29,37 @@ class LiveTokens:
 
     def counted(self, span: int, window: int) -> Tensor:
         """Which tokens count, [B, 1, 1, span]."""
-        key = (span, window)
-        if key not in self._made:
-            position = torch.arange(span, device=self.lengths.device)
-            lengths = self.lengths.view(-1, 1, 1, 1)
-            live = position < lengths
-            self._made[key] = live if window == span else live & (position >= lengths - window)
-        return self._made[key]
+        return self._kept((span, window), lambda: self._counted(span, window))
 
     def bias(self, span: int, window: int, heads: int) -> Tensor:
         """What is added to scores, [B·heads, 1, span] fp32: 0 for tokens that count, -inf for
         others; NaN in rows that are longer than the span."""
-        key = (span, window, heads)
-        if key not in self._made:
-            zeros = torch.zeros(self.lengths.shape, device=self.lengths.device)
-            zeros = zeros.masked_fill_(self.lengths > span, math.nan).view(-1, 1, 1, 1)
-            rows = zeros.masked_fill(~self.counted(span, window), -math.inf)
-            rows = torch.where(zeros.isnan(), zeros, rows)  # a window may leave no token
-            self._made[key] = rows.expand(-1, heads, 1, span).flatten(0, 1)
-        return self._made[key]
+        return self._kept((span, window, heads), lambda: self._bias(span, window, heads))
 
     @property
     def empty(self) -> Tensor:
         """Which rows have no live token, [B, 1, 1]."""
-        if () not in self._made:
-            self._made[()] = (self.lengths == 0).view(-1, 1, 1)
-        return self._made[()]
+        return self._kept((), lambda: (self.lengths == 0).view(-1, 1, 1))
+
+    def _kept(self, key: tuple[int, ...], make: Callable[[], Tensor]) -> Tensor:
+        if torch.compiler.is_compiling():  # sizes as keys would become constants
+            return make()
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _counted(self, span: int, window: int) -> Tensor:
+        position = torch.arange(span, device=self.lengths.device)
+        lengths = self.lengths.view(-1, 1, 1, 1)
+        live = position < lengths
+        return live if window == span else live & (position >= lengths - window)
+
+    def _bias(self, span: int, window: int, heads: int) -> Tensor:
+        zeros = torch.zeros(self.lengths.shape, device=self.lengths.device)
+        zeros = zeros.masked_fill_(self.lengths > span, math.nan).view(-1, 1, 1, 1)
+        rows = zeros.masked_fill(~self.counted(span, window), -math.inf)
+        rows = torch.where(zeros.isnan(), zeros, rows)  # a window may leave no token
+        return rows.expand(-1, heads, 1, span).flatten(0, 1)
 
 
 def _one_batch(x: Tensor, rows: int, span: int) -> Tensor:
