@@ -26,6 +26,7 @@ from benchmarks.harness import Measurement
 from benchmarks.models import Model
 from benchmarks.timing import Seconds, Side
 
+PATIENCE = 20  # seconds for a worker to end, once it is told to
 OURS = ("fastrl", "eager", "float64")  # implementations in this source tree
 
 
@@ -119,7 +120,11 @@ class Worker:
         self.process.stdin.close()
         if error is not None:
             self.process.kill()
-        self.process.wait()
+        try:
+            self.process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:  # a thread of another library goes on
+            self.process.kill()
+            self.process.wait()
         self.process.stdout.close()
         self.log.close()
 

@@ -18,6 +18,7 @@ from benchmarks.timing import Seconds, now
 
 PAGE = 256  # tokens, transformers' default
 SHARE = 0.25  # of a GPU's memory that vLLM may reserve: other sides live there too
+PATIENCE = 60  # seconds without an answer of continuous batching
 
 
 class Workload(NamedTuple):
@@ -252,20 +253,29 @@ class Continuous(Generator):
 
 
 def answers(manager: Any, work: Workload) -> Generated:
-    """What a manager generates for the work, in its order."""
+    """What a manager generates for the work, in its order.
+
+    Raises:
+        RuntimeError: it fails, or its thread stalls, as it now and then does.
+    """
     asked = [
         manager.add_request(prompt.tolist(), max_new_tokens=n)
         for prompt, n in zip(work.prompts, work.limits, strict=True)
     ]
     done: dict[str, Any] = {}
+    heard = time.monotonic()
     while len(done) < len(asked):
         answer = manager.get_result(timeout=1)
         if answer is None:
             if not manager.is_running():
                 raise RuntimeError("its generation thread has ended")
-        elif answer.error is not None:
+            if time.monotonic() - heard > PATIENCE:
+                raise RuntimeError(f"no sample was finished within {PATIENCE} s")
+            continue
+        heard = time.monotonic()
+        if answer.error is not None:
             raise RuntimeError(answer.error)
-        elif answer.is_finished():
+        if answer.is_finished():
             done[answer.request_id] = answer
     made = [done[name] for name in asked]
     return Generated([x.generated_tokens for x in made], [x.logprobs for x in made])
