@@ -8,6 +8,7 @@ run's numbers are the same when it is repeated.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import json
@@ -107,14 +108,14 @@ class Mm:
                 total.addmm_(a[:, piece].float(), b[piece].float())
 
 
-class _InPieces:
+class _InPieces(abc.ABC):
     """Products of a library without results in given memory."""
 
     in_pieces: ClassVar[bool] = True
 
     @staticmethod
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     @classmethod
     def multiply(cls, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._cpu.head_pieces import ChunkInPieces, suits
+from ._cpu.head_pieces import ChunkInPieces, PieceGradient, suits
 from .gemm import library_for
 from .lm_head import HeadBackend, HeadInputs, row_chunks
 from .types import RowGradients, RowStatistics
@@ -61,22 +61,34 @@ class HeadGradients:
         """x [r, V], gradients of products."""
         if self.dhidden is not None:
             self._library.product(self.dhidden[rows], x, self.weight)
-        self._add_weight(x, rows, slice(None))
-
-    def add_piece(self, x: Tensor, rows: slice, columns: slice) -> None:
-        """x [r, C], gradients of products with some rows of the weight."""
-        x = x.to(self.weight.dtype)
-        if self.dhidden is not None:
-            self.dhidden[rows] += self._library.linear(x, self.weight[columns].t())
-        self._add_weight(x, rows, columns)
-
-    def _add_weight(self, x: Tensor, rows: slice, columns: slice) -> None:
         if self.dweight is not None and rows.start == 0:
-            self._library.product(self.dweight[columns], x.t(), self.hidden[rows])
+            self._library.product(self.dweight, x.t(), self.hidden[rows])
         elif self.dweight is not None:
-            self._library.add_product_(self.dweight[columns], x.t(), self.hidden[rows])
+            self._library.add_product_(self.dweight, x.t(), self.hidden[rows])
         if self.dbias is not None:
-            self.dbias[columns] += x.sum(0, dtype=torch.float32)
+            self.dbias += x.sum(0, dtype=torch.float32)
+
+    def add_piece(self, gradient: PieceGradient, rows: slice, columns: slice) -> None:
+        """Gradients of products with some rows of the weight."""
+        probs, factors, labels, at_labels = gradient
+        if self.dhidden is not None:
+            weight, dhidden = self.weight[columns], self.dhidden[rows]
+            dhidden.addcmul_(self._library.linear(probs, weight.t()), factors[:, None])
+            picked = weight[labels.columns].float().mul_(at_labels[:, None])
+            dhidden.index_add_(0, labels.rows, picked)
+        if self.dweight is not None:
+            out, hidden = self.dweight[columns], self.hidden[rows]
+            total = out if out.dtype == torch.float32 else out.float()
+            add = self._library.product if rows.start == 0 else self._library.add_product_
+            add(total, probs.t(), (hidden * factors[:, None]).to(hidden.dtype))
+            picked = hidden[labels.rows].float().mul_(at_labels[:, None])
+            total.index_add_(0, labels.columns, picked)
+            if total is not out:
+                out.copy_(total)
+        if self.dbias is not None:
+            dbias = self.dbias[columns]
+            dbias.addmv_(probs.float().t(), factors)
+            dbias.index_add_(0, labels.columns, at_labels)
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """By hidden states, weight and bias, in their dtypes."""
@@ -126,9 +138,9 @@ class HeadPass:
         n, vocabulary = len(inputs.hidden), len(inputs.weight)
         self.inputs = inputs
         self.statistics = RowStatistics.empty(inputs.hidden, n, entropy, ())
-        dtype = inputs.head.chunk_dtype(inputs.hidden)
-        self._chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
         self._in_pieces = suits(inputs)
+        dtype = inputs.weight.dtype if self._in_pieces else inputs.head.chunk_dtype(inputs.hidden)
+        self._chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
         self._gradients = HeadGradients(
             inputs.hidden,
             inputs.weight,

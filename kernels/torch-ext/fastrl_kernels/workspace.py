@@ -97,6 +97,12 @@ class Workspace:
         flat = self._memory[: rows * stride * self.dtype.itemsize].view(self.dtype)
         return flat.view(rows, stride)[:, : self.columns if columns is None else columns]
 
+    def pieces(self, rows: int, columns: list[slice]) -> list[Tensor]:
+        """[rows, C] for each range of columns, each in memory of its own without gaps."""
+        assert self._memory is not None
+        flat = self._memory[: rows * self.columns * self.dtype.itemsize].view(self.dtype)
+        return [flat[rows * c.start : rows * c.stop].view(rows, -1) for c in columns]
+
     def release(self) -> None:
         """Returns the memory; chunks must not be read any more."""
         memory, self._memory = self._memory, None

@@ -1,19 +1,18 @@
 """A chunk of rows of a fused head on a CPU, a piece of the vocabulary at a time.
 
-A piece [r, C] of logits is made, turned into exponentials and summed up while it is in the cache,
-and so is its gradient between the products. Exponentials of a piece are relative to the piece's own
-maximum, and pieces are joined as in an online softmax.
+A piece [r, C] of logits is made, and its softmax taken, while it is in the cache; pieces are then
+joined by their maxima and sums, as in an online softmax.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..gemm import pieces
-from ..lm_head import HeadInputs, TorchHead, add_at_labels_
+from ..lm_head import HeadInputs, TorchHead
 from ..types import RowGradients, RowStatistics
 from ..workspace import Workspace
 from .row_chunks import FLOOR
@@ -28,14 +27,35 @@ def suits(inputs: HeadInputs) -> bool:
     return on_cpu and inputs.library.in_pieces and inputs.transform.softcap is None
 
 
+class LabelsInPiece(NamedTuple):
+    """The rows of a chunk whose label lies in a piece of the vocabulary, and its column there."""
+
+    rows: Tensor
+    columns: Tensor
+
+
+class PieceGradient(NamedTuple):
+    """The gradient by a piece of the logits, in factors: probs·factors, and ``at_labels`` where a
+    row's label is."""
+
+    probs: Tensor  # [r, C], 0 at labels
+    factors: Tensor  # [r] fp32
+    labels: LabelsInPiece
+    at_labels: Tensor  # [len(labels.rows)] fp32
+
+
 class ChunkInPieces:
     """Scores and gradients of up to ``longest`` rows at a time, for entropies without gradients.
+
+    The gradient by the logits is g·(1_y - p). Its products are taken of each piece's own softmax,
+    with what a piece has of the row's probability on the [r, H] side, and the label's g·(1 - p_y)
+    is added in fp32: nothing of size [r, V] is multiplied.
 
     Args:
         statistics: of all rows, without extras; filled by :meth:`score`.
         gradients: sums of gradients, to which :meth:`backward` adds.
-        keep: what of the rows stays in memory: their exponentials, for :meth:`backward`; their
-            logits; or nothing.
+        keep: what of the rows stays in memory: the pieces' softmax in the weight's dtype,
+            for :meth:`backward`; their logits in fp32, ``kept``; or nothing.
     """
 
     def __init__(
@@ -44,48 +64,57 @@ class ChunkInPieces:
         statistics: RowStatistics,
         gradients: Any,
         longest: int,
-        keep: Literal["exps", "logits", None] = "exps",
+        keep: Literal["probs", "logits", None] = "probs",
     ) -> None:
         self.inputs, self.statistics, self.gradients = inputs, statistics, gradients
         self.keep = keep
         width = len(inputs.weight) if keep else 0
-        self.workspace = Workspace(inputs.hidden, longest, width, torch.float32)
-        self.kept: Tensor  # [r, V], exponentials of each piece relative to its maximum
-        self._factors: Tensor  # [r, pieces] exp(a piece's maximum - the row's) / the row's sum
+        dtype = inputs.weight.dtype if keep == "probs" else torch.float32
+        self.workspace = Workspace(inputs.hidden, longest, width, dtype)
+        piece = pieces(len(inputs.weight))[0].stop
+        self._scratch = inputs.hidden.new_empty(2, longest * piece, dtype=torch.float32)
+        self.kept: Tensor  # [r, V] logits; [r, 0] where nothing is kept
+        self._probs: list[Tensor]  # [r, C] each, of which rows sum to 1
+        self._factors: Tensor  # [r, pieces] a piece's probability in its row
+        self._labels: list[LabelsInPiece]
 
     def score(self, rows: slice) -> None:
         inputs, out = self.inputs, self.statistics.at(rows)
         hidden, labels = inputs.hidden[rows], inputs.labels[rows]
-        self.kept = self.workspace.chunk(len(hidden))
         walk = pieces(len(inputs.weight))
-        maxima, sums, moments = hidden.new_empty(3, len(hidden), len(walk), dtype=torch.float32)
+        self._labels = labels_in_pieces(labels, walk)
+        if self.keep == "probs":
+            self._probs = self.workspace.pieces(len(hidden), walk)
+        else:
+            self.kept = self.workspace.chunk(len(hidden))
+        maxima, sums, means = hidden.new_empty(3, len(hidden), len(walk), dtype=torch.float32)
         at_label = torch.full_like(labels, torch.nan, dtype=torch.float32)
-        for i, columns in enumerate(walk):
+        for i, (columns, here) in enumerate(zip(walk, self._labels, strict=True)):
             x = self._logits(hidden, columns)
             if self.keep == "logits":
                 self.kept[:, columns].copy_(x)
             torch.amax(x, -1, out=maxima[:, i]).clamp_(min=_LOWEST)
-            _take_labels(x, labels - columns.start, at_label)
+            at_label[here.rows] = x[here.rows, here.columns]
             d = self._scaled(x.sub_(maxima[:, i, None]), rows)
-            if out.entropies is None:
-                e = torch.exp(d, out=self.kept[:, columns] if self.keep == "exps" else d)
-            else:
-                # FLOOR in place of -inf: 0·-inf is NaN
-                d.clamp_(min=FLOOR)
-                e = torch.exp(d, out=self.kept[:, columns]) if self.keep == "exps" else d.exp()
-                torch.sum(d.mul_(e), -1, out=moments[:, i])
-            torch.sum(e, -1, out=sums[:, i])
-        self._join(rows, out, maxima, sums, moments, at_label)
+            if out.entropies is not None or inputs.bias is not None:
+                d.clamp_(min=FLOOR)  # in place of -inf: 0·-inf is NaN
+            p = torch.softmax(d, -1, out=self._target(d, i))
+            torch.amax(p, -1, out=sums[:, i]).reciprocal_()  # exp(0)/Σ
+            if out.entropies is not None:
+                torch.sum(d.mul_(p), -1, out=means[:, i])
+            if self.keep == "probs" and p is not self._probs[i]:
+                self._probs[i].copy_(p)
+        self._join(rows, out, maxima, sums, means, at_label)
 
     def backward(self, rows: slice, upstream: RowGradients) -> None:
-        inputs, gradients = self.inputs, self.gradients
-        labels = inputs.labels[rows]
         g = self._scaled(upstream.logprobs.clone(), rows)
-        scale = self._factors.mul_(-g[:, None])
-        for i, columns in enumerate(pieces(len(inputs.weight))):
-            gradient = torch.mul(self.kept[:, columns], scale[:, i, None])
-            add_at_labels_(gradient, labels - columns.start, g)
-            gradients.add_piece(gradient, rows, columns)
+        factors = self._factors.mul_(-g[:, None])
+        at_label = g.mul_(torch.expm1(self.statistics.logprobs[rows]).neg_())
+        walk = pieces(len(self.inputs.weight))
+        for i, (columns, here) in enumerate(zip(walk, self._labels, strict=True)):
+            self._probs[i][here.rows, here.columns] = 0.0
+            gradient = PieceGradient(self._probs[i], factors[:, i], here, at_label[here.rows])
+            self.gradients.add_piece(gradient, rows, columns)
 
     def release(self) -> None:
         self.workspace.release()
@@ -93,7 +122,16 @@ class ChunkInPieces:
     def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
         inputs = self.inputs
         bias = None if inputs.bias is None else inputs.bias[columns]
-        return inputs.library.linear(hidden, inputs.weight[columns], bias).float()
+        x = inputs.library.linear(hidden, inputs.weight[columns], bias)
+        if x.dtype == torch.float32:
+            return x
+        return self._scratch[0, : x.numel()].view(x.shape).copy_(x)
+
+    def _target(self, d: Tensor, piece: int) -> Tensor:
+        """Memory for the softmax of d: what is kept of it, where that is fp32."""
+        if self.keep == "probs" and self._probs[piece].dtype == torch.float32:
+            return self._probs[piece]
+        return self._scratch[1, : d.numel()].view(d.shape)
 
     def _scaled(self, x: Tensor, rows: slice) -> Tensor:
         """x·s/T in place."""
@@ -107,25 +145,28 @@ class ChunkInPieces:
         out: RowStatistics,
         maxima: Tensor,
         sums: Tensor,
-        moments: Tensor,
+        means: Tensor,
         at_label: Tensor,
     ) -> None:
         """Statistics of rows from those of their pieces [r, pieces]."""
         torch.amax(maxima, -1, out=out.unscaled_max)
         shifts = self._scaled(maxima - out.unscaled_max[:, None], rows)
-        factors = shifts.exp()
-        torch.sum(sums * factors, -1, out=out.exp_sum)
+        masses = shifts.exp().mul_(sums)
+        torch.sum(masses, -1, out=out.exp_sum)
         log_sum = out.exp_sum.log()
         torch.sub(self._scaled(at_label - out.unscaled_max, rows), log_sum, out=out.logprobs)
+        self._factors = masses.div_(out.exp_sum[:, None])
         if out.mean is not None and out.entropies is not None:
-            shifted = (moments + sums * shifts.clamp_(min=FLOOR)) * factors
-            torch.div(shifted.sum(-1), out.exp_sum, out=out.mean)
+            torch.sum(shifts.clamp_(min=FLOOR).add_(means).mul_(self._factors), -1, out=out.mean)
             torch.sub(log_sum, out.mean, out=out.entropies)
-        self._factors = factors.div_(out.exp_sum[:, None])
 
 
-def _take_labels(x: Tensor, columns: Tensor, out: Tensor) -> None:
-    """out = x at the columns, where these lie within x."""
-    here = (columns >= 0) & (columns < x.shape[1])
-    found = x.gather(1, columns.clamp(0, x.shape[1] - 1)[:, None])[:, 0]
-    out.copy_(torch.where(here, found, out))
+def labels_in_pieces(labels: Tensor, walk: list[slice]) -> list[LabelsInPiece]:
+    """Labels [r] by piece; one outside the vocabulary is in none."""
+    ordered, order = labels.sort(stable=True)
+    bounds = torch.tensor([columns.start for columns in walk] + [walk[-1].stop])
+    ends = torch.searchsorted(ordered, bounds).tolist()
+    return [
+        LabelsInPiece(order[first:last], ordered[first:last] - columns.start)
+        for columns, first, last in zip(walk, ends, ends[1:], strict=False)
+    ]
