@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fastrl.run.processes import OneProcess, Processes
 from fastrl_kernels import gemm
-from fastrl_kernels.workspace import keep_freed_memory
+from fastrl_kernels.workspace import keep_all_freed_memory
 
 
 class Products:
@@ -41,7 +41,7 @@ class Products:
         """
         layers = [layer for model in models if model is not None for layer in _layers(model)]
         if layers:
-            keep_freed_memory()
+            keep_all_freed_memory()
         with gemm.using(self.choices), _replaced({x: _Forward(x) for x in layers}):
             yield
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from fastrl_kernels import linear_nll_loss
+from fastrl_kernels import linear_nll_loss, workspace
 from fastrl_kernels.workspace import clear, result_like
 
 LARGE = (2500, 1000)  # 10 MB in fp32
@@ -68,3 +72,39 @@ def test_a_gradient_that_is_kept_is_not_written_to():
         weight.grad = None
     for gradient, at_first in kept:
         assert torch.equal(gradient, at_first)
+
+
+STEPS = """
+import resource
+import torch
+from fastrl_kernels import workspace
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def step():  # 160 MiB in blocks of 4 MiB
+    return [torch.ones(1 << 20) for _ in range(40)]
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20
+
+workspace.keep_all_freed_memory()
+step()
+before = faults()
+for _ in range(5):
+    step()
+print(faults() - before, resident())
+workspace.clear()
+print(resident())
+"""
+
+
+@pytest.mark.skipif(workspace._glibc is None, reason="malloc is not glibc's")
+def test_a_step_takes_no_new_pages_from_the_system(tmp_path):
+    """Where freed memory went back, each step would have some 40,000 page faults."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
+    command = [sys.executable, "-c", STEPS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    faults, kept, after = map(int, done.stdout.split())
+    assert faults < 4000
+    assert kept - after > 120

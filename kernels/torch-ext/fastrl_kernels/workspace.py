@@ -3,7 +3,9 @@ it."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 import sys
 
 import torch
@@ -17,6 +19,18 @@ _REMEMBERED_BYTES = 512 << 20  # at most, of all
 _ALIGNED_BYTES = 64
 _UNSHARED = 2  # references to remembered memory where no tensor has it
 _results: dict[int, bytearray] = {}  # by the bytes of the result
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
+
+
+def _find_glibc() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(None)
+    except (OSError, TypeError):  # Windows
+        return None
+    return library if hasattr(library, "gnu_get_libc_version") else None
+
+
+_glibc = _find_glibc()
 
 
 @functools.cache
@@ -28,6 +42,22 @@ def keep_freed_memory() -> None:
     freed, up to 32 MiB: one block of nearly that size, of which no page is touched, raises it.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
+
+
+@functools.cache
+def keep_all_freed_memory() -> None:
+    """Has glibc keep freed memory for good, as torch keeps that of a GPU: for training, where each
+    step takes the same memory again, and new pages may cost a fifth of it. :func:`clear` gives it
+    back.
+
+    Settings of malloc in the environment are left as they are.
+    """
+    settings = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    if _glibc is None or any(name in os.environ for name in settings):
+        keep_freed_memory()
+        return
+    _glibc.mallopt(_TRIM_THRESHOLD, -1)  # never
+    _glibc.mallopt(_MMAP_THRESHOLD, 32 << 20)  # the largest that it takes
 
 
 def borrow(like: Tensor, nbytes: int) -> Tensor:
@@ -51,9 +81,11 @@ def give_back(memory: Tensor) -> None:
 
 
 def clear() -> None:
-    """Frees kept memory."""
+    """Frees kept memory, and gives what was freed back to the system."""
     _idle.clear()
     _results.clear()
+    if _glibc is not None:
+        _glibc.malloc_trim(0)
 
 
 def result_like(x: Tensor, dtype: torch.dtype) -> Tensor:
