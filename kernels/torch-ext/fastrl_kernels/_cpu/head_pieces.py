@@ -71,8 +71,8 @@ class ChunkInPieces:
         width = len(inputs.weight) if keep else 0
         dtype = inputs.weight.dtype if keep == "probs" else torch.float32
         self.workspace = Workspace(inputs.hidden, longest, width, dtype)
-        piece = pieces(len(inputs.weight))[0].stop
-        self._scratch = inputs.hidden.new_empty(2, longest * piece, dtype=torch.float32)
+        self._piece = longest * pieces(len(inputs.weight))[0].stop  # elements
+        self._memory: dict[str, Tensor] = {}
         self.kept: Tensor  # [r, V] logits; [r, 0] where nothing is kept
         self._probs: list[Tensor]  # [r, C] each, of which rows sum to 1
         self._factors: Tensor  # [r, pieces] a piece's probability in its row
@@ -125,13 +125,19 @@ class ChunkInPieces:
         x = inputs.library.linear(hidden, inputs.weight[columns], bias)
         if x.dtype == torch.float32:
             return x
-        return self._scratch[0, : x.numel()].view(x.shape).copy_(x)
+        return self._fp32("logits", x).copy_(x)
 
     def _target(self, d: Tensor, piece: int) -> Tensor:
         """Memory for the softmax of d: what is kept of it, where that is fp32."""
         if self.keep == "probs" and self._probs[piece].dtype == torch.float32:
             return self._probs[piece]
-        return self._scratch[1, : d.numel()].view(d.shape)
+        return self._fp32("softmax", d)
+
+    def _fp32(self, use: str, like: Tensor) -> Tensor:
+        """Memory in the shape of a piece, the same for all pieces."""
+        if use not in self._memory:
+            self._memory[use] = like.new_empty(self._piece, dtype=torch.float32)
+        return self._memory[use][: like.numel()].view(like.shape)
 
     def _scaled(self, x: Tensor, rows: slice) -> Tensor:
         """x·s/T in place."""
