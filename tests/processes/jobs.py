@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,31 +16,16 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fastrl import (
-    PPOConfig,
-    PPOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
-from fastrl.alignment import AlignmentConfig, make_loss
-from fastrl.alignment import Trainer as AlignmentTrainer
-from fastrl.data.columns import PAIRS
+from fastrl import PPOConfig, PPOTrainer
 from fastrl.models.sharding import spread, whole
 from fastrl.ppo import setup
 from fastrl.run.callbacks import TrainCallback
 from fastrl.run.launcher import process_count
 from tests import tiny_models
-from tests.alignment.conftest import examples, make_factory
 from tests.golden import tiny
 from tests.processes.launch import keep
-from tests.trainers.conftest import pairs, texts
-from tests.trainers.conftest import reward_model as tiny_reward_model
 
 PROMPTS = [f"w{i} w{i + 1}" + " w7" * (i % 3) for i in range(3, 30)]
-_SGD = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
-_FIT = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
 
 
 class Keeper(TrainCallback):
@@ -74,7 +58,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
 
 
-def make_trainer(policy: Any = None, **settings: Any) -> PPOTrainer:
+def make_trainer(policy: Any = None, step: float = 0.1, **settings: Any) -> PPOTrainer:
     """Of 16 samples a step, in mini-batches of 8, both of all processes."""
     world = process_count()
     config = PPOConfig(
@@ -82,11 +66,14 @@ def make_trainer(policy: Any = None, **settings: Any) -> PPOTrainer:
     )
     torch.manual_seed(0)
     policy = policy or tiny_models.policy("gpt2")
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1, momentum=0.5)
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=step, momentum=0.5)
     trainer = PPOTrainer(config, policy, None, tiny.tokenizer(), optimizer=optimizer)
     if trainer.accelerator.distributed_type == DistributedType.FSDP:
-        spread(trainer.model)
-        assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
+        for model in (trainer.model, trainer.ref_model):
+            if model is not None:
+                spread(model)
+                assert all(isinstance(p, DTensor) for p in model.parameters())
     return trainer
 
 
@@ -163,74 +150,6 @@ def policy_gradient(reward: Any = reward, **settings: Any) -> dict[str, Any]:
     }
 
 
-def _fitted(trainer: Any) -> dict[str, Any]:
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    logs = [x for x in trainer.state.log_history if "loss" in x or "eval_loss" in x]
-    return {
-        "weights": weights_of(trainer.accelerator.unwrap_model(trainer.model)),
-        "logs": [
-            {k: v for k, v in x.items() if "runtime" not in k and "per_" not in k} for x in logs
-        ],
-        "evaluations": [before["eval_loss"], after["eval_loss"]],
-    }
-
-
-def _settings(folder: str) -> dict[str, Any]:
-    size = 8 // process_count()
-    sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
-    return {**_FIT, **_SGD, **sizes, "max_steps": 3, "logging_steps": 1, "output_dir": folder}
-
-
-def supervised() -> dict[str, Any]:
-    """Three steps of SFT on 8 texts each."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _fitted(
-            SFTTrainer(
-                tiny_models.language_model(),
-                SFTConfig(**_settings(folder)),
-                train_dataset=texts(26),
-                eval_dataset=texts(11, seed=1),
-                processing_class=tiny.tokenizer(),
-            )
-        )
-
-
-def reward_model() -> dict[str, Any]:
-    """Three steps of a reward model on 8 pairs each."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _fitted(
-            RewardTrainer(
-                tiny_reward_model("gpt2"),
-                RewardConfig(**_settings(folder)),
-                train_dataset=pairs(26),
-                eval_dataset=pairs(11, seed=1),
-                processing_class=tiny.tokenizer(),
-            )
-        )
-
-
-def preferences() -> dict[str, Any]:
-    """Three steps of DPO on 8 pairs each."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = _settings(folder)
-        size = settings.pop("per_device_train_batch_size")
-        settings.pop("per_device_eval_batch_size")
-        rows = {"rows": examples(PAIRS, 26), "batch_size": size}
-        held_out = {"rows": examples(PAIRS, 11, seed=1), "batch_size": size}
-        loss = make_loss("dpo")
-        return _fitted(
-            AlignmentTrainer(
-                tiny_models.language_model(),
-                AlignmentConfig(**settings),
-                make_factory(loss.tasks[0], **rows),
-                loss,
-                eval_factory=make_factory(loss.tasks[0], **held_out),
-            )
-        )
-
-
 JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "ppo": policy_gradient,
     "ppo, scaled scores": lambda: policy_gradient(
@@ -246,9 +165,9 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         gradient_accumulation_steps=2,
         mini_batch_size=4 // process_count(),
     ),
-    "sft": supervised,
-    "reward": reward_model,
-    "dpo": preferences,
+    "ppo, steps left out and epochs cut short": lambda: policy_gradient(
+        ratio_threshold=1.004, early_stopping=True, target_kl=0.002
+    ),
 }
 
 

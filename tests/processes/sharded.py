@@ -11,25 +11,32 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastrl import (
     AutoModelForCausalLMWithValueHead,
-    PPOConfig,
     PPOTrainer,
     SFTConfig,
     SFTTrainer,
 )
+from fastrl.data.columns import PAIRS
 from fastrl.models.load import load_language_model
 from fastrl.models.sharding import own_share, spread
 from fastrl.run.launcher import launched_accelerator, process_count
 from tests import tiny_models
 from tests.golden import tiny
-from tests.processes import jobs
-from tests.processes.jobs import PROMPTS, Keeper, fsdp, reward, train, weights_of
+from tests.processes import fitted
+from tests.processes.jobs import (
+    PROMPTS,
+    Keeper,
+    fsdp,
+    make_trainer,
+    reward,
+    train,
+    weights_of,
+)
 from tests.processes.launch import keep
 from tests.trainers.conftest import texts
 
@@ -43,30 +50,12 @@ def make_policy(family: str, adapter: bool) -> Any:
     )
 
 
-def make_trainer(family: str, adapter: bool = False, **settings: Any) -> PPOTrainer:
-    """Of 16 samples a step, in mini-batches of 8, both of all processes."""
-    world = process_count()
-    config = PPOConfig(
-        **{"batch_size": 16 // world, "mini_batch_size": 8 // world, "ppo_epochs": 2, **settings}
-    )
-    policy = make_policy(family, adapter)
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    # Larger steps of the few weights of an adapter make much of a difference in rounding.
-    optimizer = torch.optim.SGD(trained, lr=0.005 if adapter else 0.1, momentum=0.5)
-    trainer = PPOTrainer(config, policy, None, tiny.tokenizer(), optimizer=optimizer)
-    if world > 1:
-        assert trainer.accelerator.distributed_type == DistributedType.FSDP
-        for model in (trainer.model, trainer.ref_model):
-            if model is not None:
-                spread(model)
-                assert all(isinstance(p, DTensor) for p in model.parameters())
-    return trainer
-
-
 def policy_gradient(family: str, adapter: bool = False, **settings: Any) -> dict[str, Any]:
     """Two steps of PPO, then one of the classic loop; its reference generates, too."""
     with fsdp() if process_count() > 1 else nullcontext():
-        trainer = make_trainer(family, adapter, **settings)
+        # Larger steps of the few weights of an adapter make much of a difference in rounding.
+        step = 0.005 if adapter else 0.1
+        trainer = make_trainer(make_policy(family, adapter), step, **settings)
         keeper = Keeper()
         result = trainer.train(
             reward,
@@ -182,7 +171,7 @@ def loaded_once(folder: Path) -> dict[str, Any]:
         for each in (policy, model):
             assert {p.is_meta for p in each.parameters()} == {not there}
         with fsdp(loads_once=True) if several else nullcontext():
-            ppo = jobs.make_trainer(policy, **FOLLOWS)
+            ppo = make_trainer(policy, **FOLLOWS)
             options: dict[str, Any] = {"generation_kwargs": {"max_new_tokens": 9}}
             ppo.train(reward, prompts=PROMPTS, steps=2, progress=False, **options)
             sft = make_supervised(model, saved, save_strategy="no", optim="sgd", learning_rate=0.1)
@@ -197,14 +186,14 @@ def _refuses_shared_layers(saved: Path) -> None:
     with mock.patch.dict(os.environ, _LOADS_ONCE):
         policy = AutoModelForCausalLMWithValueHead.from_pretrained(saved)
     with pytest.raises(ValueError, match="without --fsdp_cpu_ram_efficient_loading"):
-        jobs.make_trainer(policy, num_shared_layers=1)
+        make_trainer(policy, num_shared_layers=1)
 
 
-def refusals(_: Path) -> dict[str, Any]:
+def refusals(folder: Path) -> dict[str, Any]:
     """Preference learning spreads no weights."""
     if process_count() > 1:
         with fsdp(), pytest.raises(ValueError, match="start without --use_fsdp"):
-            jobs.preferences()
+            fitted.aligned(str(folder), "dpo", "offline-pairwise", PAIRS).train()
     return {"done": {}}
 
 
