@@ -40,3 +40,9 @@ def test_it_learned(alone, name):
     """Or weights that nobody has changed would be equal."""
     (one,) = kept(alone, name, 1)
     assert one["evaluations"][0] != one["evaluations"][-1]
+
+
+def test_the_job_that_leaves_steps_out_does(alone):
+    (one,) = kept(alone, "ppo, steps left out and epochs cut short", 1)
+    assert sum(x["ppo/skipped_minibatches"] for x in one["metrics"]) > 0
+    assert sum(x["ppo/early_stopped"] for x in one["metrics"]) > 0
