@@ -76,7 +76,7 @@ class EnvFlags:
     """What to report."""
 
     measure: bool = setting(
-        "Measure the libraries of matrix products on this CPU, half a minute on a quiet machine, "
+        "Measure the libraries of matrix products on this CPU, a few seconds on a quiet machine, "
         "and write the fastest to a table that later runs read.",
         False,
     )

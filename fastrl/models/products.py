@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -49,7 +50,15 @@ class Products:
         """Takes over the libraries of a run that goes on here, from what it recorded of its machine
         (:func:`fastrl.run.machine.machine`); also within :meth:`on`. One that cannot be used here
         is replaced, with a warning."""
+        before = dict(self.choices)
         self.choices.update(gemm.checked(machine.get("products", {}), "the run so far"))
+        named = gemm.forced()
+        if named is not None and self.choices != before:
+            warnings.warn(
+                f"{gemm.LIBRARY_VARIABLE}={named} is not used: the run keeps the libraries that it "
+                "began with",
+                stacklevel=3,
+            )
 
 
 class PackedProducts:

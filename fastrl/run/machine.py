@@ -65,7 +65,11 @@ def write_products(measured: Mapping[str, Any]) -> Path:
     from fastrl_kernels import gemm
 
     path = gemm.table_path()
-    table = {**gemm.read_table(path), gemm.processor(): dict(measured)}
+    try:
+        others = gemm.read_table(path)
+    except ValueError:  # it cannot be read by anybody
+        others = {}
+    table = {**others, gemm.processor(): dict(measured)}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(table, indent=2, sort_keys=True) + "\n")
     return path

@@ -147,6 +147,10 @@ def test_an_unknown_library_is_named(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="for float16"):
         gemm.checked({"float16": ["mm", 0]}, "a table")
     monkeypatch.delenv(gemm.LIBRARY_VARIABLE)
+    for wrong in ('{"a": null}', '{"a": {"float32": ["onednn", "x"]}}', '{"a": {"float32": "mm"}}'):
+        gemm.table_path().write_text(wrong)
+        with pytest.raises(ValueError, match=r"holds no table .*: remove it, or measure again"):
+            gemm.read_table(gemm.table_path())
     gemm.table_path().write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         gemm.read_table(gemm.table_path())
@@ -211,3 +215,18 @@ def test_a_table_comes_before_the_rule_on_its_own_processor_alone():
     path.write_text(json.dumps(other))
     gemm._found.cache_clear()
     assert gemm.choices() == gemm.by_rule()
+
+
+def test_a_table_that_cannot_be_read_is_warned_of_and_the_rule_chooses(monkeypatch):
+    gemm.table_path().write_text("{")
+    gemm._found.cache_clear()
+    with pytest.warns(UserWarning, match=r"is not JSON .* a fixed rule chooses"):
+        assert gemm.choices() == gemm.by_rule()
+    assert gemm.source() == "by a fixed rule"
+    gemm.table_path().unlink()
+    gemm._found.cache_clear()
+    with pytest.warns(UserWarning, match="there is no such file"):
+        assert gemm.choices() == gemm.by_rule()
+    monkeypatch.setenv(gemm.LIBRARY_VARIABLE, "")
+    assert gemm.forced() is None
+    gemm._found.cache_clear()

@@ -267,9 +267,39 @@ def read_table(path: Path) -> dict[str, Any]:
         return {}
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): remove it, or measure again") from None
-    if not isinstance(table, dict):
-        raise ValueError(f"{path} holds no table of measured libraries: remove it")
+    if not isinstance(table, dict) or not all(map(_is_measured, table.values())):
+        raise ValueError(
+            f"{path} holds no table of measured libraries: remove it, or measure again"
+        )
     return table
+
+
+def _is_measured(choices: Any) -> bool:
+    """Whether a table's entry is a library and a number of elements for each dtype."""
+    return isinstance(choices, dict) and all(
+        isinstance(choice, list)
+        and len(choice) == 2
+        and isinstance(choice[0], str)
+        and isinstance(choice[1], int)
+        for choice in choices.values()
+    )
+
+
+def _measured(path: Path, of: str) -> dict[str, Any]:
+    """What the table has for a processor; a file that cannot be read is warned of, and so is one
+    that is named and not there."""
+    try:
+        table = read_table(path)
+    except ValueError as error:
+        warnings.warn(f"{error}. Until then a fixed rule chooses the libraries", stacklevel=4)
+        return {}
+    if os.environ.get(TABLE_VARIABLE) and not path.exists():
+        warnings.warn(
+            f"{TABLE_VARIABLE}={path}: there is no such file, and a fixed rule chooses the "
+            "libraries: measure (fastrl env --measure), or unset it",
+            stacklevel=4,
+        )
+    return table.get(of, {})
 
 
 def checked(given: Mapping[str, Any], where: str) -> dict[str, Choice]:
@@ -321,10 +351,19 @@ def inexact(dtype: str, library: str) -> str | None:
 
 def source() -> str:
     """Where the libraries come from that are used by default."""
-    named, path = os.environ.get(LIBRARY_VARIABLE, "auto"), table_path()
-    if named != "auto":
+    named, path = forced(), table_path()
+    if named is not None:
         return f"{LIBRARY_VARIABLE}={named}"
-    return f"measured, in {path}" if processor() in read_table(path) else "by a fixed rule"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those who use the libraries are told
+        measured = _measured(path, processor())
+    return f"measured, in {path}" if measured else "by a fixed rule"
+
+
+def forced() -> str | None:
+    """What ``FASTRL_KERNELS_PRODUCTS`` names; None where a table or the rule chooses."""
+    named = os.environ.get(LIBRARY_VARIABLE, "")
+    return None if named in ("", "auto") else named
 
 
 def as_json(chosen: Choices) -> dict[str, list[Any]]:
@@ -334,16 +373,16 @@ def as_json(chosen: Choices) -> dict[str, list[Any]]:
 
 def _default() -> Choices:
     """By ``FASTRL_KERNELS_PRODUCTS``, else by the measured table, else by the rule."""
-    return _found(os.environ.get(LIBRARY_VARIABLE, "auto"), processor(), table_path())
+    return _found(forced(), processor(), table_path())
 
 
 @functools.lru_cache(maxsize=16)
-def _found(named: str, of: str, table: Path) -> Choices:
-    if named == "auto":
-        return {**by_rule(), **checked(read_table(table).get(of, {}), str(table))}
+def _found(named: str | None, of: str, table: Path) -> Choices:
+    if named is None:
+        return {**by_rule(), **checked(_measured(table, of), str(table))}
     known = sorted({name for names in LIBRARIES.values() for name in names})
     if named not in known:
-        raise ValueError(f"{LIBRARY_VARIABLE}={named}: choose auto, {' or '.join(known)}")
+        raise ValueError(f"{LIBRARY_VARIABLE}={named}: choose auto, {', '.join(known)}")
     asked = {dtype: (named, 0) for dtype, names in LIBRARIES.items() if named in names}
     return {**by_rule(), **checked(asked, f"{LIBRARY_VARIABLE}={named}")}
 
