@@ -82,8 +82,8 @@ from fastrl_kernels import workspace
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-def step():  # 160 MiB in blocks of 4 MiB
-    return [torch.ones(1 << 20) for _ in range(40)]
+def step():  # 480 MiB in blocks of 4 MiB
+    return [torch.ones(1 << 20) for _ in range(120)]
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20
@@ -101,7 +101,7 @@ print(resident())
 
 @pytest.mark.skipif(workspace._glibc is None, reason="malloc is not glibc's")
 def test_a_step_takes_no_new_pages_from_the_system(tmp_path):
-    """Where freed memory went back, each of five steps would have some 40,000 page faults."""
+    """Where freed memory went back, five steps would have some 600,000 page faults."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
     command = [sys.executable, "-c", STEPS]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
