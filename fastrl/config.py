@@ -118,6 +118,11 @@ class PPOConfig:
     ppo_epochs: int = setting("Passes over the batch per step().", 4)
     max_grad_norm: float | None = setting("Gradients are clipped to this norm at every step.", None)
     gradient_checkpointing: bool = setting("Recompute activations in the backward pass.", False)
+    padding_free: bool = setting(
+        "Score and update without padding, and run a prompt once for all its responses, where the "
+        "model's attention allows it.",
+        True,
+    )
     optimize_cuda_cache: bool | None = setting("Deprecated: use optimize_device_cache.", None)
     optimize_device_cache: bool = setting(
         "Give cached device memory back after every step: less memory, slower.", False

@@ -23,6 +23,7 @@ from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
 from fastrl.data import reads_eos
 from fastrl.data.batch import make_batches
+from fastrl.data.choose_packing import choose_packing
 from fastrl.data.encode import end_token
 from fastrl.models import (
     AutoModelForCausalLMWithValueHead,
@@ -38,6 +39,7 @@ from fastrl.models.load import (
 )
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import check_trainable, checksum, evaluating
+from fastrl.ppo.setup import precision_of
 from fastrl.ref_model import RefModel, choose_ref_model
 from fastrl.run.processes import processes_of
 from fastrl.trainers.supervised import load_if_path
@@ -199,7 +201,14 @@ class PolicyLearner:
         self.accelerator = accelerator
         self.reference.place(model, accelerator)
         self._model = unwrapped = accelerator.unwrap_model(model)
-        batches = make_batches(unwrapped, self.tokenizer, None)
+        packing = choose_packing(
+            self.args.padding_free,
+            accelerator.device,
+            precision_of(unwrapped, accelerator),
+            model,
+            self.reference.model,
+        )
+        batches = make_batches(unwrapped, self.tokenizer, None, packing)
         self._tokens = Tokens(batches, accelerator.device, self.reference)
         self._scored_reference = ReferencePolicy(self.reference, self._tokens)
         if self._cached:

@@ -64,7 +64,7 @@ class Tokens:
         if batch.tokens is None:
             tokens = self.batches(batch.prompts() * batch.generations, batch.all_responses())
             tokens = tokens.to(self.device)
-            batch.tokens = tokens.on(self.reference.trunk_cache(tokens.sequences()))
+            batch.tokens = tokens.on(self.reference.trunk_cache(tokens))
         return batch.tokens
 
 
@@ -209,9 +209,9 @@ def response_logprobs(
 ) -> tuple[ResponseLogprobs, ...]:
     """Sums the log-probs of each response's tokens, in a fixed order; one result per
     generation."""
-    request = scoring_request(tokens, values=False)
-    scores = score(tokens.model_inputs, request)
-    sums = tokens.scatter(scores.logprobs, request.rows).sum(-1)
+    model_pass = tokens.model_pass
+    scores = score(model_pass.inputs, scoring_request(tokens, model_pass, values=False))
+    sums = tokens.scatter(scores.logprobs, tokens.rows()).sum(-1)
     counts = tokens.mask.sum(-1)
     pairs = zip(sums.chunk(generations), counts.chunk(generations), strict=True)
     return tuple(ResponseLogprobs(*pair) for pair in pairs)

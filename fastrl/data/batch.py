@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastrl.data.packing import ModelPass, Packing, Padded
 from fastrl.models.layout import EncoderDecoder, layout_of
 from fastrl.models.trunk import TrunkCache
 
@@ -36,6 +37,8 @@ class TokenBatch:
     query_lengths: list[int]
     response_lengths: list[int]
     left_padded: bool
+    prompts: list[int]  # of each sample; samples with the same query have the same number
+    packing: Packing = field(default_factory=Padded)
     # The activations of layers shared with a reference model, and the samples' indices in it.
     boundaries: TrunkCache | None = None
     samples: Sequence[int] = ()
@@ -68,16 +71,23 @@ class TokenBatch:
             query_lengths=query_lengths,
             response_lengths=response_lengths,
             left_padded=left_padded,
+            prompts=_numbered(
+                row[start : start + n]
+                for row, start, n in zip(input_ids, first.tolist(), query_lengths, strict=True)
+            ),
         )
 
     @property
-    def model_inputs(self) -> dict[str, Tensor]:
-        """Arguments of the model's forward."""
+    def model_pass(self) -> ModelPass:
+        """The forward over all samples."""
+        return self.packing.model_pass(self)
+
+    @property
+    def padded_inputs(self) -> dict[str, Any]:
+        """Arguments of the model's forward, a row for each sample."""
         inputs = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
         if self.position_ids is not None:
             inputs["position_ids"] = self.position_ids
-        if self.boundaries is not None:
-            inputs["boundary"] = self.boundaries.of(self.samples, self.left_padded)
         return inputs
 
     @property
@@ -122,7 +132,8 @@ class TokenBatch:
         )
 
     def rows(self) -> Tensor:
-        """Flat positions b·T + t that predict the response tokens, [N] on the batch's device."""
+        """Flat positions b·T + t of [B, T] that predict the response tokens, [N] on the batch's
+        device."""
         flat = self.response_mask.nonzero()
         rows = flat[:, 0] * self.input_ids.shape[1] + flat[:, 1]
         return rows.to(self.input_ids.device, non_blocking=True)
@@ -164,6 +175,7 @@ class TokenBatch:
             response_mask=self.response_mask[index, shifted],
             query_lengths=[self.query_lengths[i] for i in indices],
             response_lengths=[self.response_lengths[i] for i in indices],
+            prompts=[self.prompts[i] for i in indices],
             samples=[self.samples[i] for i in indices] if self.boundaries is not None else (),
         )
 
@@ -178,7 +190,7 @@ class EncodedBatch(TokenBatch):
     encoder_lengths: list[int] = field(kw_only=True)
 
     @property
-    def model_inputs(self) -> dict[str, Tensor]:
+    def padded_inputs(self) -> dict[str, Any]:
         return {
             "input_ids": self.encoder_ids,
             "attention_mask": self.encoder_mask,
@@ -220,13 +232,20 @@ class BatchMaker(ABC):
         tokenizer: has the pad token and the padding side.
         collator: pads in place of the tokenizer's settings; gets dicts of ``input_ids`` and
             ``attention_mask``.
+        packing: of the batches; default padded.
     """
 
     def __init__(
-        self, layout: Any, vocab_size: int, tokenizer: Any, collator: Collator | None = None
+        self,
+        layout: Any,
+        vocab_size: int,
+        tokenizer: Any,
+        collator: Collator | None = None,
+        packing: Packing | None = None,
     ):
         self.layout, self.vocab_size = layout, vocab_size
         self.tokenizer, self.collator = tokenizer, collator
+        self.packing = packing or Padded()
         self._warned = False
 
     def __call__(self, queries: Any, responses: Any, response_masks: Any = None) -> TokenBatch:
@@ -274,12 +293,13 @@ class BatchMaker(ABC):
         response_masks: Sequence[Tensor] | None = None,
     ) -> TokenBatch:
         """One batch on the CPU, from what :meth:`model_inputs` made of these queries."""
-        return self.padded(
+        batch = self.padded(
             {name: tensor.cpu() for name, tensor in inputs.items()},
             [len(q) for q in queries],
             [len(r) for r in responses],
             None if response_masks is None else [m.cpu() for m in response_masks],
         )
+        return replace(batch, packing=self.packing)
 
     def own(
         self, responses: Sequence[Tensor], response_masks: Sequence[Tensor] | None = None
@@ -377,11 +397,19 @@ class EncoderDecoderBatches(BatchMaker):
         return [r[1:] for r in responses], masks
 
 
-def make_batches(model: Any, tokenizer: Any, collator: Collator | None) -> BatchMaker:
+def make_batches(
+    model: Any, tokenizer: Any, collator: Collator | None, packing: Packing | None = None
+) -> BatchMaker:
     """The maker of batches for the model's kind."""
     layout, vocab_size = layout_of(model), model.config.get_text_config().vocab_size
     kind = EncoderDecoderBatches if isinstance(layout, EncoderDecoder) else DecoderOnlyBatches
-    return kind(layout, vocab_size, tokenizer, collator)
+    return kind(layout, vocab_size, tokenizer, collator, packing)
+
+
+def _numbered(prompts: Iterable[Tensor]) -> list[int]:
+    """The number of each prompt among those that differ."""
+    numbers: dict[bytes, int] = {}
+    return [numbers.setdefault(ids.numpy().tobytes(), len(numbers)) for ids in prompts]
 
 
 def _padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

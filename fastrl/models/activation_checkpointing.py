@@ -10,17 +10,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fastrl.models.attention import kept_for_recomputation
 from fastrl.models.trunk import layer_stack
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward that keeps its inputs alone."""
+def _recomputed(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward that keeps its inputs alone, and the attention."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # Dropout is off: there is no random state to restore.
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        kept = kept_for_recomputation(layer, forward)
+        return checkpoint(kept, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return run
 
@@ -54,7 +56,7 @@ def checkpointed(layers: Iterable[nn.Module]) -> Iterator[None]:
     own = [(layer, vars(layer).get("forward")) for layer in layers]
     try:
         for layer, _ in own:
-            vars(layer)["forward"] = _recomputed(layer.forward)
+            vars(layer)["forward"] = _recomputed(layer, layer.forward)
         yield
     finally:
         for layer, forward in own:

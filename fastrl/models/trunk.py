@@ -6,20 +6,21 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fastrl.models.attention import Attention, replaced
 from fastrl.models.lm_head import in_front_of_head
-from fastrl.models.utils import checksum, context_length, evaluating
+from fastrl.models.utils import checksum, evaluating
+
+if TYPE_CHECKING:
+    from fastrl.data.batch import TokenBatch
 
 TRUNK_NAME = "fastrl_trunk.json"  # in the folder of a model whose trunk was frozen
 
 _PROBE = 8  # tokens
-# Sequences are padded to multiples of it, by their own length alone, so that the bits of their
-# activations depend on nothing else.
-_WIDTH_MULTIPLE = 32
 _TOKENS_PER_FORWARD = 8192
 
 MakeContext = Callable[[], AbstractContextManager]
@@ -78,8 +79,15 @@ class Trunk:
             parameter.requires_grad_(False)
 
     @torch.no_grad()
-    def __call__(self, input_ids: Tensor) -> Tensor:
-        """The boundary of sequences [B, T] without padding, or with padding at their ends."""
+    def __call__(
+        self, input_ids: Tensor, attention: Attention | None = None, **inputs: Any
+    ) -> Tensor:
+        """The boundary of sequences [B, T], or of a packed row [1, T].
+
+        Args:
+            attention: of a packed row.
+            inputs: further arguments of the model's forward.
+        """
         seen: list[Tensor] = []
         with ExitStack() as stack:
             layers = range(self.layers, len(self.stack))
@@ -88,8 +96,9 @@ class Trunk:
             handle = last.register_forward_hook(lambda _m, _args, out: seen.append(_hidden(out)))
             stack.callback(handle.remove)
             stack.enter_context(in_front_of_head(self.model, lambda _head, hidden: hidden[:, :0]))
-            mask = torch.ones_like(input_ids)
-            self.model(input_ids=input_ids, attention_mask=mask, use_cache=False)
+            inputs.setdefault("attention_mask", torch.ones_like(input_ids))
+            stack.enter_context(replaced(self.model, attention))
+            self.model(input_ids=input_ids, use_cache=False, **inputs)
         return seen[0]
 
     def skipped(self, boundary: Tensor) -> AbstractContextManager[None]:
@@ -154,14 +163,15 @@ class Budget(NamedTuple):
 
 
 class TrunkCache:
-    """The trunk's activations for the sequences of a batch, [L, H] each, kept within a byte budget.
+    """The trunk's activations for the samples of a batch, [L, H] each, kept within a byte budget;
+    those of a prompt that several samples share are there once.
 
     Where the budget holds them all, they are computed together at the first call; else when they
     are needed, and again where there was no room for them.
 
     Args:
         trunk: runs the bottom layers.
-        sequences: 1-D token ids, without padding, on the model's device.
+        batch: on the model's device; its packing says how the layers run.
         budget: for the activations.
         autocast: makes the context in which the layers run.
         whole: makes the context in which the model's weights are whole, if they are spread over
@@ -171,71 +181,131 @@ class TrunkCache:
     def __init__(
         self,
         trunk: Trunk,
-        sequences: Sequence[Tensor],
+        batch: TokenBatch,
         budget: Budget,
         autocast: MakeContext = nullcontext,
         whole: MakeContext = nullcontext,
     ):
-        self.trunk, self.sequences = trunk, list(sequences)
+        self.trunk, self.batch = trunk, batch
         self.autocast, self.whole = autocast, whole
         self._left = budget
-        self._kept: dict[int, Tensor] = {}
+        self._kept: dict[Part, Tensor] = {}
 
-    def of(self, samples: Sequence[int], left_padded: bool) -> Tensor:
+    def padded(self, samples: Sequence[int], left_padded: bool) -> Tensor:
         """Activations [b, T, H] of some samples, padded with zeros to the longest of them."""
-        fit = self._all_fit()
-        asked = range(len(self.sequences)) if fit else samples
-        missing = [i for i in dict.fromkeys(asked) if i not in self._kept]
-        # Processes are asked for samples of their own: only where all fit do they lack the same.
-        with self.whole() if missing or not fit else nullcontext():
-            made = self._run(missing)
-        device = self.sequences[0].device
-        rows = [(self._kept[i] if i in self._kept else made[i]) for i in samples]
+        found = self._of(samples)
         return torch.nn.utils.rnn.pad_sequence(
-            [row.to(device, non_blocking=True) for row in rows],
+            [torch.cat([found[part] for part in self._parts(i)]) for i in samples],
             batch_first=True,
             padding_side="left" if left_padded else "right",
         )
 
-    def _run(self, samples: Sequence[int]) -> dict[int, Tensor]:
-        by_width: dict[int, list[int]] = {}
-        for i in samples:
-            by_width.setdefault(self._width(len(self.sequences[i])), []).append(i)
-        made: dict[int, Tensor] = {}
-        for width, members in by_width.items():
-            size = max(1, _TOKENS_PER_FORWARD // width)
-            for start in range(0, len(members), size):
-                part = members[start : start + size]
-                ids = self.sequences[0].new_zeros(len(part), width)
-                for row, i in enumerate(part):
-                    ids[row, : len(self.sequences[i])] = self.sequences[i]
-                with self.autocast():
-                    hidden = self.trunk(ids)
-                for row, i in enumerate(part):
-                    made[i] = hidden[row, : len(self.sequences[i])]
-                    self._keep(i, made[i])
+    def packed(self, samples: Sequence[int], groups: Sequence[Sequence[int]]) -> Tensor:
+        """Activations [1, T, H] of some samples as they stand in a packed row.
+
+        Args:
+            groups: places among ``samples`` of those that share a prompt.
+        """
+        found = self._of(samples)
+        prompts, responses = [], []
+        for group in groups:
+            parts = [self._parts(samples[place]) for place in group]
+            own = [found[response] for _, response in parts]
+            prompts.append(found[parts[0][0]])
+            (responses if len(group) > 1 else prompts).extend(own)
+        return torch.cat(prompts + responses).unsqueeze(0)
+
+    def missing(self) -> list[int]:
+        """Samples whose activations are not kept, or not all of them."""
+        every = range(len(self.batch))
+        return [i for i in every if not all(part in self._kept for part in self._parts(i))]
+
+    def stored(self) -> list[Tensor]:
+        """What is kept."""
+        return list(self._kept.values())
+
+    def _parts(self, sample: int) -> tuple[Part, Part]:
+        """A sample's prompt, by its number, and its response."""
+        return Part("prompt", self.batch.prompts[sample]), Part("response", sample)
+
+    def _of(self, samples: Sequence[int]) -> dict[Part, Tensor]:
+        """Activations of samples' prompts and responses, on the device."""
+        fit = self._all_fit()
+        missing = self.missing()
+        if not fit:
+            missing = sorted(set(missing) & set(samples))
+        # Processes are asked for samples of their own: only where all fit do they lack the same.
+        with self.whole() if missing or not fit else nullcontext():
+            made = self._run(missing)
+        device = self.batch.input_ids.device
+        asked = {part for i in samples for part in self._parts(i)}
+        return {
+            part: made[part] if part in made else self._kept[part].to(device, non_blocking=True)
+            for part in asked
+        }
+
+    def _run(self, samples: Sequence[int]) -> dict[Part, Tensor]:
+        made: dict[Part, Tensor] = {}
+        for chosen in self._passes(samples):
+            part = self.batch.select(chosen)
+            model_pass = part.model_pass
+            with self.autocast():
+                hidden = self.trunk(**model_pass.inputs)
+            rows = hidden.flatten(0, 1)[model_pass.places.to(hidden.device)]
+            lengths = [n for pair in zip(part.query_lengths, part.response_lengths, strict=True)
+                       for n in pair]  # fmt: skip
+            split = rows.split(lengths)
+            for place, i in enumerate(chosen):
+                for which, x in zip(self._parts(i), split[2 * place : 2 * place + 2], strict=True):
+                    if which not in made:
+                        made[which] = x
+                        if which not in self._kept:
+                            self._keep(which, x)
         return made
+
+    def _passes(self, samples: Sequence[int]) -> Iterator[list[int]]:
+        """Samples that run together, those of a prompt one after the other."""
+        batch = self.batch
+        chosen: list[int] = []
+        for i in sorted(samples, key=lambda i: (batch.prompts[i], i)):
+            if chosen and batch.packing.tokens(batch, [*chosen, i]) > _TOKENS_PER_FORWARD:
+                yield chosen
+                chosen = []
+            chosen.append(i)
+        if chosen:
+            yield chosen
 
     def _all_fit(self) -> bool:
         """Whether there is room for all that is not kept yet, in fp32 at most."""
         width = self.trunk.model.config.get_text_config().hidden_size
-        left = [len(x) for i, x in enumerate(self.sequences) if i not in self._kept]
-        return 4 * width * sum(left) <= max(self._left)
+        batch = self.batch
+        lengths = {
+            part: n
+            for i in range(len(batch))
+            for part, n in zip(
+                self._parts(i), (batch.query_lengths[i], batch.response_lengths[i]), strict=True
+            )
+        }
+        left = sum(n for part, n in lengths.items() if part not in self._kept)
+        return 4 * width * left <= max(self._left)
 
-    def _width(self, length: int) -> int:
-        whole = -(-length // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
-        return min(whole, context_length(self.trunk.model) or whole)
-
-    def _keep(self, sample: int, boundary: Tensor) -> None:
+    def _keep(self, part: Part, boundary: Tensor) -> None:
         size = boundary.numel() * boundary.element_size()
         on_device, on_host = self._left
         if size <= on_device:
             self._left = Budget(on_device - size, on_host)
-            self._kept[sample] = boundary.clone()  # not the padding beside it
+            self._kept[part] = boundary.clone()  # not what lies beside it
         elif size <= on_host:
             self._left = Budget(on_device, on_host - size)
             pinned = torch.empty(boundary.shape, dtype=boundary.dtype, pin_memory=boundary.is_cuda)
-            self._kept[sample] = pinned.copy_(boundary, non_blocking=True)
+            self._kept[part] = pinned.copy_(boundary, non_blocking=True)
+
+
+class Part(NamedTuple):
+    """A prompt, or a sample's response."""
+
+    kind: str
+    number: int
 
 
 class _Skipped(nn.Module):

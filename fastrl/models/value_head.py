@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from fastrl.models.adapters import NOT_TRAINED, RewardAdapter
+from fastrl.models.attention import Attention, replaced
 from fastrl.models.lm_head import Head, choose_head, corner_of, last_hidden
 from fastrl.models.load import (
     check_causal,
@@ -185,12 +186,14 @@ class PreTrainedModelWrapper(nn.Module):
         return_past_key_values: bool = False,
         scoring: ScoringRequest | None = None,
         boundary: Tensor | None = None,
+        attention: Attention | None = None,
         **kwargs: Any,
     ) -> tuple | TokenScores:
         """Logits, loss and values of all tokens; with ``scoring``, TokenScores of those requested.
 
         Args:
             boundary: [B, T, H], the trunk's output for these tokens, whose layers then do not run.
+            attention: in place of the model's own, such as that of a packed row.
         """
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **kwargs}
         if scoring is not None:
@@ -198,6 +201,7 @@ class PreTrainedModelWrapper(nn.Module):
             inputs["use_cache"] = False
             with (
                 self._starting_at(boundary),
+                replaced(self.pretrained_model, attention),
                 head.scoring(self.pretrained_model, scoring) as results,
             ):
                 scores, hidden = results(self.pretrained_model(**inputs, **head.options))
@@ -206,7 +210,7 @@ class PreTrainedModelWrapper(nn.Module):
         inputs["output_hidden_states"] = True
         if past_key_values is not None:
             inputs["past_key_values"] = past_key_values
-        with self._starting_at(boundary):
+        with self._starting_at(boundary), replaced(self.pretrained_model, attention):
             out = self.pretrained_model(**inputs)
         classic = (out.logits.float(), out.loss, self._values(last_hidden(out)))
         return (*classic, out.past_key_values) if return_past_key_values else classic

@@ -79,12 +79,13 @@ class ClassicMethods:
                 columns = batch.columns(chosen)
                 block = (slice(chosen.start, chosen.stop), slice(columns.start, columns.stop - 1))
                 part = batch.select(chosen)
+                model_pass, rows = part.model_pass, part.rows()
                 request = scoring_request(
-                    part, logits=return_logits, temperature=self.config.temperature
+                    part, model_pass, logits=return_logits, temperature=self.config.temperature
                 )
-                scores = model(**part.model_inputs, scoring=request)
-                logprobs[block] = part.scatter(scores.logprobs, request.rows)
-                values[block] = part.scatter(scores.values, request.rows)
+                scores = model(**model_pass.inputs, scoring=request)
+                logprobs[block] = part.scatter(scores.logprobs, rows)
+                values[block] = part.scatter(scores.values, rows)
                 if return_logits:
                     if logits is None:
                         logits = scores.logits.new_zeros((*shape, scores.logits.shape[-1]))

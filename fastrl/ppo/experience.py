@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.data.batch import TokenBatch
+from fastrl.data.packing import ModelPass
 from fastrl.models.scoring import ScoringRequest
 from fastrl.ppo.kl import KLPenalty
 from fastrl.ppo.memory import MicroBatches
@@ -162,17 +163,20 @@ class Scorer:
     @torch.no_grad()
     def policy_scores(self, part: TokenBatch) -> LogprobsAndValues:
         """Scores a few samples by a forward of the policy."""
-        scored = self.policy(**part.model_inputs, scoring=self._request(part))
+        model_pass = part.model_pass
+        scored = self.policy(**model_pass.inputs, scoring=self._request(part, model_pass))
         return LogprobsAndValues(scored.logprobs, scored.values)
 
     def _score_reference(self, part: TokenBatch) -> dict[str, Tensor]:
-        request = self._request(part, values=False)
-        return {"ref_logprobs": self.reference.score(part.model_inputs, request).logprobs}
+        model_pass = part.model_pass
+        request = self._request(part, model_pass, values=False)
+        return {"ref_logprobs": self.reference.score(model_pass.inputs, request).logprobs}
 
     def _score(self, part: TokenBatch) -> dict[str, Tensor]:
-        request = self._request(part, logits=self.penalty.needs_logits)
-        policy = self.policy(**part.model_inputs, scoring=request)
-        reference = self.reference.score(part.model_inputs, request._replace(values=False))
+        model_pass = part.model_pass
+        request = self._request(part, model_pass, logits=self.penalty.needs_logits)
+        policy = self.policy(**model_pass.inputs, scoring=request)
+        reference = self.reference.score(model_pass.inputs, request._replace(values=False))
         scored = {
             "logprobs": policy.logprobs,
             "values": policy.values,
@@ -185,11 +189,13 @@ class Scorer:
             )
         return scored
 
-    def _request(self, part: TokenBatch, **options: Any) -> ScoringRequest:
-        return scoring_request(part, temperature=self.temperature, **options)
+    def _request(
+        self, part: TokenBatch, model_pass: ModelPass, **options: Any
+    ) -> ScoringRequest:
+        return scoring_request(part, model_pass, temperature=self.temperature, **options)
 
 
-def scoring_request(batch: TokenBatch, **options: Any) -> ScoringRequest:
+def scoring_request(batch: TokenBatch, model_pass: ModelPass, **options: Any) -> ScoringRequest:
     """The batch's response tokens, each predicted by the position before it."""
-    rows = batch.rows()
-    return ScoringRequest(rows=rows, labels=batch.input_ids.flatten()[rows + 1], **options)
+    labels = batch.input_ids.flatten()[batch.rows() + 1]
+    return ScoringRequest(rows=model_pass.rows, labels=labels, **options)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastrl.config import PPOConfig
 from fastrl.data.batch import TokenBatch
+from fastrl.data.packing import ModelPass
 from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores
 from fastrl.ppo.experience import Experience, scoring_request
 from fastrl.ppo.kl import kl_in_loss
@@ -182,7 +183,9 @@ class UpdateLoss:
             return [whole / len(minibatches)] * len(minibatches)
         return list(map(self.aggregate.denominator, lengths, weights))
 
-    def request(self, minibatch: Minibatch, denominator: Tensor) -> ScoringRequest:
+    def request(
+        self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor
+    ) -> ScoringRequest:
         """The model's request for the policy's part of the loss, log-probs and values."""
         tokens, old, _ = minibatch
         weights = old.weights
@@ -194,6 +197,7 @@ class UpdateLoss:
         )
         return scoring_request(
             tokens,
+            model_pass,
             temperature=self.temperature,
             entropy=True,
             values=self.has_values,

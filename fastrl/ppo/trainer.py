@@ -18,6 +18,7 @@ from fastrl.config import PPOConfig, json_object
 from fastrl.core import PPODecorators, set_seed
 from fastrl.data import batch as data
 from fastrl.data.batch import TokenBatch, make_batches
+from fastrl.data.choose_packing import choose_packing
 from fastrl.data.prompts import PromptStream
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.products import Products
@@ -150,7 +151,6 @@ class PPOTrainer(ClassicMethods):
         if dataset is not None:
             self.dataloader = self.prepare_dataloader(dataset, data_collator)
         self.training_data_collator = training_data_collator
-        self.batches = make_batches(model, tokenizer, training_data_collator)
 
         # Before the optimizer is made: layers that are shared with the reference are not trained.
         self.reference = choose_ref_model(config, model, ref_model, num_shared_layers)
@@ -175,13 +175,18 @@ class PPOTrainer(ClassicMethods):
         self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
         self.kl_place = make_kl_place(config)
         self.advantages = make_advantages(config)
+        precision = precision_of(model, self.accelerator)
         choose_heads(self.current_device, self.model, self.ref_model)
+        self.packing = choose_packing(
+            config.padding_free, self.current_device, precision, self.model, self.ref_model
+        )
+        self.batches = make_batches(model, tokenizer, training_data_collator, self.packing)
         self.scorer = Scorer(
             self.model,
             self.reference,
             self._kl_penalty,
             config.mini_batch_size,
-            precision_of(model, self.accelerator),
+            precision,
             config.temperature,
             self.processes,
         )
@@ -693,7 +698,7 @@ class PPOTrainer(ClassicMethods):
     def make_batch(self, queries: Any, responses: Any, response_masks: Any) -> TokenBatch:
         """Makes a checked, padded batch on the device."""
         batch = self.batches(queries, responses, response_masks).to(self.current_device)
-        return batch.on(self.reference.trunk_cache(batch.sequences()))
+        return batch.on(self.reference.trunk_cache(batch))
 
     def _move_reference(self) -> None:
         every = self.config.sync_ref_every

@@ -239,10 +239,11 @@ class GradientStep:
             parts = own.split(size)
             found = []
             for part in parts:
-                request = self.loss.request(part, denominator)
+                model_pass = part.tokens.model_pass
+                request = self.loss.request(part, model_pass, denominator)
                 last = minibatch is minibatches[-1] and part is parts[-1]
                 with self._accumulating(last):
-                    scores = self.model(**part.tokens.model_inputs, scoring=request)
+                    scores = self.model(**model_pass.inputs, scoring=request)
                     found.append(self.loss(part.old, request, scores))
                     self.add(found[-1].loss if counts else found[-1].loss * 0, len(minibatches))
             joined = self.loss.joined(found, own.old)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fastrl.data.batch import TokenBatch
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.trunk import TrunkCache
 
@@ -43,9 +43,9 @@ class RefModel(ABC):
     def place(self, policy: nn.Module, accelerator: Accelerator) -> None:  # noqa: B027 - optional
         """Moves it to the device where it computes, once the policy is prepared."""
 
-    def trunk_cache(self, sequences: Sequence[Tensor]) -> TrunkCache | None:
-        """Activations of the layers that policy and reference share, for the sequences of a batch;
-        None where they share none."""
+    def trunk_cache(self, batch: TokenBatch) -> TrunkCache | None:
+        """Activations of the layers that policy and reference share, for a batch; None where they
+        share none."""
         return None
 
     def follow(self, weight: float) -> None:

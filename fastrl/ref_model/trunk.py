@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from fastrl.data.batch import TokenBatch
 from fastrl.models.sharding import spread, whole_weights
 from fastrl.models.trunk import Budget, Trunk, TrunkCache
 from fastrl.models.utils import evaluating, is_empty
@@ -86,9 +86,9 @@ class TrunkRefModel(SecondModel):
         super().place(policy, accelerator)
         self._autocast = accelerator.autocast
 
-    def trunk_cache(self, sequences: Sequence[Tensor]) -> TrunkCache:
+    def trunk_cache(self, batch: TokenBatch) -> TrunkCache:
         whole = partial(whole_weights, self._policy)
-        return TrunkCache(self._trunk, sequences, self._budget, self._autocast, whole)
+        return TrunkCache(self._trunk, batch, self._budget, self._autocast, whole)
 
     def verify(self) -> None:
         spread(self._policy)

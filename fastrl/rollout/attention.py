@@ -2,98 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AttentionInterface, Cache
+from torch import Tensor
+from transformers import Cache
 
 import fastrl_kernels
+from fastrl.models.attention import Attention, Variant
 from fastrl.rollout.kv_cache import KVCache
 from fastrl_kernels import LiveTokens
 from fastrl_kernels.dispatch import BACKEND_VARIABLE
 
-NAME = "fastrl_rollout"
-
-
-class Variant(NamedTuple):
-    """Scale, sliding window and soft cap of a layer's scores q·k: ``scale`` None is D**-0.5; only
-    the last ``window`` tokens count; c·tanh(x/c) with c = ``softcap``."""
-
-    scale: float | None
-    window: int | None
-    softcap: float | None
-
-
-class Attention(Protocol):
-    """Attention of one forward pass, layer by layer."""
+class CachedAttention(Attention, Protocol):
+    """Attention over keys and values that are kept."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores keys and values [B, Hkv, T, D] of a layer; returns those that `attend` gets."""
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
-        """[B, T, Hq, D] of queries [B, Hq, T, D]."""
-
-
-_active: ContextVar[Attention] = ContextVar("fastrl_rollout_attention")
-
-
-@contextlib.contextmanager
-def attending(attention: Attention) -> Iterator[None]:
-    """Context in which models that are :func:`attached` use this attention."""
-    token = _active.set(attention)
-    try:
-        yield
-    finally:
-        _active.reset(token)
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    # Attention sinks, position biases: other arguments that change the scores.
-    for name in ("s_aux", "sinks", "position_bias", "head_mask", "alibi"):
-        if others.get(name) is not None:
-            raise NotImplementedError(f"{type(module).__name__} attends with {name}")
-    if not getattr(module, "is_causal", True):
-        raise NotImplementedError(f"{type(module).__name__} is not causal")
-    variant = Variant(scaling, sliding_window, softcap)
-    return _active.get().attend(query, key, value, variant), None
-
-
-AttentionInterface.register(NAME, _attend)
-
-
-@contextlib.contextmanager
-def attached(model: nn.Module) -> Iterator[None]:
-    """Context in which the model calls the attention of this module."""
-    configs: dict[int, Any] = {}
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            configs[id(config)] = config
-    before = [(config, config._attn_implementation_internal) for config in configs.values()]
-    try:
-        for config in configs.values():
-            config._attn_implementation_internal = NAME
-        yield
-    finally:
-        for config, name in before:
-            config._attn_implementation_internal = name
 
 
 class SlotCache(Cache):
@@ -102,7 +31,7 @@ class SlotCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.attention: Attention
+        self.attention: CachedAttention
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -240,7 +169,7 @@ def _band(length: int, window: int | None, device: torch.device) -> Tensor:
 
 
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
-    scale, window, softcap = variant
+    scale, window, softcap, _ = variant
     assert softcap is not None
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -280,7 +209,14 @@ def decode(
 ) -> Tensor:
     """Decode attention by ``fastrl_kernels.decode_attention``."""
     out = fastrl_kernels.decode_attention(
-        query.squeeze(2), keys, values, live, span=span, **variant._asdict()
+        query.squeeze(2),
+        keys,
+        values,
+        live,
+        span=span,
+        scale=variant.scale,
+        window=variant.window,
+        softcap=variant.softcap,
     )
     return out.unsqueeze(1)
 

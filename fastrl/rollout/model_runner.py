@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from fastrl.models.attention import attached, attending
 from fastrl.models.lm_head import in_front_of_head
 from fastrl.models.products import PackedProducts, has_own_forward, is_packed
 from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
-from fastrl.rollout.attention import Attention, PrefillDone, SlotCache, attached, attending
+from fastrl.rollout.attention import CachedAttention, PrefillDone, SlotCache
 from fastrl.rollout.kv_cache import LayerShape
 
 Autocast = Callable[[], contextlib.AbstractContextManager]
@@ -71,7 +72,7 @@ class ModelRunner:
             kind = self.device.type
             return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
-    def prefill(self, tokens: Tensor, positions: Tensor, attention: Attention) -> None:
+    def prefill(self, tokens: Tensor, positions: Tensor, attention: CachedAttention) -> None:
         """Computes keys and values of tokens [T] at positions [T], and nothing after the last
         layer's."""
         self._hidden = None
@@ -79,7 +80,7 @@ class ModelRunner:
             self._run(tokens.unsqueeze(0), positions.unsqueeze(0), attention, head=False)
 
     def decode(
-        self, tokens: Tensor, positions: Tensor, attention: Attention
+        self, tokens: Tensor, positions: Tensor, attention: CachedAttention
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [b, V] after tokens [b] at positions [b], and their values [b]."""
         logits = self._run(tokens.unsqueeze(1), positions.unsqueeze(1), attention, head=True)
@@ -90,7 +91,7 @@ class ModelRunner:
         self._hidden = None
         return logits.squeeze(1), values
 
-    def _run(self, tokens: Tensor, positions: Tensor, attention: Attention, head: bool) -> Any:
+    def _run(self, tokens: Tensor, positions: Tensor, attention: CachedAttention, head: bool) -> Any:
         self._with_head = head
         self._cache.attention = attention
         with attending(attention):

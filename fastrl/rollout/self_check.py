@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fastrl.models.attention import why_not_replaceable
 from fastrl.models.sharding import is_spread_unit
 from fastrl.models.utils import evaluating
 from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
@@ -43,7 +44,7 @@ def check_weights_and_kind(model: Any) -> None:
     Raises:
         UnsupportedModel: sharded weights, an encoder–decoder, attention or positions of its own.
     """
-    cause = _why_not_by_weights(model) or _why_not_by_kind(unwrapped(model))
+    cause = _why_not_by_weights(model) or why_not_replaceable(unwrapped(model))
     if cause is not None:
         raise UnsupportedModel(model, cause)
 
@@ -100,29 +101,6 @@ def _why_not_by_weights(model: Any) -> str | None:
     for module in model.modules():  # FSDP leaves the last forward's weights whole
         if any(kind.__name__ == _FSDP for kind in type(module).__mro__) or is_spread_unit(module):
             return f"its weights are sharded (by FSDP: {type(module).__name__})"
-    return None
-
-
-def _why_not_by_kind(model: Any) -> str | None:
-    if getattr(model.config, "is_encoder_decoder", False):
-        return "it is an encoder–decoder"
-    if not getattr(model, "_supports_attention_backend", False):
-        return "it does not support transformers' attention interface"
-    rope = _dynamic_rope(model.config.get_text_config())
-    if rope is not None:
-        return f"its RoPE ({rope}) depends on the length of the longest sequence"
-    return None
-
-
-def _dynamic_rope(config: Any) -> str | None:
-    """The kind of a RoPE whose frequencies depend on the positions of each step; else None."""
-    for name in ("rope_parameters", "rope_scaling"):
-        settings = getattr(config, name, None) or {}
-        # One for all layers, or one for each kind of layer.
-        for each in (settings, *settings.values()):
-            kind = each.get("rope_type", each.get("type")) if isinstance(each, dict) else None
-            if kind in ("dynamic", "longrope"):
-                return kind
     return None
 
 

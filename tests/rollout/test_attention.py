@@ -10,10 +10,10 @@ import torch
 import fastrl_kernels
 from fastrl import SamplingParams
 from fastrl.rollout import RolloutEngine, attention, choose_engine
+from fastrl.models.attention import Variant
 from fastrl.rollout.attention import (
     DecodeAttention,
     FlashDecode,
-    Variant,
     choose_decode_kernel,
     decode,
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastrl import GenerateEngine, RolloutEngine, SamplingParams
-from fastrl.rollout.attention import NAME
+from fastrl.models.attention import NAME
 from tests import tiny_models
 from tests.golden import tiny
 

@@ -143,8 +143,9 @@ class PPO(Loss):
         assert batch.tokens is not None
         loss, minibatch = self._update_loss, Minibatch(batch.tokens, batch.experience)
         (denominator,) = loss.denominators([minibatch])
-        request = loss.request(minibatch, denominator)
-        scores = policy.model(**minibatch.tokens.model_inputs, scoring=request)
+        model_pass = minibatch.tokens.model_pass
+        request = loss.request(minibatch, model_pass, denominator)
+        scores = policy.model(**model_pass.inputs, scoring=request)
         found = loss(minibatch.old, request, scores)
         return LossOutput(found.loss, found.stats)
 

@@ -1,0 +1,172 @@
+"""The attention that a Hugging Face model calls in place of its own: one object per forward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+NAME = "fastrl"
+
+
+class Variant(NamedTuple):
+    """Scale, sliding window, soft cap and dropout of a layer's scores q·k: ``scale`` None is
+    D**-0.5; only the last ``window`` tokens count; c·tanh(x/c) with c = ``softcap``; probabilities
+    are dropped with ``dropout``."""
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    dropout: float = 0.0
+
+
+class Attention(Protocol):
+    """Attention of one forward pass, layer by layer."""
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
+        """[B, T, Hq, D] of queries [B, Hq, T, D], keys and values [B, Hkv, T, D]."""
+
+
+_active: ContextVar[Attention] = ContextVar("fastrl_attention")
+
+
+@contextlib.contextmanager
+def attending(attention: Attention) -> Iterator[None]:
+    """Context in which models that are :func:`attached` use this attention."""
+    token = _active.set(attention)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    # Attention sinks, position biases: other arguments that change the scores.
+    for name in ("s_aux", "sinks", "position_bias", "head_mask", "alibi"):
+        if others.get(name) is not None:
+            raise NotImplementedError(f"{type(module).__name__} attends with {name}")
+    if not getattr(module, "is_causal", True):
+        raise NotImplementedError(f"{type(module).__name__} is not causal")
+    variant = Variant(scaling, sliding_window, softcap, dropout)
+    return _active.get().attend(query, key, value, variant), None
+
+
+AttentionInterface.register(NAME, _attend)
+
+
+@contextlib.contextmanager
+def attached(model: nn.Module) -> Iterator[None]:
+    """Context in which the model calls the attention of this module."""
+    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = NAME
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name
+
+
+@contextlib.contextmanager
+def replaced(model: nn.Module, attention: Attention | None) -> Iterator[None]:
+    """Context in which the model uses this attention, or its own where that is None; its layers do
+    so, too, where they run again in a backward pass behind the context, under
+    :func:`kept_for_recomputation` or transformers' own activation checkpointing."""
+    if attention is None:
+        yield
+        return
+    own = [
+        (module, module._gradient_checkpointing_func)
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False)
+        and hasattr(module, "_gradient_checkpointing_func")
+    ]
+    try:
+        for module, run in own:
+            module._gradient_checkpointing_func = _keeping(run)
+        with attached(model), attending(attention):
+            yield
+    finally:
+        for module, run in own:
+            module._gradient_checkpointing_func = run
+
+
+def kept_for_recomputation(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``forward`` with the attention of now, whenever it is called.
+
+    Args:
+        module: whose forward it is.
+    """
+    attention = _active.get(None)
+    if attention is None:
+        return forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with attached(module), attending(attention):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _keeping(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' checkpoint(layer's call, inputs) for layers that keep their attention."""
+
+    def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        function: Any = getattr(call, "func", call)  # a partial of the layer's bound method
+        layer = getattr(function, "__self__", None)
+        kept = kept_for_recomputation(layer, call) if isinstance(layer, nn.Module) else call
+        return checkpoint(kept, *args, **kwargs)
+
+    return run
+
+
+def why_not_replaceable(model: Any) -> str | None:
+    """Why a model's attention cannot be replaced, by its configuration; None if it may be."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "it is an encoder–decoder"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "it does not support transformers' attention interface"
+    config = model.config.get_text_config()
+    rope = _dynamic_rope(config)
+    if rope is not None:
+        return f"its RoPE ({rope}) depends on the length of the longest sequence"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "it attends in chunks"
+    return None
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations of a model and its parts, each once."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+    return list(found.values())
+
+
+def _dynamic_rope(config: Any) -> str | None:
+    """The kind of a RoPE whose frequencies depend on the positions of each step; else None."""
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = getattr(config, name, None) or {}
+        # One for all layers, or one for each kind of layer.
+        for each in (settings, *settings.values()):
+            kind = each.get("rope_type", each.get("type")) if isinstance(each, dict) else None
+            if kind in ("dynamic", "longrope"):
+                return kind
+    return None

@@ -1,0 +1,373 @@
+"""Attention of sequences packed in one row without padding, in which the responses to one prompt
+share its keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastrl.models.attention import Variant
+
+
+class Group(NamedTuple):
+    """A prompt and the lengths of the responses that begin with it; without any, a sequence."""
+
+    prompt: int  # tokens
+    responses: tuple[int, ...] = ()
+
+
+class Runs(NamedTuple):
+    """Runs of queries, one after the other, each of which attends a run of keys."""
+
+    queries: Sequence[int]  # tokens
+    keys: Sequence[int]
+
+
+class PackedLayout:
+    """Where the tokens of groups lie in a row [1, T]: first the prompts of all groups, in order,
+    then the responses of the first group, of the second, …
+
+    A token attends to those before it of its own prompt or response; a response's also to its whole
+    prompt. Positions count from the beginning of the prompt.
+
+    Args:
+        groups: each prompt is there once.
+        device: of the row.
+    """
+
+    def __init__(self, groups: Sequence[Group], device: torch.device | str = "cpu"):
+        self.groups, self.device = tuple(groups), torch.device(device)
+        self.prompts = [group.prompt for group in groups]
+        self.responses = [n for group in groups for n in group.responses]
+        self.first_response = sum(self.prompts)
+        self.tokens = self.first_response + sum(self.responses)
+        self.longest = max(g.prompt + max(g.responses, default=0) for g in groups)
+
+    @cached_property
+    def own(self) -> Runs:
+        """Prompts and responses, each of which attends to itself."""
+        lengths = [*self.prompts, *self.responses]
+        return Runs(lengths, lengths)
+
+    @cached_property
+    def shared(self) -> Runs:
+        """The responses of each group, and the prompt that they attend to. A prompt without
+        responses has an empty run of queries."""
+        return Runs([sum(g.responses) for g in self.groups], self.prompts)
+
+    @property
+    def shares(self) -> bool:
+        """Whether there are responses beside their prompts."""
+        return bool(self.responses)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] int64."""
+        begins = [g.prompt for g in self.groups for _ in g.responses]
+        parts = [torch.arange(n) for n in self.prompts]
+        parts += [torch.arange(b, b + n) for b, n in zip(begins, self.responses, strict=True)]
+        return torch.cat(parts).to(self.device)
+
+    def mask(self, group: int, window: int | None) -> tuple[Tensor, Tensor]:
+        """The places [t] of a group's tokens in the row, and which of them each attends, [t, t]."""
+        prompt, responses = self.groups[group]
+        start = sum(self.prompts[:group])
+        behind = self.first_response + sum(map(sum, (g.responses for g in self.groups[:group])))
+        places = torch.cat(
+            [torch.arange(start, start + prompt), torch.arange(behind, behind + sum(responses))]
+        )
+        # 0 for the prompt, then the number of the response
+        part = torch.repeat_interleave(torch.tensor([prompt, *responses]))
+        position = self.positions.cpu()[places]
+        mask = (part[:, None] == part) | (part == 0)
+        distance = position[:, None] - position
+        mask &= distance >= 0
+        if window is not None:
+            mask &= distance < window
+        return places.to(self.device), mask.to(self.device)
+
+
+class PackedAttention:
+    """The attention of a model that runs a packed row.
+
+    By blocks, prompts and responses apart: what responses read of their prompts is computed for all
+    responses together, and the two parts are joined by their log Σ exp. Where scores are capped or
+    dropped, or where the window is shorter than a sequence, by a mask for each group.
+    """
+
+    def __init__(self, layout: PackedLayout):
+        self.layout = layout
+        self._kernel = kernel_for(layout.device)
+        self._masks: dict[int | None, list[tuple[Tensor, Tensor]]] = {}
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
+        """As Attention's, of rows [1, ...]."""
+        scale, window, softcap, dropout = variant
+        if window is not None and window >= self.layout.longest:
+            window = None
+        plain = window is None and softcap is None and not dropout
+        q, k, v = (x[0].transpose(0, 1) for x in (query, keys, values))  # [T, heads, D]
+        if plain and self._kernel is not None and self._kernel.takes(q, k, v):
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            return _Blocks.apply(q, k, v, self.layout, scale, self._kernel)[None]  # type: ignore[no-any-return]
+        return self._by_masks(q, k, v, variant._replace(window=window))[None]
+
+    def _by_masks(self, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
+        window = variant.window
+        if window not in self._masks:
+            groups = range(len(self.layout.groups))
+            self._masks[window] = [self.layout.mask(i, window) for i in groups]
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+        places = []
+        parts = []
+        for where, mask in self._masks[window]:
+            own = (x[where].transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, t, D]
+            parts.append(_masked_attention(*own, mask, variant)[0].transpose(0, 1))
+            places.append(where)
+        return out.index_copy(0, torch.cat(places), torch.cat(parts).to(out.dtype))
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, variant: Variant) -> Tensor:
+    scale, _, softcap, dropout = variant
+    groups = q.shape[1] // k.shape[1]
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, scale=scale, enable_gqa=groups > 1
+        )
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    probs = scores.masked_fill(~mask, -torch.inf).float().softmax(-1)
+    return F.dropout(probs, dropout).to(v.dtype) @ v
+
+
+class Kernel(Protocol):
+    """Attention of runs of queries [Tq, Hq, D] to runs of keys and values [Tk, Hkv, D]; causal ones
+    have runs of queries and keys of the same lengths."""
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether it is for such tensors."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """[Tq, Hq, D], and log Σ exp of each query's scores, [Tq, Hq] fp32."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        runs: Runs,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v through these runs.
+
+        ``out`` and ``lse`` are those of all keys that a query attends, here and elsewhere: with
+        P = exp(S - lse), dS = P·(dP - Σ dO·O) then holds for the keys here.
+        """
+
+
+class _Blocks(torch.autograd.Function):
+    """Attention by blocks: [T, Hq, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: PackedLayout,
+        scale: float,
+        kernel: Kernel,
+    ) -> Tensor:
+        out, lse = kernel.forward(q, k, v, layout.own, True, scale)
+        if layout.shares:
+            first = layout.first_response
+            of_prompts, their_lse = kernel.forward(
+                q[first:], k[:first], v[:first], layout.shared, False, scale
+            )
+            _join(out[first:], lse[first:], of_prompts, their_lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = layout, scale, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        layout, scale, kernel = ctx.options
+        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, layout.own, True, scale)
+        if layout.shares:
+            first = layout.first_response
+            behind = (x[first:] for x in (grad, q))
+            grad_behind, q_behind = behind
+            more = kernel.backward(
+                grad_behind, q_behind, k[:first], v[:first], out[first:], lse[first:],
+                layout.shared, False, scale,
+            )  # fmt: skip
+            for whole, part in zip((dq[first:], dk[:first], dv[:first]), more, strict=True):
+                whole += part
+        return dq, dk, dv, None, None, None
+
+
+def _join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """softmax over two sets of keys, from those over each: Σ o·exp(lse) / Σ exp(lse); in place."""
+    joined = torch.logaddexp(lse, other_lse)
+    # out + (other - out)·w, with w the other's share
+    out.lerp_(other, (other_lse - joined).exp_().to(out.dtype).unsqueeze(-1))
+    lse.copy_(joined)
+
+
+class CPUKernel:
+    """torch's flash attention for CPUs, in fp32 for lower precision; runs of one length that lie
+    together share a call."""
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        return q.shape[-1] == v.shape[-1]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        dtype, times = q.dtype, q.shape[1] // k.shape[1]
+        q, k, v = _single(q), _single(k), _single(v)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(q.shape[:2])
+        for queries, keys in _equal(runs):
+            found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                queries.of(q), keys.of(k, times), keys.of(v, times), 0.0, causal, scale=scale
+            )
+            queries.of(out).copy_(found)
+            queries.of(lse.unsqueeze(-1)).copy_(sums.unsqueeze(-1))
+        return out.to(dtype), lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        runs: Runs,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype, times = q.dtype, q.shape[1] // k.shape[1]
+        grad, q, k, v, out = map(_single, (grad, q, k, v, out))
+        dq, dk, dv = (
+            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
+        )
+        for queries, keys in _equal(runs):
+            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                queries.of(grad), queries.of(q), keys.of(k, times), keys.of(v, times),
+                queries.of(out), queries.of(lse.unsqueeze(-1)).squeeze(-1), 0.0, causal,
+                scale=scale,
+            )  # fmt: skip
+            queries.of(dq).copy_(found[0])
+            for whole, part in zip((dk, dv), found[1:], strict=True):
+                own = part if times == 1 else part.unflatten(1, (-1, times)).sum(2)
+                keys.of(whole).copy_(own)
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+class _Slice(NamedTuple):
+    """Some runs of one length, one after the other."""
+
+    start: int
+    runs: int
+    length: int
+
+    def of(self, x: Tensor, times: int = 1) -> Tensor:
+        """[runs, heads·times, length, D] of [T, heads, D]: a view, where heads are not repeated."""
+        part = x[self.start : self.start + self.runs * self.length]
+        part = part.unflatten(0, (self.runs, self.length)).transpose(1, 2)
+        return part if times == 1 else part.repeat_interleave(times, dim=1)
+
+
+def _equal(runs: Runs) -> Iterator[tuple[_Slice, _Slice]]:
+    """Slices of queries and keys; runs without queries have no part in them."""
+    q = k = 0
+    for (of_queries, of_keys), same in groupby(zip(*runs, strict=True)):
+        count = len(list(same))
+        if of_queries:
+            yield _Slice(q, count, of_queries), _Slice(k, count, of_keys)
+        q, k = q + count * of_queries, k + count * of_keys
+
+
+def _single(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class FlashKernel:
+    """The flash attention in torch for NVIDIA GPUs, on runs of any lengths, in fp16 and bf16."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], Tensor] = {}
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        width = q.shape[-1]
+        return (
+            q.dtype in (torch.float16, torch.bfloat16)
+            and width == v.shape[-1]
+            and width % 8 == 0
+            and width <= _WIDEST
+        )
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *self._lengths(runs, q.device), 0.0, causal, False, scale=scale
+        )
+        return out, lse.transpose(0, 1).contiguous()  # [Hq, Tq]
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        runs: Runs,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        unused = torch.empty((), dtype=torch.long, device=q.device)  # there is no dropout
+        return torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), q, k, v, out, lse.transpose(0, 1).contiguous(),
+            *self._lengths(runs, q.device), 0.0, causal, unused, unused, scale=scale,
+        )  # fmt: skip
+
+    def _lengths(self, runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+        """Cumulative lengths, int32, and the longest, of queries and of keys."""
+        ends = [self._cumulative(tuple(lengths), device) for lengths in runs]
+        return ends[0], ends[1], max(runs.queries), max(runs.keys)
+
+    def _cumulative(self, lengths: tuple[int, ...], device: torch.device) -> Tensor:
+        if lengths not in self._ends:
+            ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            self._ends[lengths] = ends.to(device, non_blocking=True)
+        return self._ends[lengths]
+
+
+_WIDEST = 256  # of a head, in flash attention
+
+
+def kernel_for(device: torch.device) -> Kernel | None:
+    """The kernel for blocks on a device; None where there is none."""
+    if device.type == "cpu":
+        return CPUKernel()
+    if device.type == "cuda" and torch.version.hip is None:
+        return FlashKernel() if torch.cuda.get_device_capability(device) >= (8, 0) else None
+    return None
