@@ -183,9 +183,8 @@ class Stepping:
         def watched(batch: Any, experience: Any) -> Any:
             nonlocal run_again
             if batch.boundaries is not None:
-                stored = batch.boundaries._kept
-                kept["trunk activations"] = storage_bytes(stored.values())
-                run_again = len(batch) - len(stored)
+                kept["trunk activations"] = storage_bytes(batch.boundaries.stored())
+                run_again = len(batch.boundaries.missing())
             done: list[Any] = []
             kept["peak"] = footprint(
                 lambda: done.append(update(batch, experience)), lambda _: (), device

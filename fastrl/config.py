@@ -113,6 +113,11 @@ class PPOConfig:
     mini_batch_size: int = setting(
         "Samples per forward and backward pass; by default min(128, batch_size).", None
     )
+    micro_batch_tokens: int | None = setting(
+        "Tokens of a forward and backward pass, at most: mini-batches that have more are computed "
+        "in parts, to the same result. None: a mini-batch at a time.",
+        None,
+    )
     forward_batch_size: int | None = setting("Deprecated: use mini_batch_size.", None)
     gradient_accumulation_steps: int = setting("Mini-batches per optimizer step.", 1)
     ppo_epochs: int = setting("Passes over the batch per step().", 4)
@@ -359,6 +364,7 @@ class PPOConfig:
         for name in (
             "max_grad_norm",
             "score_clip",
+            "micro_batch_tokens",
             "rollout_kv_cache_gib",
             "loss_norm_length",
             "max_kl",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastrl.data.packing import ModelPass, Packing, Padded
 from fastrl.models.layout import EncoderDecoder, layout_of
+from fastrl.models.scoring import PassLimit
 from fastrl.models.trunk import TrunkCache
 
 if TYPE_CHECKING:
@@ -116,6 +117,27 @@ class TokenBatch:
 
     def __len__(self) -> int:
         return len(self.query_lengths)
+
+    def groups(self, samples: Iterable[int] | None = None) -> list[list[int]]:
+        """Samples with the same prompt, in the order of the first of each; default all."""
+        found: dict[int, list[int]] = {}
+        for i in range(len(self)) if samples is None else samples:
+            found.setdefault(self.prompts[i], []).append(i)
+        return list(found.values())
+
+    def parts(self, samples: Sequence[int], limit: PassLimit) -> list[list[int]]:
+        """Samples that share a forward, in ascending order; those of a prompt share one as far as
+        they fit."""
+        parts: list[list[int]] = []
+        for i in (i for group in self.groups(samples) for i in group):
+            fits = parts and len(parts[-1]) < limit.samples
+            if fits and limit.tokens is not None:
+                fits = self.packing.tokens(self, [*parts[-1], i]) <= limit.tokens
+            if fits:
+                parts[-1].append(i)
+            else:
+                parts.append([i])
+        return list(map(sorted, parts))
 
     def counting(self) -> list[int]:
         """The indices of samples of which at least one token counts."""

@@ -11,7 +11,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from fastrl.data.batch import TokenBatch, pad
-from fastrl.data.packing import Packed, Packing, Padded
+from fastrl.data.packing import Packing, Padded, PaddingFree
 from fastrl.models.attention import why_not_replaceable
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import evaluating
@@ -47,13 +47,11 @@ def choose_packing(
                 stacklevel=3,
             )
             return _padded(device, precision, given)
-    return Packed()
+    return PaddingFree()
 
 
 @torch.no_grad()
-def why_not_packed(
-    model: nn.Module, device: torch.device, precision: torch.dtype
-) -> str | None:
+def why_not_packed(model: nn.Module, device: torch.device, precision: torch.dtype) -> str | None:
     """Why a model cannot run packed batches; None if it can."""
     language_model = _language_model(model)
     cause = why_not_replaceable(language_model)
@@ -63,7 +61,7 @@ def why_not_packed(
     with evaluating(model):
         expected = _scores(model, batch)
         try:
-            found = _scores(model, replace(batch, packing=Packed()))
+            found = _scores(model, replace(batch, packing=PaddingFree()))
         # Any other failure: such a model runs padded batches.
         except Exception as error:
             return f"it cannot run them packed ({type(error).__name__}: {error})"

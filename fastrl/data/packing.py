@@ -51,7 +51,9 @@ class Padded:
         if batch.boundaries is not None:
             inputs["boundary"] = batch.boundaries.padded(batch.samples, batch.left_padded)
         starts = _starts(batch)
-        places = [np.arange(start, start + n) for start, n in zip(starts, batch.lengths, strict=True)]
+        places = [
+            np.arange(start, start + n) for start, n in zip(starts, batch.lengths, strict=True)
+        ]
         return ModelPass(inputs, batch.rows(), torch.from_numpy(np.concatenate(places)))
 
     def tokens(self, batch: TokenBatch, samples: Sequence[int]) -> int:
@@ -59,7 +61,7 @@ class Padded:
         return len(samples) * max(lengths[i] for i in samples)
 
 
-class Packed:
+class PaddingFree:
     """All tokens in one row [1, T] without padding; samples with the same prompt share its tokens,
     so that it is run once."""
 
@@ -97,10 +99,7 @@ class PackedTokens:
     """
 
     def __init__(self, batch: TokenBatch):
-        by_prompt: dict[int, list[int]] = {}
-        for i, prompt in enumerate(batch.prompts):
-            by_prompt.setdefault(prompt, []).append(i)
-        self.groups = list(by_prompt.values())
+        self.groups = batch.groups()
         lengths, prompts, responses = batch.lengths, batch.query_lengths, batch.response_lengths
         self.layout = PackedLayout(
             [
@@ -113,7 +112,7 @@ class PackedTokens:
         )
         starts = _starts(batch)
         sources: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])  # of prompts, of responses
-        places = [np.empty(0)] * len(batch)
+        places = [np.arange(0)] * len(batch)
         begin, behind = 0, self.layout.first_response
         for group, prompt in zip(self.groups, self.layout.prompts, strict=True):
             own = np.arange(begin, begin + prompt)

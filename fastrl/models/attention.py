@@ -90,8 +90,8 @@ def replaced(model: nn.Module, attention: Attention | None) -> Iterator[None]:
     if attention is None:
         yield
         return
-    own = [
-        (module, module._gradient_checkpointing_func)
+    own: list[tuple[Any, Callable[..., Any]]] = [
+        (module, module._gradient_checkpointing_func)  # type: ignore[misc]
         for module in model.modules()
         if getattr(module, "gradient_checkpointing", False)
         and hasattr(module, "_gradient_checkpointing_func")

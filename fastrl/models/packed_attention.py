@@ -127,8 +127,8 @@ class PackedAttention:
         places = []
         parts = []
         for where, mask in self._masks[window]:
-            own = (x[where].transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, t, D]
-            parts.append(_masked_attention(*own, mask, variant)[0].transpose(0, 1))
+            qs, ks, vs = (x[where].transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, t, D]
+            parts.append(_masked_attention(qs, ks, vs, mask, variant)[0].transpose(0, 1))
             places.append(where)
         return out.index_copy(0, torch.cat(places), torch.cat(parts).to(out.dtype))
 
@@ -209,10 +209,8 @@ class _Blocks(torch.autograd.Function):
         dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, layout.own, True, scale)
         if layout.shares:
             first = layout.first_response
-            behind = (x[first:] for x in (grad, q))
-            grad_behind, q_behind = behind
             more = kernel.backward(
-                grad_behind, q_behind, k[:first], v[:first], out[first:], lse[first:],
+                grad[first:], q[first:], k[:first], v[:first], out[first:], lse[first:],
                 layout.shared, False, scale,
             )  # fmt: skip
             for whole, part in zip((dq[first:], dk[:first], dv[:first]), more, strict=True):
@@ -264,9 +262,7 @@ class CPUKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype, times = q.dtype, q.shape[1] // k.shape[1]
         grad, q, k, v, out = map(_single, (grad, q, k, v, out))
-        dq, dk, dv = (
-            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)
-        )
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for queries, keys in _equal(runs):
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 queries.of(grad), queries.of(q), keys.of(k, times), keys.of(v, times),

@@ -70,6 +70,13 @@ class TokenScores(NamedTuple):
     stats: fastrl_kernels.LossStats | None = None
 
 
+class PassLimit(NamedTuple):
+    """The most that a forward runs at a time; a sample that has more tokens has one to itself."""
+
+    samples: int
+    tokens: int | None = None
+
+
 def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
     """Scores from a model's own logits [N, V] of the requested rows, without values."""
     scored: Any = fastrl_kernels.token_logprobs(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.lm_head import in_front_of_head
+from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import checksum, evaluating
 
 if TYPE_CHECKING:
@@ -207,7 +208,8 @@ class TrunkCache:
             groups: places among ``samples`` of those that share a prompt.
         """
         found = self._of(samples)
-        prompts, responses = [], []
+        prompts: list[Tensor] = []
+        responses: list[Tensor] = []
         for group in groups:
             parts = [self._parts(samples[place]) for place in group]
             own = [found[response] for _, response in parts]
@@ -246,7 +248,8 @@ class TrunkCache:
 
     def _run(self, samples: Sequence[int]) -> dict[Part, Tensor]:
         made: dict[Part, Tensor] = {}
-        for chosen in self._passes(samples):
+        limit = PassLimit(len(self.batch), _TOKENS_PER_FORWARD)
+        for chosen in self.batch.parts(samples, limit):
             part = self.batch.select(chosen)
             model_pass = part.model_pass
             with self.autocast():
@@ -262,18 +265,6 @@ class TrunkCache:
                         if which not in self._kept:
                             self._keep(which, x)
         return made
-
-    def _passes(self, samples: Sequence[int]) -> Iterator[list[int]]:
-        """Samples that run together, those of a prompt one after the other."""
-        batch = self.batch
-        chosen: list[int] = []
-        for i in sorted(samples, key=lambda i: (batch.prompts[i], i)):
-            if chosen and batch.packing.tokens(batch, [*chosen, i]) > _TOKENS_PER_FORWARD:
-                yield chosen
-                chosen = []
-            chosen.append(i)
-        if chosen:
-            yield chosen
 
     def _all_fit(self) -> bool:
         """Whether there is room for all that is not kept yet, in fp32 at most."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fastrl_kernels
 from fastrl.data.batch import TokenBatch
 from fastrl.data.packing import ModelPass
-from fastrl.models.scoring import ScoringRequest
+from fastrl.models.scoring import PassLimit, ScoringRequest
 from fastrl.ppo.kl import KLPenalty
 from fastrl.ppo.memory import MicroBatches
 from fastrl.ref_model import RefModel
@@ -103,8 +103,8 @@ class LogprobsAndValues(NamedTuple):
 
 
 class Scorer:
-    """Runs policy and reference over a batch, without gradients, in slices of some samples; both
-    are softmax(logits / temperature). Slices are halved where memory runs out.
+    """Runs policy and reference over a batch, without gradients, some samples at a time; both are
+    softmax(logits / temperature). Where memory runs out, half as many are run at a time.
 
     Each of several processes runs its share of the batch, in as many passes as the others, and
     returns all of it."""
@@ -118,11 +118,12 @@ class Scorer:
         precision: torch.dtype = torch.float32,
         temperature: float = 1.0,
         processes: Processes | None = None,
+        tokens_per_pass: int | None = None,
     ):
         self.policy = policy
         self.reference = reference
         self.penalty = penalty
-        self.samples_per_pass = samples_per_pass
+        self.samples_per_pass, self.tokens_per_pass = samples_per_pass, tokens_per_pass
         self.precision = precision
         self.temperature = temperature
         self.processes = processes or OneProcess()
@@ -133,25 +134,29 @@ class Scorer:
         """With ``rollout``, of the response tokens, the policy itself is not run."""
         score = self._score if rollout is None else self._score_reference
         samples = batch.counting() or range(len(batch))
-        lengths = batch.lengths
-        parts = self.processes.balanced([lengths[i] for i in samples])
-        shares = [[samples[i] for i in part] for part in parts]
-        own, most = shares[self.processes.index], len(shares[0])
+        shares = shares_of(batch, samples, self.processes)
+        order = shares  # of the samples in what is found
 
-        def in_slices(size: int) -> dict[str, Tensor]:
+        def in_parts(size: int) -> dict[str, Tensor]:
+            nonlocal order
+            limit = PassLimit(size, self.tokens_per_pass)
+            passes = [batch.parts(share, limit) for share in shares]
+            order = [[i for part in parts for i in part] for parts in passes]
+            own = passes[self.processes.index]
             columns: dict[str, list[Tensor]] = {}
-            for start in range(0, most, size):
-                chosen = own[start : start + size]
+            for k in range(max(map(len, passes))):
+                chosen = own[k] if k < len(own) else []
                 # A process without a sample left takes part: weights may be gathered for a pass.
                 for name, per_row in score(batch.select(chosen or samples[:1])).items():
                     columns.setdefault(name, []).append(per_row if chosen else per_row[:0])
             return {name: torch.cat(parts) for name, parts in columns.items()}
 
-        found = self.slices(in_slices, min(self.samples_per_pass, most))
+        most = max(map(len, shares))
+        found = self.slices(in_parts, min(self.samples_per_pass, most))
         rows, tokens = batch.rows(), batch.response_mask.sum(-1).tolist()
         of_samples = rows.split(tokens)
-        of_shares = torch.cat([of_samples[i] for share in shares for i in share])
-        counts = [sum(tokens[i] for i in share) for share in shares]
+        of_shares = torch.cat([of_samples[i] for share in order for i in share])
+        counts = [sum(tokens[i] for i in share) for share in order]
         scored = {
             name: batch.scatter(self.processes.joined(x, counts), of_shares)
             for name, x in found.items()
@@ -189,10 +194,33 @@ class Scorer:
             )
         return scored
 
-    def _request(
-        self, part: TokenBatch, model_pass: ModelPass, **options: Any
-    ) -> ScoringRequest:
+    def _request(self, part: TokenBatch, model_pass: ModelPass, **options: Any) -> ScoringRequest:
         return scoring_request(part, model_pass, temperature=self.temperature, **options)
+
+
+def check_tokens(batch: TokenBatch, most: int | None) -> None:
+    """
+    Raises:
+        ValueError: a sample has more tokens than a forward may have.
+    """
+    if most is None:
+        return
+    lengths = [n + m for n, m in zip(batch.prompt_lengths, batch.response_lengths, strict=True)]
+    longest = max(range(len(batch)), key=lengths.__getitem__)
+    if lengths[longest] > most:
+        raise ValueError(
+            f"micro_batch_tokens={most}, but queries[{longest}] and responses[{longest}] have "
+            f"{lengths[longest]} tokens: raise it to that, or shorten prompts or responses"
+        )
+
+
+def shares_of(batch: TokenBatch, samples: Sequence[int], processes: Processes) -> list[list[int]]:
+    """Each process's part of some samples, with about as many tokens: whole groups that share a
+    prompt, where there is a multiple of the processes of them, else as many samples for each."""
+    groups = batch.groups(samples)
+    units = [[i] for i in samples] if len(groups) % processes.count else groups
+    sizes = [batch.packing.tokens(batch, unit) for unit in units]
+    return [[i for k in part for i in units[k]] for part in processes.balanced(sizes)]
 
 
 def scoring_request(batch: TokenBatch, model_pass: ModelPass, **options: Any) -> ScoringRequest:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastrl.config import PPOConfig
 from fastrl.data.batch import TokenBatch
 from fastrl.data.packing import ModelPass
-from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores
+from fastrl.models.scoring import PassLimit, PolicyObjective, ScoringRequest, TokenScores
 from fastrl.ppo.experience import Experience, scoring_request
 from fastrl.ppo.kl import kl_in_loss
 
@@ -86,12 +86,10 @@ class Minibatch(NamedTuple):
         samples = [self.samples[i] for i in chosen] if self.samples else ()
         return Minibatch(self.tokens.select(chosen), old, samples)
 
-    def split(self, size: int) -> list[Minibatch]:
-        """Parts of ``size`` samples, the last of which may be smaller."""
-        if self.size <= size:
-            return [self]
-        starts = range(0, self.size, size)
-        return [self.select(range(i, min(i + size, self.size))) for i in starts]
+    def split(self, limit: PassLimit) -> list[Minibatch]:
+        """Parts that a forward runs at a time."""
+        parts = self.tokens.parts(range(self.size), limit)
+        return [self] if len(parts) == 1 else list(map(self.select, parts))
 
 
 class MinibatchLoss(NamedTuple):
@@ -247,7 +245,7 @@ class UpdateLoss:
             stats,
             mean([part.mean_ratio for part in parts]),
             torch.cat([part.ratios for part in parts]),
-            old.advantages,
+            torch.cat([part.advantages for part in parts]),
         )
 
     def share(

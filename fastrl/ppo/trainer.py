@@ -27,7 +27,7 @@ from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.ppo import stats
 from fastrl.ppo.advantages import make_advantages
 from fastrl.ppo.classic import ClassicMethods
-from fastrl.ppo.experience import Experience, LastExperience, Scorer
+from fastrl.ppo.experience import Experience, LastExperience, Scorer, check_tokens
 from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
 from fastrl.ppo.loop import Loop
 from fastrl.ppo.loss import UpdateLoss
@@ -189,6 +189,7 @@ class PPOTrainer(ClassicMethods):
             precision,
             config.temperature,
             self.processes,
+            config.micro_batch_tokens,
         )
         # The KL over the vocabulary needs the policy's logits, and hence its forward.
         kind = "recompute" if self._kl_penalty.needs_logits else config.old_logprobs
@@ -305,6 +306,7 @@ class PPOTrainer(ClassicMethods):
             NonFiniteExperience: that of samples that it names is not finite; nothing has changed.
         """
         batch = self.make_batch(given.queries, given.responses, given.masks)
+        check_tokens(batch, self.config.micro_batch_tokens)
         self.advantages.check(given.queries)
         self.score_or_reuse.check(given.logprobs)
 

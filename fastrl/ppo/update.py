@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from fastrl.config import PPOConfig
 from fastrl.data.batch import TokenBatch
 from fastrl.models.activation_checkpointing import all_layers, checkpointed
-from fastrl.ppo.experience import Experience
+from fastrl.models.scoring import PassLimit
+from fastrl.ppo.experience import Experience, shares_of
 from fastrl.ppo.loss import Minibatch, MinibatchLoss, UpdateLoss
 from fastrl.ppo.memory import MicroBatches
 from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers
@@ -219,8 +220,11 @@ class GradientStep:
         """Adds up the gradient of all mini-batches, in parts that fit into memory, where no
         gradient is yet."""
         largest = max((minibatch.size for minibatch in minibatches), default=1)
+        tokens = self.config.micro_batch_tokens
         losses = self.micro_batches(
-            lambda size: self._backward(minibatches, size), largest, self.discard
+            lambda size: self._backward(minibatches, PassLimit(size, tokens)),
+            largest,
+            self.discard,
         )
         return self._read(losses, experience)
 
@@ -229,36 +233,44 @@ class GradientStep:
         self.zero()
         return self._gradient(minibatches)
 
-    def _backward(self, minibatches: Sequence[Minibatch], size: int) -> list[MinibatchLoss]:
-        """Forward and backward passes of this process's share of all mini-batches, at most ``size``
-        samples in each."""
+    def _backward(self, minibatches: Sequence[Minibatch], limit: PassLimit) -> list[MinibatchLoss]:
+        """Forward and backward passes of this process's share of all mini-batches."""
         losses = []
         denominators = self.loss.denominators(minibatches)
         for minibatch, denominator in zip(minibatches, denominators, strict=True):
-            own, counts = self._share(minibatch)
-            parts = own.split(size)
+            own, parts, counts = self._share(minibatch, limit)
             found = []
-            for part in parts:
+            for i, part in enumerate(parts):
                 model_pass = part.tokens.model_pass
                 request = self.loss.request(part, model_pass, denominator)
-                last = minibatch is minibatches[-1] and part is parts[-1]
+                last = minibatch is minibatches[-1] and i == len(parts) - 1
                 with self._accumulating(last):
                     scores = self.model(**model_pass.inputs, scoring=request)
                     found.append(self.loss(part.old, request, scores))
-                    self.add(found[-1].loss if counts else found[-1].loss * 0, len(minibatches))
-            joined = self.loss.joined(found, own.old)
+                    loss = found[-1].loss
+                    self.add(loss if i < counts else loss * 0, len(minibatches))
+            joined = self.loss.joined(found[: counts or 1], own.old)
             if self.processes.count > 1:
-                joined = self.loss.share(joined, own.old, minibatch.old, counts)
+                joined = self.loss.share(joined, own.old, minibatch.old, float(counts > 0))
             losses.append(joined)
         return losses
 
-    def _share(self, minibatch: Minibatch) -> tuple[Minibatch, float]:
-        """This process's part of a mini-batch, and 1; where it has none, a sample that takes part
-        for nothing, because the others wait for it, and 0."""
+    def _share(
+        self, minibatch: Minibatch, limit: PassLimit
+    ) -> tuple[Minibatch, list[Minibatch], int]:
+        """This process's part of a mini-batch, the parts of it that a forward runs at a time, and
+        how many of these count. The others are a sample that takes part for nothing: all processes
+        have as many forwards, because they wait for each other in them."""
         if self.processes.count == 1:
-            return minibatch, 1.0
-        chosen = self.processes.balanced(minibatch.tokens.lengths)[self.processes.index]
-        return (minibatch.select(chosen), 1.0) if chosen else (minibatch.select([0]), 0.0)
+            parts = minibatch.split(limit)
+            return minibatch, parts, len(parts)
+        tokens = minibatch.tokens
+        shares = shares_of(tokens, range(minibatch.size), self.processes)
+        passes = max(len(tokens.parts(share, limit)) for share in shares)
+        chosen = shares[self.processes.index]
+        own = minibatch.select(chosen or [0])
+        parts = own.split(limit) if chosen else []
+        return own, parts + [minibatch.select([0])] * (passes - len(parts)), len(parts)
 
     def _blame(self, minibatches: Sequence[Minibatch], what: str) -> Blame:
         """Handles mini-batches whose loss or gradient is not finite.
@@ -277,7 +289,8 @@ class GradientStep:
             if part.size == 1:
                 causes.append(part)
             else:
-                left += part.split(-(-part.size // 2))
+                half = -(-part.size // 2)
+                left += [part.select(range(half)), part.select(range(half, part.size))]
         self.zero()
         causes.sort(key=lambda part: part.samples[0])
         because = self.nonfinite.update(what, causes)
@@ -469,7 +482,7 @@ class PPOUpdate:
         size = self.config.mini_batch_size * count
         all_of_a_step = self.config.backward_batch_size * count
         for _ in range(self.config.ppo_epochs):
-            order = self.shuffle.permutation(self.config.batch_size * count).tolist()
+            order = self._order(self.config.batch_size * count)
             for begin in range(0, len(order), all_of_a_step):
                 minibatches = [
                     [i for i in order[start : start + size] if i in counting - left_out]
@@ -485,6 +498,12 @@ class PPOUpdate:
                         "checkpoint; where training broke it, lower learning_rate or set "
                         "max_grad_norm"
                     )
+
+    def _order(self, samples: int) -> list[int]:
+        """A permutation; of whole groups, whose prompt is then paid once."""
+        size = self.config.group_size
+        groups = self.shuffle.permutation(samples // size).tolist()
+        return [group * size + i for group in groups for i in range(size)]
 
     def _optimizer_step(self, record: UpdateRecord) -> None:
         if self.accelerator.scaler is not None and self.config.max_grad_norm is not None:

@@ -18,6 +18,7 @@ from fastrl.rollout.kv_cache import KVCache
 from fastrl_kernels import LiveTokens
 from fastrl_kernels.dispatch import BACKEND_VARIABLE
 
+
 class CachedAttention(Attention, Protocol):
     """Attention over keys and values that are kept."""
 

@@ -91,7 +91,9 @@ class ModelRunner:
         self._hidden = None
         return logits.squeeze(1), values
 
-    def _run(self, tokens: Tensor, positions: Tensor, attention: CachedAttention, head: bool) -> Any:
+    def _run(
+        self, tokens: Tensor, positions: Tensor, attention: CachedAttention, head: bool
+    ) -> Any:
         self._with_head = head
         self._cache.attention = attention
         with attending(attention):

@@ -134,7 +134,9 @@ def test_left_and_right_padding_score_alike(policy):
             lengths = [[len(x[i]) for i in group] for x in (queries, responses)]
             batch = TokenBatch.from_padded(padded["input_ids"], padded["attention_mask"], *lengths)
             assert (batch.position_ids is not None) == (side == "left")
-            parts.append(policy(**batch.model_inputs, scoring=scoring_request(batch)))
+            model_pass = batch.model_pass
+            request = scoring_request(batch, model_pass)
+            parts.append(policy(**model_pass.inputs, scoring=request))
         scores[side] = (
             torch.cat([p.logprobs for p in parts]),
             torch.cat([p.values for p in parts]),

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 
+from fastrl.data.packing import Padded, PaddingFree
 from fastrl.models.scoring import ScoringRequest
-from fastrl.models.trunk import Budget, Trunk, layer_stack
+from fastrl.models.trunk import Budget, Trunk, TrunkCache, layer_stack
 from tests import tiny_models
-from tests.models.conftest import FAMILIES, LENGTHS, counted, deep, trunk_cache
+from tests.models.conftest import FAMILIES, LENGTHS, batch_of, counted, deep, trunk_cache
 
 
 def inputs(*lengths):
@@ -28,17 +29,17 @@ def test_a_model_that_starts_at_the_boundary_gives_the_same(family, layers):
     expected = model(**batch), model(**batch, scoring=request)
     counts = counted(model)
     boundary = trunk(batch["input_ids"])
-    assert counts == {i: 2 for i in range(layers)}
+    assert counts == {i: 18 for i in range(layers)}
     counts.clear()
     found = model(**batch, boundary=boundary), model(**batch, boundary=boundary, scoring=request)
-    assert counts == {i: 4 for i in range(layers, 4)}
+    assert counts == {i: 36 for i in range(layers, 4)}
     for a, b in zip(expected, found, strict=True):
         for x, y in zip(a, b, strict=True):
             if x is not None:
                 torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)  # of logits up to 4, in fp32
     counts.clear()
     again = model(**batch)[0]
-    assert counts == {i: 2 for i in range(4)}, "the layers are back"
+    assert counts == {i: 18 for i in range(4)}, "the layers are back"
     torch.testing.assert_close(again, expected[0][0], atol=1e-5, rtol=1e-5)
 
 
@@ -96,11 +97,17 @@ def test_a_layer_is_shared_and_a_layer_is_left(layers):
         Trunk(deep("llama").pretrained_model, layers)
 
 
+PACKINGS = pytest.mark.parametrize("packing", [PaddingFree(), Padded()], ids=["packed", "padded"])
+TOKENS = sum(LENGTHS)
+ROW = 16 * 4  # bytes of a token's activations
+
+
+@PACKINGS
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gemma2"])
 @pytest.mark.parametrize("left", [True, False])
-def test_activations_are_those_of_the_sequences_alone(family, left):
+def test_activations_are_those_of_the_sequences_alone(family, left, packing):
     model = deep(family)
-    found = trunk_cache(model, LENGTHS, Budget(1 << 20)).of([4, 1, 3], left)
+    found = trunk_cache(model, LENGTHS, Budget(1 << 20), packing).padded([4, 1, 3], left)
     assert found.shape[:2] == (3, 40)
     trunk = Trunk(model.pretrained_model, 2)
     sequences = tiny_models.prompts(*LENGTHS)
@@ -111,56 +118,68 @@ def test_activations_are_those_of_the_sequences_alone(family, left):
         assert not rest.any()
 
 
+@PACKINGS
+def test_a_prompt_runs_once_for_its_responses_and_is_kept_once(packing):
+    model = deep("gpt2")
+    prompts, responses = tiny_models.prompts(5, 7), tiny_models.prompts(3, 2, 4, 6, seed=1)
+    of_prompt = [0, 1, 0, 0]
+    sequences = [torch.cat([prompts[k], r]) for k, r in zip(of_prompt, responses, strict=True)]
+    batch = batch_of(sequences, [len(prompts[k]) for k in of_prompt], packing)
+    trunk = Trunk(model.pretrained_model, 2)
+    cache = TrunkCache(trunk, batch, Budget(1 << 20))
+    counts = counted(model)
+    found = cache.packed([3, 1, 0], [[0, 2], [1]])
+    once = 5 + 7 + 3 + 2 + 4 + 6
+    assert counts[0] == (once if isinstance(packing, PaddingFree) else 4 * 11 + 0)
+    assert sum(len(x) for x in cache.stored()) == once
+    alone = [trunk(x[None])[0] for x in sequences]
+    places = [alone[3][:5], alone[1], alone[3][5:], alone[0][5:]]
+    torch.testing.assert_close(found[0], torch.cat(places), atol=1e-5, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("budget", "again"),
     [
-        (Budget(1 << 20), 0),
-        (Budget(0, 1 << 20), 0),
-        (Budget(0), 6),
-        (Budget(40 * 16 * 4), 5),
-        (Budget(0, 40 * 16 * 4 + 3 * 16 * 4), 4),
+        (Budget(TOKENS * ROW), 0),
+        (Budget(0, TOKENS * ROW), 0),
+        (Budget(0), TOKENS),
+        # The first three samples, and of the fourth the response alone.
+        (Budget(51 * ROW), TOKENS - 50),
+        (Budget(10 * ROW, 40 * ROW), TOKENS - 50),
     ],
     ids=["device", "host", "none", "some", "some on the host"],
 )
-def test_what_the_budget_holds_is_not_run_again_and_the_rest_gives_the_same_bits(budget, again):
+def test_what_the_budget_holds_is_not_run_again_and_the_rest_gives_the_same(budget, again):
     model = deep("gpt2")
     kept = trunk_cache(model, LENGTHS, budget)
     counts = counted(model)
-    first = kept.of([1, 0, 2], False), kept.of([5, 3, 4], True)
-    assert counts[0] == 6
+    first = kept.padded([0, 1, 2], False), kept.padded([5, 3, 4], True)
+    assert counts[0] == TOKENS
     counts.clear()
-    assert kept.of([1, 0, 2], False).equal(first[0])
-    assert kept.of([5, 3, 4], True).equal(first[1])
+    torch.testing.assert_close(kept.padded([0, 1, 2], False), first[0])
+    torch.testing.assert_close(kept.padded([5, 3, 4], True), first[1])
     assert counts.get(0, 0) == again
-
-
-def test_bits_do_not_depend_on_company():
-    model = deep("gpt2")
-    together = trunk_cache(model, LENGTHS, Budget(1 << 20))
-    alone = trunk_cache(model, LENGTHS, Budget(0))
-    for i, n in enumerate(LENGTHS):
-        assert together.of(range(6), False)[i, :n].equal(alone.of([i], False)[0])
 
 
 def test_sequences_run_together_as_far_as_the_budget_and_a_pass_hold_them(monkeypatch):
     model = deep("gpt2")
     passes = []
     layer_stack(model.pretrained_model)[0].register_forward_pre_hook(
-        lambda _m, args: passes.append(args[0].shape[:2])
+        lambda _m, args: passes.append(tuple(args[0].shape[:2]))
     )
     kept = trunk_cache(model, LENGTHS, Budget(1 << 20))
     passes.clear()
-    kept.of([3], False)
-    assert passes == [(4, 32), (2, 48)]
-    monkeypatch.setattr("fastrl.models.trunk._TOKENS_PER_FORWARD", 100)
+    kept.padded([3], False)
+    assert passes == [(1, TOKENS)]
+    monkeypatch.setattr("fastrl.models.trunk._TOKENS_PER_FORWARD", 60)
     kept = trunk_cache(model, LENGTHS, Budget(1 << 20))
     passes.clear()
-    kept.of([3], False)
-    assert passes == [(3, 32), (1, 32), (2, 48)]
-    kept = trunk_cache(model, LENGTHS, Budget(sum(LENGTHS) * 16 * 4 - 1))
+    kept.padded([3], False)
+    assert passes == [(1, 3 + 40 + 7), (1, 12 + 2 + 33)]
+    kept = trunk_cache(model, LENGTHS, Budget(TOKENS * ROW - 1))
     passes.clear()
-    kept.of([3], False)
-    assert passes == [(1, 32)]
+    kept.padded([3], False)
+    assert passes == [(1, 12)], "what was not asked for is not computed"
 
 
 def test_a_copy_of_a_model_has_a_trunk_of_its_own():

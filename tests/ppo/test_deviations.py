@@ -388,14 +388,16 @@ def test_shared_layers_share_memory_and_compute() -> None:
     for name, block in zip(("policy", "reference"), blocks, strict=True):
         for i, layer in enumerate(block):
             layer.register_forward_pre_hook(
-                lambda _m, args, who=(name, i): ran.extend([who] * len(args[0]))
+                lambda _m, args, who=(name, i): ran.extend([who] * args[0].shape[:2].numel())
             )
-    trainer.step(**make_batch())
+    batch = make_batch()
+    trainer.step(**batch)
     epochs = trainer.config.ppo_epochs
+    tokens = sum(map(len, batch["queries"] + batch["responses"]))
     assert collections.Counter(ran) == {
-        ("policy", 0): BATCH,
-        ("policy", 1): BATCH * (1 + epochs),
-        ("reference", 1): BATCH,
+        ("policy", 0): tokens,
+        ("policy", 1): tokens * (1 + epochs),
+        ("reference", 1): tokens,
     }
 
 

@@ -43,6 +43,10 @@ def stepped(trainer, steps=2):
     return stats, parameters(trainer)
 
 
+def tokens_of(batch):
+    return sum(map(len, batch["queries"] + batch["responses"]))
+
+
 def assert_same(a, b):
     assert a.keys() == b.keys()
     for name in a:
@@ -64,12 +68,14 @@ def test_a_shared_layer_runs_once_per_sample_and_not_in_the_update(family, epoch
         return record
 
     trainer.update = watched
-    trainer.step(**make_batch())
+    batch = make_batch()
+    trainer.step(**batch)
+    tokens = tokens_of(batch)
     scored = {i: n - in_update.get(i, 0) for i, n in ours.items()}
-    assert {i: scored[i] for i in (0, 1)} == {0: SAMPLES, 1: SAMPLES}
-    assert {i: scored[i] for i in (2, 3)} == {2: SAMPLES, 3: SAMPLES}
-    assert theirs == {2: SAMPLES, 3: SAMPLES}
-    assert in_update == {0: 0, 1: 0, 2: epochs * SAMPLES, 3: epochs * SAMPLES}
+    assert {i: scored[i] for i in (0, 1)} == {0: tokens, 1: tokens}
+    assert {i: scored[i] for i in (2, 3)} == {2: tokens, 3: tokens}
+    assert theirs == {2: tokens, 3: tokens}
+    assert in_update == {0: 0, 1: 0, 2: epochs * tokens, 3: epochs * tokens}
 
 
 def test_audited_samples_run_no_shared_layer_again():
@@ -81,7 +87,8 @@ def test_audited_samples_run_no_shared_layer_again():
     ours = counted(trainer.model)
     stats = trainer.step(queries, responses, [torch.tensor(float(i)) for i in range(SAMPLES)])
     assert stats["rollout/reused"] == 1
-    assert ours == {0: SAMPLES, 1: SAMPLES, 2: 2 * SAMPLES, 3: 2 * SAMPLES}, "audit and update"
+    tokens = sum(map(len, queries + responses))
+    assert ours == {0: tokens, 1: tokens, 2: 2 * tokens, 3: 2 * tokens}, "audit and update"
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "opt"])
@@ -98,8 +105,9 @@ def test_the_update_is_the_same_to_the_last_bit_whatever_is_kept(family, gib):
     for a, b in zip(stats, stats_again, strict=True):
         assert a["objective/kl"] == b["objective/kl"]
         assert a["ppo/loss/total"] == b["ppo/loss/total"]
-    assert runs[0][0] == 2 * SAMPLES
-    assert (runs[1][0] > 2 * SAMPLES) == (gib[1] == 0)
+    tokens = sum(tokens_of(make_batch(seed=seed)) for seed in range(2))
+    assert runs[0][0] == tokens
+    assert (runs[1][0] > tokens) == (gib[1] == 0)
 
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])
@@ -126,8 +134,9 @@ def test_a_reference_made_by_hand_is_recognised():
     trainer = trainer_of(policy, create_reference_model(policy, num_shared_layers=3))
     assert trainer.reference.mode == "trunk"
     counts = counted(trainer.ref_model)
-    trainer.step(**make_batch())
-    assert counts == {3: SAMPLES}
+    batch = make_batch()
+    trainer.step(**batch)
+    assert counts == {3: tokens_of(batch)}
 
 
 def test_memory_is_that_of_the_mode():
@@ -280,7 +289,7 @@ def test_checkpointed_layers_learn_the_same_without_dropout(mode):
     (_, weights), (_, weights_saving) = stepped(plain), stepped(saving)
     assert_learned_alike(weights_saving, weights)
     last = max(counts[0])
-    trained = 2 * 2 * SAMPLES  # steps, epochs
+    trained = 2 * sum(tokens_of(make_batch(seed=seed)) for seed in range(2))  # epochs, steps
     assert counts[1][last] - counts[0][last] == trained, "once more, in the backward pass"
     shared = mode == "trunk"
     assert counts[1][0] - counts[0][0] == (0 if shared else trained)

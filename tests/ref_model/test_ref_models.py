@@ -18,7 +18,7 @@ from fastrl.ref_model import (
     choose_ref_model,
 )
 from tests import seq2seq_models, tiny_models
-from tests.models.conftest import FAMILIES, counted, deep
+from tests.models.conftest import FAMILIES, batch_of, counted, deep
 from tests.ref_model.conftest import adapted, storage
 
 pytestmark = [
@@ -120,11 +120,12 @@ def test_a_trunk_runs_once_for_both_and_scores_as_a_copy_does(family):
     reference.score(batch, asked)  # the head is chosen
     ours, theirs = counted(policy), counted(reference.model)
     reference._autocast = torch.no_grad
-    shared = {**batch, "boundary": reference.trunk_cache(sequences).of([0, 1], False)}
+    cache = reference.trunk_cache(batch_of(sequences))
+    shared = {**batch, "boundary": cache.padded([0, 1], False)}
     found = reference.score(shared, asked).logprobs, policy(**shared, scoring=asked).logprobs
     torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
-    assert (ours, theirs) == ({i: 2 for i in range(4)}, {2: 2, 3: 2})
+    assert (ours, theirs) == ({i: 18 for i in range(4)}, {2: 18, 3: 18})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -169,7 +170,7 @@ def test_a_model_that_runs_otherwise_in_parts_is_copied_whole_and_that_is_said(m
     assert type(reference) is CopyRefModel
     assert policy.trunk is None
     assert all(p.requires_grad for p in policy.parameters())
-    assert reference.trunk_cache(tiny_models.prompts(3)) is None
+    assert reference.trunk_cache(batch_of(tiny_models.prompts(3))) is None
 
 
 def test_a_frozen_part_that_changed_is_noticed():

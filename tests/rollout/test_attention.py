@@ -9,8 +9,8 @@ import torch
 
 import fastrl_kernels
 from fastrl import SamplingParams
-from fastrl.rollout import RolloutEngine, attention, choose_engine
 from fastrl.models.attention import Variant
+from fastrl.rollout import RolloutEngine, attention, choose_engine
 from fastrl.rollout.attention import (
     DecodeAttention,
     FlashDecode,
@@ -118,7 +118,10 @@ def test_it_attends_to_what_ours_does(flash, dtype, group, variant):
     out = step.attend(query, *stored, Variant(*variant))
     assert len(flash.calls) == 1
 
-    rows, options = query.squeeze(2), Variant(*variant)._asdict()
+    rows, options = (
+        query.squeeze(2),
+        dict(zip(("scale", "window", "softcap"), variant, strict=True)),
+    )
     ours = fastrl_kernels.decode_attention(rows, *stored, lengths, **options, backend="torch")
     exact = reference.decode_attention(
         rows.double(), *(x.double() for x in stored), lengths, **options

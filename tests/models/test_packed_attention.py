@@ -1,0 +1,209 @@
+"""Attention of packed rows is that of each sequence alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastrl.models import packed_attention
+from fastrl.models.attention import Variant
+from fastrl.models.packed_attention import FlashKernel, Group, PackedAttention, PackedLayout
+
+LAYOUTS = {
+    "one": [Group(7)],
+    "of one token": [Group(1), Group(1, (1, 1))],
+    "alone": [Group(5), Group(1), Group(9), Group(9)],
+    "groups": [Group(6, (3, 3, 3)), Group(2, (4, 1)), Group(6, (5,) * 4)],
+    "mixed": [Group(4), Group(5, (2, 7, 7, 1)), Group(3), Group(1, (6, 6))],
+}
+VARIANTS = {
+    "plain": Variant(None, None, None),
+    "scaled": Variant(0.3, None, None),
+    "wide window": Variant(None, 40, None),
+    "window": Variant(None, 3, None),
+    "capped": Variant(0.5, None, 1.5),
+    "capped window": Variant(0.5, 4, 1.5),
+}
+HEADS = {"equal": (4, 4), "shared": (6, 2)}
+
+
+def tensors(layout, heads, dtype, width=8, value_width=8):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(heads[0], width), (heads[1], width), (heads[1], value_width)]
+    made = [torch.randn(1, n, layout.tokens, d, generator=generator) for n, d in shapes]
+    return [x.to(dtype).requires_grad_() for x in made]
+
+
+def sequences(layout):
+    """The places of each sequence in the row, prompt and response."""
+    found, begin, behind = [], 0, layout.first_response
+    for prompt, responses in layout.groups:
+        own = torch.arange(begin, begin + prompt)
+        begin += prompt
+        for n in responses:
+            found.append(torch.cat([own, torch.arange(behind, behind + n)]))
+            behind += n
+        if not responses:
+            found.append(own)
+    return found
+
+
+def alone(layout, q, k, v, variant):
+    """Each sequence by itself, by the formula."""
+    out = torch.zeros(1, layout.tokens, q.shape[1], v.shape[-1], dtype=q.dtype)
+    times = q.shape[1] // k.shape[1]
+    for places in sequences(layout):
+        qs, ks, vs = (x[0][:, places] for x in (q, k, v))
+        ks, vs = (x.repeat_interleave(times, 0) for x in (ks, vs))
+        scores = qs @ ks.mT * (variant.scale or q.shape[-1] ** -0.5)
+        if variant.softcap:
+            scores = variant.softcap * torch.tanh(scores / variant.softcap)
+        n = len(places)
+        mask = torch.ones(n, n).tril().bool()
+        if variant.window:
+            mask = mask.triu(1 - variant.window)
+        found = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ vs
+        out[0].index_put_((places,), found.transpose(0, 1))
+    return out
+
+
+def judge(layout, heads, dtype, variant, **widths):
+    """Outputs and gradients against float64, as near as torch's own attention of single
+    sequences in that dtype."""
+    exact = tensors(layout, heads, torch.float64, **widths)
+    for x in exact:
+        x.data = x.data.to(dtype).double()
+    given = [x.detach().to(dtype).requires_grad_() for x in exact]
+    expected = alone(layout, *exact, variant)
+    found = PackedAttention(layout).attend(*given, variant)
+    assert found.dtype == dtype
+    assert found.shape == expected.shape
+    # Of a response alone: the prompt's outputs are there once.
+    upstream = torch.linspace(-1, 1, expected.numel(), dtype=torch.float64).view_as(expected)
+    wanted = torch.autograd.grad((expected * upstream).sum(), exact)
+    got = torch.autograd.grad((found.double() * upstream).sum(), given)
+    # A few roundings of numbers of that size.
+    rounding = 8 * torch.finfo(dtype).eps
+    for a, b in zip((found, *got), (expected, *wanted), strict=True):
+        assert (a.double() - b).abs().max() <= rounding * b.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_packed_row_attends_as_its_sequences_alone(groups, variant, heads):
+    judge(PackedLayout(groups), heads, torch.float32, variant)
+
+
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_other_precisions(groups, dtype):
+    judge(PackedLayout(groups), (4, 2), dtype, VARIANTS["plain"])
+
+
+def test_values_of_another_width():
+    layout = PackedLayout(LAYOUTS["mixed"])
+    judge(layout, (4, 2), torch.float32, VARIANTS["plain"], value_width=6)
+
+
+def test_positions_count_from_the_beginning_of_the_prompt():
+    layout = PackedLayout([Group(2), Group(3, (2, 1))])
+    assert layout.positions.tolist() == [0, 1, 0, 1, 2, 3, 4, 3]
+    assert (layout.tokens, layout.first_response, layout.longest) == (8, 5, 5)
+
+
+def test_probabilities_are_dropped_where_the_layer_asks_for_it():
+    layout = PackedLayout([Group(4, (3, 3)), Group(6)])
+    query, keys, _ = tensors(layout, (4, 4), torch.float32)
+    ones = torch.ones(1, 4, layout.tokens, 8)
+    torch.manual_seed(0)
+    out = PackedAttention(layout).attend(query, keys, ones, Variant(None, None, None, 0.5))
+    whole = PackedAttention(layout).attend(query, keys, ones, Variant(None, None, None))
+    torch.testing.assert_close(whole, torch.ones_like(whole))  # probabilities add up to 1
+    assert out.std() > 0.1
+
+
+def test_nothing_of_another_sequence_is_read():
+    """Not even NaN, whose product with 0 is NaN."""
+    layout = PackedLayout(LAYOUTS["mixed"])
+    q, k, v = tensors(layout, (4, 2), torch.float32)
+    first = sequences(layout)[0]
+    others = torch.ones(layout.tokens, dtype=torch.bool)
+    others[first] = False
+    with torch.no_grad():
+        clean = PackedAttention(layout).attend(q, k, v, VARIANTS["plain"])[:, first]
+        for x in (q, k, v):
+            x[:, :, others] = torch.nan
+        for name in ("plain", "window", "capped"):
+            found = PackedAttention(layout).attend(q, k, v, VARIANTS[name])[:, first]
+            assert found.isfinite().all(), name
+        found = PackedAttention(layout).attend(q, k, v, VARIANTS["plain"])[:, first]
+    assert torch.equal(found, clean)
+
+
+class VarlenByFormula:
+    """torch's flash attention for GPUs, as its schema says, by the formula."""
+
+    def __init__(self):
+        self.calls = []
+
+    def _scores(self, q, k, scale, causal):
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
+        if causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
+        return scores
+
+    def forward(self, q, k, v, ends_q, ends_k, max_q, max_k, dropout, causal, debug, *, scale):
+        self.calls.append((ends_q, ends_k))
+        assert (ends_q.dtype, ends_k.dtype) == (torch.int32, torch.int32)
+        assert max_q == ends_q.diff().max()
+        assert max_k == ends_k.diff().max()
+        assert not dropout
+        assert not debug
+        out, lse = torch.zeros_like(q), torch.zeros(q.shape[1], len(q))
+        for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
+            scores = self._scores(q[a:b], k[c:d], scale, causal)
+            values = v[c:d].repeat_interleave(q.shape[1] // v.shape[1], 1).float()
+            out[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+            lse[:, a:b] = scores.logsumexp(-1)
+        return out, lse, None, None, None
+
+    def backward(
+        self, grad, q, k, v, out, lse, ends_q, ends_k, max_q, max_k, dropout, causal, seed, unused,
+        *, scale,
+    ):  # fmt: skip
+        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+        times = q.shape[1] // k.shape[1]
+        for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False):
+            scores = self._scores(q[a:b], k[c:d], scale, causal)
+            probs = (scores - lse[:, a:b, None]).exp()
+            keys, values = (x[c:d].repeat_interleave(times, 1).float() for x in (k, v))
+            dprobs = torch.einsum("qhd,khd->hqk", grad[a:b].float(), values)
+            delta = (grad[a:b].float() * out[a:b].float()).sum(-1).t()[..., None]
+            dscores = probs * (dprobs - delta) * scale
+            dq[a:b] = torch.einsum("hqk,khd->qhd", dscores, keys)
+            of_keys = torch.einsum("hqk,qhd->khd", dscores, q[a:b].float())
+            of_values = torch.einsum("hqk,qhd->khd", probs, grad[a:b].float())
+            dk[c:d] += of_keys.unflatten(1, (-1, times)).sum(2)
+            dv[c:d] += of_values.unflatten(1, (-1, times)).sum(2)
+        return tuple(x.to(q.dtype) for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
+def test_runs_are_named_to_the_gpus_kernel_by_their_ends(groups, monkeypatch):
+    varlen = VarlenByFormula()
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", varlen.forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", varlen.backward)
+    monkeypatch.setattr(packed_attention, "kernel_for", lambda _device: FlashKernel())
+    layout = PackedLayout(groups)
+    judge(layout, (4, 2), torch.bfloat16, VARIANTS["plain"])
+    assert len(varlen.calls) == 1 + layout.shares, "forward: a call for all runs"
+
+
+def test_the_gpus_kernel_is_asked_only_for_what_it_takes():
+    kernel = FlashKernel()
+    half = torch.zeros(2, 3, 64, dtype=torch.bfloat16)
+    assert kernel.takes(half, half, half)
+    for other in (half.float(), half[..., :60], F.pad(half, (0, 256))):
+        assert not kernel.takes(other, other, other)
+    assert not kernel.takes(half, half, half[..., :32])
