@@ -98,7 +98,7 @@ def replaced(model: nn.Module, attention: Attention | None) -> Iterator[None]:
     ]
     try:
         for module, run in own:
-            module._gradient_checkpointing_func = _keeping(run)
+            module._gradient_checkpointing_func = _keeping(module, run)
         with attached(model), attending(attention):
             yield
     finally:
@@ -123,14 +123,11 @@ def kept_for_recomputation(module: nn.Module, forward: Callable[..., Any]) -> Ca
     return run
 
 
-def _keeping(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' checkpoint(layer's call, inputs) for layers that keep their attention."""
+def _keeping(module: nn.Module, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' checkpoint(call of the module, inputs), in which it keeps its attention."""
 
     def run(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        function: Any = getattr(call, "func", call)  # a partial of the layer's bound method
-        layer = getattr(function, "__self__", None)
-        kept = kept_for_recomputation(layer, call) if isinstance(layer, nn.Module) else call
-        return checkpoint(kept, *args, **kwargs)
+        return checkpoint(kept_for_recomputation(module, call), *args, **kwargs)
 
     return run
 
