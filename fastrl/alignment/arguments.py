@@ -32,7 +32,6 @@ class AlignmentConfig(SupervisedArguments):
     )
     num_shared_layers: int | None = setting_like(PPOConfig, "num_shared_layers", None)
     reference_adapter: str = setting_like(PPOConfig, "reference_adapter", "off")
-    padding_free: bool = setting_like(PPOConfig, "padding_free", True)
     disable_dropout: bool = setting("Train without dropout.", True)
     rollout_slots: int = setting_like(PPOConfig, "rollout_slots", 64)
 

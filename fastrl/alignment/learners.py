@@ -23,7 +23,7 @@ from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
 from fastrl.data import reads_eos
 from fastrl.data.batch import make_batches
-from fastrl.data.choose_packing import choose_packing
+from fastrl.data.choose_packing import choose_packing, rewards_of_tokens, why_not_packed
 from fastrl.data.encode import end_token
 from fastrl.models import (
     AutoModelForCausalLMWithValueHead,
@@ -37,6 +37,7 @@ from fastrl.models.load import (
     load_weights,
     with_adapter,
 )
+from fastrl.models.reward_head import score_head
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import check_trainable, checksum, evaluating
 from fastrl.ppo.setup import precision_of
@@ -107,12 +108,21 @@ class RewardLearner:
 
     def place(self, model: nn.Module, accelerator: Any) -> None:
         self.accelerator = accelerator
+        unwrapped = accelerator.unwrap_model(model)
+        self._padding_free = self.args.padding_free and score_head(unwrapped) is not None
+        if self._padding_free:
+            precision = precision_of(unwrapped, accelerator)
+            cause = why_not_packed(model, accelerator.device, precision, rewards_of_tokens)
+            self._padding_free = cause is None
+            if cause is not None:
+                name = type(unwrapped).__name__
+                warnings.warn(f"{name}: batches are padded, because {cause}", stacklevel=2)
 
     def modules(self) -> tuple[nn.Module | None, ...]:
         return (self.model,)
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
-        return RewardModel(model, self.accelerator.device), None
+        return RewardModel(model, self.accelerator.device, self._padding_free), None
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
         """Records in the model whether it reads EOS, see :mod:`fastrl.data.reads_eos`."""

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from fastrl.alignment.batch import Batch
 from fastrl.data.batch import BatchMaker, TokenBatch, pad
+from fastrl.data.packing import join_sides
+from fastrl.models.reward_head import rewards_at
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.ppo.experience import scoring_request
 from fastrl.ref_model import RefModel
@@ -190,15 +193,24 @@ class RewardModel:
     Attributes:
         model: as accelerate has wrapped it.
         device: where it is.
+        padding_free: whether it runs batches without padding, and what the responses to a prompt
+            begin with once.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device):
-        self.model, self.device = model, device
+    def __init__(self, model: nn.Module, device: torch.device, padding_free: bool = False):
+        self.model, self.device, self.padding_free = model, device, padding_free
 
     def rewards(self, batch: Batch) -> tuple[Tensor, ...]:
         """The rewards of each generation, [B] fp32, in one forward."""
         prompts = batch.prompts() * batch.generations
         sequences = [torch.cat(x) for x in zip(prompts, batch.all_responses(), strict=True)]
+        if self.padding_free:
+            size = batch.size
+            sides = [sequences[i : i + size] for i in range(0, len(sequences), size)]
+            model_pass = join_sides(sides, self.device)
+            plain = extract_model_from_parallel(self.model)
+            rewards = rewards_at(self.model, plain, model_pass.rows, **model_pass.inputs)
+            return rewards.float().squeeze(-1).chunk(batch.generations)
         inputs = pad(sequences, batch.pad_token_id, "right")
         out = self.model(**{name: x.to(self.device) for name, x in inputs.items()})
         return out.logits.float().squeeze(-1).chunk(batch.generations)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from fastrl.data.batch import TokenBatch, pad
 from fastrl.data.packing import Packing, Padded, PaddingFree
-from fastrl.models.attention import why_not_replaceable
+from fastrl.models.attention import replaced, why_not_replaceable
+from fastrl.models.reward_head import rewards_at
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import evaluating
 
@@ -51,17 +53,27 @@ def choose_packing(
 
 
 @torch.no_grad()
-def why_not_packed(model: nn.Module, device: torch.device, precision: torch.dtype) -> str | None:
-    """Why a model cannot run packed batches; None if it can."""
+def why_not_packed(
+    model: nn.Module,
+    device: torch.device,
+    precision: torch.dtype,
+    scores: Callable[[nn.Module, TokenBatch], Tensor] | None = None,
+) -> str | None:
+    """Why a model cannot run packed batches; None if it can.
+
+    Args:
+        scores: what a model says of a batch; by default log-probs and values of the responses.
+    """
+    score = scores or logprobs_and_values
     language_model = _language_model(model)
     cause = why_not_replaceable(language_model)
     if cause is not None:
         return cause
     batch = _batch(language_model, device)
     with evaluating(model):
-        expected = _scores(model, batch)
+        expected = score(model, batch)
         try:
-            found = _scores(model, replace(batch, packing=PaddingFree()))
+            found = score(model, replace(batch, packing=PaddingFree()))
         # Any other failure: such a model runs padded batches.
         except Exception as error:
             return f"it cannot run them packed ({type(error).__name__}: {error})"
@@ -74,9 +86,9 @@ def _padded(device: torch.device, precision: torch.dtype, models: list[nn.Module
     for model in models:
         batch = _batch(_language_model(model), device)
         with torch.no_grad(), evaluating(model):
-            expected = _scores(model, replace(batch, packing=masked))
+            expected = logprobs_and_values(model, replace(batch, packing=masked))
             try:
-                found = _scores(model, replace(batch, packing=bare))
+                found = logprobs_and_values(model, replace(batch, packing=bare))
             except Exception:  # it wants a mask
                 return masked
         if _difference(model, precision, found, expected) is not None:
@@ -96,7 +108,7 @@ def _difference(
     off = difference.max() if exact else difference.mean()
     if not len(difference) or off <= (_EXACT if exact else _ROUNDED):
         return None
-    return f"its log-probs or values are off by {off:.1e} when packed"
+    return f"its results are off by {off:.1e} when packed"
 
 
 def _batch(language_model: Any, device: torch.device) -> TokenBatch:
@@ -116,12 +128,29 @@ def _batch(language_model: Any, device: torch.device) -> TokenBatch:
     ).to(device)
 
 
-def _scores(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """Log-probs and values of the responses, [2, N]."""
+def logprobs_and_values(model: nn.Module, batch: TokenBatch) -> Tensor:
+    """Of the responses, [2, N], by one of fastrl's wrappers."""
     model_pass = batch.model_pass
     labels = batch.input_ids.flatten()[batch.rows() + 1]
     scores = model(**model_pass.inputs, scoring=ScoringRequest(model_pass.rows, labels))
     return torch.stack([scores.logprobs.float(), scores.values.float()])
+
+
+def logits_of_labels(model: Any, batch: TokenBatch) -> Tensor:
+    """A language model's logits of the responses' tokens, [N]."""
+    model_pass, labels = batch.model_pass, batch.input_ids.flatten()[batch.rows() + 1]
+    inputs = dict(model_pass.inputs)
+    with replaced(_language_model(model), inputs.pop("attention", None)):
+        logits = model(**inputs, use_cache=False).logits
+    return logits.flatten(0, 1)[model_pass.rows].gather(1, labels[:, None]).float()
+
+
+def rewards_of_tokens(model: Any, batch: TokenBatch) -> Tensor:
+    """Scores of the places that predict the responses' tokens, [N, labels], by a decoder with a
+    score head."""
+    model_pass = batch.model_pass
+    plain = extract_model_from_parallel(model)
+    return rewards_at(model, plain, model_pass.rows, **model_pass.inputs).float()
 
 
 def _language_model(model: nn.Module) -> Any:

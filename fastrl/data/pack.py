@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastrl.data.collators import IGNORED, targets_of
@@ -69,7 +68,8 @@ class PackedTexts(Dataset):
 
 @dataclass
 class PackedCollator:
-    """Pads packed rows on the right; ``position_ids`` restart with each text.
+    """Pads packed rows on the right; ``position_ids`` restart with each text. ``lengths`` are
+    those of each row's texts.
 
     Args:
         mask: add the attention mask [B, 1, T, T] that separates the texts, for models that do not
@@ -79,7 +79,7 @@ class PackedCollator:
     tokenizer: Any
     mask: bool = False
 
-    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
         width = max(len(f["input_ids"]) for f in features)
         shape = len(features), width
         ids = torch.full(shape, self.tokenizer.pad_token_id)
@@ -93,7 +93,9 @@ class PackedCollator:
             positions[row] = torch.cat([torch.arange(n) for n in parts])
             texts[row] = torch.cat([torch.full((n,), i) for i, n in enumerate(parts)])
         labels[:, 0] = IGNORED  # nothing predicts it
-        batch = {"input_ids": ids, "position_ids": positions, "labels": labels}
+        batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "labels": labels}
+        lengths = [list(f.get("lengths", [len(f["input_ids"])])) for f in features]
+        batch["lengths"] = lengths
         if self.mask:
             same = texts[:, :, None] == texts[:, None, :]
             batch["attention_mask"] = (same & torch.ones(width, width).tril().bool())[:, None]
@@ -106,7 +108,7 @@ class JoinedCollator:
 
     packed: PackedCollator
 
-    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
         joined: dict[str, list[int]] = {"input_ids": [], "labels": [], "lengths": []}
         for feature in features:
             joined["input_ids"] += feature["input_ids"]

@@ -69,13 +69,7 @@ class PaddingFree:
         packed = PackedTokens(batch)
         device, layout = batch.input_ids.device, packed.layout
         ids = batch.input_ids.flatten()[packed.sources.to(device, non_blocking=True)]
-        inputs: dict[str, Any] = {
-            "input_ids": ids.unsqueeze(0),
-            # Without a mask some models search the tokens for padding.
-            "attention_mask": torch.ones_like(ids).unsqueeze(0),
-            "position_ids": layout.positions.unsqueeze(0),
-            "attention": PackedAttention(layout),
-        }
+        inputs = _inputs(ids, layout)
         if batch.boundaries is not None:
             inputs["boundary"] = batch.boundaries.packed(batch.samples, packed.groups)
         rows = packed.rows.to(device, non_blocking=True)
@@ -137,3 +131,97 @@ def _starts(batch: TokenBatch) -> list[int]:
     return [
         i * width + (width - n if batch.left_padded else 0) for i, n in enumerate(batch.lengths)
     ]
+
+
+def join_texts(
+    input_ids: Tensor, rows: Tensor, lengths: Sequence[Sequence[int]]
+) -> tuple[ModelPass, Tensor]:
+    """A forward over texts without padding.
+
+    Args:
+        input_ids: [B, T] padded on the right; a row may hold several texts, one after the other.
+        rows: [N] flat positions b·T + t.
+        lengths: of the texts in each row.
+
+    Returns:
+        the forward, whose rows are those; and the flat position of each of its tokens, [T'].
+    """
+    device, width = input_ids.device, input_ids.shape[1]
+    layout = PackedLayout([Group(n) for row in lengths for n in row], device)
+    used = [sum(row) for row in lengths]
+    begins = np.cumsum([0, *used[:-1]])
+    sources = torch.from_numpy(
+        np.concatenate([np.arange(b * width, b * width + n) for b, n in enumerate(used)])
+    ).to(device, non_blocking=True)
+    shift = torch.from_numpy(np.arange(len(used)) * width - begins).to(device, non_blocking=True)
+    inputs = _inputs(input_ids.flatten()[sources], layout)
+    return ModelPass(inputs, rows - shift[rows // width], torch.arange(layout.tokens)), sources
+
+
+def join_sides(sides: Sequence[Sequence[Tensor]], device: torch.device | str) -> ModelPass:
+    """A forward over sequences, such as the two sides of pairs; what all sides of an example begin
+    with is there once.
+
+    Args:
+        sides: 1-D token ids on the CPU, of each side's examples.
+
+    Returns:
+        the forward; its rows are the last tokens, of all examples of the first side, of the second…
+    """
+    groups: list[Group] = []
+    prompts: list[Tensor] = []
+    responses: list[Tensor] = []
+    for first, *others in zip(*sides, strict=True):
+        shortest = min(map(len, (first, *others)))
+        same = torch.ones(shortest, dtype=torch.bool)
+        for other in others:
+            same &= first[:shortest] == other[:shortest]
+        # A token is left to each side.
+        prompt = min(int(same.cumprod(0).sum()), shortest - 1) if others else 0
+        if prompt:
+            groups.append(Group(prompt, tuple(len(x) - prompt for x in (first, *others))))
+            prompts.append(first[:prompt])
+            responses += [x[prompt:] for x in (first, *others)]
+        else:
+            groups += [Group(len(x)) for x in (first, *others)]
+            prompts += [first, *others]
+    layout = PackedLayout(groups, torch.device(device))
+    ends, begin, behind = [], 0, layout.first_response
+    for group in groups:
+        begin += group.prompt
+        for n in group.responses:
+            behind += n
+            ends.append(behind - 1)
+        if not group.responses:
+            ends.append(begin - 1)
+    ids = torch.cat(prompts + responses).to(device, non_blocking=True)
+    # Example after example, [B, sides].
+    rows = torch.tensor(ends).view(-1, len(sides)).t().flatten().to(device, non_blocking=True)
+    return ModelPass(_inputs(ids, layout), rows, torch.arange(layout.tokens))
+
+
+def right_padded(attention_mask: Tensor) -> list[int] | None:
+    """Tokens of each row of a batch that is padded on the right; None for another one."""
+    mask = attention_mask.cpu()
+    lengths = mask.sum(-1)
+    real = torch.arange(mask.shape[1]) < lengths[:, None]
+    return lengths.tolist() if torch.equal(real, mask.bool()) and bool(lengths.all()) else None
+
+
+def unpadded(input_ids: Tensor, attention_mask: Tensor) -> list[Tensor] | None:
+    """The rows of a batch that is padded on the right, on the CPU; None for another one."""
+    lengths = right_padded(attention_mask)
+    if lengths is None:
+        return None
+    return [row[:n] for row, n in zip(input_ids.cpu(), lengths, strict=True)]
+
+
+def _inputs(ids: Tensor, layout: PackedLayout) -> dict[str, Any]:
+    """Arguments of the model's forward on packed tokens [T]."""
+    return {
+        "input_ids": ids.unsqueeze(0),
+        # Without a mask some models search the tokens for padding.
+        "attention_mask": torch.ones_like(ids).unsqueeze(0),
+        "position_ids": layout.positions.unsqueeze(0),
+        "attention": PackedAttention(layout),
+    }

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.data import reads_eos
+from fastrl.data.choose_packing import rewards_of_tokens
 from fastrl.data.collators import SIDES, RewardDataCollatorWithPadding, both_sides
 from fastrl.data.encode import closes_texts, end_token
+from fastrl.data.packing import join_sides, unpadded
 from fastrl.data.prepare import has_tokens, missing_token_columns, prepare_pairs
 from fastrl.models.load import load_reward_model, with_adapter
+from fastrl.models.reward_head import rewards_at, score_head
 from fastrl.models.utils import evaluating
 from fastrl.run.model_card import REWARD
 from fastrl.trainers.supervised import (
@@ -139,6 +142,7 @@ class RewardTrainer(SupervisedTrainer):
             self._tokenizer = tokenizer_of(tokenizer, processing_class, model)
         self._settings, self._peft_config = args, peft_config
         self._append_eos = args.append_eos
+        self._padding_free: bool | None = None
         self._reads_eos: bool | None = None
         if model is not None:
             path, model = model, load_if_path(model, load_reward_model, args)
@@ -239,13 +243,33 @@ class RewardTrainer(SupervisedTrainer):
     ) -> Any:
         """The mean loss of a batch; with ``return_outputs`` also both sides' rewards, [B, labels]
         each."""
-        pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
-        rewards = model(**both_sides(inputs, pad), return_dict=True)["logits"]
+        rewards = self._rewards(model, inputs)
         chosen, rejected = rewards.reshape(len(rewards), -1).chunk(2)
         losses = self._losses(chosen, rejected, inputs.get("margin"))
         if return_outputs:
             return losses.mean(), {"rewards_chosen": chosen, "rewards_rejected": rejected}
         return losses.mean() if self.share == 1 else losses.mean() * self.share
+
+    def _rewards(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Of all chosen sides, then of all rejected ones, [2B, labels]."""
+        chosen, rejected = (
+            unpadded(inputs[f"input_ids_{side}"], inputs[f"attention_mask_{side}"])
+            for side in SIDES
+        )
+        if chosen and rejected and self._is_padding_free():
+            model_pass = join_sides([chosen, rejected], self.args.device)
+            plain = self.accelerator.unwrap_model(model)
+            return rewards_at(model, plain, model_pass.rows, **model_pass.inputs)
+        pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
+        return model(**both_sides(inputs, pad), return_dict=True)["logits"]
+
+    def _is_padding_free(self) -> bool:
+        """Whether the model runs pairs without padding; found at the first use, when it is on its
+        device."""
+        if self._padding_free is None:
+            has_score_head = score_head(self.accelerator.unwrap_model(self.model)) is not None
+            self._padding_free = has_score_head and self.runs_packed(rewards_of_tokens)
+        return self._padding_free
 
     def _losses(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Tensor:
         """Of each pair, [B, labels]."""

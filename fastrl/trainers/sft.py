@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import DataCollatorForLanguageModeling
 
+from fastrl.data.choose_packing import logits_of_labels
 from fastrl.data.collators import DataCollatorForCompletionOnlyLM, TextCollator, targets_of
-from fastrl.data.pack import JoinedCollator, PackedTexts, choose_packing
+from fastrl.data.pack import JoinedCollator, PackedCollator, PackedTexts, choose_packing
+from fastrl.data.packing import join_texts, right_padded
 from fastrl.data.prepare import prepare_texts
+from fastrl.models.attention import Attention, replaced
 from fastrl.models.lm_head import Head, choose_head, corner_of
 from fastrl.models.load import load_language_model, with_adapter
-from fastrl.models.scoring import ScoringRequest, TokenNLL, score_logits
+from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
 from fastrl.models.utils import evaluating
 from fastrl.run.model_card import SFT
 from fastrl.trainers.supervised import (
@@ -38,6 +41,7 @@ _IGNORED_KEYWORDS = (
     "dataset_kwargs",
 )
 _TARGETS = ("rows", "targets", "labels")
+_PLAIN = {"input_ids", "attention_mask", "use_cache"}
 
 
 @dataclass
@@ -156,6 +160,7 @@ class SFTTrainer(SupervisedTrainer):
             raise ValueError("packing makes its own batches: leave out data_collator")
         if packs and self._max_length is None:
             raise ValueError("packing needs max_length: how many tokens a row holds")
+        self._padding_free: bool | None = None
         super().__init__(
             model=model,
             args=args,
@@ -178,7 +183,9 @@ class SFTTrainer(SupervisedTrainer):
         if packs or joins:
             self._prepare_weights()
             autocast = self.compute_loss_context_manager()
-            packed = choose_packing(self.model, self._tokenizer, autocast)
+            packed = PackedCollator(self._tokenizer)
+            if not self._is_padding_free():
+                packed = choose_packing(self.model, self._tokenizer, autocast)
             self.data_collator = JoinedCollator(packed) if joins else packed
         # transformers then passes the number of tokens to learn in a whole step, first tokens not
         # counted, and the loss is divided by it.
@@ -229,15 +236,12 @@ class SFTTrainer(SupervisedTrainer):
         request = ScoringRequest(
             inputs["rows"], inputs["targets"], values=False, objective=objective
         )
-        given = {k: v for k, v in inputs.items() if k not in _TARGETS} | {"use_cache": False}
         outputs = None
         if return_outputs:
-            outputs = model(**given)
+            outputs = self._outputs(model, inputs)
             scores = score_logits(outputs.logits.flatten(0, 1)[request.rows], request)
         else:
-            head = self._scoring_head(given)
-            with head.scoring(self._plain(model), request) as results:
-                scores, _ = results(model(**given, **head.options))
+            scores = self._scores(model, inputs, request)
         loss = scores.loss
         if loss is None:
             loss = -scores.logprobs.sum() / tokens.clamp(min=1)
@@ -269,14 +273,58 @@ class SFTTrainer(SupervisedTrainer):
             scores = score_logits(logits.flatten(0, 1)[request.rows], request)
             self._hold_out(inputs, -scores.logprobs)
             return loss, logits, labels
-        given = {k: v for k, v in inputs.items() if k not in _TARGETS} | {"use_cache": False}
         with torch.no_grad(), self.compute_loss_context_manager():
-            head = self._scoring_head(given)
-            with head.scoring(self._plain(model), request) as results:
-                scores, _ = results(model(**given, **head.options))
+            scores = self._scores(model, inputs, request)
         nll = -scores.logprobs
         self._hold_out(inputs, nll)
         return nll.sum() / max(len(nll), 1), None, None
+
+    def _scores(
+        self, model: nn.Module, inputs: dict[str, Any], request: ScoringRequest
+    ) -> TokenScores:
+        """Scores of the requested tokens of a batch."""
+        given, attention, rows, _ = self._without_padding(inputs, request.rows)
+        head, plain = self._scoring_head(given), self._plain(model)
+        with (
+            replaced(plain, attention),
+            head.scoring(plain, request._replace(rows=rows)) as results,
+        ):
+            return results(model(**given, **head.options))[0]
+
+    def _outputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """The model's output for a batch, with logits [B, T, V]; those of padding may be 0."""
+        given, attention, _, places = self._without_padding(inputs, inputs["rows"])
+        with replaced(self._plain(model), attention):
+            outputs = model(**given)
+        if places is not None:
+            packed, shape = outputs.logits.squeeze(0), inputs["input_ids"].shape
+            logits = packed.new_zeros(shape.numel(), packed.shape[-1]).index_copy(0, places, packed)
+            outputs["logits"] = logits.view(*shape, -1)
+        return outputs
+
+    def _without_padding(
+        self, inputs: dict[str, Any], rows: Tensor
+    ) -> tuple[dict[str, Any], Attention | None, Tensor, Tensor | None]:
+        """Arguments of the model's forward on a batch, the attention in place of its own or None,
+        where the rows [N] stand in them, and the places of packed tokens in the batch or None."""
+        given = {k: v for k, v in inputs.items() if k not in _TARGETS} | {"use_cache": False}
+        lengths = given.pop("lengths", None)
+        mask = given.get("attention_mask")
+        if lengths is None and given.keys() == _PLAIN and mask is not None and mask.dim() == 2:
+            each = right_padded(mask)
+            lengths = None if each is None else [[n] for n in each]
+        if lengths is None or not self._is_padding_free():
+            return given, None, rows, None
+        model_pass, places = join_texts(given["input_ids"], rows, lengths)
+        given |= model_pass.inputs
+        return given, given.pop("attention"), model_pass.rows, places
+
+    def _is_padding_free(self) -> bool:
+        """Whether the model runs texts without padding; found at the first use, when it is on its
+        device."""
+        if self._padding_free is None:
+            self._padding_free = self.runs_packed(logits_of_labels)
+        return self._padding_free
 
     def _hold_out(self, inputs: dict[str, Any], nll: Tensor) -> None:
         """Adds a batch to the evaluation, from -log π of its labels, [N]."""

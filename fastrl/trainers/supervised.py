@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from fastrl.config import setting
+from fastrl.data.batch import TokenBatch
+from fastrl.data.choose_packing import why_not_packed
 from fastrl.models.load import load_tokenizer
 from fastrl.models.products import Products
 from fastrl.models.sharding import spread
@@ -43,6 +45,11 @@ class SupervisedArguments(TrainingArguments):
 
     evaluation_strategy: str | None = setting("Deprecated: use eval_strategy.", None)
     max_length: int | None = setting("Longest sequence, in tokens; None: the model's limit.", 512)
+    padding_free: bool = setting(
+        "Compute without padding, and what pairs begin with once, where the model's attention "
+        "allows it.",
+        True,
+    )
     dataset_num_proc: int | None = setting("Processes for preparing the data set.", None)
     model_init_kwargs: dict | str | None = setting(
         "Keyword arguments of from_pretrained (JSON), where the model is a path.", None
@@ -189,6 +196,23 @@ class SupervisedTrainer(OwnModelCard, ShardedTrainer, FiniteStepsTrainer, ABC):
                 return super().training_step(model, *args, **kwargs)
         finally:
             self._part = None
+
+    def runs_packed(self, scores: Callable[[nn.Module, TokenBatch], Tensor]) -> bool:
+        """Whether the settings ask for batches without padding and the model runs them; a warning
+        says why it does not.
+
+        Args:
+            scores: by which packed batches are compared with padded ones.
+        """
+        if not self.args.padding_free:
+            return False
+        half = torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
+        with self.compute_loss_context_manager():
+            cause = why_not_packed(self.model_wrapped, self.args.device, half, scores)
+        if cause is not None:
+            name = type(self.accelerator.unwrap_model(self.model)).__name__
+            warnings.warn(f"{name}: batches are padded, because {cause}", stacklevel=2)
+        return cause is None
 
     @property
     def share(self) -> float:

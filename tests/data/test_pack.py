@@ -122,6 +122,7 @@ def test_a_neighbours_text_never_changes_a_loss(make_sft: Make, scored: Any, fam
     torch.testing.assert_close(before, after, rtol=0, atol=1e-5)  # rounding, as above
 
 
+@pytest.mark.filterwarnings("ignore:BloomForCausalLM. batches are padded")
 @pytest.mark.parametrize("family", ["bloom"])
 def test_a_model_that_cannot_keep_texts_apart_is_refused(make_sft: Make, family: str) -> None:
     model = tiny_models.language_model(family)
@@ -214,6 +215,7 @@ def test_a_batch_without_padding_trains_as_a_padded_one_does(
         torch.testing.assert_close(by, moved[1][name], rtol=2e-4, atol=2e-6, msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:BloomForCausalLM. batches are padded")
 def test_a_model_that_cannot_keep_texts_apart_takes_no_batch_without_padding(
     make_sft: Make,
 ) -> None:

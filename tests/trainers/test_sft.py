@@ -315,7 +315,7 @@ def test_training_goes_on_where_it_was_cut(make_sft: Make, tmp_path: Path, packi
 
 
 def test_model_init_makes_the_model(tmp_path: Path) -> None:
-    args = SFTConfig(output_dir=str(tmp_path), packing=True, **SETTINGS)
+    args = SFTConfig(output_dir=str(tmp_path), packing=True, padding_free=False, **SETTINGS)
     trainer = SFTTrainer(
         model_init=lambda: tiny_models.language_model("opt"),
         args=args,
