@@ -1,0 +1,139 @@
+"""SFT and reward models compute on real tokens alone, and what a pair begins with once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastrl.data.packing import join_sides, right_padded
+from tests import tiny_models
+from tests.trainers.conftest import Make, pairs, reward_model, texts
+
+FAMILIES = ("gpt2", "llama", "opt", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "phi3")
+
+
+def still(model: Any) -> Any:
+    """Without dropout, which draws other numbers in another layout."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model.config.attention_dropout = model.config.attn_pdrop = 0.0
+    return model
+
+
+def tokens_of(layer: torch.nn.Module) -> list[int]:
+    """Filled with the tokens of each of its forwards."""
+    seen: list[int] = []
+    layer.register_forward_pre_hook(lambda _m, args: seen.append(args[0].shape[:2].numel()))
+    return seen
+
+
+def learned(trainer: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    named = trainer.model.named_parameters()
+    return float(loss.detach()), {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+
+def assert_alike(found: Any, expected: Any) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    largest = max(float(x.abs().max()) for x in expected[1].values())
+    for name, x in expected[1].items():
+        assert (found[1][name] - x).abs().max() <= 1e-5 * largest, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_learn_what_they_learn_padded(make_sft: Make, family: str) -> None:
+    found = []
+    for padding_free in (False, True):
+        model = still(tiny_models.language_model(family))
+        trainer = make_sft(model, texts(6), padding_free=padding_free)
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(6)])
+        trainer.compute_loss(trainer.model, batch)  # the head is chosen
+        found.append(learned(trainer, batch))
+        logits = trainer.compute_loss(trainer.model, batch, return_outputs=True)[1].logits
+        real = batch["attention_mask"].bool()
+        found[-1] += (logits[real].detach(),)
+    assert_alike(found[1], found[0])
+    torch.testing.assert_close(found[1][2], found[0][2], atol=1e-5, rtol=1e-5)
+
+
+def test_no_padding_of_texts_is_computed(make_sft: Make) -> None:
+    model = tiny_models.language_model("llama")
+    trainer = make_sft(model, texts(6))
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(6)])
+    trainer.compute_loss(trainer.model, batch)
+    seen = tokens_of(model.model.layers[0])
+    trainer.compute_loss(trainer.model, batch)
+    real = int(batch["attention_mask"].sum())
+    assert seen == [real]
+    assert real < batch["input_ids"].numel()
+
+
+def test_dropout_of_attention_is_kept_in_training(make_sft: Make) -> None:
+    model = tiny_models.language_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.0, embd_pdrop=0.0)
+    trainer = make_sft(model, texts(6))
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(6)])
+    model.train()
+    losses = {trainer.compute_loss(model, batch).item() for _ in range(3)}
+    assert len(losses) == 3
+    model.eval()
+    losses = {trainer.compute_loss(model, batch).item() for _ in range(3)}
+    assert len(losses) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pairs_learn_what_they_learn_padded(make_reward: Make, family: str) -> None:
+    found = []
+    for padding_free in (False, True):
+        trainer = make_reward(still(reward_model(family)), pairs(5), padding_free=padding_free)
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(5)])
+        found.append(learned(trainer, batch))
+    assert_alike(found[1], found[0])
+
+
+def test_what_a_pair_begins_with_runs_once(make_reward: Make) -> None:
+    model = reward_model("llama")
+    trainer = make_reward(model, pairs(5))
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(5)])
+    trainer.compute_loss(trainer.model, batch)
+    seen = tokens_of(model.model.layers[0])
+    trainer.compute_loss(trainer.model, batch)
+    sides = [batch[f"input_ids_{side}"] for side in ("chosen", "rejected")]
+    masks = [batch[f"attention_mask_{side}"] for side in ("chosen", "rejected")]
+    total = sum(int(mask.sum()) for mask in masks)
+    width = min(side.shape[1] for side in sides)
+    same = (sides[0][:, :width] == sides[1][:, :width]).cumprod(-1).sum(-1)
+    shortest = torch.stack([mask.sum(-1) for mask in masks]).amin(0)
+    assert seen == [total - int(torch.minimum(same, shortest - 1).sum())]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "tokens", "ends"),
+    [
+        ([[1, 2, 3]], [[1, 2, 4, 5]], 2 + 1 + 2, [2, 4]),
+        ([[1, 2]], [[1, 2]], 1 + 1 + 1, [1, 2]),
+        ([[1, 2]], [[1, 2, 3]], 1 + 1 + 2, [1, 3]),
+        ([[1]], [[2, 3]], 3, [0, 2]),
+        ([[1, 2], [7]], [[3], [7]], 3 + 2, [1, 3, 2, 4]),
+    ],
+)
+def test_pairs_share_the_longest_beginning_that_leaves_each_a_token(
+    chosen: Any, rejected: Any, tokens: int, ends: list[int]
+) -> None:
+    sides = [[torch.tensor(x) for x in side] for side in (chosen, rejected)]
+    found = join_sides(sides, "cpu")
+    assert found.inputs["input_ids"].shape == (1, tokens)
+    assert found.rows.tolist() == ends
+    last = [x[-1] for side in (chosen, rejected) for x in side]
+    assert found.inputs["input_ids"][0, found.rows].tolist() == last
+
+
+def test_only_what_is_padded_on_the_right_is_taken_for_it() -> None:
+    assert right_padded(torch.tensor([[1, 1, 0], [1, 1, 1]])) == [2, 3]
+    assert right_padded(torch.tensor([[0, 1, 1], [1, 1, 1]])) is None
+    assert right_padded(torch.tensor([[1, 0, 1]])) is None
+    assert right_padded(torch.tensor([[0, 0], [1, 1]])) is None
