@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
 import fastrl_kernels
 from fastrl.models.attention import Attention, Variant
+from fastrl.models.packed_attention import Group, PackedAttention, PackedLayout
 from fastrl.rollout.kv_cache import KVCache
 from fastrl_kernels import LiveTokens
 from fastrl_kernels.dispatch import BACKEND_VARIABLE
@@ -89,23 +89,21 @@ class PrefillAttention:
     """
 
     def __init__(self, kv_cache: KVCache, lengths: list[int], slots: list[list[int]]):
-        self.kv_cache, self.longest = kv_cache, max(lengths)
+        self.kv_cache = kv_cache
         self.layers_left = len(kv_cache.layers)
         device = kv_cache.keys[0].device
-        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        self.layout = PackedLayout([Group(length) for length in lengths], device)
+        self.packed = PackedAttention(self.layout)
         sources, where, positions = [], [], []
-        for start, length, targets in zip(starts.tolist(), lengths, slots, strict=True):
+        start = 0
+        for length, targets in zip(lengths, slots, strict=True):
             tokens = torch.arange(length)
             sources.append((start + tokens).repeat(len(targets)))
             where.append(torch.tensor(targets).repeat_interleave(length))
             positions.append(tokens.repeat(len(targets)))
+            start += length
         self.sources = torch.cat(sources).to(device)
         self.places = torch.cat(where).to(device), torch.cat(positions).to(device)
-        self.rows = (
-            _EqualRows(self.longest)
-            if min(lengths) == self.longest
-            else _PaddedRows(starts, lengths, device)
-        )
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
@@ -118,66 +116,7 @@ class PrefillAttention:
         return keys, values
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
-        # Right-padded, so that the causal mask alone hides padding from real tokens.
-        q, k, v = (
-            self.rows.split(x[0].transpose(0, 1)).transpose(1, 2) for x in (query, keys, values)
-        )
-        window = variant.window
-        if variant.softcap is not None:
-            out = _capped_attention(q, k, v, variant)
-        else:
-            masked = window is not None and window < self.longest
-            out = F.scaled_dot_product_attention(
-                q, k, v, scale=variant.scale, enable_gqa=True, is_causal=not masked,
-                attn_mask=_band(self.longest, window, q.device) if masked else None,
-            )  # fmt: skip
-        return self.rows.packed(out.transpose(1, 2)).unsqueeze(0)
-
-
-class _EqualRows:
-    """Prompts of one length: rows of the packed tokens [T, …] are views."""
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (-1, self.length))
-
-    def packed(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 1)
-
-
-class _PaddedRows:
-    """Prompts of several lengths: rows [prompts, longest, …] are gathered from packed tokens."""
-
-    def __init__(self, starts: Tensor, lengths: list[int], device: torch.device):
-        # Past a prompt's end its last token again: another prompt's might be NaN, and 0·NaN is NaN.
-        columns, ends = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
-        self.padded = (starts[:, None] + torch.minimum(columns, ends - 1)).to(device)
-        self.real = (columns < ends).flatten().nonzero().squeeze(1).to(device)
-
-    def split(self, x: Tensor) -> Tensor:
-        return x[self.padded]
-
-    def packed(self, x: Tensor) -> Tensor:
-        return x.flatten(0, 1)[self.real]
-
-
-def _band(length: int, window: int | None, device: torch.device) -> Tensor:
-    """The causal mask [q, k], within a window."""
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return mask if window is None else mask.triu(1 - window)
-
-
-def _capped_attention(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
-    scale, window, softcap, _ = variant
-    assert softcap is not None
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_band(q.shape[2], window, q.device), -torch.inf)
-    return scores.float().softmax(-1).to(v.dtype) @ v
+        return self.packed.attend(query, keys, values, variant)
 
 
 _WIDEST = 256  # of a head, in flash-attn 2

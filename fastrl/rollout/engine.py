@@ -213,8 +213,7 @@ class RolloutEngine:
             attention = PrefillAttention(kv_cache, lengths, [by_prompt[i] for i in part])
             packed = torch.cat([request.prompts[i][:-1] for i in part])
             packed = packed.to(self.model_runner.device)
-            positions = torch.cat([torch.arange(length) for length in lengths])
-            self.model_runner.prefill(packed, positions.to(packed.device), attention)
+            self.model_runner.prefill(packed, attention.layout.positions, attention)
             tokens += len(packed)
         prompts = [request.prompts[sample.prompt] for _, sample in admitted]
         at = [slot for slot, _ in admitted]
