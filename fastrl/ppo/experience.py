@@ -15,7 +15,7 @@ from fastrl.data.batch import TokenBatch
 from fastrl.data.packing import ModelPass
 from fastrl.models.scoring import PassLimit, ScoringRequest
 from fastrl.ppo.kl import KLPenalty
-from fastrl.ppo.memory import MicroBatches
+from fastrl.ppo.memory import MicroBatches, PositionCount
 from fastrl.ref_model import RefModel
 from fastrl.run.processes import OneProcess, Processes
 
@@ -128,6 +128,7 @@ class Scorer:
         self.temperature = temperature
         self.processes = processes or OneProcess()
         self.slices = MicroBatches("scoring", "lower mini_batch_size")
+        self.positions = PositionCount()
 
     @torch.no_grad()
     def __call__(self, batch: TokenBatch, rollout: LogprobsAndValues | None = None) -> Scored:
@@ -147,7 +148,9 @@ class Scorer:
             for k in range(max(map(len, passes))):
                 chosen = own[k] if k < len(own) else []
                 # A process without a sample left takes part: weights may be gathered for a pass.
-                for name, per_row in score(batch.select(chosen or samples[:1])).items():
+                part = batch.select(chosen or samples[:1])
+                self.positions.add(part)
+                for name, per_row in score(part).items():
                     columns.setdefault(name, []).append(per_row if chosen else per_row[:0])
             return {name: torch.cat(parts) for name, parts in columns.items()}
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
+
+from fastrl.data.batch import TokenBatch
 
 T = TypeVar("T")
 
@@ -68,6 +71,25 @@ class MicroBatches:
                 stacklevel=5,
             )
         return result
+
+
+@dataclass
+class PositionCount:
+    """Positions that forwards ran, and the tokens of the samples that they were for."""
+
+    positions: int = 0
+    tokens: int = 0
+
+    def add(self, batch: TokenBatch) -> None:
+        """Counts a forward over a batch."""
+        self.positions += batch.packing.tokens(batch, range(len(batch)))
+        self.tokens += sum(batch.lengths)
+
+    def taken(self) -> PositionCount:
+        """What was counted since this was called last."""
+        found = PositionCount(self.positions, self.tokens)
+        self.positions = self.tokens = 0
+        return found
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

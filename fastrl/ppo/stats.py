@@ -13,6 +13,7 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.data.batch import TokenBatch
 from fastrl.ppo.experience import Experience, Scored
+from fastrl.ppo.memory import PositionCount
 from fastrl.ppo.update import UpdateRecord
 
 
@@ -108,6 +109,14 @@ def finish_stats(batch: TokenBatch, finish_reasons: Sequence[str] | None) -> dic
     cut = reasons.count("length")
     count = len(reasons) or math.nan
     return {"tokens/eos_share": ended / count, "tokens/cut_share": cut / count}
+
+
+def position_stats(*counts: PositionCount) -> dict[str, float]:
+    """Positions that forwards ran per token of their samples: above 1 with padding, below it where
+    samples share a prompt."""
+    tokens = sum(count.tokens for count in counts)
+    positions = sum(count.positions for count in counts)
+    return {"perf/positions_per_token": positions / tokens if tokens else math.nan}
 
 
 def timing_stats(seconds: Mapping[str, float], batch: TokenBatch) -> dict[str, float]:

@@ -353,6 +353,8 @@ class PPOTrainer(ClassicMethods):
             )
         result.update(stats.finish_stats(batch, given.finish_reasons))
         result.update(stats.timing_stats(clock.seconds(), batch))
+        counts = self.scorer.positions.taken(), self.update.gradient.positions.taken()
+        result.update(stats.position_stats(*counts))
         result.update(reuse_stats)
         self._warn_of_negative_kl(result["objective/kl"])
 

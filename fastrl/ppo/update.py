@@ -20,7 +20,7 @@ from fastrl.models.activation_checkpointing import all_layers, checkpointed
 from fastrl.models.scoring import PassLimit
 from fastrl.ppo.experience import Experience, shares_of
 from fastrl.ppo.loss import Minibatch, MinibatchLoss, UpdateLoss
-from fastrl.ppo.memory import MicroBatches
+from fastrl.ppo.memory import MicroBatches, PositionCount
 from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers
 from fastrl.run.processes import OneProcess, Processes
 
@@ -103,6 +103,7 @@ class GradientStep:
         self.loss = loss
         self.nonfinite = nonfinite or NonFiniteNumbers(config.on_nonfinite)
         self.processes = processes or OneProcess()
+        self.positions = PositionCount()
         self.micro_batches = MicroBatches(
             "the update",
             "lower mini_batch_size (and raise gradient_accumulation_steps), or set "
@@ -242,6 +243,7 @@ class GradientStep:
             found = []
             for i, part in enumerate(parts):
                 model_pass = part.tokens.model_pass
+                self.positions.add(part.tokens)
                 request = self.loss.request(part, model_pass, denominator)
                 last = minibatch is minibatches[-1] and i == len(parts) - 1
                 with self._accumulating(last):

@@ -68,9 +68,10 @@ def test_prompts_of_groups_run_once_in_scoring_and_update():
     trainer = make_trainer(policy, **GROUPED, ppo_epochs=3)
     batch = grouped_batch()
     ours, theirs = counted(trainer.model), counted(trainer.ref_model)
-    trainer.step(**batch)
+    stats = trainer.step(**batch)
     once = tokens_of(batch)
     assert once < 0.8 * tokens_of(batch, once=False)
+    assert stats["perf/positions_per_token"] == once / tokens_of(batch, once=False)
     assert ours == {i: (1 + 3) * once for i in range(4)}
     assert theirs == {i: once for i in range(4)}
 
@@ -146,6 +147,16 @@ def test_nothing_moved_is_a_ratio_of_one(family):
     trainer = make_trainer(deep(family), ppo_epochs=1, mini_batch_size=4)
     ratios = trainer.step(**make_batch())["ppo/policy/ratio"]
     assert abs(torch.as_tensor(ratios) - 1).max() <= 1e-6
+
+
+def test_padding_is_counted():
+    batch = make_batch()
+    stats = [
+        make_trainer(padding_free=free, mini_batch_size=4).step(**batch) for free in (True, False)
+    ]
+    lengths = [len(q) + len(r) for q, r in zip(batch["queries"], batch["responses"], strict=True)]
+    assert stats[0]["perf/positions_per_token"] == 1
+    assert stats[1]["perf/positions_per_token"] == 4 * max(lengths) / sum(lengths)
 
 
 def test_a_model_that_cannot_is_said_once_and_learns_padded():
