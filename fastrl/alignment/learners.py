@@ -36,6 +36,7 @@ from fastrl.models.load import (
     load_weights,
     with_adapter,
 )
+from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import check_trainable, checksum, evaluating
 from fastrl.ref_model import RefModel, choose_ref_model
@@ -126,6 +127,7 @@ class RewardLearner:
     def save(self, model: Any, folder: str, state_dict: dict[str, Tensor] | None) -> None:
         model.save_pretrained(folder, state_dict=state_dict)
         reads_eos.save_beside_adapter(model, folder)
+        save_beside_adapter(model, folder)
 
     def load(self, model: Any, folder: str) -> None:
         load_weights(model, folder)
