@@ -215,10 +215,14 @@ def read_beside_adapter(file: str | os.PathLike) -> dict[str, Any]:
 
 
 def _need_bitsandbytes(what: str, otherwise: str = "") -> None:
-    if importlib.util.find_spec("bitsandbytes") is None:
+    if not _is_installed():
         raise ImportError(
             f"{what} needs bitsandbytes: pip install 'fastrl-lm[bitsandbytes]'{otherwise}"
         )
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec("bitsandbytes") is not None
 
 
 def _asks_for_four_bits(config: Any) -> bool:

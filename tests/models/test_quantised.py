@@ -20,6 +20,7 @@ from fastrl.models.quantised import BASE_FILE, four_bit_config, scales, settle
 from fastrl.models.utils import check_trainable, evaluating, model_identity
 from fastrl.ppo.setup import precision_of
 from fastrl.rollout import GenerateEngine, RolloutEngine, SamplingParams
+from fastrl.rollout.self_check import _is_exact
 from fastrl.run.model_card import model_card
 from tests import tiny_models
 from tests.alignment import conftest as alignment
@@ -279,6 +280,12 @@ def test_the_engine_generates_what_generate_does(load):
         assert a.tolist() == b.tolist()
 
 
+def test_the_engines_self_check_is_as_strict_as_the_layers_compute(load):
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = RolloutEngine(load(dtype=dtype), tiny.tokenizer())
+        assert _is_exact(engine) is (dtype == torch.float32)
+
+
 def test_identity_tells_weights_with_other_scales(load):
     model, other = load(), load()
     assert model_identity(model, None) == model_identity(other, None)
@@ -408,7 +415,7 @@ def test_an_adapters_folder_says_how_its_base_was_quantised(policy, load, tmp_pa
 def test_without_bitsandbytes_the_package_is_named(policy, folders, tmp_path, monkeypatch):
     policy().save_pretrained(tmp_path)
     config = four_bit_config()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("fastrl.models.quantised._is_installed", lambda: False)
     with pytest.raises(ImportError, match=r"load_in_4bit needs .*pip install 'fastrl-lm\[bitsand"):
         four_bit_config()
     with pytest.raises(ImportError, match=r"quantization_config needs bitsandbytes"):
