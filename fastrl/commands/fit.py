@@ -43,7 +43,6 @@ _RUN = (
     "resume_from_checkpoint",
     "overwrite",
     "lora_r",
-    "load_in_4bit",
     "dtype",
     "seed",
     "logging_steps",

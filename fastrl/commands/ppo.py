@@ -57,7 +57,7 @@ _STEPS = (
     "gradient_accumulation_steps",
     "learning_rate",
 )
-_RUN = ("resume", "overwrite", "lora_r", "load_in_4bit", "dtype", "seed", "log_with")
+_RUN = ("resume", "overwrite", "lora_r", "dtype", "seed", "log_with")
 
 
 @dataclass(kw_only=True)

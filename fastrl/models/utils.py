@@ -135,8 +135,8 @@ def model_identity(model: nn.Module, tokenizer: Any) -> dict[str, Any]:
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    frozen |= scales(model)
+    plain = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    frozen = {**plain, **scales(model)}
     return {
         "model": type(getattr(model, "pretrained_model", model)).__name__,
         "vocabulary": getattr(text, "vocab_size", None),

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fastrl.models import CausalLMPolicy
 from fastrl.models.load import load_language_model, load_reward_model, with_adapter
 from fastrl.models.quantised import BASE_FILE, four_bit_config, scales, settle
 from fastrl.models.utils import check_trainable, evaluating, model_identity
-from fastrl.ppo.setup import precision_of
+from fastrl.ppo.setup import precision_of, prepared
 from fastrl.rollout import GenerateEngine, RolloutEngine, SamplingParams
 from fastrl.rollout.self_check import _is_exact
 from fastrl.run.model_card import model_card
@@ -402,6 +403,28 @@ def test_without_an_adapter_training_is_refused_with_the_remedy(
         create_reference_model(model, num_shared_layers=1)
 
 
+def test_shares_of_fsdp_are_refused(policy):
+    accelerator = SimpleNamespace(is_fsdp2=True)
+    with pytest.raises(
+        ValueError, match="FSDP spreads cannot have four-bit weights"
+    ):
+        prepared(accelerator, policy(), None)
+
+
+def test_a_base_whose_own_files_have_four_bits(load, tmp_path):
+    load(adapter=False, nested=True).save_pretrained(tmp_path / "base")
+    model = load_language_model(tmp_path / "base")
+    assert_same(frozen(load(nested=True)), frozen(with_adapter(model, lora())))
+    with pytest.raises(ValueError, match="four-bit weights cannot be trained"):
+        check_trainable(load_language_model(tmp_path / "base"))
+    model = with_adapter(load_language_model(tmp_path / "base"), lora())
+    assert "BitsAndBytesConfig" not in model_card("x", model)
+    CausalLMPolicy(model).save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter" / BASE_FILE).exists()
+    loaded = load_language_model(tmp_path / "adapter")
+    assert_same(scales(model), scales(loaded))
+
+
 def test_an_adapters_folder_says_how_its_base_was_quantised(policy, load, tmp_path):
     policy(dtype=torch.bfloat16, nested=True).save_pretrained(tmp_path)
     said = json.loads((tmp_path / BASE_FILE).read_text())
@@ -438,6 +461,4 @@ def test_settling_twice_changes_nothing(load):
     before = frozen(model)
     settle(model)
     assert_same(before, frozen(model))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert precision_of(model, type("", (), {"mixed_precision": "no"})) == torch.bfloat16
+    assert precision_of(model, SimpleNamespace(mixed_precision="no")) == torch.bfloat16
