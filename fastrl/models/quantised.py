@@ -7,6 +7,7 @@ arXiv:2305.14314). Such weights are never trained, spread over processes or move
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
@@ -159,8 +160,6 @@ def quantises(options: dict[str, Any]) -> bool:
 def with_whole_heads(options: dict[str, Any], heads: tuple[str, ...]) -> dict[str, Any]:
     """Options whose ``quantization_config`` leaves out the modules of these names, as transformers
     does by itself with the heads of language models alone."""
-    import copy
-
     config = copy.deepcopy(options[_CONFIG])
     if isinstance(config, dict):
         config.setdefault("llm_int8_skip_modules", [*heads])
@@ -201,6 +200,8 @@ def read_beside_adapter(file: str | os.PathLike) -> dict[str, Any]:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
         config = BitsAndBytesConfig.from_dict(content[_CONFIG])
         dtype = getattr(torch, content[_DTYPE])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{content[_DTYPE]} is no dtype")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} cannot be read ({error}): it says how the adapter's base was quantised; save "

@@ -243,6 +243,32 @@ def test_recomputed_activations_give_the_same_update(policy):
     assert_same(*found)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trainers_that_recompute_activations_take_the_same_steps(
+    kind, make_sft, make_trainer, load
+):
+    found = []
+    for checkpointing in (False, True):
+        settings = {"gradient_checkpointing": checkpointing, "max_steps": 2}
+        torch.manual_seed(3)  # of the adapter
+        if kind == "sft":
+            trainer = make_sft(load(adapter=False), peft_config=lora(), **settings)
+        else:
+            trainer = make_trainer("dpo", load(adapter=False), peft_config=lora(), **settings)
+        trainer.train()
+        found.append(trained(trainer.model))
+    assert_same(*found)
+
+
+def test_the_path_of_a_model_may_be_given_with_its_quantisation(make_sft, folders):
+    settings = {"model_init_kwargs": {"quantization_config": four_bit_config()}}
+    trainer = make_sft(str(folders["llama"]), peft_config=lora(), **settings)
+    base, adapter = frozen(trainer.model), trained(trainer.model)
+    trainer.train()
+    assert_only_the_adapter_moved(trainer.model, base, adapter)
+
+
 def test_a_model_that_ran_before_is_refused_where_its_weights_are_rearranged(folders):
     config = four_bit_config()
     model = AutoModelForCausalLM.from_pretrained(folders["llama"], quantization_config=config)
@@ -405,9 +431,7 @@ def test_without_an_adapter_training_is_refused_with_the_remedy(
 
 def test_shares_of_fsdp_are_refused(policy):
     accelerator = SimpleNamespace(is_fsdp2=True)
-    with pytest.raises(
-        ValueError, match="FSDP spreads cannot have four-bit weights"
-    ):
+    with pytest.raises(ValueError, match="FSDP spreads cannot have four-bit weights"):
         prepared(accelerator, policy(), None)
 
 
@@ -430,9 +454,10 @@ def test_an_adapters_folder_says_how_its_base_was_quantised(policy, load, tmp_pa
     said = json.loads((tmp_path / BASE_FILE).read_text())
     assert said["dtype"] == "bfloat16"
     assert said["quantization_config"]["bnb_4bit_use_double_quant"] is True
-    (tmp_path / BASE_FILE).write_text('{"dtype": "bfloat16"}')
-    with pytest.raises(ValueError, match=rf"{BASE_FILE} cannot be read.*quantization_config"):
-        load_language_model(tmp_path)
+    for wrong in ({"dtype": "bfloat16"}, {**said, "dtype": "load"}, {**said, "dtype": 3}, []):
+        (tmp_path / BASE_FILE).write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=rf"{BASE_FILE} cannot be read.*quantization_config"):
+            load_language_model(tmp_path)
 
 
 def test_without_bitsandbytes_the_package_is_named(policy, folders, tmp_path, monkeypatch):
