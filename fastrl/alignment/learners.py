@@ -37,6 +37,7 @@ from fastrl.models.load import (
     load_weights,
     with_adapter,
 )
+from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.reward_head import score_head
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import check_trainable, checksum, evaluating
@@ -138,6 +139,7 @@ class RewardLearner:
     def save(self, model: Any, folder: str, state_dict: dict[str, Tensor] | None) -> None:
         model.save_pretrained(folder, state_dict=state_dict)
         reads_eos.save_beside_adapter(model, folder)
+        save_beside_adapter(model, folder)
 
     def load(self, model: Any, folder: str) -> None:
         load_weights(model, folder)

@@ -23,6 +23,7 @@ PACKAGES = (
     "accelerate",
     "datasets",
     "peft",
+    "bitsandbytes",
     "flash-attn",
 )
 

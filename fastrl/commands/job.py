@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fastrl.config import setting
+from fastrl.models.quantised import QUANT_TYPES
 from fastrl.run.checkpoints import LATEST
 from fastrl.run.folder import STARTED_IN, RunFolder
 from fastrl.run.launcher import is_main_process
@@ -45,7 +46,8 @@ class TrainingJob:
     """What to train, on which data, and where the results go.
 
     Raises:
-        ValueError: a LoRA setting out of range, a dropout without a new adapter, an unknown dtype.
+        ValueError: a LoRA setting out of range, a dropout without a new adapter, an unknown dtype
+            or bnb_4bit_quant_type.
     """
 
     command: ClassVar[str]
@@ -63,6 +65,15 @@ class TrainingJob:
     lora_r: int = setting("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
     lora_alpha: int = setting("LoRA's scaling numerator.", 32)
     lora_dropout: float = setting("LoRA's dropout in training.", 0.0)
+    load_in_4bit: bool | None = setting(
+        "Keep the base model's weights in four bits (bitsandbytes), under a LoRA adapter; by "
+        "default as a saved adapter was trained, else not.",
+        None,
+    )
+    bnb_4bit_quant_type: str = setting("Codes of the four bits: nf4 or fp4.", "nf4")
+    use_bnb_nested_quant: bool = setting(
+        "With load_in_4bit: quantise the scales, too, for 0.4 bits less per weight.", False
+    )
     overwrite: bool = setting(
         "Remove an earlier run in --output with all files in model/ and checkpoints/.",
         False,
@@ -79,6 +90,11 @@ class TrainingJob:
                 f"lora_dropout={self.lora_dropout:g} is for a new adapter: set lora_r, too, or "
                 "leave it out (a saved adapter keeps its own)"
             )
+        if self.bnb_4bit_quant_type not in QUANT_TYPES:
+            raise ValueError(
+                f"unknown bnb_4bit_quant_type {self.bnb_4bit_quant_type!r}: choose one of "
+                f"{', '.join(QUANT_TYPES)}"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
 
@@ -89,16 +105,40 @@ class TrainingJob:
         job = {k: v for k, v in fields.items() if k not in ("resume", "overwrite")}
         return {"job": job, STARTED_IN: os.getcwd()}
 
+    def model_options(self) -> dict[str, Any]:
+        """``from_pretrained``'s options for the model.
+
+        Raises:
+            ImportError: bitsandbytes is needed, and not installed.
+            ValueError: as :meth:`check_model`, of four bits.
+        """
+        if self.load_in_4bit is None:  # what a saved adapter says
+            return {"dtype": self.dtype}
+        if not self.load_in_4bit:
+            return {"dtype": self.dtype, "quantization_config": None}
+        from fastrl.models.load import is_adapter
+        from fastrl.models.quantised import NEEDS_AN_ADAPTER, four_bit_config
+
+        if not self.lora_r and not is_adapter(self.model):
+            raise ValueError(f"load_in_4bit without lora_r: {NEEDS_AN_ADAPTER}")
+        config = four_bit_config(
+            self.dtype, self.bnb_4bit_quant_type, nested=self.use_bnb_nested_quant
+        )
+        return {"dtype": self.dtype, "quantization_config": config}
+
     def check_model(self) -> str:
         """The folder of the model.
 
         Raises:
             FileNotFoundError: there is no model.
-            ValueError: the run would save an adapter in place of its base model.
+            ImportError: bitsandbytes is needed, and not installed.
+            ValueError: the run would save an adapter in place of its base model; four-bit weights
+                without an adapter, which could not be trained.
         """
         from fastrl.models.load import base_folder, is_adapter, model_folder
 
         folder, target = model_folder(self.model), RunFolder(self.output).model
+        self.model_options()
         if not target.is_dir() or not (self.lora_r or is_adapter(self.model)):
             return folder
         if Path(base_folder(self.model)).resolve() == target.resolve():

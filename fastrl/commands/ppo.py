@@ -368,7 +368,7 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
     set_seed(config.seed)  # of a new value head or adapter, whatever was drawn before
     model = kind.from_pretrained(
         job.model,
-        dtype=job.dtype,
+        **job.model_options(),
         peft_config=job.lora_config("CAUSAL_LM"),
         is_trainable=True,
     )

@@ -43,7 +43,7 @@ def _train(job: RewardJob, flags: RewardFlags, folder: RunFolder) -> dict[str, A
 
     peft_config = job.lora_config("SEQ_CLS")
     train, held_out, tokenizer = job.begin(flags)
-    model = load_reward_model(job.model, dtype=job.dtype)
+    model = load_reward_model(job.model, **job.model_options())
     load_from_adapter(model, job.model)
     trainer = RewardTrainer(
         model,

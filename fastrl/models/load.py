@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.utils import cached_file, logging
 
+from fastrl.models import quantised
 from fastrl.run.launcher import is_main_process
 
 CONFIG_NAME = "config.json"
@@ -72,7 +73,9 @@ def load_language_model(
         trainable: whether an adapter that is loaded is trained on; a whole model always can be.
         whole: whether this process needs the weights, whatever FSDP2 does.
         options: of ``from_pretrained``, such as ``dtype`` (float32 unless given; that of an
-            adapter's weights is at least float32) and ``attn_implementation``.
+            adapter's weights is at least float32), ``attn_implementation`` and
+            ``quantization_config``. The base of an adapter that was trained on four-bit weights is
+            quantised as it was then; with ``quantization_config=None`` it is whole.
 
     Raises:
         FileNotFoundError: no model at the path, or no base at the place that the adapter names.
@@ -318,9 +321,11 @@ class _Checkpoint:
         saved: dict[str, Any] = {}
         if self.adapter is not None:
             name = self.base()
-            options = {k: v for k, v in options.items() if k not in _OF_THE_ADAPTER}
-            if self.adapter.revision:
-                options["revision"] = self.adapter.revision
+            options = self._of_base(options)
+        if quantised.quantises(options):
+            if loader is AutoModelForSequenceClassification:
+                options = quantised.with_whole_heads(options, _CLASSIFIER_HEADS)
+            options.setdefault("device_map", quantised.device_map())
         try:
             # Weights that the base lacks may be the adapter's: that is checked below.
             with contextlib.nullcontext() if self.adapter is None else _quiet():
@@ -340,9 +345,21 @@ class _Checkpoint:
                 f"{_MEND_BASE}"
             ) from error
         missing = sorted(set(loading["missing_keys"]) - set(saved))
+        quantised.settle(model)
         if self.adapter is not None and not missing:
             model = self._with_adapter(model, trainable)
         return own_storage(model), missing
+
+    def _of_base(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options, for the adapter's base."""
+        found = {k: v for k, v in options.items() if k not in _OF_THE_ADAPTER}
+        if self.adapter.revision:
+            found["revision"] = self.adapter.revision
+        if "quantization_config" not in options:
+            file = find_file(self.folder, quantised.BASE_FILE, options)
+            if file is not None:
+                found |= quantised.read_beside_adapter(file)
+        return found
 
     def may_be_empty(self) -> bool:
         """Whether it is a whole model, loaded with nothing but a few plain options."""
@@ -412,6 +429,8 @@ class _Checkpoint:
         from peft import PeftModel
 
         hub = _hub(self.options)
+        if quantised.is_quantised(base):
+            base = quantised.prepared_for_adapters(base)
         try:
             return PeftModel.from_pretrained(base, self.folder, is_trainable=trainable, **hub)
         except (RuntimeError, KeyError) as error:  # weights of other shapes or names
@@ -453,12 +472,14 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
 
     Raises:
         ImportError: peft is not installed.
-        ValueError: the model has an adapter already.
+        ValueError: the model has an adapter already; four-bit weights in a layout without a
+            gradient.
     """
+    quantised.settle(model)
     if peft_config is None:
         return model
     try:
-        from peft import get_peft_model, prepare_model_for_kbit_training
+        from peft import get_peft_model
     except ImportError as error:
         raise ImportError("peft_config needs peft: pip install 'fastrl-lm[peft]'") from error
     if hasattr(model, "peft_config"):
@@ -466,11 +487,7 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
             "the model has an adapter already: leave out peft_config to train that one"
         )
     if any(getattr(model, f"is_{kind}", False) for kind in _QUANTISED):
-        checkpointing = args is not None and bool(args.gradient_checkpointing)
-        options: dict[str, Any] = {"use_gradient_checkpointing": checkpointing}
-        if args is not None and args.gradient_checkpointing_kwargs is not None:
-            options["gradient_checkpointing_kwargs"] = args.gradient_checkpointing_kwargs
-        model = prepare_model_for_kbit_training(model, **options)
+        model = quantised.prepared_for_adapters(model, args)
     return get_peft_model(model, peft_config)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastrl.models.quantised import NEEDS_AN_ADAPTER, is_quantised, scales
 from fastrl.models.sharding import whole
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
@@ -60,14 +61,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def check_trainable(model: nn.Module, but: str = "") -> None:
-    """Refuses a model without a trainable weight.
+    """Refuses a model without a trainable weight, and one in four bits without an adapter.
 
     Args:
         but: what else there is to train, for the message.
 
     Raises:
-        ValueError: no weight of the model can be trained.
+        ValueError: no weight of the model can be trained, or only those that four bits leave over.
     """
+    if is_quantised(model) and not hasattr(model, "peft_config"):
+        raise ValueError(NEEDS_AN_ADAPTER)
     if any(p.requires_grad for p in model.parameters()):
         return
     remedy = (
@@ -132,7 +135,8 @@ def model_identity(model: nn.Module, tokenizer: Any) -> dict[str, Any]:
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    plain = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    frozen = {**plain, **scales(model)}
     return {
         "model": type(getattr(model, "pretrained_model", model)).__name__,
         "vocabulary": getattr(text, "vocab_size", None),

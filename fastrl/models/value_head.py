@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
+from fastrl.models import quantised
 from fastrl.models.adapters import NOT_TRAINED, RewardAdapter
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.lm_head import Head, choose_head, corner_of, last_hidden
@@ -102,6 +103,7 @@ class PreTrainedModelWrapper(nn.Module):
     ):
         super().__init__()
         self._check(pretrained_model)
+        quantised.settle(pretrained_model)
         self.pretrained_model: Any = pretrained_model
         self.config = pretrained_model.config
         self.is_peft_model = hasattr(pretrained_model, "peft_config")
@@ -140,8 +142,9 @@ class PreTrainedModelWrapper(nn.Module):
             is_trainable: whether a loaded adapter is trained on. PPOTrainer refuses one that is
                 not.
             kwargs: those of the value head (see the class); the rest goes to
-                transformers' ``from_pretrained``. Weights load in fp32 unless ``dtype`` says
-                otherwise, and from safetensors only: no pickle is read.
+                transformers' ``from_pretrained``, such as ``quantization_config`` for a base in
+                four bits. Weights load in fp32 unless ``dtype`` says otherwise, and from
+                safetensors only: no pickle is read.
 
         Raises:
             FileNotFoundError: a folder without a model, or an adapter's base that is not there.
@@ -338,6 +341,7 @@ class PreTrainedModelWrapper(nn.Module):
             own_adapters = [n for n in self.pretrained_model.peft_config if n not in NOT_TRAINED]
             kwargs.setdefault("selected_adapters", own_adapters)
             self.pretrained_model.save_pretrained(save_directory, state_dict=base, **kwargs)
+            quantised.save_beside_adapter(self.pretrained_model, save_directory)
             if head:
                 save_file(head, Path(save_directory) / WEIGHTS_NAME, metadata={"format": "pt"})
         else:

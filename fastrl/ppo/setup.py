@@ -26,6 +26,7 @@ from fastrl.models import (
 from fastrl.models.adapters import adapter_dropout
 from fastrl.models.layout import layout_of
 from fastrl.models.optimizer_state import optimizer_groups, set_weights
+from fastrl.models.quantised import WITHOUT_FSDP, compute_dtypes, refuse_quantised
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.sharding import name_by_path
 from fastrl.models.utils import check_trainable, evaluating
@@ -151,6 +152,7 @@ def prepared(
     """Wraps model, optimizer, and dataloader and scheduler or None by accelerate; without DDP,
     which one process (``torchrun --nproc-per-node 1``) does not need."""
     if accelerator.is_fsdp2:
+        refuse_quantised(model, "a model that FSDP spreads", WITHOUT_FSDP)
         if getattr(model, "trunk", None) is not None and loads_once(accelerator):
             raise ValueError(WEIGHTS_ARE_COMPARED)
         name_by_path(model)
@@ -188,7 +190,7 @@ def make_optimizer(
 def precision_of(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
     """The lowest precision in which forwards compute."""
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | compute_dtypes(model)
     dtypes |= {autocast[x] for x in [accelerator.mixed_precision] if x in autocast}
     return min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
 

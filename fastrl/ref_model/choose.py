@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from fastrl.config import PPOConfig
+from fastrl.models.quantised import refuse_quantised
 from fastrl.models.trunk import Budget
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.ref_model.adapter import AdapterOffRefModel, StartAdapterRefModel, trained_before
@@ -17,6 +18,10 @@ from fastrl.ref_model.none import NoRefModel
 from fastrl.ref_model.offload import OffloadRefModel
 from fastrl.ref_model.trunk import TrunkRefModel, Unshareable, shared_copy, split_off
 
+_IN_PARTS = (
+    "the scales of such weights stay behind where they are shared or moved; choose 'adapter' or "
+    "'copy', or load ref_model without load_in_4bit"
+)
 _RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by layer"
 
 
@@ -54,6 +59,7 @@ def create_reference_model(
         )
     if num_shared_layers is None:
         return frozen_copy(model)
+    refuse_quantised(model, f"num_shared_layers={num_shared_layers}: layers", _IN_PARTS)
     if getattr(language_model.config, "is_encoder_decoder", False):
         raise ValueError(f"num_shared_layers={num_shared_layers}: {_RUN_WHOLE}; leave it None")
     try:
@@ -168,6 +174,13 @@ def _check(
         )
         raise ValueError(
             f"num_shared_layers={layers}: {why}; leave it None, or choose reference='trunk'"
+        )
+    if mode in ("trunk", "offload"):
+        for model in (policy, ref_model):
+            refuse_quantised(model, f"{asked}: policy and reference", _IN_PARTS)
+    if config.sync_ref_every and ref_model is not None:
+        refuse_quantised(
+            ref_model, "sync_ref_every: a reference that follows the policy", "load it whole"
         )
     if mode == "adapter" and not policy.is_peft_model:
         raise ValueError(f"{asked} needs a PEFT model: choose 'copy', or pass peft_config")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from fastrl.models import quantised
 from fastrl.models.attention import attached, attending
 from fastrl.models.lm_head import in_front_of_head
 from fastrl.models.products import PackedProducts, has_own_forward, is_packed
@@ -34,6 +35,7 @@ class ModelRunner:
         self.model = model
         self.v_head = getattr(model, "v_head", None)
         wrapped = isinstance(model, PreTrainedModelWrapper)
+        quantised.settle(model)
         self.language_model: Any = model.pretrained_model if wrapped else model
         self.autocast = autocast
         self._cache = SlotCache()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fastrl.models.attention import why_not_replaceable
+from fastrl.models.quantised import compute_dtypes
 from fastrl.models.sharding import is_spread_unit
 from fastrl.models.utils import evaluating
 from fastrl.rollout.sampling_params import RolloutOutput, SamplingParams
@@ -136,6 +137,7 @@ def _is_exact(engine: RolloutEngine) -> bool:
     device = engine.model_runner.device.type
     with engine.model_runner.autocast():
         rounded = torch.is_autocast_enabled(device)
-    single = all(p.dtype in (torch.float32, torch.float64) for p in engine.model.parameters())
+    dtypes = {p.dtype for p in engine.model.parameters() if p.is_floating_point()}
+    single = dtypes | compute_dtypes(engine.model) <= {torch.float32, torch.float64}
     tf32 = device == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return single and not rounded and not tf32

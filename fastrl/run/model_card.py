@@ -87,6 +87,7 @@ def model_card(name: str, model: Any, method: Method | None = None, base: str | 
     """
     inner = getattr(model, "pretrained_model", model)
     adapters = _adapters(model, inner)
+    four_bits = _four_bits(inner, adapters)
     values = getattr(model, "v_head", None) is not None
     kind = _kind(inner)
     own = _base_of(inner, adapters)
@@ -101,9 +102,9 @@ def model_card(name: str, model: Any, method: Method | None = None, base: str | 
         what=f"{what}, as a {_adapter_name(adapters)}" if adapters else what,
         method=method.title if method else "not recorded",
         base=f"`{base}`" if base else "not recorded",
-        weights=_weights(adapters),
+        weights=_weights(adapters, four_bits),
         value_head=_value_head(model, values),
-        snippet=_snippet(name, model, auto, adapters, own, values),
+        snippet=_snippet(name, model, auto, adapters, own, values, four_bits),
         note=_NOTE.format(auto=auto) if values and not adapters else "",
     )
 
@@ -185,12 +186,30 @@ def _adapter_name(adapters: dict[str, Any]) -> str:
     return " and ".join(sorted(names.get(kind, kind) for kind in kinds)) + " adapter"
 
 
-def _weights(adapters: dict[str, Any]) -> str:
+def _four_bits(inner: Any, adapters: dict[str, Any]) -> dict[str, Any]:
+    """How an adapter's base was quantised as it was loaded, as arguments of BitsAndBytesConfig; {}
+    of a whole base, and of one whose own files say it."""
+    base = inner.get_base_model() if adapters and hasattr(inner, "get_base_model") else None
+    config = getattr(getattr(base, "config", None), "quantization_config", None)
+    own = getattr(getattr(base, "hf_quantizer", None), "pre_quantized", False)
+    if own or not getattr(config, "load_in_4bit", False):
+        return {}
+    assert config is not None
+    return {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": config.bnb_4bit_quant_type,
+        "bnb_4bit_use_double_quant": config.bnb_4bit_use_double_quant,
+        "bnb_4bit_compute_dtype": str(config.bnb_4bit_compute_dtype).removeprefix("torch."),
+    }
+
+
+def _weights(adapters: dict[str, Any], four_bits: dict[str, Any]) -> str:
     if not adapters:
         return "all of the model's"
     ranks = sorted({c.r for c in adapters.values() if isinstance(getattr(c, "r", None), int)})
     rank = f" of rank {', '.join(map(str, ranks))}" if ranks else ""
-    return f"a {_adapter_name(adapters)}{rank}; the base model's are not among them"
+    on = f" on a base in four bits ({four_bits['bnb_4bit_quant_type']})" if four_bits else ""
+    return f"a {_adapter_name(adapters)}{rank}{on}; the base model's are not among them"
 
 
 def _value_head(model: Any, values: bool) -> str:
@@ -201,7 +220,13 @@ def _value_head(model: Any, values: bool) -> str:
 
 
 def _snippet(
-    name: str, model: Any, auto: str, adapters: dict[str, Any], own: str | None, values: bool
+    name: str,
+    model: Any,
+    auto: str,
+    adapters: dict[str, Any],
+    own: str | None,
+    values: bool,
+    four_bits: dict[str, Any],
 ) -> str:
     """Code that loads the model."""
     if values:
@@ -215,6 +240,9 @@ def _snippet(
             f'model = {wrapper}.from_pretrained(PeftModel.from_pretrained(base, "{name}"))'
         )
     options = ", num_labels=1" if auto == "SequenceClassification" else ""
+    imported = ""
+    if four_bits:
+        imported, options = ", BitsAndBytesConfig", f"{options}, quantization_config=config"
     if not adapters:
         lines: Sequence[str] = (
             f"from transformers import AutoModelFor{auto}",
@@ -224,8 +252,9 @@ def _snippet(
     elif own:
         lines = (
             "from peft import PeftModel",
-            f"from transformers import AutoModelFor{auto}",
+            f"from transformers import AutoModelFor{auto}" + imported,
             "",
+            *_config_lines(four_bits),
             f'base = AutoModelFor{auto}.from_pretrained("{own}"{options})',
             f'model = PeftModel.from_pretrained(base, "{name}")',
         )
@@ -237,3 +266,14 @@ def _snippet(
             f'model = PeftModel.from_pretrained(base, "{name}")',
         )
     return "\n".join(lines)
+
+
+def _config_lines(four_bits: dict[str, Any]) -> Sequence[str]:
+    """Code that makes a base's quantization_config."""
+    if not four_bits:
+        return ()
+    return (
+        "config = BitsAndBytesConfig(",
+        *(f"    {name}={value!r}," for name, value in four_bits.items()),
+        ")",
+    )

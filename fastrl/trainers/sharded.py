@@ -18,6 +18,7 @@ from fastrl.models.optimizer_state import (
     optimizer_groups,
     optimizer_state,
 )
+from fastrl.models.quantised import WITHOUT_FSDP, refuse_quantised
 from fastrl.models.sharding import gathered_state_dict, is_spread, spread
 from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.state import load_tree, save_tree
@@ -35,7 +36,7 @@ class ShardedTrainer(transformers.Trainer):
     transformers itself would write pickles, and no model at all.
 
     Raises:
-        ValueError: FSDP1.
+        ValueError: FSDP1; FSDP of four-bit weights.
     """
 
     args: Any
@@ -48,6 +49,8 @@ class ShardedTrainer(transformers.Trainer):
                 f"{type(self).__name__} needs FSDP2, and FSDP1 was asked for: set fsdp_version: 2 "
                 "(accelerate launch --fsdp_version 2)"
             )
+        if self.is_fsdp_enabled:
+            refuse_quantised(self.model, "a model that FSDP spreads", WITHOUT_FSDP)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         # accelerate finds an optimizer's weights by their addresses: those without memory have none

@@ -22,6 +22,7 @@ from fastrl.data.batch import TokenBatch
 from fastrl.data.choose_packing import why_not_packed
 from fastrl.models.load import load_tokenizer
 from fastrl.models.products import Products
+from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.sharding import spread
 from fastrl.models.utils import (
     check_trainable,
@@ -181,6 +182,11 @@ class SupervisedTrainer(OwnModelCard, ShardedTrainer, FiniteStepsTrainer, ABC):
                 for batch, part in zip(batch_samples, self._parts, strict=True)
             ]
         return super()._get_num_items_in_batch(batch_samples, device)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        folder = output_dir or str(self.args.output_dir)
+        save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with self.products.on():
