@@ -25,6 +25,28 @@ ADVANTAGES = tuple(METHODS)
 KL_PLACES = ("reward", "loss")
 LOSS_DENOMINATORS = ("auto", "minibatch", "step")
 ON_NONFINITE = ("skip", "raise", "zero-sample")
+# The values of PPOConfig.optim, and the packages that they need. All but adam are transformers' names.
+# What steps within the backward pass or trains other weights than those that are run is not here.
+OPTIMIZERS = {
+    "adam": None,
+    **dict.fromkeys(
+        (
+            *("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"),
+        )
+    ),
+    **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "torchao"),
+    **dict.fromkeys(
+        (
+            *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
+            *("lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"),
+            *("ademamix_8bit", "ademamix", "paged_ademamix_8bit", "paged_ademamix_32bit"),
+        ),
+        "bitsandbytes",
+    ),
+    "stable_adamw": "torch-optimi",
+    "grokadamw": "grokadamw",
+}
+REFERENCE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _JSON_FIELDS = (
     "tracker_kwargs",
     "accelerator_kwargs",
@@ -108,7 +130,26 @@ class PPOConfig:
 
     # Optimisation
     steps: int = setting("Number of samples to train on, for planning only.", 20_000)
-    learning_rate: float = setting("Adam's learning rate.", 1.41e-5)
+    learning_rate: float = setting("The optimizer's learning rate.", 1.41e-5)
+    optim: str = setting(
+        "Optimizer: adam (Adam, fused where torch can), or one of transformers' names, such as "
+        "adamw_torch, sgd, adafactor, adamw_torch_8bit (needs torchao), adamw_bnb_8bit and "
+        "paged_adamw_8bit (need bitsandbytes). Weights do not decay unless optim_args says so.",
+        "adam",
+    )
+    optim_args: str | None = setting(
+        'Arguments of the optimizer, such as "beta2=0.95,weight_decay=0.01".', None
+    )
+    master_weights: bool = setting(
+        "Where trainable weights are bfloat16 or float16: step float32 copies of them, and round "
+        "the weights from these, so that no small step is lost; 4 bytes more for each weight.",
+        True,
+    )
+    offload_optimizer: bool = setting(
+        "Keep the optimizer's state, and a float32 copy of the trainable weights, in host memory, "
+        "and step there: less device memory, slower.",
+        False,
+    )
     batch_size: int = setting("Samples per step(), per process.", 128)
     mini_batch_size: int = setting(
         "Samples per forward and backward pass; by default min(128, batch_size).", None
@@ -375,6 +416,7 @@ class PPOConfig:
             ("on_nonfinite", ON_NONFINITE),
             ("reference", REFERENCES),
             ("reference_adapter", REFERENCE_ADAPTERS),
+            ("optim", tuple(OPTIMIZERS)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(

@@ -171,20 +171,6 @@ def loads_once(accelerator: Accelerator) -> bool:
     return accelerator.is_fsdp2 and bool(accelerator.state.fsdp_plugin.cpu_ram_efficient_loading)
 
 
-def make_optimizer(
-    model: nn.Module, learning_rate: float, fused: bool = True
-) -> torch.optim.Optimizer:
-    """Makes Adam without weight decay over the trainable weights, fused where torch can.
-
-    Args:
-        fused: False where one process has weights, and others have them without memory: all are to
-            compute alike.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    fused = fused and {p.device.type for p in parameters} <= {"cpu", "cuda", "xpu", "mps"}
-    return torch.optim.Adam(parameters, lr=learning_rate, fused=fused)
-
-
 def precision_of(model: nn.Module, accelerator: Accelerator) -> torch.dtype:
     """The lowest precision in which forwards compute."""
     autocast = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

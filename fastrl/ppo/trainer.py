@@ -20,6 +20,12 @@ from fastrl.data import batch as data
 from fastrl.data.batch import TokenBatch, make_batches
 from fastrl.data.prompts import PromptStream
 from fastrl.models import PreTrainedModelWrapper
+from fastrl.models.optimizers import (
+    check_optimizer,
+    keep_state,
+    learning_rate_of,
+    make_optimizer,
+)
 from fastrl.models.products import Products
 from fastrl.models.sharding import gathered_state_dict
 from fastrl.models.utils import evaluating, warn_of_lost_updates
@@ -45,7 +51,6 @@ from fastrl.ppo.setup import (
     choose_heads,
     loads_once,
     make_accelerator,
-    make_optimizer,
     precision_of,
     prepared,
     warn_of_a_single_response,
@@ -97,7 +102,8 @@ class PPOTrainer(ClassicMethods):
         ref_model: the reference policy; None makes it as ``PPOConfig.reference`` says.
         tokenizer: gives pad and EOS tokens, the padding side, and text.
         dataset: samples for ``dataloader``, shuffled, in whole batches.
-        optimizer: default Adam without weight decay, fused where torch can.
+        optimizer: in place of the configuration's ``optim``. Where weights are bfloat16 or float16
+            it steps float32 masters of them (``PPOConfig.master_weights``).
         data_collator: makes the dataloader's batches; by default dicts of lists, or of tuples and
             tensors what torch's ``default_collate`` makes.
         num_shared_layers: bottom layers that policy and reference share, frozen; in place of the
@@ -134,6 +140,8 @@ class PPOTrainer(ClassicMethods):
         training_data_collator: Callable | None = None,
     ):
         config = config or PPOConfig()
+        if optimizer is None and isinstance(config, PPOConfig):
+            check_optimizer(config.optim)
         model, ref_model = checked_policies(config, model, ref_model, tokenizer, lr_scheduler)
         warn_of_a_single_response(config)
         set_seed(config.seed)
@@ -154,10 +162,19 @@ class PPOTrainer(ClassicMethods):
 
         # Before the optimizer is made: layers that are shared with the reference are not trained.
         self.reference = choose_ref_model(config, model, ref_model, num_shared_layers)
-        warn_of_lost_updates(model, _MIXED_PRECISION)
+        if not config.master_weights:
+            warn_of_lost_updates(model, _MIXED_PRECISION)
         if optimizer is None:
             fused = not loads_once(self.accelerator)
-            optimizer = make_optimizer(model, config.learning_rate, fused)
+            optimizer = make_optimizer(
+                model, config.optim, config.learning_rate, config.optim_args, fused
+            )
+        optimizer = keep_state(
+            optimizer,
+            master_weights=config.master_weights,
+            on_host=config.offload_optimizer,
+            spread=self.accelerator.is_fsdp2,
+        )
         self.model, self.optimizer, self.dataloader, self.lr_scheduler = prepared(
             self.accelerator, model, optimizer, self.dataloader, lr_scheduler
         )
@@ -616,7 +633,7 @@ class PPOTrainer(ClassicMethods):
         }
         result.update(stats.host_stats(batch, record))
         result["objective/kl_coef"] = kl_coef
-        result["ppo/learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        result["ppo/learning_rate"] = learning_rate_of(self.optimizer)
         return result
 
     def save_pretrained(self, save_directory: str | Path) -> None:

@@ -19,7 +19,7 @@ from tests.trainers.conftest import make_reward, reward_model
 __all__ = ["make_reward", "make_trainer"]  # fixtures
 
 SAID = "trainable weights are bfloat16"
-PPO_REMEDY = r'float32 and set accelerator_kwargs={"mixed_precision": "bf16"} .*LoRA adapter'
+PPO_REMEDY = r'master_weights=True; or load .* float32 and set accelerator_kwargs={"mixed_precision": "bf16"} .*LoRA adapter'
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
 

@@ -1,0 +1,60 @@
+"""transformers' Trainer with float32 masters of low-precision weights, and with optimizer state in
+host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from torch import nn
+
+from fastrl.models.master_weights import MASTER, MasterWeights
+from fastrl.models.optimizers import keep_state, steps_in_backward
+from fastrl.models.utils import warn_of_lost_updates
+
+MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
+
+
+class LowMemoryTrainer(transformers.Trainer):
+    """transformers' Trainer whose optimizer is as ``args.master_weights`` and
+    ``args.offload_optimizer`` say, see :mod:`fastrl.models.master_weights`; with ``optim`` or an
+    optimizer that it is given.
+
+    Raises:
+        ValueError: offload_optimizer for an optimizer that does not step in host memory; with
+            DeepSpeed, which has its own.
+    """
+
+    args: Any
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = super().create_optimizer(model)
+        if not self._keeps_its_own:
+            self.optimizer = keep_state(
+                self.optimizer,
+                master_weights=self.args.master_weights,
+                on_host=self.args.offload_optimizer,
+                spread=self.is_fsdp_enabled,
+            )
+        return self.optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not isinstance(optimizer, MasterWeights):
+            for kept in optimizer.state.values():  # of a run that had masters
+                kept.pop(MASTER, None)
+
+    def warn_of_lost_updates(self, model: nn.Module, stacklevel: int) -> None:
+        """Warns where steps of low-precision weights are rounded away; called at construction."""
+        if not self.args.master_weights or steps_in_backward(self._optim):
+            warn_of_lost_updates(model, MIXED_PRECISION, stacklevel + 1)
+
+    @property
+    def _optim(self) -> str:
+        return str(getattr(self.args.optim, "value", self.args.optim))
+
+    @property
+    def _keeps_its_own(self) -> bool:
+        """Whether DeepSpeed has masters of its own, or weights are stepped by no optimizer."""
+        return self.is_deepspeed_enabled or steps_in_backward(self._optim)
