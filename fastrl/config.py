@@ -25,27 +25,15 @@ ADVANTAGES = tuple(METHODS)
 KL_PLACES = ("reward", "loss")
 LOSS_DENOMINATORS = ("auto", "minibatch", "step")
 ON_NONFINITE = ("skip", "raise", "zero-sample")
-# The values of PPOConfig.optim, and the packages that they need. All but adam are transformers' names.
-# What steps within the backward pass or trains other weights than those that are run is not here.
-OPTIMIZERS = {
-    "adam": None,
-    **dict.fromkeys(
-        (
-            *("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"),
-        )
-    ),
-    **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "torchao"),
-    **dict.fromkeys(
-        (
-            *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
-            *("lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"),
-            *("ademamix_8bit", "ademamix", "paged_ademamix_8bit", "paged_ademamix_32bit"),
-        ),
-        "bitsandbytes",
-    ),
-    "stable_adamw": "torch-optimi",
-    "grokadamw": "grokadamw",
-}
+# But for adam these are transformers' names; without optimizers that step within the backward pass,
+# or train other weights than those that are evaluated.
+OPTIMIZERS = (
+    *("adam", "adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"),
+    *("adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit", "adamw_8bit"),
+    *("paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit", "lion_32bit", "paged_lion_8bit"),
+    *("paged_lion_32bit", "ademamix_8bit", "ademamix", "paged_ademamix_8bit"),
+    *("paged_ademamix_32bit", "stable_adamw", "grokadamw"),
+)
 REFERENCE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _JSON_FIELDS = (
     "tracker_kwargs",
@@ -416,7 +404,7 @@ class PPOConfig:
             ("on_nonfinite", ON_NONFINITE),
             ("reference", REFERENCES),
             ("reference_adapter", REFERENCE_ADAPTERS),
-            ("optim", tuple(OPTIMIZERS)),
+            ("optim", OPTIMIZERS),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Float32 masters of weights that are bfloat16 or float16: steps too small for their spacing add up."""
+"""Float32 masters of bfloat16 and float16 weights: steps too small for their spacing add up."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class MasterWeights(torch.optim.Optimizer):
     in float32. That takes 4 bytes more for each weight; moments are float32. Weights that are
     float32 are stepped themselves.
 
-    The parameter groups are the inner optimizer's own, with the model's weights: schedules, gradient
-    scalers and accelerate see those. Masters are made at the first step, and are saved in
+    The parameter groups are the inner optimizer's own, with the model's weights: schedules,
+    gradient scalers and accelerate see those. Masters are made at the first step, and are saved in
     ``state_dict`` beside a weight's moments, as ``master_weight``. Where weights were written since
     the last step (by ``load_state_dict``, say), their masters follow.
 
@@ -60,7 +60,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """What is kept for each weight, by the weight; its master is the state's ``master_weight``."""
+        """What is kept for each weight, by the weight; ``master_weight`` is its master."""
         found: dict[Tensor, Any] = {}
         for weight in self._weights():
             master = self._masters.get(weight)

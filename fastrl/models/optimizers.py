@@ -1,4 +1,4 @@
-"""Optimizers by transformers' names, the packages that they need, and where they keep their state."""
+"""Optimizers by transformers' names, their packages, and where they keep their state."""
 
 from __future__ import annotations
 
@@ -95,9 +95,7 @@ def make_optimizer(
     return optimizer
 
 
-def keep_state(
-    optimizer: Any, *, master_weights: bool, on_host: bool, spread: bool = False
-) -> Any:
+def keep_state(optimizer: Any, *, master_weights: bool, on_host: bool, spread: bool = False) -> Any:
     """The optimizer with float32 masters of low-precision weights, and with its state on the device
     or in host memory.
 
@@ -110,13 +108,13 @@ def keep_state(
     package = type(optimizer).__module__.partition(".")[0]
     if spread and package in _BY_BLOCKS:
         raise ValueError(
-            f"{type(optimizer).__name__} of {package} keeps moments in blocks of a whole weight, and "
-            "FSDP2 spreads weights over processes: choose another optim, such as adamw_torch"
+            f"{type(optimizer).__name__} of {package} keeps moments in blocks of a whole weight, "
+            "and FSDP2 spreads weights over processes: choose another optim, such as adamw_torch"
         )
     if spread and on_host:
         raise ValueError(
-            "offload_optimizer is not for weights that FSDP2 spreads: set fsdp_offload_params: true "
-            "in accelerate's file (accelerate launch --fsdp_offload_params true) in place of it"
+            "offload_optimizer is not for weights that FSDP2 spreads: set fsdp_offload_params: "
+            "true in accelerate's file (accelerate launch --fsdp_offload_params true) instead"
         )
     if on_host and package not in ("torch", "transformers"):
         raise ValueError(
@@ -195,7 +193,9 @@ def _parsed(arguments: str | None) -> dict[str, str]:
 def _check_known(name: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
     for argument in given:
         if argument not in set(known):
-            raise ValueError(f"optim_args: optim={name!r} has no argument {argument!r}: leave it out")
+            raise ValueError(
+                f"optim_args: optim={name!r} has no argument {argument!r}: leave it out"
+            )
 
 
 def _keep_embeddings_in_32_bits(model: nn.Module) -> None:

@@ -94,8 +94,8 @@ def warn_of_lost_updates(model: nn.Module, remedy: str, stacklevel: int = 2) -> 
     names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in low))
     warnings.warn(
         f"trainable weights are {names}: updates below half their spacing are lost (in bfloat16 at "
-        f"a learning rate of 1e-6 some 98% of the weights never change). Set master_weights=True; or "
-        f"load the model in float32 and {remedy}; or train a LoRA adapter, whose weights are float32",
+        "a learning rate of 1e-6 most weights never change). Set master_weights=True; or load the "
+        f"model in float32 and {remedy}; or train a LoRA adapter, whose weights are float32",
         stacklevel=stacklevel + 1,
     )
 

@@ -40,7 +40,7 @@ class LowMemoryTrainer(transformers.Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
         if not isinstance(optimizer, MasterWeights):
             for kept in optimizer.state.values():  # of a run that had masters
                 kept.pop(MASTER, None)
