@@ -147,6 +147,11 @@ class PPOConfig:
     ppo_epochs: int = setting("Passes over the batch per step().", 4)
     max_grad_norm: float | None = setting("Gradients are clipped to this norm at every step.", None)
     gradient_checkpointing: bool = setting("Recompute activations in the backward pass.", False)
+    activation_offloading: bool = setting(
+        "Keep what the backward pass needs of the forward in host memory: less device memory, "
+        "slower.",
+        False,
+    )
     optimize_cuda_cache: bool | None = setting("Deprecated: use optimize_device_cache.", None)
     optimize_device_cache: bool = setting(
         "Give cached device memory back after every step: less memory, slower.", False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -95,11 +96,20 @@ def make_optimizer(
     return optimizer
 
 
-def keep_state(optimizer: Any, *, master_weights: bool, on_host: bool, spread: bool = False) -> Any:
+def keep_state(
+    optimizer: Any,
+    *,
+    master_weights: bool,
+    on_host: bool,
+    device: torch.device,
+    spread: bool = False,
+) -> Any:
     """The optimizer with float32 masters of low-precision weights, and with its state on the device
     or in host memory.
 
     Args:
+        on_host: the setting ``offload_optimizer``. Warns where ``device``, on which the model is
+            trained, is a CPU.
         spread: whether FSDP2 spreads the weights over processes.
 
     Raises:
@@ -122,6 +132,12 @@ def keep_state(optimizer: Any, *, master_weights: bool, on_host: bool, spread: b
             "memory: choose one of torch's, such as optim='adamw_torch', or one of bitsandbytes' "
             "paged ones without offload_optimizer"
         )
+    if on_host and device.type == "cpu":
+        warnings.warn(
+            "offload_optimizer has no effect on a CPU, whose memory is the host's: leave it out",
+            stacklevel=3,
+        )
+        on_host = False
     if on_host or master_weights:
         return with_master_weights(optimizer, on_host)
     return optimizer

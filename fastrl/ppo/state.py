@@ -48,6 +48,7 @@ _FREE = frozenset(
         "tracker_kwargs", "project_kwargs", "tracker_project_name", "push_to_hub_if_best_kwargs",
         "compare_steps", "steps", "total_ppo_epochs", "optimize_device_cache", "dataset_num_proc",
         "rollout_slots", "rollout_kv_cache_gib", "ddp_timeout", "offload_optimizer",
+        "activation_offloading",
     }
 )  # fmt: skip
 

@@ -173,6 +173,7 @@ class PPOTrainer(ClassicMethods):
             optimizer,
             master_weights=config.master_weights,
             on_host=config.offload_optimizer,
+            device=self.accelerator.device,
             spread=self.accelerator.is_fsdp2,
         )
         self.model, self.optimizer, self.dataloader, self.lr_scheduler = prepared(

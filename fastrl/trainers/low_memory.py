@@ -1,13 +1,14 @@
-"""transformers' Trainer with float32 masters of low-precision weights, and with optimizer state in
-host memory."""
+"""transformers' Trainer with float32 masters of low-precision weights, and with activations and
+optimizer state in host memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
+from fastrl.models.activation_offloading import activation_offloading
 from fastrl.models.master_weights import MASTER, MasterWeights
 from fastrl.models.optimizers import keep_state, steps_in_backward
 from fastrl.models.utils import warn_of_lost_updates
@@ -18,7 +19,8 @@ MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
 class LowMemoryTrainer(transformers.Trainer):
     """transformers' Trainer whose optimizer is as ``args.master_weights`` and
     ``args.offload_optimizer`` say, see :mod:`fastrl.models.master_weights`; with ``optim`` or an
-    optimizer that it is given.
+    optimizer that it is given. ``args.activation_offloading``: see
+    :mod:`fastrl.models.activation_offloading`.
 
     Raises:
         ValueError: offload_optimizer for an optimizer that does not step in host memory; with
@@ -27,6 +29,16 @@ class LowMemoryTrainer(transformers.Trainer):
 
     args: Any
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._offloading = activation_offloading(
+            self.args.activation_offloading, self.args.device, self.is_fsdp_enabled
+        )
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        with self._offloading(self.accelerator.unwrap_model(model)):
+            return super().training_step(model, *args, **kwargs)
+
     def create_optimizer(self, model: Any = None) -> Any:
         self.optimizer = super().create_optimizer(model)
         if not self._keeps_its_own:
@@ -34,6 +46,7 @@ class LowMemoryTrainer(transformers.Trainer):
                 self.optimizer,
                 master_weights=self.args.master_weights,
                 on_host=self.args.offload_optimizer,
+                device=self.args.device,
                 spread=self.is_fsdp_enabled,
             )
         return self.optimizer

@@ -49,6 +49,7 @@ class SupervisedArguments(TrainingArguments):
     )
     master_weights: bool = setting_like(PPOConfig, "master_weights", True)
     offload_optimizer: bool = setting_like(PPOConfig, "offload_optimizer", False)
+    activation_offloading: bool = setting_like(PPOConfig, "activation_offloading", False)
     # The data sets' columns are these trainers' own, not arguments of the model.
     remove_unused_columns: bool = setting("Drop columns that the model does not take.", False)
 

@@ -82,14 +82,15 @@ def test_a_step_in_parts_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_what_is_saved_goes_on_bit_for_bit() -> None:
+@pytest.mark.parametrize("on_host", [False, True])
+def test_what_is_saved_goes_on_bit_for_bit(on_host: bool) -> None:
     weights = make_weights(torch.bfloat16)
-    optimizer = MasterWeights(KINDS["adam"](weights))
+    optimizer = MasterWeights(KINDS["adam"](weights), on_host)
     for number in range(3):
         step(optimizer, weights, number, torch.bfloat16)
     saved = copy.deepcopy((optimizer.state_dict(), weights))
     others = saved[1]
-    other = MasterWeights(KINDS["adam"](others))
+    other = MasterWeights(KINDS["adam"](others), on_host)
     other.load_state_dict(saved[0])
     for number in range(3, 40):
         step(optimizer, weights, number, torch.bfloat16)
@@ -176,4 +177,5 @@ def test_what_handles_its_rounding_is_left_alone() -> None:
     assert isinstance(wrapped, MasterWeights)
     assert with_master_weights(wrapped) is wrapped
     plain = KINDS["sgd"](weights)
-    assert keep_state(plain, master_weights=False, on_host=False) is plain
+    cpu = torch.device("cpu")
+    assert keep_state(plain, master_weights=False, on_host=False, device=cpu) is plain

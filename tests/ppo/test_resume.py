@@ -39,7 +39,7 @@ VARIANTS = {
     "model.generate": {"rollout_backend": "generate"},
     "gradient accumulation": {"mini_batch_size": 1, "gradient_accumulation_steps": 2},
     "weights in bf16": {"dtype": torch.bfloat16},
-    "an optimizer in host memory": {"offload_optimizer": True, "optim": "adamw_torch"},
+    "an optimizer of transformers": {"optim": "adamw_torch", "optim_args": "weight_decay=0.1"},
     "an adapter": {"peft_config": LORA},
     "an adapter that was trained": {"peft_config": LORA, "reference_adapter": "start"},
 }

@@ -25,6 +25,7 @@ from tests.trainers.conftest import Make, texts
 
 __all__ = ["make_trainer"]  # a fixture
 
+CPU = torch.device("cpu")
 STEPS = 32
 LOW: dict[str, Any] = {"learning_rate": 1e-6, "lr_scheduler_type": "constant", "max_steps": STEPS}
 
@@ -158,7 +159,7 @@ def test_moments_in_8_bits_go_on_from_a_file_bit_for_bit(tmp_path: Path) -> None
         torch.manual_seed(0)
         model = nn.Linear(128, 64, bias=False).bfloat16()
         made = make_optimizer(model, "adamw_bnb_8bit", 1e-3)
-        return model, keep_state(made, master_weights=True, on_host=False)
+        return model, keep_state(made, master_weights=True, on_host=False, device=CPU)
 
     def step(model: nn.Linear, optimizer: Any, number: int) -> None:
         model.weight.grad = gradients[number].bfloat16()
@@ -210,6 +211,9 @@ def test_offloading_an_optimizer_of_bitsandbytes_is_refused() -> None:
     Foreign.__module__ = "bitsandbytes.optim"
     optimizer = Foreign(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="Foreign of bitsandbytes has no steps in host memory"):
-        keep_state(optimizer, master_weights=True, on_host=True)
+        keep_state(optimizer, master_weights=True, on_host=True, device=CPU)
+    plain = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="offload_optimizer has no effect on a CPU"):
+        assert keep_state(plain, master_weights=True, on_host=True, device=CPU) is plain
     with pytest.raises(ValueError, match="FSDP2 spreads weights over processes"):
-        keep_state(optimizer, master_weights=True, on_host=False, spread=True)
+        keep_state(optimizer, master_weights=True, on_host=False, device=CPU, spread=True)
