@@ -34,7 +34,7 @@ OPTIMIZERS = (
     *("paged_lion_32bit", "ademamix_8bit", "ademamix", "paged_ademamix_8bit"),
     *("paged_ademamix_32bit", "stable_adamw", "grokadamw"),
 )
-REFERENCE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+REFERENCE_DTYPES = ("auto", "float32", "bfloat16")
 _JSON_FIELDS = (
     "tracker_kwargs",
     "accelerator_kwargs",
@@ -193,6 +193,11 @@ class PPOConfig:
         "With trunk: the bottom layers, and the embeddings below them, are frozen, and policy and "
         "reference share them.",
         None,
+    )
+    reference_dtype: str = setting(
+        "With copy and offload: type of the reference's weights: bfloat16 (half the memory of "
+        "float32 ones; its log-probs are less exact), float32, or auto (the policy's).",
+        "auto",
     )
     reference_adapter: str = setting(
         "With adapter: off (the base model), start (a frozen copy of the adapter as training "
@@ -409,6 +414,7 @@ class PPOConfig:
             ("on_nonfinite", ON_NONFINITE),
             ("reference", REFERENCES),
             ("reference_adapter", REFERENCE_ADAPTERS),
+            ("reference_dtype", REFERENCE_DTYPES),
             ("optim", OPTIMIZERS),
         ):
             if getattr(self, name) not in choices:
