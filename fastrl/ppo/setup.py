@@ -32,6 +32,7 @@ from fastrl.models.utils import check_trainable, evaluating
 from fastrl.ref_model.trunk import WEIGHTS_ARE_COMPARED
 from fastrl.run.launcher import launched_accelerator
 from fastrl.run.metrics import open_trackers
+from fastrl.run.precision import kind_of_device, precision_for
 
 # Where accelerate wraps models in DDP, whether or not there are other processes.
 _DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))
@@ -114,6 +115,16 @@ def _check_types(
         raise TypeError(
             f"lr_scheduler must be a torch LRScheduler or None, got {type(scheduler).__name__}"
         )
+
+
+def choose_precision(config: PPOConfig, model: nn.Module) -> str | None:
+    """Sets the configuration's mixed precision where nobody has said any, and that is not
+    accelerate's own default; returns it, else None."""
+    settings = json_object(config.accelerator_kwargs)
+    chosen = precision_for(model, kind_of_device(settings), settings.get("mixed_precision"))
+    if chosen is not None:
+        settings["mixed_precision"] = chosen
+    return chosen
 
 
 def make_accelerator(config: PPOConfig) -> Accelerator:

@@ -49,6 +49,7 @@ from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
 from fastrl.ppo.setup import (
     checked_policies,
     choose_heads,
+    choose_precision,
     loads_once,
     make_accelerator,
     precision_of,
@@ -113,6 +114,7 @@ class PPOTrainer(ClassicMethods):
             ``input_ids`` and ``attention_mask``.
 
     Attributes:
+        autocast_by_default: the mixed precision, where nobody has said any; None: accelerate's own.
         rollouts: generates responses, and keeps their log-probs.
         reference: the reference policy, of which ``ref_model`` is the model.
         scorer: runs policy and reference over a batch.
@@ -149,6 +151,7 @@ class PPOTrainer(ClassicMethods):
         self.tokenizer: Any = tokenizer
         self.is_encoder_decoder = model.is_encoder_decoder
         self.is_peft_model = model.is_peft_model
+        self.autocast_by_default = choose_precision(config, model)
         self.accelerator = make_accelerator(config)
         self.processes = processes_of(self.accelerator)
         self.processes.check_same("PPOConfig", deciding(config.to_dict()))

@@ -7,11 +7,13 @@ from typing import Any
 
 import transformers
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from fastrl.models.activation_offloading import activation_offloading
 from fastrl.models.master_weights import MASTER, MasterWeights
 from fastrl.models.optimizers import keep_state, steps_in_backward
 from fastrl.models.utils import warn_of_lost_updates
+from fastrl.run.precision import precision_for
 
 MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
 
@@ -29,11 +31,21 @@ class LowMemoryTrainer(transformers.Trainer):
 
     args: Any
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, *, args: Any, model: Any = None, **kwargs: Any):
+        self._says_precision = args.bf16 is None and _choose_precision(args, model)
+        super().__init__(args=args, model=model, **kwargs)
         self._offloading = activation_offloading(
             self.args.activation_offloading, self.args.device, self.is_fsdp_enabled
         )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self._says_precision and self.is_world_process_zero() and not self.args.disable_tqdm:
+            tqdm.write(
+                "training computes in bf16 by autocast, as weights are float32 and the device can; "
+                "bf16=False (--bf16 false) turns that off"
+            )
+        self._says_precision = False
+        return super().train(*args, **kwargs)
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         with self._offloading(self.accelerator.unwrap_model(model)):
@@ -71,3 +83,14 @@ class LowMemoryTrainer(transformers.Trainer):
     def _keeps_its_own(self) -> bool:
         """Whether DeepSpeed has masters of its own, or weights are stepped by no optimizer."""
         return self.is_deepspeed_enabled or steps_in_backward(self._optim)
+
+
+def _choose_precision(args: Any, model: Any) -> bool:
+    """Sets ``bf16`` where the arguments leave it open; returns whether to compute in bf16."""
+    said = next((x for x in ("fp16", "bf16_full_eval", "deepspeed") if getattr(args, x)), None)
+    known = isinstance(model, nn.Module)  # else it is made later
+    chosen = precision_for(model, args.device.type, said) if known else None
+    args.bf16 = chosen is not None
+    if args.bf16:
+        args.mixed_precision = chosen
+    return args.bf16

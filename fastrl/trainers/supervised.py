@@ -50,6 +50,11 @@ class SupervisedArguments(TrainingArguments):
     master_weights: bool = setting_like(PPOConfig, "master_weights", True)
     offload_optimizer: bool = setting_like(PPOConfig, "offload_optimizer", False)
     activation_offloading: bool = setting_like(PPOConfig, "activation_offloading", False)
+    bf16: bool | None = setting(  # type: ignore[assignment]
+        "Compute in bfloat16 by autocast; weights keep their dtype. By default on GPUs that can, "
+        "where weights are float32 and accelerate was told no precision.",
+        None,
+    )
     # The data sets' columns are these trainers' own, not arguments of the model.
     remove_unused_columns: bool = setting("Drop columns that the model does not take.", False)
 
