@@ -32,14 +32,20 @@ _BY_BLOCKS = ("bitsandbytes", "torchao")
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 
 
-def check_optimizer(name: str) -> None:
+def check_optimizer(name: str, given: Any = None) -> None:
     """
     Args:
         name: of transformers' ``OptimizerNames``, or "adam".
+        given: an optimizer that is there already.
 
     Raises:
+        ValueError: a name beside an optimizer.
         ImportError: its package is not installed; says how to install it.
     """
+    if given is not None and name != "adam":
+        raise ValueError(
+            f"optim={name!r}, but optimizer was given ({type(given).__name__}): leave one of them out"
+        )
     module, package = _package(name)
     if module is not None and importlib.util.find_spec(module) is None:
         raise ImportError(

@@ -20,6 +20,7 @@ from fastrl.data import batch as data
 from fastrl.data.batch import TokenBatch, make_batches
 from fastrl.data.prompts import PromptStream
 from fastrl.models import PreTrainedModelWrapper
+from fastrl.models.master_weights import handles_rounding
 from fastrl.models.optimizers import (
     check_optimizer,
     keep_state,
@@ -142,8 +143,8 @@ class PPOTrainer(ClassicMethods):
         training_data_collator: Callable | None = None,
     ):
         config = config or PPOConfig()
-        if optimizer is None and isinstance(config, PPOConfig):
-            check_optimizer(config.optim)
+        if isinstance(config, PPOConfig):
+            check_optimizer(config.optim, optimizer)
         model, ref_model = checked_policies(config, model, ref_model, tokenizer, lr_scheduler)
         warn_of_a_single_response(config)
         set_seed(config.seed)
@@ -165,13 +166,13 @@ class PPOTrainer(ClassicMethods):
 
         # Before the optimizer is made: layers that are shared with the reference are not trained.
         self.reference = choose_ref_model(config, model, ref_model, num_shared_layers)
-        if not config.master_weights:
-            warn_of_lost_updates(model, _MIXED_PRECISION)
         if optimizer is None:
             fused = not loads_once(self.accelerator)
             optimizer = make_optimizer(
                 model, config.optim, config.learning_rate, config.optim_args, fused
             )
+        if not config.master_weights and not handles_rounding(optimizer):
+            warn_of_lost_updates(model, _MIXED_PRECISION)
         optimizer = keep_state(
             optimizer,
             master_weights=config.master_weights,

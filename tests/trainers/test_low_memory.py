@@ -92,6 +92,21 @@ def test_preference_learning_has_masters_too(make_trainer: Make) -> None:
     assert any((m != m.bfloat16()).any() for m in masters)
 
 
+def test_preferences_are_measured_against_a_reference_in_bf16(make_trainer: Make) -> None:
+    losses = []
+    for dtype in ("auto", "bfloat16"):
+        settings: dict[str, Any] = {"reference": "copy", "reference_dtype": dtype}
+        model = tiny_models.language_model("gpt2")
+        trainer = make_trainer("dpo", model, max_steps=1, logging_steps=1, **settings)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert {p.dtype for p in trainer.learner.reference.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert 0 < abs(losses[0] - losses[1]) < 0.01
+    with pytest.raises(ValueError, match=r"reference_dtype='bfloat16', but the reference is cach"):
+        make_trainer("dpo", tiny_models.language_model("gpt2"), reference_dtype="bfloat16")
+
+
 def test_a_step_that_is_not_finite_leaves_masters_alone(make_sft: Make) -> None:
     trainer = make_sft(start(), texts(8), max_steps=3, learning_rate=1e-3, logging_steps=1)
     compute = trainer.compute_loss
@@ -134,6 +149,13 @@ def test_a_missing_package_is_named_before_anything_is_done(
 def test_optimizers_that_cannot_be_made_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         PPOTrainer(PPOConfig(**settings), tiny_models.policy(), None, tiny.tokenizer())
+
+
+def test_an_optimizer_is_named_or_given() -> None:
+    policy = tiny_models.policy()
+    own = torch.optim.SGD(policy.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"optim='sgd', but optimizer was given \(SGD\)"):
+        PPOTrainer(PPOConfig(optim="sgd"), policy, None, tiny.tokenizer(), optimizer=own)
 
 
 def test_optimizers_are_those_that_the_names_say() -> None:
