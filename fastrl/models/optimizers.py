@@ -44,7 +44,7 @@ def check_optimizer(name: str, given: Any = None) -> None:
     """
     if given is not None and name != "adam":
         raise ValueError(
-            f"optim={name!r}, but optimizer was given ({type(given).__name__}): leave one of them out"
+            f"optim={name!r}, but optimizer was given ({type(given).__name__}): leave one out"
         )
     module, package = _package(name)
     if module is not None and importlib.util.find_spec(module) is None:
