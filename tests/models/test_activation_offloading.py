@@ -85,6 +85,16 @@ def test_what_is_gone_is_not_taken_for_another() -> None:
     assert offloaded.bytes == 20 * 500 * 4
 
 
+def test_a_tensor_and_its_transpose_are_told_apart() -> None:
+    x = torch.randn(30, 30, requires_grad=True)
+    with OffloadedActivations(nn.Linear(2, 2), everything):
+        y = x * 2
+        loss = (y.sin() + y.t().cos()).sum()
+    loss.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, (x.detach() * 2).cos() * 2 - (x.detach() * 2).sin() * 2)
+
+
 def test_small_and_expanded_tensors_stay() -> None:
     model = nn.Linear(2, 2)
     with OffloadedActivations(model, everything) as offloaded:

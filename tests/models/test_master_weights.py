@@ -130,8 +130,11 @@ def test_masters_follow_weights_that_were_written() -> None:
     same = torch.arange(40) != 3
     assert torch.equal(saved[0][MASTER][same], before[0][same])
     assert torch.equal(saved[1][MASTER], before[1])
+    with torch.no_grad():
+        weights[1].fill_(3.0)
     step(optimizer, weights, 1, torch.bfloat16)
     assert (weights[0][3] == 7).all()
+    assert (weights[1] == 3).all()
 
 
 def test_schedules_and_hooks_reach_the_inner_optimizer() -> None:

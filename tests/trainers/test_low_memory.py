@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +173,18 @@ def test_optimizers_are_those_that_the_names_say() -> None:
     assert adamw.param_groups[0]["weight_decay"] == 0  # torch's own default is 0.01
 
 
-def test_moments_in_8_bits_go_on_from_a_file_bit_for_bit(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
+@pytest.fixture
+def bitsandbytes() -> Iterator[None]:
+    """Its settings of weights, by their places in any optimizer, are those of the process."""
+    manager = pytest.importorskip("bitsandbytes").optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    yield
+    manager.initialize()
+
+
+def test_moments_in_8_bits_go_on_from_a_file_bit_for_bit(
+    tmp_path: Path, bitsandbytes: None
+) -> None:
     gradients = torch.randn(6, 64, 128, generator=torch.Generator().manual_seed(1))
 
     def make() -> tuple[nn.Linear, torch.optim.Optimizer]:
@@ -206,6 +216,20 @@ def test_moments_in_8_bits_go_on_from_a_file_bit_for_bit(tmp_path: Path) -> None
     assert one.keys() == two.keys()
     for name, value in one.items():
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(two[name])), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_have_moments_in_32_bits_and_so_have_their_masters(
+    dtype: torch.dtype, bitsandbytes: None
+) -> None:
+    model = nn.ModuleList([nn.Embedding(64, 128), nn.Linear(128, 64, bias=False)]).to(dtype)
+    made = make_optimizer(model, "adamw_bnb_8bit", 1e-3)
+    optimizer = keep_state(made, master_weights=True, on_host=False, device=CPU)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    kinds = [optimizer.state[weight]["state1"].dtype for weight in model.parameters()]
+    assert kinds == [torch.float32, torch.uint8]
 
 
 def test_tensors_of_torchao_are_saved_by_their_parts(tmp_path: Path) -> None:
