@@ -25,6 +25,16 @@ ADVANTAGES = tuple(METHODS)
 KL_PLACES = ("reward", "loss")
 LOSS_DENOMINATORS = ("auto", "minibatch", "step")
 ON_NONFINITE = ("skip", "raise", "zero-sample")
+# But for adam these are transformers' names; without optimizers that step within the backward pass,
+# or train other weights than those that are evaluated.
+OPTIMIZERS = (
+    *("adam", "adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"),
+    *("adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit", "adamw_8bit"),
+    *("paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit", "lion_32bit", "paged_lion_8bit"),
+    *("paged_lion_32bit", "ademamix_8bit", "ademamix", "paged_ademamix_8bit"),
+    *("paged_ademamix_32bit", "stable_adamw", "grokadamw"),
+)
+REFERENCE_DTYPES = ("auto", "float32", "bfloat16")
 _JSON_FIELDS = (
     "tracker_kwargs",
     "accelerator_kwargs",
@@ -108,7 +118,26 @@ class PPOConfig:
 
     # Optimisation
     steps: int = setting("Number of samples to train on, for planning only.", 20_000)
-    learning_rate: float = setting("Adam's learning rate.", 1.41e-5)
+    learning_rate: float = setting("The optimizer's learning rate.", 1.41e-5)
+    optim: str = setting(
+        "Optimizer: adam (Adam, fused where torch can), or one of transformers' names, such as "
+        "adamw_torch, sgd, adafactor, adamw_torch_8bit (needs torchao), adamw_bnb_8bit and "
+        "paged_adamw_8bit (need bitsandbytes). Weights do not decay unless optim_args says so.",
+        "adam",
+    )
+    optim_args: str | None = setting(
+        'Arguments of the optimizer, such as "beta2=0.95,weight_decay=0.01".', None
+    )
+    master_weights: bool = setting(
+        "Where trainable weights are bfloat16 or float16: step float32 copies of them, and round "
+        "the weights from these, so that no small step is lost; 4 bytes more for each weight.",
+        True,
+    )
+    offload_optimizer: bool = setting(
+        "Keep the optimizer's state, and a float32 copy of the trainable weights, in host memory, "
+        "and step there: less device memory, slower.",
+        False,
+    )
     batch_size: int = setting("Samples per step(), per process.", 128)
     mini_batch_size: int = setting(
         "Samples per forward and backward pass; by default min(128, batch_size).", None
@@ -127,6 +156,11 @@ class PPOConfig:
         "Score and update without padding, and run a prompt once for all its responses, where the "
         "model's attention allows it.",
         True,
+    )
+    activation_offloading: bool = setting(
+        "Keep what the backward pass needs of the forward in host memory: less device memory, "
+        "slower.",
+        False,
     )
     optimize_cuda_cache: bool | None = setting("Deprecated: use optimize_device_cache.", None)
     optimize_device_cache: bool = setting(
@@ -169,6 +203,11 @@ class PPOConfig:
         "With trunk: the bottom layers, and the embeddings below them, are frozen, and policy and "
         "reference share them.",
         None,
+    )
+    reference_dtype: str = setting(
+        "With copy and offload: type of the reference's weights: bfloat16 (half the memory of "
+        "float32 ones; its log-probs are less exact), float32, or auto (the policy's).",
+        "auto",
     )
     reference_adapter: str = setting(
         "With adapter: off (the base model), start (a frozen copy of the adapter as training "
@@ -386,6 +425,8 @@ class PPOConfig:
             ("on_nonfinite", ON_NONFINITE),
             ("reference", REFERENCES),
             ("reference_adapter", REFERENCE_ADAPTERS),
+            ("reference_dtype", REFERENCE_DTYPES),
+            ("optim", OPTIMIZERS),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(

@@ -13,6 +13,8 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+else:  # where nothing is said trainers compute in bf16, whose numbers no tolerance here is about
+    os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "no")
 # One worker per core: threads of their own would wait for each other. A given number is kept.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1").split(",")[0]))
 # Inductor's cache takes code for one instruction set to be code for another, which then writes past

@@ -51,7 +51,7 @@ class GRPOSide:
                 loss_aggregate="seq-mean-token-mean",
                 learning_rate=1e-5,
                 max_grad_norm=1.0,
-                accelerator_kwargs={"mixed_precision": "bf16"} if self.half else {},
+                accelerator_kwargs={"mixed_precision": "bf16" if self.half else "no"},
             ),
             self.model,
             tokenizer=self.tokenizer,

@@ -54,7 +54,9 @@ class PPOSide:
         settings: dict[str, Any] = {"init_kl_coef": 0.0} if reference == "none" else {}
         if library.__name__ == "fastrl" and reference in ("offload", "none"):
             settings["reference"] = reference
-        precision = {} if shape["dtype"] == "fp32" else {"mixed_precision": shape["dtype"]}
+        if library.__name__ == "fastrl" and shape["weights"] == "bf16":
+            settings["master_weights"] = False  # TRL has none
+        precision = {"mixed_precision": "no" if shape["dtype"] == "fp32" else shape["dtype"]}
         self.trainer = library.PPOTrainer(
             config=library.PPOConfig(
                 batch_size=shape["batch"],

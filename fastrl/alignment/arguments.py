@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastrl.config import PPOConfig, setting, setting_like
+from fastrl.config import REFERENCE_DTYPES, PPOConfig, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
 
 REFERENCES = ("auto", "cached", "copy", "adapter", "trunk", "offload")
@@ -31,6 +31,7 @@ class AlignmentConfig(SupervisedArguments):
         "auto",
     )
     num_shared_layers: int | None = setting_like(PPOConfig, "num_shared_layers", None)
+    reference_dtype: str = setting_like(PPOConfig, "reference_dtype", "auto")
     reference_adapter: str = setting_like(PPOConfig, "reference_adapter", "off")
     disable_dropout: bool = setting("Train without dropout.", True)
     rollout_slots: int = setting_like(PPOConfig, "rollout_slots", 64)
@@ -40,6 +41,11 @@ class AlignmentConfig(SupervisedArguments):
         if self.reference not in REFERENCES:
             raise ValueError(
                 f"unknown reference {self.reference!r}: choose one of {', '.join(REFERENCES)}"
+            )
+        if self.reference_dtype not in REFERENCE_DTYPES:
+            raise ValueError(
+                f"unknown reference_dtype {self.reference_dtype!r}: choose one of "
+                f"{', '.join(REFERENCE_DTYPES)}"
             )
         if self.rollout_slots < 1:
             raise ValueError(f"rollout_slots must be at least 1, got {self.rollout_slots}")

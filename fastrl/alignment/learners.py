@@ -175,11 +175,18 @@ class PolicyLearner:
         mode = self._mode(model, ref_model)
         self._cached = mode == "cached"
         if self._cached:
+            if self.args.reference_dtype != "auto":
+                raise ValueError(
+                    f"reference_dtype={self.args.reference_dtype!r}, but the reference is cached: "
+                    "its log-probs are the policy's own as training begins; leave it at 'auto', or "
+                    "choose reference='copy' or 'offload'"
+                )
             mode = "adapter" if model.is_peft_model else "none"
         settings = PPOConfig(
             reference=mode,
             num_shared_layers=self.args.num_shared_layers,
             reference_adapter=self.args.reference_adapter,
+            reference_dtype=self.args.reference_dtype,
             init_kl_coef=0.0 if mode == "none" else 1.0,
         )
         self.reference = choose_ref_model(settings, model, ref_model)

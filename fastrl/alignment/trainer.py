@@ -29,17 +29,18 @@ from fastrl.alignment.learners import make_learner
 from fastrl.alignment.logprobs import SharedPolicy, TrainedPolicy
 from fastrl.alignment.losses import Loss, make_loss
 from fastrl.models.products import Products
-from fastrl.models.utils import evaluating, warn_of_lost_updates
+from fastrl.models.utils import evaluating
 from fastrl.rollout import choose_engine, draw_seed
 from fastrl.run.callbacks import Samples
 from fastrl.run.checkpoints import BadCheckpoint, step_of
 from fastrl.run.launcher import process_count
 from fastrl.run.model_card import Method, OwnModelCard
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
-from fastrl.trainers.supervised import MIXED_PRECISION, settings_of, trained_identity
+from fastrl.trainers.low_memory import LowMemoryTrainer
+from fastrl.trainers.supervised import settings_of, trained_identity
 
 
-class Trainer(OwnModelCard, FiniteStepsTrainer):
+class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
     """Trains a model by a loss on the batches of a factory.
 
     transformers' Trainer does the rest: optimizer and schedule, accumulation, precision, processes,
@@ -116,7 +117,7 @@ class Trainer(OwnModelCard, FiniteStepsTrainer):
                 "preference learning spreads no weights by FSDP: start without --use_fsdp; DDP has "
                 "whole weights in each process"
             )
-        warn_of_lost_updates(self.model, MIXED_PRECISION)
+        self.warn_of_lost_updates(self.model, stacklevel=2)
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
         self.warns_of_steps = self.loss.backward is None
         self.learner.place(self.model, self.accelerator)

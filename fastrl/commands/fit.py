@@ -177,7 +177,6 @@ class CommandFlags:
     warmup_steps: float = _help_of(
         "warmup_steps", "Steps in which the learning rate rises; below 1 a share of all steps."
     )
-    bf16: bool = _help_of("bf16", "Compute in bfloat16; weights keep their dtype.")
     seed: int = _help_of(
         "seed", "Seed of the data's order, of held-out examples and of new weights."
     )

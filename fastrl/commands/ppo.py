@@ -24,6 +24,7 @@ from fastrl.data.tables import (
     take_prompts,
 )
 from fastrl.models.load import load_tokenizer
+from fastrl.models.optimizers import check_optimizer
 from fastrl.rewards.weighted import check_reward_settings
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY
 from fastrl.run.folder import RunFolder
@@ -280,6 +281,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     """Trains, saves and reports; returns the change in held-out reward, None without evaluation
     prompts."""
     config = flags.config_for(job)
+    check_optimizer(config.optim)
     folder = RunFolder(
         job.output,
         {

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastrl.models.master_weights import MASTER, MasterWeights
 from fastrl.models.sharding import like
-from fastrl.run.state import SharedOut
+from fastrl.run.state import SharedOut, is_dtensor
+
+# Tensors of torchao that are several tensors inside, by their names in a checkpoint.
+_IN_PARTS = {
+    "OptimState8bit": "torchao.optim.subclass_8bit",
+    "OptimState4bit": "torchao.optim.subclass_4bit",
+}
+_KIND, _PARTS, _CONTEXT = "__kind__", "parts", "context"
 
 
 def optimizer_groups(optimizer: Any, model: nn.Module) -> list[dict[str, Any]]:
@@ -42,12 +51,12 @@ def optimizer_state(optimizer: Any, model: nn.Module) -> dict[str, Any]:
     groups = optimizer_groups(optimizer, model)
     names = [name for group in groups for name in group["params"]]
     moments = _inner(optimizer).state_dict()["state"]
-    return {"groups": groups, "moments": {names[i]: each for i, each in moments.items()}}
+    return {"groups": groups, "moments": {names[i]: _plain(x) for i, x in moments.items()}}
 
 
 def load_optimizer_state(optimizer: Any, model: nn.Module, state: Mapping[str, Any]) -> None:
     """Makes an optimizer of the same weights continue from what :func:`optimizer_state` returned,
-    or what was read of it."""
+    or what was read of it. Float32 masters that it does not keep are left out."""
     inner = _inner(optimizer)
     index = {
         name: i
@@ -61,12 +70,14 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, state: Mapping[str, A
         for name, value in own.items():
             if isinstance(value, tuple):
                 group[name] = tuple(group[name])
-    # Copies: the tensors of a file are mapped, and lie where torch would not put them.
+            elif isinstance(value, Tensor):
+                group[name] = group[name].clone()
     weights = dict(model.named_parameters())
     moments = {
         index[name]: {
-            k: like(v, weights.get(name)).clone() if isinstance(v, (Tensor, SharedOut)) else v
+            k: _copied(v, weights.get(name))
             for k, v in each.items()
+            if k != MASTER or isinstance(inner, MasterWeights)
         }
         for name, each in state["moments"].items()
     }
@@ -82,3 +93,48 @@ def copy_weights(targets: Mapping[str, Tensor], sources: Mapping[str, Any]) -> N
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _plain(value: Any) -> Any:
+    """Moments as a checkpoint can hold them: tensors of torchao by their parts."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if not hasattr(value, "__tensor_flatten__") or is_dtensor(value):
+        return value
+    kind = type(value).__name__
+    if kind not in _IN_PARTS:
+        raise TypeError(
+            f"the optimizer keeps tensors of the kind {kind}, which a checkpoint cannot hold: "
+            "choose another optim, such as adamw_torch"
+        )
+    names, context = value.__tensor_flatten__()
+    return {
+        _KIND: kind,
+        _PARTS: {name: getattr(value, name) for name in names},
+        _CONTEXT: [_written(each) for each in context],
+    }
+
+
+def _copied(value: Any, weight: Tensor | None) -> Any:
+    """Moments of a weight that were saved. Tensors are copies: those of a file are mapped, and lie
+    where torch would not put them."""
+    if isinstance(value, (Tensor, SharedOut)):
+        return like(value, weight).clone()
+    if not isinstance(value, Mapping):
+        return value
+    if _KIND not in value:
+        return {name: _copied(each, weight) for name, each in value.items()}
+    kind = getattr(importlib.import_module(_IN_PARTS[value[_KIND]]), value[_KIND])
+    parts = {name: each.clone() for name, each in value[_PARTS].items()}
+    return kind.__tensor_unflatten__(parts, [_read(each) for each in value[_CONTEXT]])
+
+
+def _written(value: Any) -> Any:
+    """A part of a tensor's description as JSON has it."""
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, str):
+        return getattr(torch, value.removeprefix("torch."))
+    return tuple(value) if isinstance(value, list) else value

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastrl.models.master_weights import LOW_PRECISION
 from fastrl.models.quantised import NEEDS_AN_ADAPTER, is_quantised, scales
 from fastrl.models.sharding import whole
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 _CHUNK = 1 << 22  # weights at a time
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def context_length(model: Any) -> int | None:
@@ -91,14 +91,14 @@ def warn_of_lost_updates(model: nn.Module, remedy: str, stacklevel: int = 2) -> 
     Args:
         remedy: how the trainer computes in low precision over float32 weights.
     """
-    low = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in _LOW_PRECISION}
+    low = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in LOW_PRECISION}
     if not low:
         return
     names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in low))
     warnings.warn(
         f"trainable weights are {names}: updates below half their spacing are lost (in bfloat16 at "
-        f"a learning rate of 1e-6 some 98% of the weights never change). Load the model in float32 "
-        f"and {remedy}; or train a LoRA adapter, whose weights are float32",
+        "a learning rate of 1e-6 most weights never change). Set master_weights=True; or load the "
+        f"model in float32 and {remedy}; or train a LoRA adapter, whose weights are float32",
         stacklevel=stacklevel + 1,
     )
 

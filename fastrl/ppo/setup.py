@@ -33,6 +33,7 @@ from fastrl.models.utils import check_trainable, evaluating
 from fastrl.ref_model.trunk import WEIGHTS_ARE_COMPARED
 from fastrl.run.launcher import launched_accelerator
 from fastrl.run.metrics import open_trackers
+from fastrl.run.precision import kind_of_device, precision_for
 
 # Where accelerate wraps models in DDP, whether or not there are other processes.
 _DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))
@@ -117,6 +118,16 @@ def _check_types(
         )
 
 
+def choose_precision(config: PPOConfig, model: nn.Module) -> str | None:
+    """Sets the configuration's mixed precision where nobody has said any, and that is not
+    accelerate's own default; returns it, else None."""
+    settings = json_object(config.accelerator_kwargs)
+    chosen = precision_for(model, kind_of_device(settings), settings.get("mixed_precision"))
+    if chosen is not None:
+        settings["mixed_precision"] = chosen
+    return chosen
+
+
 def make_accelerator(config: PPOConfig) -> Accelerator:
     """Makes an Accelerator with the configured devices, precision and trackers."""
     settings = {
@@ -171,20 +182,6 @@ def prepared(
 def loads_once(accelerator: Accelerator) -> bool:
     """Whether FSDP2 gets all weights from the main process."""
     return accelerator.is_fsdp2 and bool(accelerator.state.fsdp_plugin.cpu_ram_efficient_loading)
-
-
-def make_optimizer(
-    model: nn.Module, learning_rate: float, fused: bool = True
-) -> torch.optim.Optimizer:
-    """Makes Adam without weight decay over the trainable weights, fused where torch can.
-
-    Args:
-        fused: False where one process has weights, and others have them without memory: all are to
-            compute alike.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    fused = fused and {p.device.type for p in parameters} <= {"cpu", "cuda", "xpu", "mps"}
-    return torch.optim.Adam(parameters, lr=learning_rate, fused=fused)
 
 
 def precision_of(model: nn.Module, accelerator: Accelerator) -> torch.dtype:

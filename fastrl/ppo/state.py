@@ -19,6 +19,7 @@ from fastrl.models.optimizer_state import (
     optimizer_groups,
     optimizer_state,
 )
+from fastrl.models.optimizers import set_learning_rate
 from fastrl.models.sharding import spread
 from fastrl.models.utils import checksum, model_identity
 from fastrl.ppo.memory import MicroBatches
@@ -40,13 +41,14 @@ from fastrl.run.random_state import (
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer
 
-# Settings that do not change what is computed, or (the last two) not more than its last bits.
+# Settings that do not change what is computed, or not more than its last bits.
 _FREE = frozenset(
     {
         "exp_name", "log_with", "task_name", "model_name", "query_dataset", "reward_model",
         "tracker_kwargs", "project_kwargs", "tracker_project_name", "push_to_hub_if_best_kwargs",
         "compare_steps", "steps", "total_ppo_epochs", "optimize_device_cache", "dataset_num_proc",
-        "rollout_slots", "rollout_kv_cache_gib", "ddp_timeout",
+        "rollout_slots", "rollout_kv_cache_gib", "ddp_timeout", "offload_optimizer",
+        "activation_offloading",
     }
 )  # fmt: skip
 
@@ -199,6 +201,12 @@ class TrainerState:
             raise BadCheckpoint(
                 f"resume: the checkpoint's run had {had} lr_scheduler: make the trainer alike"
             )
+        kind = state["config"].get("optim", "adam"), trainer.config.optim
+        if kind[0] != kind[1]:
+            raise BadCheckpoint(
+                f"resume: the checkpoint's run had optim={kind[0]!r}, this one has {kind[1]!r}: "
+                "resume with the optimizer that the run began with"
+            )
         names, own_names = (
             [name for group in groups for name in group["params"]]
             for groups in (
@@ -242,5 +250,4 @@ def _apply_changed_settings(trainer: PPOTrainer, before: Mapping[str, Any]) -> N
     """Warns of settings that are not those of the checkpoint, and sets a new learning rate."""
     changed = warn_of_changed_settings(before, deciding(trainer.config.to_dict()))
     if "learning_rate" in changed and trainer.lr_scheduler is None:
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = trainer.config.learning_rate
+        set_learning_rate(trainer.optimizer, trainer.config.learning_rate)

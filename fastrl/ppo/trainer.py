@@ -21,6 +21,13 @@ from fastrl.data.batch import TokenBatch, make_batches
 from fastrl.data.choose_packing import choose_packing
 from fastrl.data.prompts import PromptStream
 from fastrl.models import PreTrainedModelWrapper
+from fastrl.models.master_weights import handles_rounding
+from fastrl.models.optimizers import (
+    check_optimizer,
+    keep_state,
+    learning_rate_of,
+    make_optimizer,
+)
 from fastrl.models.products import Products
 from fastrl.models.sharding import gathered_state_dict
 from fastrl.models.utils import evaluating, warn_of_lost_updates
@@ -44,9 +51,9 @@ from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
 from fastrl.ppo.setup import (
     checked_policies,
     choose_heads,
+    choose_precision,
     loads_once,
     make_accelerator,
-    make_optimizer,
     precision_of,
     prepared,
     warn_of_a_single_response,
@@ -98,7 +105,8 @@ class PPOTrainer(ClassicMethods):
         ref_model: the reference policy; None makes it as ``PPOConfig.reference`` says.
         tokenizer: gives pad and EOS tokens, the padding side, and text.
         dataset: samples for ``dataloader``, shuffled, in whole batches.
-        optimizer: default Adam without weight decay, fused where torch can.
+        optimizer: in place of the configuration's ``optim``. Where weights are bfloat16 or float16
+            it steps float32 masters of them (``PPOConfig.master_weights``).
         data_collator: makes the dataloader's batches; by default dicts of lists, or of tuples and
             tensors what torch's ``default_collate`` makes.
         num_shared_layers: bottom layers that policy and reference share, frozen; in place of the
@@ -108,6 +116,7 @@ class PPOTrainer(ClassicMethods):
             ``input_ids`` and ``attention_mask``.
 
     Attributes:
+        autocast_by_default: the mixed precision, where nobody has said any; None: accelerate's own.
         rollouts: generates responses, and keeps their log-probs.
         reference: the reference policy, of which ``ref_model`` is the model.
         scorer: runs policy and reference over a batch.
@@ -135,6 +144,8 @@ class PPOTrainer(ClassicMethods):
         training_data_collator: Callable | None = None,
     ):
         config = config or PPOConfig()
+        if isinstance(config, PPOConfig):
+            check_optimizer(config.optim, optimizer)
         model, ref_model = checked_policies(config, model, ref_model, tokenizer, lr_scheduler)
         warn_of_a_single_response(config)
         set_seed(config.seed)
@@ -142,6 +153,7 @@ class PPOTrainer(ClassicMethods):
         self.tokenizer: Any = tokenizer
         self.is_encoder_decoder = model.is_encoder_decoder
         self.is_peft_model = model.is_peft_model
+        self.autocast_by_default = choose_precision(config, model)
         self.accelerator = make_accelerator(config)
         self.processes = processes_of(self.accelerator)
         self.processes.check_same("PPOConfig", deciding(config.to_dict()))
@@ -154,10 +166,20 @@ class PPOTrainer(ClassicMethods):
 
         # Before the optimizer is made: layers that are shared with the reference are not trained.
         self.reference = choose_ref_model(config, model, ref_model, num_shared_layers)
-        warn_of_lost_updates(model, _MIXED_PRECISION)
         if optimizer is None:
             fused = not loads_once(self.accelerator)
-            optimizer = make_optimizer(model, config.learning_rate, fused)
+            optimizer = make_optimizer(
+                model, config.optim, config.learning_rate, config.optim_args, fused
+            )
+        if not config.master_weights and not handles_rounding(optimizer):
+            warn_of_lost_updates(model, _MIXED_PRECISION)
+        optimizer = keep_state(
+            optimizer,
+            master_weights=config.master_weights,
+            on_host=config.offload_optimizer,
+            device=self.accelerator.device,
+            spread=self.accelerator.is_fsdp2,
+        )
         self.model, self.optimizer, self.dataloader, self.lr_scheduler = prepared(
             self.accelerator, model, optimizer, self.dataloader, lr_scheduler
         )
@@ -625,7 +647,7 @@ class PPOTrainer(ClassicMethods):
         }
         result.update(stats.host_stats(batch, record))
         result["objective/kl_coef"] = kl_coef
-        result["ppo/learning_rate"] = self.optimizer.param_groups[0]["lr"]
+        result["ppo/learning_rate"] = learning_rate_of(self.optimizer)
         return result
 
     def save_pretrained(self, save_directory: str | Path) -> None:

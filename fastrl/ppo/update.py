@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fastrl.config import PPOConfig
 from fastrl.data.batch import TokenBatch
 from fastrl.models.activation_checkpointing import all_layers, checkpointed
+from fastrl.models.activation_offloading import activation_offloading
 from fastrl.models.scoring import PassLimit
 from fastrl.ppo.experience import Experience, shares_of
 from fastrl.ppo.loss import Minibatch, MinibatchLoss, UpdateLoss
@@ -424,6 +425,9 @@ class PPOUpdate:
         self.config = config
         self.gradient = gradient
         self.accelerator = gradient.accelerator
+        self.offloading = activation_offloading(
+            config.activation_offloading, self.accelerator.device, self.accelerator.is_fsdp2
+        )
         self.shuffle = np.random.RandomState(config.seed)
         self.optimizer_steps = 0  # begun so far
 
@@ -516,13 +520,15 @@ class PPOUpdate:
         record.optimizer_steps += not getattr(optimizer, "step_was_skipped", False)
         self.gradient.zero()
 
-    def _memory_saved(self) -> AbstractContextManager[None]:
-        """Context in which activations are recomputed, where ``gradient_checkpointing`` asks for
-        it."""
-        if not self.config.gradient_checkpointing:
-            return nullcontext()
+    def _memory_saved(self) -> ExitStack:
+        """Context in which activations are recomputed, and wait in host memory, where
+        ``gradient_checkpointing`` and ``activation_offloading`` ask for it."""
         unwrapped: Any = self.accelerator.unwrap_model(self.gradient.model)
-        return checkpointed(all_layers(unwrapped.pretrained_model))
+        saved = ExitStack()
+        if self.config.gradient_checkpointing:
+            saved.enter_context(checkpointed(all_layers(unwrapped.pretrained_model)))
+        saved.enter_context(self.offloading(unwrapped))
+        return saved
 
 
 def _without(minibatches: Sequence[Minibatch], samples: Sequence[int]) -> list[Minibatch]:

@@ -13,7 +13,7 @@ from fastrl.models.trunk import Budget
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.ref_model.adapter import AdapterOffRefModel, StartAdapterRefModel, trained_before
 from fastrl.ref_model.base import RefModel, cannot_follow
-from fastrl.ref_model.copy import CopyRefModel, frozen_copy
+from fastrl.ref_model.copy import CopyRefModel, frozen_copy, in_dtype
 from fastrl.ref_model.none import NoRefModel
 from fastrl.ref_model.offload import OffloadRefModel
 from fastrl.ref_model.trunk import TrunkRefModel, Unshareable, shared_copy, split_off
@@ -88,7 +88,7 @@ def choose_ref_model(
 
     Raises:
         ValueError: a mode that the model cannot serve, arguments that contradict it, a reference
-            with another vocabulary.
+            with another vocabulary, a ``reference_dtype`` that the mode cannot have.
     """
     layers = config.num_shared_layers if num_shared_layers is None else num_shared_layers
     if layers is not None and ref_model is not None and not _shared(policy, ref_model):
@@ -117,7 +117,8 @@ def choose_ref_model(
             why += ": the base model with it off"
             why += ", from which the policy differs already" if trained else ""
     elif mode == "offload":
-        reference = OffloadRefModel(ref_model or frozen_copy(policy), policy)
+        copied = in_dtype(ref_model or frozen_copy(policy), config.reference_dtype)
+        reference = OffloadRefModel(copied, policy)
     elif mode == "trunk":
         ref_model = ref_model or create_reference_model(policy, layers)
         gib = (config.trunk_cache_gib, config.trunk_cache_host_gib)
@@ -127,7 +128,8 @@ def choose_ref_model(
         else:
             reference, why = CopyRefModel(ref_model, policy), "its layers cannot be shared"
     else:
-        reference = CopyRefModel(ref_model or create_reference_model(policy), policy)
+        copied = in_dtype(ref_model or create_reference_model(policy), config.reference_dtype)
+        reference = CopyRefModel(copied, policy)
     reference.why = why
     return reference
 
@@ -205,8 +207,42 @@ def _check(
     follows = mode not in ("adapter", "none") or config.reference_adapter != "off"
     if config.sync_ref_every and (mode == "none" or not follows):
         raise ValueError(cannot_follow(mode))
+    _check_dtype(mode, config, policy, ref_model)
     if ref_model is not None:
         _check_vocabulary(policy, ref_model)
+
+
+def _check_dtype(
+    mode: str,
+    config: PPOConfig,
+    policy: PreTrainedModelWrapper,
+    ref_model: PreTrainedModelWrapper | None,
+) -> None:
+    asked = f"reference_dtype={config.reference_dtype!r}"
+    if config.reference_dtype == "auto":
+        return
+    if mode == "trunk":
+        raise ValueError(
+            f"{asked}: with reference='trunk' the bottom layers are the policy's own, and the "
+            "layers above them take their outputs: leave it at 'auto', or choose reference='copy'"
+        )
+    if mode not in ("copy", "offload"):
+        raise ValueError(
+            f"{asked}, but reference={mode!r} has no weights of its own: leave it at 'auto', or "
+            "choose reference='copy' or 'offload'"
+        )
+    theirs = () if ref_model is None else ref_model.parameters()
+    if {id(weight) for weight in policy.parameters()} & {id(weight) for weight in theirs}:
+        raise ValueError(
+            f"{asked}, but ref_model has weights that are the policy's own: leave it at 'auto', or "
+            "pass a model of its own"
+        )
+    if config.reference_dtype == "bfloat16" and config.sync_ref_every and config.ref_ema < 1:
+        raise ValueError(
+            f"{asked} with ref_ema={config.ref_ema:g}: changes below half the spacing of bfloat16 "
+            "would be lost, and the reference hardly move: set ref_ema=1, or leave reference_dtype "
+            "at 'auto'"
+        )
 
 
 def _check_vocabulary(policy: PreTrainedModelWrapper, ref_model: PreTrainedModelWrapper) -> None:

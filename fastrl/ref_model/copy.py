@@ -23,6 +23,17 @@ def frozen_copy(model: Copied, shared: dict[int, Any] | None = None) -> Copied:
     return copy.deepcopy(model, dict(shared or {})).requires_grad_(False).eval()
 
 
+def in_dtype(model: Copied, dtype: str) -> Copied:
+    """The model with its floating-point weights in a dtype, by torch's name; "auto": as they are.
+    Buffers, such as the frequencies of rotary embeddings, keep theirs, as when a model is loaded in
+    a dtype."""
+    if dtype != "auto":
+        for weight in model.parameters():
+            if weight.is_floating_point():
+                weight.data = weight.data.to(getattr(torch, dtype))
+    return model
+
+
 @torch.no_grad()
 def mix(targets: list[Tensor], sources: list[Tensor], weight: float) -> None:
     """target ← weight·source + (1 - weight)·target, on any devices; each process mixes its share of

@@ -22,6 +22,12 @@ class ProgressCallback(TrainCallback):
 
         reference = trainer.reference
         tqdm.write(f"{self.description} reference: {reference.mode}, {reference.why}")
+        if trainer.autocast_by_default is not None:
+            tqdm.write(
+                f"{self.description} computes in {trainer.autocast_by_default} by autocast, as "
+                "weights are float32 and the device can; accelerator_kwargs="
+                '{"mixed_precision": "no"} turns that off'
+            )
         done = trainer.current_step
         if done:
             left = f"goes on with step {done + 1} of {done + total_steps}"

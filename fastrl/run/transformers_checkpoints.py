@@ -47,7 +47,8 @@ _FREE = (
     "output_dir", "run_name", "resume_from", "disable_tqdm", "report_to", "project", "trackio",
     "logging_", "log_", "eval_", "save_", "hub_", "push_to_hub", "do_", "dataloader_", "local_rank",
     "ddp_", "num_print_samples", "dataset_num_proc", "per_device_eval", "load_best", "prediction_",
-    "restore_callback", "metric_for_best", "greater_is_better",
+    "restore_callback", "metric_for_best", "greater_is_better", "offload_optimizer",
+    "activation_offloading",
 )  # fmt: skip
 # Settings of when something is done that all processes do together, or say, by their beginnings.
 _STEPS = (

@@ -17,26 +17,21 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
-from fastrl.config import setting
+from fastrl.config import PPOConfig, setting, setting_like
 from fastrl.data.batch import TokenBatch
 from fastrl.data.choose_packing import why_not_packed
 from fastrl.models.load import load_tokenizer
+from fastrl.models.optimizers import check_optimizer
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.sharding import spread
-from fastrl.models.utils import (
-    check_trainable,
-    context_length,
-    model_identity,
-    warn_of_lost_updates,
-)
+from fastrl.models.utils import check_trainable, context_length, model_identity
 from fastrl.run.checkpoints import describe_weights
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
+from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.sharded import ShardedTrainer
 from fastrl.trainers.sharing import SharedBatches, share_batches
-
-MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
 
 
 @dataclass
@@ -60,6 +55,14 @@ class SupervisedArguments(TrainingArguments):
         "left out and counted, with a warning), raise (an error).",
         "skip",
     )
+    master_weights: bool = setting_like(PPOConfig, "master_weights", True)
+    offload_optimizer: bool = setting_like(PPOConfig, "offload_optimizer", False)
+    activation_offloading: bool = setting_like(PPOConfig, "activation_offloading", False)
+    bf16: bool | None = setting(  # type: ignore[assignment]
+        "Compute in bfloat16 by autocast; weights keep their dtype. By default on GPUs that can, "
+        "where weights are float32 and accelerate was told no precision.",
+        None,
+    )
     # The data sets' columns are these trainers' own, not arguments of the model.
     remove_unused_columns: bool = setting("Drop columns that the model does not take.", False)
 
@@ -78,6 +81,7 @@ class SupervisedArguments(TrainingArguments):
         if self.report_to is None:
             self.report_to = "none"
         super().__post_init__()
+        check_optimizer(str(getattr(self.optim, "value", self.optim)))
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length must be at least 1 or None, got {self.max_length}")
         if self.on_nonfinite not in ON_NONFINITE:
@@ -87,7 +91,7 @@ class SupervisedArguments(TrainingArguments):
             )
 
 
-class SupervisedTrainer(OwnModelCard, ShardedTrainer, FiniteStepsTrainer, ABC):
+class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsTrainer, ABC):
     """transformers' Trainer, which prepares all models and data sets that it is given: at
     construction, by ``model_init``, in ``evaluate`` and in ``predict``. Runs are resumed bit for
     bit, see :class:`fastrl.run.transformers_checkpoints.ResumableTrainer`.
@@ -133,7 +137,7 @@ class SupervisedTrainer(OwnModelCard, ShardedTrainer, FiniteStepsTrainer, ABC):
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)
         self.products = Products(self.processes)
         if self._trains:
-            warn_of_lost_updates(self.model, MIXED_PRECISION, stacklevel=3)
+            self.warn_of_lost_updates(self.model, stacklevel=3)
 
     @abstractmethod
     def prepare_model(self, model: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Trainers warn, once, of trainable weights too coarse for the updates that they are given."""
+"""Trainers that keep no float32 masters warn, once, of trainable weights too coarse for the updates
+that they are given."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from tests.trainers.conftest import make_reward, reward_model
 __all__ = ["make_reward", "make_trainer"]  # fixtures
 
 SAID = "trainable weights are bfloat16"
-PPO_REMEDY = r'float32 and set accelerator_kwargs={"mixed_precision": "bf16"} .*LoRA adapter'
+PPO_REMEDY = (
+    r"master_weights=True; or load .* float32 and set "
+    r'accelerator_kwargs={"mixed_precision": "bf16"} .*LoRA adapter'
+)
 
 pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
 
@@ -42,31 +46,35 @@ def test_ppo_says_that_updates_are_lost_and_what_to_do(dtype):
     base = low(tiny_models.language_model("gpt2"), dtype)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ppo(AutoModelForCausalLMWithValueHead.from_pretrained(base))
+        ppo(AutoModelForCausalLMWithValueHead.from_pretrained(base), master_weights=False)
     (said,) = about_weights(caught)
     assert str(dtype).removeprefix("torch.") in str(said.message)
     assert said.filename == __file__
+    plain = low(CausalLMPolicy(tiny_models.language_model("gpt2")))
     with pytest.warns(UserWarning, match=PPO_REMEDY):
-        ppo(low(CausalLMPolicy(tiny_models.language_model("gpt2"))), advantage="rloo", group_size=2)
+        ppo(plain, advantage="rloo", group_size=2, master_weights=False)
 
 
 def test_a_warning_is_about_what_is_trained():
-    """Adapters are float32 over a bf16 model, and float32 weights under autocast stay so."""
+    """Adapters are float32 over a bf16 model, and float32 weights under autocast stay so. With
+    masters no update is lost."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ppo(AutoModelForCausalLMWithValueHead.from_pretrained(tiny_models.language_model("gpt2")))
         base = low(tiny_models.language_model("gpt2"))
+        ppo(AutoModelForCausalLMWithValueHead.from_pretrained(base))
+        base = low(tiny_models.language_model("gpt2"))
         adapted = AutoModelForCausalLMWithValueHead.from_pretrained(
             base, peft_config=tiny_models.lora()
         )
-        ppo(adapted)
+        ppo(adapted, master_weights=False)
     assert not about_weights(caught)
     assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
 
 
 def test_sft_says_so_too(tmp_path):
     texts = Dataset.from_dict({"text": ["w3 w4 w5"] * 4})
-    args = SFTConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    args = SFTConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, master_weights=False)
     model = low(tiny_models.language_model("gpt2"))
     with pytest.warns(
         UserWarning, match=SAID + r".*set bf16=True \(commands: --dtype float32"
@@ -79,9 +87,9 @@ def test_sft_says_so_too(tmp_path):
 def test_trainers_on_pairs_say_so_too(kind, make_reward, make_trainer):
     model = low(reward_model("gpt2") if "reward" in kind else tiny_models.language_model("gpt2"))
     makers = {
-        "reward": lambda: make_reward(model),
-        "dpo": lambda: make_trainer("dpo", model),
-        "reward-modelling": lambda: make_trainer("bradley-terry", model),
+        "reward": lambda: make_reward(model, master_weights=False),
+        "dpo": lambda: make_trainer("dpo", model, master_weights=False),
+        "reward-modelling": lambda: make_trainer("bradley-terry", model, master_weights=False),
     }
     with pytest.warns(UserWarning, match=SAID) as caught:
         makers[kind]()

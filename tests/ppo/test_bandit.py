@@ -1,5 +1,6 @@
 """PPO against an optimum that is known in closed form."""
 
+import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -9,8 +10,10 @@ from tests.golden import tiny
 V, BATCH, BETA = 32, 256, 0.5
 
 
-def test_a_bandit_converges_to_the_tilted_reference() -> None:
-    """max E[r] - β·KL(π || ref) has its optimum at π* ∝ ref·exp(r/β), token by token."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bandit_converges_to_the_tilted_reference(dtype: torch.dtype) -> None:
+    """max E[r] - β·KL(π || ref) has its optimum at π* ∝ ref·exp(r/β), token by token; with weights
+    in bf16, too, as their float32 masters are trained."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -25,7 +28,7 @@ def test_a_bandit_converges_to_the_tilted_reference() -> None:
     )
     with torch.no_grad():
         model.transformer.wte.weight.mul_(8)
-    policy = AutoModelForCausalLMWithValueHead(model, summary_dropout_prob=0.0)
+    policy = AutoModelForCausalLMWithValueHead(model.to(dtype), summary_dropout_prob=0.0)
     config = PPOConfig(
         batch_size=BATCH,
         ppo_epochs=4,
@@ -43,7 +46,7 @@ def test_a_bandit_converges_to_the_tilted_reference() -> None:
     def log_policy(of: AutoModelForCausalLMWithValueHead) -> torch.Tensor:
         with torch.no_grad():
             logits = of.eval()(query[None].to(trainer.current_device))[0][0, -1]
-            return logits.log_softmax(-1).double().cpu()
+            return logits.double().log_softmax(-1).cpu()
 
     optimum = (log_policy(trainer.ref_model) + rewards.double() / BETA).log_softmax(-1)
 

@@ -195,6 +195,51 @@ def test_scores_are_those_of_a_copy(mode):
         )
 
 
+@pytest.mark.parametrize("kl_penalty", ["kl", "full"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("mode", ["copy", "offload"])
+def test_a_reference_in_bf16_costs_half_and_scores_nearly_the_same(mode, family, kl_penalty):
+    settings = {"reference": mode, "kl_penalty": kl_penalty}
+    exact = trainer_of(deep(family), **settings)
+    coarse = trainer_of(deep(family), reference_dtype="bfloat16", **settings)
+    assert storage(coarse.ref_model) == storage(exact.ref_model) / 2
+    assert {p.dtype for p in coarse.model.parameters()} == {torch.float32}
+    # The frequencies of rotary embeddings: rounded, they would be other positions.
+    assert {b.dtype for b in coarse.ref_model.buffers() if b.is_floating_point()} <= {torch.float32}
+    found, expected = coarse.step(**make_batch()), exact.step(**make_batch())
+    assert (found["objective/logprobs"] == expected["objective/logprobs"]).all()
+    difference = found["objective/ref_logprobs"] - expected["objective/ref_logprobs"]
+    assert 0 < abs(difference).max() < 0.05
+    queries = tiny_models.prompts(3, 5)
+    with coarse.reference.as_policy():
+        coarse.generate(queries, generate_ref_response=True, max_new_tokens=4, do_sample=False)
+
+
+def test_a_reference_in_bf16_follows_in_whole_steps():
+    trainer = trainer_of(deep("gpt2"), reference_dtype="bfloat16", sync_ref_every=1)
+    trainer.step(**make_batch())
+    for name, weight in trainer.reference.own_weights().items():
+        policy = dict(trainer._unwrapped.named_parameters())[name]
+        assert torch.equal(weight, policy.bfloat16()), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_shared_layers": 2}, "reference='trunk' the bottom layers are the policy's own"),
+        ({"init_kl_coef": 0.0}, "reference='none' has no weights of its own"),
+        ({"sync_ref_every": 1, "ref_ema": 0.1}, "below half the spacing of bfloat16 would be lost"),
+    ],
+)
+def test_a_reference_that_cannot_be_in_bf16_is_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        trainer_of(deep("gpt2"), reference_dtype="bfloat16", **settings)
+    with pytest.raises(ValueError, match="reference='adapter' has no weights of its own"):
+        trainer_of(adapted(), reference_dtype="bfloat16")
+    with pytest.raises(ValueError, match="unknown reference_dtype 'int8': choose one of auto"):
+        PPOConfig(reference_dtype="int8")
+
+
 @pytest.mark.parametrize("adaptive", [True, False])
 @pytest.mark.parametrize("kl_penalty", ["kl", "full"])
 def test_without_a_reference_the_score_is_the_reward(adaptive, kl_penalty):

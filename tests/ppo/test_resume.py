@@ -38,13 +38,21 @@ VARIANTS = {
     "no reference": {"init_kl_coef": 0.0, "adap_kl_ctrl": False},
     "model.generate": {"rollout_backend": "generate"},
     "gradient accumulation": {"mini_batch_size": 1, "gradient_accumulation_steps": 2},
+    "weights in bf16": {"dtype": torch.bfloat16},
+    "an optimizer of transformers": {"optim": "adamw_torch", "optim_args": "weight_decay=0.1"},
     "an adapter": {"peft_config": LORA},
     "an adapter that was trained": {"peft_config": LORA, "reference_adapter": "start"},
 }
 
 
 def make_trainer(
-    family="gpt2", peft_config=None, scheduler=None, model=None, tokenizer=None, **settings
+    family="gpt2",
+    peft_config=None,
+    scheduler=None,
+    model=None,
+    tokenizer=None,
+    dtype=torch.float32,
+    **settings,
 ):
     torch.manual_seed(0)
     policy = tiny_models.policy(family) if model is None else model
@@ -53,6 +61,7 @@ def make_trainer(
         policy = AutoModelForCausalLMWithValueHead.from_pretrained(
             language_model, peft_config=peft_config
         )
+    policy.to(dtype)
     config = PPOConfig(**SETTINGS | settings)
     optimizer = None
     if scheduler is not None:

@@ -23,7 +23,8 @@ from fastrl import (
 )
 from fastrl.data.columns import PAIRS
 from fastrl.models.load import load_language_model
-from fastrl.models.sharding import own_share, spread
+from fastrl.models.master_weights import MASTER
+from fastrl.models.sharding import own_share, spread, whole
 from fastrl.run.launcher import launched_accelerator, process_count
 from tests import tiny_models
 from tests.golden import tiny
@@ -260,6 +261,46 @@ def supervised_checkpoints(folder: Path) -> dict[str, Any]:
     return {"done": done}
 
 
+def masters(folder: Path) -> dict[str, Any]:
+    """What SFT and PPO learn with weights in bf16, whose float32 masters are spread and saved like
+    them: SFT of three steps, of which the last is done again from a checkpoint in shares."""
+
+    def run(name: str, resume: str | None = None) -> dict[str, Tensor]:
+        model = tiny_models.language_model("llama").bfloat16()
+        settings = {"optim": "sgd", "learning_rate": 1e-3, "save_strategy": "steps"}
+        trainer = make_supervised(model, folder / name, save_steps=2, **settings)
+        trainer.train(None if resume is None else str(folder / resume / "checkpoint-2"))
+        return _masters(trainer.accelerator.unwrap_model(trainer.model), trainer.optimizer)
+
+    several = process_count() > 1
+    with fsdp() if several else nullcontext():
+        done = {"straight": run("bf16 in shares" if several else "bf16 in one")}
+        done["resumed"] = run(f"bf16 resumed by {process_count()}", "bf16 in shares")
+        trainer = make_trainer(make_policy("llama", False).bfloat16(), step=1e-3)
+        options: dict[str, Any] = {"generation_kwargs": {"max_new_tokens": 1}, "progress": False}
+        trainer.train(
+            lambda completion_ids, **_: [1.0] * len(completion_ids),
+            prompts=PROMPTS,
+            steps=2,
+            **options,
+        )
+        _masters(trainer._unwrapped, trainer.optimizer)  # its samples depend on rounding
+    return {"done": done}
+
+
+def _masters(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    """By name; checks that the weights are their rounding, which has lost something."""
+    spread(model)
+    found = {name: optimizer.state[p][MASTER] for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        assert p.dtype == torch.bfloat16
+        assert isinstance(found[name], DTensor) == isinstance(p, DTensor)
+        assert torch.equal(own_share(p.detach()), own_share(found[name]).bfloat16())
+    exact = [own_share(x) for x in found.values()]
+    assert sum(int((x != x.bfloat16()).sum()) for x in exact) > 0.5 * sum(x.numel() for x in exact)
+    return {name: whole(x) for name, x in found.items()}
+
+
 _LOADS_ONCE = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
@@ -282,6 +323,7 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "refusals": refusals,
     "sft": supervised,
     "sft, checkpoints": supervised_checkpoints,
+    "masters of weights in bf16": masters,
     **{name: lambda _, job=job: job() for name, job in POLICIES.items()},
 }
 

@@ -37,6 +37,11 @@ def test_one_process_goes_on_from_shares_as_if_nothing_had_happened(done, name):
     assert_close(one["from whole weights"], one["from shares"])
 
 
+def test_spread_masters_of_bf16_weights_go_on_from_their_shares(done, count):
+    for each in trees(done, "masters of weights in bf16", count):
+        assert_close(each["done"]["straight"], each["done"]["resumed"])
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_each_process_holds_its_share_of_policy_moments_and_reference(done, count, name):
     one, *several = trees(done, name, count)

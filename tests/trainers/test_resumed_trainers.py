@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fastrl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from tests import tiny_models
@@ -30,6 +31,7 @@ SFT = {
     "a short last step": ({"gradient_accumulation_steps": 3}, (1, 2)),
     "packing": ({"packing": True}, (2, 3)),
     "an adapter": ({"peft_config": tiny_models.lora()}, (2,)),
+    "weights in bf16": ({"dtype": torch.bfloat16}, (0, 3)),
     "by length": ({"train_sampling_strategy": "group_by_length"}, (1,)),
 }
 
@@ -39,10 +41,11 @@ def test_sft_goes_on_from_any_checkpoint(name: str, tmp_path: Path) -> None:
     settings, steps = SFT[name]
     given = dict(settings)
     peft_config = given.pop("peft_config", None)
+    dtype = given.pop("dtype", torch.float32)
 
     def make(folder: Path) -> SFTTrainer:
         return SFTTrainer(
-            with_dropout(tiny_models.language_model()),
+            with_dropout(tiny_models.language_model().to(dtype)),
             SFTConfig(
                 output_dir=str(folder),
                 **{**SAVING, "per_device_train_batch_size": 2, "max_length": 20},

@@ -1,0 +1,58 @@
+"""The precision in which a run computes where nobody says it: bf16 autocast on CUDA."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+AUTOCAST = "bf16"
+_VARIABLE = "ACCELERATE_MIXED_PRECISION"  # which accelerate launch sets, from its file or flags
+
+
+def default_precision(
+    device: str, supports_bf16: bool, weights: Collection[torch.dtype], said: str | None
+) -> str | None:
+    """The mixed precision of a run, by accelerate's name; None leaves it to accelerate.
+
+    Args:
+        device: the kind that computes, such as "cuda".
+        supports_bf16: whether it multiplies in bf16.
+        weights: types of the model's floating-point weights. Those that are bf16 compute in bf16
+            without autocast.
+        said: what a setting, a launcher or an earlier Accelerator says; it wins.
+    """
+    if said is not None or device != "cuda" or not supports_bf16:
+        return None
+    return AUTOCAST if set(weights) == {torch.float32} else None
+
+
+def precision_for(model: nn.Module, device: str, said: str | None) -> str | None:
+    """:func:`default_precision` on this machine.
+
+    Args:
+        said: by the settings.
+    """
+    weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    supports = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return default_precision(device, supports, weights, said or said_outside())
+
+
+def said_outside() -> str | None:
+    """The mixed precision that a launcher, or an Accelerator of this process, has chosen; None:
+    neither has."""
+    from accelerate.state import AcceleratorState, is_initialized
+
+    if is_initialized():
+        return str(AcceleratorState().mixed_precision)
+    return os.environ.get(_VARIABLE)
+
+
+def kind_of_device(settings: dict[str, Any]) -> str:
+    """The kind of the device that an Accelerator with these settings takes."""
+    told = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "t", "on")
+    found = torch.accelerator.current_accelerator()
+    return "cpu" if found is None or told or settings.get("cpu") else found.type

@@ -1,0 +1,96 @@
+"""transformers' Trainer with float32 masters of low-precision weights, and with activations and
+optimizer state in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from fastrl.models.activation_offloading import activation_offloading
+from fastrl.models.master_weights import MASTER, MasterWeights
+from fastrl.models.optimizers import keep_state, steps_in_backward
+from fastrl.models.utils import warn_of_lost_updates
+from fastrl.run.precision import precision_for
+
+MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
+
+
+class LowMemoryTrainer(transformers.Trainer):
+    """transformers' Trainer whose optimizer is as ``args.master_weights`` and
+    ``args.offload_optimizer`` say, see :mod:`fastrl.models.master_weights`; with ``optim`` or an
+    optimizer that it is given. ``args.activation_offloading``: see
+    :mod:`fastrl.models.activation_offloading`.
+
+    Raises:
+        ValueError: offload_optimizer for an optimizer that does not step in host memory; with
+            DeepSpeed, which has its own.
+    """
+
+    args: Any
+
+    def __init__(self, *, args: Any, model: Any = None, **kwargs: Any):
+        self._says_precision = args.bf16 is None and _choose_precision(args, model)
+        super().__init__(args=args, model=model, **kwargs)
+        self._offloading = activation_offloading(
+            self.args.activation_offloading, self.args.device, self.is_fsdp_enabled
+        )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if self._says_precision and self.is_world_process_zero() and not self.args.disable_tqdm:
+            tqdm.write(
+                "training computes in bf16 by autocast, as weights are float32 and the device can; "
+                "bf16=False (--bf16 false) turns that off"
+            )
+        self._says_precision = False
+        return super().train(*args, **kwargs)
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        with self._offloading(self.accelerator.unwrap_model(model)):
+            return super().training_step(model, *args, **kwargs)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = super().create_optimizer(model)
+        if not self._keeps_its_own:
+            self.optimizer = keep_state(
+                self.optimizer,
+                master_weights=self.args.master_weights,
+                on_host=self.args.offload_optimizer,
+                device=self.args.device,
+                spread=self.is_fsdp_enabled,
+            )
+        return self.optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not isinstance(optimizer, MasterWeights):
+            for kept in optimizer.state.values():  # of a run that had masters
+                kept.pop(MASTER, None)
+
+    def warn_of_lost_updates(self, model: nn.Module, stacklevel: int) -> None:
+        """Warns where steps of low-precision weights are rounded away; called at construction."""
+        if not self.args.master_weights or steps_in_backward(self._optim):
+            warn_of_lost_updates(model, MIXED_PRECISION, stacklevel + 1)
+
+    @property
+    def _optim(self) -> str:
+        return str(getattr(self.args.optim, "value", self.args.optim))
+
+    @property
+    def _keeps_its_own(self) -> bool:
+        """Whether DeepSpeed has masters of its own, or weights are stepped by no optimizer."""
+        return self.is_deepspeed_enabled or steps_in_backward(self._optim)
+
+
+def _choose_precision(args: Any, model: Any) -> bool:
+    """Sets ``bf16`` where the arguments leave it open; returns whether to compute in bf16."""
+    said = next((x for x in ("fp16", "bf16_full_eval", "deepspeed") if getattr(args, x)), None)
+    known = isinstance(model, nn.Module)  # else it is made later
+    chosen = precision_for(model, args.device.type, said) if known else None
+    args.bf16 = chosen is not None
+    if args.bf16:
+        args.mixed_precision = chosen
+    return args.bf16

@@ -1,0 +1,265 @@
+"""Optimizers of all trainers: float32 masters, packages that are missing, 8-bit moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, RewardConfig, SFTConfig
+from fastrl.alignment import AlignmentConfig
+from fastrl.models import optimizers
+from fastrl.models.master_weights import MASTER, MasterWeights
+from fastrl.models.optimizer_state import load_optimizer_state, optimizer_state
+from fastrl.models.optimizers import keep_state, make_optimizer
+from fastrl.run.state import load_tree, save_tree
+from tests import tiny_models
+from tests.alignment.conftest import make_trainer
+from tests.golden import tiny
+from tests.trainers.conftest import Make, texts
+
+__all__ = ["make_trainer"]  # a fixture
+
+CPU = torch.device("cpu")
+STEPS = 32
+LOW: dict[str, Any] = {"learning_rate": 1e-6, "lr_scheduler_type": "constant", "max_steps": STEPS}
+
+
+def start(dtype: torch.dtype = torch.bfloat16) -> GPT2LMHeadModel:
+    """A model whose weights bf16 has exactly."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 2}
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    ids = {"bos_token_id": tiny.BOS, "eos_token_id": tiny.EOS}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=97, **sizes, **off, **ids)).bfloat16().to(dtype)
+
+
+def sft(make_sft: Make, dtype: torch.dtype, **settings: Any) -> nn.Module:
+    trainer = make_sft(start(dtype), texts(64), **LOW, **settings)
+    trainer.train()
+    return trainer.model
+
+
+def ppo(make_sft: Make, dtype: torch.dtype, **settings: Any) -> nn.Module:
+    config = PPOConfig(
+        batch_size=8, mini_batch_size=4, ppo_epochs=STEPS // 8, learning_rate=1e-6, **settings
+    )
+    policy = AutoModelForCausalLMWithValueHead.from_pretrained(start(dtype))
+    trainer = PPOTrainer(config, policy, None, tiny.tokenizer())
+    trainer.train(
+        lambda completion_ids, **_: [float(len(set(ids))) for ids in completion_ids],
+        prompts=[f"w{i} w{i + 1}" for i in range(3, 40)],
+        steps=4,
+        generation_kwargs={"max_new_tokens": 12},
+        progress=False,
+    )
+    assert trainer.update.optimizer_steps == STEPS
+    return policy.pretrained_model
+
+
+@pytest.mark.parametrize("learn", [sft, ppo])
+def test_small_steps_move_as_many_weights_in_bf16_as_in_float32(
+    learn: Callable[..., nn.Module], make_sft: Make
+) -> None:
+    """Weights that are no longer what they were, rounded to bf16, at a learning rate of 1e-6."""
+
+    def moved(model: nn.Module) -> int:
+        pairs = zip(model.parameters(), start().parameters(), strict=True)
+        return sum(int((p.bfloat16() != before).sum()) for p, before in pairs)
+
+    exact = moved(learn(make_sft, torch.float32))
+    assert abs(moved(learn(make_sft, torch.bfloat16)) / exact - 1) < 0.02
+    with pytest.warns(UserWarning, match="updates below half their spacing are lost"):
+        lossy = learn(make_sft, torch.bfloat16, master_weights=False)
+    assert moved(lossy) < 0.2 * exact
+
+
+def test_preference_learning_has_masters_too(make_trainer: Make) -> None:
+    model = tiny_models.language_model("gpt2").bfloat16()
+    trainer = make_trainer("dpo", model, max_steps=2, learning_rate=1e-6)
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert isinstance(optimizer, MasterWeights)
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {torch.bfloat16}
+    masters = [optimizer.state[p][MASTER] for p in trained]
+    assert all(map(torch.equal, trained, [m.bfloat16() for m in masters]))
+    assert any((m != m.bfloat16()).any() for m in masters)
+
+
+def test_preferences_are_measured_against_a_reference_in_bf16(make_trainer: Make) -> None:
+    losses = []
+    for dtype in ("auto", "bfloat16"):
+        settings: dict[str, Any] = {"reference": "copy", "reference_dtype": dtype}
+        model = tiny_models.language_model("gpt2")
+        trainer = make_trainer("dpo", model, max_steps=1, logging_steps=1, **settings)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert {p.dtype for p in trainer.learner.reference.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    assert 0 < abs(losses[0] - losses[1]) < 0.01
+    with pytest.raises(ValueError, match=r"reference_dtype='bfloat16', but the reference is cach"):
+        make_trainer("dpo", tiny_models.language_model("gpt2"), reference_dtype="bfloat16")
+
+
+def test_a_step_that_is_not_finite_leaves_masters_alone(make_sft: Make) -> None:
+    trainer = make_sft(start(), texts(8), max_steps=3, learning_rate=1e-3, logging_steps=1)
+    compute = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: (
+        compute(*args, **kwargs) * (torch.nan if trainer.state.global_step == 1 else 1.0)
+    )
+    with pytest.warns(UserWarning, match="is not finite"):
+        trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    for weight in trainer.model.parameters():
+        kept = optimizer.state[weight]
+        assert torch.equal(weight, kept[MASTER].bfloat16())
+        assert kept["exp_avg"].isfinite().all()
+        assert float(kept["step"]) == 2
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, RewardConfig, AlignmentConfig])
+def test_a_missing_package_is_named_before_anything_is_done(
+    kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizers.importlib.util, "find_spec", lambda name: None)
+    for name, package in (("adamw_bnb_8bit", "bitsandbytes"), ("adamw_torch_8bit", "torchao")):
+        with pytest.raises(ImportError, match=rf"optim='{name}' needs .*pip install {package}"):
+            kind(output_dir=str(tmp_path / "new"), optim=name, report_to="none")
+        with pytest.raises(ImportError, match=rf"optim='{name}' needs .*pip install {package}"):
+            PPOTrainer(PPOConfig(optim=name), tiny_models.policy(), None, tiny.tokenizer())
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"optim": "adamw"}, "unknown optim 'adamw': choose one of adam, adamw_torch"),
+        ({"optim": "lomo"}, "unknown optim"),
+        ({"optim_args": "momentum=0.9"}, "optim='adam' has no argument 'momentum'"),
+        ({"optim": "sgd", "optim_args": "beta1=0.9"}, "optim='sgd' has no argument 'beta1'"),
+        ({"optim": "sgd", "optim_args": "momentum"}, 'optim_args must be "name=value,…"'),
+    ],
+)
+def test_optimizers_that_cannot_be_made_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PPOTrainer(PPOConfig(**settings), tiny_models.policy(), None, tiny.tokenizer())
+
+
+def test_an_optimizer_is_named_or_given() -> None:
+    policy = tiny_models.policy()
+    own = torch.optim.SGD(policy.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"optim='sgd', but optimizer was given \(SGD\)"):
+        PPOTrainer(PPOConfig(optim="sgd"), policy, None, tiny.tokenizer(), optimizer=own)
+
+
+def test_optimizers_are_those_that_the_names_say() -> None:
+    model = nn.Linear(3, 2)
+    adam = make_optimizer(model, "adam", 1e-3, "beta2=0.9,eps=1e-6")
+    assert type(adam) is torch.optim.Adam
+    (group,) = adam.param_groups
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.9), 1e-6, 0)
+    sgd = make_optimizer(model, "sgd", 1e-3, "momentum=0.5,nesterov=true,weight_decay=0.1")
+    assert type(sgd) is torch.optim.SGD
+    (group,) = sgd.param_groups
+    assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0.5, True, 0.1)
+    adamw = make_optimizer(model, "adamw_torch", 1e-3)
+    assert type(adamw) is torch.optim.AdamW
+    assert adamw.param_groups[0]["weight_decay"] == 0  # torch's own default is 0.01
+
+
+@pytest.fixture
+def bitsandbytes() -> Iterator[None]:
+    """Its settings of weights, by their places in any optimizer, are those of the process."""
+    manager = pytest.importorskip("bitsandbytes").optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    yield
+    manager.initialize()
+
+
+def test_moments_in_8_bits_go_on_from_a_file_bit_for_bit(
+    tmp_path: Path, bitsandbytes: None
+) -> None:
+    gradients = torch.randn(6, 64, 128, generator=torch.Generator().manual_seed(1))
+
+    def make() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(128, 64, bias=False).bfloat16()
+        made = make_optimizer(model, "adamw_bnb_8bit", 1e-3)
+        return model, keep_state(made, master_weights=True, on_host=False, device=CPU)
+
+    def step(model: nn.Linear, optimizer: Any, number: int) -> None:
+        model.weight.grad = gradients[number].bfloat16()
+        optimizer.step()
+
+    model, optimizer = make()
+    for number in range(3):
+        step(model, optimizer, number)
+    saved = {"optimizer": optimizer_state(optimizer, model), "weight": model.weight}
+    save_tree(saved, tmp_path)
+    assert optimizer.state[model.weight]["state1"].dtype == torch.uint8
+    other, of_other = make()
+    read = load_tree(tmp_path)
+    with torch.no_grad():
+        other.weight.copy_(read["weight"])
+    load_optimizer_state(of_other, other, read["optimizer"])
+    for number in range(3, 6):
+        step(model, optimizer, number)
+        step(other, of_other, number)
+    assert torch.equal(model.weight, other.weight)
+    one, two = optimizer.state[model.weight], of_other.state[other.weight]
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(two[name])), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_have_moments_in_32_bits_and_so_have_their_masters(
+    dtype: torch.dtype, bitsandbytes: None
+) -> None:
+    model = nn.ModuleList([nn.Embedding(64, 128), nn.Linear(128, 64, bias=False)]).to(dtype)
+    made = make_optimizer(model, "adamw_bnb_8bit", 1e-3)
+    optimizer = keep_state(made, master_weights=True, on_host=False, device=CPU)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    kinds = [optimizer.state[weight]["state1"].dtype for weight in model.parameters()]
+    assert kinds == [torch.float32, torch.uint8]
+
+
+def test_tensors_of_torchao_are_saved_by_their_parts(tmp_path: Path) -> None:
+    """Its optimizers themselves are compiled at their first step, which takes long."""
+    ao = pytest.importorskip("torchao.optim.subclass_8bit")
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = make_optimizer(model, "adamw_torch_8bit", 1e-3)
+    moments = ao.OptimState8bit.zeros((64, 64), True, 256, dtype=torch.float32)
+    moments.codes.copy_(torch.arange(64 * 64).view(64, 64) % 256)
+    optimizer.state[model.weight] = {"step": torch.tensor(3.0), "exp_avg": moments}
+    save_tree({"optimizer": optimizer_state(optimizer, model)}, tmp_path)
+    other = make_optimizer(model, "adamw_torch_8bit", 1e-3)
+    load_optimizer_state(other, model, load_tree(tmp_path)["optimizer"])
+    found = other.state[model.weight]["exp_avg"]
+    assert type(found) is ao.OptimState8bit
+    assert (found.signed, found.dtype, found.block_size) == (True, torch.float32, 256)
+    assert torch.equal(found.codes, moments.codes)
+    assert isinstance(other.param_groups[0]["lr"], torch.Tensor)
+
+
+def test_offloading_an_optimizer_of_bitsandbytes_is_refused() -> None:
+    class Foreign(torch.optim.SGD):
+        pass
+
+    Foreign.__module__ = "bitsandbytes.optim"
+    optimizer = Foreign(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="Foreign of bitsandbytes has no steps in host memory"):
+        keep_state(optimizer, master_weights=True, on_host=True, device=CPU)
+    plain = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="offload_optimizer has no effect on a CPU"):
+        assert keep_state(plain, master_weights=True, on_host=True, device=CPU) is plain
+    with pytest.raises(ValueError, match="FSDP2 spreads weights over processes"):
+        keep_state(optimizer, master_weights=True, on_host=False, device=CPU, spread=True)
