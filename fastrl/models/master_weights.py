@@ -171,13 +171,16 @@ class MasterWeights(torch.optim.Optimizer):
             yield None
             return
         part: list[Tensor] = []
+        size = 0
         for weight in self._weights():
             if weight.grad is None:
                 continue
-            if part and sum(own_share(w).numel() for w in part) + own_share(weight).numel() > _PART:
+            own = own_share(weight.detach()).numel()
+            if part and size + own > _PART:
                 yield part
-                part = []
+                part, size = [], 0
             part.append(weight)
+            size += own
         yield part  # empty where no weight has a gradient: hooks run all the same
 
     def _step(self, part: Sequence[Tensor] | None) -> None:
