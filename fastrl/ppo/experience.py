@@ -218,12 +218,13 @@ def check_tokens(batch: TokenBatch, most: int | None) -> None:
 
 
 def shares_of(batch: TokenBatch, samples: Sequence[int], processes: Processes) -> list[list[int]]:
-    """Each process's part of some samples, with about as many tokens: whole groups that share a
-    prompt, where there is a multiple of the processes of them, else as many samples for each."""
+    """Each process's part of some samples, in ascending order, with about as many tokens: whole
+    groups that share a prompt, where there is a multiple of the processes of them, else as many
+    samples for each."""
     groups = batch.groups(samples)
     units = [[i] for i in samples] if len(groups) % processes.count else groups
     sizes = [batch.packing.tokens(batch, unit) for unit in units]
-    return [[i for k in part for i in units[k]] for part in processes.balanced(sizes)]
+    return [sorted(i for k in part for i in units[k]) for part in processes.balanced(sizes)]
 
 
 def scoring_request(batch: TokenBatch, model_pass: ModelPass, **options: Any) -> ScoringRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from fastrl.data.batch import TokenBatch
 from fastrl.ppo.experience import Experience, Scored
 from fastrl.ppo.memory import PositionCount
 from fastrl.ppo.update import UpdateRecord
+from fastrl.run.processes import Processes
 
 
 def fetch(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
@@ -111,11 +112,12 @@ def finish_stats(batch: TokenBatch, finish_reasons: Sequence[str] | None) -> dic
     return {"tokens/eos_share": ended / count, "tokens/cut_share": cut / count}
 
 
-def position_stats(*counts: PositionCount) -> dict[str, float]:
-    """Positions that forwards ran per token of their samples: above 1 with padding, below it where
-    samples share a prompt."""
-    tokens = sum(count.tokens for count in counts)
-    positions = sum(count.positions for count in counts)
+def position_stats(counts: Iterable[PositionCount], processes: Processes) -> dict[str, float]:
+    """Positions that forwards of all processes ran per token of their samples: above 1 with
+    padding, below it where samples share a prompt."""
+    own = [count.taken() for count in counts]
+    numbers = [[count.positions, count.tokens] for count in own]
+    positions, tokens = processes.sums(torch.tensor(numbers).sum(0)).tolist()
     return {"perf/positions_per_token": positions / tokens if tokens else math.nan}
 
 

@@ -240,6 +240,7 @@ class PPOTrainer(ClassicMethods):
             self.nonfinite,
             self.processes,
         )
+        self._positions = self.scorer.positions, gradient.positions
         self.update = PPOUpdate(config, gradient)
         self.experience: LastExperience | None = None
         self.current_step = 0
@@ -375,8 +376,7 @@ class PPOTrainer(ClassicMethods):
             )
         result.update(stats.finish_stats(batch, given.finish_reasons))
         result.update(stats.timing_stats(clock.seconds(), batch))
-        counts = self.scorer.positions.taken(), self.update.gradient.positions.taken()
-        result.update(stats.position_stats(*counts))
+        result.update(stats.position_stats(self._positions, self.processes))
         result.update(reuse_stats)
         self._warn_of_negative_kl(result["objective/kl"])
 

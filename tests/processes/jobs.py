@@ -129,13 +129,15 @@ def _set_kind(kind: DistributedType) -> None:
     AcceleratorState().distributed_type = kind
 
 
-def policy_gradient(reward: Any = reward, **settings: Any) -> dict[str, Any]:
+def policy_gradient(
+    reward: Any = reward, prompts: list[str] = PROMPTS, **settings: Any
+) -> dict[str, Any]:
     """Three steps of PPO on samples of uneven lengths."""
     trainer = make_trainer(**settings)
     keeper = Keeper()
     result = trainer.train(
         reward,
-        prompts=PROMPTS,
+        prompts=prompts,
         eval_prompts=PROMPTS[:5],
         steps=3,
         generation_kwargs={"max_new_tokens": 9},
@@ -159,6 +161,10 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         _nan_now_and_then, on_nonfinite="zero-sample"
     ),
     "grpo": lambda: policy_gradient(advantage="grpo", group_size=4, kl_in="loss"),
+    "grpo, in passes of few tokens": lambda: policy_gradient(
+        advantage="grpo", group_size=4, micro_batch_tokens=24
+    ),
+    "ppo, prompts that come again": lambda: policy_gradient(prompts=PROMPTS[:3] * 6),
     "rloo, gradients accumulated": lambda: policy_gradient(
         advantage="rloo",
         group_size=4,
