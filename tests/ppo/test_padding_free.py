@@ -126,6 +126,21 @@ def test_passes_of_fewer_tokens_give_the_same_step(grouped, padding_free):
         assert pieces < 8
 
 
+def test_ratios_and_advantages_of_parts_are_of_the_same_tokens():
+    """Parts keep samples with a prompt together, which need not lie together in a mini-batch."""
+    batch = make_batch(8)
+    batch["queries"] = batch["queries"][:2] * 4
+    found = []
+    for tokens in (None, 24):
+        trainer = make_trainer(
+            batch_size=8, mini_batch_size=8, ppo_epochs=2, micro_batch_tokens=tokens
+        )
+        stats = trainer.step(**batch)
+        pairs = zip(stats["ppo/policy/ratio"], stats["ppo/policy/advantages"], strict=True)
+        found.append(sorted((float(advantage), float(ratio)) for ratio, advantage in pairs))
+    torch.testing.assert_close(*map(torch.tensor, found), rtol=1e-4, atol=1e-5)
+
+
 def test_a_sample_beyond_the_tokens_of_a_pass_is_refused_before_anything_changes(unchanged):
     trainer = make_trainer(micro_batch_tokens=9)
     with (
