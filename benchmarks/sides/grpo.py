@@ -189,11 +189,13 @@ class UpdateSide(GRPOSide):
 
         def watched(batch: Any, experience: Any) -> Any:
             done: list[Any] = []
-            found["peak"] = footprint(
-                lambda: done.append(update(batch, experience)),
-                lambda _: self.gradients().values(),
-                device,
-            )
+
+            def gradients(_: None) -> Any:
+                done.append(update(batch, experience))
+                return self.gradients().values()
+
+            # All of it in footprint's second part: on a GPU, what that returns counts in the first.
+            found["peak"] = footprint(lambda: None, gradients, device)
             return done[0]
 
         trainer.update = watched
