@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,15 @@ def in_short(entry: Entry, device: str) -> dict[str, Any]:
     found |= {f"memory, {kind}": nbytes for kind, nbytes in ours["memory"].items()}
     found["goals"] = dict(verdicts(entry, device))
     return found
+
+
+@contextlib.contextmanager
+def own_accelerate() -> Iterator[None]:
+    """While open, trainers may have another precision than those before; drop them first."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -3,6 +3,9 @@
 Two workers, one per library, hold a trainer on the same weights and prompts. First a gate: both
 make two steps of gradient descent on given completions, and must move every parameter as far. Then
 the memory of a step is measured, and they take turns, with Adam and completions of their own.
+
+And fastrl's update of given completions, padding-free, beside its own on padded batches, in this
+process: their gradients must agree before anything is timed.
 """
 
 from __future__ import annotations
@@ -10,18 +13,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
 
-from benchmarks import models, worker
-from benchmarks.cases import Case, Goal
+import fastrl
+from benchmarks import models, results, worker
+from benchmarks.cases import OURS, Case, Goal
 from benchmarks.environments import TRL
-from benchmarks.harness import Measurement, Run
+from benchmarks.harness import Measurement, Run, own_accelerate
+from benchmarks.memory import free
 from benchmarks.models import PRECISION, Model
 from benchmarks.products import of_head, roofs, without_bf16
+from benchmarks.sides.grpo import UpdateSide
+from benchmarks.timing import Side
 
 # Of how far a parameter moves: its norm, of that of all of them.
 RELATIVE, OF_ALL = 1e-3, 1e-5
+GRADIENT = 1e-5  # of a parameter's gradient: the norm of the difference
+PADDED = "fastrl, padded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,30 +57,69 @@ class Step(worker.WorkerShape):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Update(Step):
+    """The same, of given completions, and of fastrl's step what follows scores and advantages."""
+
+    @property
+    def positions(self) -> tuple[int, int]:
+        """Positions that the model runs: prompts once for all their completions, and with each."""
+        groups, learned = self.batch // self.group, self.batch * self.completion
+        return groups * self.prompt + learned, self.batch * self.prompt + learned
+
+    @property
+    def what(self) -> str:
+        once, each = self.positions
+        return (
+            f"{super().what}, of given completions; padded batches run {each} positions where "
+            f"packed ones run {once}, {each / once:.2f} times as many; memory is an update's, "
+            "above gradients too"
+        )
+
+
 def cases(run: Run) -> list[Case]:
-    """Short and long prompts."""
+    """Short and long prompts beside TRL, and updates beside padded ones."""
+    if run.toy:
+        sizes: dict[str, Any] = {"completion": 5, "batch": 4, "group": 2}
+        return [
+            _beside_trl(Step(models.TOY, 6, **sizes)),
+            _beside_padded(Update(_TOY, 20, **sizes)),
+        ]
     small = dataclasses.replace(models.SMALL, context=1024)
     half = dataclasses.replace(small, dtype="bf16")
-    found = [Step(model, prompt) for model in (small, half) for prompt in (16, 256)]
-    if run.toy:
-        found = [Step(models.TOY, 6, completion=5, batch=4, group=2)]
-    goals = {} if run.toy else {("fp32", 16): 2.7, ("fp32", 256): 5.0}
+    faster, less = Goal("speedup", 6.0, against=TRL), Goal("memory share", 0.2, against=TRL)
+    wide = _beside_padded(
+        Update(_WIDE, 256, completion=64, batch=32),
+        Goal("speedup", 2.7, against=PADDED),
+        Goal("memory share", 0.4, against=PADDED),
+    )
+    wide_half = _beside_padded(
+        dataclasses.replace(wide.of, model=dataclasses.replace(_WIDE, dtype="bf16"))
+    )
     return [
-        Case(
-            "grpo",
-            step.model.name,
-            f"prompts of {step.prompt} tokens, {step.model.dtype}",
-            step.what,
-            step,
-            goals=tuple(
-                Goal("speedup", bound, against=TRL)
-                for of, bound in goals.items()
-                if of == (step.model.dtype, step.prompt)
-            ),
-            seconds=1.0 if run.toy else 180.0,
-        )
-        for step in found
+        _beside_trl(Step(small, 16), Goal("speedup", 2.7, against=TRL)),
+        _beside_trl(Step(small, 256), faster, less),
+        _beside_trl(Step(half, 16)),
+        _beside_trl(Step(half, 256)),
+        wide,
+        *([dataclasses.replace(wide_half, main=False)] if run.full else []),
     ]
+
+
+_WIDE = Model("Llama 8×384", "llama", 8, 384, 6, 6, 1536, 8192, 1024, "fp32", tied=False)
+_TOY = Model("toy Llama", "llama", 2, 32, 4, 2, 96, 503, 128, "fp32", tied=False)
+
+
+def _beside_trl(step: Step, *goals: Goal) -> Case:
+    label = f"prompts of {step.prompt} tokens, {step.model.dtype}"
+    seconds = 1.0 if step.model is models.TOY else 180.0
+    return Case("grpo", step.model.name, label, step.what, step, goals, seconds=seconds)
+
+
+def _beside_padded(update: Update, *goals: Goal) -> Case:
+    label = f"update of groups of {update.group}, {update.model.dtype}"
+    seconds = 1.0 if update.model is _TOY else 120.0
+    return Case("grpo", update.model.name, label, update.what, update, goals, seconds=seconds)
 
 
 def moved_otherwise(ours: dict[str, float], theirs: dict[str, float]) -> Iterator[str]:
@@ -89,11 +139,16 @@ def peer_of(run: Run) -> str:
     return TRL
 
 
-def test_step(measurement: Measurement, case: Case, run: Run, python: Path) -> None:
-    pytest.importorskip("datasets")
+def test_step(
+    measurement: Measurement, case: Case, run: Run, request: pytest.FixtureRequest
+) -> None:
     if case.of.model.dtype == "bf16" and (why := without_bf16(run.device)):
         pytest.skip(run.leave(case, why))
-    measure(measurement, case.of, python)
+    if isinstance(case.of, Update):
+        measure_update(measurement, case.of)
+        return
+    pytest.importorskip("datasets")
+    measure(measurement, case.of, request.getfixturevalue("python"))
 
 
 def measure(measurement: Measurement, step: Step, python: Path) -> None:
@@ -111,3 +166,55 @@ def measure(measurement: Measurement, step: Step, python: Path) -> None:
         roofs_here = roofs(products, step.model.dtype, measurement.run.device)
         measurement.entry["roofs"] = roofs_here
         worker.turns_with_memory(measurement, workers)
+
+
+def measure_update(measurement: Measurement, update: Update) -> None:
+    """Gate in fp32, memory, then turns of packed and padded updates."""
+    shape = update.shape
+    measurement.entry["shape"] = shape
+    measurement.entry["units"] = ["tokens", update.batch * update.completion]
+    versions = results.versions("fastrl-lm", "torch", "transformers", "accelerate")
+    measurement.run.result(measurement.case.benchmark)["versions"][OURS] = versions
+    with own_accelerate():
+        gradients = [s.gradients_of_step() for s in _both(shape | {"dtype": "fp32"}).values()]
+        if wrong := list(other_gradients(*gradients)):
+            measurement.refuse("; ".join(wrong))
+        measurement.entry["remarks"].append(
+            f"gradients differ by {max(apart(*gradients).values()):.0e} of their norm at most"
+        )
+        del gradients
+        free(measurement.run.device)
+    with own_accelerate():
+        made = _both(shape)
+        sides = {}
+        for name, side in made.items():
+            side.turn()  # makes Adam's state
+            sides[name] = Side(lambda side=side: side.turn()["seconds"], memory=side.memory())
+        measurement.measure(sides, 7)
+
+
+def _both(shape: dict[str, Any]) -> dict[str, UpdateSide]:
+    return {
+        OURS: UpdateSide(fastrl, shape),
+        PADDED: UpdateSide(fastrl, shape, padding_free=False),
+    }
+
+
+def other_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Iterator[str]:
+    """A line for each parameter whose gradients differ, or that only one side has."""
+    if not theirs:
+        yield "there is no gradient"
+    for name in sorted(ours.keys() ^ theirs.keys()):
+        yield f"{name}: only one side has a gradient"
+    for name, off in apart(ours, theirs).items():
+        if not off <= GRADIENT:  # NaN is not
+            yield f"{name}: gradients differ by {off:.1e} of their norm"
+
+
+def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    """‖ours - theirs‖ / ‖theirs‖ of each parameter that both have."""
+    return {
+        name: float((ours[name] - expected).norm() / expected.norm())
+        for name, expected in theirs.items()
+        if name in ours
+    }

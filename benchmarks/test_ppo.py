@@ -6,6 +6,9 @@ Where they differ by more than rounding, a PPO in float64 makes the same steps a
 must be within rounding of it, or nearer to it than the peer. What is timed has Adam, which turns
 rounding into whole steps, and may be in bf16: its statistics must be finite, and their difference
 is noted.
+
+Where lengths are log-normal, a step on given responses is timed, and the positions are counted that
+the policy runs for each token, without padding 1.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from benchmarks.environments import TRL_CLASSIC
 from benchmarks.harness import Measurement, Run
 from benchmarks.models import Model
 from benchmarks.products import of_head, roofs, without_bf16
+from benchmarks.sides.ppo import MOST
 from benchmarks.worker import Absent, Worker, asking
 
 # What both sides do for each way of keeping the reference.
@@ -37,6 +41,7 @@ REFERENCES = {
     "offload": "fastrl's copy is in host memory; the peer's on the device",
     "none": "the KL coefficient is 0; fastrl has no reference, the peer keeps a copy",
 }
+POSITIONS = "positions per token, {}"  # in a phase
 UNKNOWN = {"none": {"objective/kl"}}  # statistics that are NaN without a reference
 
 # As in the golden tests. By gradient descent, two steps in fp32 are within 1e-5 of float64.
@@ -49,7 +54,8 @@ Statistics = list[dict[str, float]]  # of each step
 @dataclasses.dataclass(frozen=True)
 class Iteration(worker.WorkerShape):
     """A model, a batch in tokens, and how the reference is kept. In bf16 the model runs under
-    autocast, over weights in fp32 unless they are in bf16 too."""
+    autocast, over weights in fp32 unless they are in bf16 too. With a `sigma`, lengths are
+    log-normal with that σ of the logarithm, and `query` and `response` are their medians."""
 
     model: Model
     batch: int
@@ -59,6 +65,7 @@ class Iteration(worker.WorkerShape):
     epochs: int = 4
     reference: str = "copy"
     weights: str = "fp32"  # without adapters, which are in fp32
+    sigma: float = 0.0
 
     @property
     def exact(self) -> Iteration:
@@ -71,6 +78,13 @@ class Iteration(worker.WorkerShape):
         return dataclasses.replace(self, model=model, **changed)
 
     @property
+    def label(self) -> str:
+        """What distinguishes it among those of its model."""
+        if self.sigma:
+            return f"log-normal lengths, mini-batches of {self.mini_batch}, {self.model.dtype}"
+        return f"reference {self.reference}, {self.model.dtype}"
+
+    @property
     def what(self) -> str:
         """An iteration in one sentence."""
         precision = {
@@ -79,17 +93,32 @@ class Iteration(worker.WorkerShape):
             if self.weights == "fp32"
             else "weights in bf16, and autocast",
         }[self.model.dtype]
+        lengths = f"{self.query} + {self.response} tokens"
+        if self.sigma:
+            lengths += f" (medians of log-normal lengths, σ {self.sigma:g}, at most {MOST} times "
+            lengths += "as many; the responses are given)"
         return (
-            f"{self.model}, {precision}: {self.batch} samples of "
-            f"{self.query} + {self.response} tokens, mini-batches of {self.mini_batch}, "
-            f"{self.epochs} epochs; reference {self.reference}: {REFERENCES[self.reference]}"
+            f"{self.model}, {precision}: {self.batch} samples of {lengths}, mini-batches of "
+            f"{self.mini_batch}, {self.epochs} epochs; reference {self.reference}: "
+            f"{REFERENCES[self.reference]}"
         )
 
 
 _LARGE = {"batch": 64, "query": 128, "response": 256, "mini_batch": 8}
-_TOYS = (Iteration(models.TOY, 4, 8, 8, 2), Iteration(models.TOY_QWEN, 4, 8, 8, 2))
+_TOYS = (
+    Iteration(models.TOY, 4, 8, 8, 2),
+    Iteration(models.TOY_QWEN, 4, 8, 8, 2),
+    Iteration(models.TOY, 4, 4, 6, 2, sigma=1.0),
+)
 
 
+# Lengths as those of prompts and responses are: some are many times as long as most.
+RAGGED = Iteration(models.SMALL, 16, 12, 24, 8, 2, sigma=1.0)
+_RAGGED_AND_LARGER = dataclasses.replace(RAGGED, mini_batch=16)
+_UNPADDED = (
+    Goal("speedup", 6.0, against=TRL_CLASSIC),
+    *(Goal(POSITIONS.format(phase), 1.05) for phase in ("scores", "update")),
+)
 # The shape of a model that people train.
 REAL = Iteration(models.QWEN, 8, 64, 32, 4, 2, "adapter", "bf16")
 
@@ -118,27 +147,35 @@ def cases(run: Run) -> list[Case]:
     if peer == TRL_CLASSIC:
         references += ["adapter", "trunk", *(["offload", "none"] if run.full else [])]
     iterations = [
-        (dataclasses.replace(work, reference=reference), seconds, goal)
+        (dataclasses.replace(work, reference=reference), seconds, _goals(goal, reference))
         for work, seconds, goal in found
         for reference in references
         # On CPUs bf16 is a comparison of its own, of the policy with its copy.
         if reference == "copy" or work.model.dtype == found[0][0].model.dtype
     ]
-    if run.full and peer == TRL_CLASSIC and run.device.type == "cpu":
-        iterations.append((REAL, 600.0, Goal("speedup", 2.0, against=peer)))
+    if run.device.type == "cpu" and not run.toy:
+        iterations.append((RAGGED, 200.0, _UNPADDED))
+        if run.full:
+            iterations.append((_RAGGED_AND_LARGER, 200.0, _UNPADDED))
+        if run.full and peer == TRL_CLASSIC:
+            iterations.append((REAL, 600.0, (Goal("speedup", 2.0, against=peer),)))
     return [
         Case(
             "ppo",
             work.model.name,
-            f"reference {work.reference}, {work.model.dtype}",
+            work.label,
             work.what,
             work,
-            goals=(goal,) if goal and (work.reference == "copy" or work is REAL) else (),
-            main=work is not REAL,
+            goals=goals,
+            main=work not in (REAL, _RAGGED_AND_LARGER),
             seconds=seconds,
         )
-        for work, seconds, goal in iterations
+        for work, seconds, goals in iterations
     ]
+
+
+def _goals(goal: Goal | None, reference: str) -> tuple[Goal, ...]:
+    return (goal,) if goal and reference == "copy" else ()
 
 
 def peer_of(run: Run) -> str:
@@ -260,6 +297,9 @@ def measure(measurement: Measurement, work: Iteration, peer: str, python: Path) 
         sides = {name: asking(side) for name, side in workers.items()}
         for side, check in zip(sides.values(), checks, strict=True):
             side.facts = {"trained parameters": sum(check["trained"].values())}
+            if work.sigma:
+                found = check["positions"].items()
+                side.facts |= {POSITIONS.format(phase): number for phase, number in found}
             if check["at rest"] is not None:
                 side.memory["at rest"] = check["at rest"]
         products = of_head(work.model, work.mini_batch * work.response)

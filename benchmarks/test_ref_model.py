@@ -7,10 +7,8 @@ scoring the batch (old and reference log-probs) and of an epoch of the update.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import models, results
 from benchmarks.cases import Case, Goal
-from benchmarks.harness import Measurement, Run
+from benchmarks.harness import Measurement, Run, own_accelerate
 from benchmarks.memory import footprint, free, storage_bytes
 from benchmarks.models import Model, build, lora, plain_logprobs, word_tokenizer, wrong_logprobs
 from benchmarks.timing import Seconds, Side
@@ -209,18 +207,6 @@ class Stepping:
             "Adam's state": storage_bytes(x for x in states if torch.is_tensor(x)),
         }
         return found | ({"weights on the host": on_host} if on_host else {})
-
-
-@contextlib.contextmanager
-def own_accelerate() -> Iterator[None]:
-    """While open, trainers may have another precision than those before; drop them first."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def trainer(job: RefModelJob, mode: Mode, device: torch.device) -> PPOTrainer:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,16 @@ from benchmarks.timing import now
 
 class GRPOSide:
     """GRPO steps on prompts of one length: completions of one length are drawn, scored by the share
-    of their ids that are even, and learned from once, with k3 to a copy as a term of the loss."""
+    of their ids that are even, and learned from once, with k3 to a copy as a term of the loss.
+    ``padding_free`` is a setting of fastrl's."""
 
-    def __init__(self, library: Any, shape: dict[str, Any], optimizer: str = "adam") -> None:
+    def __init__(
+        self,
+        library: Any,
+        shape: dict[str, Any],
+        optimizer: str = "adam",
+        padding_free: bool = True,
+    ) -> None:
         from transformers.utils import logging
 
         logging.set_verbosity_error()
@@ -33,6 +42,7 @@ class GRPOSide:
         high = min(1000, shape["vocabulary"])
         self.prompts = self.rng.randint(EOS + 1, high, (count, shape["prompt"])).tolist()
         self.optimizer = descent(self.model) if optimizer == "sgd" else None
+        self.padding_free = padding_free
         self.ours = library.__name__ == "fastrl"
         self.trainer = self.make_ours(library) if self.ours else self.make_trls(library)
 
@@ -51,6 +61,7 @@ class GRPOSide:
                 loss_aggregate="seq-mean-token-mean",
                 learning_rate=1e-5,
                 max_grad_norm=1.0,
+                padding_free=self.padding_free,
                 accelerator_kwargs={"mixed_precision": "bf16" if self.half else "no"},
             ),
             self.model,
@@ -116,10 +127,10 @@ class GRPOSide:
         chosen = self.prompts[: self.shape["batch"] // group]
         return [torch.tensor(ids) for ids in chosen for _ in range(group)]
 
-    def learn(self, queries: list[torch.Tensor], responses: list[torch.Tensor]) -> None:
-        """Scores responses and steps on them with fastrl's trainer."""
+    def learn(self, queries: list[torch.Tensor], responses: list[torch.Tensor]) -> dict[str, Any]:
+        """Scores responses and steps on them with fastrl's trainer; the step's statistics."""
         scores = [torch.tensor(even_share(ids.tolist())) for ids in responses]
-        self.trainer.step(queries, responses, scores)
+        return self.trainer.step(queries, responses, scores)
 
     def step(self) -> None:
         """Draws completions and learns from them with fastrl's trainer."""
@@ -146,6 +157,75 @@ class GRPOSide:
         device = next(self.model.parameters()).device
         step = self.step if self.ours else self.trainer.train
         return {"peak": footprint(step, lambda _: (), device)}
+
+
+class UpdateSide(GRPOSide):
+    """fastrl's steps on given completions, the same in each: its update, and the scores before."""
+
+    TIMERS = {"update": "time/ppo/optimize_step", "scores": "time/ppo/forward_pass"}  # noqa: RUF012
+
+    def __init__(self, library: Any, shape: dict[str, Any], padding_free: bool = True) -> None:
+        super().__init__(library, shape, padding_free=padding_free)
+        size = (shape["batch"], shape["completion"])
+        self.given = list(torch.from_numpy(self.rng.randint(EOS + 1, shape["vocabulary"], size)))
+
+    def step(self) -> dict[str, Any]:
+        """The step's statistics."""
+        with warnings.catch_warnings():
+            # The completions were drawn at random, not by the policy.
+            warnings.filterwarnings("ignore", message="the KL estimate is negative")
+            return self.learn(self.queries(), self.given)
+
+    def turn(self) -> dict[str, Any]:
+        """{"seconds": of the phases in `TIMERS`}."""
+        stats = self.step()
+        return {"seconds": {phase: stats[timer] for phase, timer in self.TIMERS.items()}}
+
+    def memory(self) -> dict[str, Any]:
+        """{"peak": the most bytes that an update takes above weights, gradients and Adam's state}.
+        A step must have been made, which makes that state."""
+        trainer, device = self.trainer, next(self.model.parameters()).device
+        update, found = trainer.update, {}
+
+        def watched(batch: Any, experience: Any) -> Any:
+            done: list[Any] = []
+
+            def gradients(_: None) -> Any:
+                done.append(update(batch, experience))
+                return self.gradients().values()
+
+            # All of it in footprint's second part: on a GPU, what that returns counts in the first.
+            found["peak"] = footprint(lambda: None, gradients, device)
+            return done[0]
+
+        trainer.update = watched
+        try:
+            with self._keeping_gradients(update):
+                self.step()
+        finally:
+            trainer.update = update
+        return found
+
+    def gradients_of_step(self) -> dict[str, torch.Tensor]:
+        """The gradient that a step's update goes along, by the parameter's name."""
+        with self._keeping_gradients(self.trainer.update):
+            self.step()
+            return self.gradients()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Those that lie in the weights, by name."""
+        named = self.model.named_parameters()
+        return {name: p.grad for name, p in named if p.grad is not None}
+
+    @contextlib.contextmanager
+    def _keeping_gradients(self, update: Any) -> Iterator[None]:
+        """While open, an update's gradients stay after its optimizer step."""
+        zero, update.gradient.zero = update.gradient.zero, lambda: None
+        try:
+            yield
+        finally:
+            update.gradient.zero = zero
+            zero()
 
 
 def even_share(ids: Sequence[int]) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ TIMERS = {
     "update": ("time/ppo/optimize_step",),
     "statistics": ("time/ppo/calc_stats",),
 }
+MOST = 6  # times their median: the longest of log-normal lengths
 
 
 class PPOSide:
@@ -43,7 +46,7 @@ class PPOSide:
         adapter = reference == "adapter"
         weights = DTYPES[shape["weights"]]
         model = library.AutoModelForCausalLMWithValueHead.from_pretrained(
-            model_of(shape, shape["query"] + shape["response"]).to(weights),
+            model_of(shape, sum(map(max, lengths_of(shape).values()))).to(weights),
             summary_dropout_prob=0.0,
             peft_config=lora(shape["family"], ["c_attn"], ["q_proj", "v_proj"])
             if adapter
@@ -72,12 +75,14 @@ class PPOSide:
             num_shared_layers=shape["layers"] // 2 if reference == "trunk" else None,
         )
         self.device = next(model.parameters()).device
-        self.queries = self.random_tokens(shape["query"])
+        self.lengths = lengths_of(shape)
+        self.queries = self.random_tokens(self.lengths["query"])
 
-    def random_tokens(self, length: int) -> list[torch.Tensor]:
+    def random_tokens(self, lengths: Sequence[int]) -> list[torch.Tensor]:
         """A batch of random token ids that are not special."""
-        ids = self.rng.randint(1, self.shape["vocabulary"] - 1, (self.shape["batch"], length))
-        return list(torch.from_numpy(ids).to(self.device))
+        high = self.shape["vocabulary"] - 1
+        ids = [self.rng.randint(1, high, length) for length in lengths]
+        return [torch.from_numpy(sample).to(self.device) for sample in ids]
 
     def random_scores(self) -> list[torch.Tensor]:
         """A standard normal score for each sample."""
@@ -86,14 +91,40 @@ class PPOSide:
 
     def check(self) -> dict[str, Any]:
         """{"statistics": of two steps on given responses, of which the second sees what the first
-        changed, "trained": {parameter that the optimizer has: its size}, "at rest": bytes}."""
+        changed, "trained": {parameter that the optimizer has: its size}, "at rest": bytes,
+        "positions": {phase: that the policy runs for each token of queries and responses}}."""
         statistics = []
-        for _ in range(2):
-            responses = self.random_tokens(self.shape["response"])
-            stats = self.trainer.step(self.queries, responses, self.random_scores())
-            statistics.append({k: float(v) for k, v in stats.items() if is_compared(k, v)})
+        with self.counting_positions() as positions:
+            for _ in range(2):
+                responses = self.random_tokens(self.lengths["response"])
+                stats = self.trainer.step(self.queries, responses, self.random_scores())
+                statistics.append({k: float(v) for k, v in stats.items() if is_compared(k, v)})
         del stats, responses
-        return {"statistics": statistics, "trained": self.trained(), "at rest": self.at_rest()}
+        tokens = 2 * sum(map(sum, self.lengths.values()))
+        passes = {"scores": 1, "update": self.shape["epochs"]}
+        return {
+            "statistics": statistics,
+            "trained": self.trained(),
+            "at rest": self.at_rest(),
+            "positions": {phase: positions[phase] / (n * tokens) for phase, n in passes.items()},
+        }
+
+    @contextlib.contextmanager
+    def counting_positions(self) -> Iterator[dict[str, int]]:
+        """While open, counts the positions that the policy's first layer is given: without
+        gradients, where the batch is scored, and with them, in the update."""
+        stacks = (m for m in self.trainer.model.modules() if isinstance(m, torch.nn.ModuleList))
+        positions = {"scores": 0, "update": 0}
+
+        def count(_: Any, args: Any, kwargs: Any) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]  # [..., width]
+            positions["update" if torch.is_grad_enabled() else "scores"] += hidden[..., 0].numel()
+
+        hook = next(stacks)[0].register_forward_pre_hook(count, with_kwargs=True)
+        try:
+            yield positions
+        finally:
+            hook.remove()
 
     def trained(self) -> dict[str, int]:
         """The parameters that the optimizer moves, by name, and how many numbers each holds."""
@@ -104,10 +135,26 @@ class PPOSide:
 
     def turn(self) -> dict[str, Any]:
         """{"seconds": of each phase of one iteration, "peak": bytes}: sample responses, and step on
-        them."""
-        scores, length = self.random_scores(), self.shape["response"]
+        them. Those of log-normal lengths are given: neither library's `generate` takes a length for
+        each."""
+        scores = self.random_scores()
+        given = self.random_tokens(self.lengths["response"]) if self.shape["sigma"] else None
         reset_peak(self.device)
         started = now(self.device)
+        responses = self.generate() if given is None else given
+        generated = now(self.device)
+        stats = self.trainer.step(self.queries, responses, scores)
+        done = now(self.device)
+        seconds = {"step()": done - generated}
+        if given is None:
+            generating = {"iteration": done - started, "generate": generated - started}
+            seconds = generating | seconds
+        seconds |= {phase: sum(stats[t] for t in timers) for phase, timers in TIMERS.items()}
+        return {"seconds": seconds, "peak": peak_of_process(self.device)}
+
+    def generate(self) -> list[torch.Tensor]:
+        """Samples responses of one length."""
+        length = self.shape["response"]
         with self.autocast(), warnings.catch_warnings():
             # All responses have one length: no library draws from the policy's own distribution.
             warnings.filterwarnings("ignore", message="generate: min_new_tokens")
@@ -117,14 +164,8 @@ class PPOSide:
                 return_prompt=False,
                 **sampling(length),
             )
-        generated = now(self.device)
-        stats = self.trainer.step(self.queries, responses, scores)
-        done = now(self.device)
         assert {len(response) for response in responses} == {length}
-        seconds = {"iteration": done - started, "generate": generated - started}
-        seconds |= {"step()": done - generated}
-        seconds |= {phase: sum(stats[t] for t in timers) for phase, timers in TIMERS.items()}
-        return {"seconds": seconds, "peak": peak_of_process(self.device)}
+        return responses
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """For `generate`, where TRL calls the model without accelerate's autocast and would run it
@@ -140,6 +181,18 @@ class PPOSide:
             return None
         gc.collect()
         return torch.cuda.memory_allocated(self.device)
+
+
+def lengths_of(shape: dict[str, Any]) -> dict[str, list[int]]:
+    """Tokens of each sample's query and response: as the shape says or, where it has a `sigma`,
+    log-normal with that median; the same every time."""
+    rng, batch = np.random.RandomState(0), shape["batch"]
+    found = {}
+    for part in ("query", "response"):
+        median = shape[part]
+        drawn = np.rint(rng.lognormal(math.log(median), shape["sigma"], batch))
+        found[part] = np.clip(drawn, 1, MOST * median).astype(int).tolist()
+    return found
 
 
 def sampling(length: int) -> dict[str, Any]:

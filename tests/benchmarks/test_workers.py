@@ -23,12 +23,12 @@ from benchmarks.harness import Measurement, Red, Run
 from benchmarks.models import EOS
 from benchmarks.sides import __main__ as script
 from benchmarks.sides import eager_ppo, training
-from benchmarks.sides.grpo import GRPOSide
-from benchmarks.sides.ppo import TIMERS, PPOSide
+from benchmarks.sides.grpo import GRPOSide, UpdateSide
+from benchmarks.sides.ppo import MOST, TIMERS, PPOSide, lengths_of
 from benchmarks.worker import Absent, Worker, WorkerError, environment
 
 CPU = torch.device("cpu")
-TOY, TOY_QWEN = test_ppo._TOYS
+TOY, TOY_QWEN, RAGGED = test_ppo._TOYS
 NAN = float("nan")
 
 
@@ -273,7 +273,12 @@ def test_in_bf16_a_statistic_that_is_no_number_is_named(ours, theirs, unknown, s
 
 
 def a_check(kl: float, trained: int = 7) -> dict:
-    return {"statistics": [{"objective/kl": kl}], "trained": {"v_head": trained}, "at rest": None}
+    return {
+        "statistics": [{"objective/kl": kl}],
+        "trained": {"v_head": trained},
+        "at rest": None,
+        "positions": {"scores": 1.0, "update": 2.0},
+    }
 
 
 def test_the_gate_takes_gradient_steps_in_fp32_and_adam_is_timed(measured) -> None:
@@ -363,6 +368,54 @@ def test_a_turn_reports_every_phase_of_an_iteration() -> None:
     assert all(value > 0 for value in found["seconds"].values())
 
 
+def test_log_normal_lengths_are_ragged_fit_the_model_and_stay() -> None:
+    (case,) = (case for case in test_ppo.cases(Run(CPU)) if case.of.sigma)
+    found = lengths_of(case.of.shape)
+    for part, lengths in found.items():
+        median = getattr(case.of, part)
+        assert len(lengths) == case.of.batch
+        assert 1 <= min(lengths) < median < max(lengths) <= MOST * median
+    longest = max(map(sum, zip(*found.values(), strict=True)))
+    assert longest <= case.of.model.context
+    assert found == lengths_of(case.of.shape)
+    even = lengths_of(case.of.shape | {"sigma": 0.0})
+    assert even == {p: [getattr(case.of, p)] * case.of.batch for p in found}
+
+
+def test_a_ragged_step_on_given_responses_is_timed() -> None:
+    side = a_side(fastrl, RAGGED, layers=1, epochs=1)
+    seen, step = [], side.trainer.step
+
+    def noted(queries, responses, scores):
+        seen.append([list(map(len, part)) for part in (queries, responses)])
+        return step(queries, responses, scores)
+
+    side.trainer.step = noted
+    assert side.turn()["seconds"].keys() == {"step()", *TIMERS}
+    assert seen == [list(lengths_of(RAGGED.shape).values())]
+
+
+def test_positions_are_counted_where_they_are_run() -> None:
+    """The peer pads each sample of a pass to its longest one."""
+    lengths = list(map(sum, zip(*lengths_of(RAGGED.shape).values(), strict=True)))
+    ours, theirs = (
+        a_side(library, RAGGED, mini_batch=4).check()["positions"]
+        for library in (fastrl, eager_ppo)
+    )
+    assert ours == {"scores": 1.0, "update": 1.0}
+    padded = len(lengths) * max(lengths) / sum(lengths)
+    assert theirs == pytest.approx({"scores": padded, "update": padded})
+
+
+def test_positions_are_figures_of_ragged_cases_alone(measured) -> None:
+    for work, found in ((TOY, {}), (RAGGED, {"scores": 1.0, "update": 2.0})):
+        check = lambda side: a_check(1.0)  # noqa: E731
+        sides = measured(test_ppo, "ppo", work, check, "eager", Path("python"))["sides"]
+        facts = {"trained parameters": 7}
+        facts |= {test_ppo.POSITIONS.format(phase): number for phase, number in found.items()}
+        assert [side["facts"] for side in sides.values()] == [facts] * 2
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_generation_is_run_in_the_precision_of_the_shape(monkeypatch, dtype: str) -> None:
     side = a_side(eager_ppo, TOY_QWEN, batch=2, epochs=1, dtype=dtype)
@@ -384,7 +437,7 @@ def test_without_peft_an_adapter_is_absent(monkeypatch) -> None:
     assert script.why_absent({"reference": "trunk"}) is None
 
 
-@pytest.mark.parametrize("work", [TOY, TOY_QWEN], ids=lambda work: work.model.family)
+@pytest.mark.parametrize("work", [TOY, TOY_QWEN, RAGGED], ids=["gpt2", "qwen2", "ragged"])
 def test_the_eager_peer_passes_the_gate_with_all_of_trls_statistics(work) -> None:
     ours, theirs = (
         a_side(library, work.exact, optimizer="sgd").check() for library in (fastrl, eager_ppo)
@@ -488,7 +541,7 @@ def test_a_trainers_side_trains_and_says_what_it_took(kind: str) -> None:
     assert sum(side.check()["losses"]) < sum(losses) - 1  # the same data, which it knows by now
 
 
-(GRPO,) = (case.of for case in test_grpo.cases(Run(CPU, toy=True)))
+GRPO, UPDATE = (case.of for case in test_grpo.cases(Run(CPU, toy=True)))
 
 
 @pytest.mark.parametrize(
@@ -520,3 +573,58 @@ def test_a_grpo_side_moves_its_parameters_and_says_what_it_took() -> None:
     assert all(norm > 0 for norm in moved.values())
     assert side.turn()["seconds"]["step"] > 0
     assert side.memory()["peak"] > 0
+
+
+def an_update() -> dict:
+    """What the measurement of updates comes to, red or not."""
+    measurement = Measurement(Run(CPU, rounds=2), Case("grpo", "toy", "toy", of=UPDATE))
+    try:
+        test_grpo.measure_update(measurement, UPDATE)
+    except Red:
+        assert not measurement.entry["sides"]
+    return measurement.entry
+
+
+def test_packed_and_padded_updates_take_turns() -> None:
+    entry = an_update()
+    assert not entry["red"]
+    assert "gradients differ by" in entry["remarks"][0]
+    assert set(entry["sides"]) == {OURS, test_grpo.PADDED}
+    for side in entry["sides"].values():
+        assert {p: len(s) for p, s in side["seconds"].items()} == {"update": 2, "scores": 2}
+    packed, padded = (side["memory"]["peak"] for side in entry["sides"].values())
+    # Without gradients, which are as large as the weights and alike on both sides.
+    once, each = UPDATE.positions
+    assert (once, each) == (2 * 20 + 4 * 5, 4 * 25)
+    assert 0 < packed < padded
+
+
+def test_updates_of_other_gradients_have_no_figures(monkeypatch) -> None:
+    honest = UpdateSide.gradients_of_step
+
+    def moved(self: UpdateSide) -> dict[str, torch.Tensor]:
+        found = honest(self)
+        first = next(iter(found))
+        return found | {first: found[first] * (1.0 if self.padding_free else 1.00002)}
+
+    monkeypatch.setattr(UpdateSide, "gradients_of_step", moved)
+    assert "gradients differ by 2.0e-05" in an_update()["red"]
+
+
+def test_gradients_must_be_there_and_numbers() -> None:
+    one = torch.ones(2)
+    assert not list(test_grpo.other_gradients({"a": one}, {"a": one * (1 + 5e-6)}))
+    assert list(test_grpo.other_gradients({"a": one * NAN}, {"a": one}))
+    assert list(test_grpo.other_gradients({"a": one}, {"a": one, "b": one}))
+    assert list(test_grpo.other_gradients({}, {}))
+
+
+def test_an_updates_peak_is_above_weights_gradients_and_adams_state() -> None:
+    """Gradients that an update makes are as large as its weights, and go after it."""
+    side = UpdateSide(fastrl, UPDATE.shape | {"completion": 1, "prompt": 1, "batch": 2})
+    side.turn()
+    weights = sum(p.numel() * p.element_size() for p in side.model.parameters())
+    assert 0 < side.memory()["peak"] < weights
+    assert not side.gradients()
+    assert side.gradients_of_step().keys() == dict(side.model.named_parameters()).keys()
+    assert not side.gradients()

@@ -16,12 +16,12 @@ import torch
 from benchmarks import environments, test_ref_model, test_rollout, timing
 from benchmarks.cases import OURS, Case, faster, rooflines
 from benchmarks.environments import Uninstallable
-from benchmarks.harness import Measurement, Red, Run
+from benchmarks.harness import Measurement, Red, Run, own_accelerate
 from benchmarks.models import EXACT, Model, build
 from benchmarks.sides import __main__ as script
 from benchmarks.sides import rollout
 from benchmarks.sides.rollout import Generated, RolloutSide, Workload, workload
-from benchmarks.test_ref_model import CHECKPOINTING, COPY, HALF, MODES, Stepping, own_accelerate
+from benchmarks.test_ref_model import CHECKPOINTING, COPY, HALF, MODES, Stepping
 from benchmarks.test_rollout import CONTINUOUS, GENERATE, STATIC, VLLM, RolloutJob
 from benchmarks.worker import Absent, WorkerError
 
