@@ -12,9 +12,10 @@ REFERENCE = "reference"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer"
 KV_CACHE = "KV cache"
+CASTS = "rollout weights"  # copies, packed or in another precision
 HEAD = "head workspace"
 ACTIVATIONS = "activations"
-KINDS = (PARAMETERS, REFERENCE, GRADIENTS, OPTIMIZER, KV_CACHE, HEAD, ACTIVATIONS)
+KINDS = (PARAMETERS, REFERENCE, GRADIENTS, OPTIMIZER, KV_CACHE, CASTS, HEAD, ACTIVATIONS)
 
 
 @dataclass
@@ -86,6 +87,10 @@ class MemoryLog:
             yield
         finally:
             self._phase = before
+
+    def enter(self, name: str) -> None:
+        """Begins the phase that is on where no other is."""
+        self._phase = name
 
     def note(self, name: str) -> None:
         """Records what is there now as a phase of its own."""

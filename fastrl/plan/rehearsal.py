@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import nn
 from transformers.utils import logging
 
 from fastrl.plan.memory import (
+    CASTS,
     GRADIENTS,
     HEAD,
     KV_CACHE,
@@ -32,6 +33,7 @@ from fastrl_kernels import workspace
 from fastrl_kernels.dispatch import standing_for
 
 LOADING, ROLLOUT, SCORING, UPDATE, STEP = "loading", "rollout", "scoring", "update", "optimizer"
+OTHER = "other"  # between these
 # The phases that trainers time, by their names here.
 _TIMED = {
     "prefill": ROLLOUT,
@@ -94,9 +96,12 @@ class Rehearsal:
             self.phantoms.is_kind([*own, *reference.buffers()], REFERENCE)
         self.log.peaks.clear()
         self.log.note(LOADING)
+        self.log.enter(OTHER)
 
-    def holds_kv_cache(self, tensors: Any) -> None:
-        self.phantoms.is_kind(tensors, KV_CACHE)
+    def keeps(self, kv_cache: Iterable[Any], weights: Iterable[Any]) -> None:
+        """Says what the rollout engine keeps until an update has ended."""
+        self.phantoms.is_kind(kv_cache, KV_CACHE)
+        self.phantoms.is_kind(weights, CASTS)
 
 
 @contextmanager
@@ -148,15 +153,20 @@ def _own_accelerate() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context without warnings, which the run itself will give."""
-    before = logging.get_verbosity()
+    """Context without warnings and bars, which the run itself will give."""
+    import datasets
+
+    before, bars = logging.get_verbosity(), datasets.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    datasets.disable_progress_bars()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.set_verbosity(before)
+        if bars:
+            datasets.enable_progress_bars()
 
 
 __all__ = [

@@ -37,7 +37,10 @@ class RehearsedEngine(RolloutEngine):
             with clock("decode"):
                 step(scheduler.bucket, min(whole, kv_cache.length))
 
-    def memory(self) -> list[Any]:
-        """What stays between two calls."""
-        kv_cache = self._kv_cache
-        return [] if kv_cache is None else [*kv_cache.keys, *kv_cache.values]
+    def memory(self) -> tuple[list[Any], list[Any]]:
+        """What stays between two calls: keys and values, and copies of weights."""
+        kv_cache, runner = self._kv_cache, self.model_runner
+        copies = list(runner.autocast_weights._copies.values())
+        packed = [packed._weight for _, packed in runner.packed_products._kept.values()]
+        stored = [] if kv_cache is None else [*kv_cache.keys, *kv_cache.values]
+        return stored, copies + packed
