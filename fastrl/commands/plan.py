@@ -206,9 +206,7 @@ class PlannedRun:
             )
         )
         if self._policy_gradient:
-            found.append(
-                Change("--reference offload", "a slower reference", PlannedRun._offloaded)
-            )
+            found.append(Change("--reference offload", "a slower reference", PlannedRun._offloaded))
         found.append(
             Change(
                 f"--lora-r {_LORA_RANK}",

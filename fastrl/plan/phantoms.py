@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,27 @@ class _Pages(mmap.mmap):
         self.on_free()
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """Of a result.
+
+    ``source`` is the number of the argument whose memory it shares, from whose offset on its own
+    counts.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    nbytes: int
+    source: int | None = None
+
+    @classmethod
+    def of(cls, x: Tensor, source: int | None = None) -> _Shape:
+        nbytes = x.untyped_storage().nbytes()
+        return cls(tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, nbytes, source)
+
+
 class Phantoms(TorchDispatchMode):
     """Context in which large tensors are phantoms, in this thread.
 
@@ -53,6 +75,7 @@ class Phantoms(TorchDispatchMode):
         super().__init__()
         self.log = log
         self.run_for_real: set[str] = set()
+        self._shapes: dict[Any, Any] = {}  # of results, by operation and shapes of arguments
         self._live: dict[int, int] = {}  # phantoms' keys in the log, by their addresses
         self._real: dict[int, int] = {}  # those of other tensors
         self._count = 0
@@ -73,7 +96,7 @@ class Phantoms(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        given = list(_tensors(args, kwargs))
         if any(map(self.is_phantom, given)):
             return self._on_phantoms(func, args, kwargs, given)
         if func in _FACTORIES:
@@ -94,7 +117,7 @@ class Phantoms(TorchDispatchMode):
         floats = shape.is_floating_point()
         if shape.numel() < (_SMALLEST if floats else _SMALLEST_OF_INTEGERS):
             return None
-        return self._like(shape)
+        return self._like(_Shape.of(shape))
 
     def _on_phantoms(
         self, func: Any, args: tuple, kwargs: dict[str, Any], given: list[Tensor]
@@ -106,7 +129,8 @@ class Phantoms(TorchDispatchMode):
             return torch.ones_like(func(*_to_meta(args), **kwargs), device="cpu")
         if func is torch.ops.mkldnn._reorder_linear_weight.default:
             # In oneDNN's layout, which has no strides.
-            return self._like(torch.empty(args[0].shape, dtype=args[0].dtype, device="meta"))
+            whole = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+            return self._like(_Shape.of(whole))
         if _only_a_view(func):
             return func(*args, **kwargs)
         if schema.is_mutable:
@@ -122,32 +146,27 @@ class Phantoms(TorchDispatchMode):
         """Results of the shapes that the operation gives."""
         if func in _INDEXED:
             args = _with_numbered_places(args)
-        sources: dict[int, Tensor] = {}
+        key = func, tuple(map(_key, args)), tuple((k, _key(x)) for k, x in kwargs.items())
+        if key not in self._shapes:
+            try:
+                self._shapes[key] = _shapes(func, args, kwargs)
+            except (NotImplementedError, RuntimeError):
+                self.run_for_real.add(str(func))
+                return self._noted(func(*args, **kwargs), given)
+        sources = list(_tensors(args, kwargs))
 
-        def meta(x: Tensor) -> Tensor:
-            if x.layout != torch.strided:
-                return x.to("meta")
-            found = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            sources[found.untyped_storage()._cdata] = x
-            return found
+        def real(shape: Any) -> Any:
+            if not isinstance(shape, _Shape):
+                return shape
+            if shape.source is None:
+                return self._like(shape)
+            source = sources[shape.source]
+            return source.as_strided(
+                shape.size, shape.stride, source.storage_offset() + shape.offset
+            )
 
-        there = tree_map_only(Tensor, meta, (args, kwargs))
-        if "device" in there[1]:
-            there[1]["device"] = torch.device("meta")
-        try:
-            out = func(*there[0], **there[1])
-        except (NotImplementedError, RuntimeError):
-            self.run_for_real.add(str(func))
-            return self._noted(func(*args, **kwargs), given)
-
-        def real(x: Tensor) -> Tensor:
-            source = sources.get(x.untyped_storage()._cdata)
-            if source is None:
-                return self._like(x)
-            offset = source.storage_offset() + x.storage_offset()
-            return source.as_strided(x.shape, x.stride(), offset)
-
-        return tree_map_only(Tensor, real, out)
+        found = self._shapes[key]
+        return tuple(map(real, found)) if isinstance(found, tuple) else real(found)
 
     def _written(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What an operation returns that writes to its arguments. Numbers that would be written
@@ -186,14 +205,13 @@ class Phantoms(TorchDispatchMode):
         )
         return first.as_strided(first.shape, first.stride()) if owned else None
 
-    def _like(self, x: Tensor) -> Tensor:
-        """A phantom with the shape, strides and dtype of x."""
-        size = x.untyped_storage().nbytes()
-        if not size:
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
-        flat = self._allocate(size)
-        out = torch.empty(0, dtype=x.dtype)
-        return out.set_(flat.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+    def _like(self, shape: _Shape) -> Tensor:
+        """A phantom of this shape, strides and dtype."""
+        if not shape.nbytes:
+            return torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
+        flat = self._allocate(shape.nbytes)
+        out = torch.empty(0, dtype=shape.dtype)
+        return out.set_(flat.untyped_storage(), shape.offset, shape.size, shape.stride)
 
     def _allocate(self, nbytes: int) -> Tensor:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -274,6 +292,56 @@ _VIEWS = {
     aten._sparse_coo_tensor_with_dims_and_tensors.default,
 }
 _INDEXED = {aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default}
+
+
+def _tensors(args: tuple, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments, which may be lists of them."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from (each for each in x if isinstance(each, Tensor))
+
+
+def _key(x: Any) -> Any:
+    """What of an argument the shapes of results depend on."""
+    if isinstance(x, Tensor):
+        return (x.shape, x.stride() if x.layout == torch.strided else x.layout, x.dtype)
+    if isinstance(x, (list, tuple)):
+        return tuple(map(_key, x))
+    return type(x), x
+
+
+def _shapes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Shapes of an operation's results: of one, or a tuple of several.
+
+    Raises:
+        NotImplementedError, RuntimeError: there is no rule for them.
+    """
+    numbers: dict[int, int] = {}
+
+    def meta(x: Tensor) -> Tensor:
+        if x.layout != torch.strided:
+            return x.to("meta")
+        found = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return found
+
+    there = [meta(x) for x in _tensors(args, kwargs)]
+    for i, x in enumerate(there):
+        if x.layout == torch.strided:
+            numbers[x.untyped_storage()._cdata] = i
+    left = iter(there)
+    placed = tree_map_only(Tensor, lambda _: next(left), (args, kwargs))
+    if "device" in placed[1]:
+        placed[1]["device"] = torch.device("meta")
+    out = func(*placed[0], **placed[1])
+
+    def shape(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return _Shape.of(x, numbers.get(x.untyped_storage()._cdata))
+
+    return tuple(map(shape, out)) if isinstance(out, (list, tuple)) else shape(out)
 
 
 def _only_a_view(func: Any) -> bool:

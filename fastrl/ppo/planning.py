@@ -150,5 +150,3 @@ def _steps(trainer: PPOTrainer, config: PPOConfig, prompt: int, response: int) -
     while taken < _STEPS:
         trainer.step(queries, responses, scores)
         taken += size // config.backward_batch_size
-
-

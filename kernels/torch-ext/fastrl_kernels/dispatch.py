@@ -34,7 +34,7 @@ _stands_for: ContextVar[str | None] = ContextVar("fastrl_kernels_device", defaul
 
 
 def device_kind(x: torch.Tensor) -> str:
-    """"cpu", "cuda" …: where x is. While a plan is made for another device
+    """ "cpu", "cuda" …: where x is. While a plan is made for another device
     (:func:`standing_for`), that is where its tensors will be."""
     return _stands_for.get() or x.device.type
 
