@@ -120,9 +120,10 @@ def planned(shape: dict[str, Any]) -> int:
         from fastrl.alignment.planning import plan_alignment
 
         return plan_alignment(skeleton, settings, prompt, response).peak
+    from fastrl import PPOTrainer
     from fastrl.ppo.planning import plan_ppo
 
-    return plan_ppo(skeleton, settings, prompt, response).peak
+    return plan_ppo(PPOTrainer, skeleton, settings, prompt, response).peak
 
 
 def measured(shape: dict[str, Any]) -> int:

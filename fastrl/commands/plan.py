@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ from typing import Any, ClassVar
 
 from fastrl.commands.flags import UsageError, parse, unknown_name
 from fastrl.commands.job import DTYPES
-from fastrl.config import PPOConfig, setting
-from fastrl.plan.advice import Change, what_fits, what_to_change
+from fastrl.config import PPOConfig, json_object, setting
+from fastrl.plan.advice import Remedy, what_fits, what_to_change
 from fastrl.plan.report import Plan, gib, usable
 from fastrl.plan.skeleton import Skeleton
 from fastrl.run.report import run_console
@@ -48,7 +49,7 @@ class PlanJob:
     _argument_group_name: ClassVar[str] = "the plan"
 
     model: str = setting(
-        "The model: a directory (a run's, or of an adapter) or a Hub id. Its configuration alone is "
+        "The model: a directory (a run's, or of an adapter) or a Hub id. Only its configuration is "
         "read."
     )
     method: str = setting(
@@ -143,9 +144,10 @@ class PlannedRun:
         job, device = self.job, self.job.kind_of_device
         lengths = job.prompt_tokens, job.response_tokens
         if self._policy_gradient:
+            from fastrl.ppo import PPOTrainer
             from fastrl.ppo.planning import plan_ppo
 
-            return plan_ppo(self.skeleton, self.flags, *lengths, device)
+            return plan_ppo(PPOTrainer, self.skeleton, self.flags, *lengths, device)
         if job.method == "sft":
             from fastrl.trainers.planning import plan_sft
 
@@ -182,40 +184,40 @@ class PlannedRun:
         changed = self._with(**{name: 2 * size, "gradient_accumulation_steps": fewer})
         return _flag(name, 2 * size), changed
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[Remedy]:
         """From the cheapest: those that cost no time, then time, then precision, then what is
         learned."""
         found = []
         if self._policy_gradient:
-            found.append(Change("--rollout-sleep true", "slower rollouts", PlannedRun._asleep))
+            found.append(Remedy("--rollout-sleep true", "slower rollouts", PlannedRun._asleep))
         name, size = self._sizes
         while size > 1:
             size = math.ceil(size / 2) if size % 2 else size // 2
             found.append(
-                Change(
+                Remedy(
                     f"{_flag(name, size)}, accumulated",
                     "the same gradients in more passes",
-                    lambda run, size=size: run._in_passes_of(size),
+                    functools.partial(PlannedRun._in_passes_of, size=size),
                 )
             )
         found.append(
-            Change(
+            Remedy(
                 "--gradient-checkpointing true",
                 "about a third more time in the update",
                 PlannedRun._checkpointed,
             )
         )
         if self._policy_gradient:
-            found.append(Change("--reference offload", "a slower reference", PlannedRun._offloaded))
+            found.append(Remedy("--reference offload", "a slower reference", PlannedRun._offloaded))
         found.append(
-            Change(
+            Remedy(
                 f"--lora-r {_LORA_RANK}",
                 "an adapter is trained, not the weights",
                 PlannedRun._as_adapter,
             )
         )
         found.append(
-            Change(
+            Remedy(
                 f"--lora-r {_LORA_RANK} --dtype bfloat16",
                 "an adapter on a base in bf16",
                 PlannedRun._as_adapter_on_bf16,
@@ -314,7 +316,8 @@ def planned_run(arguments: Sequence[str]) -> PlannedRun:
     job, flags = parse("plan", [PlanJob, kind], given)
     if job.mixed_precision:
         if isinstance(flags, PPOConfig):
-            flags.accelerator_kwargs = {"mixed_precision": "bf16", **flags.accelerator_kwargs}
+            given_to_accelerate = json_object(flags.accelerator_kwargs)
+            flags.accelerator_kwargs = {"mixed_precision": "bf16", **given_to_accelerate}
         else:
             flags.bf16 = True
     return PlannedRun(job, job.skeleton(), flags)
@@ -327,7 +330,7 @@ def _method(arguments: Sequence[str]) -> str:
             return argument.partition("=")[2]
         if argument == "--method" and i + 1 < len(arguments):
             return arguments[i + 1]
-    return PlanJob.__dataclass_fields__["method"].default
+    return PlanJob.method
 
 
 def _flags_of(method: str) -> Any:

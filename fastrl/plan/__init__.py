@@ -1,1 +1,1 @@
-"""What a run needs of memory, before it is run: the trainers' own code on tensors without memory."""
+"""What a run needs of memory, before it is run: its own code on tensors without memory."""

@@ -17,7 +17,7 @@ class Planned(Protocol):
     def plan(self) -> Plan:
         """Its memory."""
 
-    def changes(self) -> Sequence[Change]:
+    def changes(self) -> Sequence[Remedy]:
         """Ways to need less, the one that costs the least time or quality first."""
 
     def larger(self) -> tuple[str, Any] | None:
@@ -25,7 +25,7 @@ class Planned(Protocol):
 
 
 @dataclass(frozen=True)
-class Change:
+class Remedy:
     """A change of a run's settings.
 
     Args:
@@ -42,7 +42,7 @@ class Change:
 def what_to_change(run: Planned, plan: Plan, gpu_gib: float) -> str:
     """The cheapest change that makes a run fit: the first that does by itself, else the first few
     that do together."""
-    tried: list[tuple[Change, Plan]] = []
+    tried: list[tuple[Remedy, Plan]] = []
     for change in run.changes():
         changed = change.apply(run)
         if changed is None:
@@ -51,7 +51,8 @@ def what_to_change(run: Planned, plan: Plan, gpu_gib: float) -> str:
         if found.fits(gpu_gib):
             return f"{change.flags} ({change.cost}): {gib(found.peak)}"
         tried.append((change, found))
-    together, used = run, []
+    together: Any = run
+    used: list[Remedy] = []
     for change, _ in tried:
         changed = change.apply(together)
         if changed is None:

@@ -12,7 +12,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -34,10 +34,11 @@ _OWN_TENSOR, _OWN_STORAGE = 4, 2
 class _Pages(mmap.mmap):
     """Memory that is never touched; says when it is freed."""
 
-    on_free: Callable[[], None]
+    on_free: Callable[[], None] | None = None
 
     def __del__(self) -> None:
-        self.on_free()
+        if self.on_free is not None:
+            self.on_free()
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ class _Shape:
 
     @classmethod
     def of(cls, x: Tensor, source: int | None = None) -> _Shape:
-        nbytes = x.untyped_storage().nbytes()
-        return cls(tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, nbytes, source)
+        nbytes = int(x.untyped_storage().nbytes())
+        offset = int(x.storage_offset())
+        return cls(tuple(x.shape), x.stride(), offset, x.dtype, nbytes, source)
 
 
 class Phantoms(TorchDispatchMode):
@@ -178,15 +180,17 @@ class Phantoms(TorchDispatchMode):
                 continue
             target = args[i] if i < len(args) else kwargs.get(argument.name)
             by_alias.update(dict.fromkeys(info.before_set, target))
-            overwrites = argument.is_out or func in _OVERWRITING
-            if overwrites and isinstance(target, Tensor) and target.is_floating_point():
-                if not self.is_phantom(target):
-                    target.zero_()
+            if (argument.is_out or func in _OVERWRITING) and self._holds_numbers(target):
+                target.zero_()
         found = []
         for result in schema.returns:
             names = result.alias_info.before_set if result.alias_info else ()
             found.append(next((by_alias[name] for name in names if name in by_alias), None))
         return found[0] if len(found) == 1 else tuple(found) if found else None
+
+    def _holds_numbers(self, x: Any) -> TypeGuard[Tensor]:
+        """Whether x is a real tensor of floating-point numbers."""
+        return isinstance(x, Tensor) and x.is_floating_point() and not self.is_phantom(x)
 
     def _summed_in_place(self, func: Any, args: tuple) -> Tensor | None:
         """The engine adds gradients into one that it alone holds, but not where a mode is on."""
@@ -323,8 +327,7 @@ def _shapes(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     def meta(x: Tensor) -> Tensor:
         if x.layout != torch.strided:
             return x.to("meta")
-        found = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        return found
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
     there = [meta(x) for x in _tensors(args, kwargs)]
     for i, x in enumerate(there):

@@ -52,6 +52,15 @@ class Skeleton:
         named = dtype if dtype != "auto" else str(getattr(config, "dtype", None) or "float32")
         return cls(config, getattr(torch, named.removeprefix("torch.")), adapter, guesses)
 
+    @classmethod
+    def of(cls, model: Any) -> Skeleton:
+        """Of a model of transformers, of PEFT, or of fastrl around one."""
+        model = getattr(model, "pretrained_model", model)
+        peft = getattr(model, "peft_config", None)
+        weights = [p for p in model.parameters() if p.is_floating_point()]
+        base = next((p for p in weights if not p.requires_grad), weights[0])
+        return cls(model.config, base.dtype, None if peft is None else peft[model.active_adapter])
+
     def build(self, kind: Any = AutoModelForCausalLM) -> Any:
         """The model; to be called within a rehearsal.
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fastrl.config import PPOConfig, json_object
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
-from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.plan.memory import ACTIVATIONS
 from fastrl.plan.rehearsal import LOADING, Rehearsal, rehearsal
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton, blank_tokenizer, tokens
 from fastrl.ppo.rollouts import EngineBackend
-from fastrl.ppo.trainer import PPOTrainer
 from fastrl.rollout import SamplingParams
 from fastrl.rollout.rehearsed_engine import RehearsedEngine
 from fastrl.rollout.self_check import UnsupportedModel
+
+if TYPE_CHECKING:
+    from fastrl.ppo.trainer import PPOTrainer
 
 # Steps of the optimizer: its state is there from the second on.
 _STEPS = 2
@@ -35,6 +36,7 @@ _NOT_REHEARSED: dict[str, Any] = {
 
 
 def plan_ppo(
+    trainer_class: type[PPOTrainer],
     skeleton: Skeleton,
     config: PPOConfig,
     prompt_tokens: int,
@@ -48,6 +50,7 @@ def plan_ppo(
     a batch, whose boundaries are kept.
 
     Args:
+        trainer_class: is rehearsed.
         rollouts: whether the trainer generates its responses itself.
 
     Raises:
@@ -57,7 +60,8 @@ def plan_ppo(
     with rehearsal(device) as found:
         base = skeleton.build()
         kind = AutoModelForCausalLMWithValueHead if config.needs_values else CausalLMPolicy
-        trainer = PPOTrainer(rehearsed, kind.from_pretrained(base), tokenizer=blank_tokenizer())
+        policy = kind.from_pretrained(base)
+        trainer = trainer_class(rehearsed, policy, tokenizer=blank_tokenizer())
         found.notes += skeleton.guesses
         found.follow(trainer._unwrapped, trainer.optimizer)
         found.loaded(trainer.ref_model, trainer._unwrapped)
@@ -81,18 +85,6 @@ def plan_ppo(
                 "reference": trainer.reference.mode,
             },
         )
-
-
-def plan_of_trainer(trainer: PPOTrainer, prompt_tokens: int, response_tokens: int) -> Plan:
-    """The plan of a trainer that exists; nothing of it is run or changed."""
-    policy: PreTrainedModelWrapper = trainer._unwrapped
-    model = policy.pretrained_model
-    adapter = model.peft_config[model.active_adapter] if policy.is_peft_model else None
-    weights = [p for p in model.parameters() if p.is_floating_point()]
-    base = next((p for p in weights if not p.requires_grad), weights[0])
-    skeleton = Skeleton(model.config, base.dtype, adapter)
-    device = torch.device(trainer.current_device).type
-    return plan_ppo(skeleton, trainer.config, prompt_tokens, response_tokens, device)
 
 
 def _shortened(config: PPOConfig) -> PPOConfig:

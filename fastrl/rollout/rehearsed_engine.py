@@ -1,4 +1,4 @@
-"""The rollout engine in a plan of memory: a call's room, its prefill and its largest decode step."""
+"""The rollout engine in a plan of memory: a call's room, prefill and largest decode step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RehearsedEngine(RolloutEngine):
         """There is nothing to compare."""
 
     def rehearse(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
-        """Takes up the memory of ``generate(prompts, params)``: fills the slots, and runs one decode
-        step at the full length of the longest."""
+        """Takes up the memory of ``generate(prompts, params)``: fills the slots, and runs one
+        decode step at the full length of the longest."""
         request = RolloutRequest.of(prompts, params, None, self.model, self.tokenizer)
         samples = _samples(request, params.n)
         kv_cache, slots = self._make_room(request, len(samples))
