@@ -9,6 +9,7 @@ masks are computed as ever, so that the code takes the same ways as with a model
 from __future__ import annotations
 
 import mmap
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ aten = torch.ops.aten
 # Elements from which a new floating-point tensor is a phantom, and one of another type.
 _SMALLEST = 4096
 _SMALLEST_OF_INTEGERS = 1 << 24
+# Linux then lets addresses be had for more than all memory; older Pythons do not name it.
+_UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # What autograd's engine holds of a gradient that it alone has: of the tensor and of its storage,
 # with what a call of Python adds.
 _OWN_TENSOR, _OWN_STORAGE = 4, 2
@@ -218,8 +221,7 @@ class Phantoms(TorchDispatchMode):
         return out.set_(flat.untyped_storage(), shape.offset, shape.size, shape.stride)
 
     def _allocate(self, nbytes: int) -> Tensor:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        pages = _Pages(-1, nbytes, flags=flags)
+        pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _UNRESERVED)
         self._count += 1
         key = self._count
         memory = torch.frombuffer(pages, dtype=torch.uint8)
