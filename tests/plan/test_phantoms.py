@@ -15,7 +15,7 @@ def test_a_tensor_larger_than_the_memory_can_be_multiplied():
         x = torch.zeros(1 << 20, 1 << 18)
         y = x @ torch.zeros(1 << 18, 8)
         assert y.shape == (1 << 20, 8)
-        assert log.total == x.nbytes + 8 * (1 << 18) * 4 + y.nbytes
+        assert log.total == x.nbytes + y.nbytes
     assert x.nbytes == LARGE
     del x, y
     assert log.total == 0
