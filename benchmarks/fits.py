@@ -53,10 +53,10 @@ _ADAPTER = (
     "--gradient-accumulation-steps 8 --gradient-checkpointing true"
 )
 _LENGTHS = "--prompt-tokens 512 --response-tokens 512"
-_4K = "--prompt-tokens 512 --response-tokens 3584 --rollout-slots 16"
+_4K = "--prompt-tokens 512 --response-tokens 3584 --rollout-slots 16 --rollout-sleep true"
 COMMANDS = (
     f"Qwen/Qwen2.5-1.5B {_FULL} {_LENGTHS} --gpu-gib 80",
-    f"Qwen/Qwen2.5-1.5B {_FULL} --rollout-sleep true --reference offload {_LENGTHS} --gpu-gib 24",
+    f"Qwen/Qwen2.5-1.5B {_FULL} --reference offload {_LENGTHS} --gpu-gib 24",
     f"Qwen/Qwen2.5-3B {_FULL} {_LENGTHS} --gpu-gib 80",
     f"Qwen/Qwen2.5-3B {_ADAPTER} {_LENGTHS} --gpu-gib 24",
     f"meta-llama/Llama-3.1-8B {_ADAPTER} {_4K} --gpu-gib 24",
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     for i, command in enumerate(COMMANDS, start=1):
         rows.append([str(i), *planned(command)])
         blocks.append(f"fastrl plan {command}  # {i}")
-    head = ("", "model", "method", "peak", "in", "GPU", "fits")
+    head = ("", "model", "method", "peak", "in", "GPU", "fits, or the cheapest change that does")
     made = table(head, rows)
     commands = "```bash\n" + "\n".join(blocks) + "\n```"
     args.page.write_text(f"{before}{BEGIN}\n{made}\n\n{commands}\n{END}{after}")
@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
 def planned(command: str) -> list[str]:
     """A row of the table."""
     from fastrl.commands.plan import planned_run
+    from fastrl.plan.advice import what_to_change
     from fastrl.plan.report import gib
 
     name, *flags = shlex.split(command)
@@ -99,5 +100,5 @@ def planned(command: str) -> list[str]:
         run = planned_run([folder, *flags])
     plan, gpu = run.plan(), run.job.gpu_gib
     what = f"{run.job.method}, {f'LoRA {run.job.lora_r}' if run.job.lora_r else 'all weights'}"
-    verdict = "yes" if plan.fits(gpu) else "**no**"
+    verdict = "fits" if plan.fits(gpu) else what_to_change(run, plan, gpu)
     return [name, what, gib(plan.peak), plan.widest, f"{gpu:g} GiB", verdict]

@@ -308,6 +308,17 @@ def planned_run(arguments: Sequence[str]) -> PlannedRun:
 
     Raises:
         UsageError: no model, an unknown flag or value.
+        FileNotFoundError, ValueError: as :meth:`fastrl.plan.skeleton.Skeleton.read`.
+    """
+    job, flags = parse_plan(arguments)
+    return PlannedRun(job, job.skeleton(), flags)
+
+
+def parse_plan(arguments: Sequence[str]) -> tuple[PlanJob, Any]:
+    """What to plan, and the flags of the method's command.
+
+    Raises:
+        UsageError: no model, an unknown flag or value.
     """
     given = list(arguments)
     if given and not given[0].startswith("-") and not given[0].endswith((".yaml", ".yml")):
@@ -320,7 +331,7 @@ def planned_run(arguments: Sequence[str]) -> PlannedRun:
             flags.accelerator_kwargs = {"mixed_precision": "bf16", **given_to_accelerate}
         else:
             flags.bf16 = True
-    return PlannedRun(job, job.skeleton(), flags)
+    return job, flags
 
 
 def _method(arguments: Sequence[str]) -> str:

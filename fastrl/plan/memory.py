@@ -69,6 +69,15 @@ class MemoryLog:
         self.now[before] -= nbytes
         self.now[kind] += nbytes
 
+    def elsewhere(self, key: int | None) -> None:
+        """Counts memory no more: it is not on the device."""
+        if key in self._live:
+            assert key is not None
+            nbytes, kind = self._live[key]
+            self._live[key] = (0, kind)
+            self.now[kind] -= nbytes
+            self._total -= nbytes
+
     @contextmanager
     def kind(self, kind: str) -> Iterator[None]:
         """Context in which what is allocated is for this."""

@@ -92,10 +92,19 @@ class Phantoms(TorchDispatchMode):
 
     def is_kind(self, tensors: Iterable[Any], kind: str) -> None:
         """Says of tensors what they are for."""
+        for key in self._keys(tensors):
+            self.log.is_kind(key, kind)
+
+    def elsewhere(self, tensors: Iterable[Any]) -> None:
+        """Says of tensors that they are not on the device that is planned for."""
+        for key in self._keys(tensors):
+            self.log.elsewhere(key)
+
+    def _keys(self, tensors: Iterable[Any]) -> Iterator[int | None]:
         for x in tensors:
             if isinstance(x, Tensor) and x.layout == torch.strided:
                 address = x.untyped_storage().data_ptr()
-                self.log.is_kind(self._live.get(address, self._real.get(address)), kind)
+                yield self._live.get(address, self._real.get(address))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None

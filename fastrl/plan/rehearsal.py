@@ -50,9 +50,12 @@ class Rehearsal:
         phantoms: the mode in which it runs.
         notes: what of it is a guess.
         folder: to write to.
+        visiting: bytes of a reference in host memory that are on the device as it runs, at most.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: str) -> None:
+        self.device = device
+        self.visiting = 0
         self.log = MemoryLog()
         self.phantoms = Phantoms(self.log)
         self.notes: list[str] = []
@@ -87,12 +90,22 @@ class Rehearsal:
         optimizer.register_step_pre_hook(begin)
         optimizer.register_step_post_hook(lambda *_: entered.pop().close())
 
-    def loaded(self, reference: nn.Module | None, policy: nn.Module) -> None:
-        """Ends the phase of loading."""
-        if reference is not None:
+    def loaded(self, reference: Any, policy: nn.Module) -> None:
+        """Ends the phase of loading.
+
+        Args:
+            reference: the reference policy, a :class:`fastrl.ref_model.RefModel`; or None.
+        """
+        model = getattr(reference, "model", None)
+        if model is not None:
             shared = {id(p) for p in policy.parameters()}
-            own = [p for p in reference.parameters() if id(p) not in shared]
-            self.phantoms.is_kind([*own, *reference.buffers()], REFERENCE)
+            own = [p for p in model.parameters() if id(p) not in shared]
+            self.phantoms.is_kind([*own, *model.buffers()], REFERENCE)
+        units = getattr(reference, "units", None)
+        if units and self.device != "cpu":  # a copy in host memory
+            rest, *layers = [sum(x.nbytes for x in unit.weights) for unit in units]
+            self.phantoms.elsewhere(x for unit in units for x in unit.weights)
+            self.visiting = rest + max(layers)
         self.log.peaks.clear()
         self.log.note(LOADING)
         self.log.enter(OTHER)
@@ -113,7 +126,7 @@ def rehearsal(device: str = "cpu") -> Iterator[Rehearsal]:
         device: "cpu" or "cuda", for which the memory is counted.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        found = Rehearsal(Path(folder))
+        found = Rehearsal(Path(folder), device)
         stack.enter_context(random_state_kept())
         stack.enter_context(_own_accelerate())
         stack.enter_context(_quiet())

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastrl.plan.memory import KINDS, Peak
-from fastrl.plan.rehearsal import OTHER, Rehearsal
+from fastrl.plan.memory import KINDS, REFERENCE, Peak
+from fastrl.plan.rehearsal import OTHER, SCORING, UPDATE, Rehearsal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +43,12 @@ class Plan:
 
     @classmethod
     def of(cls, title: str, device: str, found: Rehearsal, settings: Mapping[str, Any]) -> Plan:
-        return cls(title, device, dict(found.log.peaks), dict(settings), list(found.notes))
+        phases = dict(found.log.peaks)
+        runs_in = phases.get(SCORING) or phases.get(UPDATE)
+        if found.visiting and runs_in is not None:
+            runs_in.total += found.visiting
+            runs_in.by_kind[REFERENCE] += found.visiting
+        return cls(title, device, phases, dict(settings), list(found.notes))
 
     @property
     def peak(self) -> int:

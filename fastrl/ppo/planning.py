@@ -64,7 +64,7 @@ def plan_ppo(
         trainer = trainer_class(rehearsed, policy, tokenizer=blank_tokenizer())
         found.notes += skeleton.guesses
         found.follow(trainer._unwrapped, trainer.optimizer)
-        found.loaded(trainer.ref_model, trainer._unwrapped)
+        found.loaded(trainer.reference, trainer._unwrapped)
         _generate(trainer, found, config, prompt_tokens, response_tokens, rollouts)
         _steps(trainer, rehearsed, prompt_tokens, response_tokens)
         length = prompt_tokens + response_tokens

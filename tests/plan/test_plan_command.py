@@ -94,6 +94,17 @@ def test_the_command_says_that_a_run_does_not_fit(folder, capsys):
     assert plan["advice"][1].startswith("cheapest change")
 
 
+def test_a_reference_in_host_memory_takes_none_of_a_gpus(folder, capsys):
+    flags = [*FLAGS, "--device", "cuda", "--precision", "fp32", "--reference"]
+    copy, offload = (
+        planned(capsys, folder, *flags, mode)["phases"] for mode in ("copy", "offload")
+    )
+    weights = copy["loading"]["by_kind"]["reference"]
+    assert weights > 0
+    assert offload["loading"]["by_kind"]["reference"] == pytest.approx(0, abs=0.01 * weights)
+    assert 0.3 * weights < offload["scoring"]["by_kind"]["reference"] < weights
+
+
 def test_what_fits_says_what_more_there_is_room_for(folder, capsys):
     shown = planned(capsys, folder, *FLAGS, "--mini-batch-size", "1", "--gpu-gib", "24")
     assert any("there is room for --mini-batch-size 4" in line for line in shown["advice"])
