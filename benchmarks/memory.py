@@ -60,6 +60,11 @@ def replay(events: Iterable[tuple[int, int]], returned: set[int]) -> int:
     return peak
 
 
+def peak_of_events(profiler: torch.profiler.profile) -> int:
+    """The most bytes that torch's allocator had given out while a profiler of memory was on."""
+    return replay(_allocations(profiler), set())
+
+
 def _allocations(profiler: torch.profiler.profile) -> Iterator[tuple[int, int]]:
     from torch._C._profiler import _EventType
 

@@ -43,6 +43,7 @@ TITLES = {
     "rollout": "Rollouts",
     "ref_model": "PPO's reference, by the way it is kept",
     "run": "What a run writes, beside its steps",
+    "plan": "Plans of memory, beside the profiler's sum of allocations",
     "ops": "Single ops",
 }
 HEADLINES = ("ppo", "grpo", "sft", "dpo", "rollout")  # in the project's README

@@ -37,6 +37,7 @@ commands:
   doctor  the usual illnesses of a run: what shows them, and what to change
   samples print or export the samples that a run was trained on
   replay  draw a sample of a run again, and compare it with the recorded one
+  plan    the memory that a run needs, before it is run, and what fits a GPU
   env     versions, devices, and the kernels that would be used
 
 "fastrl COMMAND --help" shows the flags that matter, --help-all the rest. A YAML
@@ -165,7 +166,7 @@ def _run(command: str, arguments: Sequence[str]) -> int:
     module, kinds, function = _COMMANDS[command]
     found = importlib.import_module(f"fastrl.{module}")
     run = getattr(found, function)
-    if command in _ON_FOLDERS:
+    if command in _PARSE_THEMSELVES:
         return run(arguments) or 0
     status = run(*parse(command, [getattr(found, kind) for kind in kinds], arguments))
     return status if command == "demo" else 0
@@ -183,10 +184,13 @@ _COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "doctor": ("commands.doctor", (), "run_doctor"),
     "samples": ("commands.samples", (), "run_samples"),
     "replay": ("commands.replay", (), "run_replay"),
+    "plan": ("commands.plan", (), "run_plan"),
     "env": ("commands.env", ("EnvFlags",), "run_env"),
 }
-_ON_FOLDERS = ("report", "doctor", "samples", "replay")  # of runs; they have no settings
-_ONE_PROCESS = ("demo", "replay")
+# They parse their arguments themselves: those on runs have no settings, those of a plan depend on
+# its method.
+_PARSE_THEMSELVES = ("report", "doctor", "samples", "replay", "plan")
+_ONE_PROCESS = ("demo", "replay", "plan")
 _TRAINING = ("sft", "reward", "align", "ppo", "grpo")
 
 if __name__ == "__main__":

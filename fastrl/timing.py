@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -50,6 +51,36 @@ class DeviceClock(HostClock):
         return {**phases, "total": time.perf_counter() - self._start}
 
 
+Listener = Callable[[str], AbstractContextManager[None]]
+_listener: ContextVar[Listener | None] = ContextVar("fastrl_phases", default=None)
+
+
+class HeardClock(HostClock):
+    """A clock whose phases somebody follows."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self._listener = listener
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        with self._listener(phase), super().__call__(phase):
+            yield
+
+
+@contextmanager
+def heard_by(listener: Listener) -> Iterator[None]:
+    """Context in which phases that are timed run in the listener's context of their name."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
 def start_clock(device: torch.device) -> HostClock:
     """The clock for a device, started."""
+    listener = _listener.get()
+    if listener is not None:
+        return HeardClock(listener)
     return DeviceClock() if device.type == "cuda" else HostClock()

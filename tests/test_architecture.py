@@ -23,6 +23,7 @@ LAYERS = (
     {"run"},
     {"models"},
     {"data"},
+    {"plan"},
     {"rollout"},
     {"ref_model", "rewards"},
     {"ppo", "trainers"},

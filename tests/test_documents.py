@@ -296,6 +296,8 @@ def test_shell_lines_are_what_the_tools_take(
                     importlib.import_module(f"fastrl.commands.{command}").parse_flags(
                         [folder, *arguments]
                     )
+                case ["fastrl", "plan", *arguments]:
+                    importlib.import_module("fastrl.commands.plan").parse_plan(arguments)
                 case ["fastrl", *arguments]:
                     with pytest.raises(Parsed):
                         assert cli.main(arguments) == 0, f"{page}:{block.line}: {words}"

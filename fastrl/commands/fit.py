@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 
 from fastrl.commands.checks import check_seed
 from fastrl.commands.job import TrainingJob, folder_claimed, resume_setting
+from fastrl.commands.memory import RunMemory
 from fastrl.config import setting
 from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table
 from fastrl.models.load import load_tokenizer
@@ -26,6 +27,8 @@ from fastrl.run.transformers_checkpoints import find_trainer_checkpoint
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    from fastrl.plan.report import Plan
 
 
 _TRAINING = (
@@ -242,6 +245,7 @@ def fit(
     results: Callable[[dict[str, float]], dict[str, float]],
     evaluations: Sequence[Any] = (),
     show: int = 0,
+    make_plan: Callable[[], Plan] | None = None,
 ) -> dict[str, Any]:
     """Trains, evaluates before and after, saves and reports; returns what ``summary.json`` holds.
 
@@ -251,6 +255,7 @@ def fit(
         results: picks from an evaluation's metrics what ``summary.json`` records.
         evaluations: a list to which the trainer adds the samples of each evaluation.
         show: how many samples to print.
+        make_plan: plans the memory of the run.
     """
     from fastrl.run.report import finish_run, pair_samples
     from fastrl.run.stopping import stop_at_a_steps_end
@@ -262,6 +267,7 @@ def fit(
     checkpoint = find_trainer_checkpoint(resume, trainer.checkpoints) if resume else None
     held_out = trainer.eval_dataset is not None
     trainer.run_folder, trainer.saves_when_it_fails = folder, True
+    memory = None if make_plan is None else RunMemory(job.plan, trainer.args.device, make_plan)
     with recording(trainer, folder, description, flags.trackers, evaluations):
         if checkpoint is None:
             if is_main_process():
@@ -271,6 +277,9 @@ def fit(
             outcome = trainer.train(resume_from_checkpoint=checkpoint)
         before = trainer.kept.get("before", {})
         after = results(trainer.evaluate()) if held_out else {}
+
+    if memory is not None:
+        memory.end()
 
     def save(model: Path) -> None:
         trainer.save_model(str(model))

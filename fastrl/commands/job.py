@@ -79,6 +79,11 @@ class TrainingJob:
         False,
     )
     dtype: str = setting("Type of the model's weights, such as float32 or bfloat16.", "float32")
+    plan: bool | None = setting(
+        "Print the memory that the run needs before it begins, and what it took; by default on a "
+        "GPU.",
+        None,
+    )
 
     def __post_init__(self) -> None:
         if self.lora_r < 0:
@@ -102,7 +107,7 @@ class TrainingJob:
         """What ``run.json`` records: all but how this process took part in the run, and the working
         directory, on which relative paths depend."""
         fields = dataclasses.asdict(self)
-        job = {k: v for k, v in fields.items() if k not in ("resume", "overwrite")}
+        job = {k: v for k, v in fields.items() if k not in ("resume", "overwrite", "plan")}
         return {"job": job, STARTED_IN: os.getcwd()}
 
     def model_options(self) -> dict[str, Any]:

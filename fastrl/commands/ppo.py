@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastrl.commands.checks import check_call, check_seed
 from fastrl.commands.fit import say_none_held_out
 from fastrl.commands.job import TrainingJob, folder_claimed, resume_setting
+from fastrl.commands.memory import RunMemory
 from fastrl.config import PPOConfig, json_object, setting, setting_like
+from fastrl.data.prompt_ids import token_ids
 from fastrl.data.tables import (
     LONG_PROMPTS,
     MOST_HELD_OUT,
@@ -58,6 +60,7 @@ _STEPS = (
     "gradient_accumulation_steps",
     "learning_rate",
 )
+_PLANNED_PROMPTS = 256  # whose lengths a plan is made of
 _RUN = ("resume", "overwrite", "lora_r", "dtype", "seed", "log_with")
 
 
@@ -317,6 +320,11 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
     if config.log_with is not None:  # where trackers write files
         json_object(config.project_kwargs).setdefault("logging_dir", str(folder.logs))
     trainer = make_trainer(job, config, tokenizer)
+    memory = RunMemory(
+        job.plan,
+        trainer.current_device,
+        lambda: trainer.plan(longest_prompt(job, train_rows, tokenizer), job.max_new_tokens),
+    )
     for reward in rewards:
         if isinstance(reward, ClassifierReward):
             reward.to(trainer.current_device)
@@ -341,6 +349,7 @@ def _train(job: PPOJob, flags: PPOFlags, config: PPOConfig, folder: RunFolder) -
             resume=job.resume or False,
             ledger=job.ledger,
         )
+    memory.end()
     eval_prompts = 0 if eval_rows is None else len(eval_rows) - result.dropped_eval_prompts
     comparison = finish_training(
         folder,
@@ -375,6 +384,14 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
         is_trainable=True,
     )
     return PPOTrainer(config, model, tokenizer=tokenizer)
+
+
+def longest_prompt(job: PPOJob, rows: Dataset, tokenizer: Any) -> int:
+    """Tokens of the longest prompt, for a plan: of the first few, unless there is a limit."""
+    if job.max_prompt_tokens is not None:
+        return max(2, job.max_prompt_tokens)
+    first = rows.select(range(min(len(rows), _PLANNED_PROMPTS)))[PROMPT]
+    return max(2, *(len(token_ids(prompt, tokenizer)) for prompt in first))
 
 
 def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Dataset | None]:

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.config import setting, setting_like
+from fastrl.plan.report import Plan
+from fastrl.plan.skeleton import Skeleton
 from fastrl.run.folder import RunFolder
 from fastrl.trainers.sft import SFTConfig
 
@@ -43,6 +45,7 @@ def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
 def _train(job: SFTJob, flags: SFTFlags, folder: RunFolder) -> dict[str, Any]:
     from fastrl.data.collators import DataCollatorForCompletionOnlyLM
     from fastrl.models.load import load_language_model
+    from fastrl.trainers.planning import plan_sft
     from fastrl.trainers.sft import SFTTrainer
 
     peft_config = job.lora_config("CAUSAL_LM")
@@ -63,5 +66,23 @@ def _train(job: SFTJob, flags: SFTFlags, folder: RunFolder) -> dict[str, Any]:
         loss = metrics["eval_loss"]
         return {"held_out_loss": loss, "held_out_perplexity": math.exp(min(loss, 700.0))}
 
-    title = f"{job.model}: SFT on {job.dataset}"
-    return fit(trainer, folder, job, flags, description="SFT", title=title, results=results)
+    def plan() -> Plan:
+        skeleton, device = Skeleton.of(trainer.model), flags.device.type
+        return plan_sft(skeleton, flags, longest_text(trainer.train_dataset), device)
+
+    return fit(
+        trainer,
+        folder,
+        job,
+        flags,
+        description="SFT",
+        title=f"{job.model}: SFT on {job.dataset}",
+        results=results,
+        make_plan=plan,
+    )
+
+
+def longest_text(rows: Any) -> int:
+    """Tokens of the longest row, for a plan."""
+    lengths = (len(row["input_ids"]) for row in rows)
+    return max(2, max(lengths, default=2))

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastrl_kernels.dispatch import device_kind
+
 
 class _SparseEmbedding(torch.autograd.Function):
     """weight[ids]; its gradient with respect to the weight is sparse."""
@@ -62,7 +64,7 @@ def sparse_embedding_gradient(model: Any) -> Iterator[Tensor | None]:
     plain = (
         type(embedding) is nn.Embedding
         and embedding.weight is head.weight
-        and embedding.weight.device.type == "cpu"
+        and device_kind(embedding.weight) == "cpu"
         and embedding.max_norm is None
         and not embedding.scale_grad_by_freq
         and not embedding.sparse

@@ -31,6 +31,8 @@ from fastrl.models.optimizers import (
 from fastrl.models.products import Products
 from fastrl.models.sharding import gathered_state_dict
 from fastrl.models.utils import evaluating, warn_of_lost_updates
+from fastrl.plan.report import Plan
+from fastrl.plan.skeleton import Skeleton
 from fastrl.ppo import stats
 from fastrl.ppo.advantages import make_advantages
 from fastrl.ppo.classic import ClassicMethods
@@ -45,6 +47,7 @@ from fastrl.ppo.nonfinite import (
     samples_left_out,
 )
 from fastrl.ppo.old_logprobs import OldLogprobs
+from fastrl.ppo.planning import plan_ppo
 from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.saving import make_saving
 from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
@@ -622,6 +625,21 @@ class PPOTrainer(ClassicMethods):
         with self.products.on():
             self.products.adopt(manifest["machine"])
             warn_of_another_machine(manifest)
+
+    def plan(self, prompt_tokens: int, response_tokens: int) -> Plan:
+        """What a step with such prompts and responses needs of memory, rollouts included, phase by
+        phase: from a rehearsal without memory, in which nothing of this trainer is run or changed.
+
+        Args:
+            prompt_tokens, response_tokens: of the longest, at least 2.
+
+        Returns:
+            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
+        """
+        kind = torch.device(self.current_device).type
+        skeleton = Skeleton.of(self._unwrapped)
+        lengths = prompt_tokens, response_tokens
+        return plan_ppo(type(self), skeleton, self.config, *lengths, kind)
 
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> Any:
         """Makes a shuffled loader of whole batches of ``batch_size / group_size`` samples.

@@ -43,10 +43,15 @@ def kv_bytes(kv_cache: KVCache, samples: Iterable[tuple[int, int]]) -> int:
     )
 
 
+def copied_bytes(kind: str) -> int:
+    """How much is copied on a kind of device, to measure it."""
+    return _COPIED.get(kind, _COPIED_ELSEWHERE)
+
+
 @functools.cache
 def bandwidth(device: torch.device) -> float:
     """Bytes per second that a copy reads and writes, measured once per device; best of a few."""
-    size = _COPIED.get(device.type, _COPIED_ELSEWHERE)
+    size = copied_bytes(device.type)
     source = torch.ones(size // 4, device=device)
     target = torch.ones_like(source)
     return max(2 * size / _seconds(source, target) for _ in range(_TIMES))

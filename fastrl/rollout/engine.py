@@ -96,6 +96,13 @@ class RolloutEngine:
         self._processors: LogitsProcessors | None = None  # of the last call
         self._captures = cuda_graphs and self.model_runner.device.type == "cuda"
         self._runner: StepRunner = GraphRunner() if self._captures else EagerRunner()
+        self._check()
+
+    def _check(self) -> None:
+        """
+        Raises:
+            UnsupportedModel: results differ from those of plain forwards.
+        """
         check_numbers(self._trial())
 
     def _trial(self) -> RolloutEngine:

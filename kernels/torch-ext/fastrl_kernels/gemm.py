@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .dispatch import device_kind
+
 LIBRARY_VARIABLE = "FASTRL_KERNELS_PRODUCTS"
 TABLE_VARIABLE = "FASTRL_KERNELS_PRODUCTS_TABLE"
 _LONGEST_SUM = 8192  # terms: CPU libraries are slow beyond, and fp32 copies would be large
@@ -85,7 +87,7 @@ class Mm:
 
     @classmethod
     def product(cls, out: Tensor, a: Tensor, b: Tensor) -> None:
-        in_pieces = out.device.type == "cpu" and (a.shape[1] > _LONGEST_SUM or a.dtype != b.dtype)
+        in_pieces = device_kind(out) == "cpu" and (a.shape[1] > _LONGEST_SUM or a.dtype != b.dtype)
         if a.dtype == b.dtype == out.dtype and not in_pieces:
             torch.mm(a, b, out=out)
         elif out.dtype == torch.float32:
@@ -99,9 +101,9 @@ class Mm:
 
     @classmethod
     def add_product_(cls, total: Tensor, a: Tensor, b: Tensor) -> None:
-        if b.dtype == torch.float32 and total.device.type != "cpu":
+        if b.dtype == torch.float32 and device_kind(total) != "cpu":
             total.addmm_(a.float(), b)
-        elif total.device.type == "cuda" and torch.version.hip is None:
+        elif device_kind(total) == "cuda" and torch.version.hip is None:
             torch.addmm(total, a.to(b.dtype), b, out_dtype=torch.float32, out=total)
         else:
             for piece in pieces(a.shape[1], _LONGEST_SUM):
@@ -407,7 +409,7 @@ def using(chosen: Choices) -> Iterator[None]:
 
 def library_for(weight: Tensor) -> type[Library]:
     """The library for products with a weight [N, K], forward and backward."""
-    if weight.device.type != "cpu":
+    if device_kind(weight) != "cpu":
         return Mm
     dtype = str(weight.dtype).removeprefix("torch.")
     choice = choices().get(dtype, MM)
@@ -508,7 +510,7 @@ class Packed:
         name = str(dtype).removeprefix("torch.")
         choice = choices().get(name, MM)
         return (
-            weight.device.type == "cpu"
+            device_kind(weight) == "cpu"
             and type(weight) in _PLAIN
             and weight.numel() >= max(choice.fewest, 1)
             and choice.library in ("onednn", "bf16")

@@ -23,7 +23,7 @@ from .checks import (
     checked_labels,
     counts,
 )
-from .dispatch import choose
+from .dispatch import choose, device_kind
 from .gemm import Library, library_for
 from .types import LogitTransform, RowGradients, RowStatistics, Temperature
 from .workspace import KEPT_BYTES, result_like
@@ -417,7 +417,7 @@ def checked_head(
         softcap = check_positive("softcap", softcap)
     transform = LogitTransform(softcap, check_positive("logit_scale", logit_scale))
     if workspace_bytes is None:
-        workspace_bytes = WORKSPACE_BYTES.get(kind, DEFAULT_WORKSPACE_BYTES)
+        workspace_bytes = WORKSPACE_BYTES.get(device_kind(hidden), DEFAULT_WORKSPACE_BYTES)
     elif workspace_bytes < 1:
         raise ValueError(f"workspace_bytes must be at least 1, got {workspace_bytes}")
     chosen = choose(backend, hidden, weight, labels)

@@ -3,13 +3,18 @@ it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+
+from .dispatch import device_kind
 
 KEPT_BYTES = 96 << 20  # at most, and one piece of it
 _ALIGNED = 64  # elements: rows of a workspace begin at a multiple of it
@@ -20,6 +25,7 @@ _ALIGNED_BYTES = 64
 _UNSHARED = 2  # references to remembered memory where no tensor has it
 _results: dict[int, bytearray] = {}  # by the bytes of the result
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
+_borrowing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
 
 def _find_glibc() -> ctypes.CDLL | None:
@@ -62,7 +68,7 @@ def keep_all_freed_memory() -> None:
 
 def borrow(like: Tensor, nbytes: int) -> Tensor:
     """At least ``nbytes`` of any content, uint8, on the device of ``like``."""
-    if like.device.type == "cpu":
+    if device_kind(like) == "cpu":
         keep_freed_memory()
         try:
             memory = _idle.pop()
@@ -71,12 +77,13 @@ def borrow(like: Tensor, nbytes: int) -> Tensor:
         else:
             if memory.numel() >= nbytes:
                 return memory
-    return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+    with _borrowing():
+        return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
 
 
 def give_back(memory: Tensor) -> None:
     """Returns borrowed memory, which must not be read any more."""
-    if memory.device.type == "cpu" and memory.numel() <= KEPT_BYTES and not _idle:
+    if device_kind(memory) == "cpu" and memory.numel() <= KEPT_BYTES and not _idle:
         _idle.append(memory)
 
 
@@ -86,6 +93,26 @@ def clear() -> None:
     _results.clear()
     if _glibc is not None:
         _glibc.malloc_trim(0)
+
+
+@contextlib.contextmanager
+def torchs_own(
+    borrowing: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Iterator[None]:
+    """Context in which all memory comes from torch's allocator, where a profiler of memory sees it:
+    results are not in remembered memory, and what is kept now is left alone.
+
+    Args:
+        borrowing: makes a context in which new workspaces are allocated.
+    """
+    global _REMEMBERED_BYTES, _borrowing
+    before = _REMEMBERED_BYTES, _borrowing, _idle[:]
+    _REMEMBERED_BYTES, _borrowing = 0, borrowing
+    _idle.clear()
+    try:
+        yield
+    finally:
+        _REMEMBERED_BYTES, _borrowing, _idle[:] = before
 
 
 def result_like(x: Tensor, dtype: torch.dtype) -> Tensor:

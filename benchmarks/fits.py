@@ -1,0 +1,104 @@
+"""`python -m benchmarks fits`: what fits in 24 and 80 GiB, by `fastrl plan`, written into
+`docs/memory.md` between its markers. Nothing else writes figures there.
+
+The models' configurations are kept here, so that no hub is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT
+from benchmarks.report import BEGIN, END, table
+
+# What their config.json say of sizes.
+_QWEN = {"model_type": "qwen2", "vocab_size": 151936, "num_key_value_heads": 2}
+_QWEN |= {"tie_word_embeddings": True, "max_position_embeddings": 32768}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-1.5B": _QWEN
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+    },
+    "Qwen/Qwen2.5-3B": _QWEN
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+    },
+    "meta-llama/Llama-3.1-8B": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+    },
+}
+_FULL = "--method ppo --batch-size 64 --mini-batch-size 4 --gradient-checkpointing true"
+_ADAPTER = (
+    "--method grpo --lora-r 16 --dtype bfloat16 --batch-size 64 --mini-batch-size 1 "
+    "--gradient-accumulation-steps 8 --gradient-checkpointing true"
+)
+_LENGTHS = "--prompt-tokens 512 --response-tokens 512"
+_4K = "--prompt-tokens 512 --response-tokens 3584 --rollout-slots 16 --rollout-sleep true"
+COMMANDS = (
+    f"Qwen/Qwen2.5-1.5B {_FULL} {_LENGTHS} --gpu-gib 80",
+    f"Qwen/Qwen2.5-1.5B {_FULL} --reference offload {_LENGTHS} --gpu-gib 24",
+    f"Qwen/Qwen2.5-3B {_FULL} {_LENGTHS} --gpu-gib 80",
+    f"Qwen/Qwen2.5-3B {_ADAPTER} {_LENGTHS} --gpu-gib 24",
+    f"meta-llama/Llama-3.1-8B {_ADAPTER} {_4K} --gpu-gib 24",
+    f"meta-llama/Llama-3.1-8B {_ADAPTER} {_4K} --gpu-gib 80",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m benchmarks fits`."""
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "memory.md")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans each command and writes the table."""
+    text = args.page.read_text()
+    if BEGIN not in text or END not in text:
+        print(f"{args.page} lacks {BEGIN} … {END}", file=sys.stderr)
+        return 1
+    before, rest = text.split(BEGIN, 1)
+    _, after = rest.split(END, 1)
+    rows, blocks = [], []
+    for i, command in enumerate(COMMANDS, start=1):
+        rows.append([str(i), *planned(command)])
+        blocks.append(f"fastrl plan {command}  # {i}")
+    head = ("", "model", "method", "peak", "in", "GPU", "fits, or the cheapest change that does")
+    made = table(head, rows)
+    commands = "```bash\n" + "\n".join(blocks) + "\n```"
+    args.page.write_text(f"{before}{BEGIN}\n{made}\n\n{commands}\n{END}{after}")
+    return 0
+
+
+def planned(command: str) -> list[str]:
+    """A row of the table."""
+    from fastrl.commands.plan import planned_run
+    from fastrl.plan.advice import what_to_change
+    from fastrl.plan.report import gib
+
+    name, *flags = shlex.split(command)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
+        run = planned_run([folder, *flags])
+    plan, gpu = run.plan(), run.job.gpu_gib
+    what = f"{run.job.method}, {f'LoRA {run.job.lora_r}' if run.job.lora_r else 'all weights'}"
+    verdict = "fits" if plan.fits(gpu) else what_to_change(run, plan, gpu)
+    return [name, what, gib(plan.peak), plan.widest, f"{gpu:g} GiB", verdict]

@@ -1,0 +1,57 @@
+"""The memory of a run: planned as it begins, and beside what was measured as it ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastrl.plan.report import GIB, Plan, gib
+from fastrl.run.launcher import process_count
+
+
+class RunMemory:
+    """Prints a run's plan and, on a GPU, what it took.
+
+    Args:
+        asked: whether to; None: on a GPU.
+        device: of the run.
+        make_plan: plans the run; an error of it is told, and the run goes on.
+    """
+
+    def __init__(self, asked: bool | None, device: Any, make_plan: Callable[[], Plan]):
+        self.device = torch.device(device)
+        on_gpu = self.device.type == "cuda"
+        wanted = on_gpu if asked is None else asked
+        self.plan: Plan | None = None
+        if not wanted or process_count() > 1:
+            return
+        try:
+            self.plan = make_plan()
+        except Exception as error:  # the run itself may be sound
+            line = " ".join(str(error).split())
+            print(f"no plan of memory: {type(error).__name__}: {line}", file=sys.stderr)
+            return
+        said = self.plan.line()
+        if on_gpu:
+            whole = torch.cuda.get_device_properties(self.device).total_memory / GIB
+            said += f" of {whole:.0f} GiB"
+            if not self.plan.fits(whole):
+                said += ", which may not fit: fastrl plan names what to change"
+            torch.cuda.reset_peak_memory_stats(self.device)
+        for line in (said, *(f"a guess: {guess}" for guess in self.plan.guesses)):
+            print(line, file=sys.stderr)
+
+    def end(self) -> None:
+        """Prints what was measured beside the plan."""
+        if self.plan is None:
+            return
+        if self.device.type != "cuda":
+            said = "memory was not measured: torch keeps no count of a CPU's"
+        else:
+            measured = torch.cuda.max_memory_allocated(self.device)
+            off = self.plan.peak / measured - 1
+            said = f"measured memory: {gib(measured)}; planned {gib(self.plan.peak)} ({off:+.1%})"
+        print(said, file=sys.stderr)

@@ -1,0 +1,114 @@
+"""A log of memory as it is taken and freed: how much there is, of which kind, and each phase's
+peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+PARAMETERS = "parameters"
+REFERENCE = "reference"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
+KV_CACHE = "KV cache"
+CASTS = "rollout weights"  # copies, packed or in another precision
+HEAD = "head workspace"
+ACTIVATIONS = "activations"
+KINDS = (PARAMETERS, REFERENCE, GRADIENTS, OPTIMIZER, KV_CACHE, CASTS, HEAD, ACTIVATIONS)
+
+
+@dataclass
+class Peak:
+    """The most bytes of a phase, and what they were then."""
+
+    total: int = 0
+    by_kind: dict[str, int] = field(default_factory=dict)
+
+
+class MemoryLog:
+    """Adds up allocations and releases.
+
+    Attributes:
+        now: bytes by kind.
+        peaks: of each phase, in the order in which they began.
+    """
+
+    def __init__(self) -> None:
+        self.now = dict.fromkeys(KINDS, 0)
+        self.peaks: dict[str, Peak] = {}
+        self._total = 0
+        self._live: dict[int, tuple[int, str]] = {}
+        self._kind: str | None = None
+        self._phase = ""
+
+    @property
+    def total(self) -> int:
+        """Bytes that are there now."""
+        return self._total
+
+    def allocated(self, key: int, nbytes: int) -> None:
+        kind = self._kind or ACTIVATIONS
+        self._live[key] = (nbytes, kind)
+        self.now[kind] += nbytes
+        self._total += nbytes
+        self._look()
+
+    def freed(self, key: int) -> None:
+        nbytes, kind = self._live.pop(key)
+        self.now[kind] -= nbytes
+        self._total -= nbytes
+
+    def is_kind(self, key: int | None, kind: str) -> None:
+        """Says of memory that is there what it is for."""
+        if key not in self._live:
+            return
+        assert key is not None
+        nbytes, before = self._live[key]
+        self._live[key] = (nbytes, kind)
+        self.now[before] -= nbytes
+        self.now[kind] += nbytes
+
+    def elsewhere(self, key: int | None) -> None:
+        """Counts memory no more: it is not on the device."""
+        if key in self._live:
+            assert key is not None
+            nbytes, kind = self._live[key]
+            self._live[key] = (0, kind)
+            self.now[kind] -= nbytes
+            self._total -= nbytes
+
+    @contextmanager
+    def kind(self, kind: str) -> Iterator[None]:
+        """Context in which what is allocated is for this."""
+        before, self._kind = self._kind, kind
+        try:
+            yield
+        finally:
+            self._kind = before
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Context of a phase; one within another is not part of that."""
+        before, self._phase = self._phase, name
+        self._look()
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def enter(self, name: str) -> None:
+        """Begins the phase that is on where no other is."""
+        self._phase = name
+
+    def note(self, name: str) -> None:
+        """Records what is there now as a phase of its own."""
+        with self.phase(name):
+            pass
+
+    def _look(self) -> None:
+        peak = self.peaks.get(self._phase)
+        if peak is None:
+            peak = self.peaks[self._phase] = Peak()
+        if self._total > peak.total or not peak.by_kind:
+            peak.total, peak.by_kind = self._total, dict(self.now)

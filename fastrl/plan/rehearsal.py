@@ -1,0 +1,192 @@
+"""A rehearsal of a run: its own code on tensors without memory, from which nothing is left behind
+in this process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.utils import logging
+
+from fastrl.plan.memory import (
+    CASTS,
+    GRADIENTS,
+    HEAD,
+    KV_CACHE,
+    OPTIMIZER,
+    PARAMETERS,
+    REFERENCE,
+    MemoryLog,
+)
+from fastrl.plan.phantoms import Phantoms
+from fastrl.run.random_state import random_state_kept
+from fastrl.timing import heard_by
+from fastrl_kernels import workspace
+from fastrl_kernels.dispatch import standing_for
+
+LOADING, ROLLOUT, SCORING, UPDATE, STEP = "loading", "rollout", "scoring", "update", "optimizer"
+OTHER = "other"  # between these
+# The phases that trainers time, by their names here.
+_TIMED = {
+    "prefill": ROLLOUT,
+    "decode": ROLLOUT,
+    "forward_pass": SCORING,
+    "optimize_step": UPDATE,
+}
+
+
+class Rehearsal:
+    """What is known of a rehearsal's memory.
+
+    Attributes:
+        log: of its memory.
+        phantoms: the mode in which it runs.
+        notes: what of it is a guess.
+        folder: to write to.
+        visiting: bytes of a reference in host memory that are on the device as it runs, at most.
+    """
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self.device = device
+        self.visiting = 0
+        self.log = MemoryLog()
+        self.phantoms = Phantoms(self.log)
+        self.notes: list[str] = []
+        self.folder = folder
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """The context of a phase that a trainer times."""
+        if name in _TIMED:
+            with self.log.phase(_TIMED[name]):
+                yield
+        else:
+            yield
+
+    def follow(self, model: nn.Module, optimizer: Any) -> None:
+        """Tells parameters, gradients and the optimizer's state from other memory."""
+        self.phantoms.is_kind([*model.parameters(), *model.buffers()], PARAMETERS)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p: self.phantoms.is_kind([p.grad], GRADIENTS)
+                )
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's is around torch's
+        entered: list[ExitStack] = []
+
+        def begin(*_: Any) -> None:
+            stack = ExitStack()
+            stack.enter_context(self.log.phase(STEP))
+            stack.enter_context(self.log.kind(OPTIMIZER))
+            entered.append(stack)
+
+        optimizer.register_step_pre_hook(begin)
+        optimizer.register_step_post_hook(lambda *_: entered.pop().close())
+
+    def loaded(self, reference: Any, policy: nn.Module) -> None:
+        """Ends the phase of loading.
+
+        Args:
+            reference: the reference policy, a :class:`fastrl.ref_model.RefModel`; or None.
+        """
+        model = getattr(reference, "model", None)
+        if model is not None:
+            shared = {id(p) for p in policy.parameters()}
+            own = [p for p in model.parameters() if id(p) not in shared]
+            self.phantoms.is_kind([*own, *model.buffers()], REFERENCE)
+        units = getattr(reference, "units", None)
+        if units and self.device != "cpu":  # a copy in host memory
+            rest, *layers = [sum(x.nbytes for x in unit.weights) for unit in units]
+            self.phantoms.elsewhere(x for unit in units for x in unit.weights)
+            self.visiting = rest + max(layers)
+        self.log.peaks.clear()
+        self.log.note(LOADING)
+        self.log.enter(OTHER)
+
+    def keeps(self, kv_cache: Iterable[Any], weights: Iterable[Any]) -> None:
+        """Says what the rollout engine keeps until an update has ended."""
+        self.phantoms.is_kind(kv_cache, KV_CACHE)
+        self.phantoms.is_kind(weights, CASTS)
+
+
+@contextmanager
+def rehearsal(device: str = "cpu") -> Iterator[Rehearsal]:
+    """Context in which large tensors have no memory, and trainers are for one process on a CPU.
+
+    Afterwards random numbers, accelerate's state and kept workspaces are as before.
+
+    Args:
+        device: "cpu" or "cuda", for which the memory is counted.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        found = Rehearsal(Path(folder), device)
+        stack.enter_context(random_state_kept())
+        stack.enter_context(_own_accelerate())
+        stack.enter_context(_quiet())
+        if device != "cpu":
+            stack.enter_context(standing_for(device))
+        stack.enter_context(workspace.torchs_own(partial(found.log.kind, HEAD)))
+        stack.enter_context(heard_by(found.timed))
+        stack.enter_context(found.log.phase(LOADING))
+        stack.enter_context(found.phantoms)
+        yield found
+        guessed = ", ".join(sorted(found.phantoms.run_for_real))
+        if guessed:
+            found.notes.append(f"shapes of {guessed}, which were run on zeros")
+
+
+@contextmanager
+def _own_accelerate() -> Iterator[None]:
+    """Context in which accelerate knows of no accelerator that was made before."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    kinds = (AcceleratorState, GradientState, PartialState)
+    states = [dict(kind._shared_state) for kind in kinds]
+    variables = {k: v for k, v in os.environ.items() if k.startswith("ACCELERATE_")}
+    for kind in kinds:
+        kind._shared_state.clear()
+    try:
+        yield
+    finally:
+        for kind, state in zip(kinds, states, strict=True):
+            kind._shared_state.clear()
+            kind._shared_state.update(state)
+        for name in [k for k in os.environ if k.startswith("ACCELERATE_")]:
+            del os.environ[name]
+        os.environ.update(variables)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without warnings and bars, which the run itself will give."""
+    import datasets
+
+    before, bars = logging.get_verbosity(), datasets.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            datasets.enable_progress_bars()
+
+
+__all__ = [
+    "LOADING",
+    "ROLLOUT",
+    "SCORING",
+    "STEP",
+    "UPDATE",
+    "Rehearsal",
+    "rehearsal",
+]

@@ -1,0 +1,144 @@
+"""The memory of PPO and GRPO, from a rehearsal of the trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastrl.config import PPOConfig, json_object
+from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
+from fastrl.plan.memory import ACTIVATIONS
+from fastrl.plan.rehearsal import LOADING, Rehearsal, rehearsal
+from fastrl.plan.report import Plan
+from fastrl.plan.skeleton import Skeleton, blank_tokenizer, tokens
+from fastrl.ppo.rollouts import EngineBackend
+from fastrl.rollout import SamplingParams
+from fastrl.rollout.rehearsed_engine import RehearsedEngine
+from fastrl.rollout.self_check import UnsupportedModel
+
+if TYPE_CHECKING:
+    from fastrl.ppo.trainer import PPOTrainer
+
+# Steps of the optimizer: its state is there from the second on.
+_STEPS = 2
+# Token ids, masks, and what is learned from, of each position of a sample that is not rehearsed.
+_BYTES_PER_POSITION = 60
+# What would act outside of this process, or is for several.
+_NOT_REHEARSED: dict[str, Any] = {
+    "log_with": None,
+    "push_to_hub_if_best_kwargs": {},
+    "optimize_device_cache": False,
+    "old_logprobs": "recompute",
+}
+
+
+def plan_ppo(
+    trainer_class: type[PPOTrainer],
+    skeleton: Skeleton,
+    config: PPOConfig,
+    prompt_tokens: int,
+    response_tokens: int,
+    device: str = "cpu",
+    rollouts: bool = True,
+) -> Plan:
+    """The memory of a PPOTrainer, whose prompts and responses all have their greatest length.
+
+    Two optimizer steps are rehearsed, of as many samples as they take; with a trunk all samples of
+    a batch, whose boundaries are kept.
+
+    Args:
+        trainer_class: is rehearsed.
+        rollouts: whether the trainer generates its responses itself.
+
+    Raises:
+        ValueError: settings that the trainer refuses; lengths beyond the model's context.
+    """
+    rehearsed = _shortened(config)
+    with rehearsal(device) as found:
+        base = skeleton.build()
+        kind = AutoModelForCausalLMWithValueHead if config.needs_values else CausalLMPolicy
+        policy = kind.from_pretrained(base)
+        trainer = trainer_class(rehearsed, policy, tokenizer=blank_tokenizer())
+        found.notes += skeleton.guesses
+        found.follow(trainer._unwrapped, trainer.optimizer)
+        found.loaded(trainer.reference, trainer._unwrapped)
+        _generate(trainer, found, config, prompt_tokens, response_tokens, rollouts)
+        _steps(trainer, rehearsed, prompt_tokens, response_tokens)
+        length = prompt_tokens + response_tokens
+        left = (config.batch_size - rehearsed.batch_size) * length * _BYTES_PER_POSITION
+        for name, phase in found.log.peaks.items():
+            if name != LOADING:
+                phase.total += left
+                phase.by_kind[ACTIVATIONS] += left
+        return Plan.of(
+            f"{skeleton.name}: {config.method}",
+            device,
+            found,
+            {
+                "prompt_tokens": prompt_tokens,
+                "response_tokens": response_tokens,
+                "batch_size": config.batch_size,
+                "mini_batch_size": config.mini_batch_size,
+                "reference": trainer.reference.mode,
+            },
+        )
+
+
+def _shortened(config: PPOConfig) -> PPOConfig:
+    """The settings of a rehearsal: two optimizer steps of whole groups."""
+    unit = math.lcm(config.mini_batch_size * config.gradient_accumulation_steps, config.group_size)
+    size = min(config.batch_size, _STEPS * unit)
+    if config.num_shared_layers is not None:
+        size = config.batch_size
+    settings = {
+        "cpu": True,
+        **{k: v for k, v in json_object(config.accelerator_kwargs).items() if k != "cpu"},
+    }
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init}
+    fields |= {**_NOT_REHEARSED, "batch_size": size, "accelerator_kwargs": settings}
+    fields |= {"ppo_epochs": min(config.ppo_epochs, 1), "forward_batch_size": None}
+    fields |= {"optimize_cuda_cache": None}
+    return PPOConfig(**fields)
+
+
+def _generate(
+    trainer: PPOTrainer, found: Rehearsal, config: PPOConfig, prompt: int, response: int, own: bool
+) -> None:
+    """Fills the rollout engine's slots, whose memory stays unless ``rollout_sleep`` frees it."""
+    backend = trainer.rollouts.backend
+    if not own:
+        return
+    model: Any = trainer._unwrapped
+    vocabulary = model.config.get_text_config().vocab_size
+    if not isinstance(backend, EngineBackend):
+        found.notes.append("the KV cache of model.generate (rollout_backend 'generate'): left out")
+        return
+    count = config.batch_size // config.group_size
+    count = max(1, min(count, -(-config.rollout_slots // config.group_size)))
+    prompts = [tokens(prompt, vocabulary, start=i) for i in range(count)]
+    params = SamplingParams(max_new_tokens=response, n=config.group_size)
+    try:
+        with trainer.products.on(trainer.model, trainer.ref_model):
+            engine = RehearsedEngine(model, trainer.tokenizer, **backend.options)
+            engine.rehearse(prompts, params)
+    except UnsupportedModel as error:
+        found.notes.append(f"the KV cache, left out: {error.cause}")
+        return
+    found.keeps(*engine.memory())
+    backend._engines[id(model), False] = engine  # slept before an update, where that is set
+
+
+def _steps(trainer: PPOTrainer, config: PPOConfig, prompt: int, response: int) -> None:
+    """Steps until the optimizer has its state."""
+    vocabulary = trainer._unwrapped.config.get_text_config().vocab_size
+    size, group = config.batch_size, config.group_size
+    queries = [tokens(prompt, vocabulary, start=i // group) for i in range(size)]
+    responses = [tokens(response, vocabulary, start=3 + i) for i in range(size)]
+    scores = [torch.tensor(float(i % max(group, 2))) for i in range(size)]
+    taken = 0
+    while taken < _STEPS:
+        trainer.step(queries, responses, scores)
+        taken += size // config.backward_batch_size

@@ -1,0 +1,52 @@
+"""The rollout engine in a plan of memory: a call's room, prefill and largest decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.rollout.bandwidth import copied_bytes
+from fastrl.rollout.decode_step import DecodeStep
+from fastrl.rollout.engine import RolloutEngine, _samples
+from fastrl.rollout.sampling_params import RolloutRequest, SamplingParams
+from fastrl.rollout.scheduler import Scheduler
+from fastrl.timing import start_clock
+from fastrl_kernels.dispatch import device_kind
+
+
+class RehearsedEngine(RolloutEngine):
+    """An engine on tensors without numbers, which cannot be compared with plain forwards."""
+
+    def _check(self) -> None:
+        """There is nothing to compare."""
+
+    def rehearse(self, prompts: Sequence[Tensor], params: SamplingParams) -> None:
+        """Takes up the memory of ``generate(prompts, params)``: fills the slots, and runs one
+        decode step at the full length of the longest."""
+        request = RolloutRequest.of(prompts, params, None, self.model, self.tokenizer)
+        samples = _samples(request, params.n)
+        kv_cache, slots = self._make_room(request, len(samples))
+        scheduler = Scheduler(samples, kv_cache.slots)
+        clock = start_clock(self.model_runner.device)
+        with self.model_runner.opened():
+            processors = self._begin_call(params, 0, slots)
+            step = DecodeStep(self.model_runner, kv_cache, slots, processors)
+            with clock("prefill"):
+                self._admit(request, step, scheduler)
+            whole = max(len(p) + n for p, n in zip(request.prompts, request.limits, strict=True))
+            with clock("decode"):
+                step(scheduler.bucket, min(whole, kv_cache.length))
+            with clock("decode"):  # its statistics copy memory, once, to measure that
+                numbers = copied_bytes(device_kind(kv_cache.keys[0])) // 4
+                torch.ones_like(torch.ones(numbers))
+
+    def memory(self) -> tuple[list[Any], list[Any]]:
+        """What stays between two calls: keys and values, and copies of weights."""
+        kv_cache, runner = self._kv_cache, self.model_runner
+        copies = list(runner.autocast_weights._copies.values())
+        packed = [packed._weight for _, packed in runner.packed_products._kept.values()]
+        stored = [] if kv_cache is None else [*kv_cache.keys, *kv_cache.values]
+        return stored, copies + packed

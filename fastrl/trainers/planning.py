@@ -1,0 +1,120 @@
+"""The memory of trainers on transformers' Trainer, from a rehearsal of two optimizer steps."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+from transformers import AutoModelForSequenceClassification, PrinterCallback, ProgressCallback
+
+from fastrl.plan.rehearsal import UPDATE, Rehearsal, rehearsal
+from fastrl.plan.report import Plan
+from fastrl.plan.skeleton import Skeleton, blank_tokenizer, words
+from fastrl.trainers.reward import RewardConfig, RewardTrainer
+from fastrl.trainers.sft import SFTConfig, SFTTrainer
+
+_STEPS = 2  # the optimizer's state is there from the second on
+# What a rehearsal does not do: it saves, evaluates and reports nothing, and runs on a CPU.
+_NOT_REHEARSED: dict[str, Any] = {
+    "use_cpu": True,
+    "max_steps": _STEPS,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+    "push_to_hub": False,
+    "load_best_model_at_end": False,
+    "dataloader_pin_memory": False,
+    "dataloader_num_workers": 0,
+    "resume_from_checkpoint": None,
+    "torch_compile": False,
+    "disable_tqdm": True,
+    "warmup_steps": 0,
+    "dataset_num_proc": None,
+    "evaluation_strategy": None,
+}
+
+
+def plan_sft(skeleton: Skeleton, args: SFTConfig, tokens: int, device: str = "cpu") -> Plan:
+    """The memory of an SFTTrainer whose texts all have ``tokens`` tokens.
+
+    Raises:
+        ValueError: settings that the trainer refuses.
+    """
+    from datasets import Dataset
+
+    count = _STEPS * args.per_device_train_batch_size * shortened_steps(args)
+    with rehearsal(device) as found:
+        rows = Dataset.from_dict({"input_ids": [[2] * tokens] * count})
+        trainer = SFTTrainer(
+            skeleton.build(),
+            rehearsed(args, SFTConfig, found, max_length=tokens),
+            train_dataset=rows,
+            processing_class=blank_tokenizer(),
+        )
+        rehearse_training(trainer, found, skeleton)
+        return Plan.of(f"{skeleton.name}: SFT", device, found, _sizes(args, tokens))
+
+
+def plan_reward(skeleton: Skeleton, args: RewardConfig, tokens: int, device: str = "cpu") -> Plan:
+    """The memory of a RewardTrainer whose texts, two of each pair, have ``tokens`` tokens.
+
+    Raises:
+        ValueError: settings that the trainer refuses.
+    """
+    from datasets import Dataset
+
+    count = _STEPS * args.per_device_train_batch_size * shortened_steps(args)
+    skeleton = copy.copy(skeleton)
+    skeleton.config = copy.deepcopy(skeleton.config)
+    skeleton.config.num_labels, skeleton.config.pad_token_id = 1, 0
+    if skeleton.adapter is not None:
+        skeleton.adapter = copy.deepcopy(skeleton.adapter)
+        skeleton.adapter.task_type = "SEQ_CLS"
+    with rehearsal(device) as found:
+        sides = {"chosen": [words(tokens - 1)], "rejected": [words(tokens - 1, 1)]}
+        rows = Dataset.from_dict({side: texts * count for side, texts in sides.items()})
+        trainer = RewardTrainer(
+            skeleton.build(AutoModelForSequenceClassification),
+            rehearsed(args, RewardConfig, found, max_length=tokens, append_eos=True),
+            train_dataset=rows,
+            processing_class=blank_tokenizer(),
+        )
+        rehearse_training(trainer, found, skeleton)
+        return Plan.of(f"{skeleton.name}: reward model", device, found, _sizes(args, tokens))
+
+
+def shortened_steps(args: Any) -> int:
+    """Passes of an optimizer step that are rehearsed: from the second on there are gradients."""
+    return min(args.gradient_accumulation_steps, 2)
+
+
+def rehearsed(args: Any, kind: type, found: Rehearsal, **own: Any) -> Any:
+    """Arguments of a rehearsal."""
+    given = {
+        f.name: getattr(args, f.name)
+        for f in dataclasses.fields(kind)
+        if f.init and hasattr(args, f.name)
+    }
+    accumulated = {"gradient_accumulation_steps": shortened_steps(args)}
+    given |= _NOT_REHEARSED | accumulated | own | {"output_dir": str(found.folder)}
+    known = {f.name for f in dataclasses.fields(kind) if f.init}
+    return kind(**{name: x for name, x in given.items() if name in known})
+
+
+def rehearse_training(trainer: Any, found: Rehearsal, skeleton: Skeleton) -> None:
+    """Runs a trainer's steps."""
+    found.notes += skeleton.guesses
+    for kind in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(kind)
+    trainer.create_optimizer()
+    found.follow(trainer.model, trainer.optimizer)
+    learner = getattr(trainer, "learner", None)  # of preference learning
+    found.loaded(getattr(learner, "reference", None), trainer.model)
+    with found.log.phase(UPDATE):
+        trainer.train()
+
+
+def _sizes(args: Any, tokens: int) -> dict[str, Any]:
+    return {"tokens": tokens, "batch_size": args.per_device_train_batch_size}

@@ -1,0 +1,156 @@
+"""``fastrl plan``: what it prints, what it suggests, and what it refuses."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+from fastrl.cli import main
+from fastrl.plan.advice import Remedy, what_to_change
+from fastrl.plan.memory import Peak
+from fastrl.plan.report import Plan
+from fastrl.plan.skeleton import blank_tokenizer
+
+SIZES = {
+    "vocab_size": 4001, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+FLAGS = ["--prompt-tokens", "16", "--response-tokens", "16", "--batch-size", "4"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model's folder with a configuration, and no weights."""
+    LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def planned(capsys, *arguments):
+    assert main(["plan", *map(str, arguments), "--as-json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *arguments):
+    assert main(["plan", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_plan_has_the_bytes_of_each_kind_by_phase(folder, capsys):
+    plan = planned(capsys, folder, *FLAGS)
+    weights = sum(p.numel() for p in _model().parameters()) * 4
+    update, step = plan["phases"]["update"], plan["phases"]["optimizer"]
+    assert update["by_kind"]["reference"] == pytest.approx(weights, rel=0.01)
+    assert step["by_kind"]["gradients"] == pytest.approx(weights, rel=0.01)
+    assert step["by_kind"]["optimizer"] == pytest.approx(2 * weights, rel=0.01)
+    # 4 samples of 64 tokens at most: two layers of keys and values of two heads of 16.
+    assert update["by_kind"]["KV cache"] == 2 * 2 * 4 * 64 * 2 * 16 * 4
+    assert plan["peak"] == max(phase["total"] for phase in plan["phases"].values())
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft", "reward", "dpo"])
+def test_each_method_is_planned_with_the_flags_of_its_command(folder, capsys, method):
+    sizes = ["--prompt-tokens", "16", "--response-tokens", "16"]
+    name = "--batch-size" if method == "grpo" else "--per-device-train-batch-size"
+    small, large = (
+        planned(capsys, folder, "--method", method, *sizes, name, size)["peak"] for size in (8, 64)
+    )
+    assert small < large
+
+
+class Fake:
+    """A run of some GiB, and ways to lower them."""
+
+    def __init__(self, gib, *savings):
+        self.gib, self.savings = gib, savings
+
+    def plan(self):
+        return Plan("", "cuda", {"update": Peak(int(self.gib * 2**30), {})})
+
+    def changes(self):
+        return [Remedy(f"--less {x}", "", lambda run, x=x: Fake(run.gib - x)) for x in self.savings]
+
+
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [
+        (23.5, "--less 1 "),  # the first that is enough
+        (25, "--less 3 "),
+        (26, "--less 1 --less 3 together"),
+        (40, "nothing known; --less 1 --less 3 leaves 36.00 GiB"),
+    ],
+)
+def test_what_does_not_fit_comes_with_the_first_change_that_is_enough(gib, said):
+    run = Fake(gib, 1, 3)
+    assert not run.plan().fits(24)
+    assert what_to_change(run, run.plan(), 24).startswith(said)
+
+
+def test_the_command_says_that_a_run_does_not_fit(folder, capsys):
+    flags = [*FLAGS, "--mini-batch-size", "1", "--rollout-sleep", "true", "--gpu-gib", "0.8"]
+    plan = planned(capsys, folder, *flags, "--gradient-checkpointing", "true")
+    assert "does not fit" in plan["advice"][0]
+    assert plan["advice"][1].startswith("cheapest change")
+
+
+def test_a_reference_in_host_memory_takes_none_of_a_gpus(folder, capsys):
+    flags = [*FLAGS, "--device", "cuda", "--precision", "fp32", "--reference"]
+    copy, offload = (
+        planned(capsys, folder, *flags, mode)["phases"] for mode in ("copy", "offload")
+    )
+    weights = copy["loading"]["by_kind"]["reference"]
+    assert weights > 0
+    assert offload["loading"]["by_kind"]["reference"] == pytest.approx(0, abs=0.01 * weights)
+    assert 0.3 * weights < offload["scoring"]["by_kind"]["reference"] < weights
+
+
+def test_what_fits_says_what_more_there_is_room_for(folder, capsys):
+    shown = planned(capsys, folder, *FLAGS, "--mini-batch-size", "1", "--gpu-gib", "24")
+    assert any("there is room for --mini-batch-size 4" in line for line in shown["advice"])
+
+
+def test_an_unknown_architecture_says_what_is_a_guess(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "strange", **SIZES}))
+    plan = planned(capsys, tmp_path, *FLAGS)
+    assert any("'strange' is unknown" in guess for guess in plan["guesses"])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "strange"}))
+    assert "hidden_size" in refused(capsys, tmp_path, *FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--gpu-gib", "0"], "gpu_gib"),
+        (["--gpu-gib", "5000"], "gpu_gib"),
+        (["--method", "dpoo"], "dpo"),
+        (["--prompt-tokens", "1"], "prompt_tokens"),
+        (["--reference", "adapter"], "reference='adapter'"),
+    ],
+)
+def test_bad_input_is_refused_by_name(folder, capsys, arguments, named):
+    assert named in refused(capsys, folder, *arguments)
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path, capsys):
+    assert "config.json" in refused(capsys, tmp_path)
+
+
+def _model():
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+
+
+def test_a_trainer_plans_itself_and_stays_as_it_is():
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLMWithValueHead.from_pretrained(_model())
+    config = PPOConfig(batch_size=4, mini_batch_size=2, accelerator_kwargs={"cpu": True})
+    trainer = PPOTrainer(config, policy, tokenizer=blank_tokenizer())
+    weights = {name: p.clone() for name, p in policy.named_parameters()}
+    state, draws = trainer.accelerator.state, torch.get_rng_state()
+    plan = trainer.plan(16, 16)
+    assert plan.peak > 4 * sum(p.nbytes for p in policy.pretrained_model.parameters())
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert trainer.accelerator.state is state
+    assert all(torch.equal(p, weights[name]) for name, p in policy.named_parameters())
