@@ -36,7 +36,8 @@ def plan_alignment(
     size = args.per_device_train_batch_size
     count = _STEPS * size * shortened_steps(args)
     rows: dict[str, list[Any]] = {
-        "prompt": [words(prompt_tokens)] * count,
+        # Each another, because samples with the same prompt run it once.
+        "prompt": [words(prompt_tokens, others=i) for i in range(count)],
         "chosen": [words(response_tokens - 1)] * count,
         "rejected": [words(response_tokens - 1, 1)] * count,
     }

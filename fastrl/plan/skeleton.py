@@ -130,9 +130,10 @@ def blank_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 
-def words(count: int, which: int = 0) -> str:
-    """A text of so many tokens, all of them one word."""
-    return " ".join([WORDS[which]] * count)
+def words(count: int, which: int = 0, others: int = 0) -> str:
+    """A text of so many tokens, all of them one word, but for the last ``others``."""
+    others = min(others, count)
+    return " ".join([WORDS[which]] * (count - others) + [WORDS[1 - which]] * others)
 
 
 def tokens(count: int, vocabulary: int, start: int = 2) -> torch.Tensor:
