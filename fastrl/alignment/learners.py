@@ -23,7 +23,7 @@ from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
 from fastrl.data import reads_eos
 from fastrl.data.batch import make_batches
-from fastrl.data.choose_packing import choose_packing, rewards_of_tokens, why_not_packed
+from fastrl.data.choose_packing import choose_packing, rewards_of_samples, why_not_packed
 from fastrl.data.encode import end_token
 from fastrl.models import (
     AutoModelForCausalLMWithValueHead,
@@ -113,7 +113,7 @@ class RewardLearner:
         self._padding_free = self.args.padding_free and score_head(unwrapped) is not None
         if self._padding_free:
             precision = precision_of(unwrapped, accelerator)
-            cause = why_not_packed(model, accelerator.device, precision, rewards_of_tokens)
+            cause = why_not_packed(model, accelerator.device, precision, rewards_of_samples)
             self._padding_free = cause is None
             if cause is not None:
                 name = type(unwrapped).__name__

@@ -207,8 +207,8 @@ class RewardModel:
         if self.padding_free:
             size = batch.size
             sides = [sequences[i : i + size] for i in range(0, len(sequences), size)]
-            model_pass = join_sides(sides, self.device)
             plain = extract_model_from_parallel(self.model)
+            model_pass = join_sides(sides, self.device, plain.config.pad_token_id)
             rewards = rewards_at(self.model, plain, model_pass.rows, **model_pass.inputs)
             return rewards.float().squeeze(-1).chunk(batch.generations)
         inputs = pad(sequences, batch.pad_token_id, "right")

@@ -118,6 +118,11 @@ class TokenBatch:
     def __len__(self) -> int:
         return len(self.query_lengths)
 
+    def padded_positions(self, samples: Sequence[int]) -> int:
+        """Positions of some samples as rows of one width."""
+        lengths = self.lengths
+        return len(samples) * max(lengths[i] for i in samples)
+
     def groups(self, samples: Iterable[int] | None = None) -> list[list[int]]:
         """Samples with the same prompt, in the order of the first of each; default all."""
         found: dict[int, list[int]] = {}
@@ -223,6 +228,10 @@ class EncodedBatch(TokenBatch):
     @property
     def prompt_lengths(self) -> list[int]:
         return self.encoder_lengths
+
+    def padded_positions(self, samples: Sequence[int]) -> int:
+        read = len(samples) * max(self.encoder_lengths[i] for i in samples)
+        return read + super().padded_positions(samples)
 
     def prompt(self, i: int) -> Tensor:
         return self.encoder_ids[i, : self.encoder_lengths[i]]

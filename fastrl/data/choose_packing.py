@@ -12,15 +12,20 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from fastrl.data.batch import TokenBatch, pad
-from fastrl.data.packing import Packing, Padded, PaddingFree
-from fastrl.models.attention import replaced, why_not_replaceable
+from fastrl.data.packing import ModelPass, Packing, Padded, PaddingFree
+from fastrl.models.attention import hidden_window, replaced, why_not_replaceable
+from fastrl.models.packed_attention import PackedAttention
 from fastrl.models.reward_head import rewards_at
 from fastrl.models.scoring import ScoringRequest
 from fastrl.models.utils import evaluating
 
 # Samples of the comparison: the number of the prompt, its tokens and those of the response.
 _SAMPLES = ((0, 3, 4), (1, 5, 2), (0, 3, 2), (2, 1, 3))
-_EXACT, _ROUNDED = 1e-4, 5e-2  # the largest difference in fp32, the mean one in less
+_CHANGED = 1  # a sample with a prompt of its own
+# Differences, over the mean size of results or 1: the largest in fp32, the mean one in less; the
+# mean one by which results move with another sample's tokens, which changes their rounding.
+_EXACT, _ROUNDED, _MOVED = 1e-4, 5e-2, 2e-3
+Scores = Callable[[nn.Module, TokenBatch], Tensor]
 
 
 def choose_packing(
@@ -57,27 +62,73 @@ def why_not_packed(
     model: nn.Module,
     device: torch.device,
     precision: torch.dtype,
-    scores: Callable[[nn.Module, TokenBatch], Tensor] | None = None,
+    scores: Scores | None = None,
 ) -> str | None:
     """Why a model cannot run packed batches; None if it can.
+
+    Packed results must be those of padded batches, and those of a sample must not move with another
+    sample's tokens.
 
     Args:
         scores: what a model says of a batch; by default log-probs and values of the responses.
     """
     score = scores or logprobs_and_values
     language_model = _language_model(model)
-    cause = why_not_replaceable(language_model)
+    wrapper: Any = extract_model_from_parallel(model)
+    cause = why_not_replaceable(getattr(wrapper, "pretrained_model", wrapper))
     if cause is not None:
         return cause
     batch = _batch(language_model, device)
+    packing = _Observed()
+    packed = replace(batch, packing=packing)
     with evaluating(model):
-        expected = score(model, batch)
         try:
-            found = score(model, replace(batch, packing=PaddingFree()))
+            expected = score(model, batch)
+            found = score(model, packed)
+            after = score(model, replace(packed, input_ids=_with_other_tokens(batch)))
         # Any other failure: such a model runs padded batches.
         except Exception as error:
             return f"it cannot run them packed ({type(error).__name__}: {error})"
+    windows = {window for each in packing.attentions for window in each.windows}
+    cause = hidden_window(language_model, windows)
+    if cause is not None or not expected.isfinite().any():
+        return cause  # NaN weights are not the packing's fault
+    # In what a model rounds a single number may be off by more.
+    moved = (found - after).abs().flatten()
+    moved = moved[_of_others(batch, found)]
+    if not moved.mean() <= _MOVED * expected.abs().mean().clamp(min=1):
+        return f"results of a sample move by {moved.max():.1e} with another sample's tokens"
     return _difference(model, precision, found, expected)
+
+
+class _Observed(PaddingFree):
+    """Keeps the attention of its batches."""
+
+    def __init__(self) -> None:
+        self.attentions: list[PackedAttention] = []
+
+    def model_pass(self, batch: TokenBatch) -> ModelPass:
+        model_pass = super().model_pass(batch)
+        self.attentions.append(model_pass.inputs["attention"])
+        return model_pass
+
+
+def _with_other_tokens(batch: TokenBatch) -> Tensor:
+    """The batch's token ids, but for the sample of :data:`_CHANGED`."""
+    ids = batch.input_ids.clone()
+    first = ids[_CHANGED, : batch.lengths[_CHANGED]]
+    ids[_CHANGED, : len(first)] = first.roll(1)
+    return ids
+
+
+def _of_others(batch: TokenBatch, results: Tensor) -> Tensor:
+    """Which results are not of the sample of :data:`_CHANGED`: of a batch's samples, or of their
+    response tokens, in the last dimension."""
+    counts = batch.response_lengths if results.shape[-1] != len(batch) else [1] * len(batch)
+    others = torch.ones(sum(counts), dtype=torch.bool, device=results.device)
+    begin = sum(counts[:_CHANGED])
+    others[begin : begin + counts[_CHANGED]] = False
+    return others.expand_as(results).flatten()
 
 
 def _padded(device: torch.device, precision: torch.dtype, models: list[nn.Module]) -> Padded:
@@ -99,16 +150,14 @@ def _padded(device: torch.device, precision: torch.dtype, models: list[nn.Module
 def _difference(
     model: nn.Module, precision: torch.dtype, found: Tensor, expected: Tensor
 ) -> str | None:
-    sound = expected.isfinite()  # NaN weights are not the packing's fault
-    if not sound.any():
-        return None
-    difference = (found - expected).abs()[sound]
     single = torch.float32, torch.float64
     exact = precision in single and all(p.dtype in single for p in model.parameters())
     if expected.is_cuda and torch.get_float32_matmul_precision() != "highest":
         exact = False  # TF32
+    difference = (found - expected).abs()[expected.isfinite()]
+    size = expected[expected.isfinite()].abs().mean().clamp(min=1)
     off = difference.max() if exact else difference.mean()
-    if off <= (_EXACT if exact else _ROUNDED):
+    if off <= size * (_EXACT if exact else _ROUNDED):
         return None
     return f"its results are off by {off:.1e} when packed"
 
@@ -116,14 +165,17 @@ def _difference(
 def _batch(language_model: Any, device: torch.device) -> TokenBatch:
     """A right-padded batch of random tokens, in which two samples share a prompt."""
     vocabulary = language_model.config.get_text_config().vocab_size
+    padding = getattr(language_model.config, "pad_token_id", None) or 0
     generator = torch.Generator().manual_seed(0)
     prompts: dict[int, Tensor] = {}
     sequences = []
     for number, prompt, response in _SAMPLES:
         ids = torch.randint(vocabulary, (prompt + response,), generator=generator)
+        # Classifiers find the last token by the padding behind it.
+        ids = torch.where(ids == padding, (ids + 1) % vocabulary, ids)
         ids[:prompt] = prompts.setdefault(number, ids[:prompt].clone())
         sequences.append(ids)
-    padded = pad(sequences, 0, "right")
+    padded = pad(sequences, padding, "right")
     queries, responses = [n for _, n, _ in _SAMPLES], [n for _, _, n in _SAMPLES]
     return TokenBatch.from_padded(
         padded["input_ids"], padded["attention_mask"], queries, responses
@@ -138,21 +190,27 @@ def logprobs_and_values(model: nn.Module, batch: TokenBatch) -> Tensor:
     return torch.stack([scores.logprobs.float(), scores.values.float()])
 
 
-def logits_of_labels(model: Any, batch: TokenBatch) -> Tensor:
-    """A language model's logits of the responses' tokens, [N]."""
+def logprobs_of_labels(model: Any, batch: TokenBatch) -> Tensor:
+    """A language model's log-probs of the responses' tokens, [N]."""
     model_pass, labels = batch.model_pass, batch.input_ids.flatten()[batch.rows() + 1]
     inputs = dict(model_pass.inputs)
     with replaced(_language_model(model), inputs.pop("attention", None)):
         logits = model(**inputs, use_cache=False).logits
-    return logits.flatten(0, 1)[model_pass.rows].gather(1, labels[:, None]).float()
+    every = logits.flatten(0, 1)[model_pass.rows].float().log_softmax(-1)
+    return every.gather(1, labels[:, None]).squeeze(1)
 
 
-def rewards_of_tokens(model: Any, batch: TokenBatch) -> Tensor:
-    """Scores of the places that predict the responses' tokens, [N, labels], by a decoder with a
-    score head."""
-    model_pass = batch.model_pass
+def rewards_of_samples(model: Any, batch: TokenBatch) -> Tensor:
+    """A classifier's rewards, [labels, B]: of a padded batch its own, of a packed one those of
+    :func:`fastrl.models.reward_head.rewards_at`."""
+    if not isinstance(batch.packing, PaddingFree):
+        inputs = batch.padded_inputs
+        return model(**inputs, use_cache=False).logits.float().flatten(1).t()
     plain = extract_model_from_parallel(model)
-    return rewards_at(model, plain, model_pass.rows, **model_pass.inputs).float()
+    model_pass = batch.model_pass
+    ends = model_pass.places.to(batch.input_ids.device).split(batch.lengths)
+    rows = torch.stack([places[-1] for places in ends])
+    return rewards_at(model, plain, rows, **model_pass.inputs).float().t()
 
 
 def _language_model(model: nn.Module) -> Any:

@@ -68,8 +68,8 @@ class PackedTexts(Dataset):
 
 @dataclass
 class PackedCollator:
-    """Pads packed rows on the right; ``position_ids`` restart with each text. ``lengths`` are
-    those of each row's texts.
+    """Pads packed rows on the right; ``position_ids`` restart with each text. ``lengths``
+    [B, texts] are those of each row's texts, and 0.
 
     Args:
         mask: add the attention mask [B, 1, T, T] that separates the texts, for models that do not
@@ -94,8 +94,8 @@ class PackedCollator:
             texts[row] = torch.cat([torch.full((n,), i) for i, n in enumerate(parts)])
         labels[:, 0] = IGNORED  # nothing predicts it
         batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "labels": labels}
-        lengths = [list(f.get("lengths", [len(f["input_ids"])])) for f in features]
-        batch["lengths"] = lengths
+        lengths = [torch.tensor(f.get("lengths", [len(f["input_ids"])])) for f in features]
+        batch["lengths"] = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
         if self.mask:
             same = texts[:, :, None] == texts[:, None, :]
             batch["attention_mask"] = (same & torch.ones(width, width).tril().bool())[:, None]
@@ -117,7 +117,7 @@ class JoinedCollator:
         return self.packed([joined])
 
 
-def choose_packing(
+def choose_collator(
     model: Any, tokenizer: Any, autocast: contextlib.AbstractContextManager | None = None
 ) -> PackedCollator:
     """The collator that keeps this model's packed texts apart: by positions alone, or by a mask.

@@ -57,8 +57,7 @@ class Padded:
         return ModelPass(inputs, batch.rows(), torch.from_numpy(np.concatenate(places)))
 
     def tokens(self, batch: TokenBatch, samples: Sequence[int]) -> int:
-        lengths = batch.lengths
-        return len(samples) * max(lengths[i] for i in samples)
+        return batch.padded_positions(samples)
 
 
 class PaddingFree:
@@ -158,15 +157,19 @@ def join_texts(
     return ModelPass(inputs, rows - shift[rows // width], torch.arange(layout.tokens)), sources
 
 
-def join_sides(sides: Sequence[Sequence[Tensor]], device: torch.device | str) -> ModelPass:
+def join_sides(
+    sides: Sequence[Sequence[Tensor]], device: torch.device | str, padding: int | None = None
+) -> ModelPass:
     """A forward over sequences, such as the two sides of pairs; what all sides of an example begin
     with is there once.
 
     Args:
         sides: 1-D token ids on the CPU, of each side's examples.
+        padding: the token that transformers' classifiers take for padding, wherever it stands: they
+            read a sequence's reward from the last token that is another.
 
     Returns:
-        the forward; its rows are the last tokens, of all examples of the first side, of the second…
+        the forward; its rows are those tokens, of all examples of the first side, of the second…
     """
     groups: list[Group] = []
     prompts: list[Tensor] = []
@@ -186,18 +189,29 @@ def join_sides(sides: Sequence[Sequence[Tensor]], device: torch.device | str) ->
             groups += [Group(len(x)) for x in (first, *others)]
             prompts += [first, *others]
     layout = PackedLayout(groups, torch.device(device))
+    row = torch.cat(prompts + responses)
     ends, begin, behind = [], 0, layout.first_response
     for group in groups:
+        places = np.arange(begin, begin + group.prompt)
         begin += group.prompt
         for n in group.responses:
+            own = np.arange(behind, behind + n)
+            ends.append(_read(row, np.concatenate([places, own]), padding))
             behind += n
-            ends.append(behind - 1)
         if not group.responses:
-            ends.append(begin - 1)
-    ids = torch.cat(prompts + responses).to(device, non_blocking=True)
+            ends.append(_read(row, places, padding))
+    ids = row.to(device, non_blocking=True)
     # Example after example, [B, sides].
     rows = torch.tensor(ends).view(-1, len(sides)).t().flatten().to(device, non_blocking=True)
     return ModelPass(_inputs(ids, layout), rows, torch.arange(layout.tokens))
+
+
+def _read(row: Tensor, places: np.ndarray, padding: int | None) -> int:
+    """Of the places of a sequence the one from which a classifier reads its reward."""
+    if padding is None:
+        return int(places[-1])
+    real = np.flatnonzero(row.numpy()[places] != padding)
+    return int(places[real[-1] if len(real) else 0])
 
 
 def right_padded(attention_mask: Tensor) -> list[int] | None:
@@ -208,12 +222,10 @@ def right_padded(attention_mask: Tensor) -> list[int] | None:
     return lengths.tolist() if torch.equal(real, mask.bool()) and bool(lengths.all()) else None
 
 
-def unpadded(input_ids: Tensor, attention_mask: Tensor) -> list[Tensor] | None:
-    """The rows of a batch that is padded on the right, on the CPU; None for another one."""
-    lengths = right_padded(attention_mask)
-    if lengths is None:
-        return None
-    return [row[:n] for row, n in zip(input_ids.cpu(), lengths, strict=True)]
+def unpadded(input_ids: Tensor, attention_mask: Tensor) -> list[Tensor]:
+    """The rows of a padded batch without padding, on the CPU."""
+    rows = zip(input_ids.cpu(), attention_mask.cpu().bool(), strict=True)
+    return [row[mask] for row, mask in rows]
 
 
 def _inputs(ids: Tensor, layout: PackedLayout) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 NAME = "fastrl"
+_KINDS = {"full_attention", "sliding_attention", "attention"}  # of layers
 
 
 class Variant(NamedTuple):
@@ -142,9 +143,30 @@ def why_not_replaceable(model: Any) -> str | None:
     rope = _dynamic_rope(config)
     if rope is not None:
         return f"its RoPE ({rope}) depends on the length of the longest sequence"
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        return "it attends in chunks"
+    kinds = set(getattr(config, "layer_types", None) or ()) - _KINDS
+    if kinds:
+        return f"some of its layers are of another kind ({', '.join(sorted(map(str, kinds)))})"
+    for adapter in getattr(model, "peft_config", {}).values():
+        if getattr(adapter, "alora_invocation_tokens", None):
+            return "its adapter begins where it finds tokens in each row (activated LoRA)"
+    if any(type(module).__name__ == "CheckpointWrapper" for module in model.modules()):
+        return (
+            "torch's checkpoint wrapper runs its layers again (fsdp_activation_checkpointing: use "
+            "gradient_checkpointing instead)"
+        )
     return None
+
+
+def hidden_window(model: Any, windows: Iterable[int | None]) -> str | None:
+    """Why a model's window cannot be kept, where its configuration names one and no layer has
+    attended with it: such a model applies it by its mask alone. None if it is kept."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    used = getattr(config, "use_sliding_window", True) and "sliding_attention" in kinds
+    if not window or not used or any(windows):
+        return None
+    return f"it applies its window of {window} tokens by a mask alone"
 
 
 def _configs(model: nn.Module) -> list[Any]:

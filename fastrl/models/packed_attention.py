@@ -74,23 +74,19 @@ class PackedLayout:
         parts += [torch.arange(b, b + n) for b, n in zip(begins, self.responses, strict=True)]
         return torch.cat(parts).to(self.device)
 
-    def mask(self, group: int, window: int | None) -> tuple[Tensor, Tensor]:
-        """The places [t] of a group's tokens in the row, and which of them each attends, [t, t]."""
-        prompt, responses = self.groups[group]
-        start = sum(self.prompts[:group])
-        behind = self.first_response + sum(map(sum, (g.responses for g in self.groups[:group])))
-        places = torch.cat(
-            [torch.arange(start, start + prompt), torch.arange(behind, behind + sum(responses))]
-        )
-        # 0 for the prompt, then the number of the response
-        part = torch.repeat_interleave(torch.tensor([prompt, *responses]))
-        position = self.positions.cpu()[places]
-        mask = (part[:, None] == part) | (part == 0)
-        distance = position[:, None] - position
-        mask &= distance >= 0
-        if window is not None:
-            mask &= distance < window
-        return places.to(self.device), mask.to(self.device)
+    def parts(self) -> Iterator[tuple[slice, list[slice]]]:
+        """Places of the queries of each prompt and then of each response, and of the keys that they
+        attend; in the order of the row."""
+        ends = list(accumulate(self.prompts))
+        prompts = [slice(end - n, end) for n, end in zip(self.prompts, ends, strict=True)]
+        for own in prompts:
+            yield own, [own]
+        begin = self.first_response
+        for prompt, group in zip(prompts, self.groups, strict=True):
+            for n in group.responses:
+                own = slice(begin, begin + n)
+                begin += n
+                yield own, [prompt, own]
 
 
 class PackedAttention:
@@ -98,49 +94,62 @@ class PackedAttention:
 
     By blocks, prompts and responses apart: what responses read of their prompts is computed for all
     responses together, and the two parts are joined by their log Σ exp. Where scores are capped or
-    dropped, or where the window is shorter than a sequence, by a mask for each group.
+    dropped, or where the window is shorter than a sequence, each prompt and response by itself.
+
+    Attributes:
+        windows: those that layers have attended with.
     """
 
     def __init__(self, layout: PackedLayout):
         self.layout = layout
+        self.windows: set[int | None] = set()
         self._kernel = kernel_for(layout.device)
-        self._masks: dict[int | None, list[tuple[Tensor, Tensor]]] = {}
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         """As Attention's, of rows [1, ...]."""
         scale, window, softcap, dropout = variant
+        self.windows.add(window)
         if window is not None and window >= self.layout.longest:
             window = None
-        plain = window is None and softcap is None and not dropout
         q, k, v = (x[0].transpose(0, 1) for x in (query, keys, values))  # [T, heads, D]
+        if q.is_cuda and torch.is_autocast_enabled("cuda"):
+            # As torch's own attention does: RoPE makes fp32 of queries and keys.
+            dtype = torch.get_autocast_dtype("cuda")
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        plain = window is None and softcap is None and not dropout
         if plain and self._kernel is not None and self._kernel.takes(q, k, v):
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             return _Blocks.apply(q, k, v, self.layout, scale, self._kernel)[None]  # type: ignore[no-any-return]
         return self._by_masks(q, k, v, variant._replace(window=window))[None]
 
     def _by_masks(self, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
-        window = variant.window
-        if window not in self._masks:
-            groups = range(len(self.layout.groups))
-            self._masks[window] = [self.layout.mask(i, window) for i in groups]
-        out = q.new_empty(*q.shape[:2], v.shape[-1])
-        places = []
-        parts = []
-        for where, mask in self._masks[window]:
-            qs, ks, vs = (x[where].transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, t, D]
-            parts.append(_masked_attention(qs, ks, vs, mask, variant)[0].transpose(0, 1))
-            places.append(where)
-        return out.index_copy(0, torch.cat(places), torch.cat(parts).to(out.dtype))
+        times = q.shape[1] // k.shape[1]
+        found = []
+        for own, of_keys in self.layout.parts():
+            # [1, heads, t, D]
+            queries = q[own].transpose(0, 1)[None]
+            keys, values = (
+                torch.cat([x[places] for places in of_keys])
+                .repeat_interleave(times, dim=1)
+                .transpose(0, 1)[None]
+                for x in (k, v)
+            )
+            mask = _causal(queries.shape[2], keys.shape[2], variant.window, q.device)
+            found.append(_masked_attention(queries, keys, values, mask, variant)[0])
+        return torch.cat([x.transpose(0, 1) for x in found]).to(q.dtype)
+
+
+def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Which keys each of the last queries attends, [queries, keys] bool."""
+    before = keys - queries
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
+    return mask if window is None else mask.triu(before + 1 - window)
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, variant: Variant) -> Tensor:
     scale, _, softcap, dropout = variant
-    groups = q.shape[1] // k.shape[1]
     if softcap is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, scale=scale, enable_gqa=groups > 1
-        )
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = softcap * torch.tanh(scores / softcap)
     probs = scores.masked_fill(~mask, -torch.inf).float().softmax(-1)

@@ -83,7 +83,7 @@ class PositionCount:
     def add(self, batch: TokenBatch) -> None:
         """Counts a forward over a batch."""
         self.positions += batch.packing.tokens(batch, range(len(batch)))
-        self.tokens += sum(batch.lengths)
+        self.tokens += sum(batch.prompt_lengths) + sum(batch.response_lengths)
 
     def taken(self) -> PositionCount:
         """What was counted since this was called last."""

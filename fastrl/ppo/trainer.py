@@ -331,6 +331,8 @@ class PPOTrainer(ClassicMethods):
         Raises:
             NonFiniteExperience: that of samples that it names is not finite; nothing has changed.
         """
+        for count in self._positions:
+            count.taken()  # of a step that failed
         batch = self.make_batch(given.queries, given.responses, given.masks)
         check_tokens(batch, self.config.micro_batch_tokens)
         self.advantages.check(given.queries)

@@ -444,7 +444,7 @@ class PPOUpdate:
         try:
             with self._memory_saved():
                 for indices in self._optimizer_steps(set(batch.counting()), record.left_out):
-                    minibatches = [Minibatch.of(batch, experience, i) for i in indices]
+                    minibatches = [Minibatch.of(batch, experience, sorted(i)) for i in indices]
                     outcome = self.gradient(minibatches, unread)
                     if not outcome.finite_experience:
                         raise NonFiniteExperience

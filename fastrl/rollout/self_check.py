@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fastrl.models.attention import why_not_replaceable
+from fastrl.models.attention import hidden_window, why_not_replaceable
 from fastrl.models.quantised import compute_dtypes
 from fastrl.models.sharding import is_spread_unit
 from fastrl.models.utils import evaluating
@@ -70,12 +70,16 @@ def check_numbers(trial: RolloutEngine) -> None:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             worst, mean = _differences(trial, prompts, trial.generate(prompts, params))
+            windows = [] if trial._kv_cache is None else trial._kv_cache.windows
+            cause = hidden_window(model, windows)
         # Any other failure: model.generate may run the model.
         except Exception as error:
             cause = f"the rollout engine cannot run it ({type(error).__name__}: {error})"
             raise UnsupportedModel(trial.model, cause) from error
         finally:
             trial.sleep()
+    if cause is not None:
+        raise UnsupportedModel(trial.model, cause)
     off, tolerance = (worst, _EXACT) if _is_exact(trial) else (mean, _ROUNDED)
     if not off <= tolerance:  # NaN is not
         raise UnsupportedModel(

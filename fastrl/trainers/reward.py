@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.data import reads_eos
-from fastrl.data.choose_packing import rewards_of_tokens
+from fastrl.data.choose_packing import rewards_of_samples
 from fastrl.data.collators import SIDES, RewardDataCollatorWithPadding, both_sides
 from fastrl.data.encode import closes_texts, end_token
 from fastrl.data.packing import join_sides, unpadded
@@ -256,9 +256,11 @@ class RewardTrainer(SupervisedTrainer):
             unpadded(inputs[f"input_ids_{side}"], inputs[f"attention_mask_{side}"])
             for side in SIDES
         )
-        if chosen and rejected and self._is_padding_free():
-            model_pass = join_sides([chosen, rejected], self.args.device)
+        whole = all(len(side) for side in (*chosen, *rejected))
+        if whole and self._is_padding_free():
             plain = self.accelerator.unwrap_model(model)
+            padding = plain.config.pad_token_id
+            model_pass = join_sides([chosen, rejected], self.args.device, padding)
             return rewards_at(model, plain, model_pass.rows, **model_pass.inputs)
         pad = getattr(getattr(self.model, "config", None), "pad_token_id", None)
         return model(**both_sides(inputs, pad), return_dict=True)["logits"]
@@ -268,7 +270,7 @@ class RewardTrainer(SupervisedTrainer):
         device."""
         if self._padding_free is None:
             has_score_head = score_head(self.accelerator.unwrap_model(self.model)) is not None
-            self._padding_free = has_score_head and self.runs_packed(rewards_of_tokens)
+            self._padding_free = has_score_head and self.runs_packed(rewards_of_samples)
         return self._padding_free
 
     def _losses(self, chosen: Tensor, rejected: Tensor, margin: Tensor | None) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DataCollatorForLanguageModeling
 
-from fastrl.data.choose_packing import logits_of_labels
+from fastrl.data.choose_packing import logprobs_of_labels
 from fastrl.data.collators import DataCollatorForCompletionOnlyLM, TextCollator, targets_of
-from fastrl.data.pack import JoinedCollator, PackedCollator, PackedTexts, choose_packing
+from fastrl.data.pack import JoinedCollator, PackedCollator, PackedTexts, choose_collator
 from fastrl.data.packing import join_texts, right_padded
 from fastrl.data.prepare import prepare_texts
 from fastrl.models.attention import Attention, replaced
@@ -185,7 +185,7 @@ class SFTTrainer(SupervisedTrainer):
             autocast = self.compute_loss_context_manager()
             packed = PackedCollator(self._tokenizer)
             if not self._is_padding_free():
-                packed = choose_packing(self.model, self._tokenizer, autocast)
+                packed = choose_collator(self.model, self._tokenizer, autocast)
             self.data_collator = JoinedCollator(packed) if joins else packed
         # transformers then passes the number of tokens to learn in a whole step, first tokens not
         # counted, and the loss is divided by it.
@@ -312,7 +312,14 @@ class SFTTrainer(SupervisedTrainer):
         mask = given.get("attention_mask")
         if lengths is None and given.keys() == _PLAIN and mask is not None and mask.dim() == 2:
             each = right_padded(mask)
-            lengths = None if each is None else [[n] for n in each]
+            width = mask.shape[1]
+            # A collator of the user may have labels on padding.
+            learned = each is not None and all(
+                row % width < each[row // width] for row in rows.tolist()
+            )
+            lengths = [[n] for n in each] if each is not None and learned else None
+        elif lengths is not None:
+            lengths = [[n for n in row if n] for row in lengths.tolist()]
         if lengths is None or not self._is_padding_free():
             return given, None, rows, None
         model_pass, places = join_texts(given["input_ids"], rows, lengths)
@@ -323,7 +330,9 @@ class SFTTrainer(SupervisedTrainer):
         """Whether the model runs texts without padding; found at the first use, when it is on its
         device."""
         if self._padding_free is None:
-            self._padding_free = self.runs_packed(logits_of_labels)
+            # The noise of NEFTune depends on the length of the row.
+            noise = bool(self.args.neftune_noise_alpha)
+            self._padding_free = not noise and self.runs_packed(logprobs_of_labels)
         return self._padding_free
 
     def _hold_out(self, inputs: dict[str, Any], nll: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl import DataCollatorForCompletionOnlyLM
 from fastrl.data.collators import IGNORED
-from fastrl.data.pack import PackedCollator, PackedTexts, choose_packing, pack
+from fastrl.data.pack import PackedCollator, PackedTexts, choose_collator, pack
 from fastrl.trainers import supervised as base
 from tests import tiny_models
 from tests.golden import tiny
@@ -146,7 +146,7 @@ def test_positions_that_a_model_does_not_heed_are_found_out() -> None:
             return self.inner(input_ids=input_ids, use_cache=use_cache)
 
     with pytest.raises(ValueError, match="Heedless lets packed texts attend to each other"):
-        choose_packing(Heedless(), tiny.tokenizer())
+        choose_collator(Heedless(), tiny.tokenizer())
 
 
 def test_a_packed_step_is_the_formulas(make_sft: Make) -> None:

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fastrl.data.choose_packing import choose_packing, why_not_packed
 from fastrl.data.packing import PackedTokens, Padded, PaddingFree
+from fastrl.models import CausalLMPolicy
 from fastrl.models.activation_checkpointing import all_layers, checkpointed
 from fastrl.models.attention import NAME
 from fastrl.models.scoring import PassLimit, PolicyObjective
@@ -215,6 +218,42 @@ def test_right_padded_batches_of_causal_models_need_no_mask(family):
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
 
 
-def test_a_model_that_needs_its_mask_gets_it():
-    packing = choose_packing(False, CPU, torch.float32, tiny_models.policy("bloom"))
-    assert packing.masked == (batch(packing).model_pass.inputs["attention_mask"] is not None)
+def test_a_model_that_needs_its_mask_gets_it(monkeypatch):
+    policy = ready("llama")
+    model = policy.pretrained_model.model
+    forward = type(model).forward
+
+    def counts_its_mask(self, *args, attention_mask=None, **kwargs):
+        out = forward(self, *args, attention_mask=attention_mask, **kwargs)
+        length = 1 if attention_mask is None else attention_mask.sum(-1)[:, None, None]
+        out.last_hidden_state = out.last_hidden_state * length
+        return out
+
+    monkeypatch.setattr(type(model), "forward", counts_its_mask)
+    packing = choose_packing(False, CPU, torch.float32, policy)
+    assert batch(packing).model_pass.inputs["attention_mask"] is not None
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "phimoe"])
+def test_a_window_that_is_in_the_mask_alone_is_found_out(family):
+    changes = {"sliding_window": 8} | ({"use_sliding_window": True} if "qwen" in family else {})
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, **changes,
+    )  # fmt: skip
+    model = CausalLMPolicy(transformers.AutoModelForCausalLM.from_config(config).eval())
+    cause = why_not_packed(model, CPU, torch.float32)
+    assert "applies its window of 8 tokens by a mask alone" in (cause or "")
+
+
+def test_layers_of_another_kind_are_refused():
+    policy = deep("qwen3")
+    policy.config.layer_types[0] = "linear_attention"
+    assert "linear_attention" in why_not_packed(policy, CPU, torch.float32)
+
+
+def test_layers_in_torchs_checkpoint_wrapper_are_refused():
+    policy = deep("llama")
+    layers = policy.pretrained_model.model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    assert "use gradient_checkpointing" in why_not_packed(policy, CPU, torch.float32)

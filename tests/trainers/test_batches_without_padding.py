@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from fastrl.data.collators import TextCollator
 from fastrl.data.packing import join_sides, right_padded
 from tests import tiny_models
+from tests.golden import tiny
 from tests.trainers.conftest import Make, pairs, reward_model, texts
 
 FAMILIES = ("gpt2", "llama", "opt", "gpt_neox", "qwen2", "qwen3", "mistral", "gemma2", "phi3")
@@ -137,3 +139,59 @@ def test_only_what_is_padded_on_the_right_is_taken_for_it() -> None:
     assert right_padded(torch.tensor([[0, 1, 1], [1, 1, 1]])) is None
     assert right_padded(torch.tensor([[1, 0, 1]])) is None
     assert right_padded(torch.tensor([[0, 0], [1, 1]])) is None
+
+
+def test_a_reward_is_read_where_the_classifier_itself_reads_it() -> None:
+    """From the last token that is not the pad token, even where a text ends with that as its EOS."""
+    sides = [[torch.tensor([5, 6, 2])], [torch.tensor([5, 7, 2, 2])]]
+    found = join_sides(sides, "cpu", padding=2)
+    assert found.inputs["input_ids"][0, found.rows].tolist() == [6, 7]
+    same = join_sides([[torch.tensor([5, 2, 2])], [torch.tensor([5, 2, 2, 2])]], "cpu", padding=2)
+    assert same.inputs["input_ids"][0, same.rows].tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_rewards_are_those_of_the_model_where_eos_pads(make_reward: Make, family: str) -> None:
+    model = reward_model(family, pad_token_id=tiny.EOS)
+    trainer = make_reward(model, pairs(5), append_eos=True)
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(5)])
+    _, rewards = trainer.compute_loss(model, batch, return_outputs=True)
+    assert trainer._is_padding_free()
+    for side, found in zip(("chosen", "rejected"), rewards.values(), strict=True):
+        ids, mask = batch[f"input_ids_{side}"], batch[f"attention_mask_{side}"].bool()
+        for row, real, reward in zip(ids, mask, found, strict=True):
+            alone = model(input_ids=row[real][None]).logits[0]
+            torch.testing.assert_close(reward, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_a_classifier_that_changes_its_scores_gets_padded_batches(
+    make_reward: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = reward_model("llama")
+    forward = type(model).forward
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        out.logits = 5 * out.logits.tanh()
+        return out
+
+    monkeypatch.setattr(type(model), "forward", changed)
+    trainer = make_reward(model, pairs(5))
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(5)])
+    with pytest.warns(UserWarning, match="LlamaForSequenceClassification: batches are padded"):
+        trainer.compute_loss(model, batch)
+
+
+def test_labels_on_padding_are_learned_as_they_stand(make_sft: Make) -> None:
+    def collate(rows: Any) -> Any:
+        batch = TextCollator(tiny.tokenizer())(rows)
+        batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        return batch | {"labels": batch["input_ids"].clone()}
+
+    losses = []
+    for padding_free in (True, False):
+        model = still(tiny_models.language_model("llama"))
+        trainer = make_sft(model, texts(6), data_collator=collate, padding_free=padding_free)
+        batch = collate([trainer.train_dataset[i] for i in range(6)])
+        losses.append(trainer.compute_loss(model, batch).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
