@@ -190,10 +190,8 @@ class PlannedRun:
         found = []
         if self._policy_gradient:
             found.append(Remedy("--rollout-sleep true", "slower rollouts", PlannedRun._asleep))
-            slots = min(self.flags.rollout_slots, self.flags.batch_size)
-            for slots in (slots // 2, slots // 4):
-                if slots < 1:
-                    continue
+            now = min(self.flags.rollout_slots, self.flags.batch_size)
+            for slots in (x for x in (now // 2, now // 4) if x):
                 found.append(
                     Remedy(
                         f"--rollout-slots {slots}",
