@@ -190,13 +190,22 @@ class PlannedRun:
         found = []
         if self._policy_gradient:
             found.append(Remedy("--rollout-sleep true", "slower rollouts", PlannedRun._asleep))
+            now = min(self.flags.rollout_slots, self.flags.batch_size)
+            for slots in (x for x in (now // 2, now // 4) if x):
+                found.append(
+                    Remedy(
+                        f"--rollout-slots {slots}",
+                        "slower rollouts",
+                        functools.partial(PlannedRun._with, rollout_slots=slots),
+                    )
+                )
         name, size = self._sizes
         while size > 1:
             size = math.ceil(size / 2) if size % 2 else size // 2
             found.append(
                 Remedy(
-                    f"{_flag(name, size)}, accumulated",
-                    "the same gradients in more passes",
+                    _flag(name, size),
+                    "the same gradient accumulated in more passes",
                     functools.partial(PlannedRun._in_passes_of, size=size),
                 )
             )
@@ -214,6 +223,7 @@ class PlannedRun:
                 f"--lora-r {_LORA_RANK}",
                 "an adapter is trained, not the weights",
                 PlannedRun._as_adapter,
+                learns_other=True,
             )
         )
         found.append(
@@ -221,6 +231,7 @@ class PlannedRun:
                 f"--lora-r {_LORA_RANK} --dtype bfloat16",
                 "an adapter on a base in bf16",
                 PlannedRun._as_adapter_on_bf16,
+                learns_other=True,
             )
         )
         return found

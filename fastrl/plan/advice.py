@@ -32,38 +32,42 @@ class Remedy:
         flags: as a command takes them.
         cost: what it costs, in words.
         apply: the changed run; None where it changes nothing.
+        learns_other: whether what is learned is another thing then.
     """
 
     flags: str
     cost: str
     apply: Callable[[Any], Any]
+    learns_other: bool = False
 
 
 def what_to_change(run: Planned, plan: Plan, gpu_gib: float) -> str:
     """The cheapest change that makes a run fit: the first that does by itself, else the first few
-    that do together."""
-    tried: list[tuple[Remedy, Plan]] = []
-    for change in run.changes():
-        changed = change.apply(run)
-        if changed is None:
-            continue
-        found = changed.plan()
-        if found.fits(gpu_gib):
-            return f"{change.flags} ({change.cost}): {gib(found.peak)}"
-        tried.append((change, found))
-    together: Any = run
-    used: list[Remedy] = []
-    for change, _ in tried:
-        changed = change.apply(together)
-        if changed is None:
-            continue
-        together, used = changed, [*used, change]
-        found = together.plan()
-        if len(used) > 1 and found.fits(gpu_gib):
-            return f"{' '.join(x.flags for x in used)} together: {gib(found.peak)}"
-    flags = " ".join(x.flags for x in used)
-    least = f"; {flags} leaves {gib(found.peak)}" if used else ""
-    return f"nothing known{least}: a smaller model, shorter sequences or a larger GPU"
+    that do together. What is learned changes only where nothing else is enough."""
+    remedies = list(run.changes())
+    same = [remedy for remedy in remedies if not remedy.learns_other]
+    others = [remedy for remedy in remedies if remedy.learns_other]
+    least, used = plan, ""
+    for singles, several in ((same, same), (others, remedies)):
+        for remedy in singles:
+            changed = remedy.apply(run)
+            found = None if changed is None else changed.plan()
+            if found is not None and found.fits(gpu_gib):
+                return f"{remedy.flags} ({remedy.cost}): {gib(found.peak)}"
+        together: Any = run
+        used_now: dict[str, str] = {}  # by the flag: of one, the last value
+        for remedy in several:
+            changed = remedy.apply(together)
+            if changed is None:
+                continue
+            together, found = changed, changed.plan()
+            used_now[remedy.flags.split()[0]] = remedy.flags
+            flags = " ".join(used_now.values())
+            if found.fits(gpu_gib):
+                return f"{flags} together: {gib(found.peak)}"
+            if found.peak < least.peak:
+                least, used = found, f"; {flags} leaves {gib(found.peak)}"
+    return f"nothing known{used}: a smaller model, shorter sequences or a larger GPU"
 
 
 def what_fits(run: Planned, gpu_gib: float) -> Iterator[str]:

@@ -69,16 +69,16 @@ class Fake:
         return Plan("", "cuda", {"update": Peak(int(self.gib * 2**30), {})})
 
     def changes(self):
-        return [Remedy(f"--less {x}", "", lambda run, x=x: Fake(run.gib - x)) for x in self.savings]
+        return [Remedy(f"--{x} true", "", lambda run, x=x: Fake(run.gib - x)) for x in self.savings]
 
 
 @pytest.mark.parametrize(
     ("gib", "said"),
     [
-        (23.5, "--less 1 "),  # the first that is enough
-        (25, "--less 3 "),
-        (26, "--less 1 --less 3 together"),
-        (40, "nothing known; --less 1 --less 3 leaves 36.00 GiB"),
+        (23.5, "--1 true "),  # the first that is enough
+        (25, "--3 true "),
+        (26, "--1 true --3 true together"),
+        (40, "nothing known; --1 true --3 true leaves 36.00 GiB"),
     ],
 )
 def test_what_does_not_fit_comes_with_the_first_change_that_is_enough(gib, said):

@@ -142,7 +142,7 @@ def test_only_what_is_padded_on_the_right_is_taken_for_it() -> None:
 
 
 def test_a_reward_is_read_where_the_classifier_itself_reads_it() -> None:
-    """From the last token that is not the pad token, even where a text ends with that as its EOS."""
+    """From the last token that is not the pad token, even where a text ends with it as its EOS."""
     sides = [[torch.tensor([5, 6, 2])], [torch.tensor([5, 7, 2, 2])]]
     found = join_sides(sides, "cpu", padding=2)
     assert found.inputs["input_ids"][0, found.rows].tolist() == [6, 7]

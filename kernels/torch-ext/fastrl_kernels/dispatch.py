@@ -6,7 +6,6 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -30,24 +29,25 @@ class Choice(NamedTuple):
     reason: str
 
 
-_stands_for: ContextVar[str | None] = ContextVar("fastrl_kernels_device", default=None)
+_stands_for: str | None = None  # not a ContextVar, which torch.compile cannot trace
 
 
 def device_kind(x: torch.Tensor) -> str:
     """ "cpu", "cuda" …: where x is. While a plan is made for another device
     (:func:`standing_for`), that is where its tensors will be."""
-    return _stands_for.get() or x.device.type
+    return _stands_for or x.device.type
 
 
 @contextmanager
 def standing_for(kind: str) -> Iterator[None]:
     """Context in which tensors without memory take up what they would on another kind of device:
     which library computes a product, what is kept, the size of workspaces."""
-    token = _stands_for.set(kind)
+    global _stands_for
+    before, _stands_for = _stands_for, kind
     try:
         yield
     finally:
-        _stands_for.reset(token)
+        _stands_for = before
 
 
 def interpreting() -> bool:
