@@ -226,6 +226,7 @@ class PolicyLearner:
             precision_of(unwrapped, accelerator),
             model,
             self.reference.model,
+            anywhere=processes_of(accelerator).any,
         )
         batches = make_batches(unwrapped, self.tokenizer, None, packing)
         self._tokens = Tokens(batches, accelerator.device, self.reference)

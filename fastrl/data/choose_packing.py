@@ -21,6 +21,7 @@ from fastrl.models.utils import evaluating
 
 # Samples of the comparison: the number of the prompt, its tokens and those of the response.
 _SAMPLES = ((0, 3, 4), (1, 5, 2), (0, 3, 2), (2, 1, 3))
+_PADDED = "batches are padded, and each response runs its prompt for itself"
 _CHANGED = 1  # a sample with a prompt of its own
 # Differences, over the mean size of results or 1: the largest in fp32, the mean one in less; the
 # mean one by which results move with another sample's tokens, which changes their rounding.
@@ -29,32 +30,35 @@ Scores = Callable[[nn.Module, TokenBatch], Tensor]
 
 
 def choose_packing(
-    padding_free: bool, device: torch.device, precision: torch.dtype, *models: nn.Module | None
+    padding_free: bool,
+    device: torch.device,
+    precision: torch.dtype,
+    *models: nn.Module | None,
+    anywhere: Callable[[bool], bool] = bool,
 ) -> Packing:
-    """The packing of batches that all these models run: packed, where their log-probs and values
-    are those of padded batches; else padded, and a warning says why.
+    """The packing of batches that all these models run: packed, where their results are those of
+    padded batches; else padded, and a warning says why.
 
     Args:
         padding_free: False for padded batches.
         device: of the inputs.
         precision: the lowest in which forwards compute.
         models: fastrl's wrappers, as accelerate has prepared them.
+        anywhere: whether something holds in one of several processes, which choose alike.
     """
     given = [model for model in models if model is not None]
     if any(_language_model(model).config.is_encoder_decoder for model in given):
         return Padded()
-    if not padding_free:
-        return _padded(device, precision, given)
-    for model in given:
+    causes: list[str] = []
+    for model in given if padding_free else ():
         cause = why_not_packed(model, device, precision)
         if cause is not None:
-            warnings.warn(
-                f"{type(_language_model(model)).__name__}: batches are padded, and each response "
-                f"runs its prompt for itself, because {cause}",
-                stacklevel=3,
-            )
-            return _padded(device, precision, given)
-    return PaddingFree()
+            causes.append(f"{type(_language_model(model)).__name__}: {_PADDED}, because {cause}")
+    for cause in causes[:1]:
+        warnings.warn(cause, stacklevel=3)
+    if not anywhere(bool(causes)) and padding_free:
+        return PaddingFree()
+    return Padded() if anywhere(_needs_a_mask(device, precision, given)) else Padded(masked=False)
 
 
 @torch.no_grad()
@@ -131,20 +135,19 @@ def _of_others(batch: TokenBatch, results: Tensor) -> Tensor:
     return others.expand_as(results).flatten()
 
 
-def _padded(device: torch.device, precision: torch.dtype, models: list[nn.Module]) -> Padded:
-    """Without attention masks where no model needs them."""
-    masked, bare = Padded(), Padded(masked=False)
+def _needs_a_mask(device: torch.device, precision: torch.dtype, models: list[nn.Module]) -> bool:
+    """Whether one of the models needs the attention mask of a right-padded batch."""
     for model in models:
         batch = _batch(_language_model(model), device)
         with torch.no_grad(), evaluating(model):
-            expected = logprobs_and_values(model, replace(batch, packing=masked))
+            expected = logprobs_and_values(model, batch)
             try:
-                found = logprobs_and_values(model, replace(batch, packing=bare))
+                found = logprobs_and_values(model, replace(batch, packing=Padded(masked=False)))
             except Exception:  # it wants a mask
-                return masked
+                return True
         if _difference(model, precision, found, expected) is not None:
-            return masked
-    return bare
+            return True
+    return False
 
 
 def _difference(

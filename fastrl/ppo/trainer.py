@@ -203,7 +203,12 @@ class PPOTrainer(ClassicMethods):
         precision = precision_of(model, self.accelerator)
         choose_heads(self.current_device, self.model, self.ref_model)
         self.packing = choose_packing(
-            config.padding_free, self.current_device, precision, self.model, self.ref_model
+            config.padding_free,
+            self.current_device,
+            precision,
+            self.model,
+            self.ref_model,
+            anywhere=self.processes.any,
         )
         self.batches = make_batches(model, tokenizer, training_data_collator, self.packing)
         self.scorer = Scorer(

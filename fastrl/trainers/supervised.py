@@ -222,7 +222,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         if cause is not None:
             name = type(self.accelerator.unwrap_model(self.model)).__name__
             warnings.warn(f"{name}: batches are padded, because {cause}", stacklevel=2)
-        return cause is None
+        return not self.processes.any(cause is not None)
 
     @property
     def share(self) -> float:
