@@ -54,13 +54,17 @@ class LowMemoryTrainer(transformers.Trainer):
     def create_optimizer(self, model: Any = None) -> Any:
         self.optimizer = super().create_optimizer(model)
         if not self._keeps_its_own:
-            self.optimizer = keep_state(
-                self.optimizer,
+            # Of an earlier train() it is kept and wrapped by accelerate already.
+            own = getattr(self.optimizer, "optimizer", self.optimizer)
+            kept = keep_state(
+                own,
                 master_weights=self.args.master_weights,
                 on_host=self.args.offload_optimizer,
                 device=self.args.device,
                 spread=self.is_fsdp_enabled,
             )
+            if kept is not own:
+                self.optimizer = kept
         return self.optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

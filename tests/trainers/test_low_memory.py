@@ -79,6 +79,25 @@ def test_small_steps_move_as_many_weights_in_bf16_as_in_float32(
     assert moved(lossy) < 0.2 * exact
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_optimizer_is_kept_once_however_often_a_trainer_trains(
+    offload: bool, make_sft: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_a_gpu(optimizer: Any, **how: Any) -> Any:
+        return keep_state(optimizer, **{**how, "device": torch.device("cuda")})
+
+    monkeypatch.setattr("fastrl.trainers.low_memory.keep_state", on_a_gpu)
+    trainer = make_sft(start(), texts(8), max_steps=2, offload_optimizer=offload)
+    trainer.train()
+    kept = trainer.optimizer.optimizer
+    trainer.train()
+    assert trainer.optimizer.optimizer is kept
+    assert isinstance(kept, MasterWeights)
+    assert kept.on_host is offload
+    assert not isinstance(kept.inner, MasterWeights)
+    assert {float(x["step"]) for x in kept.state.values()} == {4.0}
+
+
 def test_preference_learning_has_masters_too(make_trainer: Make) -> None:
     model = tiny_models.language_model("gpt2").bfloat16()
     trainer = make_trainer("dpo", model, max_steps=2, learning_rate=1e-6)
@@ -248,6 +267,19 @@ def test_tensors_of_torchao_are_saved_by_their_parts(tmp_path: Path) -> None:
     assert (found.signed, found.dtype, found.block_size) == (True, torch.float32, 256)
     assert torch.equal(found.codes, moments.codes)
     assert isinstance(other.param_groups[0]["lr"], torch.Tensor)
+
+
+def test_offloading_takes_what_is_derived_from_an_optimizer_of_torch() -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    class FromScratch(torch.optim.Optimizer):
+        pass
+
+    how: dict[str, Any] = {"master_weights": True, "on_host": True, "device": torch.device("cuda")}
+    assert keep_state(Own(nn.Linear(2, 2).parameters(), lr=0.1), **how).on_host
+    with pytest.raises(ValueError, match=r"FromScratch of \w+ has no steps in host memory"):
+        keep_state(FromScratch(nn.Linear(2, 2).parameters(), {}), **how)
 
 
 def test_offloading_an_optimizer_of_bitsandbytes_is_refused() -> None:
