@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, RewardConfig, SFTConfig
 from fastrl.alignment import AlignmentConfig
 from fastrl.models import optimizers
+from fastrl.models.activation_offloading import OffloadedActivations
 from fastrl.models.master_weights import MASTER, MasterWeights
 from fastrl.models.optimizer_state import load_optimizer_state, optimizer_state
 from fastrl.models.optimizers import keep_state, make_optimizer
@@ -109,6 +110,23 @@ def test_preference_learning_has_masters_too(make_trainer: Make) -> None:
     masters = [optimizer.state[p][MASTER] for p in trained]
     assert all(map(torch.equal, trained, [m.bfloat16() for m in masters]))
     assert any((m != m.bfloat16()).any() for m in masters)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "dpo"])
+def test_preference_learning_offloads_activations(
+    loss: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+
+    def on_a_cpu(wanted: bool, *_: Any) -> Any:
+        assert wanted
+        return lambda model: used.append(OffloadedActivations(model, lambda x: True)) or used[-1]
+
+    monkeypatch.setattr("fastrl.trainers.low_memory.activation_offloading", on_a_cpu)
+    trainer = make_trainer(loss, max_steps=2, activation_offloading=True)
+    trainer.train()
+    assert len(used) >= 2
+    assert all(each.bytes for each in used)
 
 
 def test_preferences_are_measured_against_a_reference_in_bf16(make_trainer: Make) -> None:
