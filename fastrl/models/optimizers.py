@@ -32,19 +32,25 @@ _BY_BLOCKS = ("bitsandbytes", "torchao")
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 
 
-def check_optimizer(name: str, given: Any = None) -> None:
+def check_optimizer(name: str, given: Any = None, arguments: str | None = None) -> None:
     """
     Args:
         name: of transformers' ``OptimizerNames``, or "adam".
         given: an optimizer that is there already.
+        arguments: the setting ``optim_args``.
 
     Raises:
-        ValueError: a name beside an optimizer.
+        ValueError: a name or arguments beside an optimizer.
         ImportError: its package is not installed; says how to install it.
     """
     if given is not None and name != "adam":
         raise ValueError(
             f"optim={name!r}, but optimizer was given ({type(given).__name__}): leave one out"
+        )
+    if given is not None and arguments:
+        raise ValueError(
+            f"optim_args={arguments!r}, but optimizer was given ({type(given).__name__}), which "
+            "has its own: leave optim_args out"
         )
     module, package = _package(name)
     if module is not None and importlib.util.find_spec(module) is None:

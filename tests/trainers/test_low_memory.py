@@ -193,6 +193,8 @@ def test_an_optimizer_is_named_or_given() -> None:
     own = torch.optim.SGD(policy.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"optim='sgd', but optimizer was given \(SGD\)"):
         PPOTrainer(PPOConfig(optim="sgd"), policy, None, tiny.tokenizer(), optimizer=own)
+    with pytest.raises(ValueError, match=r"optim_args='eps=1', but optimizer was given \(SGD\)"):
+        PPOTrainer(PPOConfig(optim_args="eps=1"), policy, None, tiny.tokenizer(), optimizer=own)
 
 
 def test_optimizers_are_those_that_the_names_say() -> None:
