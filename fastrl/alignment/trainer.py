@@ -197,9 +197,10 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
             return torch.zeros((), device=self.args.device)
         minibatches, self._accumulated = self._accumulated, []
         model.train()
-        (loss, metrics), self._stop_batch = self.loss.backward(
-            minibatches, model, self.accelerator, self.optimizer
-        )
+        with self._offloading(self.accelerator.unwrap_model(model)):
+            (loss, metrics), self._stop_batch = self.loss.backward(
+                minibatches, model, self.accelerator, self.optimizer
+            )
         self._means.add(metrics)
         return loss
 

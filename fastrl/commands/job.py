@@ -100,6 +100,14 @@ class TrainingJob:
                 f"unknown bnb_4bit_quant_type {self.bnb_4bit_quant_type!r}: choose one of "
                 f"{', '.join(QUANT_TYPES)}"
             )
+        if not self.load_in_4bit:
+            for name in ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
+                value = getattr(self, name)
+                if value != type(self).__dataclass_fields__[name].default:
+                    raise ValueError(
+                        f"{name}={value} is for weights that are quantised: set load_in_4bit, too, "
+                        "or leave it out (a saved adapter's base is as it was)"
+                    )
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
 

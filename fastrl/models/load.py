@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -274,6 +275,19 @@ def find_file(path: str, name: str, options: dict[str, Any]) -> str | None:
     )
 
 
+def _warn_of_other_dtype(asked: Any, saved: torch.dtype) -> None:
+    """Warns of a dtype that a four-bit base does not get; float32, the commands' default, says
+    nothing."""
+    asked = getattr(torch, asked, asked) if isinstance(asked, str) else asked
+    if asked not in (None, "auto", torch.float32, saved):
+        warnings.warn(
+            f"dtype={asked} is ignored: the adapter's four-bit base is loaded in {saved}, as "
+            "the adapter was trained; to quantise the base anew pass quantization_config (commands: "
+            "--load-in-4bit true)",
+            stacklevel=6,
+        )
+
+
 class _Checkpoint:
     """A whole model, or an adapter and the base that it names.
 
@@ -358,7 +372,9 @@ class _Checkpoint:
         if "quantization_config" not in options:
             file = find_file(self.folder, quantised.BASE_FILE, options)
             if file is not None:
-                found |= quantised.read_beside_adapter(file)
+                saved = quantised.read_beside_adapter(file)
+                _warn_of_other_dtype(options.get("dtype"), saved["dtype"])
+                found |= saved
         return found
 
     def may_be_empty(self) -> bool:

@@ -43,7 +43,6 @@ class MasterWeights(torch.optim.Optimizer):
         self.inner = inner
         self.on_host = on_host
         self._masters: dict[Tensor, Tensor] = {}
-        self._versions: dict[Tensor, int] = {}  # of the weights that follow from their masters
         self._stepped = False
 
     @property
@@ -91,6 +90,25 @@ class MasterWeights(torch.optim.Optimizer):
     def register_step_post_hook(self, hook: Any) -> Any:
         return self.inner.register_step_post_hook(hook)
 
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_load_state_dict_post_hook(hook, prepend)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch's own would wrap the step of all optimizers of this class.
+        self.__dict__.update(state)
+
     def state_dict(self) -> dict[str, Any]:
         with torch.no_grad():
             self._follow()
@@ -110,11 +128,10 @@ class MasterWeights(torch.optim.Optimizer):
         keys, weights = _keys(state_dict), list(self._weights())
         saved = {key: each.pop(MASTER) for key, each in state.items() if MASTER in each}
         self._masters.clear()
-        self._versions.clear()
         self.inner.state.clear()
         for key, weight in zip(keys, weights, strict=True):
             if key in state and self._needs_master(weight):
-                self._keep(weight, self._new(saved.get(key, weight), weight))
+                self._masters[weight] = self._new(saved.get(key, weight), weight)
         kept = {key: each for key, each in state.items() if each}
         with self._lent():
             self.inner.load_state_dict({**state_dict, "state": kept})
@@ -138,7 +155,7 @@ class MasterWeights(torch.optim.Optimizer):
         """What is stepped in place of a weight; made where it is not there yet."""
         if weight not in self._masters and self._needs_master(weight):
             own = self.inner.state.pop(weight, None)  # of steps that were taken without masters
-            self._keep(weight, self._new(weight, weight))
+            self._masters[weight] = self._new(weight, weight)
             if own is not None:
                 self.inner.state[self._masters[weight]] = {
                     name: x.float() if isinstance(x, Tensor) and x.dtype in LOW_PRECISION else x
@@ -151,19 +168,18 @@ class MasterWeights(torch.optim.Optimizer):
         master = source.detach().to(device, torch.float32, copy=True)
         return master.pin_memory() if self.on_host and torch.cuda.is_available() else master
 
-    def _keep(self, weight: Tensor, master: Tensor) -> None:
-        self._masters[weight] = master
-        self._versions[weight] = _version(weight)
-
     def _follow(self) -> None:
-        """Has masters take the values of weights that were written since the last step."""
+        """Has masters take the values of weights that were written since the last step: those that
+        are no longer their masters rounded.
+
+        Values are compared, as writes to ``weight.data`` leave no other trace; without asking for a
+        result, for which the host would wait.
+        """
         for weight, master in self._masters.items():
-            if self._versions[weight] == _version(weight):
-                continue
-            rounded = master.to(weight.device, weight.dtype)
-            kept = master.to(weight.device)
-            master.copy_(torch.where(rounded == weight, kept, weight.detach().float()))
-            self._versions[weight] = _version(weight)
+            for some, of_master in _in_parts(own_share(weight.detach()), own_share(master)):
+                there = some.to(of_master.device)
+                same = of_master.to(there.dtype) == there
+                torch.where(same, of_master, there, out=of_master)
 
     def _parts(self) -> Iterator[Sequence[Tensor] | None]:
         """The weights that are stepped together; None: all, whether they have a gradient or not."""
@@ -204,7 +220,6 @@ class MasterWeights(torch.optim.Optimizer):
     def _round(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for weight, master in pairs:
             weight.copy_(master)
-            self._versions[weight] = _version(weight)
 
     @contextmanager
     def _lent(self, part: Sequence[Tensor] | None = None) -> Iterator[None]:
@@ -264,6 +279,10 @@ def _keys(packed: dict[str, Any]) -> list[Any]:
     return [key for group in packed["param_groups"] for key in group["params"]]
 
 
-def _version(weight: Tensor) -> int:
-    """Grows with each write to the weight in place."""
-    return own_share(weight.detach())._version
+def _in_parts(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Two tensors of a shape in rows of up to ``_PART`` weights, which share their memory."""
+    if one.numel() <= _PART or one.dim() == 0:
+        yield one, other
+        return
+    rows = max(1, _PART // (one.numel() // len(one)))
+    yield from zip(one.split(rows), other.split(rows), strict=True)

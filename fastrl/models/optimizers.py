@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastrl.models.master_weights import with_master_weights
+from fastrl.models.master_weights import MasterWeights, with_master_weights
 
 # Beginnings and ends of transformers' names, with packages as they are imported and installed.
 _OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
@@ -32,19 +32,25 @@ _BY_BLOCKS = ("bitsandbytes", "torchao")
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 
 
-def check_optimizer(name: str, given: Any = None) -> None:
+def check_optimizer(name: str, given: Any = None, arguments: str | None = None) -> None:
     """
     Args:
         name: of transformers' ``OptimizerNames``, or "adam".
         given: an optimizer that is there already.
+        arguments: the setting ``optim_args``.
 
     Raises:
-        ValueError: a name beside an optimizer.
+        ValueError: a name or arguments beside an optimizer.
         ImportError: its package is not installed; says how to install it.
     """
     if given is not None and name != "adam":
         raise ValueError(
             f"optim={name!r}, but optimizer was given ({type(given).__name__}): leave one out"
+        )
+    if given is not None and arguments:
+        raise ValueError(
+            f"optim_args={arguments!r}, but optimizer was given ({type(given).__name__}), which "
+            "has its own: leave optim_args out"
         )
     module, package = _package(name)
     if module is not None and importlib.util.find_spec(module) is None:
@@ -121,8 +127,12 @@ def keep_state(
     Raises:
         ValueError: an optimizer that does not step spread weights, or not in host memory.
     """
-    package = type(optimizer).__module__.partition(".")[0]
-    if spread and package in _BY_BLOCKS:
+    if isinstance(optimizer, MasterWeights):
+        return optimizer
+    packages = _packages_of(optimizer)
+    package = packages[0]
+    by_blocks = any(each in _BY_BLOCKS for each in packages)
+    if spread and by_blocks:
         raise ValueError(
             f"{type(optimizer).__name__} of {package} keeps moments in blocks of a whole weight, "
             "and FSDP2 spreads weights over processes: choose another optim, such as adamw_torch"
@@ -132,7 +142,7 @@ def keep_state(
             "offload_optimizer is not for weights that FSDP2 spreads: set fsdp_offload_params: "
             "true in accelerate's file (accelerate launch --fsdp_offload_params true) instead"
         )
-    if on_host and package not in ("torch", "transformers"):
+    if on_host and (by_blocks or not {"torch", "transformers"} & {*packages}):
         raise ValueError(
             f"offload_optimizer: {type(optimizer).__name__} of {package} has no steps in host "
             "memory: choose one of torch's, such as optim='adamw_torch', or one of bitsandbytes' "
@@ -183,6 +193,13 @@ def _of_transformers(
         weight_decay=float(given.get("weight_decay", 0)),
     )
     return Trainer.get_optimizer_cls_and_kwargs(settings)
+
+
+def _packages_of(optimizer: Any) -> list[str]:
+    """The packages of an optimizer's class and of those that it is derived from, but for the base
+    class of all."""
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer]
+    return [kind.__module__.partition(".")[0] for kind in kinds]
 
 
 def _package(name: str) -> tuple[str | None, str | None]:

@@ -177,11 +177,15 @@ def with_whole_heads(options: dict[str, Any], heads: tuple[str, ...]) -> dict[st
 
 def save_beside_adapter(model: Any, folder: str | os.PathLike) -> None:
     """Writes how an adapter's base was quantised to the adapter's folder; nothing of a whole base,
-    and of one whose own files have four bits."""
+    and of one whose own files have four bits: what the folder says of an earlier base is removed
+    then."""
+    file = Path(folder, BASE_FILE)
     if not hasattr(model, "peft_config") or not is_quantised(model):
+        file.unlink(missing_ok=True)
         return
     base = model.get_base_model()
     if getattr(getattr(base, "hf_quantizer", None), "pre_quantized", False):
+        file.unlink(missing_ok=True)
         return
     config = base.config.quantization_config
     states = (getattr(layer.weight, "quant_state", None) for _, layer in _layers(base))
@@ -190,7 +194,7 @@ def save_beside_adapter(model: Any, folder: str | os.PathLike) -> None:
         _CONFIG: config if isinstance(config, dict) else config.to_dict(),
         _DTYPE: str(dtype).removeprefix("torch."),
     }
-    Path(folder, BASE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_beside_adapter(file: str | os.PathLike) -> dict[str, Any]:

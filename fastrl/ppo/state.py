@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from fastrl.config import PPOConfig
 from fastrl.data.prompts import PromptStream
 from fastrl.models.optimizer_state import (
     copy_weights,
@@ -201,12 +202,15 @@ class TrainerState:
             raise BadCheckpoint(
                 f"resume: the checkpoint's run had {had} lr_scheduler: make the trainer alike"
             )
-        kind = state["config"].get("optim", "adam"), trainer.config.optim
-        if kind[0] != kind[1]:
-            raise BadCheckpoint(
-                f"resume: the checkpoint's run had optim={kind[0]!r}, this one has {kind[1]!r}: "
-                "resume with the optimizer that the run began with"
-            )
+        # An optimizer keeps some of its arguments with its state, and others not.
+        here = {"optim": trainer.config.optim, "optim_args": trainer.config.optim_args}
+        for name, own in here.items():
+            before = state["config"].get(name, PPOConfig.__dataclass_fields__[name].default)
+            if before != own:
+                raise BadCheckpoint(
+                    f"resume: the checkpoint's run had {name}={before!r}, this one has {own!r}: "
+                    "resume with the optimizer that the run began with"
+                )
         names, own_names = (
             [name for group in groups for name in group["params"]]
             for groups in (

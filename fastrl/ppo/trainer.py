@@ -148,7 +148,7 @@ class PPOTrainer(ClassicMethods):
     ):
         config = config or PPOConfig()
         if isinstance(config, PPOConfig):
-            check_optimizer(config.optim, optimizer)
+            check_optimizer(config.optim, optimizer, config.optim_args)
         model, ref_model = checked_policies(config, model, ref_model, tokenizer, lr_scheduler)
         warn_of_a_single_response(config)
         set_seed(config.seed)

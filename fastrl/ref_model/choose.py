@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any, TypeVar
 
+import torch
 from transformers import PreTrainedModel
 
 from fastrl.config import PPOConfig
+from fastrl.models.master_weights import LOW_PRECISION
 from fastrl.models.quantised import refuse_quantised
 from fastrl.models.trunk import Budget
 from fastrl.models.value_head import PreTrainedModelWrapper
@@ -219,6 +221,8 @@ def _check_dtype(
     ref_model: PreTrainedModelWrapper | None,
 ) -> None:
     asked = f"reference_dtype={config.reference_dtype!r}"
+    if config.sync_ref_every and config.ref_ema < 1:
+        _check_small_steps(mode, config, ref_model or policy)
     if config.reference_dtype == "auto":
         return
     if mode == "trunk":
@@ -237,11 +241,29 @@ def _check_dtype(
             f"{asked}, but ref_model has weights that are the policy's own: leave it at 'auto', or "
             "pass a model of its own"
         )
-    if config.reference_dtype == "bfloat16" and config.sync_ref_every and config.ref_ema < 1:
+
+
+def _check_small_steps(mode: str, config: PPOConfig, source: PreTrainedModelWrapper) -> None:
+    """Refuses a reference that is to move by a part of the way to the policy, and has weights that
+    lose such steps.
+
+    Args:
+        source: what the reference is a copy of; an adapter's copy is float32.
+    """
+    if mode not in ("copy", "offload", "trunk"):
+        return
+    dtypes = {p.dtype for p in source.parameters() if p.is_floating_point()}
+    if config.reference_dtype != "auto":
+        dtypes = {getattr(torch, config.reference_dtype)}
+    low = [str(d).removeprefix("torch.") for d in LOW_PRECISION if d in dtypes]
+    if low:
+        remedy = "reference_dtype='float32'"
+        if mode == "trunk":
+            remedy = f"reference='copy' with {remedy}"
         raise ValueError(
-            f"{asked} with ref_ema={config.ref_ema:g}: changes below half the spacing of bfloat16 "
-            "would be lost, and the reference hardly move: set ref_ema=1, or leave reference_dtype "
-            "at 'auto'"
+            f"ref_ema={config.ref_ema:g} with a reference in {low[0]}: changes below half the "
+            f"spacing of {low[0]} would be lost, and the reference hardly move: set ref_ema=1, or "
+            f"choose {remedy}"
         )
 
 

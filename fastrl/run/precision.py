@@ -44,11 +44,15 @@ def precision_for(model: nn.Module, device: str, said: str | None) -> str | None
 def said_outside() -> str | None:
     """The mixed precision that a launcher, or an Accelerator of this process, has chosen; None:
     neither has."""
+    return shared_precision() or os.environ.get(_VARIABLE)
+
+
+def shared_precision() -> str | None:
+    """The mixed precision of an earlier Accelerator of this process, which all later ones have;
+    None: there is none."""
     from accelerate.state import AcceleratorState, is_initialized
 
-    if is_initialized():
-        return str(AcceleratorState().mixed_precision)
-    return os.environ.get(_VARIABLE)
+    return str(AcceleratorState().mixed_precision) if is_initialized() else None
 
 
 def kind_of_device(settings: dict[str, Any]) -> str:

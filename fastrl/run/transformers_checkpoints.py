@@ -125,9 +125,11 @@ class ResumableTrainer(transformers.Trainer):
 
     def identity(self) -> dict[str, Any]:
         """What must be the same in the run that resumes."""
+        optim = str(getattr(self.args.optim, "value", self.args.optim))
         return {
             "trainer": type(self).__name__,
-            "optimizer": str(getattr(self.args.optim, "value", self.args.optim)),
+            # With its arguments: it keeps some of them with its state, and others not.
+            "optimizer": " ".join(filter(None, (optim, self.args.optim_args))),
             "data": data_checksum(self.train_dataset),
         }
 

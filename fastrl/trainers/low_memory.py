@@ -13,7 +13,7 @@ from fastrl.models.activation_offloading import activation_offloading
 from fastrl.models.master_weights import MASTER, MasterWeights
 from fastrl.models.optimizers import keep_state, steps_in_backward
 from fastrl.models.utils import warn_of_lost_updates
-from fastrl.run.precision import precision_for
+from fastrl.run.precision import precision_for, shared_precision
 
 MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
 
@@ -54,13 +54,17 @@ class LowMemoryTrainer(transformers.Trainer):
     def create_optimizer(self, model: Any = None) -> Any:
         self.optimizer = super().create_optimizer(model)
         if not self._keeps_its_own:
-            self.optimizer = keep_state(
-                self.optimizer,
+            # Of an earlier train() it is kept and wrapped by accelerate already.
+            own = getattr(self.optimizer, "optimizer", self.optimizer)
+            kept = keep_state(
+                own,
                 master_weights=self.args.master_weights,
                 on_host=self.args.offload_optimizer,
                 device=self.args.device,
                 spread=self.is_fsdp_enabled,
             )
+            if kept is not own:
+                self.optimizer = kept
         return self.optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -86,10 +90,19 @@ class LowMemoryTrainer(transformers.Trainer):
 
 
 def _choose_precision(args: Any, model: Any) -> bool:
-    """Sets ``bf16`` where the arguments leave it open; returns whether to compute in bf16."""
+    """Sets ``bf16`` where the arguments leave it open; returns whether that is bf16 by default.
+
+    Where an earlier trainer of the process has an Accelerator, its precision is shared: the
+    arguments, which may have been made before it, take it.
+    """
+    device = args.device.type  # may begin the process's Accelerators anew
+    shared = shared_precision()
+    if shared is not None and not args.fp16 and not args.deepspeed:
+        args.bf16, args.fp16, args.mixed_precision = shared == "bf16", shared == "fp16", shared
+        return False
     said = next((x for x in ("fp16", "bf16_full_eval", "deepspeed") if getattr(args, x)), None)
     known = isinstance(model, nn.Module)  # else it is made later
-    chosen = precision_for(model, args.device.type, said) if known else None
+    chosen = precision_for(model, device, said) if known else None
     args.bf16 = chosen is not None
     if args.bf16:
         args.mixed_precision = chosen

@@ -110,5 +110,21 @@ def test_unknown_codes_and_a_missing_package_are_refused(world, tmp_path, capsys
     assert "load_in_4bit needs bitsandbytes: pip install" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flag", [{"bnb-4bit-quant-type": "fp4"}, {"use-bnb-nested-quant": "true"}]
+)
+def test_settings_of_weights_that_are_not_quantised_are_refused(flag, world, tmp_path, capsys):
+    assert run("sft", world, tmp_path / "run", model="lm", **{"lora-r": 2, **flag}) == 2
+    assert "is for weights that are quantised: set load_in_4bit, too" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dtype_that_a_saved_base_does_not_get_is_warned_of(trained):
+    folder = trained["sft"] / "model"
+    with pytest.warns(UserWarning, match=r"dtype=torch.bfloat16 is ignored.*torch.float32, as"):
+        load_language_model(folder, dtype="bfloat16")
+    load_language_model(folder, dtype="float32")
+
+
 def test_a_sample_is_drawn_again(trained):
     assert cli.main(["replay", str(trained["grpo"]), "--step", "2"]) == 0

@@ -117,8 +117,12 @@ def test_a_state_without_masters_begins_them() -> None:
     step(MasterWeights(plain), weights, 3, torch.bfloat16)
 
 
-def test_masters_follow_weights_that_were_written() -> None:
+@pytest.mark.parametrize("most", [1 << 26, 70])
+def test_masters_follow_weights_that_were_written(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a weight that was written they keep what is below its precision where it is the same."""
+    monkeypatch.setattr(master_weights, "_PART", most)
     weights = make_weights(torch.bfloat16)
     optimizer = MasterWeights(KINDS["adam"](weights))
     step(optimizer, weights, 0, torch.bfloat16)
@@ -135,6 +139,49 @@ def test_masters_follow_weights_that_were_written() -> None:
     step(optimizer, weights, 1, torch.bfloat16)
     assert (weights[0][3] == 7).all()
     assert (weights[1] == 3).all()
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_masters_follow_weights_that_were_written_through_data(on_host: bool) -> None:
+    weights = make_weights(torch.bfloat16)
+    optimizer = MasterWeights(KINDS["adam"](weights), on_host)
+    step(optimizer, weights, 0, torch.bfloat16)
+    weights[0].data.fill_(7.0)
+    weights[1].data = torch.full_like(weights[1].data, 5.0)
+    before = optimizer.state[weights[2]][MASTER].clone()
+    state = optimizer.state_dict()["state"]
+    assert torch.equal(state[2][MASTER], before)
+    step(optimizer, weights, 1, torch.bfloat16)
+    assert (weights[0] == 7).all()
+    assert (weights[1] == 5).all()
+
+
+def test_a_copy_goes_on_by_itself_and_leaves_others_alone() -> None:
+    weights = make_weights(torch.bfloat16)
+    optimizer = MasterWeights(KINDS["adam"](weights))
+    step(optimizer, weights, 0, torch.bfloat16)
+    others, other = copy.deepcopy((weights, optimizer))
+    for number in range(1, 30):
+        step(optimizer, weights, number, torch.bfloat16)
+        step(other, others, number, torch.bfloat16)
+    for one, two in zip(weights, others, strict=True):
+        assert one is not two
+        assert torch.equal(one, two)
+        assert torch.equal(optimizer.state[one][MASTER], other.state[two][MASTER])
+
+
+def test_hooks_of_states_are_the_inner_optimizers() -> None:
+    weights = make_weights(torch.bfloat16)
+    optimizer = MasterWeights(KINDS["adam"](weights))
+    step(optimizer, weights, 0, torch.bfloat16)
+    called = []
+    for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+        register = getattr(optimizer, f"register_{name}_hook")
+        register(lambda *_, name=name: called.append(name))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == [
+        "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"
+    ]  # fmt: skip
 
 
 def test_schedules_and_hooks_reach_the_inner_optimizer() -> None:

@@ -460,6 +460,13 @@ def test_an_adapters_folder_says_how_its_base_was_quantised(policy, load, tmp_pa
             load_language_model(tmp_path)
 
 
+def test_an_adapter_of_a_whole_base_leaves_no_word_of_an_earlier_one(policy, tmp_path):
+    policy().save_pretrained(tmp_path)
+    model = load_language_model(tmp_path, quantization_config=None)
+    AutoModelForCausalLMWithValueHead.from_pretrained(model).save_pretrained(tmp_path)
+    assert not (tmp_path / BASE_FILE).exists()
+
+
 def test_without_bitsandbytes_the_package_is_named(policy, folders, tmp_path, monkeypatch):
     policy().save_pretrained(tmp_path)
     config = four_bit_config()

@@ -13,6 +13,7 @@ from fastrl import (
     create_reference_model,
 )
 from fastrl.models.trunk import TRUNK_NAME, layer_stack
+from fastrl.ref_model import choose_ref_model
 from tests import tiny_models
 from tests.golden import tiny
 from tests.models.conftest import FAMILIES, counted, deep
@@ -238,6 +239,26 @@ def test_a_reference_that_cannot_be_in_bf16_is_refused(settings, said):
         trainer_of(adapted(), reference_dtype="bfloat16")
     with pytest.raises(ValueError, match="unknown reference_dtype 'int8': choose one of auto"):
         PPOConfig(reference_dtype="int8")
+
+
+@pytest.mark.parametrize("mode", ["copy", "offload", "trunk"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_reference_of_a_low_precision_policy_moves_in_whole_steps_or_is_float32(mode, dtype):
+    """By default it has the policy's dtype."""
+    settings = {"reference": mode, "sync_ref_every": 1}
+    settings |= {"num_shared_layers": 1} if mode == "trunk" else {}
+
+    def make(**more):
+        policy = tiny_models.policy("gpt2").to(getattr(torch, dtype))
+        return choose_ref_model(PPOConfig(**settings, **more), policy)
+
+    said = rf"ref_ema=0.1 with a reference in {dtype}.*reference_dtype='float32'"
+    with pytest.raises(ValueError, match=said):
+        make(ref_ema=0.1)
+    make()
+    if mode != "trunk":
+        kept = make(ref_ema=0.1, reference_dtype="float32").own_weights()
+        assert {x.dtype for x in kept.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize("adaptive", [True, False])

@@ -379,6 +379,8 @@ def other_tokenizer():
         ({"tokenizer": other_tokenizer}, "whose tokenizer differs: resume with the tokenizer"),
         ({"advantage": "grpo", "group_size": 2}, r"whose method differs \(PPO, here GRPO\)"),
         ({"init_kl_coef": 0.0, "adap_kl_ctrl": False}, "whose reference differs"),
+        ({"optim": "sgd"}, "the checkpoint's run had optim='adam', this one has 'sgd'"),
+        ({"optim_args": "beta2=0.5"}, "had optim_args=None, this one has 'beta2=0.5'"),
         ({"peft_config": LORA}, "whose (model|frozen weights|reference) differs"),
         (
             {"scheduler": lambda o: torch.optim.lr_scheduler.LinearLR(o)},

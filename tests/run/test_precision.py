@@ -90,6 +90,20 @@ def test_transformers_trainers_take_it_from_their_arguments(
     assert (args.mixed_precision == "bf16") is bf16
 
 
+@pytest.mark.parametrize("shared", ["bf16", "fp16", "no"])
+def test_arguments_take_the_precision_of_an_earlier_accelerator(
+    cuda: pytest.MonkeyPatch, tmp_path: Path, shared: str
+) -> None:
+    """Accelerate refuses another one, also where the arguments were made before."""
+    args = SFTConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    cuda.setattr("accelerate.state.is_initialized", lambda: True)
+    state = type("State", (), {"mixed_precision": shared})
+    cuda.setattr("accelerate.state.AcceleratorState", state)
+    assert not _choose_precision(args, nn.Linear(2, 2))
+    assert args.mixed_precision == shared
+    assert (args.bf16, args.fp16) == (shared == "bf16", shared == "fp16")
+
+
 def test_a_cpu_keeps_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert precision_for(nn.Linear(2, 2), "cpu", None) is None
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")

@@ -177,6 +177,7 @@ def tokenizer_with_another_token() -> Any:
         ({"data": texts(8, seed=7)}, r"whose data differs .*8 examples.*, here 8 examples"),
         ({"max_length": 3}, "whose data differs"),
         ({"processing_class": tokenizer_with_another_token()}, "whose tokenizer differs: resume"),
+        ({"optim_args": "eps=1e-6"}, "whose optimizer differs .*eps=1e-6"),
         ({"optim": "sgd"}, "whose optimizer differs .*, here sgd"),
         ({"family": "gpt_neox"}, r"whose model differs \(GPT2LMHeadModel, here GPTNeoX"),
         ({"vocab_size": 120}, r"whose vocabulary differs \(97, here 120\)"),

@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, RewardConfig, SFTConfig
 from fastrl.alignment import AlignmentConfig
 from fastrl.models import optimizers
+from fastrl.models.activation_offloading import OffloadedActivations
 from fastrl.models.master_weights import MASTER, MasterWeights
 from fastrl.models.optimizer_state import load_optimizer_state, optimizer_state
 from fastrl.models.optimizers import keep_state, make_optimizer
@@ -79,6 +80,25 @@ def test_small_steps_move_as_many_weights_in_bf16_as_in_float32(
     assert moved(lossy) < 0.2 * exact
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_optimizer_is_kept_once_however_often_a_trainer_trains(
+    offload: bool, make_sft: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_a_gpu(optimizer: Any, **how: Any) -> Any:
+        return keep_state(optimizer, **{**how, "device": torch.device("cuda")})
+
+    monkeypatch.setattr("fastrl.trainers.low_memory.keep_state", on_a_gpu)
+    trainer = make_sft(start(), texts(8), max_steps=2, offload_optimizer=offload)
+    trainer.train()
+    kept = trainer.optimizer.optimizer
+    trainer.train()
+    assert trainer.optimizer.optimizer is kept
+    assert isinstance(kept, MasterWeights)
+    assert kept.on_host is offload
+    assert not isinstance(kept.inner, MasterWeights)
+    assert {float(x["step"]) for x in kept.state.values()} == {4.0}
+
+
 def test_preference_learning_has_masters_too(make_trainer: Make) -> None:
     model = tiny_models.language_model("gpt2").bfloat16()
     trainer = make_trainer("dpo", model, max_steps=2, learning_rate=1e-6)
@@ -90,6 +110,23 @@ def test_preference_learning_has_masters_too(make_trainer: Make) -> None:
     masters = [optimizer.state[p][MASTER] for p in trained]
     assert all(map(torch.equal, trained, [m.bfloat16() for m in masters]))
     assert any((m != m.bfloat16()).any() for m in masters)
+
+
+@pytest.mark.parametrize("loss", ["ppo", "dpo"])
+def test_preference_learning_offloads_activations(
+    loss: str, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+
+    def on_a_cpu(wanted: bool, *_: Any) -> Any:
+        assert wanted
+        return lambda model: used.append(OffloadedActivations(model, lambda x: True)) or used[-1]
+
+    monkeypatch.setattr("fastrl.trainers.low_memory.activation_offloading", on_a_cpu)
+    trainer = make_trainer(loss, max_steps=2, activation_offloading=True)
+    trainer.train()
+    assert len(used) >= 2
+    assert all(each.bytes for each in used)
 
 
 def test_preferences_are_measured_against_a_reference_in_bf16(make_trainer: Make) -> None:
@@ -156,6 +193,8 @@ def test_an_optimizer_is_named_or_given() -> None:
     own = torch.optim.SGD(policy.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"optim='sgd', but optimizer was given \(SGD\)"):
         PPOTrainer(PPOConfig(optim="sgd"), policy, None, tiny.tokenizer(), optimizer=own)
+    with pytest.raises(ValueError, match=r"optim_args='eps=1', but optimizer was given \(SGD\)"):
+        PPOTrainer(PPOConfig(optim_args="eps=1"), policy, None, tiny.tokenizer(), optimizer=own)
 
 
 def test_optimizers_are_those_that_the_names_say() -> None:
@@ -248,6 +287,19 @@ def test_tensors_of_torchao_are_saved_by_their_parts(tmp_path: Path) -> None:
     assert (found.signed, found.dtype, found.block_size) == (True, torch.float32, 256)
     assert torch.equal(found.codes, moments.codes)
     assert isinstance(other.param_groups[0]["lr"], torch.Tensor)
+
+
+def test_offloading_takes_what_is_derived_from_an_optimizer_of_torch() -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    class FromScratch(torch.optim.Optimizer):
+        pass
+
+    how: dict[str, Any] = {"master_weights": True, "on_host": True, "device": torch.device("cuda")}
+    assert keep_state(Own(nn.Linear(2, 2).parameters(), lr=0.1), **how).on_host
+    with pytest.raises(ValueError, match=r"FromScratch of \w+ has no steps in host memory"):
+        keep_state(FromScratch(nn.Linear(2, 2).parameters(), {}), **how)
 
 
 def test_offloading_an_optimizer_of_bitsandbytes_is_refused() -> None:
