@@ -14,7 +14,7 @@ _SMALL = {
     "prompt": 288, "response": 48, "checkpointing": False,
 }  # fmt: skip
 # Small models: what ops allocate within themselves, up to 3 MiB, weighs more than in any real one.
-# Smaller ones would have their peak in the untouched block of 31 MiB by which malloc is made to keep
+# Smaller ones peak in the untouched block of 31 MiB by which malloc is made to keep
 # what is freed. Of models of 500 MiB and more, plans are within 1% (benchmarks/test_plan.py).
 CLOSE = 0.05
 
