@@ -405,10 +405,19 @@ def test_a_reference_of_four_bits_beside_a_whole_policy(policy, folders):
     assert_same(before, frozen(reference))
 
 
+@pytest.mark.parametrize("mode", ["copy", "offload"])
+def test_a_whole_reference_beside_a_policy_on_four_bits(mode, policy, folders):
+    reference = AutoModelForCausalLMWithValueHead.from_pretrained(folders["llama"])
+    config = PPOConfig(batch_size=4, mini_batch_size=4, learning_rate=1e-4, reference=mode)
+    trainer = PPOTrainer(config, policy(), reference, tiny.tokenizer())
+    stats = trainer.step(*(list(x) for x in (_IDS, _IDS, torch.arange(4.0))))
+    assert stats["objective/kl"] != 0  # the reference's weights are not rounded
+
+
 @pytest.mark.parametrize("mode", ["copy", "trunk", "offload"])
 def test_references_with_weights_of_their_own_are_refused(mode, policy):
     layers = {"num_shared_layers": 1} if mode == "trunk" else {}
-    with pytest.raises(ValueError, match=rf"reference='{mode}'"):
+    with pytest.raises(ValueError, match=rf"reference='{mode}'.*'adapter'"):
         ppo(policy(), reference=mode, **layers)
 
 
