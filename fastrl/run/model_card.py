@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastrl.models.quantised import dtype_before
+
 _TEMPLATE = """\
 ---
 library_name: {library}
@@ -104,7 +106,7 @@ def model_card(name: str, model: Any, method: Method | None = None, base: str | 
         base=f"`{base}`" if base else "not recorded",
         weights=_weights(adapters, four_bits),
         value_head=_value_head(model, values),
-        snippet=_snippet(name, model, auto, adapters, own, values, four_bits),
+        snippet=_snippet(name, model, auto, adapters, own, values, four_bits, dtype_before(inner)),
         note=_NOTE.format(auto=auto) if values and not adapters else "",
     )
 
@@ -227,6 +229,7 @@ def _snippet(
     own: str | None,
     values: bool,
     four_bits: dict[str, Any],
+    quantised_from: str,
 ) -> str:
     """Code that loads the model."""
     if values:
@@ -242,7 +245,8 @@ def _snippet(
     options = ", num_labels=1" if auto == "SequenceClassification" else ""
     imported = ""
     if four_bits:
-        imported, options = ", BitsAndBytesConfig", f"{options}, quantization_config=config"
+        imported = ", BitsAndBytesConfig"
+        options += f', dtype="{quantised_from}", quantization_config=config'
     if not adapters:
         lines: Sequence[str] = (
             f"from transformers import AutoModelFor{auto}",

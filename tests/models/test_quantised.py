@@ -495,6 +495,20 @@ def test_the_model_card_says_how_the_base_is_loaded(load, folders):
     found = {}
     exec(code.split("model = ")[0].replace("my-adapter", "."), found)
     assert {layer.compute_dtype for layer in four_bit_layers(found["base"])} == {torch.bfloat16}
+    assert {layer.weight.quant_state.dtype for layer in four_bit_layers(found["base"])} == {
+        torch.bfloat16
+    }
+
+
+@pytest.mark.parametrize("kind", ["config", "dict"])
+def test_a_reward_models_head_is_whole_whatever_else_is(kind, folders):
+    config = four_bit_config()
+    config.llm_int8_skip_modules = ["q_proj"]
+    config = config.to_dict() if kind == "dict" else config
+    model = load_reward_model(folders["llama"], quantization_config=config)
+    assert type(model.score) is nn.Linear
+    assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
+    assert four_bit_layers(model)
 
 
 def test_settling_twice_changes_nothing(load):
