@@ -172,7 +172,7 @@ def quantises(options: dict[str, Any]) -> bool:
 
 
 def with_whole_heads(options: dict[str, Any], heads: tuple[str, ...]) -> dict[str, Any]:
-    """Options whose ``quantization_config`` leaves out the modules of these names beside its own, as
+    """Options whose ``quantization_config`` leaves out modules of these names beside its own, as
     transformers does by itself with the heads of language models alone."""
     config, name = copy.deepcopy(options[_CONFIG]), "llm_int8_skip_modules"
     if isinstance(config, dict):

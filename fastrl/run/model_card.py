@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastrl.models.quantised import dtype_before
-
 _TEMPLATE = """\
 ---
 library_name: {library}
@@ -106,7 +104,9 @@ def model_card(name: str, model: Any, method: Method | None = None, base: str | 
         base=f"`{base}`" if base else "not recorded",
         weights=_weights(adapters, four_bits),
         value_head=_value_head(model, values),
-        snippet=_snippet(name, model, auto, adapters, own, values, four_bits, dtype_before(inner)),
+        snippet=_snippet(
+            name, model, auto, adapters, own, values, four_bits, _quantised_from(inner)
+        ),
         note=_NOTE.format(auto=auto) if values and not adapters else "",
     )
 
@@ -203,6 +203,13 @@ def _four_bits(inner: Any, adapters: dict[str, Any]) -> dict[str, Any]:
         "bnb_4bit_use_double_quant": config.bnb_4bit_use_double_quant,
         "bnb_4bit_compute_dtype": str(config.bnb_4bit_compute_dtype).removeprefix("torch."),
     }
+
+
+def _quantised_from(inner: Any) -> str:
+    """The dtype of weights before they had four bits, on which their bits depend."""
+    states = (getattr(getattr(m, "weight", None), "quant_state", None) for m in inner.modules())
+    dtype = next((state.dtype for state in states if state is not None), "float32")
+    return str(dtype).removeprefix("torch.")
 
 
 def _weights(adapters: dict[str, Any], four_bits: dict[str, Any]) -> str:
