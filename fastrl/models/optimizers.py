@@ -108,6 +108,8 @@ def make_optimizer(
     """
     given = _parsed(arguments)
     weights = [p for p in model.parameters() if p.requires_grad]
+    kind: Any
+    keywords: dict[str, Any]
     if name == "adam":
         kind, keywords = torch.optim.Adam, {"betas": (0.9, 0.999), "lr": learning_rate}
         fused = fused and {p.device.type for p in weights} <= {"cpu", "cuda", "xpu", "mps"}
@@ -217,7 +219,8 @@ def _arguments(
         ValueError: an argument that the class does not have, or another of its settings says; a
             value that is none of its.
     """
-    defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()} | keywords
+    defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
+    defaults.update(keywords)
     betas = list(defaults.get("betas") or ())
     found: dict[str, Any] = {}
     for argument, value in given.items():
@@ -249,7 +252,7 @@ def _read(name: str, argument: str, value: str, default: Any) -> Any:
         if kind is torch.dtype:
             return getattr(torch, value)
     except (ValueError, KeyError, AttributeError):
-        wanted = "true or false" if kind is bool else f"of type {kind.__name__}"
+        wanted = "true or false" if kind is bool else f"of type {getattr(kind, '__name__', kind)}"
         raise ValueError(
             f"optim_args: {argument}={value} of optim={name!r} is not {wanted}"
         ) from None

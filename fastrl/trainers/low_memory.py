@@ -41,7 +41,7 @@ class LowMemoryTrainer(transformers.Trainer):
         )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        if self._says_precision and self.is_world_process_zero() and not self.args.disable_tqdm:
+        if self._says_precision and self.is_world_process_zero():
             tqdm.write(
                 "training computes in bf16 by autocast, as weights are float32 and the device can; "
                 "bf16=False (--bf16 false) turns that off"
