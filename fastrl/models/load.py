@@ -282,8 +282,8 @@ def _warn_of_other_dtype(asked: Any, saved: torch.dtype) -> None:
     if asked not in (None, "auto", torch.float32, saved):
         warnings.warn(
             f"dtype={asked} is ignored: the adapter's four-bit base is loaded in {saved}, as "
-            "the adapter was trained; to quantise the base anew pass quantization_config (commands: "
-            "--load-in-4bit true)",
+            "the adapter was trained; to quantise the base anew pass quantization_config "
+            "(commands: --load-in-4bit true)",
             stacklevel=6,
         )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,8 +26,25 @@ _OF_OTHERS = {
     "lomo": ("lomo_optim", "lomo-optim"),
     "adalomo": ("lomo_optim", "lomo-optim"),
 }
-_ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
-_NOT_ARGUMENTS = {"beta3"}  # which transformers reads, and passes under another name
+_BETAS = ("beta1", "beta2", "beta3")  # as optim_args names the parts of betas
+# What else says it, of arguments that an optimizer has and optim_args may not set.
+_SAID_BY = {
+    "lr": "set learning_rate",
+    "betas": "name beta1 and beta2",
+    "optim_bits": "optim's name says that",
+    "is_paged": "optim's name says that",
+}
+# Types of arguments whose default is None.
+_OF_NONE = {
+    "fused": bool,
+    "foreach": bool,
+    "kahan_sum": bool,
+    "t_alpha": int,
+    "t_beta3": int,
+    "max_lr": float,
+    "beta1": float,  # adafactor's
+}
+_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _BY_BLOCKS = ("bitsandbytes", "torchao")
 # Optimizers that step weights within the backward pass, and so by their own rules.
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
@@ -81,27 +99,25 @@ def make_optimizer(
     Args:
         name: "adam", torch's Adam; or one of transformers' ``OptimizerNames``.
         arguments: as transformers' ``optim_args``: "name=number,…"; of Adam and its kin beta1,
-            beta2, eps, of all weight_decay, and others that the optimizer has.
+            beta2, of all weight_decay, and those of the optimizer's class.
         fused: False where one process has weights, and others have them without memory: all are to
             compute alike. Adam's else where torch can.
 
     Raises:
-        ValueError: an argument that the optimizer does not have.
+        ValueError: an argument that the optimizer does not have, or a value that is none of its.
     """
     given = _parsed(arguments)
     weights = [p for p in model.parameters() if p.requires_grad]
+    kind: Any
+    keywords: dict[str, Any]
     if name == "adam":
-        _check_known(name, given, {*_ADAM, "weight_decay"})
-        beta1, beta2, eps = (float(given.get(k, default)) for k, default in _ADAM.items())
+        kind, keywords = torch.optim.Adam, {"betas": (0.9, 0.999), "lr": learning_rate}
         fused = fused and {p.device.type for p in weights} <= {"cpu", "cuda", "xpu", "mps"}
-        decay = float(given.get("weight_decay", 0))
-        return torch.optim.Adam(
-            weights, learning_rate, (beta1, beta2), eps, weight_decay=decay, fused=fused
-        )
-    kind, keywords = _of_transformers(name, learning_rate, given)
-    known = {*keywords, *_NOT_ARGUMENTS, "weight_decay", *(_ADAM if "betas" in keywords else ())}
-    _check_known(name, given, known)
-    decay = float(given.get("weight_decay", 0))
+        keywords["fused"] = fused
+    else:
+        kind, keywords = _of_transformers(name, learning_rate)
+    decay = _read(name, "weight_decay", given.pop("weight_decay", "0"), 0.0)
+    keywords |= _arguments(name, kind, keywords, given)
     optimizer = kind([{"params": weights, "weight_decay": decay}], **keywords)
     if keywords.get("optim_bits") == 8:
         _keep_embeddings_in_32_bits(model)
@@ -173,26 +189,77 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
             group["lr"] = rate
 
 
-def _of_transformers(
-    name: str, learning_rate: float, given: Mapping[str, str]
-) -> tuple[Any, dict[str, Any]]:
+def _of_transformers(name: str, learning_rate: float) -> tuple[Any, dict[str, Any]]:
     """The class of an optimizer, and its keyword arguments."""
     from transformers import Trainer
     from transformers.training_args import OptimizerNames
 
-    others = [f"{k}={v}" for k, v in given.items() if k not in (*_ADAM, "weight_decay")]
-    adam = {k: float(given.get(k, default)) for k, default in _ADAM.items()}
     # What transformers reads of its TrainingArguments, which would begin a run of its own.
     settings: Any = SimpleNamespace(
         optim=OptimizerNames(name),
-        optim_args=",".join(others),
+        optim_args="",
         learning_rate=learning_rate,
-        adam_beta1=adam["beta1"],
-        adam_beta2=adam["beta2"],
-        adam_epsilon=adam["eps"],
-        weight_decay=float(given.get("weight_decay", 0)),
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        adam_epsilon=1e-8,
+        weight_decay=0.0,
     )
     return Trainer.get_optimizer_cls_and_kwargs(settings)
+
+
+def _arguments(
+    name: str, kind: Any, keywords: Mapping[str, Any], given: Mapping[str, str]
+) -> dict[str, Any]:
+    """The keyword arguments of an optimizer's class that ``optim_args`` sets.
+
+    Args:
+        keywords: those that it has without.
+
+    Raises:
+        ValueError: an argument that the class does not have, or another of its settings says; a
+            value that is none of its.
+    """
+    defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
+    defaults.update(keywords)
+    betas = list(defaults.get("betas") or ())
+    found: dict[str, Any] = {}
+    for argument, value in given.items():
+        if argument in _BETAS[: len(betas)]:
+            number = _BETAS.index(argument)
+            betas[number] = _read(name, argument, value, betas[number])
+            found["betas"] = tuple(betas)
+        elif argument in defaults and argument not in _SAID_BY:
+            found[argument] = _read(name, argument, value, defaults[argument])
+        else:
+            remedy = _SAID_BY.get(argument, "leave it out")
+            raise ValueError(f"optim_args: optim={name!r} has no argument {argument!r}: {remedy}")
+    return found
+
+
+def _read(name: str, argument: str, value: str, default: Any) -> Any:
+    """A value of ``optim_args``, of the default's type.
+
+    Raises:
+        ValueError: it is none.
+    """
+    kind = _OF_NONE.get(argument) if default is None else type(default)
+    try:
+        if kind is bool:
+            return _WORDS[value.lower()]
+        if kind in (int, float, str):
+            # A default such as momentum's 0 may stand for any number.
+            return kind(value) if kind is not int or value.isdecimal() else float(value)
+        if kind is torch.dtype:
+            return getattr(torch, value)
+    except (ValueError, KeyError, AttributeError):
+        wanted = "true or false" if kind is bool else f"of type {getattr(kind, '__name__', kind)}"
+        raise ValueError(
+            f"optim_args: {argument}={value} of optim={name!r} is not {wanted}"
+        ) from None
+    raise ValueError(
+        f"optim_args: {argument} of optim={name!r} cannot be given here: leave it out, or pass an "
+        "optimizer"
+    )
 
 
 def _packages_of(optimizer: Any) -> list[str]:
@@ -224,17 +291,11 @@ def _parsed(arguments: str | None) -> dict[str, str]:
         name, equals, value = part.partition("=")
         if part and not (name and equals and value):
             raise ValueError(f'optim_args must be "name=value,…", got {arguments!r}')
+        if name in found:
+            raise ValueError(f"optim_args has {name} twice: {arguments!r}")
         if part:
             found[name] = value
     return found
-
-
-def _check_known(name: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    for argument in given:
-        if argument not in set(known):
-            raise ValueError(
-                f"optim_args: optim={name!r} has no argument {argument!r}: leave it out"
-            )
 
 
 def _keep_embeddings_in_32_bits(model: nn.Module) -> None:

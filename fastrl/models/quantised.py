@@ -122,6 +122,13 @@ def compute_dtypes(model: nn.Module) -> set[torch.dtype]:
     return {layer.compute_dtype for _, layer in _layers(model) if layer.compute_dtype is not None}
 
 
+def dtype_before(model: nn.Module) -> str:
+    """The dtype of weights before they were quantised, by torch's name; their bits depend on it."""
+    states = (getattr(layer.weight, "quant_state", None) for _, layer in _layers(model))
+    dtype = next((state.dtype for state in states if state is not None), torch.float32)
+    return str(dtype).removeprefix("torch.")
+
+
 def scales(model: nn.Module) -> dict[str, Tensor]:
     """What four-bit weights consist of beside their indices: scales and codes, by name."""
     return {
@@ -165,13 +172,13 @@ def quantises(options: dict[str, Any]) -> bool:
 
 
 def with_whole_heads(options: dict[str, Any], heads: tuple[str, ...]) -> dict[str, Any]:
-    """Options whose ``quantization_config`` leaves out the modules of these names, as transformers
-    does by itself with the heads of language models alone."""
-    config = copy.deepcopy(options[_CONFIG])
+    """Options whose ``quantization_config`` leaves out modules of these names beside its own, as
+    transformers does by itself with the heads of language models alone."""
+    config, name = copy.deepcopy(options[_CONFIG]), "llm_int8_skip_modules"
     if isinstance(config, dict):
-        config.setdefault("llm_int8_skip_modules", [*heads])
-    elif config.llm_int8_skip_modules is None:
-        config.llm_int8_skip_modules = [*heads]
+        config[name] = list(dict.fromkeys([*(config.get(name) or ()), *heads]))
+    else:
+        config.llm_int8_skip_modules = list(dict.fromkeys([*(getattr(config, name) or ()), *heads]))
     return {**options, _CONFIG: config}
 
 
@@ -188,11 +195,9 @@ def save_beside_adapter(model: Any, folder: str | os.PathLike) -> None:
         file.unlink(missing_ok=True)
         return
     config = base.config.quantization_config
-    states = (getattr(layer.weight, "quant_state", None) for _, layer in _layers(base))
-    dtype = next((state.dtype for state in states if state is not None), torch.float32)
     content = {
         _CONFIG: config if isinstance(config, dict) else config.to_dict(),
-        _DTYPE: str(dtype).removeprefix("torch."),
+        _DTYPE: dtype_before(base),
     }
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

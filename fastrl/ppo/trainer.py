@@ -80,6 +80,7 @@ from fastrl.run.checkpoints import (
 from fastrl.run.folder import RunFolder
 from fastrl.run.ledger import Ledger
 from fastrl.run.model_card import policy_gradient, write_model_card
+from fastrl.run.precision import refuse_fp16_twice
 from fastrl.run.processes import processes_of
 from fastrl.run.state import load_tree, save_tree
 from fastrl.timing import start_clock
@@ -158,6 +159,7 @@ class PPOTrainer(ClassicMethods):
         self.is_peft_model = model.is_peft_model
         self.autocast_by_default = choose_precision(config, model)
         self.accelerator = make_accelerator(config)
+        refuse_fp16_twice(model, self.accelerator.mixed_precision)
         self.processes = processes_of(self.accelerator)
         self.processes.check_same("PPOConfig", deciding(config.to_dict()))
         self.dataset = dataset

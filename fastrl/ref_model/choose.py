@@ -20,10 +20,7 @@ from fastrl.ref_model.none import NoRefModel
 from fastrl.ref_model.offload import OffloadRefModel
 from fastrl.ref_model.trunk import TrunkRefModel, Unshareable, shared_copy, split_off
 
-_IN_PARTS = (
-    "the scales of such weights stay behind where they are shared or moved; choose 'adapter' or "
-    "'copy', or load ref_model without load_in_4bit"
-)
+_IN_PARTS = "the scales of such weights stay behind where they are shared or moved"
 _RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by layer"
 
 
@@ -61,7 +58,9 @@ def create_reference_model(
         )
     if num_shared_layers is None:
         return frozen_copy(model)
-    refuse_quantised(model, f"num_shared_layers={num_shared_layers}: layers", _IN_PARTS)
+    refuse_quantised(
+        model, f"num_shared_layers={num_shared_layers}: layers", f"{_IN_PARTS}; leave it None"
+    )
     if getattr(language_model.config, "is_encoder_decoder", False):
         raise ValueError(f"num_shared_layers={num_shared_layers}: {_RUN_WHOLE}; leave it None")
     try:
@@ -119,7 +118,7 @@ def choose_ref_model(
             why += ": the base model with it off"
             why += ", from which the policy differs already" if trained else ""
     elif mode == "offload":
-        copied = in_dtype(ref_model or frozen_copy(policy), config.reference_dtype)
+        copied = _copied(ref_model, policy, config.reference_dtype)
         reference = OffloadRefModel(copied, policy)
     elif mode == "trunk":
         ref_model = ref_model or create_reference_model(policy, layers)
@@ -130,10 +129,19 @@ def choose_ref_model(
         else:
             reference, why = CopyRefModel(ref_model, policy), "its layers cannot be shared"
     else:
-        copied = in_dtype(ref_model or create_reference_model(policy), config.reference_dtype)
+        copied = _copied(ref_model, policy, config.reference_dtype)
         reference = CopyRefModel(copied, policy)
     reference.why = why
     return reference
+
+
+def _copied(
+    ref_model: PreTrainedModelWrapper | None, policy: PreTrainedModelWrapper, dtype: str
+) -> PreTrainedModelWrapper:
+    """The user's reference, or a copy of the policy, in a dtype; a model of the user's stays as it
+    is."""
+    found = in_dtype(ref_model or policy, dtype)
+    return frozen_copy(policy) if found is policy else found
 
 
 def _mode(
@@ -179,9 +187,17 @@ def _check(
         raise ValueError(
             f"num_shared_layers={layers}: {why}; leave it None, or choose reference='trunk'"
         )
+    if mode == "trunk" or (ref_model is None and mode == "offload"):
+        instead = "'adapter'" if ref_model is None else "'copy'"
+        refuse_quantised(
+            policy, f"{asked}: policy and reference", f"{_IN_PARTS}; choose reference={instead}"
+        )
     if mode in ("trunk", "offload"):
-        for model in (policy, ref_model):
-            refuse_quantised(model, f"{asked}: policy and reference", _IN_PARTS)
+        refuse_quantised(
+            ref_model,
+            f"{asked}: the reference",
+            f"{_IN_PARTS}; choose reference='copy', or load ref_model without load_in_4bit",
+        )
     if config.sync_ref_every and ref_model is not None:
         refuse_quantised(
             ref_model, "sync_ref_every: a reference that follows the policy", "load it whole"

@@ -24,14 +24,17 @@ def frozen_copy(model: Copied, shared: dict[int, Any] | None = None) -> Copied:
 
 
 def in_dtype(model: Copied, dtype: str) -> Copied:
-    """The model with its floating-point weights in a dtype, by torch's name; "auto": as they are.
-    Buffers, such as the frequencies of rotary embeddings, keep theirs, as when a model is loaded in
-    a dtype."""
-    if dtype != "auto":
-        for weight in model.parameters():
-            if weight.is_floating_point():
-                weight.data = weight.data.to(getattr(torch, dtype))
-    return model
+    """The model with its floating-point weights in a dtype, by torch's name; itself where they are
+    already, or dtype is "auto", else a frozen copy. Buffers, such as the frequencies of rotary
+    embeddings, keep theirs, as when a model is loaded in a dtype."""
+    if dtype == "auto":
+        return model
+    to = getattr(torch, dtype)
+    others = [p for p in model.parameters() if p.is_floating_point() and p.dtype != to]
+    if not others:
+        return model
+    cast = {id(p): nn.Parameter(p.detach().to(to), requires_grad=False) for p in others}
+    return frozen_copy(model, cast)
 
 
 @torch.no_grad()

@@ -104,7 +104,9 @@ def model_card(name: str, model: Any, method: Method | None = None, base: str | 
         base=f"`{base}`" if base else "not recorded",
         weights=_weights(adapters, four_bits),
         value_head=_value_head(model, values),
-        snippet=_snippet(name, model, auto, adapters, own, values, four_bits),
+        snippet=_snippet(
+            name, model, auto, adapters, own, values, four_bits, _quantised_from(inner)
+        ),
         note=_NOTE.format(auto=auto) if values and not adapters else "",
     )
 
@@ -203,6 +205,13 @@ def _four_bits(inner: Any, adapters: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _quantised_from(inner: Any) -> str:
+    """The dtype of weights before they had four bits, on which their bits depend."""
+    states = (getattr(getattr(m, "weight", None), "quant_state", None) for m in inner.modules())
+    dtype = next((state.dtype for state in states if state is not None), "float32")
+    return str(dtype).removeprefix("torch.")
+
+
 def _weights(adapters: dict[str, Any], four_bits: dict[str, Any]) -> str:
     if not adapters:
         return "all of the model's"
@@ -227,6 +236,7 @@ def _snippet(
     own: str | None,
     values: bool,
     four_bits: dict[str, Any],
+    quantised_from: str,
 ) -> str:
     """Code that loads the model."""
     if values:
@@ -242,7 +252,8 @@ def _snippet(
     options = ", num_labels=1" if auto == "SequenceClassification" else ""
     imported = ""
     if four_bits:
-        imported, options = ", BitsAndBytesConfig", f"{options}, quantization_config=config"
+        imported = ", BitsAndBytesConfig"
+        options += f', dtype="{quantised_from}", quantization_config=config'
     if not adapters:
         lines: Sequence[str] = (
             f"from transformers import AutoModelFor{auto}",

@@ -55,6 +55,20 @@ def shared_precision() -> str | None:
     return str(AcceleratorState().mixed_precision) if is_initialized() else None
 
 
+def refuse_fp16_twice(model: nn.Module, mixed_precision: str) -> None:
+    """
+    Raises:
+        ValueError: trainable float16 weights, whose gradients the scaler of fp16 mixed precision
+            cannot unscale.
+    """
+    low = any(p.requires_grad and p.dtype == torch.float16 for p in model.parameters())
+    if low and mixed_precision == "fp16":
+        raise ValueError(
+            "fp16 mixed precision needs float32 weights, and the model's are float16: load it in "
+            "float32 (dtype='float32'; commands: --dtype float32), or leave mixed precision out"
+        )
+
+
 def kind_of_device(settings: dict[str, Any]) -> str:
     """The kind of the device that an Accelerator with these settings takes."""
     told = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "t", "on")

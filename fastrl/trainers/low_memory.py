@@ -13,7 +13,7 @@ from fastrl.models.activation_offloading import activation_offloading
 from fastrl.models.master_weights import MASTER, MasterWeights
 from fastrl.models.optimizers import keep_state, steps_in_backward
 from fastrl.models.utils import warn_of_lost_updates
-from fastrl.run.precision import precision_for, shared_precision
+from fastrl.run.precision import precision_for, refuse_fp16_twice, shared_precision
 
 MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
 
@@ -25,21 +25,23 @@ class LowMemoryTrainer(transformers.Trainer):
     :mod:`fastrl.models.activation_offloading`.
 
     Raises:
-        ValueError: offload_optimizer for an optimizer that does not step in host memory; with
-            DeepSpeed, which has its own.
+        ValueError: fp16 mixed precision of float16 weights; offload_optimizer for an optimizer that
+            does not step in host memory; with DeepSpeed, which has its own.
     """
 
     args: Any
 
     def __init__(self, *, args: Any, model: Any = None, **kwargs: Any):
         self._says_precision = args.bf16 is None and _choose_precision(args, model)
+        if isinstance(model, nn.Module):
+            refuse_fp16_twice(model, str(args.mixed_precision))
         super().__init__(args=args, model=model, **kwargs)
         self._offloading = activation_offloading(
             self.args.activation_offloading, self.args.device, self.is_fsdp_enabled
         )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        if self._says_precision and self.is_world_process_zero() and not self.args.disable_tqdm:
+        if self._says_precision and self.is_world_process_zero():
             tqdm.write(
                 "training computes in bf16 by autocast, as weights are float32 and the device can; "
                 "bf16=False (--bf16 false) turns that off"

@@ -59,8 +59,8 @@ class SupervisedArguments(TrainingArguments):
     offload_optimizer: bool = setting_like(PPOConfig, "offload_optimizer", False)
     activation_offloading: bool = setting_like(PPOConfig, "activation_offloading", False)
     bf16: bool | None = setting(  # type: ignore[assignment]
-        "Compute in bfloat16 by autocast; weights keep their dtype. By default on GPUs that can, "
-        "where weights are float32 and accelerate was told no precision.",
+        "Compute in bfloat16 by autocast, by default on GPUs that can. Weights keep their dtype; "
+        "the default is for float32 weights, where accelerate was told no precision.",
         None,
     )
     # The data sets' columns are these trainers' own, not arguments of the model.

@@ -110,9 +110,7 @@ def test_unknown_codes_and_a_missing_package_are_refused(world, tmp_path, capsys
     assert "load_in_4bit needs bitsandbytes: pip install" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flag", [{"bnb-4bit-quant-type": "fp4"}, {"use-bnb-nested-quant": "true"}]
-)
+@pytest.mark.parametrize("flag", [{"bnb-4bit-quant-type": "fp4"}, {"use-bnb-nested-quant": "true"}])
 def test_settings_of_weights_that_are_not_quantised_are_refused(flag, world, tmp_path, capsys):
     assert run("sft", world, tmp_path / "run", model="lm", **{"lora-r": 2, **flag}) == 2
     assert "is for weights that are quantised: set load_in_4bit, too" in capsys.readouterr().err

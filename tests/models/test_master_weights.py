@@ -175,7 +175,12 @@ def test_hooks_of_states_are_the_inner_optimizers() -> None:
     optimizer = MasterWeights(KINDS["adam"](weights))
     step(optimizer, weights, 0, torch.bfloat16)
     called = []
-    for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+    for name in (
+        "state_dict_pre",
+        "state_dict_post",
+        "load_state_dict_pre",
+        "load_state_dict_post",
+    ):
         register = getattr(optimizer, f"register_{name}_hook")
         register(lambda *_, name=name: called.append(name))
     optimizer.load_state_dict(optimizer.state_dict())

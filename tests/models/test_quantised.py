@@ -405,10 +405,19 @@ def test_a_reference_of_four_bits_beside_a_whole_policy(policy, folders):
     assert_same(before, frozen(reference))
 
 
+@pytest.mark.parametrize("mode", ["copy", "offload"])
+def test_a_whole_reference_beside_a_policy_on_four_bits(mode, policy, folders):
+    reference = AutoModelForCausalLMWithValueHead.from_pretrained(folders["llama"])
+    config = PPOConfig(batch_size=4, mini_batch_size=4, learning_rate=1e-4, reference=mode)
+    trainer = PPOTrainer(config, policy(), reference, tiny.tokenizer())
+    stats = trainer.step(*(list(x) for x in (_IDS, _IDS, torch.arange(4.0))))
+    assert stats["objective/kl"] != 0  # the reference's weights are not rounded
+
+
 @pytest.mark.parametrize("mode", ["copy", "trunk", "offload"])
 def test_references_with_weights_of_their_own_are_refused(mode, policy):
     layers = {"num_shared_layers": 1} if mode == "trunk" else {}
-    with pytest.raises(ValueError, match=rf"reference='{mode}'"):
+    with pytest.raises(ValueError, match=rf"reference='{mode}'.*'adapter'"):
         ppo(policy(), reference=mode, **layers)
 
 
@@ -486,6 +495,20 @@ def test_the_model_card_says_how_the_base_is_loaded(load, folders):
     found = {}
     exec(code.split("model = ")[0].replace("my-adapter", "."), found)
     assert {layer.compute_dtype for layer in four_bit_layers(found["base"])} == {torch.bfloat16}
+    assert {layer.weight.quant_state.dtype for layer in four_bit_layers(found["base"])} == {
+        torch.bfloat16
+    }
+
+
+@pytest.mark.parametrize("kind", ["config", "dict"])
+def test_a_reward_models_head_is_whole_whatever_else_is(kind, folders):
+    config = four_bit_config()
+    config.llm_int8_skip_modules = ["q_proj"]
+    config = config.to_dict() if kind == "dict" else config
+    model = load_reward_model(folders["llama"], quantization_config=config)
+    assert type(model.score) is nn.Linear
+    assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
+    assert four_bit_layers(model)
 
 
 def test_settling_twice_changes_nothing(load):

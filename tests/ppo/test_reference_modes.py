@@ -216,6 +216,17 @@ def test_a_reference_in_bf16_costs_half_and_scores_nearly_the_same(mode, family,
         coarse.generate(queries, generate_ref_response=True, max_new_tokens=4, do_sample=False)
 
 
+@pytest.mark.parametrize("mode", ["copy", "offload"])
+def test_a_reference_that_is_given_stays_in_its_dtype(mode):
+    given = deep("gpt2")
+    config = PPOConfig(reference=mode, reference_dtype="bfloat16")
+    reference = choose_ref_model(config, deep("gpt2"), given)
+    assert {p.dtype for p in given.parameters()} == {torch.float32}
+    assert {p.dtype for p in reference.model.parameters()} == {torch.bfloat16}
+    language_model = reference.model.pretrained_model  # tied
+    assert language_model.lm_head.weight is language_model.get_input_embeddings().weight
+
+
 def test_a_reference_in_bf16_follows_in_whole_steps():
     trainer = trainer_of(deep("gpt2"), reference_dtype="bfloat16", sync_ref_every=1)
     trainer.step(**make_batch())

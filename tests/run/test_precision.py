@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torch import nn
 
-from fastrl import PPOConfig, SFTConfig
+from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, SFTConfig, SFTTrainer
 from fastrl.ppo.setup import choose_precision
 from fastrl.run import precision
 from fastrl.run.precision import default_precision, kind_of_device, precision_for, said_outside
 from fastrl.trainers.low_memory import _choose_precision
+from tests import tiny_models
+from tests.golden import tiny
 
 FLOAT32 = {torch.float32}
 
@@ -102,6 +105,20 @@ def test_arguments_take_the_precision_of_an_earlier_accelerator(
     assert not _choose_precision(args, nn.Linear(2, 2))
     assert args.mixed_precision == shared
     assert (args.bf16, args.fp16) == (shared == "bf16", shared == "fp16")
+
+
+def test_fp16_weights_in_fp16_mixed_precision_are_refused_at_construction(tmp_path: Path) -> None:
+    model = tiny_models.language_model("gpt2").half()
+    policy = AutoModelForCausalLMWithValueHead.from_pretrained(model)
+    config = PPOConfig(accelerator_kwargs={"mixed_precision": "fp16"})
+    args = SFTConfig(output_dir=str(tmp_path), fp16=True, use_cpu=True, report_to="none")
+    rows = [{"text": "w3 w4"}]
+    with pytest.raises(ValueError, match="fp16 mixed precision needs float32 weights"):
+        SFTTrainer(model, args, train_dataset=rows, tokenizer=tiny.tokenizer())
+    AcceleratorState._reset_state(True)
+    with pytest.raises(ValueError, match="fp16 mixed precision needs float32 weights"):
+        PPOTrainer(config, policy, None, tiny.tokenizer())
+    AcceleratorState._reset_state(True)
 
 
 def test_a_cpu_keeps_float32(monkeypatch: pytest.MonkeyPatch) -> None:

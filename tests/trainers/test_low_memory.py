@@ -197,6 +197,41 @@ def test_an_optimizer_is_named_or_given() -> None:
         PPOTrainer(PPOConfig(optim_args="eps=1"), policy, None, tiny.tokenizer(), optimizer=own)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "found"),
+    [
+        ("adamw_torch", "amsgrad=true,fused=true,eps=1e-3", [True, True, 1e-3]),
+        ("adafactor", "clip_threshold=2,scale_parameter=yes", [2.0, True]),
+        ("sgd", "momentum=0.5,dampening=0.25", [0.5, 0.25]),
+        ("rmsprop", "alpha=0.5,centered=1", [0.5, True]),
+    ],
+)
+def test_arguments_reach_the_optimizer(name: str, given: str, found: list[Any]) -> None:
+    (group,) = make_optimizer(nn.Linear(3, 2), name, 1e-3, given).param_groups
+    assert [group[part.split("=")[0]] for part in given.split(",")] == found
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("adamw_torch", "lr=1", "has no argument 'lr': set learning_rate"),
+        ("adamw_torch", "betas=1", "has no argument 'betas': name beta1 and beta2"),
+        ("adamw_torch", "beta3=1", "has no argument 'beta3': leave it out"),
+        ("sgd", "eps=1", "has no argument 'eps': leave it out"),
+        ("adam", "beta1=abc", "beta1=abc of optim='adam' is not of type float"),
+        ("adamw_torch", "amsgrad=2", "amsgrad=2 of optim='adamw_torch' is not true or false"),
+        ("adafactor", "eps=1e-3", "eps of optim='adafactor' cannot be given here"),
+        ("adam", "beta1=0.5,beta1=0.6", "optim_args has beta1 twice"),
+        ("adamw_bnb_8bit", "optim_bits=32", "has no argument 'optim_bits': optim's name says"),
+    ],
+)
+def test_arguments_that_nothing_would_read_are_refused(name: str, given: str, said: str) -> None:
+    if "bnb" in name:
+        pytest.importorskip("bitsandbytes")
+    with pytest.raises(ValueError, match=said):
+        make_optimizer(nn.Linear(3, 2), name, 1e-3, given)
+
+
 def test_optimizers_are_those_that_the_names_say() -> None:
     model = nn.Linear(3, 2)
     adam = make_optimizer(model, "adam", 1e-3, "beta2=0.9,eps=1e-6")
