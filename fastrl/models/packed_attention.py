@@ -236,8 +236,22 @@ def _join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 
 
 class CPUKernel:
-    """torch's flash attention for CPUs, in fp32 for lower precision; runs of one length that lie
-    together share a call."""
+    """torch's flash attention for CPUs, in fp32 for lower precision. Runs of one length that lie
+    together share a call, and so do causal ones of about one length, padded on the right: padding
+    is behind real tokens, which do not see it, and its gradient is 0."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[int, bool], list[tuple[_Slice | _Ragged, _Slice | _Ragged]]] = {}
+
+    def _calls_for(self, runs: Runs, causal: bool) -> list[Any]:
+        """Queries and keys of each call; the same for all layers."""
+        key = id(runs), causal
+        if key not in self._calls:
+            calls: list[Any] = list(_equal(runs))
+            if causal and len(calls) > _FEW:
+                calls = [(each, each) for each in _ragged(runs.queries)]
+            self._calls[key] = calls
+        return self._calls[key]
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return q.shape[-1] == v.shape[-1]
@@ -249,12 +263,12 @@ class CPUKernel:
         q, k, v = _single(q), _single(k), _single(v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2])
-        for queries, keys in _equal(runs):
+        for queries, keys in self._calls_for(runs, causal):
             found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 queries.of(q), keys.of(k, times), keys.of(v, times), 0.0, causal, scale=scale
             )
-            queries.of(out).copy_(found)
-            queries.of(lse.unsqueeze(-1)).copy_(sums.unsqueeze(-1))
+            queries.write(out, found)
+            queries.write(lse.unsqueeze(-1), sums.unsqueeze(-1))
         return out.to(dtype), lse
 
     def backward(
@@ -272,16 +286,16 @@ class CPUKernel:
         dtype, times = q.dtype, q.shape[1] // k.shape[1]
         grad, q, k, v, out = map(_single, (grad, q, k, v, out))
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for queries, keys in _equal(runs):
+        for queries, keys in self._calls_for(runs, causal):
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                queries.of(grad), queries.of(q), keys.of(k, times), keys.of(v, times),
+                queries.zeroed(grad), queries.of(q), keys.of(k, times), keys.of(v, times),
                 queries.of(out), queries.of(lse.unsqueeze(-1)).squeeze(-1), 0.0, causal,
                 scale=scale,
             )  # fmt: skip
-            queries.of(dq).copy_(found[0])
+            queries.write(dq, found[0])
             for whole, part in zip((dk, dv), found[1:], strict=True):
                 own = part if times == 1 else part.unflatten(1, (-1, times)).sum(2)
-                keys.of(whole).copy_(own)
+                keys.write(whole, own)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
@@ -297,6 +311,60 @@ class _Slice(NamedTuple):
         part = x[self.start : self.start + self.runs * self.length]
         part = part.unflatten(0, (self.runs, self.length)).transpose(1, 2)
         return part if times == 1 else part.repeat_interleave(times, dim=1)
+
+    def zeroed(self, x: Tensor) -> Tensor:
+        """The same: there is no padding."""
+        return self.of(x)
+
+    def write(self, x: Tensor, found: Tensor) -> None:
+        """Writes [runs, heads, length, D] to where they stand in [T, heads, D]."""
+        self.of(x).copy_(found)
+
+
+class _Ragged:
+    """Some runs of about one length, padded with the last token of each: never with another run's,
+    which might be NaN.
+
+    Args:
+        starts, lengths: of the runs.
+    """
+
+    def __init__(self, starts: Sequence[int], lengths: Sequence[int]):
+        columns, ends = torch.arange(max(lengths)), torch.tensor(lengths)[:, None]
+        self._index = torch.tensor(starts)[:, None] + torch.minimum(columns, ends - 1)
+        self._real = columns < ends
+        self._places = self._index[self._real]
+
+    def of(self, x: Tensor, times: int = 1) -> Tensor:
+        """[runs, heads·times, length, D] of [T, heads, D]."""
+        part = x[self._index].transpose(1, 2)
+        return part if times == 1 else part.repeat_interleave(times, dim=1)
+
+    def zeroed(self, x: Tensor) -> Tensor:
+        """The same, with zeros for padding."""
+        return self.of(x).masked_fill(~self._real[:, None, :, None], 0)
+
+    def write(self, x: Tensor, found: Tensor) -> None:
+        """Writes [runs, heads, length, D] to where they stand in [T, heads, D]."""
+        x[self._places] = found.transpose(1, 2)[self._real]
+
+
+# Calls that are not worth gathering for; the shortest run beside the longest in a call, and the
+# length up to which all runs go together.
+_FEW, _SHORTEST, _ALL = 4, 0.7, 32
+
+
+def _ragged(lengths: Sequence[int]) -> Iterator[_Ragged]:
+    """Runs in calls of about one length."""
+    starts = [end - n for n, end in zip(lengths, accumulate(lengths), strict=True)]
+    together: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        longest = lengths[together[0]] if together else 0
+        if together and longest > _ALL and lengths[i] < _SHORTEST * longest:
+            yield _Ragged([starts[j] for j in together], [lengths[j] for j in together])
+            together = []
+        together.append(i)
+    yield _Ragged([starts[j] for j in together], [lengths[j] for j in together])
 
 
 def _equal(runs: Runs) -> Iterator[tuple[_Slice, _Slice]]:

@@ -13,12 +13,14 @@ LAYOUTS = {
     "of one token": [Group(1), Group(1, (1, 1))],
     "alone": [Group(5), Group(1), Group(9), Group(9)],
     "groups": [Group(6, (3, 3, 3)), Group(2, (4, 1)), Group(6, (5,) * 4)],
+    "ragged": [Group(n) for n in (40, 3, 17, 70, 1, 66, 9, 33)],
+    "ragged groups": [Group(n, (n + 2, 1, 2 * n)) for n in (2, 7, 30, 4)],
     "mixed": [Group(4), Group(5, (2, 7, 7, 1)), Group(3), Group(1, (6, 6))],
 }
 VARIANTS = {
     "plain": Variant(None, None, None),
     "scaled": Variant(0.3, None, None),
-    "wide window": Variant(None, 40, None),
+    "wide window": Variant(None, 100, None),
     "window": Variant(None, 3, None),
     "capped": Variant(0.5, None, 1.5),
     "capped window": Variant(0.5, 4, 1.5),
