@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DataCollatorForLanguageModeling
 
-from fastrl.data.choose_packing import logprobs_of_labels
+from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.collators import DataCollatorForCompletionOnlyLM, TextCollator, targets_of
-from fastrl.data.pack import JoinedCollator, PackedCollator, PackedTexts, choose_collator
-from fastrl.data.packing import join_texts, right_padded
+from fastrl.data.padding_free import join_texts, right_padded
 from fastrl.data.prepare import prepare_texts
+from fastrl.data.sft_packing import JoinedCollator, PackedCollator, PackedTexts, choose_collator
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.lm_head import Head, choose_head, corner_of
 from fastrl.models.load import load_language_model, with_adapter

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from fastrl.config import PPOConfig, setting, setting_like
-from fastrl.data.batch import TokenBatch
-from fastrl.data.choose_packing import why_not_packed
+from fastrl.data.choose_padding import runs_packed
+from fastrl.data.token_batch import TokenBatch
 from fastrl.models.load import load_tokenizer
 from fastrl.models.optimizers import check_optimizer
 from fastrl.models.products import Products
@@ -216,13 +216,10 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         """
         if not self.args.padding_free:
             return False
-        half = torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
+        lowest = torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
+        model, device = self.model_wrapped, self.args.device
         with self.compute_loss_context_manager():
-            cause = why_not_packed(self.model_wrapped, self.args.device, half, scores)
-        if cause is not None:
-            name = type(self.accelerator.unwrap_model(self.model)).__name__
-            warnings.warn(f"{name}: batches are padded, because {cause}", stacklevel=2)
-        return not self.processes.any(cause is not None)
+            return runs_packed([model], device, lowest, scores, anywhere=self.processes.any)
 
     @property
     def share(self) -> float:

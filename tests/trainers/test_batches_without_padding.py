@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastrl.data.collators import TextCollator
-from fastrl.data.packing import join_sides, right_padded
+from fastrl.data.padding_free import join_sides, right_padded
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import Make, pairs, reward_model, texts
