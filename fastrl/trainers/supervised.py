@@ -81,7 +81,7 @@ class SupervisedArguments(TrainingArguments):
         if self.report_to is None:
             self.report_to = "none"
         super().__post_init__()
-        check_optimizer(str(getattr(self.optim, "value", self.optim)))
+        _check_optimizer(self)
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length must be at least 1 or None, got {self.max_length}")
         if self.on_nonfinite not in ON_NONFINITE:
@@ -285,6 +285,11 @@ def trained_identity(trainer: Any) -> dict[str, Any]:
     return {**model_identity(model, trainer.processing_class), "weights": describe_weights(trained)}
 
 
+def _check_optimizer(args: TrainingArguments) -> None:
+    name = str(getattr(args.optim, "value", args.optim))
+    check_optimizer(name, arguments=args.optim_args, decay_is_a_setting=True)
+
+
 def settings_of(args: Any, kind: type, **keywords: Any) -> Any:
     """A copy of the arguments, with the keywords that are not None; settings that transformers' own
     arguments lack get their defaults."""
@@ -292,6 +297,7 @@ def settings_of(args: Any, kind: type, **keywords: Any) -> Any:
     for field in dataclasses.fields(kind):
         if not hasattr(args, field.name):
             setattr(args, field.name, field.default)
+    _check_optimizer(args)  # of transformers' own arguments nobody has done so
     for name, value in keywords.items():
         if value is not None:
             setattr(args, name, value)
