@@ -182,6 +182,10 @@ class Attended(NamedTuple):
     out: Tensor  # [Tq, Hq, D]
     lse: Tensor  # [Tq, Hq] fp32, log Σ exp S
 
+    def behind(self, first: int) -> Attended:
+        """Of queries from the ``first`` on: views."""
+        return Attended(self.out[first:], self.lse[first:])
+
 
 class Kernel(Protocol):
     """Attention of runs of queries to runs of keys and values."""
@@ -219,8 +223,8 @@ class _Blocks(torch.autograd.Function):
         attended = kernel.forward(x, layout.own)
         if layout.shares:
             first = layout.first_response
-            own = Attended(*(y[first:] for y in attended))
-            _join(own, kernel.forward(_to_prompts(x, first), layout.shared))
+            of_prompts = kernel.forward(_to_prompts(x, first), layout.shared)
+            _join(attended.behind(first), of_prompts)
         ctx.save_for_backward(q, k, v, *attended)
         ctx.options = scale, layout, kernel
         return attended.out
@@ -233,8 +237,9 @@ class _Blocks(torch.autograd.Function):
         dq, dk, dv = kernel.backward(grad, x, found, layout.own)
         if layout.shares:
             first = layout.first_response
-            own = Attended(*(y[first:] for y in found))
-            more = kernel.backward(grad[first:], _to_prompts(x, first), own, layout.shared)
+            more = kernel.backward(
+                grad[first:], _to_prompts(x, first), found.behind(first), layout.shared
+            )
             for whole, part in zip((dq[first:], dk[:first], dv[:first]), more, strict=True):
                 whole += part
         return dq, dk, dv, None, None, None
