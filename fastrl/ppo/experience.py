@@ -240,9 +240,9 @@ def check_tokens(
     Raises:
         ValueError: a sample has more tokens than a forward may have.
     """
-    if most is None:
-        return
     lengths = [n + m for n, m in zip(prompts, responses, strict=True)]
+    if most is None or not lengths:
+        return
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     if lengths[longest] > most:
         raise ValueError(
