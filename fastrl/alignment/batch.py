@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastrl.data.batch import TokenBatch, check_weights, pad
+from fastrl.data.batch import check_weights, pad
 from fastrl.data.examples import Example
+from fastrl.data.token_batch import TokenBatch
 from fastrl.ppo.experience import Experience
 from fastrl.run.processes import Processes
 

@@ -23,7 +23,7 @@ from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
 from fastrl.data import reads_eos
 from fastrl.data.batch import make_batches
-from fastrl.data.choose_packing import choose_packing, rewards_of_samples, why_not_packed
+from fastrl.data.choose_padding import choose_padding, rewards_of_samples, runs_packed
 from fastrl.data.encode import end_token
 from fastrl.models import (
     AutoModelForCausalLMWithValueHead,
@@ -110,14 +110,18 @@ class RewardLearner:
     def place(self, model: nn.Module, accelerator: Any) -> None:
         self.accelerator = accelerator
         unwrapped = accelerator.unwrap_model(model)
-        self._padding_free = self.args.padding_free and score_head(unwrapped) is not None
-        if self._padding_free:
-            precision = precision_of(unwrapped, accelerator)
-            cause = why_not_packed(model, accelerator.device, precision, rewards_of_samples)
-            self._padding_free = cause is None
-            if cause is not None:
-                name = type(unwrapped).__name__
-                warnings.warn(f"{name}: batches are padded, because {cause}", stacklevel=2)
+        has_score_head = score_head(unwrapped) is not None
+        self._padding_free = (
+            self.args.padding_free
+            and has_score_head
+            and runs_packed(
+                [model],
+                accelerator.device,
+                precision_of(unwrapped, accelerator),
+                rewards_of_samples,
+                anywhere=processes_of(accelerator).any,
+            )
+        )
 
     def modules(self) -> tuple[nn.Module | None, ...]:
         return (self.model,)
@@ -220,7 +224,7 @@ class PolicyLearner:
         self.accelerator = accelerator
         self.reference.place(model, accelerator)
         self._model = unwrapped = accelerator.unwrap_model(model)
-        packing = choose_packing(
+        padding = choose_padding(
             self.args.padding_free,
             accelerator.device,
             precision_of(unwrapped, accelerator),
@@ -228,7 +232,7 @@ class PolicyLearner:
             self.reference.model,
             anywhere=processes_of(accelerator).any,
         )
-        batches = make_batches(unwrapped, self.tokenizer, None, packing)
+        batches = make_batches(unwrapped, self.tokenizer, None, padding)
         self._tokens = Tokens(batches, accelerator.device, self.reference)
         self._scored_reference = ReferencePolicy(self.reference, self._tokens)
         if self._cached:

@@ -10,8 +10,9 @@ from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from fastrl.alignment.batch import Batch
-from fastrl.data.batch import BatchMaker, TokenBatch, pad
-from fastrl.data.packing import join_sides
+from fastrl.data.batch import BatchMaker, pad
+from fastrl.data.padding_free import join_sides
+from fastrl.data.token_batch import TokenBatch
 from fastrl.models.reward_head import rewards_at
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.ppo.experience import scoring_request

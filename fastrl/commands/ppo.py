@@ -284,7 +284,7 @@ def run_ppo(job: PPOJob, flags: PPOFlags) -> Comparison | None:
     """Trains, saves and reports; returns the change in held-out reward, None without evaluation
     prompts."""
     config = flags.config_for(job)
-    check_optimizer(config.optim)
+    check_optimizer(config.optim, arguments=config.optim_args)
     folder = RunFolder(
         job.output,
         {

@@ -1,257 +1,20 @@
-"""Checked, padded batches of queries and responses, for causal models and encoder–decoders."""
+"""Makes checked batches of queries and responses, for causal models and encoder–decoders."""
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastrl.data.packing import ModelPass, Packing, Padded
+from fastrl.data.token_batch import EncodedBatch, Padded, Padding, TokenBatch
 from fastrl.models.layout import EncoderDecoder, layout_of
-from fastrl.models.scoring import PassLimit
-from fastrl.models.trunk import TrunkCache
-
-if TYPE_CHECKING:
-    from typing import Self
 
 Collator = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """Queries and responses, padded to [B, T].
-
-    Per-token quantities have shape [B, T-1]: position t belongs to the token at t+1, so that of a
-    response's first token is len(query)-1.
-    """
-
-    input_ids: Tensor  # [B, T] int64
-    attention_mask: Tensor  # [B, T] int64
-    position_ids: Tensor | None  # [B, T] int64; None where positions simply count columns
-    mask: Tensor  # [B, T-1] bool, True where a response token counts
-    response_mask: Tensor  # mask on the CPU
-    query_lengths: list[int]
-    response_lengths: list[int]
-    left_padded: bool
-    prompts: list[int]  # of each sample; samples with the same query have the same number
-    packing: Packing = field(default_factory=Padded)
-    # The activations of layers shared with a reference model, and the samples' indices in it.
-    boundaries: TrunkCache | None = None
-    samples: Sequence[int] = ()
-
-    @classmethod
-    def from_padded(
-        cls,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        query_lengths: list[int],
-        response_lengths: list[int],
-        response_masks: Sequence[Tensor] | None = None,
-    ) -> TokenBatch:
-        """From model inputs [B, T] on the CPU, padded on either side."""
-        first = attention_mask.argmax(-1)
-        columns = torch.arange(input_ids.shape[1])
-        begin = (first + torch.tensor(query_lengths) - 1)[:, None]
-        end = begin + torch.tensor(response_lengths)[:, None]
-        response_mask = (columns[:-1] >= begin) & (columns[:-1] < end)
-        if response_masks is not None:
-            inside = response_mask.clone()
-            response_mask[inside] = torch.cat(list(response_masks)).bool()
-        left_padded = bool(first.any())
-        return cls(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=(columns - first[:, None]).clamp(min=0) if left_padded else None,
-            mask=response_mask,
-            response_mask=response_mask,
-            query_lengths=query_lengths,
-            response_lengths=response_lengths,
-            left_padded=left_padded,
-            prompts=_numbered(
-                row[start : start + n]
-                for row, start, n in zip(input_ids, first.tolist(), query_lengths, strict=True)
-            ),
-        )
-
-    @property
-    def model_pass(self) -> ModelPass:
-        """The forward over all samples."""
-        return self.packing.model_pass(self)
-
-    @property
-    def padded_inputs(self) -> dict[str, Any]:
-        """Arguments of the model's forward, a row for each sample."""
-        inputs = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
-        if self.position_ids is not None:
-            inputs["position_ids"] = self.position_ids
-        return inputs
-
-    @property
-    def prompt_lengths(self) -> list[int]:
-        """Tokens of each query, whether the decoder or the encoder reads it."""
-        return self.query_lengths
-
-    def prompt(self, i: int) -> Tensor:
-        """The query of sample ``i``, without padding."""
-        return self.sequences()[i][: self.query_lengths[i]]
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each query with its response."""
-        return list(map(sum, zip(self.query_lengths, self.response_lengths, strict=True)))
-
-    def sequences(self) -> list[Tensor]:
-        """Queries with their responses, without padding."""
-        rows = zip(self.input_ids, self.lengths, strict=True)
-        return [row[-length:] if self.left_padded else row[:length] for row, length in rows]
-
-    def on(self, boundaries: TrunkCache | None) -> Self:
-        """The same batch, whose model inputs hold the shared layers' activations if there are
-        any."""
-        return replace(self, boundaries=boundaries, samples=range(len(self)))
-
-    def __len__(self) -> int:
-        return len(self.query_lengths)
-
-    def padded_positions(self, samples: Sequence[int]) -> int:
-        """Positions of some samples as rows of one width."""
-        lengths = self.lengths
-        return len(samples) * max(lengths[i] for i in samples)
-
-    def groups(self, samples: Iterable[int] | None = None) -> list[list[int]]:
-        """Samples with the same prompt, in the order of the first of each; default all."""
-        found: dict[int, list[int]] = {}
-        for i in range(len(self)) if samples is None else samples:
-            found.setdefault(self.prompts[i], []).append(i)
-        return list(found.values())
-
-    def parts(self, samples: Sequence[int], limit: PassLimit) -> list[list[int]]:
-        """Samples that share a forward, in ascending order; those of a prompt share one as far as
-        they fit."""
-        parts: list[list[int]] = []
-        for i in (i for group in self.groups(samples) for i in group):
-            fits = parts and len(parts[-1]) < limit.samples
-            if fits and limit.tokens is not None:
-                fits = self.packing.tokens(self, [*parts[-1], i]) <= limit.tokens
-            if fits:
-                parts[-1].append(i)
-            else:
-                parts.append([i])
-        return list(map(sorted, parts))
-
-    def counting(self) -> list[int]:
-        """The indices of samples of which at least one token counts."""
-        return self.response_mask.any(-1).nonzero()[:, 0].tolist()
-
-    def to(self, device: torch.device) -> Self:
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("input_ids", "attention_mask", "mask")
-        }
-        positions = self.position_ids
-        return replace(
-            self, **moved, position_ids=None if positions is None else positions.to(device)
-        )
-
-    def rows(self) -> Tensor:
-        """Flat positions b·T + t of [B, T] that predict the response tokens, [N] on the batch's
-        device."""
-        flat = self.response_mask.nonzero()
-        rows = flat[:, 0] * self.input_ids.shape[1] + flat[:, 1]
-        return rows.to(self.input_ids.device, non_blocking=True)
-
-    def mask_of_responses(self) -> Tensor:
-        """Which tokens of the concatenated responses count, on the CPU."""
-        columns = torch.arange(self.response_mask.shape[1])
-        width = self.input_ids.shape[1]
-        lengths = torch.tensor([self.query_lengths, self.response_lengths])
-        first = width - lengths.sum(0) if self.left_padded else torch.zeros_like(lengths[0])
-        begin = (first + lengths[0] - 1)[:, None]
-        inside = (columns >= begin) & (columns < begin + lengths[1][:, None])
-        return self.response_mask[inside]
-
-    def scatter(self, per_row: Tensor, rows: Tensor) -> Tensor:
-        """Values [N] of ``rows()`` as [B, T-1], zero elsewhere; differentiable."""
-        flat = per_row.new_zeros(self.input_ids.numel()).index_copy(0, rows, per_row)
-        return flat.view(self.input_ids.shape)[:, :-1]
-
-    def columns(self, indices: Sequence[int]) -> slice:
-        """The columns of [B, T] in which samples ``indices`` are not all padding."""
-        width = self.input_ids.shape[1]
-        longest = max(self.query_lengths[i] + self.response_lengths[i] for i in indices)
-        return slice(width - longest, width) if self.left_padded else slice(0, longest)
-
-    def select(self, indices: Sequence[int]) -> Self:
-        """Some samples, without columns that are padding in all of them."""
-        columns = self.columns(indices)
-        shifted = slice(columns.start, columns.stop - 1)
-        index = torch.as_tensor(list(indices))
-        there = index.to(self.input_ids.device, non_blocking=True)
-        positions = self.position_ids
-        return replace(
-            self,
-            input_ids=self.input_ids[there, columns],
-            attention_mask=self.attention_mask[there, columns],
-            position_ids=None if positions is None else positions[there, columns],
-            mask=self.mask[there, shifted],
-            response_mask=self.response_mask[index, shifted],
-            query_lengths=[self.query_lengths[i] for i in indices],
-            response_lengths=[self.response_lengths[i] for i in indices],
-            prompts=[self.prompts[i] for i in indices],
-            samples=[self.samples[i] for i in indices] if self.boundaries is not None else (),
-        )
-
-
-@dataclass(frozen=True)
-class EncodedBatch(TokenBatch):
-    """A batch for an encoder–decoder: [B, T] is what the decoder reads, with its start token in
-    place of the query; the encoder reads the queries."""
-
-    encoder_ids: Tensor = field(kw_only=True)  # [B, S] int64
-    encoder_mask: Tensor = field(kw_only=True)  # [B, S] int64
-    encoder_lengths: list[int] = field(kw_only=True)
-
-    @property
-    def padded_inputs(self) -> dict[str, Any]:
-        return {
-            "input_ids": self.encoder_ids,
-            "attention_mask": self.encoder_mask,
-            "decoder_input_ids": self.input_ids,
-            "decoder_attention_mask": self.attention_mask,
-        }
-
-    @property
-    def prompt_lengths(self) -> list[int]:
-        return self.encoder_lengths
-
-    def padded_positions(self, samples: Sequence[int]) -> int:
-        read = len(samples) * max(self.encoder_lengths[i] for i in samples)
-        return read + super().padded_positions(samples)
-
-    def prompt(self, i: int) -> Tensor:
-        return self.encoder_ids[i, : self.encoder_lengths[i]]
-
-    def to(self, device: torch.device) -> Self:
-        return replace(
-            super().to(device),
-            encoder_ids=self.encoder_ids.to(device, non_blocking=True),
-            encoder_mask=self.encoder_mask.to(device, non_blocking=True),
-        )
-
-    def select(self, indices: Sequence[int]) -> Self:
-        lengths = [self.encoder_lengths[i] for i in indices]
-        there = torch.as_tensor(list(indices)).to(self.encoder_ids.device, non_blocking=True)
-        return replace(
-            super().select(indices),
-            encoder_ids=self.encoder_ids[there, : max(lengths)],
-            encoder_mask=self.encoder_mask[there, : max(lengths)],
-            encoder_lengths=lengths,
-        )
 
 
 class BatchMaker(ABC):
@@ -263,7 +26,7 @@ class BatchMaker(ABC):
         tokenizer: has the pad token and the padding side.
         collator: pads in place of the tokenizer's settings; gets dicts of ``input_ids`` and
             ``attention_mask``.
-        packing: of the batches; default padded.
+        padding: of the batches; default padded.
     """
 
     def __init__(
@@ -272,11 +35,11 @@ class BatchMaker(ABC):
         vocab_size: int,
         tokenizer: Any,
         collator: Collator | None = None,
-        packing: Packing | None = None,
+        padding: Padding | None = None,
     ):
         self.layout, self.vocab_size = layout, vocab_size
         self.tokenizer, self.collator = tokenizer, collator
-        self.packing = packing or Padded()
+        self.padding = padding or Padded()
         self._warned = False
 
     def __call__(self, queries: Any, responses: Any, response_masks: Any = None) -> TokenBatch:
@@ -330,7 +93,7 @@ class BatchMaker(ABC):
             [len(r) for r in responses],
             None if response_masks is None else [m.cpu() for m in response_masks],
         )
-        return replace(batch, packing=self.packing)
+        return replace(batch, padding=self.padding)
 
     def own(
         self, responses: Sequence[Tensor], response_masks: Sequence[Tensor] | None = None
@@ -429,18 +192,12 @@ class EncoderDecoderBatches(BatchMaker):
 
 
 def make_batches(
-    model: Any, tokenizer: Any, collator: Collator | None, packing: Packing | None = None
+    model: Any, tokenizer: Any, collator: Collator | None, padding: Padding | None = None
 ) -> BatchMaker:
     """The maker of batches for the model's kind."""
     layout, vocab_size = layout_of(model), model.config.get_text_config().vocab_size
     kind = EncoderDecoderBatches if isinstance(layout, EncoderDecoder) else DecoderOnlyBatches
-    return kind(layout, vocab_size, tokenizer, collator, packing)
-
-
-def _numbered(prompts: Iterable[Tensor]) -> list[int]:
-    """The number of each prompt among those that differ."""
-    numbers: dict[bytes, int] = {}
-    return [numbers.setdefault(ids.numpy().tobytes(), len(numbers)) for ids in prompts]
+    return kind(layout, vocab_size, tokenizer, collator, padding)
 
 
 def _padded_right(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 import warnings
@@ -27,9 +28,19 @@ _OF_OTHERS = {
     "lomo": ("lomo_optim", "lomo-optim"),
     "adalomo": ("lomo_optim", "lomo-optim"),
 }
+# Optimizers of groups of weights that transformers makes of the model: their arguments, with one
+# value of each's type.
+_LOW_RANK = {"rank": 128, "update_proj_gap": 200, "scale": 1.0, "proj_type": "std"}
+_OF_GROUPS: dict[str, dict[str, Any]] = {
+    "galore_": _LOW_RANK,
+    "apollo_": {**_LOW_RANK, "proj": "random", "scale_type": "channel"},
+    "lomo": {},
+    "adalomo": {},
+}
 _BETAS = ("beta1", "beta2", "beta3")  # as optim_args names the parts of betas
 # What else says it, of arguments that an optimizer has and optim_args may not set.
 _SAID_BY = {
+    "weight_decay": "set weight_decay",
     "lr": "set learning_rate",
     "betas": "name beta1 and beta2",
     "optim_bits": "optim's name says that",
@@ -51,15 +62,23 @@ _BY_BLOCKS = ("bitsandbytes", "torchao")
 _IN_BACKWARD = ("lomo", "adalomo", "layerwise")
 
 
-def check_optimizer(name: str, given: Any = None, arguments: str | None = None) -> None:
+def check_optimizer(
+    name: str,
+    given: Any = None,
+    arguments: str | None = None,
+    *,
+    decay_is_a_setting: bool = False,
+) -> None:
     """
     Args:
         name: of transformers' ``OptimizerNames``, or "adam".
         given: an optimizer that is there already.
         arguments: the setting ``optim_args``.
+        decay_is_a_setting: whether ``weight_decay`` is a setting beside it, as of transformers'
+            TrainingArguments.
 
     Raises:
-        ValueError: a name or arguments beside an optimizer.
+        ValueError: a name or arguments beside an optimizer; as :func:`make_optimizer`.
         ImportError: its package is not installed; says how to install it.
     """
     if given is not None and name != "adam":
@@ -80,6 +99,36 @@ def check_optimizer(name: str, given: Any = None, arguments: str | None = None) 
     if module == "torchao":
         # Lets torch.load take its tensors; a checkpoint is read before there is an optimizer.
         importlib.import_module("torchao.optim")
+    if arguments:
+        parsed = _parsed(arguments)
+        if not decay_is_a_setting:
+            _decay(name, parsed)
+        own = _of_groups(name)
+        _arguments(name, _defaults(*_class_of(name, 0.0)) if own is None else own, parsed)
+
+
+def class_and_keywords(settings: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
+    """The class of an optimizer and its keyword arguments, as transformers' Trainer makes them of
+    its arguments, but with ``optim_args`` read as :func:`make_optimizer` reads them: transformers
+    ignores those of some optimizers, and passes others on as texts.
+
+    Args:
+        settings: ``transformers.TrainingArguments``.
+
+    Raises:
+        ValueError: as :func:`make_optimizer`.
+    """
+    from transformers import Trainer
+
+    name = str(getattr(settings.optim, "value", settings.optim))
+    if _of_groups(name) is not None:
+        return Trainer.get_optimizer_cls_and_kwargs(settings, model)
+    plain = copy.copy(settings)
+    plain.optim_args = None
+    kind, keywords = Trainer.get_optimizer_cls_and_kwargs(plain, model)
+    return kind, keywords | _arguments(
+        name, _defaults(kind, keywords), _parsed(settings.optim_args)
+    )
 
 
 def steps_in_backward(name: str) -> bool:
@@ -109,16 +158,12 @@ def make_optimizer(
     """
     given = _parsed(arguments)
     weights = [p for p in model.parameters() if p.requires_grad]
-    kind: Any
-    keywords: dict[str, Any]
+    kind, keywords = _class_of(name, learning_rate)
     if name == "adam":
-        kind, keywords = torch.optim.Adam, {"betas": (0.9, 0.999), "lr": learning_rate}
         fused = fused and {p.device.type for p in weights} <= {"cpu", "cuda", "xpu", "mps"}
         keywords["fused"] = fused
-    else:
-        kind, keywords = _of_transformers(name, learning_rate)
-    decay = _read(name, "weight_decay", given.pop("weight_decay", "0"), 0.0)
-    keywords |= _arguments(name, kind, keywords, given)
+    decay = _decay(name, given)
+    keywords |= _arguments(name, _defaults(kind, keywords), given)
     optimizer = kind([{"params": weights, "weight_decay": decay}], **keywords)
     if keywords.get("optim_bits") == 8:
         _keep_embeddings_in_32_bits(model)
@@ -190,8 +235,10 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
             group["lr"] = rate
 
 
-def _of_transformers(name: str, learning_rate: float) -> tuple[Any, dict[str, Any]]:
+def _class_of(name: str, learning_rate: float) -> tuple[Any, dict[str, Any]]:
     """The class of an optimizer, and its keyword arguments."""
+    if name == "adam":
+        return torch.optim.Adam, {"betas": (0.9, 0.999), "lr": learning_rate, "fused": None}
     from transformers import Trainer
     from transformers.training_args import OptimizerNames
 
@@ -204,24 +251,30 @@ def _of_transformers(name: str, learning_rate: float) -> tuple[Any, dict[str, An
         adam_beta2=0.999,
         adam_epsilon=1e-8,
         weight_decay=0.0,
+        warmup_steps=0,
     )
     return Trainer.get_optimizer_cls_and_kwargs(settings)
 
 
-def _arguments(
-    name: str, kind: Any, keywords: Mapping[str, Any], given: Mapping[str, str]
-) -> dict[str, Any]:
+def _defaults(kind: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an optimizer's class, as they are without ``optim_args``.
+
+    Args:
+        keywords: those that are not the class's own defaults.
+    """
+    return {k: p.default for k, p in inspect.signature(kind).parameters.items()} | dict(keywords)
+
+
+def _arguments(name: str, defaults: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
     """The keyword arguments of an optimizer's class that ``optim_args`` sets.
 
     Args:
-        keywords: those that it has without.
+        defaults: all of them, as they are without.
 
     Raises:
-        ValueError: an argument that the class does not have, or another of its settings says; a
-            value that is none of its.
+        ValueError: an argument that the class does not have, or that another setting says; a value
+            that is none of its.
     """
-    defaults = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
-    defaults.update(keywords)
     betas = list(defaults.get("betas") or ())
     found: dict[str, Any] = {}
     for argument, value in given.items():
@@ -261,6 +314,16 @@ def _read(name: str, argument: str, value: str, default: Any) -> Any:
         f"optim_args: {argument} of optim={name!r} cannot be given here: leave it out, or pass an "
         "optimizer"
     )
+
+
+def _decay(name: str, given: dict[str, str]) -> float:
+    """The weight decay of ``optim_args``, which is taken out: it is that of a group of weights."""
+    return float(_read(name, "weight_decay", given.pop("weight_decay", "0"), 0.0))
+
+
+def _of_groups(name: str) -> dict[str, Any] | None:
+    """The arguments of an optimizer of groups of weights; None for any other."""
+    return next((of for begin, of in _OF_GROUPS.items() if name.startswith(begin)), None)
 
 
 def _packages_of(optimizer: Any) -> list[str]:

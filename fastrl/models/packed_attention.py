@@ -23,10 +23,12 @@ class Group(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Runs of queries, one after the other, each of which attends a run of keys."""
+    """Runs of queries, one after the other, each of which attends a run of keys: where ``causal``,
+    those up to its own place in a run of the same length."""
 
     queries: Sequence[int]  # tokens
     keys: Sequence[int]
+    causal: bool
 
 
 class PackedLayout:
@@ -53,13 +55,13 @@ class PackedLayout:
     def own(self) -> Runs:
         """Prompts and responses, each of which attends to itself."""
         lengths = [*self.prompts, *self.responses]
-        return Runs(lengths, lengths)
+        return Runs(lengths, lengths, causal=True)
 
     @cached_property
     def shared(self) -> Runs:
         """The responses of each group, and the prompt that they attend to. A prompt without
         responses has an empty run of queries."""
-        return Runs([sum(g.responses) for g in self.groups], self.prompts)
+        return Runs([sum(g.responses) for g in self.groups], self.prompts, causal=False)
 
     @property
     def shares(self) -> bool:
@@ -119,7 +121,7 @@ class PackedAttention:
         plain = window is None and softcap is None and not dropout
         if plain and self._kernel is not None and self._kernel.takes(q, k, v):
             scale = q.shape[-1] ** -0.5 if scale is None else scale
-            return _Blocks.apply(q, k, v, self.layout, scale, self._kernel)[None]  # type: ignore[no-any-return]
+            return _Blocks.apply(q, k, v, scale, self.layout, self._kernel)[None]  # type: ignore[no-any-return]
         return self._by_masks(q, k, v, variant._replace(window=window))[None]
 
     def _by_masks(self, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> Tensor:
@@ -156,34 +158,51 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, variant: Va
     return F.dropout(probs, dropout).to(v.dtype) @ v
 
 
+class Operands(NamedTuple):
+    """What attends, and what it attends to."""
+
+    q: Tensor  # [Tq, Hq, D]
+    k: Tensor  # [Tk, Hkv, D]
+    v: Tensor  # [Tk, Hkv, D]
+    scale: float  # of the scores q·k
+
+    @property
+    def times(self) -> int:
+        """Heads of queries that read one of keys."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    def single(self) -> Operands:
+        """In fp32, where they are in less."""
+        return Operands(_single(self.q), _single(self.k), _single(self.v), self.scale)
+
+
+class Attended(NamedTuple):
+    """softmax(S)·v of scores S = scale·q·k, and what its gradient needs of S."""
+
+    out: Tensor  # [Tq, Hq, D]
+    lse: Tensor  # [Tq, Hq] fp32, log Σ exp S
+
+    def behind(self, first: int) -> Attended:
+        """Of queries from the ``first`` on: views."""
+        return Attended(self.out[first:], self.lse[first:])
+
+
 class Kernel(Protocol):
-    """Attention of runs of queries [Tq, Hq, D] to runs of keys and values [Tk, Hkv, D]; causal ones
-    have runs of queries and keys of the same lengths."""
+    """Attention of runs of queries to runs of keys and values."""
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether it is for such tensors."""
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """[Tq, Hq, D], and log Σ exp of each query's scores, [Tq, Hq] fp32."""
+    def forward(self, x: Operands, runs: Runs) -> Attended:
+        """By the runs' keys alone."""
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        runs: Runs,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, x: Operands, attended: Attended, runs: Runs
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v through these runs.
 
-        ``out`` and ``lse`` are those of all keys that a query attends, here and elsewhere: with
-        P = exp(S - lse), dS = P·(dP - Σ dO·O) then holds for the keys here.
+        ``attended`` is by all keys that a query attends, here and elsewhere: with P = exp(S - lse),
+        dS = P·(dP - Σ dO·O) then holds for the keys here.
         """
 
 
@@ -196,43 +215,48 @@ class _Blocks(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        layout: PackedLayout,
         scale: float,
+        layout: PackedLayout,
         kernel: Kernel,
     ) -> Tensor:
-        out, lse = kernel.forward(q, k, v, layout.own, True, scale)
+        x = Operands(q, k, v, scale)
+        attended = kernel.forward(x, layout.own)
         if layout.shares:
             first = layout.first_response
-            of_prompts, their_lse = kernel.forward(
-                q[first:], k[:first], v[:first], layout.shared, False, scale
-            )
-            _join(out[first:], lse[first:], of_prompts, their_lse)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = layout, scale, kernel
-        return out
+            of_prompts = kernel.forward(_to_prompts(x, first), layout.shared)
+            _join(attended.behind(first), of_prompts)
+        ctx.save_for_backward(q, k, v, *attended)
+        ctx.options = scale, layout, kernel
+        return attended.out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        layout, scale, kernel = ctx.options
-        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, layout.own, True, scale)
+        q, k, v, *attended = ctx.saved_tensors
+        scale, layout, kernel = ctx.options
+        x, found = Operands(q, k, v, scale), Attended(*attended)
+        dq, dk, dv = kernel.backward(grad, x, found, layout.own)
         if layout.shares:
             first = layout.first_response
             more = kernel.backward(
-                grad[first:], q[first:], k[:first], v[:first], out[first:], lse[first:],
-                layout.shared, False, scale,
-            )  # fmt: skip
+                grad[first:], _to_prompts(x, first), found.behind(first), layout.shared
+            )
             for whole, part in zip((dq[first:], dk[:first], dv[:first]), more, strict=True):
                 whole += part
         return dq, dk, dv, None, None, None
 
 
-def _join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+def _to_prompts(x: Operands, first_response: int) -> Operands:
+    """The responses' queries, and the prompts' keys and values."""
+    return Operands(x.q[first_response:], x.k[:first_response], x.v[:first_response], x.scale)
+
+
+def _join(attended: Attended, other: Attended) -> None:
     """softmax over two sets of keys, from those over each: Σ o·exp(lse) / Σ exp(lse); in place."""
-    joined = torch.logaddexp(lse, other_lse)
+    lse = torch.logaddexp(attended.lse, other.lse)
     # out + (other - out)·w, with w the other's share
-    out.lerp_(other, (other_lse - joined).exp_().to(out.dtype).unsqueeze(-1))
-    lse.copy_(joined)
+    share = (other.lse - lse).exp_().to(attended.out.dtype)
+    attended.out.lerp_(other.out, share.unsqueeze(-1))
+    attended.lse.copy_(lse)
 
 
 class CPUKernel:
@@ -241,56 +265,45 @@ class CPUKernel:
     is behind real tokens, which do not see it, and its gradient is 0."""
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[int, bool], list[tuple[_Slice | _Ragged, _Slice | _Ragged]]] = {}
+        # By the runs, that are the same objects for all layers.
+        self._calls: dict[int, list[tuple[_Slice | _Ragged, _Slice | _Ragged]]] = {}
 
-    def _calls_for(self, runs: Runs, causal: bool) -> list[Any]:
-        """Queries and keys of each call; the same for all layers."""
-        key = id(runs), causal
-        if key not in self._calls:
+    def _calls_for(self, runs: Runs) -> list[Any]:
+        """Queries and keys of each call."""
+        if id(runs) not in self._calls:
             calls: list[Any] = list(_equal(runs))
-            if causal and len(calls) > _FEW:
+            if runs.causal and len(calls) > _FEW:
                 calls = [(each, each) for each in _ragged(runs.queries)]
-            self._calls[key] = calls
-        return self._calls[key]
+            self._calls[id(runs)] = calls
+        return self._calls[id(runs)]
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         return q.shape[-1] == v.shape[-1]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        dtype, times = q.dtype, q.shape[1] // k.shape[1]
-        q, k, v = _single(q), _single(k), _single(v)
+    def forward(self, x: Operands, runs: Runs) -> Attended:
+        dtype, times = x.q.dtype, x.times
+        q, k, v, scale = x.single()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2])
-        for queries, keys in self._calls_for(runs, causal):
+        for queries, keys in self._calls_for(runs):
             found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                queries.of(q), keys.of(k, times), keys.of(v, times), 0.0, causal, scale=scale
+                queries.of(q), keys.of(k, times), keys.of(v, times), 0.0, runs.causal, scale=scale
             )
             queries.write(out, found)
             queries.write(lse.unsqueeze(-1), sums.unsqueeze(-1))
-        return out.to(dtype), lse
+        return Attended(out.to(dtype), lse)
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        runs: Runs,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, x: Operands, attended: Attended, runs: Runs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, times = q.dtype, q.shape[1] // k.shape[1]
-        grad, q, k, v, out = map(_single, (grad, q, k, v, out))
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for queries, keys in self._calls_for(runs, causal):
+        dtype, times = x.q.dtype, x.times
+        q, k, v, scale = x.single()
+        grad, out, lse = _single(grad), _single(attended.out), attended.lse.unsqueeze(-1)
+        dq, dk, dv = (torch.zeros_like(y, memory_format=torch.contiguous_format) for y in (q, k, v))
+        for queries, keys in self._calls_for(runs):
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 queries.zeroed(grad), queries.of(q), keys.of(k, times), keys.of(v, times),
-                queries.of(out), queries.of(lse.unsqueeze(-1)).squeeze(-1), 0.0, causal,
-                scale=scale,
+                queries.of(out), queries.of(lse).squeeze(-1), 0.0, runs.causal, scale=scale,
             )  # fmt: skip
             queries.write(dq, found[0])
             for whole, part in zip((dk, dv), found[1:], strict=True):
@@ -370,7 +383,7 @@ def _ragged(lengths: Sequence[int]) -> Iterator[_Ragged]:
 def _equal(runs: Runs) -> Iterator[tuple[_Slice, _Slice]]:
     """Slices of queries and keys; runs without queries have no part in them."""
     q = k = 0
-    for (of_queries, of_keys), same in groupby(zip(*runs, strict=True)):
+    for (of_queries, of_keys), same in groupby(zip(runs.queries, runs.keys, strict=True)):
         count = len(list(same))
         if of_queries:
             yield _Slice(q, count, of_queries), _Slice(k, count, of_keys)
@@ -396,36 +409,28 @@ class FlashKernel:
             and width <= _WIDEST
         )
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Operands, runs: Runs) -> Attended:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *self._lengths(runs, q.device), 0.0, causal, False, scale=scale
+            x.q, x.k, x.v, *self._lengths(runs, x.q.device), 0.0, runs.causal, False, scale=x.scale
         )
-        return out, lse.transpose(0, 1).contiguous()  # [Hq, Tq]
+        return Attended(out, lse.transpose(0, 1).contiguous())  # [Hq, Tq]
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        runs: Runs,
-        causal: bool,
-        scale: float,
+        self, grad: Tensor, x: Operands, attended: Attended, runs: Runs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        unused = torch.empty((), dtype=torch.long, device=q.device)  # there is no dropout
+        unused = torch.empty((), dtype=torch.long, device=grad.device)  # there is no dropout
         return torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), q, k, v, out, lse.transpose(0, 1).contiguous(),
-            *self._lengths(runs, q.device), 0.0, causal, unused, unused, scale=scale,
+            grad.contiguous(), x.q, x.k, x.v, attended.out,
+            attended.lse.transpose(0, 1).contiguous(), *self._lengths(runs, grad.device),
+            0.0, runs.causal, unused, unused, scale=x.scale,
         )  # fmt: skip
 
     def _lengths(self, runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
         """Cumulative lengths, int32, and the longest, of queries and of keys."""
-        ends = [self._cumulative(tuple(lengths), device) for lengths in runs]
-        return ends[0], ends[1], max(runs.queries), max(runs.keys)
+        of_queries, of_keys = (
+            self._cumulative(tuple(lengths), device) for lengths in (runs.queries, runs.keys)
+        )
+        return of_queries, of_keys, max(runs.queries), max(runs.keys)
 
     def _cumulative(self, lengths: tuple[int, ...], device: torch.device) -> Tensor:
         if lengths not in self._ends:

@@ -1,30 +1,23 @@
-"""A causal language model's frozen bottom layers, and a cache of their activations."""
+"""A causal language model's frozen bottom layers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.lm_head import in_front_of_head
-from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import checksum, evaluating
-
-if TYPE_CHECKING:
-    from fastrl.data.batch import TokenBatch
 
 TRUNK_NAME = "fastrl_trunk.json"  # in the folder of a model whose trunk was frozen
 
 _PROBE = 8  # tokens
-_TOKENS_PER_FORWARD = 8192
-
-MakeContext = Callable[[], AbstractContextManager]
 
 
 def layer_stack(model: Any) -> nn.ModuleList:
@@ -154,149 +147,6 @@ def verify_record(model: Any, file: str | None) -> None:
             "reference have changed since. Take the checkpoint from where it was saved again, or "
             f"delete {TRUNK_NAME} if the change is meant"
         )
-
-
-class Budget(NamedTuple):
-    """Bytes that may be kept: on the model's device first, then in pinned host memory."""
-
-    device: int
-    host: int = 0
-
-
-class TrunkCache:
-    """The trunk's activations for the samples of a batch, [L, H] each, kept within a byte budget;
-    those of a prompt that several samples share are there once.
-
-    Where the budget holds them all, they are computed together at the first call; else when they
-    are needed, and again where there was no room for them.
-
-    Args:
-        trunk: runs the bottom layers.
-        batch: on the model's device; its packing says how the layers run.
-        budget: for the activations.
-        autocast: makes the context in which the layers run.
-        whole: makes the context in which the model's weights are whole, if they are spread over
-            processes, all of which enter it as often as the others.
-    """
-
-    def __init__(
-        self,
-        trunk: Trunk,
-        batch: TokenBatch,
-        budget: Budget,
-        autocast: MakeContext = nullcontext,
-        whole: MakeContext = nullcontext,
-    ):
-        self.trunk, self.batch = trunk, batch
-        self.autocast, self.whole = autocast, whole
-        self._left = budget
-        self._kept: dict[Part, Tensor] = {}
-
-    def padded(self, samples: Sequence[int], left_padded: bool) -> Tensor:
-        """Activations [b, T, H] of some samples, padded with zeros to the longest of them."""
-        found = self._of(samples)
-        return torch.nn.utils.rnn.pad_sequence(
-            [torch.cat([found[part] for part in self._parts(i)]) for i in samples],
-            batch_first=True,
-            padding_side="left" if left_padded else "right",
-        )
-
-    def packed(self, samples: Sequence[int], groups: Sequence[Sequence[int]]) -> Tensor:
-        """Activations [1, T, H] of some samples as they stand in a packed row.
-
-        Args:
-            groups: places among ``samples`` of those that share a prompt.
-        """
-        found = self._of(samples)
-        prompts: list[Tensor] = []
-        responses: list[Tensor] = []
-        for group in groups:
-            parts = [self._parts(samples[place]) for place in group]
-            own = [found[response] for _, response in parts]
-            prompts.append(found[parts[0][0]])
-            (responses if len(group) > 1 else prompts).extend(own)
-        return torch.cat(prompts + responses).unsqueeze(0)
-
-    def missing(self) -> list[int]:
-        """Samples whose activations are not kept, or not all of them."""
-        every = range(len(self.batch))
-        return [i for i in every if not all(part in self._kept for part in self._parts(i))]
-
-    def stored(self) -> list[Tensor]:
-        """What is kept."""
-        return list(self._kept.values())
-
-    def _parts(self, sample: int) -> tuple[Part, Part]:
-        """A sample's prompt, by its number, and its response."""
-        return Part("prompt", self.batch.prompts[sample]), Part("response", sample)
-
-    def _of(self, samples: Sequence[int]) -> dict[Part, Tensor]:
-        """Activations of samples' prompts and responses, on the device."""
-        fit = self._all_fit()
-        missing = self.missing()
-        if not fit:
-            missing = sorted(set(missing) & set(samples))
-        # Processes are asked for samples of their own: only where all fit do they lack the same.
-        with self.whole() if missing or not fit else nullcontext():
-            made = self._run(missing)
-        device = self.batch.input_ids.device
-        asked = {part for i in samples for part in self._parts(i)}
-        return {
-            part: made[part] if part in made else self._kept[part].to(device, non_blocking=True)
-            for part in asked
-        }
-
-    def _run(self, samples: Sequence[int]) -> dict[Part, Tensor]:
-        made: dict[Part, Tensor] = {}
-        limit = PassLimit(len(self.batch), _TOKENS_PER_FORWARD)
-        for chosen in self.batch.parts(samples, limit):
-            part = self.batch.select(chosen)
-            model_pass = part.model_pass
-            with self.autocast():
-                hidden = self.trunk(**model_pass.inputs)
-            rows = hidden.flatten(0, 1)[model_pass.places.to(hidden.device)]
-            lengths = [n for pair in zip(part.query_lengths, part.response_lengths, strict=True)
-                       for n in pair]  # fmt: skip
-            split = rows.split(lengths)
-            for place, i in enumerate(chosen):
-                for which, x in zip(self._parts(i), split[2 * place : 2 * place + 2], strict=True):
-                    if which not in made:
-                        made[which] = x
-                        if which not in self._kept:
-                            self._keep(which, x)
-        return made
-
-    def _all_fit(self) -> bool:
-        """Whether there is room for all that is not kept yet, in fp32 at most."""
-        width = self.trunk.model.config.get_text_config().hidden_size
-        batch = self.batch
-        lengths = {
-            part: n
-            for i in range(len(batch))
-            for part, n in zip(
-                self._parts(i), (batch.query_lengths[i], batch.response_lengths[i]), strict=True
-            )
-        }
-        left = sum(n for part, n in lengths.items() if part not in self._kept)
-        return 4 * width * left <= max(self._left)
-
-    def _keep(self, part: Part, boundary: Tensor) -> None:
-        size = boundary.numel() * boundary.element_size()
-        on_device, on_host = self._left
-        if size <= on_device:
-            self._left = Budget(on_device - size, on_host)
-            self._kept[part] = boundary.clone()  # not what lies beside it
-        elif size <= on_host:
-            self._left = Budget(on_device, on_host - size)
-            pinned = torch.empty(boundary.shape, dtype=boundary.dtype, pin_memory=boundary.is_cuda)
-            self._kept[part] = pinned.copy_(boundary, non_blocking=True)
-
-
-class Part(NamedTuple):
-    """A prompt, or a sample's response."""
-
-    kind: str
-    number: int
 
 
 class _Skipped(nn.Module):

@@ -16,7 +16,7 @@ from fastrl.data import batch as data
 from fastrl.data.batch import BatchMaker
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.utils import evaluating
-from fastrl.ppo.experience import scoring_request
+from fastrl.ppo.experience import Scorer, scored_in_parts
 from fastrl.ppo.loss import Aggregate
 from fastrl.ppo.nonfinite import NonFiniteNumbers
 from fastrl.ppo.update import PPOUpdate
@@ -35,6 +35,7 @@ class ClassicMethods:
     batches: BatchMaker
     aggregate: Aggregate
     nonfinite: NonFiniteNumbers
+    scorer: Scorer
     update: PPOUpdate
 
     def prepare_model_inputs(
@@ -70,27 +71,15 @@ class ClassicMethods:
         responses, response_masks = self.batches.own(responses, response_masks)
         batch = self.batches.from_inputs(model_inputs, queries, responses, response_masks)
         batch = batch.to(self.current_device)
-        size, shape = self.config.mini_batch_size, batch.mask.shape
-        logprobs, values = (torch.zeros(shape, device=self.current_device) for _ in range(2))
-        logits = None
-        with torch.no_grad(), evaluating(model):
-            for start in range(0, len(batch), size):
-                chosen = range(start, min(start + size, len(batch)))
-                columns = batch.columns(chosen)
-                block = (slice(chosen.start, chosen.stop), slice(columns.start, columns.stop - 1))
-                part = batch.select(chosen)
-                model_pass, rows = part.model_pass, part.rows()
-                request = scoring_request(
-                    part, model_pass, logits=return_logits, temperature=self.config.temperature
-                )
-                scores = model(**model_pass.inputs, scoring=request)
-                logprobs[block] = part.scatter(scores.logprobs, rows)
-                values[block] = part.scatter(scores.values, rows)
-                if return_logits:
-                    if logits is None:
-                        logits = scores.logits.new_zeros((*shape, scores.logits.shape[-1]))
-                    logits[block][part.mask] = scores.logits
-        return logprobs, logits, values, batch.mask
+        with evaluating(model):
+            found = scored_in_parts(
+                model,
+                batch,
+                self.scorer.limit,
+                logits=return_logits,
+                temperature=self.config.temperature,
+            )
+        return found["logprobs"], found.get("logits"), found["values"], batch.mask
 
     def loss(
         self,

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fastrl_kernels
-from fastrl.data.batch import TokenBatch
-from fastrl.data.packing import ModelPass
+from fastrl.data.token_batch import ModelPass, TokenBatch
 from fastrl.models.scoring import PassLimit, ScoringRequest
 from fastrl.ppo.kl import KLPenalty
 from fastrl.ppo.memory import MicroBatches, PositionCount
@@ -98,7 +97,7 @@ class LastExperience(NamedTuple):
 class LogprobsAndValues(NamedTuple):
     """Log-probs and values of tokens under the policy that generated them."""
 
-    logprobs: Tensor  # [N], or [L] of one response
+    logprobs: Tensor  # [N], [L] of one response, or [B, T-1]
     values: Tensor  # the same
 
 
@@ -114,16 +113,15 @@ class Scorer:
         policy: nn.Module,
         reference: RefModel,
         penalty: KLPenalty,
-        samples_per_pass: int,
+        limit: PassLimit,
         precision: torch.dtype = torch.float32,
         temperature: float = 1.0,
         processes: Processes | None = None,
-        tokens_per_pass: int | None = None,
     ):
         self.policy = policy
         self.reference = reference
         self.penalty = penalty
-        self.samples_per_pass, self.tokens_per_pass = samples_per_pass, tokens_per_pass
+        self.limit = limit
         self.precision = precision
         self.temperature = temperature
         self.processes = processes or OneProcess()
@@ -140,7 +138,7 @@ class Scorer:
 
         def in_parts(size: int) -> dict[str, Tensor]:
             nonlocal order
-            limit = PassLimit(size, self.tokens_per_pass)
+            limit = self.limit._replace(samples=size)
             passes = [batch.parts(share, limit) for share in shares]
             order = [[i for part in parts for i in part] for parts in passes]
             own = passes[self.processes.index]
@@ -155,25 +153,23 @@ class Scorer:
             return {name: torch.cat(parts) for name, parts in columns.items()}
 
         most = max(map(len, shares))
-        found = self.slices(in_parts, min(self.samples_per_pass, most))
-        rows, tokens = batch.rows(), batch.response_mask.sum(-1).tolist()
-        of_samples = rows.split(tokens)
-        of_shares = torch.cat([of_samples[i] for share in order for i in share])
+        found = self.slices(in_parts, min(self.limit.samples, most))
+        tokens = batch.response_mask.sum(-1).tolist()
+        rows = batch.rows_of(i for share in order for i in share)
         counts = [sum(tokens[i] for i in share) for share in order]
         scored = {
-            name: batch.scatter(self.processes.joined(x, counts), of_shares)
-            for name, x in found.items()
+            name: batch.scatter(self.processes.joined(x, counts), rows) for name, x in found.items()
         }
         if rollout is not None:
-            scored |= {name: batch.scatter(x, rows) for name, x in rollout._asdict().items()}
+            scored |= {
+                name: batch.scatter(x, batch.rows()) for name, x in rollout._asdict().items()
+            }
         return Scored(**scored)
 
-    @torch.no_grad()
-    def policy_scores(self, part: TokenBatch) -> LogprobsAndValues:
-        """Scores a few samples by a forward of the policy."""
-        model_pass = part.model_pass
-        scored = self.policy(**model_pass.inputs, scoring=self._request(part, model_pass))
-        return LogprobsAndValues(scored.logprobs, scored.values)
+    def policy_scores(self, batch: TokenBatch) -> LogprobsAndValues:
+        """By the policy alone, each [B, T-1]."""
+        found = scored_in_parts(self.policy, batch, self.limit, temperature=self.temperature)
+        return LogprobsAndValues(found["logprobs"], found["values"])
 
     def _score_reference(self, part: TokenBatch) -> dict[str, Tensor]:
         model_pass = part.model_pass
@@ -201,19 +197,57 @@ class Scorer:
         return scoring_request(part, model_pass, temperature=self.temperature, **options)
 
 
-def check_tokens(batch: TokenBatch, most: int | None) -> None:
+@torch.no_grad()
+def scored_in_parts(
+    model: nn.Module, batch: TokenBatch, limit: PassLimit, **options: Any
+) -> dict[str, Tensor]:
+    """A model's scores of a batch's response tokens, without gradients.
+
+    Args:
+        options: of the :class:`ScoringRequest`.
+
+    Returns:
+        ``logprobs`` and ``values`` [B, T-1], ``logits`` [B, T-1, V] where they are asked for; zero
+        where masked.
     """
+    shape, found = batch.input_ids.shape, {}
+    for chosen in batch.parts(range(len(batch)), limit):
+        part, rows = batch.select(chosen), batch.rows_of(chosen)
+        model_pass = part.model_pass
+        scores = model(**model_pass.inputs, scoring=scoring_request(part, model_pass, **options))
+        for name in ("logprobs", "values", "logits"):
+            per_row = getattr(scores, name)
+            if per_row is None:
+                continue
+            if name not in found:
+                found[name] = per_row.new_zeros(shape.numel(), *per_row.shape[1:])
+            found[name].index_copy_(0, rows, per_row)
+    return {name: flat.unflatten(0, shape)[:, :-1] for name, flat in found.items()}
+
+
+def check_tokens(
+    most: int | None,
+    prompts: Sequence[int],
+    responses: Sequence[int],
+    name_of: Callable[[int], str] = "queries[{0}] and responses[{0}]".format,
+) -> None:
+    """
+    Args:
+        most: the tokens of a forward, ``micro_batch_tokens``.
+        prompts, responses: the tokens of each sample's, or as many as it may have.
+        name_of: names a sample.
+
     Raises:
         ValueError: a sample has more tokens than a forward may have.
     """
-    if most is None:
+    lengths = [n + m for n, m in zip(prompts, responses, strict=True)]
+    if most is None or not lengths:
         return
-    lengths = [n + m for n, m in zip(batch.prompt_lengths, batch.response_lengths, strict=True)]
-    longest = max(range(len(batch)), key=lengths.__getitem__)
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
     if lengths[longest] > most:
         raise ValueError(
-            f"micro_batch_tokens={most}, but queries[{longest}] and responses[{longest}] have "
-            f"{lengths[longest]} tokens: raise it to that, or shorten prompts or responses"
+            f"micro_batch_tokens={most}, but {name_of(longest)} have {lengths[longest]} tokens: "
+            "raise it to that, or shorten prompts or responses (max_new_tokens)"
         )
 
 
@@ -223,7 +257,7 @@ def shares_of(batch: TokenBatch, samples: Sequence[int], processes: Processes) -
     samples for each."""
     groups = batch.groups(samples)
     units = [[i] for i in samples] if len(groups) % processes.count else groups
-    sizes = [batch.packing.tokens(batch, unit) for unit in units]
+    sizes = [batch.padding.tokens(batch, unit) for unit in units]
     return [sorted(i for k in part for i in units[k]) for part in processes.balanced(sizes)]
 
 

@@ -14,6 +14,7 @@ from fastrl.data.chat import as_answer
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.models.layout import EncoderDecoder
+from fastrl.ppo.experience import check_tokens
 from fastrl.ppo.guards import check_divergence
 from fastrl.ppo.ledger import RewardedSamples, ScoredSamples, open_ledger, recordable
 from fastrl.ppo.nonfinite import check_a_sample_is_left, samples_left_out
@@ -97,6 +98,7 @@ class Loop:
             else Prompts.from_list(prompts, tokenizer, closed=closed)
         )
         self.prompts = given.fitting(*room)
+        self._check_tokens(self.prompts, new_tokens)
         self.prompts_per_step = config.prompts_per_step * self.processes.count
         if len(self.prompts) < self.prompts_per_step:
             wanted = f"batch_size={config.batch_size}"
@@ -111,6 +113,7 @@ class Loop:
         if eval_prompts is not None:
             given = read_eval_prompts(eval_prompts, prompt_column, tokenizer, closed=closed)
             self.eval_prompts = given.fitting(*room)
+            self._check_tokens(self.eval_prompts, new_tokens)
             if len(self.eval_prompts) < self.processes.count:
                 raise ValueError(
                     f"{len(self.eval_prompts)} eval_prompts are fewer than "
@@ -131,6 +134,18 @@ class Loop:
             *([] if config.log_with is None else [TrackerCallback()]),
             *callbacks,
         ]
+
+    def _check_tokens(self, prompts: Prompts, new_tokens: int) -> None:
+        """
+        Raises:
+            ValueError: with as many new tokens as it may get, a prompt does not fit into a forward.
+        """
+        check_tokens(
+            self.trainer.config.micro_batch_tokens,
+            list(map(len, prompts.ids)),
+            [new_tokens] * len(prompts),
+            lambda i: f"{prompts.name_of(prompts.rows[i])} and {new_tokens} new tokens",
+        )
 
     @property
     def last_step(self) -> int:

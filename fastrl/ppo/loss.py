@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fastrl.config import PPOConfig
-from fastrl.data.batch import TokenBatch
-from fastrl.data.packing import ModelPass
+from fastrl.data.token_batch import ModelPass, TokenBatch
 from fastrl.models.scoring import PassLimit, PolicyObjective, ScoringRequest, TokenScores
 from fastrl.ppo.experience import Experience, scoring_request
 from fastrl.ppo.kl import kl_in_loss

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
-from fastrl.data.batch import TokenBatch
+from fastrl.data.token_batch import TokenBatch
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class PositionCount:
 
     def add(self, batch: TokenBatch) -> None:
         """Counts a forward over a batch."""
-        self.positions += batch.packing.tokens(batch, range(len(batch)))
+        self.positions += batch.padding.tokens(batch, range(len(batch)))
         self.tokens += sum(batch.prompt_lengths) + sum(batch.response_lengths)
 
     def taken(self) -> PositionCount:

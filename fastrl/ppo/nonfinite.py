@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fastrl.data.batch import TokenBatch
+from fastrl.data.token_batch import TokenBatch
 from fastrl.ppo.experience import Scored
 from fastrl.ppo.loss import Minibatch
 from fastrl.rollout import RolloutOutput

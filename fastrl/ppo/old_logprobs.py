@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fastrl.data.batch import TokenBatch
+from fastrl.data.token_batch import TokenBatch
 from fastrl.ppo.experience import LogprobsAndValues, Scored, Scorer
 from fastrl.rollout import RolloutOutput
 
@@ -62,7 +62,7 @@ class OldLogprobs:
         samples = batch.counting() or range(len(batch))
         chosen = samples[:: max(1, len(samples) // AUDITED)][:AUDITED]
         part = batch.select(chosen)
-        expected = torch.stack(self.scorer.policy_scores(part))
+        expected = torch.stack([x[part.mask] for x in self.scorer.policy_scores(part)])
         difference = (torch.stack(_joined(part, [rollout[i] for i in chosen])) - expected).abs()
         kind, tolerance = TOLERANCES.get(self.scorer.precision, LOW_PRECISION)
         # Values have a scale of their own.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
-from fastrl.data.batch import TokenBatch
+from fastrl.data.token_batch import TokenBatch
 from fastrl.ppo.experience import Experience, Scored
 from fastrl.ppo.memory import PositionCount
 from fastrl.ppo.update import UpdateRecord

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastrl.config import PPOConfig, json_object
 from fastrl.core import PPODecorators, set_seed
 from fastrl.data import batch as data
-from fastrl.data.batch import TokenBatch, make_batches
-from fastrl.data.choose_packing import choose_packing
+from fastrl.data.batch import make_batches
+from fastrl.data.choose_padding import choose_padding
 from fastrl.data.prompts import PromptStream
+from fastrl.data.token_batch import TokenBatch
 from fastrl.models import PreTrainedModelWrapper
 from fastrl.models.master_weights import handles_rounding
 from fastrl.models.optimizers import (
@@ -29,6 +30,7 @@ from fastrl.models.optimizers import (
     make_optimizer,
 )
 from fastrl.models.products import Products
+from fastrl.models.scoring import PassLimit
 from fastrl.models.sharding import gathered_state_dict
 from fastrl.models.utils import evaluating, warn_of_lost_updates
 from fastrl.plan.report import Plan
@@ -204,7 +206,7 @@ class PPOTrainer(ClassicMethods):
         self.advantages = make_advantages(config)
         precision = precision_of(model, self.accelerator)
         choose_heads(self.current_device, self.model, self.ref_model)
-        self.packing = choose_packing(
+        self.padding = choose_padding(
             config.padding_free,
             self.current_device,
             precision,
@@ -212,16 +214,15 @@ class PPOTrainer(ClassicMethods):
             self.ref_model,
             anywhere=self.processes.any,
         )
-        self.batches = make_batches(model, tokenizer, training_data_collator, self.packing)
+        self.batches = make_batches(model, tokenizer, training_data_collator, self.padding)
         self.scorer = Scorer(
             self.model,
             self.reference,
             self._kl_penalty,
-            config.mini_batch_size,
+            PassLimit(config.mini_batch_size, config.micro_batch_tokens),
             precision,
             config.temperature,
             self.processes,
-            config.micro_batch_tokens,
         )
         # The KL over the vocabulary needs the policy's logits, and hence its forward.
         kind = "recompute" if self._kl_penalty.needs_logits else config.old_logprobs
@@ -341,7 +342,8 @@ class PPOTrainer(ClassicMethods):
         for count in self._positions:
             count.taken()  # of a step that failed
         batch = self.make_batch(given.queries, given.responses, given.masks)
-        check_tokens(batch, self.config.micro_batch_tokens)
+        most = self.config.micro_batch_tokens
+        check_tokens(most, batch.prompt_lengths, batch.response_lengths)
         self.advantages.check(given.queries)
         self.score_or_reuse.check(given.logprobs)
 
@@ -553,8 +555,9 @@ class PPOTrainer(ClassicMethods):
         stay open: ``accelerator.end_training()`` closes them.
 
         Raises:
-            ValueError: fewer prompts than a step takes, an empty or over-long prompt, chats without
-                 a chat template, a missing column, steps < 1, more than one process, another
+            ValueError: fewer prompts than a step takes, an empty or over-long prompt, one that with
+                 its new tokens exceeds ``PPOConfig.micro_batch_tokens``, chats without a chat
+                 template, a missing column, steps < 1, more than one process, another
                  temperature than the configuration's in ``generation_kwargs``, a setting of the
                  rewards that is out of range, rewards that are not one number per completion; with
                  ``on_nonfinite="raise"``, or where no sample has another, one that is not finite;

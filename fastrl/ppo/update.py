@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from fastrl.config import PPOConfig
-from fastrl.data.batch import TokenBatch
+from fastrl.data.token_batch import TokenBatch
 from fastrl.models.activation_checkpointing import all_layers, checkpointed
 from fastrl.models.activation_offloading import activation_offloading
 from fastrl.models.scoring import PassLimit

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fastrl.data.batch import TokenBatch
+from fastrl.data.token_batch import TokenBatch, TrunkActivations
 from fastrl.models.scoring import ScoringRequest, TokenScores
-from fastrl.models.trunk import TrunkCache
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,7 +42,7 @@ class RefModel(ABC):
     def place(self, policy: nn.Module, accelerator: Accelerator) -> None:  # noqa: B027 - optional
         """Moves it to the device where it computes, once the policy is prepared."""
 
-    def trunk_cache(self, batch: TokenBatch) -> TrunkCache | None:
+    def trunk_cache(self, batch: TokenBatch) -> TrunkActivations | None:
         """Activations of the layers that policy and reference share, for a batch; None where they
         share none."""
         return None

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from fastrl.config import PPOConfig
 from fastrl.models.master_weights import LOW_PRECISION
 from fastrl.models.quantised import refuse_quantised
-from fastrl.models.trunk import Budget
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.ref_model.adapter import AdapterOffRefModel, StartAdapterRefModel, trained_before
 from fastrl.ref_model.base import RefModel, cannot_follow
@@ -19,6 +18,7 @@ from fastrl.ref_model.copy import CopyRefModel, frozen_copy, in_dtype
 from fastrl.ref_model.none import NoRefModel
 from fastrl.ref_model.offload import OffloadRefModel
 from fastrl.ref_model.trunk import TrunkRefModel, Unshareable, shared_copy, split_off
+from fastrl.ref_model.trunk_cache import Budget
 
 _IN_PARTS = "the scales of such weights stay behind where they are shared or moved"
 _RUN_WHOLE = "an encoder–decoder shares no layers, and is not run layer by layer"
@@ -125,7 +125,7 @@ def choose_ref_model(
         gib = (config.trunk_cache_gib, config.trunk_cache_host_gib)
         budget = Budget(*(int(each * 2**30) for each in gib))
         if ref_model.trunk is not None:
-            reference = TrunkRefModel(ref_model, policy, budget)
+            reference = TrunkRefModel(ref_model, policy, budget, config.micro_batch_tokens)
         else:
             reference, why = CopyRefModel(ref_model, policy), "its layers cannot be shared"
     else:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastrl.data.batch import TokenBatch
+from fastrl.data.token_batch import TokenBatch
 from fastrl.models.sharding import spread, whole_weights
-from fastrl.models.trunk import Budget, Trunk, TrunkCache
+from fastrl.models.trunk import Trunk
 from fastrl.models.utils import evaluating, is_empty
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.ref_model.copy import Copied, SecondModel, frozen_copy
+from fastrl.ref_model.trunk_cache import Budget, TrunkCache
 
 _TOKENS = 8  # of the self-check
 _TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and less
@@ -68,17 +69,25 @@ class TrunkRefModel(SecondModel):
     """The bottom layers are the policy's own, frozen; both tops start at the same boundary.
 
     Where FSDP2 spreads weights, the reference has shares of the bottom layers as well.
+
+    Args:
+        budget, tokens_per_pass: of a batch's :class:`TrunkCache`.
     """
 
     mode = "trunk"
 
     def __init__(
-        self, model: PreTrainedModelWrapper, policy: PreTrainedModelWrapper, budget: Budget
+        self,
+        model: PreTrainedModelWrapper,
+        policy: PreTrainedModelWrapper,
+        budget: Budget,
+        tokens_per_pass: int | None = None,
     ):
         super().__init__(model, policy)
         assert policy.trunk is not None
         self._policy: nn.Module = policy
         self._trunk, self._budget = policy.trunk, budget
+        self._tokens_per_pass = tokens_per_pass
         self._autocast: Any = None
         self._checksum = self._trunk.checksum()
 
@@ -88,7 +97,9 @@ class TrunkRefModel(SecondModel):
 
     def trunk_cache(self, batch: TokenBatch) -> TrunkCache:
         whole = partial(whole_weights, self._policy)
-        return TrunkCache(self._trunk, batch, self._budget, self._autocast, whole)
+        return TrunkCache(
+            self._trunk, batch, self._budget, self._tokens_per_pass, self._autocast, whole
+        )
 
     def verify(self) -> None:
         spread(self._policy)

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from fastrl.models.activation_offloading import activation_offloading
 from fastrl.models.master_weights import MASTER, MasterWeights
-from fastrl.models.optimizers import keep_state, steps_in_backward
+from fastrl.models.optimizers import class_and_keywords, keep_state, steps_in_backward
 from fastrl.models.utils import warn_of_lost_updates
 from fastrl.run.precision import precision_for, refuse_fp16_twice, shared_precision
 
@@ -52,6 +52,10 @@ class LowMemoryTrainer(transformers.Trainer):
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         with self._offloading(self.accelerator.unwrap_model(model)):
             return super().training_step(model, *args, **kwargs)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        return class_and_keywords(args, model)
 
     def create_optimizer(self, model: Any = None) -> Any:
         self.optimizer = super().create_optimizer(model)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.data import reads_eos
-from fastrl.data.choose_packing import rewards_of_samples
+from fastrl.data.choose_padding import rewards_of_samples
 from fastrl.data.collators import SIDES, RewardDataCollatorWithPadding, both_sides
 from fastrl.data.encode import closes_texts, end_token
-from fastrl.data.packing import join_sides, unpadded
+from fastrl.data.padding_free import join_sides, unpadded
 from fastrl.data.prepare import has_tokens, missing_token_columns, prepare_pairs
 from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.reward_head import rewards_at, score_head

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DataCollatorForLanguageModeling
 
-from fastrl.data.choose_packing import logprobs_of_labels
+from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.collators import DataCollatorForCompletionOnlyLM, TextCollator, targets_of
-from fastrl.data.pack import JoinedCollator, PackedCollator, PackedTexts, choose_collator
-from fastrl.data.packing import join_texts, right_padded
+from fastrl.data.padding_free import join_texts, right_padded
 from fastrl.data.prepare import prepare_texts
+from fastrl.data.sft_packing import JoinedCollator, PackedCollator, PackedTexts, choose_collator
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.lm_head import Head, choose_head, corner_of
 from fastrl.models.load import load_language_model, with_adapter
@@ -165,6 +165,7 @@ class SFTTrainer(SupervisedTrainer):
         if packs and self._max_length is None:
             raise ValueError("packing needs max_length: how many tokens a row holds")
         self._padding_free: bool | None = None
+        self._said_padded = False
         super().__init__(
             model=model,
             args=args,
@@ -325,23 +326,49 @@ class SFTTrainer(SupervisedTrainer):
         """Arguments of the model's forward on a batch, the attention in place of its own or None,
         where the rows [N] stand in them, and the places of packed tokens in the batch or None."""
         given = {k: v for k, v in inputs.items() if k not in _TARGETS} | {"use_cache": False}
-        lengths = given.pop("lengths", None)
-        mask = given.get("attention_mask")
-        if lengths is None and given.keys() == _PLAIN and mask is not None and mask.dim() == 2:
-            each = right_padded(mask)
-            width = mask.shape[1]
-            # A collator of the user may have labels on padding.
-            learned = each is not None and all(
-                row % width < each[row // width] for row in rows.tolist()
-            )
-            lengths = [[n] for n in each] if each is not None and learned else None
-        elif lengths is not None:
-            lengths = [[n for n in row if n] for row in lengths.tolist()]
-        if lengths is None or not self._is_padding_free():
+        lengths = self._lengths(given, given.pop("lengths", None), rows)
+        if lengths is None:
             return given, None, rows, None
         model_pass, places = join_texts(given["input_ids"], rows, lengths)
         given |= model_pass.inputs
         return given, given.pop("attention"), model_pass.rows, places
+
+    def _lengths(
+        self, given: dict[str, Any], packed: Tensor | None, rows: Tensor
+    ) -> list[list[int]] | None:
+        """Tokens of the texts in each row of a batch, where it is run without padding.
+
+        Args:
+            given: arguments of the model's forward.
+            packed: those lengths, [B, texts], with zeros, where a collator of fastrl has packed it.
+            rows: what is learned, [N].
+        """
+        mask = given.get("attention_mask")
+        plain = given.keys() == _PLAIN and isinstance(mask, Tensor) and mask.dim() == 2
+        if (packed is None and not plain) or not self._is_padding_free():
+            return None
+        if packed is not None:
+            return [[n for n in row if n] for row in packed.tolist()]
+        assert isinstance(mask, Tensor)
+        ends, width = right_padded(mask), mask.shape[1]
+        # Only collators of the user pad otherwise, or have labels on padding.
+        if ends is None:
+            self._say_padded("with padding that is not on the right: pad there")
+            return None
+        if bool((rows % width >= mask.sum(-1)[rows // width]).any()):
+            self._say_padded("with labels on padding: label it -100")
+            return None
+        return [[n] for n in ends]
+
+    def _say_padded(self, what: str) -> None:
+        """Warns once that a collator's batches are padded."""
+        if not self._said_padded:
+            self._said_padded = True
+            warnings.warn(
+                f"batches stay padded, because the data collator makes them {what}; or set "
+                "padding_free=False, where that is meant",
+                stacklevel=2,
+            )
 
     def _is_padding_free(self) -> bool:
         """Whether the model runs texts without padding; found at the first use, when it is on its

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from fastrl.config import PPOConfig, setting, setting_like
-from fastrl.data.batch import TokenBatch
-from fastrl.data.choose_packing import why_not_packed
+from fastrl.data.choose_padding import runs_packed
+from fastrl.data.token_batch import TokenBatch
 from fastrl.models.load import load_tokenizer
 from fastrl.models.optimizers import check_optimizer
 from fastrl.models.products import Products
@@ -81,7 +81,7 @@ class SupervisedArguments(TrainingArguments):
         if self.report_to is None:
             self.report_to = "none"
         super().__post_init__()
-        check_optimizer(str(getattr(self.optim, "value", self.optim)))
+        _check_optimizer(self)
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length must be at least 1 or None, got {self.max_length}")
         if self.on_nonfinite not in ON_NONFINITE:
@@ -216,13 +216,10 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         """
         if not self.args.padding_free:
             return False
-        half = torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
+        lowest = torch.bfloat16 if self.args.bf16 or self.args.fp16 else torch.float32
+        model, device = self.model_wrapped, self.args.device
         with self.compute_loss_context_manager():
-            cause = why_not_packed(self.model_wrapped, self.args.device, half, scores)
-        if cause is not None:
-            name = type(self.accelerator.unwrap_model(self.model)).__name__
-            warnings.warn(f"{name}: batches are padded, because {cause}", stacklevel=2)
-        return not self.processes.any(cause is not None)
+            return runs_packed([model], device, lowest, scores, anywhere=self.processes.any)
 
     @property
     def share(self) -> float:
@@ -288,6 +285,11 @@ def trained_identity(trainer: Any) -> dict[str, Any]:
     return {**model_identity(model, trainer.processing_class), "weights": describe_weights(trained)}
 
 
+def _check_optimizer(args: TrainingArguments) -> None:
+    name = str(getattr(args.optim, "value", args.optim))
+    check_optimizer(name, arguments=args.optim_args, decay_is_a_setting=True)
+
+
 def settings_of(args: Any, kind: type, **keywords: Any) -> Any:
     """A copy of the arguments, with the keywords that are not None; settings that transformers' own
     arguments lack get their defaults."""
@@ -295,6 +297,7 @@ def settings_of(args: Any, kind: type, **keywords: Any) -> Any:
     for field in dataclasses.fields(kind):
         if not hasattr(args, field.name):
             setattr(args, field.name, field.default)
+    _check_optimizer(args)  # of transformers' own arguments nobody has done so
     for name, value in keywords.items():
         if value is not None:
             setattr(args, name, value)

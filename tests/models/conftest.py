@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from fastrl.data.batch import TokenBatch, pad
-from fastrl.data.packing import PaddingFree
-from fastrl.models.trunk import Trunk, TrunkCache, layer_stack
+from fastrl.data.batch import pad
+from fastrl.data.padding_free import PaddingFree
+from fastrl.data.token_batch import TokenBatch
+from fastrl.models.trunk import layer_stack
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -33,7 +34,7 @@ def counted(model, inside=None):
     return counts
 
 
-def batch_of(sequences, prompts=None, packing=None, side="right"):
+def batch_of(sequences, prompts=None, padding=None, side="right"):
     """Sequences of a token more than a prompt, or with prompts of given lengths."""
     padded = pad(sequences, tiny.PAD, side)
     prompts = prompts or [len(x) - 1 for x in sequences]
@@ -41,9 +42,4 @@ def batch_of(sequences, prompts=None, packing=None, side="right"):
     batch = TokenBatch.from_padded(
         padded["input_ids"], padded["attention_mask"], prompts, responses
     )
-    return replace(batch, packing=packing or PaddingFree())
-
-
-def trunk_cache(model, lengths, budget, packing=None):
-    trunk = Trunk(model.pretrained_model, 2)
-    return TrunkCache(trunk, batch_of(tiny_models.prompts(*lengths), packing=packing), budget)
+    return replace(batch, padding=padding or PaddingFree())

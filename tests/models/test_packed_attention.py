@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.masking_utils import sliding_window_causal_mask_function
 
 from fastrl.models import packed_attention
 from fastrl.models.attention import Variant
@@ -191,15 +192,36 @@ class VarlenByFormula:
         return tuple(x.to(q.dtype) for x in (dq, dk, dv))
 
 
-@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
-def test_runs_are_named_to_the_gpus_kernel_by_their_ends(groups, monkeypatch):
+@pytest.fixture
+def varlen(monkeypatch):
+    """The kernel for GPUs, on CPUs."""
     varlen = VarlenByFormula()
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", varlen.forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", varlen.backward)
     monkeypatch.setattr(packed_attention, "kernel_for", lambda _device: FlashKernel())
+    return varlen
+
+
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
+def test_runs_are_named_to_the_gpus_kernel_by_their_ends(groups, varlen):
     layout = PackedLayout(groups)
     judge(layout, (4, 2), torch.bfloat16, VARIANTS["plain"])
     assert len(varlen.calls) == 1 + layout.shares, "forward: a call for all runs"
+
+
+@pytest.mark.parametrize("name", ["window", "capped window", "wide window"])
+def test_the_gpus_kernel_is_not_asked_for_a_window_that_hides_tokens(name, varlen):
+    """Those of a shared prompt that each response sees are others."""
+    judge(PackedLayout(LAYOUTS["mixed"]), (4, 2), torch.bfloat16, VARIANTS[name])
+    assert bool(varlen.calls) == (name == "wide window")
+
+
+def test_a_window_is_that_of_transformers():
+    """Of so many tokens, the query's own among them."""
+    seen = packed_attention._causal(2, 6, 3, torch.device("cpu"))
+    for row, at in zip(seen, (4, 5), strict=True):
+        inside = sliding_window_causal_mask_function(3)
+        assert row.tolist() == [bool(inside(0, 0, torch.tensor(at), k)) for k in range(6)]
 
 
 def test_the_gpus_kernel_is_asked_only_for_what_it_takes():

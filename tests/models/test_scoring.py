@@ -8,7 +8,8 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fastrl_kernels
-from fastrl.data.batch import TokenBatch, pad
+from fastrl.data.batch import pad
+from fastrl.data.token_batch import TokenBatch
 from fastrl.models import AutoModelForCausalLMWithValueHead
 from fastrl.models.lm_head import FullHead, FusedHead, RowHead, choose_head
 from fastrl.models.scoring import PolicyObjective, ScoringRequest

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from fastrl import PPOConfig
-from fastrl.data.packing import Padded, PaddingFree
+from fastrl.data.padding_free import PaddingFree
+from fastrl.data.token_batch import Padded
+from fastrl.models.trunk import layer_stack
 from tests import tiny_models
 from tests.models.conftest import counted, deep
 from tests.ppo.conftest import make_batch, make_trainer
@@ -59,8 +61,8 @@ def test_a_step_is_that_of_padded_batches(settings, padding_side):
     batch = grouped_batch() if "group_size" in settings else make_batch()
     settings = {**settings, "padding_side": padding_side}
     free, padded = stepped_alike(settings, {"padding_free": False}, batch)
-    assert isinstance(free.packing, PaddingFree)
-    assert isinstance(padded.packing, Padded)
+    assert isinstance(free.padding, PaddingFree)
+    assert isinstance(padded.padding, Padded)
 
 
 def test_prompts_of_groups_run_once_in_scoring_and_update():
@@ -148,6 +150,49 @@ def test_a_sample_beyond_the_tokens_of_a_pass_is_refused_before_anything_changes
         pytest.raises(ValueError, match=r"micro_batch_tokens=9, but queries\[\d\] and responses"),
     ):
         trainer.step(**make_batch())
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+@pytest.mark.parametrize("what", ["audit", "batched_forward_pass", "shared layers"])
+def test_every_pass_keeps_to_the_tokens(what, padding_free):
+    shared = {"num_shared_layers": 2} if what == "shared layers" else {}
+    settings = {"micro_batch_tokens": 24, "padding_free": padding_free, **shared}
+    trainer = make_trainer(deep("llama"), batch_size=8, mini_batch_size=8, **settings)
+    batch = make_batch(8)
+    seen = []
+    layer_stack(trainer.model.pretrained_model)[0].register_forward_pre_hook(
+        lambda _m, args: seen.append(args[0].shape[:2].numel())
+    )
+    if what == "audit":
+        tokens = trainer.make_batch(batch["queries"], batch["responses"], None)
+        trainer.scorer.policy_scores(tokens)
+    elif what == "shared layers":
+        trainer.step(**batch)
+    else:
+        inputs = trainer.prepare_model_inputs(batch["queries"], batch["responses"])
+        trainer.batched_forward_pass(trainer.model, batch["queries"], batch["responses"], inputs)
+    assert len(seen) > 1
+    assert max(seen) <= 24
+
+
+@pytest.mark.parametrize("of", ["prompts", "eval_prompts"])
+def test_train_refuses_prompts_that_no_pass_can_hold_before_it_generates(of, unchanged):
+    trainer = make_trainer(micro_batch_tokens=12, batch_size=2)
+    prompts = {"prompts": tiny_models.prompts(3, 4), "eval_prompts": tiny_models.prompts(3, 4)}
+    prompts[of] = tiny_models.prompts(3, 8)
+    with (
+        unchanged(trainer),
+        pytest.raises(
+            ValueError,
+            match=rf"micro_batch_tokens=12, but {of}\[1\] and 5 new tokens have 13 tokens: raise",
+        ),
+    ):
+        trainer.train(
+            lambda **_: pytest.fail("generated"),
+            steps=1,
+            generation_kwargs={"max_new_tokens": 5},
+            **prompts,
+        )
 
 
 @pytest.mark.parametrize("tokens", [0, -1])

@@ -7,7 +7,6 @@ import torch
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, create_reference_model
 from fastrl.models.scoring import ScoringRequest
-from fastrl.models.trunk import Budget
 from fastrl.ref_model import (
     AdapterOffRefModel,
     CopyRefModel,
@@ -17,6 +16,7 @@ from fastrl.ref_model import (
     TrunkRefModel,
     choose_ref_model,
 )
+from fastrl.ref_model.trunk_cache import Budget
 from tests import seq2seq_models, tiny_models
 from tests.models.conftest import FAMILIES, batch_of, counted, deep
 from tests.ref_model.conftest import adapted, storage

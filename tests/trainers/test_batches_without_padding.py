@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from fastrl.data.batch import pad
 from fastrl.data.collators import TextCollator
-from fastrl.data.packing import join_sides, right_padded
+from fastrl.data.padding_free import join_sides, right_padded
 from tests import tiny_models
 from tests.golden import tiny
 from tests.trainers.conftest import Make, pairs, reward_model, texts
@@ -23,6 +27,14 @@ def still(model: Any) -> Any:
             module.p = 0.0
     model.config.attention_dropout = model.config.attn_pdrop = 0.0
     return model
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Context in which nothing is warned of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
 
 
 def tokens_of(layer: torch.nn.Module) -> list[int]:
@@ -193,5 +205,26 @@ def test_labels_on_padding_are_learned_as_they_stand(make_sft: Make) -> None:
         model = still(tiny_models.language_model("llama"))
         trainer = make_sft(model, texts(6), data_collator=collate, padding_free=padding_free)
         batch = collate([trainer.train_dataset[i] for i in range(6)])
-        losses.append(trainer.compute_loss(model, batch).item())
+        with pytest.warns(UserWarning, match="labels on padding") if padding_free else silence():
+            losses.append(trainer.compute_loss(model, batch).item())
+        with silence():  # it is said once
+            trainer.compute_loss(model, batch)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_collator_that_pads_on_the_left_is_told_of(make_sft: Make) -> None:
+    def collate(rows: Any) -> Any:
+        batch = pad([torch.tensor(row["input_ids"]) for row in rows], tiny.PAD, "left")
+        labels = torch.where(batch["attention_mask"].bool(), batch["input_ids"], -100)
+        return batch | {"labels": labels}
+
+    model = still(tiny_models.language_model("llama"))
+    trainer = make_sft(model, texts(6), data_collator=collate)
+    batch = collate([trainer.train_dataset[i] for i in range(6)])
+    with pytest.warns(UserWarning, match="padding that is not on the right: pad there"):
+        trainer.compute_loss(model, batch)
+    even = collate([trainer.train_dataset[0]] * 2)
+    seen = tokens_of(model.model.layers[0])
+    with silence():
+        trainer.compute_loss(model, even)
+    assert seen == [even["input_ids"].numel()]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, RewardConfig, SFTConfig
 from fastrl.alignment import AlignmentConfig
@@ -19,6 +19,7 @@ from fastrl.models.master_weights import MASTER, MasterWeights
 from fastrl.models.optimizer_state import load_optimizer_state, optimizer_state
 from fastrl.models.optimizers import keep_state, make_optimizer
 from fastrl.run.state import load_tree, save_tree
+from fastrl.trainers.supervised import settings_of
 from tests import tiny_models
 from tests.alignment.conftest import make_trainer
 from tests.golden import tiny
@@ -230,6 +231,47 @@ def test_arguments_that_nothing_would_read_are_refused(name: str, given: str, sa
         pytest.importorskip("bitsandbytes")
     with pytest.raises(ValueError, match=said):
         make_optimizer(nn.Linear(3, 2), name, 1e-3, given)
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, RewardConfig, AlignmentConfig], ids=str)
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("adamw_torch", "momentum=0.9", "optim='adamw_torch' has no argument 'momentum'"),
+        ("adamw_torch", "amsgrad=2", "amsgrad=2 of optim='adamw_torch' is not true or false"),
+        ("adamw_torch", "eps", 'optim_args must be "name=value,…"'),
+        ("sgd", "weight_decay=0.1", "'sgd' has no argument 'weight_decay': set weight_decay"),
+        ("lomo", "eps=1", "optim='lomo' has no argument 'eps': leave it out"),
+        ("galore_adamw", "rank=two", "rank=two of optim='galore_adamw' is not of type int"),
+    ],
+)
+def test_trainers_refuse_arguments_before_anything_is_loaded(
+    kind: type, name: str, given: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizers.importlib.util, "find_spec", lambda name: object())
+    settings = {"optim": name, "optim_args": given, "report_to": "none", "use_cpu": True}
+    with pytest.raises(ValueError, match=said):
+        kind(output_dir=str(tmp_path), **settings)
+    plain = TrainingArguments(output_dir=str(tmp_path), **settings)
+    with pytest.raises(ValueError, match=said):
+        settings_of(plain, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "found"),
+    [
+        ("adamw_torch", "eps=1e-3,beta2=0.5", {"eps": 1e-3, "betas": (0.9, 0.5)}),
+        ("adamw_torch", "amsgrad=true", {"amsgrad": True}),
+        ("sgd", "momentum=0.5", {"momentum": 0.5}),
+    ],
+)
+def test_arguments_reach_the_trainers_optimizer(
+    make_sft: Make, name: str, given: str, found: dict[str, Any]
+) -> None:
+    """transformers does not read those of its AdamW."""
+    trainer = make_sft(tiny_models.language_model(), texts(2), optim=name, optim_args=given)
+    for group in trainer.create_optimizer().param_groups:
+        assert {key: group[key] for key in found} == found
 
 
 def test_optimizers_are_those_that_the_names_say() -> None:

@@ -13,6 +13,7 @@ from fastrl.alignment.batch import Batch
 from fastrl.alignment.losses.base import Loss, LossOutput, register
 from fastrl.alignment.tasks import Task
 from fastrl.config import PPOConfig
+from fastrl.models.scoring import PassLimit
 from fastrl.models.utils import evaluating
 from fastrl.ppo.advantages import GAE
 from fastrl.ppo.experience import Experience, Scorer
@@ -186,7 +187,7 @@ class PPO(Loss):
             policy.model,
             compared,
             penalty,
-            batch.size,
+            PassLimit(batch.size),
             temperature=self.temperature,
             processes=policy.processes,
         )

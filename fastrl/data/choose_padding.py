@@ -1,9 +1,9 @@
-"""The choice between padded and packed batches, by a comparison of the two."""
+"""The choice between padded batches and batches without padding, by a comparison of the two."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
-from fastrl.data.batch import TokenBatch, pad
-from fastrl.data.packing import ModelPass, Packing, Padded, PaddingFree
+from fastrl.data.batch import pad
+from fastrl.data.padding_free import PaddingFree
+from fastrl.data.token_batch import ModelPass, Padded, Padding, TokenBatch
 from fastrl.models.attention import hidden_window, replaced, why_not_replaceable
 from fastrl.models.packed_attention import PackedAttention
 from fastrl.models.reward_head import rewards_at
@@ -21,7 +22,6 @@ from fastrl.models.utils import evaluating
 
 # Samples of the comparison: the number of the prompt, its tokens and those of the response.
 _SAMPLES = ((0, 3, 4), (1, 5, 2), (0, 3, 2), (2, 1, 3))
-_PADDED = "batches are padded, and each response runs its prompt for itself"
 _CHANGED = 1  # a sample with a prompt of its own
 # Differences, over the mean size of results or 1: the largest in fp32, the mean one in less; the
 # mean one by which results move with another sample's tokens, which changes their rounding.
@@ -29,15 +29,15 @@ _EXACT, _ROUNDED, _MOVED = 1e-4, 5e-2, 2e-3
 Scores = Callable[[nn.Module, TokenBatch], Tensor]
 
 
-def choose_packing(
+def choose_padding(
     padding_free: bool,
     device: torch.device,
     precision: torch.dtype,
     *models: nn.Module | None,
     anywhere: Callable[[bool], bool] = bool,
-) -> Packing:
-    """The packing of batches that all these models run: packed, where their results are those of
-    padded batches; else padded, and a warning says why.
+) -> Padding:
+    """The padding of batches that all these models run: none, where their results are then those
+    of padded batches; else padded, and a warning says why.
 
     Args:
         padding_free: False for padded batches.
@@ -49,16 +49,30 @@ def choose_packing(
     given = [model for model in models if model is not None]
     if any(_language_model(model).config.is_encoder_decoder for model in given):
         return Padded()
-    causes: list[str] = []
-    for model in given if padding_free else ():
-        cause = why_not_packed(model, device, precision)
-        if cause is not None:
-            causes.append(f"{type(_language_model(model)).__name__}: {_PADDED}, because {cause}")
-    for cause in causes[:1]:
-        warnings.warn(cause, stacklevel=3)
-    if not anywhere(bool(causes)) and padding_free:
+    if padding_free and runs_packed(given, device, precision, anywhere=anywhere, stacklevel=3):
         return PaddingFree()
     return Padded() if anywhere(_needs_a_mask(device, precision, given)) else Padded(masked=False)
+
+
+def runs_packed(
+    models: Iterable[nn.Module],
+    device: torch.device,
+    precision: torch.dtype,
+    scores: Scores | None = None,
+    *,
+    anywhere: Callable[[bool], bool] = bool,
+    stacklevel: int = 2,
+) -> bool:
+    """Whether all these models run packed batches, in all processes; a warning says why one does
+    not. Arguments are those of :func:`choose_padding` and :func:`why_not_packed`."""
+    said = False
+    for model in models:
+        cause = why_not_packed(model, device, precision, scores)
+        if cause is not None and not said:
+            name = type(_language_model(model)).__name__
+            warnings.warn(f"{name}: batches are padded, because {cause}", stacklevel=stacklevel + 1)
+        said = said or cause is not None
+    return not anywhere(said)
 
 
 @torch.no_grad()
@@ -83,8 +97,8 @@ def why_not_packed(
     if cause is not None:
         return cause
     batch = _batch(language_model, device)
-    packing = _Observed()
-    packed = replace(batch, packing=packing)
+    observed = _Observed()
+    packed = replace(batch, padding=observed)
     with evaluating(model):
         try:
             expected = score(model, batch)
@@ -93,10 +107,10 @@ def why_not_packed(
         # Any other failure: such a model runs padded batches.
         except Exception as error:
             return f"it cannot run them packed ({type(error).__name__}: {error})"
-    windows = {window for each in packing.attentions for window in each.windows}
+    windows = {window for each in observed.attentions for window in each.windows}
     cause = hidden_window(language_model, windows)
     if cause is not None or not expected.isfinite().any():
-        return cause  # NaN weights are not the packing's fault
+        return cause  # NaN weights are not the packed row's fault
     # In what a model rounds a single number may be off by more.
     moved = (found - after).abs().flatten()
     moved = moved[_of_others(batch, found)]
@@ -142,7 +156,7 @@ def _needs_a_mask(device: torch.device, precision: torch.dtype, models: list[nn.
         with torch.no_grad(), evaluating(model):
             expected = logprobs_and_values(model, batch)
             try:
-                found = logprobs_and_values(model, replace(batch, packing=Padded(masked=False)))
+                found = logprobs_and_values(model, replace(batch, padding=Padded(masked=False)))
             except Exception:  # it wants a mask
                 return True
         if _difference(model, precision, found, expected) is not None:
@@ -209,7 +223,7 @@ def logprobs_of_labels(model: Any, batch: TokenBatch) -> Tensor:
 def rewards_of_samples(model: Any, batch: TokenBatch) -> Tensor:
     """A classifier's rewards, [labels, B]: of a padded batch its own, of a packed one those of
     :func:`fastrl.models.reward_head.rewards_at`."""
-    if not isinstance(batch.packing, PaddingFree):
+    if not isinstance(batch.padding, PaddingFree):
         inputs = batch.padded_inputs
         return model(**inputs, use_cache=False).logits.float().flatten(1).t()
     plain = extract_model_from_parallel(model)

@@ -9,8 +9,9 @@ import torch
 import transformers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from fastrl.data.choose_packing import choose_packing, why_not_packed
-from fastrl.data.packing import PackedTokens, Padded, PaddingFree
+from fastrl.data.choose_padding import choose_padding, why_not_packed
+from fastrl.data.padding_free import PackedTokens, PaddingFree
+from fastrl.data.token_batch import Padded
 from fastrl.models import CausalLMPolicy
 from fastrl.models.activation_checkpointing import all_layers, checkpointed
 from fastrl.models.attention import NAME
@@ -25,11 +26,11 @@ OF_PROMPT = (0, 1, 0, 2, 0, 1)
 RESPONSES = (3, 1, 5, 6, 2, 4)
 
 
-def batch(packing, side="right", responses=RESPONSES):
+def batch(padding, side="right", responses=RESPONSES):
     prompts = tiny_models.prompts(4, 7, 2)
     answers = tiny_models.prompts(*responses, seed=1)
     joined = [torch.cat([prompts[k], r]) for k, r in zip(OF_PROMPT, answers, strict=True)]
-    return batch_of(joined, QUERIES, packing, side)
+    return batch_of(joined, QUERIES, padding, side)
 
 
 def scored(policy, tokens, objective=False):
@@ -176,14 +177,14 @@ def test_passes_keep_to_their_limit_and_groups_together(limit, expected):
 def test_every_family_runs_packed(family):
     policy = deep(family)
     assert why_not_packed(policy, CPU, torch.float32) is None
-    assert isinstance(choose_packing(True, CPU, torch.float32, policy, None), PaddingFree)
-    assert isinstance(choose_packing(False, CPU, torch.float32, policy), Padded)
+    assert isinstance(choose_padding(True, CPU, torch.float32, policy, None), PaddingFree)
+    assert isinstance(choose_padding(False, CPU, torch.float32, policy), Padded)
 
 
 def test_a_model_whose_attention_is_its_own_gets_padded_batches_and_that_is_said():
     with pytest.warns(UserWarning, match=r"GPTJForCausalLM: batches are padded.*interface"):
-        packing = choose_packing(True, CPU, torch.float32, deep("gpt2"), tiny_models.policy("gptj"))
-    assert isinstance(packing, Padded)
+        padding = choose_padding(True, CPU, torch.float32, deep("gpt2"), tiny_models.policy("gptj"))
+    assert isinstance(padding, Padded)
 
 
 def test_a_model_that_reads_its_neighbours_gets_padded_batches(monkeypatch):
@@ -199,22 +200,22 @@ def test_a_model_that_reads_its_neighbours_gets_padded_batches(monkeypatch):
 
     monkeypatch.setattr(type(model), "forward", mixes)
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM: .* off by .* when packed"):
-        packing = choose_packing(True, CPU, torch.float32, policy)
-    assert isinstance(packing, Padded)
+        padding = choose_padding(True, CPU, torch.float32, policy)
+    assert isinstance(padding, Padded)
 
 
 def test_encoder_decoders_are_padded_without_a_word():
-    assert isinstance(choose_packing(True, CPU, torch.float32, seq2seq_models.policy()), Padded)
+    assert isinstance(choose_padding(True, CPU, torch.float32, seq2seq_models.policy()), Padded)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_right_padded_batches_of_causal_models_need_no_mask(family):
     policy = deep(family)
-    packing = choose_packing(False, CPU, torch.float32, policy)
-    assert batch(packing).model_pass.inputs["attention_mask"] is None
-    assert batch(packing, "left").model_pass.inputs["attention_mask"] is not None
-    expected, found = (scored(policy, batch(x)) for x in (Padded(), packing))
+    padding = choose_padding(False, CPU, torch.float32, policy)
+    assert batch(padding).model_pass.inputs["attention_mask"] is None
+    assert batch(padding, "left").model_pass.inputs["attention_mask"] is not None
+    expected, found = (scored(policy, batch(x)) for x in (Padded(), padding))
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
 
 
@@ -230,8 +231,8 @@ def test_a_model_that_needs_its_mask_gets_it(monkeypatch):
         return out
 
     monkeypatch.setattr(type(model), "forward", counts_its_mask)
-    packing = choose_packing(False, CPU, torch.float32, policy)
-    assert batch(packing).model_pass.inputs["attention_mask"] is not None
+    padding = choose_padding(False, CPU, torch.float32, policy)
+    assert batch(padding).model_pass.inputs["attention_mask"] is not None
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "phimoe"])

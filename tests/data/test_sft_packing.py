@@ -13,7 +13,7 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl import DataCollatorForCompletionOnlyLM
 from fastrl.data.collators import IGNORED
-from fastrl.data.pack import PackedCollator, PackedTexts, choose_collator, pack
+from fastrl.data.sft_packing import PackedCollator, PackedTexts, choose_collator, pack
 from fastrl.trainers import supervised as base
 from tests import tiny_models
 from tests.golden import tiny

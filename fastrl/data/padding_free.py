@@ -1,63 +1,16 @@
-"""How a batch's tokens stand in the model's input: padded, or packed in one row."""
+"""Forwards without padding: all tokens in one row, and what sequences begin with there once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastrl.data.token_batch import ModelPass, TokenBatch
 from fastrl.models.packed_attention import Group, PackedAttention, PackedLayout
-
-if TYPE_CHECKING:
-    from fastrl.data.batch import TokenBatch
-
-
-class ModelPass(NamedTuple):
-    """One forward over a batch: what the model is called with, and where its tokens stand."""
-
-    inputs: dict[str, Any]
-    rows: Tensor  # [N] int64, flat positions that predict the response tokens that count
-    places: Tensor  # [Σ L] int64 on the CPU, those of all tokens, sample after sample
-
-
-class Packing(Protocol):
-    """How a batch's tokens stand in the model's input."""
-
-    def model_pass(self, batch: TokenBatch) -> ModelPass:
-        """The forward over a batch."""
-
-    def tokens(self, batch: TokenBatch, samples: Sequence[int]) -> int:
-        """Positions that a forward over some of its samples runs."""
-
-
-class Padded:
-    """A row for each sample, [B, T].
-
-    Args:
-        masked: False for models to which a right-padded batch needs no attention mask: a causal one
-            hides padding from real tokens, and without a mask flash attention can run.
-    """
-
-    def __init__(self, masked: bool = True):
-        self.masked = masked
-
-    def model_pass(self, batch: TokenBatch) -> ModelPass:
-        inputs = batch.padded_inputs
-        if not self.masked and not batch.left_padded:
-            inputs["attention_mask"] = None
-        if batch.boundaries is not None:
-            inputs["boundary"] = batch.boundaries.padded(batch.samples, batch.left_padded)
-        starts = _starts(batch)
-        places = [
-            np.arange(start, start + n) for start, n in zip(starts, batch.lengths, strict=True)
-        ]
-        return ModelPass(inputs, batch.rows(), torch.from_numpy(np.concatenate(places)))
-
-    def tokens(self, batch: TokenBatch, samples: Sequence[int]) -> int:
-        return batch.padded_positions(samples)
 
 
 class PaddingFree:
@@ -103,7 +56,7 @@ class PackedTokens:
             ],
             batch.input_ids.device,
         )
-        starts = _starts(batch)
+        starts = batch.starts
         sources: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])  # of prompts, of responses
         places = [np.arange(0)] * len(batch)
         begin, behind = 0, self.layout.first_response
@@ -122,14 +75,6 @@ class PackedTokens:
         self.places = torch.from_numpy(np.concatenate(places))
         predicting = [x[n - 1 : -1] for x, n in zip(places, prompts, strict=True)]
         self.rows = torch.from_numpy(np.concatenate(predicting))[batch.mask_of_responses()]
-
-
-def _starts(batch: TokenBatch) -> list[int]:
-    """The flat position of each sample's first token in the padded batch."""
-    width = batch.input_ids.shape[1]
-    return [
-        i * width + (width - n if batch.left_padded else 0) for i, n in enumerate(batch.lengths)
-    ]
 
 
 def join_texts(
