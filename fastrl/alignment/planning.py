@@ -49,6 +49,7 @@ def plan_alignment(
     """
     loss = make_loss(loss) if isinstance(loss, str) else copy.deepcopy(loss)
     task = find_task(task or loss.tasks[0])
+    skeleton.check_tokens(prompt_tokens=prompt_tokens, response_tokens=response_tokens)
     size = args.per_device_train_batch_size
     count = _STEPS * max(1, loss.minibatches_per_batch) * size * shortened_steps(args)
     with rehearsal(device) as found:

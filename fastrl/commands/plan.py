@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from fastrl.commands.planned_run import PlannedRun, new_adapter
 from fastrl.config import PPOConfig, json_object, setting, setting_like
 from fastrl.models.quantised import NEEDS_AN_ADAPTER, QUANT_TYPES
 from fastrl.plan.advice import what_fits, what_to_change
-from fastrl.plan.report import gib, usable
+from fastrl.plan.report import Plan, gib, usable
 from fastrl.plan.skeleton import Skeleton
 from fastrl.run.report import run_console
 
@@ -78,9 +78,7 @@ class PlanJob:
     as_json: bool = setting("Print the plan as JSON.", False)
 
     def __post_init__(self) -> None:
-        known = (*_FLAGS, *_losses())
-        if self.method not in known:
-            raise ValueError(f"method: {unknown_name('method', self.method, known)}")
+        _check_method(self.method)
         if self.gpu_gib is not None and not 0 < self.gpu_gib <= LARGEST_GIB:
             raise ValueError(
                 f"gpu_gib must be above 0 and at most {LARGEST_GIB}, the GPU's memory in GiB, got "
@@ -88,9 +86,6 @@ class PlanJob:
             )
         if self.gpu_gib is not None and usable(self.gpu_gib) <= 0:
             raise ValueError(f"gpu_gib={self.gpu_gib:g} is less than a GPU's driver itself takes")
-        for name in ("prompt_tokens", "response_tokens"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name} must be 2 or more, got {getattr(self, name)}")
         if self.lora_r < 0:
             raise ValueError(f"lora_r must be 0 or more, got {self.lora_r}")
         if self.task is not None:
@@ -183,25 +178,32 @@ def run_plan(arguments: Sequence[str]) -> None:
         ValueError: settings that the method's trainer refuses.
     """
     run = planned_run(arguments)
-    plan, gpu = run.plan(), run.job.gpu_gib
-    advice = []
-    if gpu is not None:
-        fits = plan.fits(gpu)
-        room = f"{gib(usable(gpu))} of {gpu:g} GiB can be used"
-        advice.append(f"{'fits' if fits else 'does not fit'}: {gib(plan.peak)}; {room}")
-        if fits:
-            advice += what_fits(run, plan, gpu)
-        else:
-            advice.append(f"cheapest change: {what_to_change(run, plan, gpu)}")
+    plan = run.plan()
     if run.job.as_json:
-        print(json.dumps({**plan.as_json(), "advice": advice}, indent=1))
+        print(json.dumps({**plan.as_json(), "advice": list(_advice(run, plan))}, indent=1))
         return
     console = run_console()
     console.print(plan.table())
     for name, value in plan.settings.items():
         console.print(f"{name.replace('_', ' ')}: {value}", highlight=False)
-    for line in (*advice, *(f"a guess: {guess}" for guess in plan.guesses)):
+    for guess in plan.guesses:
+        console.print(f"a guess: {guess}", highlight=False)
+    for line in _advice(run, plan):  # some take a while, as changed runs are planned
         console.print(line, highlight=False)
+
+
+def _advice(run: PlannedRun, plan: Plan) -> Iterator[str]:
+    """Whether a run fits the GPU, and what can be larger or must change; nothing without a GPU."""
+    gpu = run.job.gpu_gib
+    if gpu is None:
+        return
+    fits = plan.fits(gpu)
+    room = f"{gib(usable(gpu))} of {gpu:g} GiB can be used"
+    yield f"{'fits' if fits else 'does not fit'}: {gib(plan.peak)}; {room}"
+    if fits:
+        yield from what_fits(run, plan, gpu)
+    else:
+        yield f"cheapest change: {what_to_change(run, plan, gpu)}"
 
 
 def planned_run(arguments: Sequence[str]) -> PlannedRun:
@@ -253,7 +255,18 @@ def _flags_of(method: str) -> Any:
     """
     import importlib
 
-    if method not in _FLAGS and method not in _losses():
-        raise UsageError(unknown_name("method", method, (*_FLAGS, *_losses())))
+    _check_method(method)
     module, name = _FLAGS.get(method, ("align", "AlignFlags"))
     return getattr(importlib.import_module(f"fastrl.commands.{module}"), name)
+
+
+def _check_method(method: str) -> None:
+    """
+    Raises:
+        UsageError: an unknown method.
+    """
+    known = (*_FLAGS, *_losses())
+    if method not in known:
+        said = unknown_name("method", method, known)
+        choices = "" if "did you mean" in said else f": choose one of {', '.join(known)}"
+        raise UsageError(said + choices)

@@ -60,6 +60,7 @@ class PlannedRun:
         """Rehearses the method's trainer."""
         job, device = self.job, self.job.kind_of_device
         lengths = job.prompt_tokens, job.response_tokens
+        self._check_lengths()
         if job.is_policy_gradient:
             from fastrl.ppo import PPOTrainer
             from fastrl.ppo.planning import plan_ppo
@@ -81,6 +82,18 @@ class PlannedRun:
         return plan_alignment(
             Trainer, self.skeleton, self.flags, *lengths, job.method, device, job.task
         )
+
+    def _check_lengths(self) -> None:
+        """
+        Raises:
+            ValueError: the run would cut samples of these lengths.
+        """
+        most = getattr(self.flags, "max_length", None)
+        if most is not None and self._sample > most:
+            raise ValueError(
+                f"prompt_tokens + response_tokens = {self._sample} are more than max_length={most},"
+                " to which the run cuts: raise max_length, or lower them"
+            )
 
     def dials(self) -> list[Dial]:
         """Samples that are generated at a time, and samples or tokens of a pass."""

@@ -153,7 +153,7 @@ def _at_best(plan: Plan, remedies: Iterable[Remedy]) -> float:
     """The peak with remedies that do as much as they can."""
     found = 0.0
     for phase in plan.phases.values():
-        left = dict(phase.by_kind)
+        left: dict[str, float] = dict(phase.by_kind)
         for remedy in remedies:
             for kind, share in remedy.leaves.items():
                 left[kind] = left.get(kind, 0) * share

@@ -28,6 +28,7 @@ from fastrl.models.load import (
     model_folder,
     with_adapter,
 )
+from fastrl.models.utils import context_length
 
 # What an unknown architecture must state, for a Llama of its sizes.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -107,6 +108,22 @@ class Skeleton:
             skipped = CLASSIFIER_HEADS if kind is AutoModelForSequenceClassification else ()
             model = _in_four_bits(model, self.four_bits, skipped)
         return with_adapter(model, self.adapter)
+
+    def check_tokens(self, **tokens: int) -> None:
+        """
+        Args:
+            tokens: of each part of a sample, by the name of its argument.
+
+        Raises:
+            ValueError: not 2 or more; more than the model's context together.
+        """
+        for name, number in tokens.items():
+            if not isinstance(number, int) or number < 2:
+                raise ValueError(f"{name} must be a number of 2 or more, got {number!r}")
+        most, whole = context_length(self), sum(tokens.values())
+        if most is not None and whole > most:
+            said = " + ".join(f"{name}={number}" for name, number in tokens.items())
+            raise ValueError(f"{said} are more than the model's context of {most}: lower them")
 
     @property
     def name(self) -> str:

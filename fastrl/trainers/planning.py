@@ -52,6 +52,7 @@ def plan_sft(
     """
     from datasets import Dataset
 
+    skeleton.check_tokens(tokens=tokens)
     count = _STEPS * args.per_device_train_batch_size * shortened_steps(args)
     with rehearsal(device) as found:
         rows = Dataset.from_dict({"input_ids": [[2] * tokens] * count})
@@ -79,6 +80,7 @@ def plan_reward(
     """
     from datasets import Dataset
 
+    skeleton.check_tokens(tokens=tokens)
     count = _STEPS * args.per_device_train_batch_size * shortened_steps(args)
     with rehearsal(device) as found:
         sides = {"chosen": [words(tokens - 1)], "rejected": [words(tokens - 1, 1)]}
