@@ -204,6 +204,8 @@ def test_an_adapter_on_four_bits_is_planned_as_it_was_saved(tmp_path, folder, ca
     saved = planned(capsys, tmp_path / "adapter", *flags)
     told = planned(capsys, tmp_path / "base", *flags, "--lora-r", "4", "--load-in-4bit", "true")
     assert saved["peak"] == told["peak"]
+    whole = planned(capsys, tmp_path / "adapter", *flags, "--load-in-4bit", "false")
+    assert saved["peak"] < whole["peak"]
 
 
 @pytest.mark.parametrize(
