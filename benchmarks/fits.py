@@ -53,14 +53,17 @@ _ADAPTER = (
     "--gradient-accumulation-steps 8 --gradient-checkpointing true"
 )
 _LENGTHS = "--prompt-tokens 512 --response-tokens 512"
-_4K = "--prompt-tokens 512 --response-tokens 3584 --rollout-slots 16 --rollout-sleep true"
+_4K = "--prompt-tokens 512 --response-tokens 3584 --rollout-sleep true"
 COMMANDS = (
     f"Qwen/Qwen2.5-1.5B {_FULL} {_LENGTHS} --gpu-gib 80",
-    f"Qwen/Qwen2.5-1.5B {_FULL} --reference offload {_LENGTHS} --gpu-gib 24",
+    f"Qwen/Qwen2.5-1.5B {_FULL} {_LENGTHS} --gpu-gib 24",
+    f"Qwen/Qwen2.5-1.5B {_FULL} --rollout-sleep true --offload-optimizer true {_LENGTHS} "
+    "--gpu-gib 24",
     f"Qwen/Qwen2.5-3B {_FULL} {_LENGTHS} --gpu-gib 80",
     f"Qwen/Qwen2.5-3B {_ADAPTER} {_LENGTHS} --gpu-gib 24",
-    f"meta-llama/Llama-3.1-8B {_ADAPTER} {_4K} --gpu-gib 24",
-    f"meta-llama/Llama-3.1-8B {_ADAPTER} {_4K} --gpu-gib 80",
+    f"meta-llama/Llama-3.1-8B {_ADAPTER} {_4K} --rollout-slots 8 --gpu-gib 24",
+    f"meta-llama/Llama-3.1-8B {_ADAPTER} --load-in-4bit true {_4K} --rollout-slots 8 --gpu-gib 24",
+    f"meta-llama/Llama-3.1-8B {_ADAPTER} {_4K} --rollout-slots 64 --gpu-gib 80",
 )
 
 
@@ -99,6 +102,8 @@ def planned(command: str) -> list[str]:
         (Path(folder) / "config.json").write_text(json.dumps(MODELS[name]))
         run = planned_run([folder, *flags])
     plan, gpu = run.plan(), run.job.gpu_gib
-    what = f"{run.job.method}, {f'LoRA {run.job.lora_r}' if run.job.lora_r else 'all weights'}"
+    trained = f"LoRA {run.job.lora_r}" if run.job.lora_r else "all weights"
+    on = ", four bits" if run.job.load_in_4bit else ""
+    what = f"{run.job.method}, {trained}{on}"
     verdict = "fits" if plan.fits(gpu) else what_to_change(run, plan, gpu)
     return [name, what, gib(plan.peak), plan.widest, f"{gpu:g} GiB", verdict]

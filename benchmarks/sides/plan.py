@@ -113,13 +113,15 @@ def planned(shape: dict[str, Any]) -> int:
     prompt, response = shape["prompt"], shape["response"]
     settings = settings_of(shape, "unused")
     if shape["method"] == "sft":
+        from fastrl import SFTTrainer
         from fastrl.trainers.planning import plan_sft
 
-        return plan_sft(skeleton, settings, prompt + response).peak
+        return plan_sft(SFTTrainer, skeleton, settings, prompt + response).peak
     if shape["method"] == "dpo":
+        from fastrl.alignment import Trainer
         from fastrl.alignment.planning import plan_alignment
 
-        return plan_alignment(skeleton, settings, prompt, response).peak
+        return plan_alignment(Trainer, skeleton, settings, prompt, response).peak
     from fastrl import PPOTrainer
     from fastrl.ppo.planning import plan_ppo
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,11 @@ from fastrl.alignment.evaluation import (
 from fastrl.alignment.learners import make_learner
 from fastrl.alignment.logprobs import SharedPolicy, TrainedPolicy
 from fastrl.alignment.losses import Loss, make_loss
+from fastrl.alignment.planning import plan_alignment
 from fastrl.models.products import Products
 from fastrl.models.utils import evaluating
+from fastrl.plan.report import Plan
+from fastrl.plan.skeleton import Skeleton
 from fastrl.rollout import choose_engine, draw_seed
 from fastrl.run.callbacks import Samples
 from fastrl.run.checkpoints import BadCheckpoint, step_of
@@ -72,6 +75,7 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
 
     args: AlignmentConfig
     model: Any
+    args_class: ClassVar[type] = AlignmentConfig
     processing_class: Any
 
     def __init__(
@@ -223,6 +227,21 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         elif not self.factory.task.online:  # online, prompts continue where the last run ended
             self.factory.skip(0)
         self._show_batches()
+
+    def plan(self, prompt_tokens: int, response_tokens: int) -> Plan:
+        """What training on such prompts and responses needs of memory, phase by phase; online with
+        their rollouts, and without the annotator: from a rehearsal without memory, in which nothing
+        of this trainer is run or changed.
+
+        Args:
+            prompt_tokens, response_tokens: of the longest, at least 2.
+
+        Returns:
+            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
+        """
+        skeleton, lengths = Skeleton.of(self.model), (prompt_tokens, response_tokens)
+        device, task = self.args.device.type, self.factory.task
+        return plan_alignment(type(self), skeleton, self.args, *lengths, self.loss, device, task)
 
     def evaluate(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastrl.alignment.arguments import AlignmentConfig
@@ -12,8 +11,6 @@ from fastrl.alignment.losses.base import describe_losses
 from fastrl.alignment.tasks import TASKS, Task, find_task
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.config import parse_json, setting, setting_like
-from fastrl.plan.report import Plan
-from fastrl.plan.skeleton import Skeleton
 from fastrl.run.folder import RunFolder
 from fastrl.trainers.supervised import length_limit
 
@@ -215,24 +212,17 @@ def _train(job: AlignJob, flags: AlignFlags, folder: RunFolder) -> dict[str, Any
         results=_results,
         evaluations=getattr(trainer.evaluation, "judged", ()),
         show=job.samples,
-        make_plan=partial(_plan, job, flags, trainer, loss),
+        make_plan=lambda: trainer.plan(*_longest(job, flags)),
     )
 
 
-def _plan(job: AlignJob, flags: AlignFlags, trainer: Any, loss: Loss) -> Plan:
-    """The plan of a run on pairs of responses, whose longest prompts leave half of max_length.
-
-    Raises:
-        ValueError: another task.
-    """
-    from fastrl.alignment.planning import plan_alignment
-
-    if job.learning_task.name != "offline-pairwise":
-        raise ValueError(f"the task {job.learning_task.name} cannot be planned yet")
+def _longest(job: AlignJob, flags: AlignFlags) -> tuple[int, int]:
+    """Tokens of the longest prompt and response, for a plan: responses have max_new_tokens online,
+    else half of max_length."""
     whole = flags.max_length or 1024
-    prompt = max(2, job.max_prompt_length or whole // 2)
-    lengths = prompt, max(2, whole - prompt)
-    return plan_alignment(Skeleton.of(trainer.model), flags, *lengths, loss, flags.device.type)
+    response = min(job.max_new_tokens if job.learning_task.online else whole // 2, whole - 2)
+    prompt = job.max_prompt_length or whole - response
+    return max(2, prompt), max(2, response if job.learning_task.online else whole - prompt)
 
 
 def _check_dropout(job: AlignJob, flags: AlignFlags, loss: Loss) -> None:

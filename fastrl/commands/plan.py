@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import functools
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastrl.commands.flags import UsageError, parse, unknown_name
-from fastrl.commands.job import DTYPES
-from fastrl.config import PPOConfig, json_object, setting
-from fastrl.plan.advice import Remedy, what_fits, what_to_change
+from fastrl.commands.job import DTYPES, TrainingJob
+from fastrl.commands.planned_run import PlannedRun, new_adapter
+from fastrl.config import PPOConfig, json_object, setting, setting_like
+from fastrl.models.quantised import NEEDS_AN_ADAPTER, QUANT_TYPES
+from fastrl.plan.advice import what_fits, what_to_change
 from fastrl.plan.report import Plan, gib, usable
 from fastrl.plan.skeleton import Skeleton
 from fastrl.run.report import run_console
@@ -27,14 +25,13 @@ _FLAGS = {
     "reward": ("reward", "RewardFlags"),
 }
 LARGEST_GIB = 4096
-_LORA_RANK = 16  # of the adapter that is suggested
 
 
 def _losses() -> tuple[str, ...]:
-    """Losses on pairs of responses."""
+    """Losses of preference learning."""
     from fastrl.alignment.losses import LOSSES
 
-    return tuple(name for name, loss in LOSSES.items() if "offline-pairwise" in loss.tasks)
+    return tuple(name for name in LOSSES if name not in _FLAGS)
 
 
 @dataclass(kw_only=True)
@@ -57,6 +54,9 @@ class PlanJob:
         "those of the method's command.",
         "ppo",
     )
+    task: str | None = setting(
+        "Task of preference learning, such as online-pairwise; by default the loss's first.", None
+    )
     gpu_gib: float | None = setting(
         "Memory of the GPU: says whether the run fits, what more there is room for, or what to "
         "change.",
@@ -66,8 +66,11 @@ class PlanJob:
     response_tokens: int = setting(
         "Tokens of each response. Texts of sft and reward have as many as both.", 256
     )
-    lora_r: int = setting("Train a LoRA adapter of this rank; 0 trains all weights.", 0)
-    dtype: str = setting("Type of the model's weights, such as float32 or bfloat16.", "float32")
+    lora_r: int = setting_like(TrainingJob, "lora_r", 0)
+    load_in_4bit: bool | None = setting_like(TrainingJob, "load_in_4bit", None)
+    bnb_4bit_quant_type: str = setting_like(TrainingJob, "bnb_4bit_quant_type", "nf4")
+    use_bnb_nested_quant: bool = setting_like(TrainingJob, "use_bnb_nested_quant", False)
+    dtype: str = setting_like(TrainingJob, "dtype", "float32")
     precision: str = setting(
         "Precision of the computation: fp32, bf16 (by autocast), or auto: bf16 on a GPU.", "auto"
     )
@@ -75,9 +78,7 @@ class PlanJob:
     as_json: bool = setting("Print the plan as JSON.", False)
 
     def __post_init__(self) -> None:
-        known = (*_FLAGS, *_losses())
-        if self.method not in known:
-            raise ValueError(f"method: {unknown_name('method', self.method, known)}")
+        _check_method(self.method)
         if self.gpu_gib is not None and not 0 < self.gpu_gib <= LARGEST_GIB:
             raise ValueError(
                 f"gpu_gib must be above 0 and at most {LARGEST_GIB}, the GPU's memory in GiB, got "
@@ -85,13 +86,15 @@ class PlanJob:
             )
         if self.gpu_gib is not None and usable(self.gpu_gib) <= 0:
             raise ValueError(f"gpu_gib={self.gpu_gib:g} is less than a GPU's driver itself takes")
-        for name in ("prompt_tokens", "response_tokens"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name} must be 2 or more, got {getattr(self, name)}")
         if self.lora_r < 0:
             raise ValueError(f"lora_r must be 0 or more, got {self.lora_r}")
+        if self.task is not None:
+            self._check_task(self.task)
+        if self.load_in_4bit and not self.lora_r and not self._is_adapter:
+            raise ValueError(f"load_in_4bit without lora_r: {NEEDS_AN_ADAPTER}")
         for name, choices in (
             ("dtype", DTYPES),
+            ("bnb_4bit_quant_type", QUANT_TYPES),
             ("precision", ("auto", "fp32", "bf16")),
             ("device", ("auto", "cpu", "cuda")),
         ):
@@ -99,6 +102,39 @@ class PlanJob:
                 raise ValueError(
                     f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(choices)}"
                 )
+
+    def _check_task(self, task: str) -> None:
+        """
+        Raises:
+            ValueError: an unknown task, or one that the method's loss does not learn.
+        """
+        from fastrl.alignment.losses import make_loss
+        from fastrl.alignment.tasks import find_task
+
+        if self.method in _FLAGS:
+            raise ValueError(f"task={task!r} is for losses of preference learning: leave it out")
+        loss = make_loss(self.method)
+        loss.check(find_task(task), 2 * loss.minibatches_per_batch)
+
+    @property
+    def is_policy_gradient(self) -> bool:
+        return self.method in POLICY_GRADIENTS
+
+    @property
+    def task_is_online(self) -> bool:
+        """Whether the policy writes the responses of preference learning."""
+        if self.method in _FLAGS:
+            return False
+        from fastrl.alignment.losses import LOSSES
+        from fastrl.alignment.tasks import find_task
+
+        return find_task(self.task or LOSSES[self.method].tasks[0]).online
+
+    @property
+    def _is_adapter(self) -> bool:
+        from fastrl.models.load import is_adapter
+
+        return is_adapter(self.model)
 
     @property
     def kind_of_device(self) -> str:
@@ -116,172 +152,21 @@ class PlanJob:
         return self.precision == "bf16"
 
     def skeleton(self) -> Skeleton:
-        adapter = None if self.lora_r == 0 else lora(self.lora_r)
-        return Skeleton.read(self.model, self.dtype, adapter)
+        """The model without its weights.
 
+        Raises:
+            FileNotFoundError, ImportError, ValueError: as :meth:`Skeleton.read`.
+        """
+        from fastrl.models.quantised import four_bit_config
 
-def lora(rank: int) -> Any:
-    """A LoRA adapter as the training commands put it on a model."""
-    from peft import LoraConfig
-
-    return LoraConfig(r=rank, lora_alpha=32, task_type="CAUSAL_LM")
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run that is planned: see :class:`fastrl.plan.advice.Planned`."""
-
-    job: PlanJob
-    skeleton: Skeleton
-    flags: Any  # of the method's command
-
-    @property
-    def _policy_gradient(self) -> bool:
-        return self.job.method in POLICY_GRADIENTS
-
-    def plan(self) -> Plan:
-        """Rehearses the method's trainer."""
-        job, device = self.job, self.job.kind_of_device
-        lengths = job.prompt_tokens, job.response_tokens
-        if self._policy_gradient:
-            from fastrl.ppo import PPOTrainer
-            from fastrl.ppo.planning import plan_ppo
-
-            return plan_ppo(PPOTrainer, self.skeleton, self.flags, *lengths, device)
-        if job.method == "sft":
-            from fastrl.trainers.planning import plan_sft
-
-            return plan_sft(self.skeleton, self.flags, sum(lengths), device)
-        if job.method == "reward":
-            from fastrl.trainers.planning import plan_reward
-
-            return plan_reward(self.skeleton, self.flags, sum(lengths), device)
-        from fastrl.alignment.planning import plan_alignment
-
-        return plan_alignment(self.skeleton, self.flags, *lengths, job.method, device)
-
-    def _with(self, **fields: Any) -> PlannedRun:
-        if isinstance(self.flags, PPOConfig):
-            return dataclasses.replace(self, flags=dataclasses.replace(self.flags, **fields))
-        flags = copy.copy(self.flags)  # transformers' arguments cannot be replaced
-        for name, value in fields.items():
-            setattr(flags, name, value)
-        return dataclasses.replace(self, flags=flags)
-
-    @property
-    def _sizes(self) -> tuple[str, int]:
-        """The flag of a micro-batch's size, and its value."""
-        name = "mini_batch_size" if self._policy_gradient else "per_device_train_batch_size"
-        return name, getattr(self.flags, name)
-
-    def larger(self) -> tuple[str, PlannedRun] | None:
-        """Twice as many samples at a time."""
-        name, size = self._sizes
-        steps = self.flags.gradient_accumulation_steps
-        if self._policy_gradient and self.flags.batch_size % (2 * size * max(1, steps // 2)):
-            return None
-        fewer = max(1, steps // 2)
-        changed = self._with(**{name: 2 * size, "gradient_accumulation_steps": fewer})
-        return _flag(name, 2 * size), changed
-
-    def changes(self) -> list[Remedy]:
-        """From the cheapest: those that cost no time, then time, then precision, then what is
-        learned."""
-        found = []
-        if self._policy_gradient:
-            found.append(Remedy("--rollout-sleep true", "slower rollouts", PlannedRun._asleep))
-            now = min(self.flags.rollout_slots, self.flags.batch_size)
-            for slots in (x for x in (now // 2, now // 4) if x):
-                found.append(
-                    Remedy(
-                        f"--rollout-slots {slots}",
-                        "slower rollouts",
-                        functools.partial(PlannedRun._with, rollout_slots=slots),
-                    )
-                )
-        name, size = self._sizes
-        while size > 1:
-            size = math.ceil(size / 2) if size % 2 else size // 2
-            found.append(
-                Remedy(
-                    _flag(name, size),
-                    "the same gradient accumulated in more passes",
-                    functools.partial(PlannedRun._in_passes_of, size=size),
-                )
-            )
-        found.append(
-            Remedy(
-                "--gradient-checkpointing true",
-                "about a third more time in the update",
-                PlannedRun._checkpointed,
-            )
-        )
-        if self._policy_gradient:
-            found.append(Remedy("--reference offload", "a slower reference", PlannedRun._offloaded))
-        found.append(
-            Remedy(
-                f"--lora-r {_LORA_RANK}",
-                "an adapter is trained, not the weights",
-                PlannedRun._as_adapter,
-                learns_other=True,
-            )
-        )
-        found.append(
-            Remedy(
-                f"--lora-r {_LORA_RANK} --dtype bfloat16",
-                "an adapter on a base in bf16",
-                PlannedRun._as_adapter_on_bf16,
-                learns_other=True,
-            )
-        )
+        adapter = None if self.lora_r == 0 else new_adapter(self.lora_r)
+        found = Skeleton.read(self.model, self.dtype, adapter)
+        if self.load_in_4bit is not None:
+            found.four_bits = None
+        if self.load_in_4bit:
+            nested = self.use_bnb_nested_quant
+            found.four_bits = four_bit_config(found.dtype, self.bnb_4bit_quant_type, nested)
         return found
-
-    def _asleep(self) -> PlannedRun | None:
-        return None if self.flags.rollout_sleep else self._with(rollout_sleep=True)
-
-    def _in_passes_of(self, size: int) -> PlannedRun | None:
-        name, now = self._sizes
-        if size >= now or now % size:
-            return None
-        steps = self.flags.gradient_accumulation_steps * (now // size)
-        return self._with(**{name: size, "gradient_accumulation_steps": steps})
-
-    def _checkpointed(self) -> PlannedRun | None:
-        if self.flags.gradient_checkpointing:
-            return None
-        return self._with(gradient_checkpointing=True)
-
-    def _offloaded(self) -> PlannedRun | None:
-        flags = self.flags
-        copied = flags.reference == "copy" or (
-            flags.reference == "auto"
-            and flags.init_kl_coef
-            and flags.num_shared_layers is None
-            and self.skeleton.adapter is None
-        )
-        return self._with(reference="offload") if copied else None
-
-    def _as_adapter(self) -> PlannedRun | None:
-        if self.skeleton.adapter is not None:
-            return None
-        skeleton = dataclasses.replace(self.skeleton, adapter=lora(_LORA_RANK))
-        changed = self
-        if getattr(self.flags, "reference", "auto") in ("copy", "offload", "trunk"):
-            changed = self._with(reference="auto", num_shared_layers=None)
-        return dataclasses.replace(changed, skeleton=skeleton)
-
-    def _as_adapter_on_bf16(self) -> PlannedRun | None:
-        import torch
-
-        if self.skeleton.dtype != torch.float32:
-            return None
-        changed = self._as_adapter() or self
-        skeleton = dataclasses.replace(changed.skeleton, dtype=torch.bfloat16)
-        return dataclasses.replace(changed, skeleton=skeleton)
-
-
-def _flag(name: str, value: Any) -> str:
-    return f"--{name.replace('_', '-')} {value}"
 
 
 def run_plan(arguments: Sequence[str]) -> None:
@@ -293,25 +178,32 @@ def run_plan(arguments: Sequence[str]) -> None:
         ValueError: settings that the method's trainer refuses.
     """
     run = planned_run(arguments)
-    plan, gpu = run.plan(), run.job.gpu_gib
-    advice = []
-    if gpu is not None:
-        fits = plan.fits(gpu)
-        room = f"{gib(usable(gpu))} of {gpu:g} GiB can be used"
-        advice.append(f"{'fits' if fits else 'does not fit'}: {gib(plan.peak)}; {room}")
-        if fits:
-            advice += what_fits(run, gpu)
-        else:
-            advice.append(f"cheapest change: {what_to_change(run, plan, gpu)}")
+    plan = run.plan()
     if run.job.as_json:
-        print(json.dumps({**plan.as_json(), "advice": advice}, indent=1))
+        print(json.dumps({**plan.as_json(), "advice": list(_advice(run, plan))}, indent=1))
         return
     console = run_console()
     console.print(plan.table())
     for name, value in plan.settings.items():
         console.print(f"{name.replace('_', ' ')}: {value}", highlight=False)
-    for line in (*advice, *(f"a guess: {guess}" for guess in plan.guesses)):
+    for guess in plan.guesses:
+        console.print(f"a guess: {guess}", highlight=False)
+    for line in _advice(run, plan):  # some take a while, as changed runs are planned
         console.print(line, highlight=False)
+
+
+def _advice(run: PlannedRun, plan: Plan) -> Iterator[str]:
+    """Whether a run fits the GPU, and what can be larger or must change; nothing without a GPU."""
+    gpu = run.job.gpu_gib
+    if gpu is None:
+        return
+    fits = plan.fits(gpu)
+    room = f"{gib(usable(gpu))} of {gpu:g} GiB can be used"
+    yield f"{'fits' if fits else 'does not fit'}: {gib(plan.peak)}; {room}"
+    if fits:
+        yield from what_fits(run, plan, gpu)
+    else:
+        yield f"cheapest change: {what_to_change(run, plan, gpu)}"
 
 
 def planned_run(arguments: Sequence[str]) -> PlannedRun:
@@ -363,7 +255,18 @@ def _flags_of(method: str) -> Any:
     """
     import importlib
 
-    if method not in _FLAGS and method not in _losses():
-        raise UsageError(unknown_name("method", method, (*_FLAGS, *_losses())))
+    _check_method(method)
     module, name = _FLAGS.get(method, ("align", "AlignFlags"))
     return getattr(importlib.import_module(f"fastrl.commands.{module}"), name)
+
+
+def _check_method(method: str) -> None:
+    """
+    Raises:
+        UsageError: an unknown method.
+    """
+    known = (*_FLAGS, *_losses())
+    if method not in known:
+        said = unknown_name("method", method, known)
+        choices = "" if "did you mean" in said else f": choose one of {', '.join(known)}"
+        raise UsageError(said + choices)

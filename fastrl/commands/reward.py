@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit, held_out_accuracy
 from fastrl.config import setting, setting_like
-from fastrl.plan.report import Plan
-from fastrl.plan.skeleton import Skeleton
 from fastrl.run.folder import RunFolder
 from fastrl.trainers.reward import RewardConfig
 
@@ -41,7 +39,6 @@ def run_reward(job: RewardJob, flags: RewardFlags) -> dict[str, Any]:
 def _train(job: RewardJob, flags: RewardFlags, folder: RunFolder) -> dict[str, Any]:
     from fastrl.data.reads_eos import load_from_adapter
     from fastrl.models.load import load_reward_model
-    from fastrl.trainers.planning import plan_reward
     from fastrl.trainers.reward import RewardTrainer
     from fastrl.trainers.supervised import length_limit
 
@@ -64,10 +61,6 @@ def _train(job: RewardJob, flags: RewardFlags, folder: RunFolder) -> dict[str, A
         accuracy = held_out_accuracy(metrics["eval_accuracy"], len(pairs))
         return {"held_out_loss": metrics["eval_loss"], **accuracy}
 
-    def plan() -> Plan:
-        tokens = length_limit(flags, trainer.model, tokenizer) or 512
-        return plan_reward(Skeleton.of(trainer.model), flags, tokens, flags.device.type)
-
     return fit(
         trainer,
         folder,
@@ -76,5 +69,5 @@ def _train(job: RewardJob, flags: RewardFlags, folder: RunFolder) -> dict[str, A
         description="reward",
         title=f"{job.model}: rewards from {job.dataset}",
         results=results,
-        make_plan=plan,
+        make_plan=lambda: trainer.plan(length_limit(flags, trainer.model, tokenizer) or 512),
     )

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
 from fastrl.config import setting, setting_like
-from fastrl.plan.report import Plan
-from fastrl.plan.skeleton import Skeleton
 from fastrl.run.folder import RunFolder
 from fastrl.trainers.sft import SFTConfig
 
@@ -45,7 +43,6 @@ def run_sft(job: SFTJob, flags: SFTFlags) -> dict[str, Any]:
 def _train(job: SFTJob, flags: SFTFlags, folder: RunFolder) -> dict[str, Any]:
     from fastrl.data.collators import DataCollatorForCompletionOnlyLM
     from fastrl.models.load import load_language_model
-    from fastrl.trainers.planning import plan_sft
     from fastrl.trainers.sft import SFTTrainer
 
     peft_config = job.lora_config("CAUSAL_LM")
@@ -66,10 +63,6 @@ def _train(job: SFTJob, flags: SFTFlags, folder: RunFolder) -> dict[str, Any]:
         loss = metrics["eval_loss"]
         return {"held_out_loss": loss, "held_out_perplexity": math.exp(min(loss, 700.0))}
 
-    def plan() -> Plan:
-        skeleton, device = Skeleton.of(trainer.model), flags.device.type
-        return plan_sft(skeleton, flags, longest_text(trainer.train_dataset), device)
-
     return fit(
         trainer,
         folder,
@@ -78,7 +71,7 @@ def _train(job: SFTJob, flags: SFTFlags, folder: RunFolder) -> dict[str, Any]:
         description="SFT",
         title=f"{job.model}: SFT on {job.dataset}",
         results=results,
-        make_plan=plan,
+        make_plan=lambda: trainer.plan(longest_text(trainer.train_dataset)),
     )
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fastrl.models.host_memory import in_host_memory, is_host
+
 SMALLEST = 1024  # bytes: below it a copy costs more time than it saves memory
 
 Offloading = Callable[[nn.Module], AbstractContextManager[Any]]
@@ -23,7 +25,10 @@ class Offloaded:
 
     def __init__(self, tensor: Tensor, pin: bool):
         self.device = tensor.device
-        self.on_host = torch.empty_like(tensor, device="cpu", pin_memory=pin, requires_grad=False)
+        with in_host_memory():
+            self.on_host = torch.empty_like(
+                tensor, device="cpu", pin_memory=pin, requires_grad=False
+            )
         self.on_host.copy_(tensor, non_blocking=pin)
         self._source = StorageWeakRef(tensor.untyped_storage())
 
@@ -119,7 +124,7 @@ def activation_offloading(wanted: bool, device: torch.device, spread: bool = Fal
             "activation_offloading is not for weights that FSDP2 spreads, which it would copy, "
             "too: set gradient_checkpointing, or start with DDP"
         )
-    if device.type == "cpu":
+    if is_host(device):
         warnings.warn(
             "activation_offloading has no effect on a CPU, whose memory is the host's: leave it "
             "out; gradient_checkpointing saves memory there",
@@ -130,4 +135,4 @@ def activation_offloading(wanted: bool, device: torch.device, spread: bool = Fal
 
 
 def _on_device(tensor: Tensor) -> bool:
-    return tensor.device.type not in ("cpu", "meta")
+    return not tensor.is_meta and not is_host(tensor.device)

@@ -41,7 +41,7 @@ MERGE_ADAPTER = "merge it into its base first (peft: merge_and_unload(), then sa
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_CLASSIFIER_HEADS = ("score", "classifier")  # modules that PEFT saves with a SEQ_CLS adapter
+CLASSIFIER_HEADS = ("score", "classifier")  # modules that PEFT saves with a SEQ_CLS adapter
 _OF_THE_ADAPTER = ("revision", "subfolder")  # options that are not those of its base
 _OF_EMPTY = {"dtype", "attn_implementation", "use_safetensors", "revision", "token", "cache_dir"}
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder")
@@ -338,7 +338,7 @@ class _Checkpoint:
             options = self._of_base(options)
         if quantised.quantises(options):
             if loader is AutoModelForSequenceClassification:
-                options = quantised.with_whole_heads(options, _CLASSIFIER_HEADS)
+                options = quantised.with_whole_heads(options, CLASSIFIER_HEADS)
             options.setdefault("device_map", quantised.device_map())
         try:
             # Weights that the base lacks may be the adapter's: that is checked below.
@@ -432,7 +432,7 @@ class _Checkpoint:
                 "safetensors, no other format is read"
             )
         _check_weights(self.folder, self.options.get("subfolder"))
-        modules = {*_CLASSIFIER_HEADS, *(self.adapter.modules_to_save or ())}
+        modules = {*CLASSIFIER_HEADS, *(self.adapter.modules_to_save or ())}
         found = {}
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dict

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastrl.models.host_memory import in_host_memory
 from fastrl.models.sharding import own_share
 
 MASTER = "master_weight"  # its name in the state of an optimizer, beside the weight's moments
@@ -164,9 +165,11 @@ class MasterWeights(torch.optim.Optimizer):
         return self._masters.get(weight, weight)
 
     def _new(self, source: Tensor, weight: Tensor) -> Tensor:
-        device = torch.device("cpu") if self.on_host else weight.device
-        master = source.detach().to(device, torch.float32, copy=True)
-        return master.pin_memory() if self.on_host and torch.cuda.is_available() else master
+        if not self.on_host:
+            return source.detach().to(weight.device, torch.float32, copy=True)
+        with in_host_memory():
+            master = source.detach().to("cpu", torch.float32, copy=True)
+            return master.pin_memory() if torch.cuda.is_available() else master
 
     def _follow(self) -> None:
         """Has masters take the values of weights that were written since the last step: those that
@@ -207,11 +210,12 @@ class MasterWeights(torch.optim.Optimizer):
         masters = [(w, self._master(w)) for w in stepped]
         pairs = [(w, m) for w, m in masters if m is not w]
         try:
-            for weight, master in pairs:
-                if weight.grad is not None:
-                    master.grad = weight.grad.to(master.device, master.dtype)
-            with self._lent(part):
-                self.inner.step()
+            with in_host_memory() if self.on_host else nullcontext():
+                for weight, master in pairs:
+                    if weight.grad is not None:
+                        master.grad = weight.grad.to(master.device, master.dtype)
+                with self._lent(part):
+                    self.inner.step()
         finally:
             for _, master in pairs:
                 master.grad = None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastrl.models.host_memory import is_host
 from fastrl.models.master_weights import MasterWeights, with_master_weights
 
 # Beginnings and ends of transformers' names, with packages as they are imported and installed.
@@ -209,7 +210,7 @@ def keep_state(
             "memory: choose one of torch's, such as optim='adamw_torch', or one of bitsandbytes' "
             "paged ones without offload_optimizer"
         )
-    if on_host and device.type == "cpu":
+    if on_host and is_host(device):
         warnings.warn(
             "offload_optimizer has no effect on a CPU, whose memory is the host's: leave it out",
             stacklevel=3,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fastrl.plan.report import Plan, gib
-
-_MOST_DOUBLINGS = 4
+from fastrl.plan.memory import KV_CACHE
+from fastrl.plan.report import GIB, Plan, gib, usable
 
 
 class Planned(Protocol):
@@ -20,67 +19,154 @@ class Planned(Protocol):
     def changes(self) -> Sequence[Remedy]:
         """Ways to need less, the one that costs the least time or quality first."""
 
-    def larger(self) -> tuple[str, Any] | None:
-        """The flags of a larger micro-batch, and the run with it; None where it is the largest."""
+    def dials(self) -> Sequence[Dial]:
+        """Sizes that can grow into what is left; as many, in the same order, of each run."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of a run's settings.
+    """A change of a run's settings, by which it needs less.
 
     Args:
         flags: as a command takes them.
         cost: what it costs, in words.
+        leaves: of the kinds of memory that it lessens, the share that is left at best: what cannot
+            be enough is not tried.
         apply: the changed run; None where it changes nothing.
         learns_other: whether what is learned is another thing then.
     """
 
     flags: str
     cost: str
+    leaves: Mapping[str, float]
     apply: Callable[[Any], Any]
     learns_other: bool = False
 
 
+@dataclass(frozen=True)
+class Dial:
+    """A size of a run.
+
+    Args:
+        kind: of the memory that grows with it, at most in proportion.
+        most: the factor by which it can grow.
+        turned: with a factor, the flags of the larger size, and the run with it.
+    """
+
+    kind: str
+    most: float
+    turned: Callable[[int], tuple[str, Any]]
+
+
 def what_to_change(run: Planned, plan: Plan, gpu_gib: float) -> str:
     """The cheapest change that makes a run fit: the first that does by itself, else the first few
-    that do together. What is learned changes only where nothing else is enough."""
+    that do together, without those of them that are not needed. What is learned changes only where
+    nothing else is enough."""
     remedies = list(run.changes())
     same = [remedy for remedy in remedies if not remedy.learns_other]
     others = [remedy for remedy in remedies if remedy.learns_other]
-    least, used = plan, ""
+    tried = ""
     for singles, several in ((same, same), (others, remedies)):
         for remedy in singles:
-            changed = remedy.apply(run)
-            found = None if changed is None else changed.plan()
+            found = _tried(run, plan, [remedy], gpu_gib)
             if found is not None and found.fits(gpu_gib):
                 return f"{remedy.flags} ({remedy.cost}): {gib(found.peak)}"
-        together: Any = run
-        used_now: dict[str, str] = {}  # by the flag: of one, the last value
+        used: dict[str, Remedy] = {}  # by the flag: of one, the last value
+        found = None
         for remedy in several:
-            changed = remedy.apply(together)
-            if changed is None:
+            if remedy.apply(_changed(run, used.values())) is None:
                 continue
-            together, found = changed, changed.plan()
-            used_now[remedy.flags.split()[0]] = remedy.flags
-            flags = " ".join(used_now.values())
+            used[remedy.flags.split()[0]] = remedy
+            found = _tried(run, plan, used.values(), gpu_gib)
+            if found is not None and found.fits(gpu_gib):
+                needed, found = _needed(run, plan, list(used.values()), found, gpu_gib)
+                return f"{_flags(needed)} together: {gib(found.peak)}"
+        if used:
+            found = found or _changed(run, used.values()).plan()
+            tried = f"; {_flags(used.values())} leaves {gib(found.peak)}"
+    return f"nothing known{tried}: a smaller model, shorter sequences or a larger GPU"
+
+
+def _tried(run: Planned, plan: Plan, remedies: Iterable[Remedy], gpu_gib: float) -> Plan | None:
+    """The plan of a changed run; None where it cannot fit, or is not changed."""
+    remedies = list(remedies)
+    if _at_best(plan, remedies) > usable(gpu_gib):
+        return None
+    changed = _changed(run, remedies)
+    return None if changed is run else changed.plan()
+
+
+def _needed(
+    run: Planned, plan: Plan, used: list[Remedy], found: Plan, gpu_gib: float
+) -> tuple[list[Remedy], Plan]:
+    """Of remedies that are enough together, those that are needed, and the plan with them; what
+    costs most is given up first."""
+    for remedy in reversed(list(used)):
+        fewer = [other for other in used if other is not remedy]
+        without = _tried(run, plan, fewer, gpu_gib)
+        if without is not None and without.fits(gpu_gib):
+            used, found = fewer, without
+    return used, found
+
+
+def _changed(run: Any, remedies: Iterable[Remedy]) -> Any:
+    """A run with the remedies that change something of it."""
+    for remedy in remedies:
+        run = remedy.apply(run) or run
+    return run
+
+
+def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
+    """What of a run can be larger on a GPU where it fits: each size in turn by the largest power of
+    two, and the keys and values of longer responses."""
+    grown: list[str] = []
+    for number in range(len(run.dials())):
+        dial = run.dials()[number]
+        factor = _power_of_two(min(dial.most, _growth(plan, dial.kind, gpu_gib)))
+        while factor > 1:
+            flags, larger = dial.turned(factor)
+            found = larger.plan()
             if found.fits(gpu_gib):
-                return f"{flags} together: {gib(found.peak)}"
-            if found.peak < least.peak:
-                least, used = found, f"; {flags} leaves {gib(found.peak)}"
-    return f"nothing known{used}: a smaller model, shorter sequences or a larger GPU"
+                run, plan = larger, found
+                grown.append(flags)
+                break
+            factor //= 2
+    if grown:
+        yield f"there is room for {' '.join(grown)} ({gib(plan.peak)})"
+    with_keys = [phase for phase in plan.phases.values() if phase.by_kind.get(KV_CACHE)]
+    if with_keys:
+        left = min(usable(gpu_gib) - phase.total for phase in with_keys)
+        now = max(phase.by_kind[KV_CACHE] for phase in with_keys)
+        most = int((now + left) / GIB * 10) / 10  # rounded down
+        if most * GIB > now:
+            yield f"keys and values take {gib(now)}, and can take --rollout-kv-cache-gib {most:g}"
 
 
-def what_fits(run: Planned, gpu_gib: float) -> Iterator[str]:
-    """What of a run can be larger on a GPU where it fits."""
-    largest = None
-    for _ in range(_MOST_DOUBLINGS):
-        more = run.larger()
-        if more is None:
-            break
-        flags, run = more
-        found = run.plan()
-        if not found.fits(gpu_gib):
-            break
-        largest = f"{flags} ({gib(found.peak)})"
-    if largest is not None:
-        yield f"there is room for {largest}"
+def _growth(plan: Plan, kind: str, gpu_gib: float) -> float:
+    """By what factor a kind of memory can grow, at least."""
+    limit = usable(gpu_gib)
+    growing = [phase for phase in plan.phases.values() if phase.by_kind.get(kind)]
+    return min((1 + (limit - p.total) / p.by_kind[kind] for p in growing), default=1.0)
+
+
+def _at_best(plan: Plan, remedies: Iterable[Remedy]) -> float:
+    """The peak with remedies that do as much as they can."""
+    found = 0.0
+    for phase in plan.phases.values():
+        left: dict[str, float] = dict(phase.by_kind)
+        for remedy in remedies:
+            for kind, share in remedy.leaves.items():
+                left[kind] = left.get(kind, 0) * share
+        found = max(found, phase.total - sum(phase.by_kind.values()) + sum(left.values()))
+    return found
+
+
+def _power_of_two(x: float) -> int:
+    found = 1
+    while 2 * found <= x:
+        found *= 2
+    return found
+
+
+def _flags(remedies: Iterable[Remedy]) -> str:
+    return " ".join(remedy.flags for remedy in remedies)

@@ -40,6 +40,7 @@ class MemoryLog:
         self._total = 0
         self._live: dict[int, tuple[int, str]] = {}
         self._kind: str | None = None
+        self._outside = False
         self._phase = ""
 
     @property
@@ -49,6 +50,7 @@ class MemoryLog:
 
     def allocated(self, key: int, nbytes: int) -> None:
         kind = self._kind or ACTIVATIONS
+        nbytes = 0 if self._outside else nbytes
         self._live[key] = (nbytes, kind)
         self.now[kind] += nbytes
         self._total += nbytes
@@ -59,15 +61,21 @@ class MemoryLog:
         self.now[kind] -= nbytes
         self._total -= nbytes
 
-    def is_kind(self, key: int | None, kind: str) -> None:
-        """Says of memory that is there what it is for."""
+    def is_kind(self, key: int | None, kind: str, since: str | None = None) -> None:
+        """Says of memory that is there what it is for.
+
+        Args:
+            since: a phase at whose peak it was there, too.
+        """
         if key not in self._live:
             return
         assert key is not None
         nbytes, before = self._live[key]
         self._live[key] = (nbytes, kind)
-        self.now[before] -= nbytes
-        self.now[kind] += nbytes
+        at_peak = [self.peaks[since].by_kind] if since in self.peaks else []
+        for counts in (self.now, *at_peak):
+            counts[before] -= nbytes
+            counts[kind] += nbytes
 
     def elsewhere(self, key: int | None) -> None:
         """Counts memory no more: it is not on the device."""
@@ -86,6 +94,15 @@ class MemoryLog:
             yield
         finally:
             self._kind = before
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Context in which what is allocated is not on the device."""
+        before, self._outside = self._outside, True
+        try:
+            yield
+        finally:
+            self._outside = before
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

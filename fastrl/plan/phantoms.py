@@ -90,10 +90,10 @@ class Phantoms(TorchDispatchMode):
             return self.is_phantom(x._values())
         return x.layout == torch.strided and x.untyped_storage().data_ptr() in self._live
 
-    def is_kind(self, tensors: Iterable[Any], kind: str) -> None:
-        """Says of tensors what they are for."""
+    def is_kind(self, tensors: Iterable[Any], kind: str, since: str | None = None) -> None:
+        """Says of tensors what they are for, see :meth:`MemoryLog.is_kind`."""
         for key in self._keys(tensors):
-            self.log.is_kind(key, kind)
+            self.log.is_kind(key, kind, since)
 
     def elsewhere(self, tensors: Iterable[Any]) -> None:
         """Says of tensors that they are not on the device that is planned for."""

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers.utils import logging
 
+from fastrl.models.host_memory import counted_by
 from fastrl.plan.memory import (
     CASTS,
     GRADIENTS,
@@ -33,6 +34,7 @@ from fastrl_kernels.dispatch import standing_for
 
 LOADING, ROLLOUT, SCORING, UPDATE, STEP = "loading", "rollout", "scoring", "update", "optimizer"
 OTHER = "other"  # between these
+PHASES = (LOADING, ROLLOUT, SCORING, UPDATE, STEP, OTHER)
 # The phases that trainers time, by their names here.
 _TIMED = {
     "prefill": ROLLOUT,
@@ -112,8 +114,8 @@ class Rehearsal:
 
     def keeps(self, kv_cache: Iterable[Any], weights: Iterable[Any]) -> None:
         """Says what the rollout engine keeps until an update has ended."""
-        self.phantoms.is_kind(kv_cache, KV_CACHE)
-        self.phantoms.is_kind(weights, CASTS)
+        self.phantoms.is_kind(kv_cache, KV_CACHE, since=ROLLOUT)
+        self.phantoms.is_kind(weights, CASTS, since=ROLLOUT)
 
 
 @contextmanager
@@ -132,6 +134,7 @@ def rehearsal(device: str = "cpu") -> Iterator[Rehearsal]:
         stack.enter_context(_quiet())
         if device != "cpu":
             stack.enter_context(standing_for(device))
+            stack.enter_context(counted_by(found.log.outside))
         stack.enter_context(workspace.torchs_own(partial(found.log.kind, HEAD)))
         stack.enter_context(heard_by(found.timed))
         stack.enter_context(found.log.phase(LOADING))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastrl.plan.memory import KINDS, REFERENCE, Peak
-from fastrl.plan.rehearsal import OTHER, SCORING, UPDATE, Rehearsal
+from fastrl.plan.rehearsal import OTHER, PHASES, SCORING, UPDATE, Rehearsal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +43,8 @@ class Plan:
 
     @classmethod
     def of(cls, title: str, device: str, found: Rehearsal, settings: Mapping[str, Any]) -> Plan:
-        phases = dict(found.log.peaks)
+        # As an iteration has them.
+        phases = {name: found.log.peaks[name] for name in PHASES if name in found.log.peaks}
         runs_in = phases.get(SCORING) or phases.get(UPDATE)
         if found.visiting and runs_in is not None:
             runs_in.total += found.visiting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from dataclasses import dataclass, field
@@ -9,9 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+)
 
-from fastrl.models.load import CONFIG_NAME, base_folder, find_file, is_adapter, model_folder
+from fastrl.models import quantised
+from fastrl.models.load import (
+    CLASSIFIER_HEADS,
+    CONFIG_NAME,
+    base_folder,
+    find_file,
+    is_adapter,
+    model_folder,
+    with_adapter,
+)
+from fastrl.models.utils import context_length
 
 # What an unknown architecture must state, for a Llama of its sizes.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -27,12 +44,14 @@ class Skeleton:
         dtype: of the weights.
         adapter: PEFT's configuration of a new or a saved adapter; None: all weights are trained.
         guesses: what of it is assumed.
+        four_bits: bitsandbytes' configuration of a base in four bits, by transformers.
     """
 
     config: Any
     dtype: torch.dtype = torch.float32
     adapter: Any = None
     guesses: list[str] = field(default_factory=list)
+    four_bits: Any = None
 
     @classmethod
     def read(cls, path: str | os.PathLike, dtype: str = "float32", adapter: Any = None) -> Skeleton:
@@ -41,16 +60,23 @@ class Skeleton:
 
         Raises:
             FileNotFoundError: a folder without a configuration.
+            ImportError: weights in four bits, and bitsandbytes is not installed.
             ValueError: one that cannot be read, or an unknown architecture without sizes.
         """
+        beside: dict[str, Any] = {}
         if adapter is None and is_adapter(path):
             from peft import PeftConfig
 
-            adapter = PeftConfig.from_pretrained(model_folder(path))
+            folder = model_folder(path)
+            adapter = PeftConfig.from_pretrained(folder)
             adapter.inference_mode = False
+            if os.path.isfile(file := os.path.join(folder, quantised.BASE_FILE)):
+                beside = quantised.read_beside_adapter(file)
         config, guesses = _config_of(base_folder(path))
         named = dtype if dtype != "auto" else str(getattr(config, "dtype", None) or "float32")
-        return cls(config, getattr(torch, named.removeprefix("torch.")), adapter, guesses)
+        found = cls(config, getattr(torch, named.removeprefix("torch.")), adapter, guesses)
+        found.four_bits = beside.get("quantization_config") or _four_bits_of(config)
+        return found
 
     @classmethod
     def of(cls, model: Any) -> Skeleton:
@@ -59,7 +85,11 @@ class Skeleton:
         peft = getattr(model, "peft_config", None)
         weights = [p for p in model.parameters() if p.is_floating_point()]
         base = next((p for p in weights if not p.requires_grad), weights[0])
-        return cls(model.config, base.dtype, None if peft is None else peft[model.active_adapter])
+        found = cls(model.config, base.dtype, None if peft is None else peft[model.active_adapter])
+        found.four_bits = _four_bits_of(model.config)
+        if found.four_bits is not None:
+            found.dtype = getattr(torch, quantised.dtype_before(model))
+        return found
 
     def build(self, kind: Any = AutoModelForCausalLM) -> Any:
         """The model; to be called within a rehearsal.
@@ -70,12 +100,30 @@ class Skeleton:
         Raises:
             ValueError: a configuration of which transformers makes no such model.
         """
-        model = kind.from_config(self.config, dtype=self.dtype)
-        if self.adapter is None:
-            return model
-        from peft import get_peft_model
+        config = copy.deepcopy(self.config)
+        if self.four_bits is not None:  # from_config is for whole weights
+            config.__dict__.pop("quantization_config", None)
+        model = kind.from_config(config, dtype=self.dtype)
+        if self.four_bits is not None:
+            skipped = CLASSIFIER_HEADS if kind is AutoModelForSequenceClassification else ()
+            model = _in_four_bits(model, self.four_bits, skipped)
+        return with_adapter(model, self.adapter)
 
-        return get_peft_model(model, self.adapter)
+    def check_tokens(self, **tokens: int) -> None:
+        """
+        Args:
+            tokens: of each part of a sample, by the name of its argument.
+
+        Raises:
+            ValueError: not 2 or more; more than the model's context together.
+        """
+        for name, number in tokens.items():
+            if not isinstance(number, int) or number < 2:
+                raise ValueError(f"{name} must be a number of 2 or more, got {number!r}")
+        most, whole = context_length(self), sum(tokens.values())
+        if most is not None and whole > most:
+            said = " + ".join(f"{name}={number}" for name, number in tokens.items())
+            raise ValueError(f"{said} are more than the model's context of {most}: lower them")
 
     @property
     def name(self) -> str:
@@ -83,6 +131,49 @@ class Skeleton:
         kind = getattr(self.config, "model_type", "model")
         text = self.config.get_text_config()
         return f"{kind} {text.num_hidden_layers}×{text.hidden_size}"
+
+
+def _four_bits_of(config: Any) -> Any:
+    """How the weights of a checkpoint are quantised; None where they are whole."""
+    given = getattr(config, "quantization_config", None)
+    if given is None or not quantised.quantises({"quantization_config": given}):
+        return None
+    if not isinstance(given, dict):
+        return given
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig.from_dict(given)
+
+
+def _in_four_bits(model: Any, config: Any, heads: tuple[str, ...]) -> Any:
+    """The model as from_pretrained quantises it, but for modules of these names.
+
+    Raises:
+        ImportError: bitsandbytes is not installed.
+    """
+    from transformers.quantizers import AutoHfQuantizer
+
+    options = {"quantization_config": config}
+    quantised.quantises(options)
+    if heads:
+        config = quantised.with_whole_heads(options, heads)["quantization_config"]
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    whole = dict(model.named_parameters())
+    quantizer.preprocess_model(model, device_map={"": "cpu"})
+    convert = quantizer.get_quantize_ops().convert
+    for name, shell in list(model.named_parameters()):
+        if not shell.is_meta:
+            continue
+        given = whole.pop(name).data
+        if quantizer.param_needs_quantization(model, name):
+            value = convert({name: given}, full_layer_name=name, model=model)[name]
+        else:  # a bias
+            value = nn.Parameter(given, requires_grad=False)
+        layer, _, own = name.rpartition(".")
+        setattr(model.get_submodule(layer), own, value)
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+    return model
 
 
 def _config_of(folder: str) -> tuple[Any, list[str]]:

@@ -56,6 +56,7 @@ def plan_ppo(
     Raises:
         ValueError: settings that the trainer refuses; lengths beyond the model's context.
     """
+    skeleton.check_tokens(prompt_tokens=prompt_tokens, response_tokens=response_tokens)
     rehearsed = _shortened(config)
     with rehearsal(device) as found:
         base = skeleton.build()

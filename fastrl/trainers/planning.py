@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoModelForSequenceClassification, PrinterCallback, ProgressCallback
 
 from fastrl.plan.rehearsal import UPDATE, Rehearsal, rehearsal
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton, blank_tokenizer, words
-from fastrl.trainers.reward import RewardConfig, RewardTrainer
-from fastrl.trainers.sft import SFTConfig, SFTTrainer
+
+if TYPE_CHECKING:
+    from fastrl.trainers.reward import RewardConfig, RewardTrainer
+    from fastrl.trainers.sft import SFTConfig, SFTTrainer
 
 _STEPS = 2  # the optimizer's state is there from the second on
 # What a rehearsal does not do: it saves, evaluates and reports nothing, and runs on a CPU.
@@ -36,7 +38,13 @@ _NOT_REHEARSED: dict[str, Any] = {
 }
 
 
-def plan_sft(skeleton: Skeleton, args: SFTConfig, tokens: int, device: str = "cpu") -> Plan:
+def plan_sft(
+    trainer_class: type[SFTTrainer],
+    skeleton: Skeleton,
+    args: SFTConfig,
+    tokens: int,
+    device: str = "cpu",
+) -> Plan:
     """The memory of an SFTTrainer whose texts all have ``tokens`` tokens.
 
     Raises:
@@ -44,12 +52,13 @@ def plan_sft(skeleton: Skeleton, args: SFTConfig, tokens: int, device: str = "cp
     """
     from datasets import Dataset
 
+    skeleton.check_tokens(tokens=tokens)
     count = _STEPS * args.per_device_train_batch_size * shortened_steps(args)
     with rehearsal(device) as found:
         rows = Dataset.from_dict({"input_ids": [[2] * tokens] * count})
-        trainer = SFTTrainer(
+        trainer = trainer_class(
             skeleton.build(),
-            rehearsed(args, SFTConfig, found, max_length=tokens),
+            rehearsed(args, trainer_class.args_class, found, max_length=tokens),
             train_dataset=rows,
             processing_class=blank_tokenizer(),
         )
@@ -57,7 +66,13 @@ def plan_sft(skeleton: Skeleton, args: SFTConfig, tokens: int, device: str = "cp
         return Plan.of(f"{skeleton.name}: SFT", device, found, _sizes(args, tokens))
 
 
-def plan_reward(skeleton: Skeleton, args: RewardConfig, tokens: int, device: str = "cpu") -> Plan:
+def plan_reward(
+    trainer_class: type[RewardTrainer],
+    skeleton: Skeleton,
+    args: RewardConfig,
+    tokens: int,
+    device: str = "cpu",
+) -> Plan:
     """The memory of a RewardTrainer whose texts, two of each pair, have ``tokens`` tokens.
 
     Raises:
@@ -65,24 +80,30 @@ def plan_reward(skeleton: Skeleton, args: RewardConfig, tokens: int, device: str
     """
     from datasets import Dataset
 
+    skeleton.check_tokens(tokens=tokens)
     count = _STEPS * args.per_device_train_batch_size * shortened_steps(args)
+    with rehearsal(device) as found:
+        sides = {"chosen": [words(tokens - 1)], "rejected": [words(tokens - 1, 1)]}
+        rows = Dataset.from_dict({side: texts * count for side, texts in sides.items()})
+        trainer = trainer_class(
+            reward_model(skeleton),
+            rehearsed(args, trainer_class.args_class, found, max_length=tokens, append_eos=True),
+            train_dataset=rows,
+            processing_class=blank_tokenizer(),
+        )
+        rehearse_training(trainer, found, skeleton)
+        return Plan.of(f"{skeleton.name}: reward model", device, found, _sizes(args, tokens))
+
+
+def reward_model(skeleton: Skeleton) -> Any:
+    """A classifier with one label; to be called within a rehearsal."""
     skeleton = copy.copy(skeleton)
     skeleton.config = copy.deepcopy(skeleton.config)
     skeleton.config.num_labels, skeleton.config.pad_token_id = 1, 0
     if skeleton.adapter is not None:
         skeleton.adapter = copy.deepcopy(skeleton.adapter)
         skeleton.adapter.task_type = "SEQ_CLS"
-    with rehearsal(device) as found:
-        sides = {"chosen": [words(tokens - 1)], "rejected": [words(tokens - 1, 1)]}
-        rows = Dataset.from_dict({side: texts * count for side, texts in sides.items()})
-        trainer = RewardTrainer(
-            skeleton.build(AutoModelForSequenceClassification),
-            rehearsed(args, RewardConfig, found, max_length=tokens, append_eos=True),
-            train_dataset=rows,
-            processing_class=blank_tokenizer(),
-        )
-        rehearse_training(trainer, found, skeleton)
-        return Plan.of(f"{skeleton.name}: reward model", device, found, _sizes(args, tokens))
+    return skeleton.build(AutoModelForSequenceClassification)
 
 
 def shortened_steps(args: Any) -> int:

@@ -22,7 +22,10 @@ from fastrl.data.prepare import has_tokens, missing_token_columns, prepare_pairs
 from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.reward_head import rewards_at, score_head
 from fastrl.models.utils import evaluating
+from fastrl.plan.report import Plan
+from fastrl.plan.skeleton import Skeleton
 from fastrl.run.model_card import REWARD
+from fastrl.trainers.planning import plan_reward
 from fastrl.trainers.supervised import (
     SupervisedArguments,
     SupervisedTrainer,
@@ -113,6 +116,7 @@ class RewardTrainer(SupervisedTrainer):
     """
 
     _tag_names: ClassVar[list[str]] = ["fastrl", "reward-trainer"]  # of the model on the Hub
+    args_class: ClassVar[type] = RewardConfig
     method = REWARD
 
     def __init__(
@@ -171,6 +175,19 @@ class RewardTrainer(SupervisedTrainer):
             reads_eos.record(self.model, self._reads_eos)
         self.can_return_loss = True  # of pairs, for evaluation
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
+
+    def plan(self, tokens: int) -> Plan:
+        """What training on texts of that many tokens needs of memory, by phase: from a rehearsal
+        without memory, in which nothing of this trainer is run or changed.
+
+        Args:
+            tokens: of the longest text of a pair, at least 2.
+
+        Returns:
+            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
+        """
+        skeleton, device = Skeleton.of(self.model), self.args.device.type
+        return plan_reward(type(self), skeleton, self.args, tokens, device)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         model = super().call_model_init(trial)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,10 @@ from fastrl.models.lm_head import Head, choose_head, corner_of
 from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
 from fastrl.models.utils import evaluating
+from fastrl.plan.report import Plan
+from fastrl.plan.skeleton import Skeleton
 from fastrl.run.model_card import SFT
+from fastrl.trainers.planning import plan_sft
 from fastrl.trainers.supervised import (
     SupervisedArguments,
     SupervisedTrainer,
@@ -96,6 +99,7 @@ class SFTTrainer(SupervisedTrainer):
             to train or is no causal language model.
     """
 
+    args_class: ClassVar[type] = SFTConfig
     method = SFT
 
     def __init__(
@@ -192,6 +196,19 @@ class SFTTrainer(SupervisedTrainer):
         # counted, and the loss is divided by it.
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
         self._head: Head | None = None
+
+    def plan(self, tokens: int) -> Plan:
+        """What training on texts of that many tokens needs of memory, by phase: from a rehearsal
+        without memory, in which nothing of this trainer is run or changed.
+
+        Args:
+            tokens: of the longest text, at least 2.
+
+        Returns:
+            a :class:`fastrl.plan.report.Plan`, whose ``peak`` is in bytes.
+        """
+        skeleton, device = Skeleton.of(self.model), self.args.device.type
+        return plan_sft(type(self), skeleton, self.args, tokens, device)
 
     def prepare_model(self, model: Any) -> Any:
         """The model, checked, with an adapter if there is a peft_config."""

@@ -4,12 +4,20 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import LlamaConfig
 
-from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer
+from fastrl import (
+    AutoModelForCausalLMWithValueHead,
+    PPOConfig,
+    PPOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from fastrl.cli import main
+from fastrl.commands.planned_run import new_adapter
 from fastrl.plan.advice import Remedy, what_to_change
-from fastrl.plan.memory import Peak
+from fastrl.plan.memory import ACTIVATIONS, Peak
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import blank_tokenizer
 
@@ -66,10 +74,14 @@ class Fake:
         self.gib, self.savings = gib, savings
 
     def plan(self):
-        return Plan("", "cuda", {"update": Peak(int(self.gib * 2**30), {})})
+        size = int(self.gib * 2**30)
+        return Plan("", "cuda", {"update": Peak(size, {ACTIVATIONS: size})})
 
     def changes(self):
-        return [Remedy(f"--{x} true", "", lambda run, x=x: Fake(run.gib - x)) for x in self.savings]
+        return [
+            Remedy(f"--{x} true", "", {ACTIVATIONS: 0.0}, lambda run, x=x: Fake(run.gib - x))
+            for x in self.savings
+        ]
 
 
 @pytest.mark.parametrize(
@@ -78,11 +90,12 @@ class Fake:
         (23.5, "--1 true "),  # the first that is enough
         (25, "--3 true "),
         (26, "--1 true --3 true together"),
-        (40, "nothing known; --1 true --3 true leaves 36.00 GiB"),
+        (27, "--3 true --2 true together"),  # without the one that is not needed
+        (40, "nothing known; --1 true --3 true --2 true leaves 34.00 GiB"),
     ],
 )
 def test_what_does_not_fit_comes_with_the_first_change_that_is_enough(gib, said):
-    run = Fake(gib, 1, 3)
+    run = Fake(gib, 1, 3, 2)
     assert not run.plan().fits(24)
     assert what_to_change(run, run.plan(), 24).startswith(said)
 
@@ -124,6 +137,12 @@ def test_an_unknown_architecture_says_what_is_a_guess(tmp_path, capsys):
         (["--gpu-gib", "0"], "gpu_gib"),
         (["--gpu-gib", "5000"], "gpu_gib"),
         (["--method", "dpoo"], "dpo"),
+        (["--method", "what"], "choose one of ppo, grpo, sft"),
+        (["--method", "ppo", "--task", "sft"], "task='sft'"),
+        (["--method", "dpo", "--task", "sft"], "offline-pairwise"),
+        (["--load-in-4bit", "true"], "--lora-r 16"),
+        (["--prompt-tokens", "400", "--response-tokens", "400"], "context of 512"),
+        (["--method", "sft", "--max-length", "100"], "max_length=100"),
         (["--prompt-tokens", "1"], "prompt_tokens"),
         (["--reference", "adapter"], "reference='adapter'"),
     ],
@@ -154,3 +173,88 @@ def test_a_trainer_plans_itself_and_stays_as_it_is():
     assert torch.equal(torch.get_rng_state(), draws)
     assert trainer.accelerator.state is state
     assert all(torch.equal(p, weights[name]) for name, p in policy.named_parameters())
+
+
+def test_a_four_bit_base_is_counted_as_it_is_stored(folder, capsys):
+    pytest.importorskip("bitsandbytes")
+    flags = [*FLAGS, "--method", "grpo", "--group-size", "2", "--lora-r", "4"]
+    whole = planned(capsys, folder, *flags)["phases"]["loading"]["by_kind"]["parameters"]
+    quantised = planned(capsys, folder, *flags, "--load-in-4bit", "true")
+    found = quantised["phases"]["loading"]["by_kind"]["parameters"]
+    linear = 4 * sum(
+        m.weight.numel()
+        for name, m in _model().named_modules()
+        if isinstance(m, torch.nn.Linear) and name != "lm_head"
+    )
+    # Half a byte for each weight, and four bytes of a scale for each 64 of them.
+    assert whole - found == pytest.approx(linear * (1 - (0.5 + 4 / 64) / 4), rel=0.02)
+
+
+def test_an_adapter_on_four_bits_is_planned_as_it_was_saved(tmp_path, folder, capsys):
+    pytest.importorskip("bitsandbytes")
+    from fastrl.models.load import load_language_model, with_adapter
+    from fastrl.models.quantised import four_bit_config, save_beside_adapter
+
+    _model().save_pretrained(tmp_path / "base")
+    base = load_language_model(tmp_path / "base", quantization_config=four_bit_config())
+    adapted = with_adapter(base, new_adapter(4))
+    adapted.save_pretrained(tmp_path / "adapter")
+    save_beside_adapter(adapted, tmp_path / "adapter")
+    flags = [*FLAGS[:4], "--method", "sft"]
+    saved = planned(capsys, tmp_path / "adapter", *flags)
+    told = planned(capsys, tmp_path / "base", *flags, "--lora-r", "4", "--load-in-4bit", "true")
+    assert saved["peak"] == told["peak"]
+    whole = planned(capsys, tmp_path / "adapter", *flags, "--load-in-4bit", "false")
+    assert saved["peak"] < whole["peak"]
+
+
+@pytest.mark.parametrize(
+    ("method", "task"),
+    [
+        ("dpo", "online-pairwise"),
+        ("kto", "offline-pointwise"),
+        ("kto", "online-pointwise"),
+        ("bradley-terry", "reward-modelling"),
+    ],
+)
+def test_each_task_of_preference_learning_is_planned(folder, capsys, method, task):
+    sizes = ["--prompt-tokens", "16", "--response-tokens", "16"]
+    plan = planned(capsys, folder, "--method", method, "--task", task, *sizes)
+    keys = plan["phases"].get("rollout", {}).get("by_kind", {}).get("KV cache", 0)
+    assert (keys > 0) == task.startswith("online")
+    assert plan["phases"]["update"]["by_kind"]["activations"] > 0
+
+
+def test_what_is_kept_in_host_memory_is_not_counted(folder, capsys):
+    flags = [*FLAGS, "--mini-batch-size", "4", "--device", "cuda", "--precision", "fp32"]
+    kept, offloaded = (
+        planned(capsys, folder, *flags, *more)["phases"]
+        for more in ([], ["--offload-optimizer", "true", "--activation-offloading", "true"])
+    )
+    assert kept["optimizer"]["by_kind"]["optimizer"] > 0
+    assert offloaded["optimizer"]["by_kind"]["optimizer"] == 0
+    activations = [x["update"]["by_kind"]["activations"] for x in (kept, offloaded)]
+    assert activations[1] < 0.7 * activations[0]
+
+
+def test_what_fits_fills_slots_passes_and_keys(folder, capsys):
+    flags = ["--prompt-tokens", "16", "--response-tokens", "16", "--batch-size", "16"]
+    flags += ["--rollout-slots", "4", "--micro-batch-tokens", "128", "--gpu-gib", "24"]
+    said = " ".join(planned(capsys, folder, *flags)["advice"])
+    assert "--rollout-slots 16 --micro-batch-tokens 512 (" in said
+    assert "--rollout-kv-cache-gib 2" in said  # nearly all of the GPU
+
+
+def test_trainers_plan_themselves(tmp_path):
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    rows = Dataset.from_dict({"input_ids": [[2, 3, 2, 3]] * 4})
+    trainer = SFTTrainer(_model(), args, train_dataset=rows, processing_class=blank_tokenizer())
+    weights = sum(p.nbytes for p in trainer.model.parameters())
+    assert trainer.plan(32).phases["optimizer"].by_kind["optimizer"] == pytest.approx(
+        2 * weights, rel=0.01
+    )
+    assert trainer.state.global_step == 0
+    with pytest.raises(ValueError, match="tokens=1000"):
+        trainer.plan(1000)
+    with pytest.raises(ValueError, match="tokens must be"):
+        trainer.plan("many")

@@ -33,9 +33,14 @@ _stands_for: str | None = None  # not a ContextVar, which torch.compile cannot t
 
 
 def device_kind(x: torch.Tensor) -> str:
-    """ "cpu", "cuda" …: where x is. While a plan is made for another device
-    (:func:`standing_for`), that is where its tensors will be."""
-    return _stands_for or x.device.type
+    """ "cpu", "cuda" …: where x is, see :func:`kind_of_device`."""
+    return kind_of_device(x.device)
+
+
+def kind_of_device(device: torch.device) -> str:
+    """ "cpu", "cuda" …: a device's kind. While a plan is made for another device
+    (:func:`standing_for`), that one's."""
+    return _stands_for or device.type
 
 
 @contextmanager

@@ -177,6 +177,32 @@ class TorchHead:
             x.mul_(factor)
 
 
+class PlannedHead(TorchHead):
+    """Of tensors without memory that stand for a GPU's, whose kernels work in place. All rows are
+    the same there, and the first is computed for all."""
+
+    @staticmethod
+    def statistics(
+        x: Tensor,
+        labels: Tensor,
+        transform: LogitTransform,
+        temperature: Temperature,
+        out: RowStatistics,
+        once: bool = False,
+    ) -> None:
+        first = slice(0, 1)
+        TorchHead.statistics(
+            x[first], labels[first], transform, temperature.at(first), out.at(first), once
+        )
+        for wanted in out:
+            if wanted is not None:
+                wanted[1:] = wanted[:1]
+
+    @staticmethod
+    def gradients_(*_: Any, **__: Any) -> None:
+        pass
+
+
 def _buffers(x: Tensor, count: int) -> Tensor:
     return x.new_empty(count, min(len(x), rows_at_a_time(x.shape[1])), x.shape[1])
 
@@ -282,7 +308,7 @@ class HeadInputs(NamedTuple):
             from ._triton.lm_head import TritonHead
 
             return TritonHead
-        return TorchHead
+        return TorchHead if device_kind(self.hidden) == self.hidden.device.type else PlannedHead
 
     @property
     def library(self) -> type[Library]:

@@ -1,0 +1,384 @@
+"""A run that is planned for a command's flags, and what can be changed of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastrl.config import PPOConfig
+from fastrl.plan.advice import Dial, Remedy
+from fastrl.plan.memory import (
+    ACTIVATIONS,
+    CASTS,
+    GRADIENTS,
+    KV_CACHE,
+    OPTIMIZER,
+    PARAMETERS,
+    REFERENCE,
+)
+from fastrl.plan.report import Plan
+from fastrl.plan.skeleton import Skeleton
+
+if TYPE_CHECKING:
+    from fastrl.commands.plan import PlanJob
+
+_LORA_RANK = 16  # of the adapter that is suggested
+_EIGHT_BITS = "adamw_bnb_8bit"
+# Optimizers that step in host memory, and have two moments.
+_ADAMS = ("adam", "adamw_torch", "adamw_torch_fused")
+_SMALLEST_POSITIONS = 256  # of a micro-batch that is suggested
+
+
+def new_adapter(rank: int) -> Any:
+    """A LoRA adapter as the training commands put it on a model."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=32, task_type="CAUSAL_LM")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that is planned: see :class:`fastrl.plan.advice.Planned`."""
+
+    job: PlanJob
+    skeleton: Skeleton
+    flags: Any  # of the method's command
+
+    @property
+    def samples_responses(self) -> bool:
+        """Whether the policy writes the responses, in a rollout engine with slots."""
+        return self.job.is_policy_gradient or self.job.task_is_online
+
+    def plan(self) -> Plan:
+        """Rehearses the method's trainer."""
+        job, device = self.job, self.job.kind_of_device
+        lengths = job.prompt_tokens, job.response_tokens
+        self._check_lengths()
+        if job.is_policy_gradient:
+            from fastrl.ppo import PPOTrainer
+            from fastrl.ppo.planning import plan_ppo
+
+            return plan_ppo(PPOTrainer, self.skeleton, self.flags, *lengths, device)
+        if job.method == "sft":
+            from fastrl.trainers.planning import plan_sft
+            from fastrl.trainers.sft import SFTTrainer
+
+            return plan_sft(SFTTrainer, self.skeleton, self.flags, sum(lengths), device)
+        if job.method == "reward":
+            from fastrl.trainers.planning import plan_reward
+            from fastrl.trainers.reward import RewardTrainer
+
+            return plan_reward(RewardTrainer, self.skeleton, self.flags, sum(lengths), device)
+        from fastrl.alignment.planning import plan_alignment
+        from fastrl.alignment.trainer import Trainer
+
+        return plan_alignment(
+            Trainer, self.skeleton, self.flags, *lengths, job.method, device, job.task
+        )
+
+    def _check_lengths(self) -> None:
+        """
+        Raises:
+            ValueError: the run would cut samples of these lengths.
+        """
+        most = getattr(self.flags, "max_length", None)
+        if most is not None and self._sample > most:
+            raise ValueError(
+                f"prompt_tokens + response_tokens = {self._sample} are more than max_length={most},"
+                " to which the run cuts: raise max_length, or lower them"
+            )
+
+    def dials(self) -> list[Dial]:
+        """Samples that are generated at a time, and samples or tokens of a pass."""
+        found = []
+        if self.samples_responses:
+            slots = self.flags.rollout_slots
+            found.append(Dial(KV_CACHE, self._samples_at_once / slots, self._with_slots))
+        found.append(Dial(ACTIVATIONS, *self._passes()))
+        return found
+
+    def changes(self) -> list[Remedy]:
+        """From the cheapest: those that cost no time, then time, then precision, then what is
+        learned."""
+        return [
+            *self._smaller_rollouts(),
+            *self._smaller_passes(),
+            *self._slower(),
+            *self._less_precise(),
+            *self._adapters(),
+        ]
+
+    # Sizes
+
+    @property
+    def _samples_at_once(self) -> int:
+        """Samples that would be generated at a time if there were slots for all."""
+        if self.job.is_policy_gradient:
+            return int(self.flags.batch_size)
+        return 2 * int(self.flags.per_device_train_batch_size)  # pairs
+
+    @property
+    def _size(self) -> str:
+        """The setting that has the samples of a mini-batch."""
+        if self.job.is_policy_gradient:
+            return "mini_batch_size"
+        return "per_device_train_batch_size"
+
+    @property
+    def _sample(self) -> int:
+        """Tokens of a sample."""
+        return self.job.prompt_tokens + self.job.response_tokens
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of a mini-batch, at most."""
+        return int(self.flags.mini_batch_size) * self._sample
+
+    def _with_slots(self, factor: int) -> tuple[str, PlannedRun]:
+        slots = self.flags.rollout_slots * factor
+        return f"--rollout-slots {slots}", self._with(rollout_slots=slots)
+
+    def _passes(self) -> tuple[float, Callable[[int], tuple[str, PlannedRun]]]:
+        """The factor by which passes can grow, and how they do: with the same result where there is
+        a way, else mini-batches are larger."""
+        flags, most = self.flags, getattr(self.flags, "micro_batch_tokens", None)
+        if most is not None:
+            return self._tokens / most, self._with_tokens
+        if self.job.is_policy_gradient:
+            whole = flags.batch_size / (flags.mini_batch_size * flags.gradient_accumulation_steps)
+            return whole * flags.gradient_accumulation_steps, self._with_larger_batches
+        return float("inf"), self._with_larger_batches
+
+    def _with_tokens(self, factor: int) -> tuple[str, PlannedRun]:
+        most = self.flags.micro_batch_tokens * factor
+        return f"--micro-batch-tokens {most}", self._with(micro_batch_tokens=most)
+
+    def _with_larger_batches(self, factor: int) -> tuple[str, PlannedRun]:
+        size = getattr(self.flags, self._size) * factor
+        before = self.flags.gradient_accumulation_steps
+        steps = max(1, before // factor)
+        said = _flag(self._size, size)
+        if steps != before:
+            said += " " + _flag("gradient_accumulation_steps", steps)
+        return said, self._with(**{self._size: size, "gradient_accumulation_steps": steps})
+
+    # Remedies
+
+    def _smaller_rollouts(self) -> Iterator[Remedy]:
+        if not self.samples_responses:
+            return
+        if self.job.is_policy_gradient:
+            yield Remedy(
+                "--rollout-sleep true",
+                "slower rollouts",
+                {KV_CACHE: 0.0, CASTS: 0.0},
+                PlannedRun._asleep,
+            )
+        now = min(self.flags.rollout_slots, self._samples_at_once)
+        for part in (2, 4, 8):
+            if now >= part:
+                yield Remedy(
+                    f"--rollout-slots {now // part}",
+                    "slower rollouts",
+                    {KV_CACHE: 1 / part, ACTIVATIONS: 1 / part},
+                    partial(PlannedRun._with, rollout_slots=now // part),
+                )
+
+    def _smaller_passes(self) -> Iterator[Remedy]:
+        cost = "the same gradient in more passes"
+        if self.job.is_policy_gradient:
+            whole = self.flags.micro_batch_tokens or self._tokens
+            tokens, part = whole // 2, 2
+            least = max(self._sample, _SMALLEST_POSITIONS)
+            while tokens >= least:
+                yield Remedy(
+                    f"--micro-batch-tokens {tokens}",
+                    cost,
+                    {ACTIVATIONS: 1 / part},
+                    partial(PlannedRun._with, micro_batch_tokens=tokens),
+                )
+                tokens, part = tokens // 2, part * 2
+            return
+        whole, steps = getattr(self.flags, self._size), self.flags.gradient_accumulation_steps
+        for passes in (2, 4, 8, 16, 32, whole):
+            if whole % passes or passes == 1:
+                continue
+            smaller = {
+                self._size: whole // passes,
+                "gradient_accumulation_steps": steps * passes,
+            }
+            yield Remedy(
+                " ".join(_flag(name, value) for name, value in smaller.items()),
+                cost,
+                {ACTIVATIONS: 1 / passes},
+                partial(PlannedRun._with, **smaller),
+            )
+
+    def _slower(self) -> Iterator[Remedy]:
+        yield Remedy(
+            "--gradient-checkpointing true",
+            "about a third more time in the update",
+            {ACTIVATIONS: 0.0},
+            partial(PlannedRun._switched, name="gradient_checkpointing"),
+        )
+        if self.job.kind_of_device == "cpu":
+            return  # whose memory is the host's
+        if hasattr(self.flags, "reference"):
+            yield Remedy(
+                "--reference offload", "a slower reference", {REFERENCE: 0.0}, PlannedRun._offloaded
+            )
+        yield Remedy(
+            "--activation-offloading true",
+            "copies to host memory and back",
+            {ACTIVATIONS: 0.0},
+            partial(PlannedRun._switched, name="activation_offloading"),
+        )
+        yield Remedy(
+            "--offload-optimizer true",
+            "the optimizer steps in host memory",
+            {OPTIMIZER: 0.0},
+            PlannedRun._optimizer_offloaded,
+        )
+
+    def _less_precise(self) -> Iterator[Remedy]:
+        if hasattr(self.flags, "reference_dtype"):
+            yield Remedy(
+                "--reference-dtype bfloat16",
+                "log-probs of the reference in bf16",
+                {REFERENCE: 0.5},
+                PlannedRun._with_half_a_reference,
+            )
+        if importlib.util.find_spec("bitsandbytes") is not None:
+            yield Remedy(
+                f"--optim {_EIGHT_BITS}",
+                "moments in 8 bits",
+                {OPTIMIZER: 0.25},
+                PlannedRun._in_eight_bits,
+            )
+        yield Remedy(
+            "--dtype bfloat16",
+            "weights in bf16, with fp32 masters",
+            {PARAMETERS: 0.5, GRADIENTS: 0.5, REFERENCE: 0.5, CASTS: 0.0},
+            PlannedRun._in_bf16,
+        )
+
+    def _adapters(self) -> Iterator[Remedy]:
+        of_adapters = {GRADIENTS: 0.0, OPTIMIZER: 0.0, REFERENCE: 0.0}
+        yield Remedy(
+            f"--lora-r {_LORA_RANK}",
+            "an adapter is trained, not the weights",
+            of_adapters,
+            PlannedRun._as_adapter,
+            learns_other=True,
+        )
+        yield Remedy(
+            f"--lora-r {_LORA_RANK} --dtype bfloat16",
+            "an adapter on a base in bf16",
+            {**of_adapters, PARAMETERS: 0.5, CASTS: 0.0},
+            PlannedRun._as_adapter_on_bf16,
+            learns_other=True,
+        )
+        if importlib.util.find_spec("bitsandbytes") is not None:
+            yield Remedy(
+                f"--lora-r {_LORA_RANK} --dtype bfloat16 --load-in-4bit true",
+                "an adapter on a base in four bits",
+                {**of_adapters, PARAMETERS: 0.12, CASTS: 0.0},
+                PlannedRun._as_adapter_on_four_bits,
+                learns_other=True,
+            )
+
+    # The changed runs
+
+    def _with(self, **fields: Any) -> PlannedRun:
+        if isinstance(self.flags, PPOConfig):
+            return dataclasses.replace(self, flags=dataclasses.replace(self.flags, **fields))
+        flags = copy.copy(self.flags)  # transformers' arguments cannot be replaced
+        for name, value in fields.items():
+            setattr(flags, name, value)
+        return dataclasses.replace(self, flags=flags)
+
+    def _asleep(self) -> PlannedRun | None:
+        return None if self.flags.rollout_sleep else self._with(rollout_sleep=True)
+
+    def _switched(self, name: str) -> PlannedRun | None:
+        return None if getattr(self.flags, name) else self._with(**{name: True})
+
+    @property
+    def _copies_the_reference(self) -> bool:
+        """Whether the reference is a frozen copy of the whole model."""
+        flags = self.flags
+        return flags.reference in ("copy", "offload") or (
+            flags.reference == "auto"
+            and bool(getattr(flags, "init_kl_coef", True))
+            and getattr(flags, "num_shared_layers", None) is None
+            and self.skeleton.adapter is None
+        )
+
+    def _offloaded(self) -> PlannedRun | None:
+        if not self._copies_the_reference or self.flags.reference == "offload":
+            return None
+        return self._with(reference="offload")
+
+    def _optimizer_offloaded(self) -> PlannedRun | None:
+        if str(getattr(self.flags.optim, "value", self.flags.optim)) not in _ADAMS:
+            return None
+        return self._switched("offload_optimizer")
+
+    def _with_half_a_reference(self) -> PlannedRun | None:
+        whole = self.flags.reference_dtype == "auto" and self.skeleton.dtype == torch.float32
+        if not whole or not self._copies_the_reference:
+            return None
+        return self._with(reference_dtype="bfloat16")
+
+    def _in_eight_bits(self) -> PlannedRun | None:
+        if str(getattr(self.flags.optim, "value", self.flags.optim)) not in _ADAMS:
+            return None
+        if self.flags.offload_optimizer or self.flags.optim_args:
+            return None
+        return self._with(optim=_EIGHT_BITS)
+
+    def _in_bf16(self) -> PlannedRun | None:
+        if self.skeleton.dtype != torch.float32 or self.skeleton.adapter is not None:
+            return None
+        changed = self
+        if getattr(self.flags, "reference_dtype", "auto") != "auto":
+            changed = self._with(reference_dtype="auto")
+        skeleton = dataclasses.replace(self.skeleton, dtype=torch.bfloat16)
+        return dataclasses.replace(changed, skeleton=skeleton)
+
+    def _as_adapter(self, **of_base: Any) -> PlannedRun | None:
+        if self.skeleton.adapter is not None and not of_base:
+            return None
+        adapter = self.skeleton.adapter or new_adapter(_LORA_RANK)
+        skeleton = dataclasses.replace(self.skeleton, adapter=adapter, **of_base)
+        changed = self
+        if getattr(self.flags, "reference", "auto") in ("copy", "offload", "trunk", "cached"):
+            changed = changed._with(reference="auto")
+        if getattr(self.flags, "num_shared_layers", None) is not None:
+            changed = changed._with(num_shared_layers=None)
+        if getattr(self.flags, "reference_dtype", "auto") != "auto":
+            changed = changed._with(reference_dtype="auto")
+        return dataclasses.replace(changed, skeleton=skeleton)
+
+    def _as_adapter_on_bf16(self) -> PlannedRun | None:
+        if self.skeleton.dtype != torch.float32 or self.skeleton.four_bits is not None:
+            return None
+        return self._as_adapter(dtype=torch.bfloat16)
+
+    def _as_adapter_on_four_bits(self) -> PlannedRun | None:
+        from fastrl.models.quantised import four_bit_config
+
+        if self.skeleton.four_bits is not None:
+            return None
+        return self._as_adapter(dtype=torch.bfloat16, four_bits=four_bit_config(torch.bfloat16))
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name.replace('_', '-')} {value}"
