@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,16 +20,19 @@ from fastrl.plan.skeleton import Skeleton, blank_tokenizer, words
 from fastrl.rollout import RolloutOutput, SamplingParams
 from fastrl.rollout.rehearsed_engine import RehearsedEngine
 from fastrl.rollout.self_check import UnsupportedModel
-from fastrl.trainers.planning import rehearse_training, rehearsed, reward_model, shortened_steps
-
-if TYPE_CHECKING:
-    from fastrl.alignment.trainer import Trainer
+from fastrl.trainers.planning import (
+    TrainerClass,
+    rehearse_training,
+    rehearsed,
+    reward_model,
+    shortened_steps,
+)
 
 _STEPS = 2
 
 
 def plan_alignment(
-    trainer_class: type[Trainer],
+    trainer_class: TrainerClass,
     skeleton: Skeleton,
     args: AlignmentConfig,
     prompt_tokens: int,
@@ -136,7 +139,7 @@ class _Rollouts:
 
 
 def _sample_in_rehearsal(
-    trainer: Trainer, factory: BatchFactory, found: Rehearsal, response_tokens: int
+    trainer: Any, factory: BatchFactory, found: Rehearsal, response_tokens: int
 ) -> None:
     """Has a rehearsed engine, or nobody, write the responses."""
     try:

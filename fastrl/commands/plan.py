@@ -4,169 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from fastrl.commands.flags import UsageError, parse, unknown_name
-from fastrl.commands.job import DTYPES, TrainingJob
-from fastrl.commands.planned_run import PlannedRun, new_adapter
-from fastrl.config import PPOConfig, json_object, setting, setting_like
-from fastrl.models.quantised import NEEDS_AN_ADAPTER, QUANT_TYPES
+from fastrl.commands.flags import parse
+from fastrl.commands.plan_job import FLAGS_OF, PlanJob, check_method
+from fastrl.commands.planned_run import PlannedRun
+from fastrl.config import PPOConfig, json_object
 from fastrl.plan.advice import what_fits, what_to_change
 from fastrl.plan.report import Plan, gib, usable
-from fastrl.plan.skeleton import Skeleton
 from fastrl.run.report import run_console
-
-POLICY_GRADIENTS = ("ppo", "grpo")
-_FLAGS = {
-    "ppo": ("ppo", "PPOFlags"),
-    "grpo": ("ppo", "GRPOFlags"),
-    "sft": ("sft", "SFTFlags"),
-    "reward": ("reward", "RewardFlags"),
-}
-LARGEST_GIB = 4096
-
-
-def _losses() -> tuple[str, ...]:
-    """Losses of preference learning."""
-    from fastrl.alignment.losses import LOSSES
-
-    return tuple(name for name in LOSSES if name not in _FLAGS)
-
-
-@dataclass(kw_only=True)
-class PlanJob:
-    """What to plan, and for which device.
-
-    Raises:
-        ValueError: an unknown method, precision or dtype; a size out of range.
-    """
-
-    command: ClassVar[str] = "plan"
-    _argument_group_name: ClassVar[str] = "the plan"
-
-    model: str = setting(
-        "The model: a directory (a run's, or of an adapter) or a Hub id. Only its configuration is "
-        "read."
-    )
-    method: str = setting(
-        "ppo, grpo, sft, reward, or a loss of preference learning, such as dpo. Further flags are "
-        "those of the method's command.",
-        "ppo",
-    )
-    task: str | None = setting(
-        "Task of preference learning, such as online-pairwise; by default the loss's first.", None
-    )
-    gpu_gib: float | None = setting(
-        "Memory of the GPU: says whether the run fits, what more there is room for, or what to "
-        "change.",
-        None,
-    )
-    prompt_tokens: int = setting("Tokens of each prompt.", 256)
-    response_tokens: int = setting(
-        "Tokens of each response. Texts of sft and reward have as many as both.", 256
-    )
-    lora_r: int = setting_like(TrainingJob, "lora_r", 0)
-    load_in_4bit: bool | None = setting_like(TrainingJob, "load_in_4bit", None)
-    bnb_4bit_quant_type: str = setting_like(TrainingJob, "bnb_4bit_quant_type", "nf4")
-    use_bnb_nested_quant: bool = setting_like(TrainingJob, "use_bnb_nested_quant", False)
-    dtype: str = setting_like(TrainingJob, "dtype", "float32")
-    precision: str = setting(
-        "Precision of the computation: fp32, bf16 (by autocast), or auto: bf16 on a GPU.", "auto"
-    )
-    device: str = setting("cpu, cuda, or auto: cuda where there is one or --gpu-gib.", "auto")
-    as_json: bool = setting("Print the plan as JSON.", False)
-
-    def __post_init__(self) -> None:
-        _check_method(self.method)
-        if self.gpu_gib is not None and not 0 < self.gpu_gib <= LARGEST_GIB:
-            raise ValueError(
-                f"gpu_gib must be above 0 and at most {LARGEST_GIB}, the GPU's memory in GiB, got "
-                f"{self.gpu_gib:g}"
-            )
-        if self.gpu_gib is not None and usable(self.gpu_gib) <= 0:
-            raise ValueError(f"gpu_gib={self.gpu_gib:g} is less than a GPU's driver itself takes")
-        if self.lora_r < 0:
-            raise ValueError(f"lora_r must be 0 or more, got {self.lora_r}")
-        if self.task is not None:
-            self._check_task(self.task)
-        if self.load_in_4bit and not self.lora_r and not self._is_adapter:
-            raise ValueError(f"load_in_4bit without lora_r: {NEEDS_AN_ADAPTER}")
-        for name, choices in (
-            ("dtype", DTYPES),
-            ("bnb_4bit_quant_type", QUANT_TYPES),
-            ("precision", ("auto", "fp32", "bf16")),
-            ("device", ("auto", "cpu", "cuda")),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(choices)}"
-                )
-
-    def _check_task(self, task: str) -> None:
-        """
-        Raises:
-            ValueError: an unknown task, or one that the method's loss does not learn.
-        """
-        from fastrl.alignment.losses import make_loss
-        from fastrl.alignment.tasks import find_task
-
-        if self.method in _FLAGS:
-            raise ValueError(f"task={task!r} is for losses of preference learning: leave it out")
-        loss = make_loss(self.method)
-        loss.check(find_task(task), 2 * loss.minibatches_per_batch)
-
-    @property
-    def is_policy_gradient(self) -> bool:
-        return self.method in POLICY_GRADIENTS
-
-    @property
-    def task_is_online(self) -> bool:
-        """Whether the policy writes the responses of preference learning."""
-        if self.method in _FLAGS:
-            return False
-        from fastrl.alignment.losses import LOSSES
-        from fastrl.alignment.tasks import find_task
-
-        return find_task(self.task or LOSSES[self.method].tasks[0]).online
-
-    @property
-    def _is_adapter(self) -> bool:
-        from fastrl.models.load import is_adapter
-
-        return is_adapter(self.model)
-
-    @property
-    def kind_of_device(self) -> str:
-        import torch
-
-        if self.device != "auto":
-            return self.device
-        return "cuda" if self.gpu_gib is not None or torch.cuda.is_available() else "cpu"
-
-    @property
-    def mixed_precision(self) -> bool:
-        """Whether bf16 autocast is on."""
-        if self.precision == "auto":
-            return self.kind_of_device == "cuda"
-        return self.precision == "bf16"
-
-    def skeleton(self) -> Skeleton:
-        """The model without its weights.
-
-        Raises:
-            FileNotFoundError, ImportError, ValueError: as :meth:`Skeleton.read`.
-        """
-        from fastrl.models.quantised import four_bit_config
-
-        adapter = None if self.lora_r == 0 else new_adapter(self.lora_r)
-        found = Skeleton.read(self.model, self.dtype, adapter)
-        if self.load_in_4bit is not None:
-            found.four_bits = None
-        if self.load_in_4bit:
-            nested = self.use_bnb_nested_quant
-            found.four_bits = four_bit_config(found.dtype, self.bnb_4bit_quant_type, nested)
-        return found
 
 
 def run_plan(arguments: Sequence[str]) -> None:
@@ -255,18 +101,6 @@ def _flags_of(method: str) -> Any:
     """
     import importlib
 
-    _check_method(method)
-    module, name = _FLAGS.get(method, ("align", "AlignFlags"))
+    check_method(method)
+    module, name = FLAGS_OF.get(method, ("align", "AlignFlags"))
     return getattr(importlib.import_module(f"fastrl.commands.{module}"), name)
-
-
-def _check_method(method: str) -> None:
-    """
-    Raises:
-        UsageError: an unknown method.
-    """
-    known = (*_FLAGS, *_losses())
-    if method not in known:
-        said = unknown_name("method", method, known)
-        choices = "" if "did you mean" in said else f": choose one of {', '.join(known)}"
-        raise UsageError(said + choices)

@@ -8,10 +8,11 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from fastrl.commands.plan_job import PlanJob, new_adapter
 from fastrl.config import PPOConfig
 from fastrl.plan.advice import Dial, Remedy
 from fastrl.plan.memory import (
@@ -26,21 +27,11 @@ from fastrl.plan.memory import (
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 
-if TYPE_CHECKING:
-    from fastrl.commands.plan import PlanJob
-
 _LORA_RANK = 16  # of the adapter that is suggested
 _EIGHT_BITS = "adamw_bnb_8bit"
 # Optimizers that step in host memory, and have two moments.
 _ADAMS = ("adam", "adamw_torch", "adamw_torch_fused")
 _SMALLEST_POSITIONS = 256  # of a micro-batch that is suggested
-
-
-def new_adapter(rank: int) -> Any:
-    """A LoRA adapter as the training commands put it on a model."""
-    from peft import LoraConfig
-
-    return LoraConfig(r=rank, lora_alpha=32, task_type="CAUSAL_LM")
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transformers import AutoModelForSequenceClassification, PrinterCallback, ProgressCallback
 
 from fastrl.plan.rehearsal import UPDATE, Rehearsal, rehearsal
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton, blank_tokenizer, words
-
-if TYPE_CHECKING:
-    from fastrl.trainers.reward import RewardConfig, RewardTrainer
-    from fastrl.trainers.sft import SFTConfig, SFTTrainer
+from fastrl.trainers.supervised import SupervisedArguments
 
 _STEPS = 2  # the optimizer's state is there from the second on
 # What a rehearsal does not do: it saves, evaluates and reports nothing, and runs on a CPU.
@@ -38,10 +35,19 @@ _NOT_REHEARSED: dict[str, Any] = {
 }
 
 
+class TrainerClass(Protocol):
+    """A class of trainers on transformers' Trainer, and that of their arguments."""
+
+    args_class: type
+
+    def __call__(self, model: Any, args: Any, /, *others: Any, **settings: Any) -> Any:
+        """Makes a trainer."""
+
+
 def plan_sft(
-    trainer_class: type[SFTTrainer],
+    trainer_class: TrainerClass,
     skeleton: Skeleton,
-    args: SFTConfig,
+    args: SupervisedArguments,
     tokens: int,
     device: str = "cpu",
 ) -> Plan:
@@ -67,9 +73,9 @@ def plan_sft(
 
 
 def plan_reward(
-    trainer_class: type[RewardTrainer],
+    trainer_class: TrainerClass,
     skeleton: Skeleton,
-    args: RewardConfig,
+    args: SupervisedArguments,
     tokens: int,
     device: str = "cpu",
 ) -> Plan:

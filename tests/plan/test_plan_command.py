@@ -15,7 +15,7 @@ from fastrl import (
     SFTTrainer,
 )
 from fastrl.cli import main
-from fastrl.commands.planned_run import new_adapter
+from fastrl.commands.plan_job import new_adapter
 from fastrl.plan.advice import Remedy, what_to_change
 from fastrl.plan.memory import ACTIVATIONS, Peak
 from fastrl.plan.report import Plan
