@@ -68,6 +68,16 @@ def _pytorch_path_on_cpu(request):
         yield
 
 
+# Rooms whose tests start servers of processes, or share what took several processes long to make.
+_FIRST = {"processes", "faults"}
+
+
+def pytest_collection_modifyitems(items) -> None:
+    """They come first: with several workers one of them has them all, and none is left with them at
+    the end. Workers take from the ends of one another's lists."""
+    items.sort(key=lambda item: _FIRST.isdisjoint(item.path.parts))
+
+
 def pytest_collection_finish() -> None:
     """What the imports made is there to stay: to look through it again and again takes a tenth of
     the time."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -47,14 +48,19 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """What each file holds; read by the worker that asks."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
 def imports(name: str, nodes: Callable[[ast.AST], Iterable[ast.AST]]) -> set[str]:
     """The modules of the two packages that a module imports, in these nodes of its tree."""
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     found = set()
-    for node in nodes(TREES[name]):
+    for node in nodes(trees()[name]):
         if isinstance(node, ast.Import):
             asked = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -84,8 +90,16 @@ def executed(node: ast.AST) -> Iterator[ast.AST]:
         yield from executed(child)
 
 
-GRAPH = {name: imports(name, executed) for name in MODULES}
-NAMED = {name: imports(name, ast.walk) for name in MODULES}  # with those of type checkers
+@cache
+def graph() -> dict[str, set[str]]:
+    """The imports of each module."""
+    return {name: imports(name, executed) for name in MODULES}
+
+
+@cache
+def named() -> dict[str, set[str]]:
+    """The imports of each module, with those of type checkers."""
+    return {name: imports(name, ast.walk) for name in MODULES}
 
 
 def room(name: str) -> str:
@@ -100,7 +114,7 @@ def reachable(start: str) -> dict[str, str]:
     waiting = [start]
     while waiting:
         here = waiting.pop()
-        for there in GRAPH[here]:
+        for there in graph()[here]:
             if there not in came_from:
                 came_from[there] = here
                 waiting.append(there)
@@ -121,9 +135,9 @@ def circle(name: str) -> list[str]:
 def test_the_graph_is_that_of_the_packages():
     """Or every other test here would pass on nothing."""
     assert len(MODULES) > 100
-    assert "fastrl.ppo" in GRAPH["fastrl.commands.ppo"]  # inside a function
+    assert "fastrl.ppo" in graph()["fastrl.commands.ppo"]  # inside a function
     assert "fastrl.cli" not in reachable("fastrl.run.report")
-    assert sum(map(len, GRAPH.values())) > 400
+    assert sum(map(len, graph().values())) > 400
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -140,7 +154,7 @@ def test_every_room_has_its_layer():
 
 def test_rooms_import_what_is_lower_and_name_its_types_alone():
     wrong = []
-    for name, imported in NAMED.items():
+    for name, imported in named().items():
         if name == "fastrl":
             continue  # its names are loaded when they are asked for
         here = room(name)
@@ -154,14 +168,14 @@ def test_rooms_import_what_is_lower_and_name_its_types_alone():
 
 
 def test_the_kernels_know_nothing_of_fastrl():
-    for name, imported in GRAPH.items():
+    for name, imported in graph().items():
         if room(name) == "fastrl_kernels":
             assert {room(other) for other in imported} <= {"fastrl_kernels"}, name
 
 
 def test_a_class_name_stands_in_one_room():
     homes = defaultdict(set)
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].add(room(name))
@@ -223,12 +237,12 @@ def test_the_data_room_alone_makes_token_ids_of_texts():
     """It calls tokenizers and their chat templates, and adds and strips BOS and EOS."""
     wrong = []
     for name in outside("data"):
-        for call, _ in calls(TREES[name]):
+        for call, _ in calls(trees()[name]):
             if encodes(call):
                 wrong.append(f"{name}:{call.lineno} calls {ast.unparse(call.func)}")
             if called(call) in JOINING and any(map(is_end_or_start, call.args)):
                 wrong.append(f"{name}:{call.lineno} adds or strips BOS or EOS")
-        for node in ast.walk(TREES[name]):
+        for node in ast.walk(trees()[name]):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
                 sides = (node.left, node.right)
                 if any(map(is_end_or_start, sides)):
@@ -262,10 +276,10 @@ def writes(call: ast.Call) -> bool:
 def test_the_run_room_alone_writes_files_and_names_them():
     wrong = []
     for name in outside("run"):
-        for call, function in calls(TREES[name]):
+        for call, function in calls(trees()[name]):
             if writes(call) and function not in SAVES:
                 wrong.append(f"{name}:{call.lineno} calls {ast.unparse(call.func)} in {function}")
-        for node in ast.walk(TREES[name]):
+        for node in ast.walk(trees()[name]):
             if isinstance(node, ast.Constant) and node.value in FILES:
                 wrong.append(f"{name}:{node.lineno} names {node.value}")
     assert not wrong, "\n".join(wrong)

@@ -20,17 +20,21 @@ REWARD += "    return [float(sum(ids) % 7) for ids in completion_ids]\n"
 REWARD += "async def labelled(completions, label, **columns):\n"
 REWARD += "    return [2.0 if wanted else None for wanted in label]\n"
 
-# Modules of this folder whose tests look at the figures.
-FIGURES = ("test_run_folder", "test_sick_runs", "test_ppo_job", "test_align_job", "test_fit_jobs")
+_write_report = report.write_report
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _figures_where_they_are_looked_at(request):
+def _no_figures():
     """To draw them takes half of a tiny run's time. Of a module's scope, as runs are."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.stem not in FIGURES:
-            patch.setattr(report, "write_report", lambda folder: folder.report)
+        patch.setattr(report, "write_report", lambda folder: folder.report)
         yield
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Runs have figures: for tests that look at them."""
+    monkeypatch.setattr(report, "write_report", _write_report)
 
 
 @pytest.fixture(scope="module")

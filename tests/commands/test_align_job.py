@@ -51,6 +51,7 @@ def arguments(folder, output, **flags):
     return ["align", *(word for k, v in settings.items() for word in (f"--{k}", str(v)))]
 
 
+@pytest.mark.usefixtures("figures")
 @pytest.mark.filterwarnings("ignore:Some weights of GPT2ForSequenceClassification")
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_leaves_a_model_metrics_and_a_report(task, folder, tmp_path, capsys):

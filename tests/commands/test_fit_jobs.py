@@ -32,6 +32,7 @@ def arguments(command, folder, output, **flags):
     return [command, *(word for k, v in settings.items() for word in (f"--{k}", str(v)))]
 
 
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_run_leaves_a_model_metrics_and_a_report(command, folder, tmp_path, capsys):
     assert cli.main(arguments(command, folder, tmp_path / "run")) == 0

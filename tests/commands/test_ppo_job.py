@@ -34,6 +34,7 @@ def arguments(world, output, reward=None, /, **flags) -> list[str]:
     return ["ppo", *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
 
 
+@pytest.mark.usefixtures("figures")
 def test_classifier_reward_leaves_a_model_and_a_report(world, tmp_path, capsys):
     assert cli.main(arguments(world, tmp_path / "run")) == 0
     run = tmp_path / "run"
@@ -56,6 +57,7 @@ def test_classifier_reward_leaves_a_model_and_a_report(world, tmp_path, capsys):
     )
 
 
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
 def test_grpo_leaves_a_plain_model_and_a_report(world, tmp_path, capsys, advantage):
     run = tmp_path / "run"

@@ -83,6 +83,7 @@ def told(monkeypatch):
     return told
 
 
+@pytest.mark.usefixtures("figures")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_leaves_the_same_kind_of_folder(name, world, tmp_path, capsys, told):
     folder = tmp_path / "run"

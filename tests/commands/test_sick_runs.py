@@ -61,6 +61,7 @@ def test_a_sick_run_is_told_by_name_and_figure(illness, world, tmp_path, capsys)
     assert "step" in finding["figures"]
 
 
+@pytest.mark.usefixtures("figures")
 def test_report_and_doctor_of_runs(world, tmp_path, capsys):
     assert ppo(world, tmp_path / "a", **SICK["equal scores"]) == 0
     shutil.copytree(tmp_path / "a", tmp_path / "b")

@@ -7,6 +7,7 @@ which costs milliseconds. :class:`Zygote` talks to it in JSON lines.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -150,7 +151,9 @@ def _import_all(names: Path) -> None:
 
 
 def main() -> None:
-
+    for place in [*PLACES.values(), *FIT_PLACES.values()]:
+        importlib.import_module(place.partition(":")[0])
+    gc.freeze()  # runs collect garbage at their ends: not among what the imports made
     for line in sys.stdin:
         request = json.loads(line)
         process = os.fork()
@@ -158,6 +161,7 @@ def main() -> None:
             os._exit(_child(request))
         _, how = os.waitpid(process, 0)
         _import_all(Path(f"{request['log']}.modules"))
+        gc.freeze()
         print(os.waitstatus_to_exitcode(how), flush=True)
 
 

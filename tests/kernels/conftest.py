@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -137,6 +138,46 @@ _NUMPY_DTYPES: dict[str, Any] = {}
 
 
 @pytest.fixture(autouse=True)
+def interpreter_knows_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It checks the shape of each result anew, and wraps its sizes; to compare types it unwraps
+    them: a third of its time."""
+    if not dispatch.triton_installed() or not dispatch.interpreting():
+        return
+    from triton.language import core
+
+    check, wrap, equals = core.block_type.__init__, core.tensor.__init__, core.dtype.__eq__
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([x.value if type(x) is core.constexpr else x for x in shape])
+        known = _BLOCKS.get((element_ty.name, sizes))
+        if known is None:
+            check(self, element_ty, shape)
+            known = _BLOCKS[element_ty.name, sizes] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = known
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        known = _SHAPES.get(type.name)
+        if known is None:
+            wrap(self, handle, type)
+            known = _SHAPES[type.name] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = known
+
+    def equal(self: Any, other: Any) -> bool:
+        return self.name == other.name if type(other) is core.dtype else equals(self, other)
+
+    monkeypatch.setattr(core.block_type, "__init__", block)
+    monkeypatch.setattr(core.tensor, "__init__", tensor)
+    monkeypatch.setattr(core.dtype, "__eq__", equal)
+
+
+# By the names of types, which tell their sizes.
+_BLOCKS: dict[tuple[str, tuple[int, ...]], tuple[Any, int, str]] = {}
+_SHAPES: dict[str, tuple[Any, Any]] = {}
+
+
+@pytest.fixture(autouse=True)
 def interpreter_prepares_once_per_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter replaces the functions of triton.language at each call of a helper, which
     takes longer than the helper: once per launch is enough."""
@@ -146,19 +187,20 @@ def interpreter_prepares_once_per_launch(monkeypatch: pytest.MonkeyPatch) -> Non
     from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
     launch, call = GridExecutor.__call__, InterpretedFunction.__call__
+    names = (tl.__name__, tl.core.__name__)
     replaced: set[frozenset[str]] = set()
+
+    @cache
+    def seen_by(function: Callable[..., Any]) -> frozenset[str]:
+        found = (x.__name__ for x in function.__globals__.values() if isinstance(x, ModuleType))
+        return frozenset(name for name in found if name in names)
 
     def launching(self: Any, *args: Any, **kwargs: Any) -> Any:
         replaced.clear()
         return launch(self, *args, **kwargs)
 
     def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
-        names = (tl.__name__, tl.core.__name__)
-        modules = frozenset(
-            value.__name__
-            for value in self.fn.__globals__.values()
-            if isinstance(value, ModuleType) and value.__name__ in names
-        )
+        modules = seen_by(self.fn)
         if modules in replaced:
             return self.rewrite()(*args, **kwargs)
         replaced.add(modules)

@@ -5,6 +5,7 @@ FILE is a JSON list of commands, each a list of words. No figures are drawn.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -31,5 +32,6 @@ def run_commands(file: str | Path) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # as forked processes do
     run_commands(sys.argv[1])
     torch.distributed.destroy_process_group()

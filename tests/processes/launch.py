@@ -1,5 +1,6 @@
 """Starting programs on one process or several, and comparing what they did."""
 
+import gc
 import math
 import multiprocessing
 import os
@@ -143,6 +144,7 @@ def _in_rank(rank, processes, port, folder, target, arguments):
         os.environ |= variables
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    gc.freeze()  # trainers collect garbage at their ends: not among what the imports made
     target(*arguments)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
