@@ -187,7 +187,9 @@ def test_evaluations_by_another_reward_are_not_compared(tmp_path):
 def test_the_time_of_a_run_is_that_of_all_its_processes(tmp_path):
     first = run(make_trainer(), tmp_path / "run", steps=5)
     last = run(make_trainer(), tmp_path / "run", resume=True)
-    assert last.seconds > first.seconds > sum(row["time/step"] for row in first.history)
+    steps = [row["time/step"] for row in first.history]
+    assert first.seconds > sum(steps)
+    assert last.seconds > sum(steps[:4])  # those of the last checkpoint, at least
 
 
 def test_a_schedule_and_an_optimizer_of_ones_own_are_resumed(tmp_path):
