@@ -61,7 +61,8 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         eval_factory: makes the batches of the evaluation, of the same task.
         reweighter: sets the samples' weights, see :mod:`fastrl.alignment.reweighter`; None leaves
             them at 1.
-        ref_model: the reference model; by default the policy as training begins.
+        ref_model: the reference model, a causal language model of transformers, a wrapped one
+            (:class:`fastrl.CausalLMPolicy`), or its path; by default the policy as training begins.
         peft_config: puts an adapter on the model.
         callbacks, optimizers: as in transformers.
 
