@@ -6,6 +6,7 @@ are older than what the trainers need.
 """
 
 import importlib
+import logging
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,15 @@ try:
     __version__ = metadata.version("fastrl-lm")
 except metadata.PackageNotFoundError:  # a bare checkout on PYTHONPATH
     __version__ = "0+unknown"
+
+# At its import on some CPUs bitsandbytes looks for a faster forward on the Hub and warns that it is
+# not there, or not to be trusted; that forward has no gradient and is never taken here. transformers
+# imports PEFT, which imports bitsandbytes, even where neither is used: before that is only here.
+for _name, _said in (
+    ("bitsandbytes.backends.cpu.ops", "gemm_4bit_forward"),
+    ("kernels.hf_hub", "kernels-community/quantization-bitsandbytes"),
+):
+    logging.getLogger(_name).addFilter(lambda record, said=_said: said not in str(record.msg))
 
 __all__ = [
     "AutoModelForCausalLMWithValueHead",

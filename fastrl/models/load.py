@@ -30,6 +30,7 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from fastrl.models import quantised
+from fastrl.models.utils import need_peft
 from fastrl.run.launcher import is_main_process
 
 CONFIG_NAME = "config.json"
@@ -302,6 +303,7 @@ class _Checkpoint:
         self.folder = model_folder(path, options.get("subfolder"))
         self.adapter: Any = None
         if find_file(self.folder, ADAPTER_CONFIG, options) is not None:
+            need_peft(f"the adapter in {self.folder}")
             from peft import PeftConfig
 
             self.adapter = PeftConfig.from_pretrained(self.folder, **_hub(options))
@@ -494,10 +496,9 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
     quantised.settle(model)
     if peft_config is None:
         return model
-    try:
-        from peft import get_peft_model
-    except ImportError as error:
-        raise ImportError("peft_config needs peft: pip install 'fastrl-lm[peft]'") from error
+    need_peft("peft_config")
+    from peft import get_peft_model
+
     if hasattr(model, "peft_config"):
         raise ValueError(
             "the model has an adapter already: leave out peft_config to train that one"

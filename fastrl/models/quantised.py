@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -24,12 +23,6 @@ from torch import Tensor, nn
 BASE_FILE = "base_quantization.json"
 QUANT_TYPES = ("nf4", "fp4")
 _CONFIG, _DTYPE = "quantization_config", "dtype"
-
-# At its import on some CPUs bitsandbytes looks for a faster forward on the Hub and warns that it is
-# not there; that forward has no gradient and is never taken here.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
-    lambda record: "gemm_4bit_forward" not in str(record.msg)
-)
 
 NEEDS_AN_ADAPTER = (
     "four-bit weights cannot be trained: train an adapter on them (peft_config; commands: "

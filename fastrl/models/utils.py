@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,18 @@ from fastrl.models.sharding import whole
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 _CHUNK = 1 << 20  # weights at a time
+
+
+def need_peft(what: str) -> None:
+    """
+    Args:
+        what: needs PEFT, in words.
+
+    Raises:
+        ImportError: PEFT is not installed.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ImportError(f"{what} needs peft: pip install 'fastrl-lm[peft]'")
 
 
 def context_length(model: Any) -> int | None:
