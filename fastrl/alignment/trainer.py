@@ -28,6 +28,7 @@ from fastrl.alignment.evaluation import (
 from fastrl.alignment.learners import make_learner
 from fastrl.alignment.logprobs import SharedPolicy, TrainedPolicy
 from fastrl.alignment.losses import Loss, make_loss
+from fastrl.data.vocabulary import check_examples
 from fastrl.models.products import Products
 from fastrl.models.utils import evaluating
 from fastrl.rollout import choose_engine, draw_seed
@@ -99,6 +100,9 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         self.method = Method.aligned(factory.task.name, self.loss.name)
         self.learner = make_learner(args, self.loss, factory.task, factory.tokenizer)
         model = self.learner.ready(model, ref_model, peft_config)
+        for each in (factory, eval_factory):
+            if each is not None:
+                check_examples(model, each.tokenizer, each.data)
         args.remove_unused_columns = False
         args.ignore_data_skip = False
         args.per_device_train_batch_size = factory.batch_size

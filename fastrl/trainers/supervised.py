@@ -20,6 +20,7 @@ from transformers import TrainingArguments
 from fastrl.config import PPOConfig, setting, setting_like
 from fastrl.data.choose_padding import runs_packed
 from fastrl.data.token_batch import TokenBatch
+from fastrl.data.vocabulary import check_table
 from fastrl.models.load import load_tokenizer
 from fastrl.models.optimizers import check_optimizer
 from fastrl.models.products import Products
@@ -135,9 +136,17 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
             else:
                 evaluation = None if eval_dataset is None else self.prepare_eval_data(eval_dataset)
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)
+        several = evaluation.values() if isinstance(evaluation, dict) else (evaluation,)
+        for each in (train, *several):
+            self._check_vocabulary(each)
         self.products = Products(self.processes)
         if self._trains:
             self.warn_of_lost_updates(self.model, stacklevel=3)
+
+    def _check_vocabulary(self, dataset: Any) -> None:
+        if dataset is not None and self.processing_class is not None:
+            texts = getattr(dataset, "texts", dataset)  # of packed rows
+            check_table(self.accelerator.unwrap_model(self.model), self.processing_class, texts)
 
     @abstractmethod
     def prepare_model(self, model: Any) -> Any:
@@ -270,6 +279,8 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         if any(dataset is known for known in self._prepared):
             return dataset
         ready = self.prepare_data(dataset, False)
+        if hasattr(self, "products"):  # else the constructor checks
+            self._check_vocabulary(ready)
         if ready is not dataset:
             self._prepared.add(ready)
         return ready

@@ -5,11 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from peft import LoraConfig
 from tqdm.auto import tqdm
-from transformers import BartConfig, GPT2Config, GPT2LMHeadModel, T5Config, Trainer
+from transformers import (
+    AutoTokenizer,
+    BartConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    Trainer,
+)
 
 from fastrl import cli
 
@@ -328,3 +336,27 @@ def test_a_data_set_to_evaluate_on_is_taken_whole(folder, tmp_path):
     assert cli.main(arguments("sft", folder, tmp_path / "run", **flags)) == 0
     told = summary(tmp_path / "run")
     assert (told["train_examples"], told["eval_examples"]) == (60, 60)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"), [*((name, {}) for name in COMMANDS), ("sft", {"packing": "true"})]
+)
+def test_a_token_that_the_model_has_no_row_for_is_named(command, flags, folder, tmp_path, capsys):
+    """Before a step, also where it is in the last text."""
+    grown = tmp_path / "grown"
+    shutil.copytree(folder / "lm", grown)
+    tokenizer = AutoTokenizer.from_pretrained(grown)
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["zznew"])
+    tokenizer.save_pretrained(grown)
+    words = arguments(command, folder, tmp_path / "run", model=grown, **flags)
+    at = words.index("--dataset") + 1
+    *lines, last_line = Path(words[at]).read_text().splitlines()
+    column = "text" if '"text": "' in last_line else "chosen"
+    lines.append(last_line.replace(f'"{column}": "', f'"{column}": "zznew '))
+    (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
+    words[at] = str(tmp_path / "data.jsonl")
+    said = failed(capsys, *words)
+    assert f"token 'zznew' (id {rows})" in said
+    assert f"embeddings for {rows} tokens only; its tokenizer has {rows + 1}" in said
+    assert "model.resize_token_embeddings(len(tokenizer))" in said
