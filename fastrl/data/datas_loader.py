@@ -22,7 +22,7 @@ from fastrl.data.columns import (
 )
 from fastrl.data.encode import Encoder
 from fastrl.data.examples import Example
-from fastrl.data.tables import columns_of, each_row, open_rows
+from fastrl.data.tables import ROW, columns_of, each_row, open_rows, row_number
 
 # What each kind of data can be read as.
 _READABLE_AS = {
@@ -164,13 +164,15 @@ class DatasLoader(Sequence[Example]):
             return [self[i] for i in range(*index.indices(len(self)))]
         pick = self._picks[index]
         row = self._rows[pick.row]
-        prompt, answers = read_row(row, pick.row, self._roles, self._given)
-        others = {k: v for k, v in row.items() if k not in self._roles.read(self.kind)}
+        number = row_number(row, pick.row)
+        prompt, answers = read_row(row, number, self._roles, self._given)
+        read = {ROW, *self._roles.read(self.kind)}
+        others = {k: v for k, v in row.items() if k not in read}
         chosen = [answers[side] for side in pick.sides]
         try:
             return self.encoder(prompt, chosen, desired=pick.desired, columns=others)
         except ValueError as error:
-            raise ValueError(f"row {pick.row} of the data set: {error}") from error
+            raise ValueError(f"row {number} of the data set: {error}") from error
 
     def _take(self, kind: str) -> None:
         if kind not in KINDS:
@@ -195,7 +197,8 @@ class DatasLoader(Sequence[Example]):
     def _picked(self) -> tuple[list[_Pick], Counter[str]]:
         picks, dropped = [], Counter[str]()
         for i, row in enumerate(each_row(self._rows)):
-            said = read_row(row, i, self._roles, self._given)
+            number = row_number(row, i)
+            said = read_row(row, number, self._roles, self._given)
             useless = _why_useless(said, self.kind)
             if useless:
                 dropped[useless] += 1
@@ -205,7 +208,7 @@ class DatasLoader(Sequence[Example]):
                 picks += _FROM_PAIRS[self.kind](i)
             elif self._given == FEEDBACK:
                 assert self._roles.label is not None
-                desired = read_label(row, i, self._roles.label)
+                desired = read_label(row, number, self._roles.label)
                 if desired or self.kind == FEEDBACK:
                     picks.append(_Pick(i, (0,), desired if self.kind == FEEDBACK else None))
             else:

@@ -11,7 +11,7 @@ from fastrl.data.chat import has_role
 from fastrl.data.collators import IGNORED, SIDES, TOKEN_COLUMNS, DataCollatorForCompletionOnlyLM
 from fastrl.data.columns import ANSWERS, PAIRS, Roles, read_row
 from fastrl.data.encode import Encoder
-from fastrl.data.tables import as_dataset
+from fastrl.data.tables import ROW, as_dataset, columns_of, row_number
 
 _FORMATTED, _USEFUL = "_text", "_useful"  # columns in between
 _DEFAULT_FIELD = "text"
@@ -51,12 +51,10 @@ def prepare_texts(
     if formatting_func is not None:
         dataset, text_field = _formatted(dataset, formatting_func), _FORMATTED
     encoder = Encoder(tokenizer, max_length, add_eos=append_eos)
-    encode = _row_encoder(
-        dataset.column_names, encoder, text_field, completion_only, assistant_only
-    )
+    encode = _row_encoder(columns_of(dataset), encoder, text_field, completion_only, assistant_only)
 
     def prepare(row: dict[str, Any], i: int) -> dict[str, Any]:
-        ids, labels = encode(row, i)
+        ids, labels = encode(row, row_number(row, i))
         ids, labels = ids[:max_length], labels[:max_length]
         if completions is not None:
             learned = completions.learned(ids)
@@ -110,7 +108,7 @@ def _formatted(dataset: Any, formatting_func: Callable) -> Any:
             )
     raise ValueError(
         "formatting_func must return a text for a row, or a list of texts for a batch of rows (a "
-        f"dict of lists); the data set has columns {', '.join(dataset.column_names)}"
+        f"dict of lists); the data set has columns {', '.join(columns_of(dataset))}"
     ) from (errors[0] if errors else None)
 
 
@@ -214,14 +212,14 @@ def prepare_pairs(
     else:
         if not columns >= set(SIDES):
             raise ValueError(
-                f"the data set has columns {', '.join(dataset.column_names)}: it needs chosen and "
+                f"the data set has columns {', '.join(columns_of(dataset))}: it needs chosen and "
                 f"rejected (texts or chats, with an optional prompt), or {', '.join(TOKEN_COLUMNS)}"
             )
         roles = Roles("prompt" if "prompt" in columns else None, None, None, *SIDES)
         encoder = Encoder(tokenizer, add_eos=add_eos)
 
         def tokenise(row: Mapping[str, Any], i: int) -> dict[str, list[int]]:
-            prompt, answers = read_row(row, i, roles, PAIRS, alone=True)
+            prompt, answers = read_row(row, row_number(row, i), roles, PAIRS, alone=True)
             tokens: dict[str, list[int]] = {}
             for side, answer in zip(SIDES, answers, strict=True):
                 # An empty side stays empty, whatever its prompt: it is dropped.
@@ -252,7 +250,8 @@ def missing_token_columns(dataset: Any) -> list[str]:
 
 
 def _check_margins(dataset: Any) -> None:
-    for i, margin in enumerate(dataset["margin"]):
+    numbers = dataset[ROW] if ROW in dataset.column_names else range(len(dataset))
+    for i, margin in zip(numbers, dataset["margin"], strict=True):
         number = margin[0] if isinstance(margin, list) and len(margin) == 1 else margin
         if not isinstance(number, (int, float)) or not math.isfinite(number):
             raise ValueError(

@@ -360,3 +360,29 @@ def test_a_token_that_the_model_has_no_row_for_is_named(command, flags, folder, 
     assert f"token 'zznew' (id {rows})" in said
     assert f"embeddings for {rows} tokens only; its tokenizer has {rows + 1}" in said
     assert "model.resize_token_embeddings(len(tokenizer))" in said
+
+
+@pytest.mark.parametrize("where", ["dataset", "eval_dataset"])
+@pytest.mark.parametrize(
+    ("command", "columns", "says"),
+    [
+        ("sft", {"text": 5}, "column 'text' must hold text, but row 7 holds '5'"),
+        ("reward", {"margin": None}, "margin[7] is None"),
+        ("reward", {"chosen": 5}, "column 'chosen' of row 7 holds 5"),
+        ("align", {"prompt": ""}, "column 'prompt' of row 7 is empty"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_as_in_its_file(
+    command, columns, says, where, folder, tmp_path, capsys
+):
+    """Although rows are shuffled, and some held out."""
+    words = arguments(command, folder, tmp_path / "run")
+    given = words.index("--dataset") + 1
+    good = {"margin": 1.0, "prompt": "the ", "chosen": "a", "rejected": "b", "text": "the"}
+    rows = [{**good, **(columns if i == 7 else {})} for i in range(30)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if where == "dataset":
+        words[given] = str(tmp_path / "data.jsonl")
+    else:
+        words += ["--eval-dataset", str(tmp_path / "data.jsonl")]
+    assert says in failed(capsys, *words)
