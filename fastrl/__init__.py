@@ -43,8 +43,8 @@ except metadata.PackageNotFoundError:  # a bare checkout on PYTHONPATH
     __version__ = "0+unknown"
 
 # At its import on some CPUs bitsandbytes looks for a faster forward on the Hub and warns that it is
-# not there, or not to be trusted; that forward has no gradient and is never taken here. Only here is
-# before that: transformers imports PEFT, which imports bitsandbytes, where neither is used, too.
+# not there, or cannot be trusted; that forward has no gradient and is never taken here. Only this
+# file comes before it, as transformers imports PEFT, and that bitsandbytes, where neither is used.
 for _name, _said in (
     ("bitsandbytes.backends.cpu.ops", "gemm_4bit_forward"),
     ("kernels.hf_hub", "kernels-community/quantization-bitsandbytes"),

@@ -31,6 +31,7 @@ _READABLE_AS = {
     FEEDBACK: (FEEDBACK, ANSWERS, PROMPTS),
     PAIRS: (PAIRS, FEEDBACK, ANSWERS, PROMPTS),
 }
+_LOOKED_AT = 1000  # examples, for a warning
 _REASONS = {"empty": "have an empty response", "equal": "have equal sides"}
 
 
@@ -144,6 +145,25 @@ class DatasLoader(Sequence[Example]):
                 raise ValueError(f"no example is left: {said}")
             warnings.warn(f"{said}: dropped", stacklevel=3)
         return other
+
+    def warn_of_cuts(self) -> None:
+        """Warns once of how many of the first 1000 examples a length limit cuts."""
+        limits = {k: getattr(self.encoder, k) for k in ("max_length", "max_prompt_length")}
+        limits = {k: limit for k, limit in limits.items() if limit is not None}
+        if not limits:
+            return
+        whole = copy.copy(self)
+        whole.encoder = Encoder(self.tokenizer, add_eos=self.encoder.add_eos)
+        seen = min(len(self), _LOOKED_AT)
+        cuts = sum(not self._fits(whole[i]) for i in range(seen))
+        if cuts:
+            of = f"{seen}" if seen == len(self) else f"the first {seen}"
+            names = ", ".join(f"{k}={limit}" for k, limit in limits.items())
+            warnings.warn(
+                f"{cuts} of {of} examples are longer than {names} tokens and are cut: raise "
+                f"{' or '.join(limits)} if the model takes more, or bring shorter ones",
+                stacklevel=3,
+            )
 
     def _fits(self, whole: Example) -> bool:
         longest = max((len(response.ids) for response in whole.responses), default=0)

@@ -13,7 +13,7 @@ from fastrl.data.columns import ANSWERS, PAIRS, Roles, read_row
 from fastrl.data.encode import Encoder
 from fastrl.data.tables import ROW, as_dataset, columns_of, row_number
 
-_FORMATTED, _USEFUL = "_text", "_useful"  # columns in between
+_FORMATTED, _USEFUL, _CUT = "_text", "_useful", "_cut"  # columns in between
 _DEFAULT_FIELD = "text"
 
 
@@ -32,7 +32,7 @@ def prepare_texts(
 ) -> Any:
     """A data set with ``input_ids`` and ``labels``. Longer texts are cut at their ends; a prompt
     with a completion loses the prompt's beginning first, see :class:`Encoder`. Texts without a
-    token to learn are dropped, and counted in a warning.
+    token to learn are dropped. Warnings count those that are cut, and those that are dropped.
 
     Args:
         text_field: column of texts.
@@ -50,18 +50,27 @@ def prepare_texts(
     dataset = as_dataset(dataset)
     if formatting_func is not None:
         dataset, text_field = _formatted(dataset, formatting_func), _FORMATTED
-    encoder = Encoder(tokenizer, max_length, add_eos=append_eos)
-    encode = _row_encoder(columns_of(dataset), encoder, text_field, completion_only, assistant_only)
+    encode_whole, encode_cut = (
+        _row_encoder(columns_of(dataset), encoder, text_field, completion_only, assistant_only)
+        for encoder in (
+            Encoder(tokenizer, add_eos=append_eos),
+            Encoder(tokenizer, max_length, add_eos=append_eos),
+        )
+    )
 
     def prepare(row: dict[str, Any], i: int) -> dict[str, Any]:
-        ids, labels = encode(row, row_number(row, i))
-        ids, labels = ids[:max_length], labels[:max_length]
+        number = row_number(row, i)
+        ids, labels = encode_whole(row, number)
+        cut = max_length is not None and len(ids) > max_length
+        if cut:
+            ids, labels = encode_cut(row, number)
+            ids, labels = ids[:max_length], labels[:max_length]
         if completions is not None:
             learned = completions.learned(ids)
             labels = _labels(ids, learned)
         # Nothing predicts the first token.
         useful = any(label != IGNORED for label in labels[1:])
-        return {"input_ids": ids, "labels": labels, _USEFUL: useful}
+        return {"input_ids": ids, "labels": labels, _USEFUL: useful, _CUT: cut}
 
     prepared = dataset.map(
         prepare,
@@ -71,7 +80,14 @@ def prepare_texts(
         desc="tokenising",
     )
     kept = [i for i, useful in enumerate(prepared[_USEFUL]) if useful]
-    whole, prepared = len(prepared), prepared.remove_columns(_USEFUL)
+    cuts, whole = sum(prepared[_CUT]), len(prepared)
+    prepared = prepared.remove_columns([_USEFUL, _CUT])
+    if cuts:
+        warnings.warn(
+            f"{cuts} of {whole} texts are longer than max_length={max_length} tokens and are cut: "
+            "raise max_length if the model takes more, or bring shorter texts",
+            stacklevel=2,
+        )
     if len(kept) == whole:
         return prepared
     why = "nothing is learned from them: they are empty"

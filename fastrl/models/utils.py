@@ -116,6 +116,18 @@ def warn_of_lost_updates(model: nn.Module, remedy: str, stacklevel: int = 2) -> 
     )
 
 
+def warn_of_fp16(model: nn.Module, stacklevel: int = 2) -> None:
+    """Warns where trainable weights are float16: their gradients are, too, and nothing scales the
+    loss, as fp16 mixed precision of float32 weights does."""
+    if any(p.requires_grad and p.dtype == torch.float16 for p in model.parameters()):
+        warnings.warn(
+            "weights in float16 are trained without loss scaling: gradients below 6e-8 become 0. "
+            "Load the model in bfloat16 or float32 (commands: --dtype bfloat16); "
+            "with fp16 mixed precision, which scales the loss, weights are float32",
+            stacklevel=stacklevel + 1,
+        )
+
+
 @torch.no_grad()
 def checksum(weights: Mapping[str, Tensor]) -> str:
     """A checksum of the names, shapes and bits of weights, the same on every device; every process

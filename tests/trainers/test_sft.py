@@ -153,6 +153,7 @@ def test_metrics_get_logits_and_labels_of_all_tokens(make_sft: Make) -> None:
     assert metrics["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.* tokens and are cut")
 def test_the_classic_keywords_are_taken(tmp_path: Path) -> None:
     rows = [{"q": f"w{i} w20", "a": "w7 w8 w9"} for i in range(5, 13)]
 
@@ -189,6 +190,7 @@ def test_the_classic_keywords_are_taken(tmp_path: Path) -> None:
         SFTTrainer(tiny_models.language_model(), packed=True, **common)
 
 
+@pytest.mark.filterwarnings("ignore:.* tokens and are cut")
 def test_texts_are_cut_where_the_models_positions_end(make_sft: Make) -> None:
     data = Dataset.from_list([{"text": "w5 " * 200}])
     assert len(make_sft(None, data).train_dataset[0]["input_ids"]) == tiny_models.CONTEXT
