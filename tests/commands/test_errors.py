@@ -15,11 +15,15 @@ from transformers import (
     BartConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
     T5Config,
+    T5ForSequenceClassification,
     Trainer,
 )
 
 from fastrl import cli
+from tests import tiny_models
 
 COMMANDS = ("sft", "reward", "align", "ppo", "grpo")
 REWARDS = """\
@@ -386,3 +390,51 @@ def test_a_row_that_cannot_be_used_is_named_as_in_its_file(
     else:
         words += ["--eval-dataset", str(tmp_path / "data.jsonl")]
     assert says in failed(capsys, *words)
+
+
+def test_an_encoder_decoder_reward_model_needs_texts_that_end(folder, tmp_path, capsys):
+    words = arguments("reward", folder, tmp_path / "run", model=folder / "t5-whole")
+    t5 = T5Config(
+        vocab_size=200, d_model=8, num_layers=1, num_heads=1, d_kv=8, d_ff=8, num_labels=1
+    )
+    T5ForSequenceClassification(t5).save_pretrained(folder / "t5-whole")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "t5" / name, folder / "t5-whole" / name)
+    assert "pass append_eos=True (commands: --append-eos true)" in failed(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "says"),
+    [
+        ("reward", {}, "(mamba) cannot be a reward model or a classifier: transformers has no"),
+        ("sft", {"packing": "true"}, "(packing=False; commands: --packing false)"),
+    ],
+)
+def test_what_a_kind_of_model_cannot_do_is_said_once(
+    command, flags, says, folder, tmp_path, capsys
+):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "lm")
+    shape = MambaConfig(
+        vocab_size=len(tokenizer), hidden_size=8, state_size=2, num_hidden_layers=1,
+        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    MambaForCausalLM(shape).save_pretrained(folder / "mamba")
+    tokenizer.save_pretrained(folder / "mamba")
+    words = arguments(command, folder, tmp_path / "run", model=folder / "mamba", **flags)
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert says in last(said)
+    assert len(last(said)) < 300
+    assert "batches are padded" not in said
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False", tiny_models.PEFT_WARNING)
+def test_layers_are_not_shared_under_an_adapter(folder, tmp_path, capsys):
+    words = arguments("align", folder, tmp_path / "run", lora_r=2, num_shared_layers=1)
+    assert failed(capsys, *words).endswith("shared whole; leave num_shared_layers out")
+
+
+def test_an_unrelated_flag_is_not_suggested(folder, tmp_path, capsys):
+    words = arguments("ppo", folder, tmp_path / "run", use_cpu="true")
+    assert failed(capsys, *words) == "fastrl: error: unknown argument '--use-cpu'"
