@@ -453,7 +453,8 @@ class _Checkpoint:
         if quantised.is_quantised(base):
             base = quantised.prepared_for_adapters(base)
         try:
-            return PeftModel.from_pretrained(base, self.folder, is_trainable=trainable, **hub)
+            with quantised.peft_hushed():
+                return PeftModel.from_pretrained(base, self.folder, is_trainable=trainable, **hub)
         except (RuntimeError, KeyError) as error:  # weights of other shapes or names
             raise ValueError(
                 f"the adapter in {self.folder} does not fit "
@@ -508,7 +509,8 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
         )
     if any(getattr(model, f"is_{kind}", False) for kind in _QUANTISED):
         model = quantised.prepared_for_adapters(model, args)
-    return get_peft_model(model, peft_config)
+    with quantised.peft_hushed():
+        return get_peft_model(model, peft_config)
 
 
 def own_storage(model: Model) -> Model:

@@ -7,11 +7,13 @@ arXiv:2305.14314). Such weights are never trained, spread over processes or move
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,16 @@ def settle(model: nn.Module) -> None:
             layer.bias.data = layer.bias.data.to(layer.compute_dtype)
 
 
+@contextlib.contextmanager
+def peft_hushed() -> Iterator[None]:
+    """Context in which PEFT's use of names that newer versions of transformers have renamed is not
+    warned of: users cannot change it."""
+    with warnings.catch_warnings():
+        for name in ("is_gradient_checkpointing", "gradient_checkpointing_enable"):
+            warnings.filterwarnings("ignore", f".?{name}", FutureWarning)
+        yield
+
+
 def prepared_for_adapters(model: Any, args: Any = None) -> Any:
     """A quantised model with all weights frozen, and those that are not quantised in float32.
 
@@ -105,7 +117,8 @@ def prepared_for_adapters(model: Any, args: Any = None) -> Any:
     }
     if args is not None and args.gradient_checkpointing_kwargs is not None:
         options["gradient_checkpointing_kwargs"] = args.gradient_checkpointing_kwargs
-    model = prepare_model_for_kbit_training(model, **options)
+    with peft_hushed():
+        model = prepare_model_for_kbit_training(model, **options)
     settle(model)
     return model
 

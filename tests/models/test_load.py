@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -474,3 +475,11 @@ def test_a_missing_peft_is_named_with_what_installs_it(needs, says, base, tmp_pa
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=says + r": pip install 'fastrl-lm\[peft\]'"):
         needs(AutoModelForCausalLM.from_pretrained(base), tmp_path / "saved")
+
+
+def test_an_adapter_is_added_and_loaded_without_peft_warning_of_its_own_calls(base, tmp_path):
+    adapter(base, tmp_path / "saved")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        load_language_model(tmp_path / "saved")
+        with_adapter(load_language_model(base), LoraConfig(fan_in_fan_out=True))
