@@ -6,6 +6,8 @@ are older than what the trainers need.
 """
 
 import importlib
+import logging
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -40,6 +42,20 @@ try:
     __version__ = metadata.version("fastrl-lm")
 except metadata.PackageNotFoundError:  # a bare checkout on PYTHONPATH
     __version__ = "0+unknown"
+
+
+def _is_not_about(what: str, record: logging.LogRecord) -> bool:
+    return what not in str(record.msg)
+
+
+# At its import on some CPUs bitsandbytes looks for a faster forward on the Hub and warns that it is
+# not there, or cannot be trusted; that forward has no gradient and is never taken here. Only this
+# file comes before it, as transformers imports PEFT, and that bitsandbytes, where neither is used.
+for _name, _said in (
+    ("bitsandbytes.backends.cpu.ops", "gemm_4bit_forward"),
+    ("kernels.hf_hub", "kernels-community/quantization-bitsandbytes"),
+):
+    logging.getLogger(_name).addFilter(partial(_is_not_about, _said))
 
 __all__ = [
     "AutoModelForCausalLMWithValueHead",

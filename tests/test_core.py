@@ -2,6 +2,8 @@
 
 import math
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -276,3 +278,20 @@ def test_the_device_cache_is_emptied_only_when_asked(monkeypatch):
         with core.PPODecorators.empty_device_cache():
             assert not emptied
         assert bool(emptied) == wanted
+
+
+def test_fastrl_hides_what_bitsandbytes_says_of_kernels_that_it_never_takes():
+    """From the moment that fastrl is imported, as transformers may import bitsandbytes next."""
+    code = (
+        "import logging, fastrl\n"
+        "ours = 'Failed to load CPU gemm_4bit_forward from kernels-community: %s'\n"
+        "trust = \"Skipping publisher trust check for '{}'\"\n"
+        "repository = 'kernels-community/quantization-bitsandbytes'\n"
+        "for log in ('bitsandbytes.backends.cpu.ops', 'kernels.hf_hub'):\n"
+        "    logging.getLogger(log).warning(f'of another: {log}')\n"
+        "logging.getLogger('bitsandbytes.backends.cpu.ops').warning(ours, 'why')\n"
+        "logging.getLogger('kernels.hf_hub').warning(trust.format(repository))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = "of another: bitsandbytes.backends.cpu.ops\nof another: kernels.hf_hub\n"
+    assert run.stderr == said

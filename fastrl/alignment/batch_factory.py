@@ -76,6 +76,8 @@ class BatchFactory:
         self.data = data.as_kind(self.task.data)
         if self.task.data == PAIRS and not self.task.rewards:
             self.data = self.data.uncut()  # a reward model is scored on whole texts
+        else:
+            self.data.warn_of_cuts()
         self.tokenizer = data.tokenizer
         self.batch_size, self.epochs, self.examples = batch_size, epochs, examples
         self.annotator = annotator

@@ -51,7 +51,8 @@ class Learner(Protocol):
     """Prepares, saves and loads a trainer's model, and shows it to the loss."""
 
     def ready(self, model: Any, ref_model: Any, peft_config: Any) -> nn.Module:
-        """The model to train, from a model or its path; called before there is an optimizer."""
+        """The model to train, from a model or its path, as the reference model may be, too; called
+        before there is an optimizer."""
 
     def place(self, model: nn.Module, accelerator: Any) -> None:
         """Called once the model is on its device."""
@@ -193,8 +194,27 @@ class PolicyLearner:
             reference_dtype=self.args.reference_dtype,
             init_kl_coef=0.0 if mode == "none" else 1.0,
         )
-        self.reference = choose_ref_model(settings, model, ref_model)
+        self.reference = choose_ref_model(settings, model, self._wrapped(ref_model, model))
         return model
+
+    def _wrapped(self, ref_model: Any, policy: PreTrainedModelWrapper) -> Any:
+        """The reference model as a policy without values, from a plain model or its path; None and
+        wrapped models as they are.
+
+        Raises:
+            ValueError: the reference is the policy itself, which would be frozen.
+        """
+        if ref_model is None:
+            return None
+        ref_model = load_if_path(ref_model, load_language_model, self.args)
+        if ref_model is policy or ref_model is policy.pretrained_model:
+            raise ValueError(
+                "ref_model is model itself, which is trained: leave it out to compare with the "
+                "model as training begins, or load another one"
+            )
+        if isinstance(ref_model, PreTrainedModelWrapper):
+            return ref_model
+        return CausalLMPolicy.from_pretrained(ref_model)
 
     def _mode(self, model: PreTrainedModelWrapper, ref_model: Any) -> str:
         mode, compares = self.args.reference, self.loss.compares

@@ -29,6 +29,7 @@ from fastrl.alignment.learners import make_learner
 from fastrl.alignment.logprobs import SharedPolicy, TrainedPolicy
 from fastrl.alignment.losses import Loss, make_loss
 from fastrl.alignment.planning import plan_alignment
+from fastrl.data.vocabulary import check_examples
 from fastrl.models.products import Products
 from fastrl.models.utils import evaluating
 from fastrl.plan.report import Plan
@@ -64,7 +65,8 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         eval_factory: makes the batches of the evaluation, of the same task.
         reweighter: sets the samples' weights, see :mod:`fastrl.alignment.reweighter`; None leaves
             them at 1.
-        ref_model: the reference model; by default the policy as training begins.
+        ref_model: the reference model, a causal language model of transformers, a wrapped one
+            (:class:`fastrl.CausalLMPolicy`), or its path; by default the policy as training begins.
         peft_config: puts an adapter on the model.
         callbacks, optimizers: as in transformers.
 
@@ -102,6 +104,9 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         self.method = Method.aligned(factory.task.name, self.loss.name)
         self.learner = make_learner(args, self.loss, factory.task, factory.tokenizer)
         model = self.learner.ready(model, ref_model, peft_config)
+        for each in (factory, eval_factory):
+            if each is not None:
+                check_examples(model, each.tokenizer, each.data)
         args.remove_unused_columns = False
         args.ignore_data_skip = False
         args.per_device_train_batch_size = factory.batch_size

@@ -34,7 +34,11 @@ class AlignJob(FitJob):
         ("annotator", "judge", "max_new_tokens", "temperature"),
     )
 
-    task: str = setting(f"Learning task: {', '.join(TASKS)}.", "offline-pairwise")
+    task: str | None = setting(
+        f"Learning task: {', '.join(TASKS)}. By default the loss's first that learns from the data "
+        "alone, without a loss offline-pairwise.",
+        None,
+    )
     loss: str | None = setting(
         f"Loss, by default the task's first: {', '.join(LOSSES)}, or a class of yours as "
         f"file.py:Class. Coefficients: {describe_losses()}.",
@@ -86,6 +90,8 @@ class AlignJob(FitJob):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.task is None:
+            self.task = self._usual_task()
         loss = self.make_loss()
         loss.check(self.learning_task, 2 * loss.minibatches_per_batch)  # the size is checked later
         parse_json("reweighter_args", self.reweighter_args)
@@ -104,11 +110,24 @@ class AlignJob(FitJob):
 
     @property
     def learning_task(self) -> Task:
+        assert self.task is not None  # the constructor sets it
         return find_task(self.task)
 
+    def _usual_task(self) -> str:
+        """The first task of the loss, offline if there is one."""
+        if self.loss is None:
+            return "offline-pairwise"
+        tasks = self._loss_named(self.loss).tasks
+        return next((name for name in tasks if not find_task(name).online), tasks[0])
+
     def make_loss(self) -> Loss:
-        first = next(name for name, loss in LOSSES.items() if self.learning_task.name in loss.tasks)
-        name, options = self.loss or first, parse_json("loss_args", self.loss_args)
+        if self.loss is not None:
+            return self._loss_named(self.loss)
+        task = self.learning_task.name
+        return self._loss_named(next(name for name, x in LOSSES.items() if task in x.tasks))
+
+    def _loss_named(self, name: str) -> Loss:
+        options = parse_json("loss_args", self.loss_args)
         if name == "ppo":  # its policy is the one that is sampled
             options.setdefault("temperature", self.temperature)
         if ":" in name:

@@ -17,7 +17,7 @@ from fastrl.commands.checks import check_seed
 from fastrl.commands.job import TrainingJob, folder_claimed, resume_setting
 from fastrl.commands.memory import RunMemory
 from fastrl.config import setting
-from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table
+from fastrl.data.tables import MOST_HELD_OUT, held_out_count, load_table, numbered
 from fastrl.models.load import load_tokenizer
 from fastrl.run.checkpoints import KEEP_LAST, SAVE_EVERY, Checkpoints
 from fastrl.run.folder import RunFolder
@@ -86,16 +86,17 @@ class FitJob(TrainingJob):
             raise ValueError(f"eval_examples must be 0 or more, got {self.eval_examples}")
 
     def load(self, seed: int) -> tuple[Dataset, Dataset | None]:
-        """Examples to train on and to evaluate on, which are disjoint if they are of one data set.
+        """Examples to train on and to evaluate on, which are disjoint if they are of one data set;
+        errors name their rows as they are numbered in the files.
 
         Raises:
             ValueError: no example left to train on.
         """
-        table = load_table(self.dataset, self.dataset_split)
+        table = numbered(load_table(self.dataset, self.dataset_split))
         if self.eval_examples == 0:
             return table, None
         if self.eval_dataset is not None:
-            held_out = load_table(self.eval_dataset, self.dataset_split)
+            held_out = numbered(load_table(self.eval_dataset, self.dataset_split))
             asked = MOST_HELD_OUT if self.eval_examples is None else self.eval_examples
             count = min(asked, len(held_out))
             return table, held_out.shuffle(seed=seed).select(range(count))

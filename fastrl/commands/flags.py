@@ -104,7 +104,8 @@ def _aliases(actions: Mapping[str, argparse.Action]) -> dict[str, argparse.Actio
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """An error message that suggests the most similar known name."""
-    near = difflib.get_close_matches(name.lower(), list(known), n=1)
+    likeness = 0.6 if kind == "command" else 0.7  # a wrong suggestion is worse than none
+    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=likeness)
     return f"unknown {kind} {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
 
 

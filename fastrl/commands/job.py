@@ -166,13 +166,16 @@ class TrainingJob:
 
         Raises:
             FileNotFoundError: a folder without a model.
+            ImportError: peft is not installed.
             ValueError: a rank although the model is already an adapter.
         """
         if self.lora_r == 0:
             return None
-        from peft import LoraConfig
-
         from fastrl.models.load import MERGE_ADAPTER, is_adapter
+        from fastrl.models.utils import need_peft
+
+        need_peft(f"lora_r={self.lora_r}")
+        from peft import LoraConfig
 
         if is_adapter(self.model):
             raise ValueError(

@@ -22,6 +22,7 @@ from fastrl.data.tables import (
     drop_prompts,
     held_out_count,
     load_table,
+    numbered,
     sample_rows,
     take_prompts,
 )
@@ -400,7 +401,7 @@ def load_prompts(job: PPOJob, tokenizer: Any, seed: int) -> tuple[Dataset, Datas
     def rows_of(source: str) -> Dataset:
         table = load_table(source, job.dataset_split)
         return take_prompts(
-            table.add_column(ROW, list(range(len(table)))),
+            numbered(table),
             job.prompt_column,
             words=job.prompt_words,
             max_tokens=job.max_prompt_tokens,

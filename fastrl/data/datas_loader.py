@@ -22,7 +22,7 @@ from fastrl.data.columns import (
 )
 from fastrl.data.encode import Encoder
 from fastrl.data.examples import Example
-from fastrl.data.tables import columns_of, each_row, open_rows
+from fastrl.data.tables import ROW, columns_of, each_row, open_rows, row_number
 
 # What each kind of data can be read as.
 _READABLE_AS = {
@@ -31,6 +31,7 @@ _READABLE_AS = {
     FEEDBACK: (FEEDBACK, ANSWERS, PROMPTS),
     PAIRS: (PAIRS, FEEDBACK, ANSWERS, PROMPTS),
 }
+_LOOKED_AT = 1000  # examples, for a warning
 _REASONS = {"empty": "have an empty response", "equal": "have equal sides"}
 
 
@@ -145,6 +146,25 @@ class DatasLoader(Sequence[Example]):
             warnings.warn(f"{said}: dropped", stacklevel=3)
         return other
 
+    def warn_of_cuts(self) -> None:
+        """Warns once of how many of the first 1000 examples a length limit cuts."""
+        limits = {k: getattr(self.encoder, k) for k in ("max_length", "max_prompt_length")}
+        limits = {k: limit for k, limit in limits.items() if limit is not None}
+        if not limits:
+            return
+        whole = copy.copy(self)
+        whole.encoder = Encoder(self.tokenizer, add_eos=self.encoder.add_eos)
+        seen = min(len(self), _LOOKED_AT)
+        cuts = sum(not self._fits(whole[i]) for i in range(seen))
+        if cuts:
+            of = f"{seen}" if seen == len(self) else f"the first {seen}"
+            names = ", ".join(f"{k}={limit}" for k, limit in limits.items())
+            warnings.warn(
+                f"{cuts} of {of} examples are longer than {names} tokens and are cut: raise "
+                f"{' or '.join(limits)} if the model takes more, or bring shorter ones",
+                stacklevel=3,
+            )
+
     def _fits(self, whole: Example) -> bool:
         longest = max((len(response.ids) for response in whole.responses), default=0)
         prompt, limits = len(whole.prompt_ids), self.encoder
@@ -164,13 +184,15 @@ class DatasLoader(Sequence[Example]):
             return [self[i] for i in range(*index.indices(len(self)))]
         pick = self._picks[index]
         row = self._rows[pick.row]
-        prompt, answers = read_row(row, pick.row, self._roles, self._given)
-        others = {k: v for k, v in row.items() if k not in self._roles.read(self.kind)}
+        number = row_number(row, pick.row)
+        prompt, answers = read_row(row, number, self._roles, self._given)
+        read = {ROW, *self._roles.read(self.kind)}
+        others = {k: v for k, v in row.items() if k not in read}
         chosen = [answers[side] for side in pick.sides]
         try:
             return self.encoder(prompt, chosen, desired=pick.desired, columns=others)
         except ValueError as error:
-            raise ValueError(f"row {pick.row} of the data set: {error}") from error
+            raise ValueError(f"row {number} of the data set: {error}") from error
 
     def _take(self, kind: str) -> None:
         if kind not in KINDS:
@@ -195,7 +217,8 @@ class DatasLoader(Sequence[Example]):
     def _picked(self) -> tuple[list[_Pick], Counter[str]]:
         picks, dropped = [], Counter[str]()
         for i, row in enumerate(each_row(self._rows)):
-            said = read_row(row, i, self._roles, self._given)
+            number = row_number(row, i)
+            said = read_row(row, number, self._roles, self._given)
             useless = _why_useless(said, self.kind)
             if useless:
                 dropped[useless] += 1
@@ -205,7 +228,7 @@ class DatasLoader(Sequence[Example]):
                 picks += _FROM_PAIRS[self.kind](i)
             elif self._given == FEEDBACK:
                 assert self._roles.label is not None
-                desired = read_label(row, i, self._roles.label)
+                desired = read_label(row, number, self._roles.label)
                 if desired or self.kind == FEEDBACK:
                     picks.append(_Pick(i, (0,), desired if self.kind == FEEDBACK else None))
             else:

@@ -11,9 +11,9 @@ from fastrl.data.chat import has_role
 from fastrl.data.collators import IGNORED, SIDES, TOKEN_COLUMNS, DataCollatorForCompletionOnlyLM
 from fastrl.data.columns import ANSWERS, PAIRS, Roles, read_row
 from fastrl.data.encode import Encoder
-from fastrl.data.tables import as_dataset
+from fastrl.data.tables import ROW, as_dataset, columns_of, row_number
 
-_FORMATTED, _USEFUL = "_text", "_useful"  # columns in between
+_FORMATTED, _USEFUL, _CUT = "_text", "_useful", "_cut"  # columns in between
 _DEFAULT_FIELD = "text"
 
 
@@ -32,7 +32,7 @@ def prepare_texts(
 ) -> Any:
     """A data set with ``input_ids`` and ``labels``. Longer texts are cut at their ends; a prompt
     with a completion loses the prompt's beginning first, see :class:`Encoder`. Texts without a
-    token to learn are dropped, and counted in a warning.
+    token to learn are dropped. Warnings count those that are cut, and those that are dropped.
 
     Args:
         text_field: column of texts.
@@ -50,20 +50,27 @@ def prepare_texts(
     dataset = as_dataset(dataset)
     if formatting_func is not None:
         dataset, text_field = _formatted(dataset, formatting_func), _FORMATTED
-    encoder = Encoder(tokenizer, max_length, add_eos=append_eos)
-    encode = _row_encoder(
-        dataset.column_names, encoder, text_field, completion_only, assistant_only
+    encode_whole, encode_cut = (
+        _row_encoder(columns_of(dataset), encoder, text_field, completion_only, assistant_only)
+        for encoder in (
+            Encoder(tokenizer, add_eos=append_eos),
+            Encoder(tokenizer, max_length, add_eos=append_eos),
+        )
     )
 
     def prepare(row: dict[str, Any], i: int) -> dict[str, Any]:
-        ids, labels = encode(row, i)
-        ids, labels = ids[:max_length], labels[:max_length]
+        number = row_number(row, i)
+        ids, labels = encode_whole(row, number)
+        cut = max_length is not None and len(ids) > max_length
+        if cut:
+            ids, labels = encode_cut(row, number)
+            ids, labels = ids[:max_length], labels[:max_length]
         if completions is not None:
             learned = completions.learned(ids)
             labels = _labels(ids, learned)
         # Nothing predicts the first token.
         useful = any(label != IGNORED for label in labels[1:])
-        return {"input_ids": ids, "labels": labels, _USEFUL: useful}
+        return {"input_ids": ids, "labels": labels, _USEFUL: useful, _CUT: cut}
 
     prepared = dataset.map(
         prepare,
@@ -73,7 +80,14 @@ def prepare_texts(
         desc="tokenising",
     )
     kept = [i for i, useful in enumerate(prepared[_USEFUL]) if useful]
-    whole, prepared = len(prepared), prepared.remove_columns(_USEFUL)
+    cuts, whole = sum(prepared[_CUT]), len(prepared)
+    prepared = prepared.remove_columns([_USEFUL, _CUT])
+    if cuts:
+        warnings.warn(
+            f"{cuts} of {whole} texts are longer than max_length={max_length} tokens and are cut: "
+            "raise max_length if the model takes more, or bring shorter texts",
+            stacklevel=2,
+        )
     if len(kept) == whole:
         return prepared
     why = "nothing is learned from them: they are empty"
@@ -110,7 +124,7 @@ def _formatted(dataset: Any, formatting_func: Callable) -> Any:
             )
     raise ValueError(
         "formatting_func must return a text for a row, or a list of texts for a batch of rows (a "
-        f"dict of lists); the data set has columns {', '.join(dataset.column_names)}"
+        f"dict of lists); the data set has columns {', '.join(columns_of(dataset))}"
     ) from (errors[0] if errors else None)
 
 
@@ -214,14 +228,14 @@ def prepare_pairs(
     else:
         if not columns >= set(SIDES):
             raise ValueError(
-                f"the data set has columns {', '.join(dataset.column_names)}: it needs chosen and "
+                f"the data set has columns {', '.join(columns_of(dataset))}: it needs chosen and "
                 f"rejected (texts or chats, with an optional prompt), or {', '.join(TOKEN_COLUMNS)}"
             )
         roles = Roles("prompt" if "prompt" in columns else None, None, None, *SIDES)
         encoder = Encoder(tokenizer, add_eos=add_eos)
 
         def tokenise(row: Mapping[str, Any], i: int) -> dict[str, list[int]]:
-            prompt, answers = read_row(row, i, roles, PAIRS, alone=True)
+            prompt, answers = read_row(row, row_number(row, i), roles, PAIRS, alone=True)
             tokens: dict[str, list[int]] = {}
             for side, answer in zip(SIDES, answers, strict=True):
                 # An empty side stays empty, whatever its prompt: it is dropped.
@@ -252,7 +266,8 @@ def missing_token_columns(dataset: Any) -> list[str]:
 
 
 def _check_margins(dataset: Any) -> None:
-    for i, margin in enumerate(dataset["margin"]):
+    numbers = dataset[ROW] if ROW in dataset.column_names else range(len(dataset))
+    for i, margin in zip(numbers, dataset["margin"], strict=True):
         number = margin[0] if isinstance(margin, list) and len(margin) == 1 else margin
         if not isinstance(number, (int, float)) or not math.isfinite(number):
             raise ValueError(

@@ -131,9 +131,15 @@ def choose_collator(
             if _isolates(model, collator):
                 return collator
     raise ValueError(
-        f"{type(model).__name__} lets packed texts attend to each other: pass packing=False, or a "
-        "data collator with padding_free=False"
+        f"{_name_of(model)} lets packed texts attend to each other: leave packing out (packing="
+        "False; commands: --packing false), or pass a data collator with padding_free=False"
     )
+
+
+def _name_of(model: Any) -> str:
+    """Of its class, of a PEFT model that of its base."""
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    return type(base).__name__
 
 
 def _isolates(model: Any, collator: PackedCollator) -> bool:

@@ -112,9 +112,25 @@ def open_rows(source: Any, split: str) -> Any:
 
 
 def columns_of(rows: Any) -> list[str]:
+    """The names of the columns, but for that of :func:`numbered` rows."""
     if hasattr(rows, "column_names"):
-        return list(rows.column_names)
-    return list(dict.fromkeys(name for row in rows for name in row))
+        names = list(rows.column_names)
+    else:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+    return [name for name in names if name != ROW]
+
+
+def numbered(table: Dataset) -> Dataset:
+    """The table with each row's number in its file, for messages about rows that were shuffled or
+    left alone by a split; a table that has them already as it is."""
+    if ROW in table.column_names:
+        return table
+    return table.add_column(ROW, list(range(len(table))))
+
+
+def row_number(row: Mapping[str, Any], i: int) -> int:
+    """The number of a row in its file, if it is :func:`numbered`; else ``i``."""
+    return row.get(ROW, i)
 
 
 def each_row(rows: Any) -> Iterator[Mapping[str, Any]]:
@@ -360,7 +376,7 @@ def _check_object(row: Any, place: str) -> None:
 
 
 def _find_column(table: Dataset, column: str | None) -> str:
-    there = ", ".join(table.column_names)
+    there = ", ".join(columns_of(table))
     if column is None:
         column = next((name for name in USUAL_COLUMNS if name in table.column_names), None)
         if column is None:

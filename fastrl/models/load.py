@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -30,6 +31,7 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from fastrl.models import quantised
+from fastrl.models.utils import need_peft
 from fastrl.run.launcher import is_main_process
 
 CONFIG_NAME = "config.json"
@@ -302,6 +304,7 @@ class _Checkpoint:
         self.folder = model_folder(path, options.get("subfolder"))
         self.adapter: Any = None
         if find_file(self.folder, ADAPTER_CONFIG, options) is not None:
+            need_peft(f"the adapter in {self.folder}")
             from peft import PeftConfig
 
             self.adapter = PeftConfig.from_pretrained(self.folder, **_hub(options))
@@ -345,6 +348,8 @@ class _Checkpoint:
             with contextlib.nullcontext() if self.adapter is None else _quiet():
                 if loader is AutoModelForCausalLM:
                     _check_decoder(name, options)
+                elif loader is AutoModelForSequenceClassification:
+                    _check_classifier(name, options)
                 _check_weights(name, options.get("subfolder"))
                 if self.adapter is not None:
                     saved = self._saved_whole()
@@ -448,7 +453,8 @@ class _Checkpoint:
         if quantised.is_quantised(base):
             base = quantised.prepared_for_adapters(base)
         try:
-            return PeftModel.from_pretrained(base, self.folder, is_trainable=trainable, **hub)
+            with quantised.peft_hushed():
+                return PeftModel.from_pretrained(base, self.folder, is_trainable=trainable, **hub)
         except (RuntimeError, KeyError) as error:  # weights of other shapes or names
             raise ValueError(
                 f"the adapter in {self.folder} does not fit "
@@ -494,17 +500,17 @@ def with_adapter(model: Any, peft_config: Any, args: Any = None) -> Any:
     quantised.settle(model)
     if peft_config is None:
         return model
-    try:
-        from peft import get_peft_model
-    except ImportError as error:
-        raise ImportError("peft_config needs peft: pip install 'fastrl-lm[peft]'") from error
+    need_peft("peft_config")
+    from peft import get_peft_model
+
     if hasattr(model, "peft_config"):
         raise ValueError(
             "the model has an adapter already: leave out peft_config to train that one"
         )
     if any(getattr(model, f"is_{kind}", False) for kind in _QUANTISED):
         model = quantised.prepared_for_adapters(model, args)
-    return get_peft_model(model, peft_config)
+    with quantised.peft_hushed():
+        return get_peft_model(model, peft_config)
 
 
 def own_storage(model: Model) -> Model:
@@ -547,14 +553,7 @@ def _check_decoder(name: str, options: dict[str, Any]) -> None:
         ValueError: by its configuration not a causal language model. Of some encoder–decoders, such
             as BART, AutoModelForCausalLM would load the decoder.
     """
-    config = options.get("config")
-    if config is None or isinstance(config, (str, os.PathLike)):
-        rest = {key: x for key, x in options.items() if key != "config"}
-        try:
-            config = AutoConfig.from_pretrained(config or name, **rest)
-        except (OSError, ValueError) as error:
-            kind = OSError if isinstance(error, OSError) else ValueError
-            raise kind(f"the configuration of {name} cannot be loaded: {_line(error)}") from error
+    config = _config_of(name, options)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{name} is an encoder–decoder ({config.model_type}), not a causal language model: "
@@ -565,6 +564,37 @@ def _check_decoder(name: str, options: dict[str, Any]) -> None:
         raise ValueError(
             f"{name} ({config.model_type}) is not a causal language model: {_CHOOSE_A_DECODER}"
         )
+
+
+def _check_classifier(name: str, options: dict[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: a model of whose kind transformers has no sequence classifier.
+    """
+    config = _config_of(name, options)
+    known = type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if not known and not getattr(config, "auto_map", None):
+        raise ValueError(
+            f"{name} ({config.model_type}) cannot be a reward model or a classifier: transformers "
+            f"has no sequence classifier of that kind; {_CHOOSE_A_DECODER}"
+        )
+
+
+def _config_of(name: str, options: dict[str, Any]) -> Any:
+    """The configuration of a model that is loaded with these options.
+
+    Raises:
+        OSError, ValueError: it cannot be loaded.
+    """
+    config = options.get("config")
+    if config is not None and not isinstance(config, (str, os.PathLike)):
+        return config
+    rest = {key: x for key, x in options.items() if key not in ("config", "num_labels")}
+    try:
+        return AutoConfig.from_pretrained(config or name, **rest)
+    except (OSError, ValueError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"the configuration of {name} cannot be loaded: {_line(error)}") from error
 
 
 def _check_weights(folder: str, subfolder: str | None) -> None:

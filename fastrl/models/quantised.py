@@ -7,12 +7,13 @@ arXiv:2305.14314). Such weights are never trained, spread over processes or move
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import json
-import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,6 @@ from torch import Tensor, nn
 BASE_FILE = "base_quantization.json"
 QUANT_TYPES = ("nf4", "fp4")
 _CONFIG, _DTYPE = "quantization_config", "dtype"
-
-# At its import on some CPUs bitsandbytes looks for a faster forward on the Hub and warns that it is
-# not there; that forward has no gradient and is never taken here.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
-    lambda record: "gemm_4bit_forward" not in str(record.msg)
-)
 
 NEEDS_AN_ADAPTER = (
     "four-bit weights cannot be trained: train an adapter on them (peft_config; commands: "
@@ -98,6 +93,16 @@ def settle(model: nn.Module) -> None:
             layer.bias.data = layer.bias.data.to(layer.compute_dtype)
 
 
+@contextlib.contextmanager
+def peft_hushed() -> Iterator[None]:
+    """Context in which PEFT's use of names that newer versions of transformers have renamed is not
+    warned of: users cannot change it."""
+    with warnings.catch_warnings():
+        for name in ("is_gradient_checkpointing", "gradient_checkpointing_enable"):
+            warnings.filterwarnings("ignore", f".?{name}", FutureWarning)
+        yield
+
+
 def prepared_for_adapters(model: Any, args: Any = None) -> Any:
     """A quantised model with all weights frozen, and those that are not quantised in float32.
 
@@ -112,7 +117,8 @@ def prepared_for_adapters(model: Any, args: Any = None) -> Any:
     }
     if args is not None and args.gradient_checkpointing_kwargs is not None:
         options["gradient_checkpointing_kwargs"] = args.gradient_checkpointing_kwargs
-    model = prepare_model_for_kbit_training(model, **options)
+    with peft_hushed():
+        model = prepare_model_for_kbit_training(model, **options)
     settle(model)
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,18 @@ from fastrl.models.sharding import whole
 
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64
 _CHUNK = 1 << 20  # weights at a time
+
+
+def need_peft(what: str) -> None:
+    """
+    Args:
+        what: needs PEFT, in words.
+
+    Raises:
+        ImportError: PEFT is not installed.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ImportError(f"{what} needs peft: pip install 'fastrl-lm[peft]'")
 
 
 def context_length(model: Any) -> int | None:
@@ -101,6 +114,18 @@ def warn_of_lost_updates(model: nn.Module, remedy: str, stacklevel: int = 2) -> 
         f"model in float32 and {remedy}; or train a LoRA adapter, whose weights are float32",
         stacklevel=stacklevel + 1,
     )
+
+
+def warn_of_fp16(model: nn.Module, stacklevel: int = 2) -> None:
+    """Warns where trainable weights are float16: their gradients are, too, and nothing scales the
+    loss, as fp16 mixed precision of float32 weights does."""
+    if any(p.requires_grad and p.dtype == torch.float16 for p in model.parameters()):
+        warnings.warn(
+            "weights in float16 are trained without loss scaling: gradients below 6e-8 become 0. "
+            "Load the model in bfloat16 or float32 (commands: --dtype bfloat16); "
+            "with fp16 mixed precision, which scales the loss, weights are float32",
+            stacklevel=stacklevel + 1,
+        )
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 from fastrl.data.chat import as_answer
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
+from fastrl.data.vocabulary import check_vocabulary
 from fastrl.models.layout import EncoderDecoder
 from fastrl.ppo.experience import check_tokens
 from fastrl.ppo.guards import check_divergence
@@ -97,6 +98,8 @@ class Loop:
             if prompts is None
             else Prompts.from_list(prompts, tokenizer, closed=closed)
         )
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        check_vocabulary(policy, tokenizer, (ids.tolist() for ids in given.ids))
         self.prompts = given.fitting(*room)
         self._check_tokens(self.prompts, new_tokens)
         self.prompts_per_step = config.prompts_per_step * self.processes.count
@@ -112,6 +115,7 @@ class Loop:
         self.eval_prompts: Prompts | None = None
         if eval_prompts is not None:
             given = read_eval_prompts(eval_prompts, prompt_column, tokenizer, closed=closed)
+            check_vocabulary(policy, tokenizer, (ids.tolist() for ids in given.ids))
             self.eval_prompts = given.fitting(*room)
             self._check_tokens(self.eval_prompts, new_tokens)
             if len(self.eval_prompts) < self.processes.count:

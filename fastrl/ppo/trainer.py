@@ -32,7 +32,7 @@ from fastrl.models.optimizers import (
 from fastrl.models.products import Products
 from fastrl.models.scoring import PassLimit
 from fastrl.models.sharding import gathered_state_dict
-from fastrl.models.utils import evaluating, warn_of_lost_updates
+from fastrl.models.utils import evaluating, warn_of_fp16, warn_of_lost_updates
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.ppo import stats
@@ -178,6 +178,7 @@ class PPOTrainer(ClassicMethods):
             optimizer = make_optimizer(
                 model, config.optim, config.learning_rate, config.optim_args, fused
             )
+        warn_of_fp16(model)
         if not config.master_weights and not handles_rounding(optimizer):
             warn_of_lost_updates(model, _MIXED_PRECISION)
         optimizer = keep_state(

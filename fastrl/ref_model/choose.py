@@ -181,11 +181,14 @@ def _check(
             "'adapter' or 'none'"
         )
     if layers is not None and mode != "trunk":
-        why = (
-            "a PEFT model shares its base already" if policy.is_peft_model else f"{asked} has none"
-        )
+        if policy.is_peft_model:
+            raise ValueError(
+                f"num_shared_layers={layers} is for models without an adapter: an adapter's "
+                "reference is its base, which is shared whole; leave num_shared_layers out"
+            )
         raise ValueError(
-            f"num_shared_layers={layers}: {why}; leave it None, or choose reference='trunk'"
+            f"num_shared_layers={layers}: {asked} shares no layers; leave num_shared_layers out, "
+            "or choose reference='trunk'"
         )
     if mode == "trunk" or (ref_model is None and mode == "offload"):
         instead = "'adapter'" if ref_model is None else "'copy'"

@@ -449,8 +449,13 @@ def _flat_loss(run: RunCurves) -> Finding | None:
     )
 
 
+_FEW = 30  # held-out examples, of fewer of which a mean loss may rise by chance
+
+
 @check("held-out loss rises", "eval_loss", least=2)
 def _rising_eval_loss(run: RunCurves) -> Finding | None:
+    if (run.settings.get("eval_examples") or _FEW) < _FEW:
+        return None
     curve = run.read(["eval_loss"])
     best = min(range(len(curve.values)), key=curve.values.__getitem__)
     rise, gained = curve.values[-1] - curve.values[best], curve.values[0] - curve.values[best]
@@ -476,6 +481,7 @@ def _stop_at(step: float) -> str:
     return f"end at step {step:g}, " if step > 0 else ""
 
 
+_SURE = 0.075  # standard error of an accuracy, from 45 pairs on
 _HELD_OUT_ACCURACY = ("eval_accuracy", "eval_rewards/accuracies")
 
 
@@ -484,10 +490,10 @@ def _accuracy_at_chance(run: RunCurves) -> Finding | None:
     curve = run.read(_HELD_OUT_ACCURACY)
     if curve and curve.steps[-1] > 0:  # at step 0 nothing is learned yet
         curve = curve.end(0.0)
-        sems = run.read(["eval_rewards/accuracies_sem"])
-        sem = sems.at(curve.steps[0])
-        if sem is None:
-            sem = 0.5 / math.sqrt(run.settings.get("eval_examples") or 100)
+        known = run.settings.get("eval_examples")
+        sem = run.read(["eval_rewards/accuracies_sem"]).at(curve.steps[0])
+        if known or sem is None:  # pairs that are all right, or all wrong, have a sem of 0
+            sem = max(sem or 0.0, 0.5 / math.sqrt(known or 100))
     else:
         curve = run.read(["rewards/accuracies"]).end()
         # Online, the pairs are the policy's own, and need not become easier to tell apart.
@@ -495,7 +501,8 @@ def _accuracy_at_chance(run: RunCurves) -> Finding | None:
             return None
         sem = curve.sem
     accuracy = curve.mean
-    if accuracy > 0.5 + 2 * sem:
+    # By few pairs, a model that has learned cannot be told from one that has not.
+    if accuracy > 0.5 + 2 * sem or (sem > _SURE and accuracy > 0.5 - 2 * sem):
         return None
     return Finding(
         f"accuracy {accuracy:.3f} ± {sem:.2g} (s.e.) in {_steps(curve)}; guessing has 0.5",

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from fastrl.models.activation_offloading import activation_offloading
 from fastrl.models.master_weights import MASTER, MasterWeights
 from fastrl.models.optimizers import class_and_keywords, keep_state, steps_in_backward
-from fastrl.models.utils import warn_of_lost_updates
+from fastrl.models.utils import warn_of_fp16, warn_of_lost_updates
 from fastrl.run.precision import precision_for, refuse_fp16_twice, shared_precision
 
 MIXED_PRECISION = "set bf16=True (commands: --dtype float32 --bf16 true)"
@@ -81,7 +81,9 @@ class LowMemoryTrainer(transformers.Trainer):
                 kept.pop(MASTER, None)
 
     def warn_of_lost_updates(self, model: nn.Module, stacklevel: int) -> None:
-        """Warns where steps of low-precision weights are rounded away; called at construction."""
+        """Warns where steps of low-precision weights are rounded away, or their gradients become
+        0; called at construction."""
+        warn_of_fp16(model, stacklevel + 1)
         if not self.args.master_weights or steps_in_backward(self._optim):
             warn_of_lost_updates(model, MIXED_PRECISION, stacklevel + 1)
 

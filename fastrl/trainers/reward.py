@@ -148,11 +148,14 @@ class RewardTrainer(SupervisedTrainer):
         self._append_eos = args.append_eos
         self._padding_free: bool | None = None
         self._reads_eos: bool | None = None
+        self._scores_at_eos = False  # as encoder–decoders' classifiers do
         if model is not None:
             path, model = model, load_if_path(model, load_reward_model, args)
             if is_path(path):
                 reads_eos.load_from_adapter(model, path)
             model = self.prepare_model(model)
+            config = getattr(model, "config", None)
+            self._scores_at_eos = bool(getattr(config, "is_encoder_decoder", False))
             if self._append_eos is None:
                 self._append_eos = reads_eos.recorded(model)
         if self._append_eos is None:
@@ -244,6 +247,11 @@ class RewardTrainer(SupervisedTrainer):
             self._reads_eos = all(
                 ids[-1] == end for ids in pairs.select(range(min(len(pairs), 20)))[_CHOSEN]
             )
+            if self._scores_at_eos and not self._reads_eos:
+                raise ValueError(
+                    "an encoder–decoder scores a text at its EOS, and these have none: pass "
+                    "append_eos=True (commands: --append-eos true)"
+                )
         return pairs
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -189,8 +189,14 @@ class SFTTrainer(SupervisedTrainer):
             self._prepare_weights()
             autocast = self.compute_loss_context_manager()
             packed = PackedCollator(self._tokenizer)
-            if not self._is_padding_free():
+            # That it pads is told only where it can pad: else an error says what to do.
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                padding_free = self._is_padding_free()
+            if not padding_free:
                 packed = choose_collator(self.model, self._tokenizer, autocast)
+            for each in said:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
             self.data_collator = JoinedCollator(packed) if joins else packed
         # transformers then passes the number of tokens to learn in a whole step, first tokens not
         # counted, and the loss is divided by it.

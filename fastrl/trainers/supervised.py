@@ -20,6 +20,7 @@ from transformers import TrainingArguments
 from fastrl.config import PPOConfig, setting, setting_like
 from fastrl.data.choose_padding import runs_packed
 from fastrl.data.token_batch import TokenBatch
+from fastrl.data.vocabulary import check_table
 from fastrl.models.load import load_tokenizer
 from fastrl.models.optimizers import check_optimizer
 from fastrl.models.products import Products
@@ -63,11 +64,24 @@ class SupervisedArguments(TrainingArguments):
         "the default is for float32 weights, where accelerate was told no precision.",
         None,
     )
+    gradient_checkpointing: bool | None = setting(  # type: ignore[assignment]
+        "Compute layers again in the backward pass, in place of keeping their activations.", None
+    )
+    gradient_checkpointing_kwargs: dict | str | None = setting(  # type: ignore[assignment]
+        "Options of gradient_checkpointing (JSON), see transformers.", None
+    )
+    activation_checkpointing: bool | None = setting(
+        "The same as gradient_checkpointing, by its newer name in transformers.", None
+    )
+    activation_checkpointing_kwargs: dict | str | None = setting(
+        "The same as gradient_checkpointing_kwargs, likewise.", None
+    )
     # The data sets' columns are these trainers' own, not arguments of the model.
     remove_unused_columns: bool = setting("Drop columns that the model does not take.", False)
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 - not a field, there and here
         *TrainingArguments._VALID_DICT_FIELDS,
+        "activation_checkpointing_kwargs",
         "model_init_kwargs",
     ]
 
@@ -80,7 +94,9 @@ class SupervisedArguments(TrainingArguments):
             self.evaluation_strategy = None
         if self.report_to is None:
             self.report_to = "none"
+        self._settle_checkpointing()
         super().__post_init__()
+        self._settle_checkpointing()  # what was JSON has been parsed
         _check_optimizer(self)
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length must be at least 1 or None, got {self.max_length}")
@@ -89,6 +105,16 @@ class SupervisedArguments(TrainingArguments):
                 f"unknown on_nonfinite {self.on_nonfinite!r}: choose one of "
                 f"{', '.join(ON_NONFINITE)}"
             )
+
+    def _settle_checkpointing(self) -> None:
+        """Gives both names of gradient checkpointing one value, the newer name's where it is set:
+        versions of transformers read one or the other, and newer ones warn of the older name."""
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = bool(self.gradient_checkpointing)
+        if self.activation_checkpointing_kwargs is None:
+            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        self.gradient_checkpointing = self.activation_checkpointing
+        self.gradient_checkpointing_kwargs = self.activation_checkpointing_kwargs
 
 
 class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsTrainer, ABC):
@@ -135,9 +161,17 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
             else:
                 evaluation = None if eval_dataset is None else self.prepare_eval_data(eval_dataset)
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)
+        several = evaluation.values() if isinstance(evaluation, dict) else (evaluation,)
+        for each in (train, *several):
+            self._check_vocabulary(each)
         self.products = Products(self.processes)
         if self._trains:
             self.warn_of_lost_updates(self.model, stacklevel=3)
+
+    def _check_vocabulary(self, dataset: Any) -> None:
+        if dataset is not None and self.processing_class is not None:
+            texts = getattr(dataset, "texts", dataset)  # of packed rows
+            check_table(self.accelerator.unwrap_model(self.model), self.processing_class, texts)
 
     @abstractmethod
     def prepare_model(self, model: Any) -> Any:
@@ -270,6 +304,8 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         if any(dataset is known for known in self._prepared):
             return dataset
         ready = self.prepare_data(dataset, False)
+        if hasattr(self, "products"):  # else the constructor checks
+            self._check_vocabulary(ready)
         if ready is not dataset:
             self._prepared.add(ready)
         return ready

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from fastrl.alignment import LOSSES, PairwiseLoss, make_loss
 from fastrl.alignment.evaluation import Means
 from fastrl.data.columns import FEEDBACK, PAIRS, PROMPTS
-from fastrl.models import AutoModelForCausalLMWithValueHead
+from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
 from tests import tiny_models
 from tests.alignment.conftest import (
     GRADIENT_STEP,
@@ -404,3 +404,28 @@ def test_dropout_is_off_unless_it_is_wanted(make_trainer: Make) -> None:
     assert one[0] == pytest.approx(0.693147, abs=1e-5)
     with_it, _ = trained(make_trainer, model(), disable_dropout=False)
     assert with_it[0] != pytest.approx(0.693147, abs=1e-3)
+
+
+@pytest.mark.parametrize("given", ["a model", "a path"])
+def test_a_reference_may_be_a_plain_model_or_its_path(
+    make_trainer: Make, tmp_path: Path, given: str
+) -> None:
+    """The same weights as with a reference that is wrapped."""
+
+    def other() -> Any:
+        return tiny_models.language_model(perturbation=0.3)
+
+    losses, _ = trained(make_trainer, ref_model=CausalLMPolicy(other()))
+    if given == "a path":
+        other().save_pretrained(tmp_path / "other")
+    plain = other() if given == "a model" else tmp_path / "other"
+    found, trainer = trained(make_trainer, ref_model=plain)
+    assert trainer.learner.reference.mode == "copy"
+    assert found == losses
+
+
+def test_the_trained_model_itself_is_no_reference(make_trainer: Make) -> None:
+    model = tiny_models.language_model()
+    with pytest.raises(ValueError, match="ref_model is model itself"):
+        make_trainer("dpo", model, ref_model=model)
+    assert all(p.requires_grad for p in model.parameters())

@@ -100,7 +100,7 @@ def test_loss_coefficients_weights_and_an_adapter_are_flags(folder, tmp_path):
     ("flags", "message"),
     [
         ({"task": "offline"}, "unknown task 'offline': choose one of sft"),
-        ({"loss": "kto"}, "kto does not fit the task offline-pairwise"),
+        ({"loss": "kto", "task": "offline-pairwise"}, "kto does not fit the task offline-pairwise"),
         ({"loss": "dqo"}, "unknown loss 'dqo'"),
         ({"loss-args": "{beta: 1}"}, "loss_args is not valid JSON"),
         ({"loss-args": "[1]"}, "loss_args must be a dict or a JSON object"),
@@ -173,3 +173,23 @@ def test_a_judge_that_says_nothing_may_stop_the_run(folder, tmp_path, capsys):
     flags = {"task": "online-pairwise", "judge": "judge.py:first", "judge-unparsed": "refuse"}
     assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 2
     assert "'?'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("loss", "task"),
+    [
+        (None, "offline-pairwise"),
+        ("dpo", "offline-pairwise"),
+        ("kto", "offline-pointwise"),
+        ("sft", "sft"),
+        ("bradley-terry", "reward-modelling"),
+    ],
+)
+def test_a_loss_without_a_task_takes_its_own_offline_one(loss, task):
+    job = AlignJob(model="m", dataset="d.jsonl", loss=loss)
+    assert job.task == job.record()["job"]["task"] == task
+
+
+def test_a_loss_of_responses_that_the_policy_writes_takes_its_own_task():
+    job = AlignJob(model="m", dataset="d.jsonl", loss="ppo", annotator="a")
+    assert job.task == "reinforcement-learning"

@@ -5,13 +5,25 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from peft import LoraConfig
 from tqdm.auto import tqdm
-from transformers import BartConfig, GPT2Config, GPT2LMHeadModel, T5Config, Trainer
+from transformers import (
+    AutoTokenizer,
+    BartConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForSequenceClassification,
+    Trainer,
+)
 
 from fastrl import cli
+from tests import tiny_models
 
 COMMANDS = ("sft", "reward", "align", "ppo", "grpo")
 REWARDS = """\
@@ -175,6 +187,13 @@ def test_a_tracker_that_is_not_installed_is_named(command, folder, tmp_path, cap
     assert said.startswith(f"fastrl: error: unknown tracker {flag}='wandbb': choose one of")
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_peft_is_named(command, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    said = failed(capsys, *arguments(command, folder, tmp_path / "run", lora_r=2))
+    assert said == "fastrl: error: lora_r=2 needs peft: pip install 'fastrl-lm[peft]'"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -321,3 +340,101 @@ def test_a_data_set_to_evaluate_on_is_taken_whole(folder, tmp_path):
     assert cli.main(arguments("sft", folder, tmp_path / "run", **flags)) == 0
     told = summary(tmp_path / "run")
     assert (told["train_examples"], told["eval_examples"]) == (60, 60)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"), [*((name, {}) for name in COMMANDS), ("sft", {"packing": "true"})]
+)
+def test_a_token_that_the_model_has_no_row_for_is_named(command, flags, folder, tmp_path, capsys):
+    """Before a step, also where it is in the last text."""
+    grown = tmp_path / "grown"
+    shutil.copytree(folder / "lm", grown)
+    tokenizer = AutoTokenizer.from_pretrained(grown)
+    rows = len(tokenizer)
+    tokenizer.add_tokens(["zznew"])
+    tokenizer.save_pretrained(grown)
+    words = arguments(command, folder, tmp_path / "run", model=grown, **flags)
+    at = words.index("--dataset") + 1
+    *lines, last_line = Path(words[at]).read_text().splitlines()
+    column = "text" if '"text": "' in last_line else "chosen"
+    lines.append(last_line.replace(f'"{column}": "', f'"{column}": "zznew '))
+    (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
+    words[at] = str(tmp_path / "data.jsonl")
+    said = failed(capsys, *words)
+    assert f"token 'zznew' (id {rows})" in said
+    assert f"embeddings for {rows} tokens only; its tokenizer has {rows + 1}" in said
+    assert "model.resize_token_embeddings(len(tokenizer))" in said
+
+
+@pytest.mark.parametrize("where", ["dataset", "eval_dataset"])
+@pytest.mark.parametrize(
+    ("command", "columns", "says"),
+    [
+        ("sft", {"text": 5}, "column 'text' must hold text, but row 7 holds '5'"),
+        ("reward", {"margin": None}, "margin[7] is None"),
+        ("reward", {"chosen": 5}, "column 'chosen' of row 7 holds 5"),
+        ("align", {"prompt": ""}, "column 'prompt' of row 7 is empty"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_as_in_its_file(
+    command, columns, says, where, folder, tmp_path, capsys
+):
+    """Although rows are shuffled, and some held out."""
+    words = arguments(command, folder, tmp_path / "run")
+    given = words.index("--dataset") + 1
+    good = {"margin": 1.0, "prompt": "the ", "chosen": "a", "rejected": "b", "text": "the"}
+    rows = [{**good, **(columns if i == 7 else {})} for i in range(30)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if where == "dataset":
+        words[given] = str(tmp_path / "data.jsonl")
+    else:
+        words += ["--eval-dataset", str(tmp_path / "data.jsonl")]
+    assert says in failed(capsys, *words)
+
+
+def test_an_encoder_decoder_reward_model_needs_texts_that_end(folder, tmp_path, capsys):
+    words = arguments("reward", folder, tmp_path / "run", model=folder / "t5-whole")
+    t5 = T5Config(
+        vocab_size=200, d_model=8, num_layers=1, num_heads=1, d_kv=8, d_ff=8, num_labels=1
+    )
+    T5ForSequenceClassification(t5).save_pretrained(folder / "t5-whole")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "t5" / name, folder / "t5-whole" / name)
+    assert "pass append_eos=True (commands: --append-eos true)" in failed(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "says"),
+    [
+        ("reward", {}, "(mamba) cannot be a reward model or a classifier: transformers has no"),
+        ("sft", {"packing": "true"}, "(packing=False; commands: --packing false)"),
+    ],
+)
+def test_what_a_kind_of_model_cannot_do_is_said_once(
+    command, flags, says, folder, tmp_path, capsys
+):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "lm")
+    shape = MambaConfig(
+        vocab_size=len(tokenizer), hidden_size=8, state_size=2, num_hidden_layers=1,
+        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    MambaForCausalLM(shape).save_pretrained(folder / "mamba")
+    tokenizer.save_pretrained(folder / "mamba")
+    words = arguments(command, folder, tmp_path / "run", model=folder / "mamba", **flags)
+    assert cli.main(words) == 2
+    said = capsys.readouterr().err
+    assert says in last(said)
+    assert len(last(said)) < 300
+    assert "batches are padded" not in said
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False", tiny_models.PEFT_WARNING)
+def test_layers_are_not_shared_under_an_adapter(folder, tmp_path, capsys):
+    words = arguments("align", folder, tmp_path / "run", lora_r=2, num_shared_layers=1)
+    assert failed(capsys, *words).endswith("shared whole; leave num_shared_layers out")
+
+
+def test_an_unrelated_flag_is_not_suggested(folder, tmp_path, capsys):
+    words = arguments("ppo", folder, tmp_path / "run", use_cpu="true")
+    assert failed(capsys, *words) == "fastrl: error: unknown argument '--use-cpu'"

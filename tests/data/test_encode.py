@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from fastrl.data.collators import IGNORED, TextCollator
 from fastrl.data.prepare import prepare_texts
 from tests.data.conftest import chat_tokenizer
 from tests.golden import tiny
+
+# What they cut is counted in a warning.
+pytestmark = pytest.mark.filterwarnings("ignore:.* tokens and are cut")
 
 X = IGNORED
 EOS = tiny.EOS
@@ -260,3 +264,23 @@ def test_preparing_twice_changes_nothing() -> None:
     twice = prepare_texts(once, tiny.tokenizer())
     assert isinstance(twice, Dataset)
     assert twice[0] == once[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "cuts"),
+    [
+        ({"text": "w5 w6 w7 w8"}, 1),
+        ({"text": "w5 w6 w7"}, 0),  # with EOS
+        ({"prompt": "w5 w6 ", "completion": "w7 w8"}, 1),
+        ({"prompt": "w5 w6 ", "completion": "w7"}, 0),
+        ({"input_ids": [5, 6, 7, 8, 9]}, 1),
+    ],
+)
+def test_texts_that_are_cut_are_counted(row: dict[str, Any], cuts: int) -> None:
+    short = {k: [5, 6] if k == "input_ids" else "w5" for k in row}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        prepare_texts([row, short, short], tiny.tokenizer(), 4)
+    said = [str(w.message) for w in caught]
+    wanted = "1 of 3 texts are longer than max_length=4 tokens and are cut: raise max_length"
+    assert [x[: len(wanted)] for x in said] == [wanted] * cuts

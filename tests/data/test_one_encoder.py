@@ -22,6 +22,9 @@ from fastrl.data.reads_eos import KEY
 from fastrl.rewards.functions import ClassifierReward
 from tests.data.conftest import KINDS, TEMPLATES, trained, with_template
 
+# What they cut is counted in a warning.
+pytestmark = pytest.mark.filterwarnings("ignore:.* tokens and are cut")
+
 disable_progress_bars()
 SETTINGS = settings(
     max_examples=8,

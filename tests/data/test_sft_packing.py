@@ -127,7 +127,7 @@ def test_a_neighbours_text_never_changes_a_loss(make_sft: Make, scored: Any, fam
 def test_a_model_that_cannot_keep_texts_apart_is_refused(make_sft: Make, family: str) -> None:
     model = tiny_models.language_model(family)
     with pytest.raises(
-        ValueError, match="lets packed texts attend to each other: pass packing=False"
+        ValueError, match="lets packed texts attend to each other: leave packing out"
     ):
         make_sft(model, packing=True)
     make_sft(model)

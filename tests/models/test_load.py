@@ -1,6 +1,8 @@
 """The way in for models: folders, runs' folders, adapters, and memory of their own."""
 
 import json
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ from fastrl.models.load import (
     load_tokenizer,
     model_folder,
     own_storage,
+    with_adapter,
 )
 from fastrl.rewards.classifier import ClassifierReward
 from tests import seq2seq_models, tiny_models
@@ -457,3 +460,26 @@ def test_no_random_head_writes_under_an_adapter(tmp_path):
     loaded = load_language_model(tmp_path / "head").get_output_embeddings()
     expected = brought["base_model.model.lm_head.weight"]
     assert torch.equal(loaded.modules_to_save["default"].weight, expected)
+
+
+@pytest.mark.parametrize(
+    ("needs", "says"),
+    [
+        (lambda base, saved: load_language_model(saved), "the adapter in .*saved needs peft"),
+        (lambda base, saved: load_tokenizer(saved), "the adapter in .*saved needs peft"),
+        (lambda base, saved: with_adapter(base, LoraConfig()), "peft_config needs peft"),
+    ],
+)
+def test_a_missing_peft_is_named_with_what_installs_it(needs, says, base, tmp_path, monkeypatch):
+    adapter(base, tmp_path / "saved")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=says + r": pip install 'fastrl-lm\[peft\]'"):
+        needs(AutoModelForCausalLM.from_pretrained(base), tmp_path / "saved")
+
+
+def test_an_adapter_is_added_and_loaded_without_peft_warning_of_its_own_calls(base, tmp_path):
+    adapter(base, tmp_path / "saved")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        load_language_model(tmp_path / "saved")
+        with_adapter(load_language_model(base), LoraConfig(fan_in_fan_out=True))

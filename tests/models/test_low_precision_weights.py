@@ -55,6 +55,39 @@ def test_ppo_says_that_updates_are_lost_and_what_to_do(dtype):
         ppo(plain, advantage="rloo", group_size=2, master_weights=False)
 
 
+UNSCALED = "weights in float16 are trained without loss scaling: gradients below 6e-8 become 0"
+
+
+def test_float16_weights_are_warned_of_once_with_or_without_masters(
+    make_reward: Any, make_trainer: Any, tmp_path: Any
+) -> None:
+    """Of all trainers, and only where such weights are trained."""
+    rows = Dataset.from_list([{"text": "w1 w2"}])
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": None}
+    tokenizer, half = tiny.tokenizer(), torch.float16
+
+    def sft(model: Any) -> Any:
+        return SFTTrainer(
+            model, SFTConfig(**settings), train_dataset=rows, processing_class=tokenizer
+        )
+
+    kinds = (
+        lambda: ppo(AutoModelForCausalLMWithValueHead(low(tiny_models.language_model(), half))),
+        lambda: sft(low(tiny_models.language_model(), half)),
+        lambda: make_reward(low(reward_model("gpt2"), half)),
+        lambda: make_trainer("dpo", low(tiny_models.language_model(), half)),
+    )
+    for make in kinds:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make()
+        assert sum(UNSCALED in str(w.message) for w in caught) == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sft(low(tiny_models.language_model()))
+    assert not any(UNSCALED in str(w.message) for w in caught)
+
+
 def test_a_warning_is_about_what_is_trained():
     """Adapters are float32 over a bf16 model, and float32 weights under autocast stay so. With
     masters no update is lost."""

@@ -245,7 +245,6 @@ def test_recomputed_activations_give_the_same_update(policy):
     assert_same(*found)
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_trainers_that_recompute_activations_take_the_same_steps(
     kind, make_sft, make_trainer, load

@@ -367,7 +367,7 @@ def test_auto_takes_what_costs_least_and_says_why():
     [
         ("plain", {}, {"reference": "adapter"}, "needs a PEFT model"),
         ("adapted", {}, {"reference": "copy"}, "is not for a PEFT model: choose 'adapter'"),
-        ("adapted", {}, {"num_shared_layers": 1}, "a PEFT model shares its base already"),
+        ("adapted", {}, {"num_shared_layers": 1}, "is for models without an adapter"),
         ("plain", {}, {"reference": "none"}, "init_kl_coef is 0.2: set it to 0"),
         ("plain", {}, {"reference": "trunk"}, "needs num_shared_layers"),
         ("plain", {}, {"reference": "copy", "num_shared_layers": 1}, "num_shared_layers=1:"),

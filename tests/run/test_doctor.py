@@ -211,3 +211,19 @@ def test_the_advice_of_a_rising_loss_depends_on_its_cause():
     )
     assert "step 20" in by_heart
     assert "diverges" in diverged
+
+
+@pytest.mark.parametrize(("examples", "ill"), [(6, False), (200, True)])
+def test_few_held_out_examples_are_no_evidence(examples, ill):
+    """As after two steps, with six of them: a loss that rises by chance, and half of the pairs."""
+    chance = evaluations("eval_rewards/accuracies", 0.5, 0.5, **{"eval_rewards/accuracies_sem": 0})
+    rising = evaluations("eval_loss", 0.69, 0.75)
+    run = record(fit, held_out=[*rising, *chance], eval_examples=examples)
+    found = {finding.name for finding in examine(run).findings}
+    assert found == ({"held-out loss rises", "accuracy at chance"} if ill else set())
+
+
+def test_an_accuracy_far_below_chance_is_found_in_few_pairs():
+    wrong = evaluations("eval_rewards/accuracies", 0.5, 0.0, **{"eval_rewards/accuracies_sem": 0})
+    run = record(fit, held_out=[*LOSSES, *wrong], eval_examples=8)
+    assert [finding.name for finding in examine(run).findings] == ["accuracy at chance"]

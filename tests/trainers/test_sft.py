@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,7 @@ def test_metrics_get_logits_and_labels_of_all_tokens(make_sft: Make) -> None:
     assert metrics["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.* tokens and are cut")
 def test_the_classic_keywords_are_taken(tmp_path: Path) -> None:
     rows = [{"q": f"w{i} w20", "a": "w7 w8 w9"} for i in range(5, 13)]
 
@@ -189,6 +191,7 @@ def test_the_classic_keywords_are_taken(tmp_path: Path) -> None:
         SFTTrainer(tiny_models.language_model(), packed=True, **common)
 
 
+@pytest.mark.filterwarnings("ignore:.* tokens and are cut")
 def test_texts_are_cut_where_the_models_positions_end(make_sft: Make) -> None:
     data = Dataset.from_list([{"text": "w5 " * 200}])
     assert len(make_sft(None, data).train_dataset[0]["input_ids"]) == tiny_models.CONTEXT
@@ -241,12 +244,17 @@ def test_an_unusual_head_gives_the_same_step(make_sft: Make) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-# transformers 5.23 has another name for it, 5.17 has not.
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
-def test_checkpointed_activations_give_the_same_step(make_sft: Make) -> None:
+# transformers 5.23 has the second name for it, and warns of the first; 5.17 has the first alone.
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_checkpointed_activations_give_the_same_step(make_sft: Make, name: str) -> None:
     plain, saved = tiny_models.language_model("llama"), tiny_models.language_model("llama")
     make_sft(plain, **GRADIENT_STEP).train()
-    make_sft(saved, gradient_checkpointing=True, **GRADIENT_STEP).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer = make_sft(saved, **{name: True}, **GRADIENT_STEP)
+        trainer.train()
+    assert trainer.args.gradient_checkpointing is trainer.args.activation_checkpointing is True
+    assert any(getattr(m, "gradient_checkpointing", False) for m in saved.modules())
     for one, other in zip(plain.parameters(), saved.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 

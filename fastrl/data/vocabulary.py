@@ -1,0 +1,69 @@
+"""Checks that a model has an embedding for every token of its data, before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fastrl.data.collators import SIDES
+from fastrl.data.examples import Example
+
+_COLUMNS = ("input_ids", *(f"input_ids_{side}" for side in SIDES))
+
+
+def embedding_rows(model: Any) -> int:
+    """How many tokens the model has an embedding for, padding of the table included."""
+    table = model.get_input_embeddings()
+    rows = getattr(getattr(table, "base_layer", table), "num_embeddings", None)
+    return model.config.get_text_config().vocab_size if rows is None else rows
+
+
+def check_vocabulary(model: Any, tokenizer: Any, ids: Iterable[Sequence[int]]) -> None:
+    """
+    Args:
+        ids: token ids, of a text or of many at once.
+
+    Raises:
+        ValueError: a token without an embedding.
+    """
+    rows = embedding_rows(model)
+    largest = max((max(each, default=0) for each in ids), default=0)
+    if largest < rows:
+        return
+    known = largest < len(tokenizer)
+    named = f"token {tokenizer.convert_ids_to_tokens(largest)!r} (id {largest})" if known else ""
+    raise ValueError(
+        f"the data has {named or f'the token id {largest}'}, and the model embeddings for {rows} "
+        f"tokens only; its tokenizer has {len(tokenizer)}: call "
+        "model.resize_token_embeddings(len(tokenizer)) and save the model, or use the tokenizer "
+        "that it was trained with"
+    )
+
+
+def check_table(model: Any, tokenizer: Any, dataset: Any) -> None:
+    """:func:`check_vocabulary` of a data set with token columns; others are not read.
+
+    Raises:
+        ValueError: a token without an embedding.
+    """
+    import pyarrow.compute as pc
+
+    columns = [name for name in _COLUMNS if name in getattr(dataset, "column_names", ())]
+    if not columns:
+        return
+    batches = dataset.select_columns(columns).with_format("arrow").iter(1000)
+    most = (pc.max(pc.list_flatten(table[name])).as_py() for table in batches for name in columns)
+    check_vocabulary(model, tokenizer, ([largest] for largest in most if largest is not None))
+
+
+def check_examples(model: Any, tokenizer: Any, examples: Iterable[Example]) -> None:
+    """:func:`check_vocabulary` of examples, which are encoded for it only where the tokenizer has
+    tokens that the model has not.
+
+    Raises:
+        ValueError: a token without an embedding.
+    """
+    if max(tokenizer.get_vocab().values(), default=0) < embedding_rows(model):
+        return
+    ids = (part for x in examples for part in (x.prompt_ids, *(r.ids for r in x.responses)))
+    check_vocabulary(model, tokenizer, ids)
