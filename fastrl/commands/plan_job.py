@@ -9,6 +9,7 @@ from fastrl.commands.flags import UsageError, unknown_name
 from fastrl.commands.job import DTYPES, TrainingJob
 from fastrl.config import setting, setting_like
 from fastrl.models.quantised import NEEDS_AN_ADAPTER, QUANT_TYPES
+from fastrl.models.utils import need_peft
 from fastrl.plan.report import usable
 from fastrl.plan.skeleton import Skeleton
 
@@ -165,7 +166,12 @@ class PlanJob:
 
 
 def new_adapter(rank: int) -> Any:
-    """A LoRA adapter as the training commands put it on a model."""
+    """A LoRA adapter as the training commands put it on a model.
+
+    Raises:
+        ImportError: peft is not installed.
+    """
+    need_peft("a plan with an adapter")
     from peft import LoraConfig
 
     return LoraConfig(r=rank, lora_alpha=32, task_type="CAUSAL_LM")

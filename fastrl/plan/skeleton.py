@@ -28,7 +28,7 @@ from fastrl.models.load import (
     model_folder,
     with_adapter,
 )
-from fastrl.models.utils import context_length
+from fastrl.models.utils import context_length, need_peft
 
 # What an unknown architecture must state, for a Llama of its sizes.
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -60,11 +60,12 @@ class Skeleton:
 
         Raises:
             FileNotFoundError: a folder without a configuration.
-            ImportError: weights in four bits, and bitsandbytes is not installed.
+            ImportError: an adapter or weights in four bits, and peft or bitsandbytes is missing.
             ValueError: one that cannot be read, or an unknown architecture without sizes.
         """
         beside: dict[str, Any] = {}
         if adapter is None and is_adapter(path):
+            need_peft(f"the adapter in {path}")
             from peft import PeftConfig
 
             folder = model_folder(path)
