@@ -169,6 +169,7 @@ def tokenizer_with_another_token() -> Any:
     return tokenizer
 
 
+@pytest.mark.filterwarnings("ignore:.* tokens and are cut")
 @pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
 @pytest.mark.parametrize(
     ("changes", "said"),
