@@ -196,6 +196,15 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         max_steps=3,
     ),
     "reward": lambda: done(rewarding, 19),
+    # The processes' batches have different numbers of passes.
+    "sft, in passes": lambda: done(supervised, micro_batch_tokens=32),
+    "reward, in passes": lambda: done(rewarding, 19, micro_batch_tokens=24),
+    "dpo, in passes": lambda: done(
+        aligned, "dpo", "offline-pairwise", PAIRS, 18, micro_batch_tokens=16
+    ),
+    "kto, online, in passes": lambda: done(
+        aligned, "kto", "online-pointwise", PROMPTS, max_steps=3, micro_batch_tokens=16
+    ),
 }
 # Runs that are interrupted in their second epoch, between two checkpoints.
 SAVED = {
