@@ -165,7 +165,7 @@ def test_a_step_of_its_own_is_the_mean_over_its_tokens(make_sft: Make) -> None:
     for most in (None, 32):
         model = tiny_models.language_model("gpt2")
         trainer = make_sft(model, texts(8), micro_batch_tokens=most)
-        trainer.create_optimizer()
+        trainer.current_gradient_accumulation_steps = 1  # set by train()
         batch = trainer.data_collator([trainer.train_dataset[i] for i in range(8)])
         loss = trainer.training_step(model, batch)
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
