@@ -70,6 +70,7 @@ def aligned(
     reweighter: Any = None,
     held_out: int = 3,
     callbacks: Any = None,
+    family: str = "gpt2",
     **settings: Any,
 ) -> AlignmentTrainer:
     given: dict[str, Any] = {"batch_size": BATCH // process_count(), "shuffle": True}
@@ -81,7 +82,7 @@ def aligned(
     values = made.learns == "policy with values"
     epochs = settings.pop("num_train_epochs", 1)
     return AlignmentTrainer(
-        tiny_models.policy("gpt2") if values else tiny_models.language_model(),
+        tiny_models.policy(family) if values else tiny_models.language_model(family),
         AlignmentConfig(**{**_FIT, **_SGD, "logging_steps": 1, "output_dir": folder, **settings}),
         make_factory(task, examples(kind, count), epochs=epochs, **given),
         made,
@@ -92,10 +93,15 @@ def aligned(
 
 
 def supervised(
-    folder: str, count: int = 17, held_out: int = 1, callbacks: Any = None, **settings: Any
+    folder: str,
+    count: int = 17,
+    held_out: int = 1,
+    callbacks: Any = None,
+    family: str = "gpt2",
+    **settings: Any,
 ) -> SFTTrainer:
     return SFTTrainer(
-        tiny_models.language_model(),
+        tiny_models.language_model(family),
         SFTConfig(**_sizes(folder, settings)),
         train_dataset=texts(count, high=30),
         eval_dataset=texts(held_out, seed=1),
@@ -196,11 +202,12 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         max_steps=3,
     ),
     "reward": lambda: done(rewarding, 19),
-    # The processes' batches have different numbers of passes.
-    "sft, in passes": lambda: done(supervised, micro_batch_tokens=32),
+    # The processes' batches have different numbers of passes; llama has buffers, for which DDP's
+    # processes wait in every forward.
+    "sft, in passes": lambda: done(supervised, family="llama", micro_batch_tokens=32),
     "reward, in passes": lambda: done(rewarding, 19, micro_batch_tokens=24),
     "dpo, in passes": lambda: done(
-        aligned, "dpo", "offline-pairwise", PAIRS, 18, micro_batch_tokens=16
+        aligned, "dpo", "offline-pairwise", PAIRS, 18, family="llama", micro_batch_tokens=16
     ),
     "kto, online, in passes": lambda: done(
         aligned, "kto", "online-pointwise", PROMPTS, max_steps=3, micro_batch_tokens=16
