@@ -202,15 +202,12 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         max_steps=3,
     ),
     "reward": lambda: done(rewarding, 19),
-    # The processes' batches have different numbers of passes; llama has buffers, for which DDP's
-    # processes wait in every forward.
-    "sft, in passes": lambda: done(supervised, family="llama", micro_batch_tokens=32),
-    "reward, in passes": lambda: done(rewarding, 19, micro_batch_tokens=24),
+    # Some batches have more passes in one process; llama has buffers, for which DDP's processes
+    # wait in every forward.
+    "sft, in passes": lambda: done(supervised, family="llama", micro_batch_tokens=40),
+    "reward, in passes": lambda: done(rewarding, 19, micro_batch_tokens=28),
     "dpo, in passes": lambda: done(
-        aligned, "dpo", "offline-pairwise", PAIRS, 18, family="llama", micro_batch_tokens=16
-    ),
-    "kto, online, in passes": lambda: done(
-        aligned, "kto", "online-pointwise", PROMPTS, max_steps=3, micro_batch_tokens=16
+        aligned, "dpo", "offline-pairwise", PAIRS, 18, family="llama", micro_batch_tokens=14
     ),
 }
 # Runs that are interrupted in their second epoch, between two checkpoints.
