@@ -70,7 +70,6 @@ def aligned(
     reweighter: Any = None,
     held_out: int = 3,
     callbacks: Any = None,
-    family: str = "gpt2",
     **settings: Any,
 ) -> AlignmentTrainer:
     given: dict[str, Any] = {"batch_size": BATCH // process_count(), "shuffle": True}
@@ -82,7 +81,7 @@ def aligned(
     values = made.learns == "policy with values"
     epochs = settings.pop("num_train_epochs", 1)
     return AlignmentTrainer(
-        tiny_models.policy(family) if values else tiny_models.language_model(family),
+        tiny_models.policy("gpt2") if values else tiny_models.language_model(),
         AlignmentConfig(**{**_FIT, **_SGD, "logging_steps": 1, "output_dir": folder, **settings}),
         make_factory(task, examples(kind, count), epochs=epochs, **given),
         made,
@@ -93,15 +92,10 @@ def aligned(
 
 
 def supervised(
-    folder: str,
-    count: int = 17,
-    held_out: int = 1,
-    callbacks: Any = None,
-    family: str = "gpt2",
-    **settings: Any,
+    folder: str, count: int = 17, held_out: int = 1, callbacks: Any = None, **settings: Any
 ) -> SFTTrainer:
     return SFTTrainer(
-        tiny_models.language_model(family),
+        tiny_models.language_model(),
         SFTConfig(**_sizes(folder, settings)),
         train_dataset=texts(count, high=30),
         eval_dataset=texts(held_out, seed=1),
@@ -202,12 +196,11 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         max_steps=3,
     ),
     "reward": lambda: done(rewarding, 19),
-    # Some batches have more passes in one process; llama has buffers, for which DDP's processes
-    # wait in every forward.
-    "sft, in passes": lambda: done(supervised, family="llama", micro_batch_tokens=40),
+    # Some batches have more passes in one process.
+    "sft, in passes": lambda: done(supervised, micro_batch_tokens=40),
     "reward, in passes": lambda: done(rewarding, 19, micro_batch_tokens=28),
     "dpo, in passes": lambda: done(
-        aligned, "dpo", "offline-pairwise", PAIRS, 18, family="llama", micro_batch_tokens=14
+        aligned, "dpo", "offline-pairwise", PAIRS, 18, micro_batch_tokens=14
     ),
 }
 # Runs that are interrupted in their second epoch, between two checkpoints.
