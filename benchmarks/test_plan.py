@@ -51,14 +51,16 @@ class PlanJob:
     prompt: int
     response: int
     checkpointing: bool
+    micro_batch_tokens: int | None = None
 
     @property
     def label(self) -> str:
         saved = ", checkpointing" if self.checkpointing else ""
         tied = ", tied" if self.tied else ""
+        parts = f", {self.micro_batch_tokens} in a pass" if self.micro_batch_tokens else ""
         return (
             f"{self.family} {self.layers}×{self.width}, V={self.vocabulary}{tied}, "
-            f"{self.mini_batch} × ({self.prompt} + {self.response}) tokens{saved}"
+            f"{self.mini_batch} × ({self.prompt} + {self.response}) tokens{saved}{parts}"
         )
 
 

@@ -81,6 +81,7 @@ def settings_of(shape: dict[str, Any], folder: str) -> Any:
             old_logprobs="recompute",
             num_shared_layers=shared,
             gradient_checkpointing=shape["checkpointing"],
+            micro_batch_tokens=shape["micro_batch_tokens"],
             accelerator_kwargs={"cpu": True},
             **(of_groups if shape["method"] == "grpo" else {}),
         )
@@ -94,6 +95,7 @@ def settings_of(shape: dict[str, Any], folder: str) -> Any:
         "disable_tqdm": True,
         "max_length": shape["prompt"] + shape["response"],
         "gradient_checkpointing": shape["checkpointing"],
+        "micro_batch_tokens": shape["micro_batch_tokens"],
     }
     if shape["method"] == "sft":
         from fastrl import SFTConfig

@@ -132,6 +132,17 @@ class BatchFactory:
         """Yields the batches of an offline task's whole run, without counting them as taken."""
         yield from map(self.share_of, itertools.islice(self._chunks(), len(self)))
 
+    def sizes(self, *, together: bool) -> Iterator[int]:
+        """Tokens of each example's prompt with the longest of its responses, or with all; online
+        ones are as long as they may become."""
+        most = self.params.longest if self.task.online else 0
+        for example in self.data:
+            if self.task.online:
+                lengths = [most] * self.task.generations
+            else:
+                lengths = [len(each.ids) for each in example.responses]
+            yield len(example.prompt_ids) + (sum(lengths) if together else max(lengths))
+
     def in_order(self) -> Iterator[list[int]]:
         """Yields the indices of all examples once, in the data's order, a list for each batch of
         all processes, for evaluations."""

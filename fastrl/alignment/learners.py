@@ -44,6 +44,7 @@ from fastrl.models.utils import check_trainable, checksum, evaluating
 from fastrl.ppo.setup import precision_of
 from fastrl.ref_model import RefModel, choose_ref_model
 from fastrl.run.processes import processes_of
+from fastrl.trainers.passes import DeferredGradients
 from fastrl.trainers.supervised import load_if_path
 
 
@@ -128,7 +129,10 @@ class RewardLearner:
         return (self.model,)
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
-        return RewardModel(model, self.accelerator.device, self._padding_free), None
+        most = self.args.micro_batch_tokens
+        passes = DeferredGradients(model, self.accelerator, most is not None)
+        device = self.accelerator.device
+        return RewardModel(model, device, self._padding_free, passes, most), None
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:
         """Records in the model whether it reads EOS, see :mod:`fastrl.data.reads_eos`."""
@@ -193,6 +197,7 @@ class PolicyLearner:
             reference_adapter=self.args.reference_adapter,
             reference_dtype=self.args.reference_dtype,
             init_kl_coef=0.0 if mode == "none" else 1.0,
+            micro_batch_tokens=self.args.micro_batch_tokens,
         )
         self.reference = choose_ref_model(settings, model, self._wrapped(ref_model, model))
         return model
@@ -253,7 +258,8 @@ class PolicyLearner:
             anywhere=processes_of(accelerator).any,
         )
         batches = make_batches(unwrapped, self.tokenizer, None, padding)
-        self._tokens = Tokens(batches, accelerator.device, self.reference)
+        most = self.args.micro_batch_tokens
+        self._tokens = Tokens(batches, accelerator.device, self.reference, most)
         self._scored_reference = ReferencePolicy(self.reference, self._tokens)
         if self._cached:
             score = self.reference.score if unwrapped.is_peft_model else _scored_by(model)
@@ -263,7 +269,8 @@ class PolicyLearner:
         return self._model, self.reference.model
 
     def views(self, model: nn.Module) -> tuple[Any, Any]:
-        policy = TrainedPolicy(model, self._tokens, processes_of(self.accelerator))
+        passes = DeferredGradients(model, self.accelerator, self._tokens.most is not None)
+        policy = TrainedPolicy(model, self._tokens, passes)
         return policy, self._scored_reference if self.loss.compares else None
 
     def before_training(self, batches: Iterable[Batch], *, last: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,10 @@ from fastrl.data.batch import BatchMaker, pad
 from fastrl.data.padding_free import join_sides
 from fastrl.data.token_batch import TokenBatch
 from fastrl.models.reward_head import rewards_at
-from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.scoring import PassLimit, ScoringRequest, TokenScores
 from fastrl.ppo.experience import scoring_request
 from fastrl.ref_model import RefModel
-from fastrl.run.processes import Processes
+from fastrl.trainers.passes import DeferredGradients, fill, in_order, too_long
 
 Score = Callable[[dict[str, Any], ScoringRequest], TokenScores]
 
@@ -59,10 +59,18 @@ class Tokens:
         batches: pads for the model and its tokenizer.
         device: where the models are.
         reference: may share layers with the policy, whose activations are then cached.
+        most: tokens of a forward.
     """
 
-    def __init__(self, batches: BatchMaker, device: torch.device, reference: RefModel):
+    def __init__(
+        self,
+        batches: BatchMaker,
+        device: torch.device,
+        reference: RefModel,
+        most: int | None = None,
+    ):
         self.batches, self.device, self.reference = batches, device, reference
+        self.most = most
 
     def __call__(self, batch: Batch) -> TokenBatch:
         if batch.tokens is None:
@@ -71,22 +79,40 @@ class Tokens:
             batch.tokens = tokens.on(self.reference.trunk_cache(tokens))
         return batch.tokens
 
+    def parts(self, tokens: TokenBatch) -> list[list[int]]:
+        """The samples of each forward.
+
+        Raises:
+            ValueError: one has more tokens than a forward may have.
+        """
+        every = range(len(tokens))
+        if self.most is None:
+            return [list(every)]
+        for i in every:
+            size = tokens.padding.tokens(tokens, [i])
+            if size > self.most:
+                raise too_long(self.most, f"response {i} of the batch has with its prompt", size)
+        return tokens.parts(every, PassLimit(len(tokens), self.most))
+
 
 class TrainedPolicy:
-    """The language model that is trained; scores all responses of a batch in one forward.
+    """The language model that is trained; scores all responses of a batch in one forward, or in
+    several where it has more tokens than one may have.
 
     Attributes:
         model: as accelerate has wrapped it.
         tokens: makes its inputs.
         processes: that train it together.
+        passes: compute the gradients of a batch of several forwards.
     """
 
-    def __init__(self, model: nn.Module, tokens: Tokens, processes: Processes):
-        self.model, self.tokens, self.processes = model, tokens, processes
+    def __init__(self, model: nn.Module, tokens: Tokens, passes: DeferredGradients):
+        self.model, self.tokens, self.processes = model, tokens, passes.processes
+        self.passes = passes
 
     def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]:
         """Those of the responses, one per generation."""
-        return response_logprobs(self._score, self.tokens(batch), batch.generations)
+        return response_logprobs(self._score, self.tokens, batch, self.passes)
 
     def _score(self, inputs: dict[str, Any], request: ScoringRequest) -> TokenScores:
         return self.model(**inputs, scoring=request)
@@ -123,7 +149,7 @@ class ReferencePolicy:
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> tuple[ResponseLogprobs, ...]:
         """Those of the responses, one per generation."""
-        return response_logprobs(self.reference.score, self.tokens(batch), batch.generations)
+        return response_logprobs(self.reference.score, self.tokens, batch)
 
 
 class CachedReference:
@@ -153,7 +179,7 @@ class CachedReference:
         if not new:
             return
         part = batch.select(new)
-        found = response_logprobs(self._compute, self.tokens(part), part.generations)
+        found = response_logprobs(self._compute, self.tokens, part)
         sums = torch.stack([each.sums for each in found], dim=1).tolist()
         for i, row in enumerate(sums):
             self._known |= dict(zip(_keys(part, i), row, strict=True))
@@ -196,35 +222,76 @@ class RewardModel:
         device: where it is.
         padding_free: whether it runs batches without padding, and what the responses to a prompt
             begin with once.
+        passes: compute the gradients of a batch of several forwards.
+        most: tokens of a forward.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, padding_free: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        padding_free: bool,
+        passes: DeferredGradients,
+        most: int | None = None,
+    ):
         self.model, self.device, self.padding_free = model, device, padding_free
+        self.passes, self.most = passes, most
 
     def rewards(self, batch: Batch) -> tuple[Tensor, ...]:
-        """The rewards of each generation, [B] fp32, in one forward."""
+        """The rewards of each generation, [B] fp32."""
         prompts = batch.prompts() * batch.generations
         sequences = [torch.cat(x) for x in zip(prompts, batch.all_responses(), strict=True)]
+        size, generations = batch.size, batch.generations
+        parts = self._parts([sequences[i::size] for i in range(size)])
+
+        def score(samples: Sequence[int]) -> Tensor:
+            """Of each sample's generations, [samples, generations]."""
+            sides = [[sequences[k * size + i] for i in samples] for k in range(generations)]
+            return self._rewards(sides, batch.pad_token_id).view(generations, -1).T
+
+        return self.passes(score, parts).unbind(1)
+
+    def _parts(self, samples: list[list[Tensor]]) -> list[list[int]]:
+        """The samples of each forward, from the sequences of each."""
+        if self.most is None:
+            return [list(range(len(samples)))]
+        lengths = [[len(x) for x in sequences] for sequences in samples]
+        longest = max(max(each) for each in lengths)
+        padded = [longest * len(each) for each in lengths]
+        sizes = list(map(sum, lengths)) if self.padding_free else padded
+        return fill(sizes, self.most, "sample")
+
+    def _rewards(self, sides: list[list[Tensor]], pad_token_id: int | None) -> Tensor:
+        """Of all sequences of the first side, then of those of the others."""
         if self.padding_free:
-            size = batch.size
-            sides = [sequences[i : i + size] for i in range(0, len(sequences), size)]
             plain = extract_model_from_parallel(self.model)
             model_pass = join_sides(sides, self.device, plain.config.pad_token_id)
             rewards = rewards_at(self.model, plain, model_pass.rows, **model_pass.inputs)
-            return rewards.float().squeeze(-1).chunk(batch.generations)
-        inputs = pad(sequences, batch.pad_token_id, "right")
+            return rewards.float().squeeze(-1)
+        inputs = pad([x for side in sides for x in side], pad_token_id, "right")
         out = self.model(**{name: x.to(self.device) for name, x in inputs.items()})
-        return out.logits.float().squeeze(-1).chunk(batch.generations)
+        return out.logits.float().squeeze(-1)
 
 
 def response_logprobs(
-    score: Score, tokens: TokenBatch, generations: int
+    score: Score, make_tokens: Tokens, batch: Batch, passes: DeferredGradients | None = None
 ) -> tuple[ResponseLogprobs, ...]:
     """Sums the log-probs of each response's tokens, in a fixed order; one result per
-    generation."""
-    model_pass = tokens.model_pass
-    scores = score(model_pass.inputs, scoring_request(tokens, model_pass, values=False))
-    sums = tokens.scatter(scores.logprobs, tokens.rows()).sum(-1)
+    generation.
+
+    Args:
+        passes: compute the gradients; None: there are none.
+    """
+    tokens, generations = make_tokens(batch), batch.generations
+
+    def sums_of(samples: Sequence[int]) -> Tensor:
+        part = tokens if len(samples) == len(tokens) else tokens.select(samples)
+        model_pass = part.model_pass
+        scores = score(model_pass.inputs, scoring_request(part, model_pass, values=False))
+        return part.scatter(scores.logprobs, part.rows()).sum(-1)
+
+    parts = make_tokens.parts(tokens)
+    sums = in_order(map(sums_of, parts), parts) if passes is None else passes(sums_of, parts)
     counts = tokens.mask.sum(-1)
     pairs = zip(sums.chunk(generations), counts.chunk(generations), strict=True)
     return tuple(ResponseLogprobs(*pair) for pair in pairs)

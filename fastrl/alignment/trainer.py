@@ -41,6 +41,7 @@ from fastrl.run.launcher import process_count
 from fastrl.run.model_card import Method, OwnModelCard
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.trainers.low_memory import LowMemoryTrainer
+from fastrl.trainers.passes import DeferredGradients, check_sizes
 from fastrl.trainers.supervised import settings_of, trained_identity
 
 
@@ -101,6 +102,9 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         if factory.task.online:
             self.loss.check_sampling(factory.params)
         _check(factory, eval_factory)
+        self._factories = [f for f in (factory, eval_factory) if f is not None]
+        if args.micro_batch_tokens is not None:
+            self._check_passes(args.micro_batch_tokens)
         self.method = Method.aligned(factory.task.name, self.loss.name)
         self.learner = make_learner(args, self.loss, factory.task, factory.tokenizer)
         model = self.learner.ready(model, ref_model, peft_config)
@@ -130,7 +134,6 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
         self.warns_of_steps = self.loss.backward is None
         self.learner.place(self.model, self.accelerator)
-        self._factories = [f for f in (factory, eval_factory) if f is not None]
         for each in self._factories:
             each.share(self.processes.index, self.processes.count)
         self.evaluation: OfflineEvaluation | OnlineEvaluation | None = None
@@ -146,6 +149,22 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         self._accumulated: list[Batch] = []  # of the optimizer step that is not complete yet
         self._stop_batch = False  # the rest of the current batch's mini-batches is to be skipped
         self._engine: Any = None
+        self._deferred: DeferredGradients
+
+    def _check_passes(self, most: int) -> None:
+        """
+        Raises:
+            ValueError: an example that no pass can hold, or a loss that takes no passes.
+        """
+        if self.loss.backward is not None:
+            raise ValueError(
+                f"micro_batch_tokens is not for the loss {self.loss.name}, which computes its "
+                "gradient itself: raise mini_batches in loss_args, or train with PPOTrainer "
+                "(fastrl ppo --micro-batch-tokens)"
+            )
+        together = self.loss.learns == "reward model"
+        for factory, data in zip(self._factories, ("training", "evaluation"), strict=False):
+            check_sizes(factory.sizes(together=together), most, "example", data)
 
     def batches(self, count: int) -> Iterator[Batch]:
         """Yields the mini-batches of the next ``count`` batches of the factory."""
@@ -188,7 +207,9 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         num_items_in_batch: Any = None,
     ) -> Any:
         """The loss of one batch; keeps its metrics for the next log."""
-        loss, metrics = self.loss(inputs, *self.learner.views(model))
+        policy, reference = self.learner.views(model)
+        loss, metrics = self.loss(inputs, policy, reference)
+        self._deferred = policy.passes
         # Gradients are averaged over the processes, whose parts of the last batch may differ.
         loss = loss * (self.processes.count * inputs.fraction)
         self._means.add(that_count(metrics, inputs))
@@ -200,7 +221,11 @@ class Trainer(OwnModelCard, LowMemoryTrainer, FiniteStepsTrainer):
         """The gradient of one batch; of a loss with ``backward``, that of all mini-batches of an
         optimizer step, with the last of them."""
         if self.loss.backward is None:
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            if self._deferred.pending:
+                with self._offloading(self.accelerator.unwrap_model(model)):
+                    self._deferred.backward(self.compute_loss_context_manager)
+            return loss
         self._accumulated.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)

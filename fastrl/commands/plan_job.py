@@ -119,12 +119,22 @@ class PlanJob:
     @property
     def task_is_online(self) -> bool:
         """Whether the policy writes the responses of preference learning."""
+        return self.method not in FLAGS_OF and bool(self._task.online)
+
+    @property
+    def learns_pairs(self) -> bool:
+        """Whether an example has two texts."""
         if self.method in FLAGS_OF:
-            return False
+            return self.method == "reward"
+        return bool(self._task.generations == 2)
+
+    @property
+    def _task(self) -> Any:
+        """Of preference learning."""
         from fastrl.alignment.losses import LOSSES
         from fastrl.alignment.tasks import find_task
 
-        return find_task(self.task or LOSSES[self.method].tasks[0]).online
+        return find_task(self.task or LOSSES[self.method].tasks[0])
 
     @property
     def _is_adapter(self) -> bool:

@@ -113,7 +113,7 @@ class PlannedRun:
         """Samples that would be generated at a time if there were slots for all."""
         if self.job.is_policy_gradient:
             return int(self.flags.batch_size)
-        return 2 * int(self.flags.per_device_train_batch_size)  # pairs
+        return (1 + self.job.learns_pairs) * int(self.flags.per_device_train_batch_size)
 
     @property
     def _size(self) -> str:
@@ -128,9 +128,14 @@ class PlannedRun:
         return self.job.prompt_tokens + self.job.response_tokens
 
     @property
+    def _example(self) -> int:
+        """Tokens of what is scored together, at most: a sample, or a pair."""
+        return (1 + self.job.learns_pairs) * self._sample
+
+    @property
     def _tokens(self) -> int:
         """Tokens of a mini-batch, at most."""
-        return int(self.flags.mini_batch_size) * self._sample
+        return int(getattr(self.flags, self._size)) * self._example
 
     def _with_slots(self, factor: int) -> tuple[str, PlannedRun]:
         slots = self.flags.rollout_slots * factor
@@ -139,7 +144,7 @@ class PlannedRun:
     def _passes(self) -> tuple[float, Callable[[int], tuple[str, PlannedRun]]]:
         """The factor by which passes can grow, and how they do: with the same result where there is
         a way, else mini-batches are larger."""
-        flags, most = self.flags, getattr(self.flags, "micro_batch_tokens", None)
+        flags, most = self.flags, self.flags.micro_batch_tokens
         if most is not None:
             return self._tokens / most, self._with_tokens
         if self.job.is_policy_gradient:
@@ -184,10 +189,10 @@ class PlannedRun:
 
     def _smaller_passes(self) -> Iterator[Remedy]:
         cost = "the same gradient in more passes"
-        if self.job.is_policy_gradient:
+        if self.job.is_policy_gradient or self.flags.micro_batch_tokens is not None:
             whole = self.flags.micro_batch_tokens or self._tokens
             tokens, part = whole // 2, 2
-            least = max(self._sample, _SMALLEST_POSITIONS)
+            least = max(self._example, _SMALLEST_POSITIONS)
             while tokens >= least:
                 yield Remedy(
                     f"--micro-batch-tokens {tokens}",

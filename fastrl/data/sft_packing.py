@@ -52,10 +52,15 @@ class PackedTexts(Dataset):
 
     def __init__(self, texts: Any, room: int):
         self.texts = texts
-        self.rows = pack([len(ids) for ids in texts["input_ids"]], room)
+        self.lengths = [len(ids) for ids in texts["input_ids"]]
+        self.rows = pack(self.lengths, room)
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def sizes(self) -> list[int]:
+        """Tokens of each row."""
+        return [sum(self.lengths[i] for i in row) for row in self.rows]
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         texts = self.texts[self.rows[index]]

@@ -80,6 +80,11 @@ class SamplingParams:
         most = self.max_new_tokens
         return [most] if isinstance(most, int) else most
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that any response may have."""
+        return max(self._limits())
+
     def limits(self, prompts: int) -> list[int]:
         """Gives max_new_tokens of each prompt.
 
@@ -105,7 +110,7 @@ class SamplingParams:
 
     def generation_kwargs(self) -> dict[str, Any]:
         """Equivalent arguments of ``model.generate``; of several limits the longest."""
-        kwargs: dict[str, Any] = {"max_new_tokens": max(self._limits()), "do_sample": False}
+        kwargs: dict[str, Any] = {"max_new_tokens": self.longest, "do_sample": False}
         if self.temperature > 0:
             kwargs |= {
                 "do_sample": True,

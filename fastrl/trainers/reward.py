@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from fastrl.models.utils import evaluating
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.run.model_card import REWARD
+from fastrl.trainers.passes import fill
 from fastrl.trainers.planning import plan_reward
 from fastrl.trainers.supervised import (
     SupervisedArguments,
@@ -117,6 +118,7 @@ class RewardTrainer(SupervisedTrainer):
 
     _tag_names: ClassVar[list[str]] = ["fastrl", "reward-trainer"]  # of the model on the Hub
     args_class: ClassVar[type] = RewardConfig
+    example: ClassVar[str] = "pair"
     method = REWARD
 
     def __init__(
@@ -258,6 +260,31 @@ class RewardTrainer(SupervisedTrainer):
         super()._save(output_dir, state_dict)
         folder = output_dir or str(self.args.output_dir)
         reads_eos.save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
+
+    def sizes(self, dataset: Any) -> Iterable[int]:
+        if self._own_collator:
+            return ()
+        sides = (dataset[f"input_ids_{side}"] for side in SIDES)
+        return (len(chosen) + len(rejected) for chosen, rejected in zip(*sides, strict=True))
+
+    def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
+        masks = [inputs.get(f"attention_mask_{side}") for side in SIDES]
+        count = None if masks[0] is None else len(masks[0])
+        tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+        if count is None or any(len(x) != count for x in tensors.values()):
+            raise ValueError(
+                "micro_batch_tokens splits batches of tensors with a row for each pair, and the "
+                f"data collator makes {', '.join(inputs)}: leave it out"
+            )
+        chosen, rejected = masks
+        if self._is_padding_free():
+            sizes = (chosen.sum(-1) + rejected.sum(-1)).tolist()
+        else:
+            sizes = [2 * max(chosen.shape[1], rejected.shape[1])] * count
+        return [
+            ({**inputs, **{name: x[part] for name, x in tensors.items()}}, len(part) / count)
+            for part in fill(sizes, most, self.example)
+        ]
 
     def compute_loss(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from fastrl.models.utils import evaluating
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
 from fastrl.run.model_card import SFT
+from fastrl.trainers.passes import fill
 from fastrl.trainers.planning import plan_sft
 from fastrl.trainers.supervised import (
     SupervisedArguments,
@@ -100,6 +101,7 @@ class SFTTrainer(SupervisedTrainer):
     """
 
     args_class: ClassVar[type] = SFTConfig
+    example: ClassVar[str] = "text"
     method = SFT
 
     def __init__(
@@ -164,6 +166,13 @@ class SFTTrainer(SupervisedTrainer):
             raise ValueError("packing makes its own batches: leave out data_collator")
         if packs and self._max_length is None:
             raise ValueError("packing needs max_length: how many tokens a row holds")
+        joins = completions is not None and completions.padding_free
+        if joins and args.micro_batch_tokens is not None:
+            raise ValueError(
+                "micro_batch_tokens splits batches that this data_collator joins: leave its "
+                "padding_free out (batches are run without padding all the same), or "
+                "micro_batch_tokens"
+            )
         self._padding_free: bool | None = None
         self._said_padded = False
         super().__init__(
@@ -184,7 +193,6 @@ class SFTTrainer(SupervisedTrainer):
                 f"one process with {self.args.n_gpu} GPUs would split batches without the loss's "
                 "knowledge: start one process per GPU (accelerate launch, torchrun)"
             )
-        joins = completions is not None and completions.padding_free
         if packs or joins:
             self._prepare_weights()
             autocast = self.compute_loss_context_manager()
@@ -241,6 +249,31 @@ class SFTTrainer(SupervisedTrainer):
         packs = args.packing if training or args.eval_packing is None else args.eval_packing
         return PackedTexts(texts, self._max_length) if packs and self._max_length else texts
 
+    def sizes(self, dataset: Any) -> Iterable[int]:
+        if isinstance(dataset, PackedTexts):
+            return dataset.sizes()
+        return map(len, dataset["input_ids"])
+
+    def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
+        labels = inputs["labels"]
+        if "rows" not in inputs:  # from a collator of the user
+            inputs = {**inputs, **targets_of(labels)}
+        whole = {name: x for name, x in inputs.items() if name not in ("rows", "targets")}
+        if any(not isinstance(x, Tensor) or len(x) != len(labels) for x in whole.values()):
+            raise ValueError(
+                "micro_batch_tokens splits batches of tensors with a row for each example, and the "
+                f"data collator makes {', '.join(whole)}: leave it out"
+            )
+        given = {name: x for name, x in whole.items() if name != "labels"} | {"use_cache": False}
+        found = self._lengths(given, given.pop("lengths", None), inputs["rows"])
+        sizes = [labels.shape[1]] * len(labels) if found is None else [sum(row) for row in found]
+        parts = []
+        for chosen in fill(sizes, most, self.example):
+            part = {name: x[chosen] for name, x in whole.items()}
+            part |= targets_of(part["labels"])
+            parts.append((part, len(part["rows"]) / max(len(inputs["rows"]), 1)))
+        return parts
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -273,6 +306,8 @@ class SFTTrainer(SupervisedTrainer):
             loss = loss * self.accelerator.num_processes  # gradients are averaged over them
         if not self.share:
             loss = loss * 0
+        elif not whole_step:
+            loss = loss * self._of_batch  # a mean over the tokens of this pass
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(

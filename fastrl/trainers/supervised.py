@@ -8,9 +8,9 @@ import itertools
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from fastrl.run.checkpoints import describe_weights
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
 from fastrl.trainers.low_memory import LowMemoryTrainer
+from fastrl.trainers.passes import check_sizes, on_all_processes, with_synchronised_last
 from fastrl.trainers.sharded import ShardedTrainer
 from fastrl.trainers.sharing import SharedBatches, share_batches
 
@@ -47,6 +48,7 @@ class SupervisedArguments(TrainingArguments):
         "allows it.",
         True,
     )
+    micro_batch_tokens: int | None = setting_like(PPOConfig, "micro_batch_tokens", None)
     dataset_num_proc: int | None = setting("Processes for preparing the data set.", None)
     model_init_kwargs: dict | str | None = setting(
         "Keyword arguments of from_pretrained (JSON), where the model is a path.", None
@@ -100,6 +102,10 @@ class SupervisedArguments(TrainingArguments):
         _check_optimizer(self)
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length must be at least 1 or None, got {self.max_length}")
+        if self.micro_batch_tokens is not None and self.micro_batch_tokens < 1:
+            raise ValueError(
+                f"micro_batch_tokens must be positive or None, got {self.micro_batch_tokens}"
+            )
         if self.on_nonfinite not in ON_NONFINITE:
             raise ValueError(
                 f"unknown on_nonfinite {self.on_nonfinite!r}: choose one of "
@@ -129,6 +135,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
     args: Any
     model: Any
     processing_class: Any
+    example: ClassVar[str]  # what errors call one
 
     def __init__(self, *, train_dataset: Any, eval_dataset: Any, args: Any, **rest: Any):
         if args.label_smoothing_factor:
@@ -152,6 +159,7 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         self._shared: SharedBatches | None = None  # of several processes
         self._parts: list[float] = []  # of the batches that were fetched, this process's parts
         self._part: float | None = None  # of the batch that is learned from
+        self._of_batch = 1.0  # the share of the pass that is computed
         with args.main_process_first(desc="preparing the data"):
             train = None if train_dataset is None else self.prepare_data(train_dataset, True)
             if isinstance(eval_dataset, dict):
@@ -160,6 +168,8 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
                 }
             else:
                 evaluation = None if eval_dataset is None else self.prepare_eval_data(eval_dataset)
+        if train is not None and args.micro_batch_tokens is not None:
+            check_sizes(self.sizes(train), args.micro_batch_tokens, self.example)
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)
         several = evaluation.values() if isinstance(evaluation, dict) else (evaluation,)
         for each in (train, *several):
@@ -233,13 +243,41 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
     def adopt(self, machine: Mapping[str, Any]) -> None:
         self.products.adopt(machine)
 
-    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The gradient of a batch, in passes of at most ``micro_batch_tokens``."""
         self._part = self._parts.pop(0) if self._parts else None
         try:
             with self.products.on(model):
-                return super().training_step(model, *args, **kwargs)
+                losses = []
+                passes = self._passes(inputs)
+                contexts = with_synchronised_last(len(passes), model, self.accelerator)
+                for (part, self._of_batch), context in zip(passes, contexts, strict=True):
+                    with context:
+                        losses.append(super().training_step(model, part, *args, **kwargs))
+                return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
         finally:
-            self._part = None
+            self._part, self._of_batch = None, 1.0
+
+    def _passes(self, inputs: Any) -> list[tuple[Any, float]]:
+        """The parts of a batch, and their shares of it; as many as any process has, others with a
+        share of 0, because the processes wait for each other in them."""
+        if self.args.micro_batch_tokens is None:
+            return [(inputs, 1.0)]
+        parts = self.micro_batches(inputs, self.args.micro_batch_tokens)
+        passes = on_all_processes(parts, self.processes)
+        return [(part, share * counts) for (part, share), counts in passes]
+
+    @abstractmethod
+    def sizes(self, dataset: Any) -> Iterable[int]:
+        """Tokens of each example of prepared data; none where they are not known."""
+
+    @abstractmethod
+    def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
+        """A batch in parts of at most so many tokens, and their shares of its loss.
+
+        Raises:
+            ValueError: an example has more.
+        """
 
     def runs_packed(self, scores: Callable[[nn.Module, TokenBatch], Tensor]) -> bool:
         """Whether the settings ask for batches without padding and the model runs them; a warning
@@ -257,9 +295,11 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
 
     @property
     def share(self) -> float:
-        """By what the mean loss of a batch is multiplied, so that the mean over the processes is
-        that of all their examples: 1, but for the last batch of an epoch."""
-        return 1.0 if self._part is None else self._part * self.processes.count
+        """By what the mean loss of a pass is multiplied, so that the mean over the processes of
+        their passes' sum is that of all their examples: 1 for a batch in one pass, but for the
+        last one of an epoch."""
+        of_all = 1.0 if self._part is None else self._part * self.processes.count
+        return of_all * self._of_batch
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         known = eval_dataset is None or isinstance(eval_dataset, str)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch import Tensor
 
 from fastrl.alignment import LOSSES, Example, make_loss
@@ -18,7 +19,7 @@ from fastrl.alignment.logprobs import ReferencePolicy, Tokens, TrainedPolicy
 from fastrl.data.batch import make_batches
 from fastrl.models import CausalLMPolicy
 from fastrl.ref_model.copy import CopyRefModel
-from fastrl.run.processes import OneProcess
+from fastrl.trainers.passes import DeferredGradients
 from tests import tiny_models
 from tests.alignment.conftest import (
     GRADIENT_STEP,
@@ -301,4 +302,5 @@ def plain_views(loss: Any) -> tuple[Any, Any]:
     policy = CausalLMPolicy(tiny_models.language_model())
     reference = CopyRefModel(CausalLMPolicy(tiny_models.language_model(perturbation=0.3)))
     tokens = Tokens(make_batches(policy, tiny.tokenizer(), None), policy.device, reference)
-    return TrainedPolicy(policy, tokens, OneProcess()), ReferencePolicy(reference, tokens)
+    passes = DeferredGradients(policy, Accelerator(cpu=True), bounded=False)
+    return TrainedPolicy(policy, tokens, passes), ReferencePolicy(reference, tokens)

@@ -22,10 +22,16 @@ CLOSE = 0.05
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("family", "method", "mode"), [("GPT2", "dpo", "lora"), ("Qwen2", "grpo", "trunk")]
+    ("family", "method", "mode", "most"),
+    [
+        ("GPT2", "dpo", "lora", None),
+        ("Qwen2", "grpo", "trunk", None),
+        ("Llama", "sft", "full", 700),
+        ("Llama", "dpo", "full", 700),
+    ],
 )
-def test_a_plan_is_close_to_the_profilers_sum(family, method, mode):
-    job = PlanJob(family=family, method=method, mode=mode, **_SMALL)
+def test_a_plan_is_close_to_the_profilers_sum(family, method, mode, most):
+    job = PlanJob(family=family, method=method, mode=mode, micro_batch_tokens=most, **_SMALL)
     assert planned(vars(job)) == pytest.approx(ask("measured", job)["bytes"], rel=CLOSE)
 
 

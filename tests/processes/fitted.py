@@ -196,6 +196,12 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
         max_steps=3,
     ),
     "reward": lambda: done(rewarding, 19),
+    # Some batches have more passes in one process.
+    "sft, in passes": lambda: done(supervised, micro_batch_tokens=40),
+    "reward, in passes": lambda: done(rewarding, 19, micro_batch_tokens=28),
+    "dpo, in passes": lambda: done(
+        aligned, "dpo", "offline-pairwise", PAIRS, 18, micro_batch_tokens=14
+    ),
 }
 # Runs that are interrupted in their second epoch, between two checkpoints.
 SAVED = {

@@ -213,11 +213,11 @@ def make_supervised(model: Any, folder: Path, **settings: Any) -> SFTTrainer:
     )
 
 
-def supervised(folder: Path) -> dict[str, Any]:
+def supervised(folder: Path, **given: Any) -> dict[str, Any]:
     """Three steps of SFT between two evaluations; the weights are of one unit, and the head's are
     the embeddings'."""
     with fsdp("no_wrap") if process_count() > 1 else nullcontext():
-        settings = {"optim": "sgd", "learning_rate": 0.1, "save_strategy": "no"}
+        settings = {"optim": "sgd", "learning_rate": 0.1, "save_strategy": "no", **given}
         trainer = make_supervised("gpt2", folder / "unused", **settings)
         evaluations = [trainer.evaluate()]
         trainer.train()
@@ -322,6 +322,8 @@ JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "weights that one process loads": loaded_once,
     "refusals": refusals,
     "sft": supervised,
+    # The processes have different numbers of passes.
+    "sft, in passes": lambda folder: supervised(folder, micro_batch_tokens=16),
     "sft, checkpoints": supervised_checkpoints,
     "masters of weights in bf16": masters,
     **{name: lambda _, job=job: job() for name, job in POLICIES.items()},

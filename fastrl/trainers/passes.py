@@ -1,0 +1,179 @@
+"""Batches that are computed in several passes, so that none has more than so many tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fastrl.run.processes import Processes, processes_of
+
+T = TypeVar("T")
+
+
+def fill(sizes: Sequence[int], most: int, name: str) -> list[list[int]]:
+    """Indices in ascending order, as many in each part as have at most ``most`` tokens together.
+
+    Args:
+        sizes: tokens of each.
+        name: of one of them, for the error.
+
+    Raises:
+        ValueError: one has more.
+    """
+    parts: list[list[int]] = []
+    room = 0
+    for i, size in enumerate(sizes):
+        if size > most:
+            raise too_long(most, f"{name} {i} of the batch has", size)
+        if not parts or size > room:
+            parts.append([])
+            room = most
+        parts[-1].append(i)
+        room -= size
+    return parts
+
+
+def too_long(most: int, what: str, tokens: int) -> ValueError:
+    """The error of something that no pass can hold."""
+    return ValueError(
+        f"micro_batch_tokens={most}, but {what} {tokens} tokens: raise it to that, or lower "
+        "max_length"
+    )
+
+
+def check_sizes(sizes: Iterable[int], most: int, name: str, data: str = "training") -> None:
+    """
+    Args:
+        sizes: tokens of each of the data.
+        name: of one of them, for the error.
+        data: what they are for.
+
+    Raises:
+        ValueError: a pass could not hold the longest.
+    """
+    size, i = max(((size, -i) for i, size in enumerate(sizes)), default=(0, 0))
+    if size > most:
+        raise too_long(most, f"{name} {-i} of the {data} data has", size)
+
+
+def on_all_processes(parts: list[T], processes: Processes) -> list[tuple[T, bool]]:
+    """The parts of a batch, as many as any process has, and whether they count: the processes wait
+    for each other in each, so that those with fewer run their first again for nothing."""
+    most = max(processes.objects(len(parts)))
+    return [(part, True) for part in parts] + [(parts[0], False)] * (most - len(parts))
+
+
+def with_synchronised_last(
+    passes: int, model: nn.Module, accelerator: Any
+) -> Iterator[AbstractContextManager[Any]]:
+    """The context of each of a batch's passes: gradients of processes are averaged in the last
+    alone, as far as they are averaged in this batch at all. Weights that FSDP spreads do it in
+    each, as their whole gradients would else be kept."""
+    waits = accelerator.num_processes > 1 and not getattr(accelerator, "is_fsdp2", False)
+    for k in range(passes):
+        later = waits and k < passes - 1
+        yield accelerator.no_sync(model) if later else contextlib.nullcontext()
+
+
+class _Deferred(NamedTuple):
+    """Scores of a call, and how they are computed again.
+
+    Attributes:
+        scores: of all samples, [B, ...], a leaf.
+        score: with a pass's samples, their scores.
+        passes: their samples, and whether they count.
+        states: the random numbers before each.
+    """
+
+    scores: Tensor
+    score: Callable[[Sequence[int]], Tensor]
+    passes: list[tuple[list[int], bool]]
+    states: list[Any]
+
+
+class DeferredGradients:
+    """Scores of a batch in passes, whatever the loss is of them (gradient caching,
+    arXiv:2101.06983).
+
+    With s_k(θ) the scores of pass k, ∇L = Σ_k ∂s_k/∂θ·∂L/∂s_k: the scores are computed without a
+    gradient first, the loss gives ∂L/∂s, and :meth:`backward` runs each pass again, with its part
+    of that. It is exact, and costs another forward; a batch of one pass is computed at once.
+
+    Args:
+        model: as accelerate has wrapped it.
+        bounded: whether a batch may have several passes.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Any, bounded: bool):
+        self.model, self.accelerator, self.bounded = model, accelerator, bounded
+        self.processes = processes_of(accelerator)
+        self._deferred: list[_Deferred] = []
+
+    def __call__(self, score: Callable[[Sequence[int]], Tensor], parts: list[list[int]]) -> Tensor:
+        """The scores [B, ...] of all parts, in the order of their indices."""
+        passes = on_all_processes(parts, self.processes) if self.bounded else [(parts[0], True)]
+        if len(passes) == 1:
+            return score(parts[0])
+        found, states = [], []
+        with torch.no_grad():
+            for part, _ in passes:
+                states.append(_random_state(self.accelerator.device))
+                found.append(score(part))
+        scores = in_order(found[: len(parts)], parts)
+        if torch.is_grad_enabled():
+            self._deferred.append(_Deferred(scores.requires_grad_(), score, passes, states))
+        return scores
+
+    @property
+    def pending(self) -> bool:
+        """Whether scores wait for :meth:`backward`."""
+        return bool(self._deferred)
+
+    def backward(self, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Adds the gradients of the calls' scores to the weights'; called after the loss's own
+        ``backward``.
+
+        Args:
+            autocast: makes the context in which the scores were computed.
+        """
+        calls, self._deferred = self._deferred, []
+        for scores, score, passes, states in calls:
+            if scores.grad is None:  # the loss did not read them
+                continue
+            contexts = with_synchronised_last(len(passes), self.model, self.accelerator)
+            for (part, counts), state, context in zip(passes, states, contexts, strict=True):
+                with context:
+                    with autocast(), _random_numbers(state, self.accelerator.device):
+                        again = score(part)
+                    torch.autograd.backward(again, scores.grad[part] * counts)
+
+
+def in_order(found: Iterable[Tensor], parts: Sequence[Sequence[int]]) -> Tensor:
+    """What was found of parts, in the order of their indices."""
+    first, *others = found
+    if not others:
+        return first
+    joined = torch.cat([first, *others])
+    order = torch.tensor([i for part in parts for i in part]).argsort()
+    return joined[order.to(joined.device)]
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Any]:
+    """Of dropout."""
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), on_device
+
+
+@contextlib.contextmanager
+def _random_numbers(state: tuple[Tensor, Any], device: torch.device) -> Iterator[None]:
+    """Context with the random numbers that followed a state; the others go on afterwards."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], device)
+        yield

@@ -1,0 +1,173 @@
+"""Batches in passes of at most ``micro_batch_tokens``: what they learn, and what each may hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from fastrl import DataCollatorForCompletionOnlyLM
+from fastrl.trainers.passes import fill
+from tests import tiny_models
+from tests.golden import tiny
+from tests.trainers.conftest import GRADIENT_STEP, Make, pairs, reward_model, texts, weights
+
+BATCH = {"per_device_train_batch_size": 8, "num_train_epochs": 1, "max_steps": -1}
+
+
+def learned(trainer: Any) -> dict[str, torch.Tensor]:
+    """The gradient of a run's only step, which changes every weight by it."""
+    before = weights(trainer.model)
+    trainer.train()
+    return {name: before[name] - x for name, x in weights(trainer.model).items()}
+
+
+def assert_same_gradients(found: Any, expected: Any) -> None:
+    """To what float32 sums in another order differ by."""
+    largest = max(float(x.abs().max()) for x in expected.values())
+    assert largest > 1e-3
+    for name, x in expected.items():
+        assert (found[name] - x).abs().max() <= 3e-6 * largest, name
+
+
+@dataclass
+class Positions:
+    """Of every forward of the first layer, and of those of the last one that learn."""
+
+    all: list[int] = field(default_factory=list)
+    learning: list[int] = field(default_factory=list)
+
+    def assert_bounded(self, most: int, passes: int = 3) -> None:
+        assert len(self.learning) >= passes
+        assert max(self.all + self.learning) <= most
+
+
+def positions_of(model: Any) -> Positions:
+    seen = Positions()
+
+    def note_learning(_module: Any, given: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            seen.learning.append(given[0].shape[:2].numel())
+
+    layers = model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    layers[0].register_forward_pre_hook(
+        lambda _module, given: seen.all.append(given[0].shape[:2].numel())
+    )
+    layers[-1].register_forward_pre_hook(note_learning)
+    return seen
+
+
+@pytest.mark.parametrize("settings", [{}, {"padding_free": False}, {"max_grad_norm": 0.01}])
+def test_texts_in_passes_learn_what_they_learn_at_once(
+    make_sft: Make, settings: dict[str, Any]
+) -> None:
+    found = []
+    for most in (None, 32):
+        model = tiny_models.language_model("gpt2")
+        seen = positions_of(model)
+        given = {**GRADIENT_STEP, **BATCH, **settings}
+        trainer = make_sft(model, texts(8), micro_batch_tokens=most, **given)
+        found.append(learned(trainer))
+        loss = trainer.state.log_history[-1]["train_loss"]
+        found[-1]["loss"] = torch.tensor(loss)
+    seen.assert_bounded(32)
+    assert_same_gradients(found[1], found[0])
+
+
+def test_packed_rows_in_passes_learn_what_they_learn_at_once(make_sft: Make) -> None:
+    found = []
+    for most in (None, 30):
+        given = {**GRADIENT_STEP, **BATCH, "packing": True, "max_length": 15}
+        model = tiny_models.language_model("llama")
+        seen = positions_of(model)
+        found.append(learned(make_sft(model, texts(16), micro_batch_tokens=most, **given)))
+    seen.assert_bounded(30)
+    assert len(seen.learning) <= 8
+    assert_same_gradients(found[1], found[0])
+
+
+def test_accumulated_batches_are_taken_in_passes_too(make_sft: Make) -> None:
+    found = []
+    for most, parts in ((None, 1), (28, 2)):
+        model = tiny_models.language_model("llama")
+        seen = positions_of(model)
+        sizes = {
+            **BATCH,
+            "per_device_train_batch_size": 8 // parts,
+            "gradient_accumulation_steps": parts,
+        }
+        trainer = make_sft(model, texts(8), micro_batch_tokens=most, **GRADIENT_STEP, **sizes)
+        found.append(learned(trainer))
+    seen.assert_bounded(28)
+    assert_same_gradients(found[1], found[0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"padding_free": False}])
+def test_pairs_in_passes_learn_what_they_learn_at_once(
+    make_reward: Make, settings: dict[str, Any]
+) -> None:
+    data = pairs(8, margin=lambda i: i / 4)
+    found = []
+    for most in (None, 40):
+        model = reward_model("llama")
+        seen = positions_of(model)
+        given = {**GRADIENT_STEP, **BATCH, "center_rewards_coefficient": 0.1, **settings}
+        found.append(learned(make_reward(model, data, micro_batch_tokens=most, **given)))
+    seen.assert_bounded(40)
+    assert_same_gradients(found[1], found[0])
+
+
+def test_parts_are_filled_in_order() -> None:
+    assert fill([3, 4, 2, 5, 1], 7, "text") == [[0, 1], [2, 3], [4]]
+    with pytest.raises(ValueError, match=r"micro_batch_tokens=4, but text 3 of the batch has 5 "):
+        fill([3, 4, 2, 5, 1], 4, "text")
+
+
+def test_a_text_that_no_pass_holds_is_refused_before_training(
+    make_sft: Make, make_reward: Make
+) -> None:
+    longest = max(len(row["text"].split()) for row in texts(8)) + 1  # and EOS
+    make_sft(data=texts(8), micro_batch_tokens=longest)
+    message = rf"micro_batch_tokens={longest - 1}, but text \d of the training data has {longest} "
+    with pytest.raises(ValueError, match=message + r"tokens: raise it to that, or lower max_leng"):
+        make_sft(data=texts(8), micro_batch_tokens=longest - 1)
+    with pytest.warns(UserWarning, match="are cut"):
+        make_sft(data=texts(8), micro_batch_tokens=longest - 1, max_length=longest - 1)
+    with pytest.raises(ValueError, match=r"=23, but pair 4 of the training data has 24 tokens"):
+        make_reward(data=pairs(8), micro_batch_tokens=23)
+    with pytest.raises(ValueError, match=r"micro_batch_tokens must be positive or None, got 0"):
+        make_sft(micro_batch_tokens=0)
+
+
+def test_batches_that_cannot_be_split_are_refused(make_sft: Make, make_reward: Make) -> None:
+    tokenizer = tiny.tokenizer()
+    joins = DataCollatorForCompletionOnlyLM("w7", tokenizer=tokenizer, padding_free=True)
+    with pytest.raises(ValueError, match=r"micro_batch_tokens splits batches .* leave its padding"):
+        make_sft(data_collator=joins, micro_batch_tokens=99)
+
+    def odd(features: Any) -> dict[str, Any]:
+        ids = torch.tensor([[5, 6, 7, 8]] * 4)
+        return {"input_ids": ids, "labels": ids, "extra": torch.ones(3)}
+
+    trainer = make_sft(data=texts(4), data_collator=odd, micro_batch_tokens=99)
+    with pytest.raises(ValueError, match=r"a row for each example, and the data collator makes i"):
+        trainer.train()
+    trainer = make_reward(data=pairs(4), data_collator=odd, micro_batch_tokens=99)
+    with pytest.raises(ValueError, match=r"a row for each pair, and the data collator makes input"):
+        trainer.train()
+
+
+def test_a_step_of_its_own_is_the_mean_over_its_tokens(make_sft: Make) -> None:
+    """Without the number of tokens that ``train`` passes."""
+    found = []
+    for most in (None, 32):
+        model = tiny_models.language_model("gpt2")
+        trainer = make_sft(model, texts(8), micro_batch_tokens=most)
+        trainer.current_gradient_accumulation_steps = 1  # set by train()
+        batch = trainer.data_collator([trainer.train_dataset[i] for i in range(8)])
+        loss = trainer.training_step(model, batch)
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append({**grads, "loss": loss})
+    assert_same_gradients(found[1], found[0])
