@@ -12,9 +12,7 @@ from benchmarks import ROOT
 from benchmarks.environments import source_tree
 
 
-def run(
-    *arguments: object, toy: bool = True, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, toy: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {
         k: v
         for k, v in (os.environ | {"PYTHONPATH": source_tree()}).items()
