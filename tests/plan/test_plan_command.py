@@ -141,6 +141,8 @@ def test_an_unknown_architecture_says_what_is_a_guess(tmp_path, capsys):
         (["--method", "ppo", "--task", "sft"], "task='sft'"),
         (["--method", "dpo", "--task", "sft"], "offline-pairwise"),
         (["--load-in-4bit", "true"], "--lora-r 16"),
+        (["--lora-r", "4", "--bnb-4bit-quant-type", "fp4"], "set load_in_4bit, too"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--prompt-tokens", "400", "--response-tokens", "400"], "context of 512"),
         (["--method", "sft", "--max-length", "100"], "max_length=100"),
         (["--prompt-tokens", "1"], "prompt_tokens"),
@@ -149,6 +151,15 @@ def test_an_unknown_architecture_says_what_is_a_guess(tmp_path, capsys):
 )
 def test_bad_input_is_refused_by_name(folder, capsys, arguments, named):
     assert named in refused(capsys, folder, *arguments)
+
+
+def test_a_second_adapter_is_refused_as_by_the_command_that_is_planned(tmp_path, folder, capsys):
+    adapter = new_adapter(4)
+    adapter.base_model_name_or_path = str(folder)
+    adapter.save_pretrained(tmp_path / "adapter")
+    said = refused(capsys, tmp_path / "adapter", "--lora-r", "4")
+    assert "lora_r=4 asks for a new adapter" in said
+    assert "leave out lora_r" in said
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path, capsys):
