@@ -15,6 +15,7 @@ from fastrl import (
     SFTTrainer,
 )
 from fastrl.cli import main
+from fastrl.commands.plan import planned_run
 from fastrl.commands.plan_job import new_adapter
 from fastrl.plan.advice import Remedy, what_to_change
 from fastrl.plan.memory import ACTIVATIONS, Peak
@@ -98,6 +99,33 @@ def test_what_does_not_fit_comes_with_the_first_change_that_is_enough(gib, said)
     run = Fake(gib, 1, 3, 2)
     assert not run.plan().fits(24)
     assert what_to_change(run, run.plan(), 24).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("ppo", ["--batch-size", "8", "--mini-batch-size", "4", "--micro-batch-tokens", "2048"]),
+        ("ppo", ["--reference", "copy", "--reference-dtype", "float32"]),
+        ("ppo", ["--lora-r", "8"]),
+        ("grpo", ["--num-shared-layers", "1"]),
+        ("sft", ["--lora-r", "8"]),
+        ("dpo", ["--reference", "cached", "--reference-dtype", "bfloat16"]),
+        ("dpo", ["--reference", "offload"]),
+    ],
+)
+def test_a_run_with_the_flags_that_are_suggested_is_the_one_that_was_planned(folder, method, given):
+    asked = [str(folder), "--method", method, "--device", "cuda"]
+    run = planned_run([*asked, *given])
+    found = [(each.flags, each.apply(run), each.cost) for each in run.changes()]
+    found += [(*dial.turned(2), "") for dial in run.dials() if dial.most >= 2]
+    changes = [each for each in found if each[1] is not None]
+    assert len(changes) > 5
+    for flags, changed, cost in changes:
+        kept = [] if "without num_shared_layers" in cost else given
+        taken = planned_run([*asked, *kept, *flags.split()])
+        assert taken.flags == changed.flags, flags
+        for name in ("dtype", "adapter", "four_bits"):
+            assert vars(taken.skeleton)[name] == vars(changed.skeleton)[name], flags
 
 
 def test_the_command_says_that_a_run_does_not_fit(folder, capsys):
