@@ -266,19 +266,20 @@ class PlannedRun:
         new = "" if self.skeleton.adapter is not None else f"--lora-r {_LORA_RANK}"
         other = self._not_of_adapters
         without = ", without num_shared_layers" if "num_shared_layers" in other else ""
-        yield Remedy(
-            _flags(new, other),
-            f"an adapter is trained, not the weights{without}",
-            of_adapters,
-            PlannedRun._as_adapter,
-            learns_other=True,
-        )
+        if new:
+            yield Remedy(
+                _flags(new, other),
+                f"an adapter is trained, not the weights{without}",
+                of_adapters,
+                PlannedRun._as_adapter,
+                learns_other=True,
+            )
         yield Remedy(
             _flags(new, "--dtype bfloat16", other),
             f"an adapter on a base in bf16{without}",
             {**of_adapters, PARAMETERS: 0.5, CASTS: 0.0},
             PlannedRun._as_adapter_on_bf16,
-            learns_other=True,
+            learns_other=bool(new),
         )
         if quantised.is_installed():
             yield Remedy(
@@ -286,7 +287,7 @@ class PlannedRun:
                 f"an adapter on a base in four bits{without}",
                 {**of_adapters, PARAMETERS: 0.12, CASTS: 0.0},
                 PlannedRun._as_adapter_on_four_bits,
-                learns_other=True,
+                learns_other=bool(new),
             )
 
     # The changed runs
@@ -372,7 +373,7 @@ class PlannedRun:
 
     def _as_adapter(self, **of_base: Any) -> PlannedRun | None:
         if self.skeleton.adapter is not None and not of_base:
-            return None
+            return None  # it has one by an earlier change
         adapter = self.skeleton.adapter or new_adapter(_LORA_RANK)
         skeleton = dataclasses.replace(self.skeleton, adapter=adapter, **of_base)
         return dataclasses.replace(self._with(**self._not_of_adapters), skeleton=skeleton)

@@ -297,3 +297,10 @@ def test_trainers_plan_themselves(tmp_path):
         trainer.plan(1000)
     with pytest.raises(ValueError, match="tokens must be"):
         trainer.plan("many")
+
+
+def test_a_smaller_base_of_the_same_adapter_comes_before_what_learns_another(folder):
+    adapted = planned_run([str(folder), "--lora-r", "4"])
+    whole = planned_run([str(folder)])
+    assert not any(each.learns_other for each in adapted.changes() if each.apply(adapted))
+    assert any(each.learns_other for each in whole.changes() if each.apply(whole))
