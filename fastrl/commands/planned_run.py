@@ -48,6 +48,10 @@ class PlannedRun:
         """Whether the policy writes the responses, in a rollout engine with slots."""
         return self.job.is_policy_gradient or self.job.task_is_online
 
+    @property
+    def kv_cache_flag(self) -> str | None:
+        return "--rollout-kv-cache-gib" if self.job.is_policy_gradient else None
+
     def plan(self) -> Plan:
         """Rehearses the method's trainer."""
         job, device = self.job, self.job.kind_of_device

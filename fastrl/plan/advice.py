@@ -13,6 +13,10 @@ from fastrl.plan.report import GIB, Plan, gib, usable
 class Planned(Protocol):
     """A run that can be planned, and changed."""
 
+    @property
+    def kv_cache_flag(self) -> str | None:
+        """The flag of the GiB that keys and values may take; None where a run has none."""
+
     def plan(self) -> Plan:
         """Its memory."""
 
@@ -134,12 +138,12 @@ def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
     if grown:
         yield f"there is room for {' '.join(grown)} ({gib(plan.peak)})"
     with_keys = [phase for phase in plan.phases.values() if phase.by_kind.get(KV_CACHE)]
-    if with_keys:
+    if with_keys and run.kv_cache_flag is not None:
         left = min(usable(gpu_gib) - phase.total for phase in with_keys)
         now = max(phase.by_kind[KV_CACHE] for phase in with_keys)
         most = int((now + left) / GIB * 10) / 10  # rounded down
         if most * GIB > now:
-            yield f"keys and values take {gib(now)}, and can take --rollout-kv-cache-gib {most:g}"
+            yield f"keys and values take {gib(now)}, and can take {run.kv_cache_flag} {most:g}"
 
 
 def _growth(plan: Plan, kind: str, gpu_gib: float) -> float:

@@ -111,6 +111,8 @@ def test_what_does_not_fit_comes_with_the_first_change_that_is_enough(gib, said)
         ("sft", ["--lora-r", "8"]),
         ("dpo", ["--reference", "cached", "--reference-dtype", "bfloat16"]),
         ("dpo", ["--reference", "offload"]),
+        ("dpo", ["--task", "online-pairwise", "--per-device-train-batch-size", "64"]),
+        ("reward", []),
     ],
 )
 def test_a_run_with_the_flags_that_are_suggested_is_the_one_that_was_planned(folder, method, given):
@@ -126,6 +128,15 @@ def test_a_run_with_the_flags_that_are_suggested_is_the_one_that_was_planned(fol
         assert taken.flags == changed.flags, flags
         for name in ("dtype", "adapter", "four_bits"):
             assert vars(taken.skeleton)[name] == vars(changed.skeleton)[name], flags
+
+
+def test_what_fits_names_flags_of_the_methods_command_alone(folder, capsys):
+    sizes = ["--prompt-tokens", "16", "--response-tokens", "16"]
+    asked = [folder, "--method", "dpo", "--task", "online-pairwise", *sizes, "--gpu-gib", "8"]
+    advice = " ".join(planned(capsys, *asked)["advice"])
+    assert "there is room for --" in advice
+    named = {word for word in advice.split() if word.startswith("--")}
+    assert named <= {"--rollout-slots", "--per-device-train-batch-size"}
 
 
 def test_the_command_says_that_a_run_does_not_fit(folder, capsys):
