@@ -159,7 +159,7 @@ class PlannedRun:
     def _with_larger_batches(self, factor: int) -> tuple[str, PlannedRun]:
         size = getattr(self.flags, self._size) * factor
         before = self.flags.gradient_accumulation_steps
-        steps = max(1, before // factor)
+        steps = -(-before // factor)
         larger = {self._size: size}
         if steps != before:
             larger["gradient_accumulation_steps"] = steps
@@ -340,9 +340,14 @@ class PlannedRun:
 
     def _with_half_a_reference(self) -> PlannedRun | None:
         whole = self.flags.reference_dtype == "auto" and self.skeleton.dtype == torch.float32
-        if not whole or not self._copies_the_reference:
+        if not whole or not self._copies_the_reference or self._follows_slowly:
             return None
         return self._with(reference_dtype="bfloat16")
+
+    @property
+    def _follows_slowly(self) -> bool:
+        """Whether the reference moves by steps that bf16 would lose."""
+        return bool(getattr(self.flags, "sync_ref_every", None)) and self.flags.ref_ema < 1
 
     def _in_eight_bits(self) -> PlannedRun | None:
         if optimizer_name(self.flags) not in _ADAMS:
@@ -359,9 +364,10 @@ class PlannedRun:
 
     @property
     def _not_of_bf16(self) -> dict[str, Any]:
-        """Settings that keep a reference of bf16 weights in fp32, as they must be instead."""
-        whole = getattr(self.flags, "reference_dtype", "auto") == "float32"
-        return {"reference_dtype": "auto"} if whole else {}
+        """The reference's dtype beside bf16 weights, where it is to be another."""
+        given = getattr(self.flags, "reference_dtype", "auto")
+        wanted = "float32" if self._follows_slowly else "auto" if given == "float32" else given
+        return {"reference_dtype": wanted} if wanted != given else {}
 
     @property
     def _not_of_adapters(self) -> dict[str, Any]:

@@ -68,6 +68,9 @@ def test_each_method_is_planned_with_the_flags_of_its_command(folder, capsys, me
     assert small < large
 
 
+REFUSED = 100
+
+
 class Fake:
     """A run of some GiB, and ways to lower them."""
 
@@ -80,9 +83,14 @@ class Fake:
 
     def changes(self):
         return [
-            Remedy(f"--{x} true", "", {ACTIVATIONS: 0.0}, lambda run, x=x: Fake(run.gib - x))
+            Remedy(f"--{x} true", "", {ACTIVATIONS: 0.0}, lambda run, x=x: run.saving(x))
             for x in self.savings
         ]
+
+    def saving(self, gib):
+        if gib == REFUSED:
+            raise ValueError("refused")
+        return Fake(self.gib - gib, *self.savings)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +104,7 @@ class Fake:
     ],
 )
 def test_what_does_not_fit_comes_with_the_first_change_that_is_enough(gib, said):
-    run = Fake(gib, 1, 3, 2)
+    run = Fake(gib, REFUSED, 1, 3, 2)
     assert not run.plan().fits(24)
     assert what_to_change(run, run.plan(), 24).startswith(said)
 
@@ -107,6 +115,7 @@ def test_what_does_not_fit_comes_with_the_first_change_that_is_enough(gib, said)
         ("ppo", ["--batch-size", "8", "--mini-batch-size", "4", "--micro-batch-tokens", "2048"]),
         ("ppo", ["--reference", "copy", "--reference-dtype", "float32"]),
         ("ppo", ["--lora-r", "8"]),
+        ("ppo", ["--sync-ref-every", "2", "--ref-ema", "0.5"]),
         ("grpo", ["--num-shared-layers", "1"]),
         ("sft", ["--lora-r", "8"]),
         ("dpo", ["--reference", "cached", "--reference-dtype", "bfloat16"]),
@@ -128,6 +137,27 @@ def test_a_run_with_the_flags_that_are_suggested_is_the_one_that_was_planned(fol
         assert taken.flags == changed.flags, flags
         for name in ("dtype", "adapter", "four_bits"):
             assert vars(taken.skeleton)[name] == vars(changed.skeleton)[name], flags
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((48, 1, 1), "--mini-batch-size 16 ("),  # 32 are no part of 48
+        ((12, 1, 3), "--mini-batch-size 4 --gradient-accumulation-steps 1 ("),
+    ],
+)
+def test_a_size_that_the_run_refuses_is_not_suggested(folder, capsys, sizes, said):
+    names = ("--batch-size", "--mini-batch-size", "--gradient-accumulation-steps")
+    flags = [word for name, size in zip(names, sizes, strict=True) for word in (name, size)]
+    advice = " ".join(planned(capsys, folder, *FLAGS[:4], *flags, "--gpu-gib", "24")["advice"])
+    assert said in advice
+
+
+def test_a_reference_that_follows_slowly_stays_in_fp32_beside_weights_in_bf16(folder):
+    run = planned_run([str(folder), "--sync-ref-every", "2", "--ref-ema", "0.5"])
+    flags = {each.flags for each in run.changes() if each.apply(run) is not None}
+    assert "--dtype bfloat16 --reference-dtype float32" in flags
+    assert not any(each.startswith("--reference-dtype bfloat16") for each in flags)
 
 
 def test_what_fits_names_flags_of_the_methods_command_alone(folder, capsys):
