@@ -5,7 +5,8 @@ An entry is one case of a result file:
  "baseline": the side that others are compared with, None for fastrl,
  "red": None or why the gate failed; then there are no sides,
  "work": None or {"bytes", "flops", "what"}, "units": None or [word, count], "remarks": [text],
- "roofs": [{"product": "m×k · k×n", "dtype", "count", "flop/s": {provider: number}}],
+ "roofs": [{"product": "m×k · k×n", "dtype", "count", "flop/s": {provider: number},
+            "absent": {provider: why it has none}}],
  "sides": {name: {"note", "calls": per turn, "seconds": {phase: [one per turn]},
                   "limit": [seconds of the least work, one per turn], "limited": its phase,
                   "memory": {kind: bytes}, "facts": {name: number}}}}

@@ -18,7 +18,7 @@ from benchmarks.cases import EAGER, Case
 from benchmarks.environments import TRL_CLASSIC, Uninstallable, peer_python
 from benchmarks.harness import Measurement, Run
 from benchmarks.memory import free
-from benchmarks.results import RESULTS, device_of, machine
+from benchmarks.results import RESULTS, device_of, machine, why_not_recorded
 from benchmarks.terminal import render
 
 RUN = pytest.StashKey[Run]()
@@ -47,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in ("rounds", "minutes", "threads"):
         if option(name) is not None and option(name) <= 0:
             raise pytest.UsageError(f"--{name} must be above 0, got {option(name)}")
+    unsaved = option("toy") or option("results") is None
+    if not unsaved and (why := why_not_recorded()):
+        raise pytest.UsageError(f"--results: {why}, or save nothing")
     wanted = option("device")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("no GPU here: torch.cuda.is_available() is False")

@@ -91,44 +91,49 @@ def packed(x: Tensor, weight: Tensor) -> Call:
 PROVIDERS = {MM: mm, ONEDNN: onednn, PACKED: packed}  # (x [m, k], weight [n, k]) → the call of x·wᵀ
 
 
-def providers(dtype: torch.dtype, device: torch.device) -> dict[str, Callable[..., Call]]:
-    """Those that compute products of a dtype on a device."""
-    found = {}
-    for name, make in PROVIDERS.items():
-        if device.type != "cpu" and make is not mm:
-            continue
-        if dtype == torch.float16 and make is not mm:  # few CPUs have its instructions
+def providers(
+    dtype: torch.dtype, device: torch.device
+) -> tuple[dict[str, Callable[..., Call]], dict[str, str]]:
+    """Those that compute products of a dtype on a device; and of oneDNN's, which are for CPUs, why
+    not."""
+    found, absent = {MM: mm}, {}
+    others = {name: make for name, make in PROVIDERS.items() if name != MM}
+    for name, make in others.items() if device.type == "cpu" else ():
+        if dtype == torch.float16:
+            absent[name] = "few CPUs have its instructions"
             continue
         try:
             x = torch.ones(2, 16, dtype=dtype, device=device)
             make(x, x.repeat(8, 1))()
-        except (RuntimeError, NotImplementedError, AttributeError):
-            continue  # another build of torch
-        found[name] = make
-    return found
+            found[name] = make
+        except (RuntimeError, AttributeError) as error:  # another build of torch, or processor
+            absent[name] = str(error).partition("\n")[0]
+    return found, absent
 
 
 def fastest(
     products: Iterable[Product], dtype: str, device: torch.device
 ) -> tuple[Call, list[dict[str, Any]]]:
     """A call that computes all products, each by the provider that is the fastest at its shape, and
-    every provider's speed: [{"product", "dtype", "count", "flop/s": {provider: number}}].
+    every provider's speed: [{"product", "dtype", "count", "flop/s": {provider: number}, "absent":
+    {provider: why it has none}}].
 
     Operands lie as each provider wants them: what a copy costs that brings them there is not in it.
     """
     calls: list[tuple[Call, int]] = []
     roofs = []
+    found, absent = providers(DTYPES[dtype], device)
     for product in products:
         x, weight = (
             torch.full((rows, product.k), 0.5, dtype=DTYPES[dtype], device=device)
             for rows in (product.m, product.n)
         )
-        made = {name: make(x, weight) for name, make in providers(x.dtype, device).items()}
+        made = {name: make(x, weight) for name, make in found.items()}
         seconds = {name: best_of_few(call, device) for name, call in made.items()}
         calls.append((made[min(seconds, key=seconds.__getitem__)], product.count))
         speeds = {name: product.flops / taken for name, taken in seconds.items()}
         described = {"product": str(product), "dtype": dtype, "count": product.count}
-        roofs.append({**described, "flop/s": speeds})
+        roofs.append({**described, "flop/s": speeds, "absent": absent})
 
     def run() -> None:
         for call, count in calls:

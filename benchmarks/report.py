@@ -30,7 +30,7 @@ from benchmarks.cases import (
     verdicts,
 )
 from benchmarks.plots import plots
-from benchmarks.results import RESULTS, Result, device_of
+from benchmarks.results import RESULTS, WAIT_POLICY, Result, device_of
 from benchmarks.terminal import compared, speeds
 from benchmarks.tunables import TUNABLES
 
@@ -282,9 +282,12 @@ def missing(devices: dict[str, list[Result]]) -> str:
 
 
 def processor(result: Result) -> str:
-    """The accelerator, or the processor and the threads that were used."""
+    """The accelerator, or the processor and the threads that were used, and how they wait where
+    that was said."""
     machine = result["machine"]
-    return machine.get("accelerator", f"{machine['cpu']}, threads: {result['threads']}")
+    policy = machine.get("wait_policy")
+    waiting = f", {WAIT_POLICY}={policy}" if policy else ""
+    return machine.get("accelerator", f"{machine['cpu']}, threads: {result['threads']}{waiting}")
 
 
 def notes_on_tunables(devices: dict[str, list[Result]]) -> str:

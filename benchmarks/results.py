@@ -18,6 +18,7 @@ from benchmarks import ROOT
 from benchmarks.memory import all_memory
 
 RESULTS = ROOT / "benchmarks" / "results"
+WAIT_POLICY = "OMP_WAIT_POLICY"  # whether torch's threads spin or sleep between operations
 
 Result = dict[str, Any]
 
@@ -42,7 +43,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     """The processor, its cores and memory, and the accelerator if it is the one measured.
 
     `load` is how many processes wanted a core in the minute before; figures are steady where it is
-    well below the number of cores.
+    well below the number of cores. `wait_policy` is OMP_WAIT_POLICY; None where it is not set.
     """
     info = Path("/proc/cpuinfo")
     named = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.M) if info.exists() else None
@@ -51,6 +52,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gib": round(all_memory(torch.device("cpu")) / 2**30),
         "load": round(os.getloadavg()[0], 2),
+        "wait_policy": os.environ.get(WAIT_POLICY),
     }
     if torch.cuda.is_available() and device.type == "cuda":
         found["accelerator"] = torch.cuda.get_device_name()
@@ -60,6 +62,19 @@ def machine(device: torch.device) -> dict[str, Any]:
 def device_of(result: Result) -> str:
     """The device as goals name it: the accelerator, or `cpu`."""
     return result["machine"].get("accelerator", "cpu")
+
+
+def why_not_recorded() -> str | None:
+    """Why figures of this process would not be the machine's; None where they may be saved.
+
+    Each small operation waits for threads that sleep, and workers inherit the variable.
+    """
+    if os.environ.get(WAIT_POLICY, "").strip().lower() != "passive":
+        return None
+    return (
+        f"{WAIT_POLICY}=passive lets threads sleep between operations, so that figures would be "
+        f"those of a slower machine: unset it (env -u {WAIT_POLICY} …)"
+    )
 
 
 def commit() -> str:

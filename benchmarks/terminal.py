@@ -62,7 +62,8 @@ def details(entry: Entry) -> list[str]:
 def speeds(roof: dict[str, Any]) -> str:
     """`192×256 · 256×50257 in fp32: mm 146, oneDNN 222`."""
     found = ", ".join(f"{name} {speed / 1e9:.0f}" for name, speed in roof["flop/s"].items())
-    return f"{roof['product']} in {roof['dtype']}: {found}"
+    lacking = "; ".join(f"no {name}: {why}" for name, why in roof.get("absent", {}).items())
+    return f"{roof['product']} in {roof['dtype']}: {found}" + (f" ({lacking})" if lacking else "")
 
 
 def compared(old: Result, new: Result) -> Iterator[str]:

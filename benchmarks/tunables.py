@@ -22,7 +22,7 @@ from benchmarks.gate import Problem, wrong_numbers
 from benchmarks.harness import Measurement, Red, Run
 from benchmarks.ops import Shape
 from benchmarks.peers import why_absent
-from benchmarks.results import RESULTS
+from benchmarks.results import RESULTS, why_not_recorded
 from benchmarks.timing import Side
 from fastrl_kernels import workspace
 
@@ -231,4 +231,6 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if why := why_not_recorded():
+        parser.error(why)
     tune(Run(torch.device("cuda"), minutes=args.minutes, results=args.results))

@@ -59,9 +59,12 @@ def setting(text: str, default: Any = dataclasses.MISSING, aliases: Sequence[str
     return field(default=default, metadata=metadata)
 
 
-def setting_like(kind: Any, name: str, default: Any) -> Any:
-    """A field with the help of field ``name`` of the dataclass ``kind``, and another default."""
-    return setting(kind.__dataclass_fields__[name].metadata["help"], default)
+def setting_like(kind: Any, name: str, default: Any = dataclasses.MISSING) -> Any:
+    """A field with the help of field ``name`` of the dataclass ``kind``, and its default unless
+    another is given."""
+    like = kind.__dataclass_fields__[name]
+    default = like.default if default is dataclasses.MISSING else default
+    return setting(like.metadata["help"], default)
 
 
 @dataclass

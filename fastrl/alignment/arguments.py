@@ -30,11 +30,11 @@ class AlignmentConfig(SupervisedArguments):
         "with num_shared_layers, cached for offline tasks, else copy).",
         "auto",
     )
-    num_shared_layers: int | None = setting_like(PPOConfig, "num_shared_layers", None)
-    reference_dtype: str = setting_like(PPOConfig, "reference_dtype", "auto")
-    reference_adapter: str = setting_like(PPOConfig, "reference_adapter", "off")
+    num_shared_layers: int | None = setting_like(PPOConfig, "num_shared_layers")
+    reference_dtype: str = setting_like(PPOConfig, "reference_dtype")
+    reference_adapter: str = setting_like(PPOConfig, "reference_adapter")
     disable_dropout: bool = setting("Train without dropout.", True)
-    rollout_slots: int = setting_like(PPOConfig, "rollout_slots", 64)
+    rollout_slots: int = setting_like(PPOConfig, "rollout_slots")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,7 +14,7 @@ from fastrl.alignment.losses import Loss, make_loss
 from fastrl.alignment.tasks import Task, find_task
 from fastrl.data.columns import ANSWERS, FEEDBACK, PAIRS
 from fastrl.data.datas_loader import DatasLoader
-from fastrl.plan.rehearsal import Rehearsal, rehearsal
+from fastrl.plan.rehearsal import OPTIMIZER_STEPS, Rehearsal, rehearsal
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton, blank_tokenizer, words
 from fastrl.rollout import RolloutOutput, SamplingParams
@@ -27,8 +27,6 @@ from fastrl.trainers.planning import (
     reward_model,
     shortened_steps,
 )
-
-_STEPS = 2
 
 
 def plan_alignment(
@@ -54,7 +52,7 @@ def plan_alignment(
     task = find_task(task or loss.tasks[0])
     skeleton.check_tokens(prompt_tokens=prompt_tokens, response_tokens=response_tokens)
     size = args.per_device_train_batch_size
-    count = _STEPS * max(1, loss.minibatches_per_batch) * size * shortened_steps(args)
+    count = OPTIMIZER_STEPS * max(1, loss.minibatches_per_batch) * size * shortened_steps(args)
     with rehearsal(device) as found:
         tokenizer = blank_tokenizer()
         length = prompt_tokens + response_tokens

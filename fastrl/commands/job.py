@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fastrl.config import setting
-from fastrl.models.quantised import QUANT_TYPES
+from fastrl.models.quantised import NEEDS_AN_ADAPTER, QUANT_TYPES
 from fastrl.run.checkpoints import LATEST
 from fastrl.run.folder import STARTED_IN, RunFolder
 from fastrl.run.launcher import is_main_process
@@ -46,8 +46,7 @@ class TrainingJob:
     """What to train, on which data, and where the results go.
 
     Raises:
-        ValueError: a LoRA setting out of range, a dropout without a new adapter, an unknown dtype
-            or bnb_4bit_quant_type.
+        ValueError: a dropout out of range, or without a new adapter; as :func:`check_weights`.
     """
 
     command: ClassVar[str]
@@ -86,8 +85,7 @@ class TrainingJob:
     )
 
     def __post_init__(self) -> None:
-        if self.lora_r < 0:
-            raise ValueError(f"lora_r must be 0 or more, got {self.lora_r}")
+        check_weights(self)
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout must lie in [0, 1), got {self.lora_dropout}")
         if self.lora_dropout and not self.lora_r:
@@ -95,21 +93,6 @@ class TrainingJob:
                 f"lora_dropout={self.lora_dropout:g} is for a new adapter: set lora_r, too, or "
                 "leave it out (a saved adapter keeps its own)"
             )
-        if self.bnb_4bit_quant_type not in QUANT_TYPES:
-            raise ValueError(
-                f"unknown bnb_4bit_quant_type {self.bnb_4bit_quant_type!r}: choose one of "
-                f"{', '.join(QUANT_TYPES)}"
-            )
-        if not self.load_in_4bit:
-            for name in ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
-                value = getattr(self, name)
-                if value != type(self).__dataclass_fields__[name].default:
-                    raise ValueError(
-                        f"{name}={value} is for weights that are quantised: set load_in_4bit, too, "
-                        "or leave it out (a saved adapter's base is as it was)"
-                    )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"unknown dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
 
     def record(self) -> dict[str, Any]:
         """What ``run.json`` records: all but how this process took part in the run, and the working
@@ -123,17 +106,15 @@ class TrainingJob:
 
         Raises:
             ImportError: bitsandbytes is needed, and not installed.
-            ValueError: as :meth:`check_model`, of four bits.
+            ValueError: as :func:`check_adapter`.
         """
         if self.load_in_4bit is None:  # what a saved adapter says
             return {"dtype": self.dtype}
         if not self.load_in_4bit:
             return {"dtype": self.dtype, "quantization_config": None}
-        from fastrl.models.load import is_adapter
-        from fastrl.models.quantised import NEEDS_AN_ADAPTER, four_bit_config
+        from fastrl.models.quantised import four_bit_config
 
-        if not self.lora_r and not is_adapter(self.model):
-            raise ValueError(f"load_in_4bit without lora_r: {NEEDS_AN_ADAPTER}")
+        check_adapter(self)
         config = four_bit_config(
             self.dtype, self.bnb_4bit_quant_type, nested=self.use_bnb_nested_quant
         )
@@ -171,20 +152,60 @@ class TrainingJob:
         """
         if self.lora_r == 0:
             return None
-        from fastrl.models.load import MERGE_ADAPTER, is_adapter
         from fastrl.models.utils import need_peft
 
         need_peft(f"lora_r={self.lora_r}")
         from peft import LoraConfig
 
-        if is_adapter(self.model):
-            raise ValueError(
-                f"lora_r={self.lora_r} asks for a new adapter, but {self.model} is one: leave out "
-                f"lora_r to continue training it, or {MERGE_ADAPTER}"
-            )
+        check_adapter(self)
         return LoraConfig(
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,
             task_type=task_type,
         )
+
+
+def check_weights(job: Any) -> None:
+    """
+    Args:
+        job: a :class:`TrainingJob`, or another with its settings of weights and of an adapter.
+
+    Raises:
+        ValueError: an unknown dtype or bnb_4bit_quant_type; settings of four bits without them; a
+            negative rank.
+    """
+    if job.lora_r < 0:
+        raise ValueError(f"lora_r must be 0 or more, got {job.lora_r}")
+    for name, choices in (("dtype", DTYPES), ("bnb_4bit_quant_type", QUANT_TYPES)):
+        value = getattr(job, name)
+        if value not in choices:
+            raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
+    for name in () if job.load_in_4bit else ("bnb_4bit_quant_type", "use_bnb_nested_quant"):
+        value = getattr(job, name)
+        if value != type(job).__dataclass_fields__[name].default:
+            raise ValueError(
+                f"{name}={value} is for weights that are quantised: set load_in_4bit, too, or "
+                "leave it out (a saved adapter's base is as it was)"
+            )
+
+
+def check_adapter(job: Any) -> None:
+    """
+    Args:
+        job: as of :func:`check_weights`.
+
+    Raises:
+        FileNotFoundError: a folder without a model.
+        ValueError: a rank although the model is already an adapter; four-bit weights without an
+            adapter, which could not be trained.
+    """
+    from fastrl.models.load import MERGE_ADAPTER, is_adapter
+
+    if job.lora_r and is_adapter(job.model):
+        raise ValueError(
+            f"lora_r={job.lora_r} asks for a new adapter, but {job.model} is one: leave out lora_r "
+            f"to continue training it, or {MERGE_ADAPTER}"
+        )
+    if job.load_in_4bit and not job.lora_r and not is_adapter(job.model):
+        raise ValueError(f"load_in_4bit without lora_r: {NEEDS_AN_ADAPTER}")

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastrl.commands.flags import UsageError, unknown_name
-from fastrl.commands.job import DTYPES, TrainingJob
+from fastrl.commands.job import TrainingJob, check_adapter, check_weights
 from fastrl.config import setting, setting_like
-from fastrl.models.quantised import NEEDS_AN_ADAPTER, QUANT_TYPES
 from fastrl.models.utils import need_peft
 from fastrl.plan.report import usable
 from fastrl.plan.skeleton import Skeleton
@@ -35,7 +34,8 @@ class PlanJob:
     """What to plan, and for which device.
 
     Raises:
-        ValueError: an unknown method, precision or dtype; a size out of range.
+        ValueError: an unknown method, precision or device; a size out of range; as
+            :func:`check_weights`.
     """
 
     command: ClassVar[str] = "plan"
@@ -62,11 +62,11 @@ class PlanJob:
     response_tokens: int = setting(
         "Tokens of each response. Texts of sft and reward have as many as both.", 256
     )
-    lora_r: int = setting_like(TrainingJob, "lora_r", 0)
-    load_in_4bit: bool | None = setting_like(TrainingJob, "load_in_4bit", None)
-    bnb_4bit_quant_type: str = setting_like(TrainingJob, "bnb_4bit_quant_type", "nf4")
-    use_bnb_nested_quant: bool = setting_like(TrainingJob, "use_bnb_nested_quant", False)
-    dtype: str = setting_like(TrainingJob, "dtype", "float32")
+    lora_r: int = setting_like(TrainingJob, "lora_r")
+    load_in_4bit: bool | None = setting_like(TrainingJob, "load_in_4bit")
+    bnb_4bit_quant_type: str = setting_like(TrainingJob, "bnb_4bit_quant_type")
+    use_bnb_nested_quant: bool = setting_like(TrainingJob, "use_bnb_nested_quant")
+    dtype: str = setting_like(TrainingJob, "dtype")
     precision: str = setting(
         "Precision of the computation: fp32, bf16 (by autocast), or auto: bf16 on a GPU.", "auto"
     )
@@ -82,15 +82,10 @@ class PlanJob:
             )
         if self.gpu_gib is not None and usable(self.gpu_gib) <= 0:
             raise ValueError(f"gpu_gib={self.gpu_gib:g} is less than a GPU's driver itself takes")
-        if self.lora_r < 0:
-            raise ValueError(f"lora_r must be 0 or more, got {self.lora_r}")
+        check_weights(self)
         if self.task is not None:
             self._check_task(self.task)
-        if self.load_in_4bit and not self.lora_r and not self._is_adapter:
-            raise ValueError(f"load_in_4bit without lora_r: {NEEDS_AN_ADAPTER}")
         for name, choices in (
-            ("dtype", DTYPES),
-            ("bnb_4bit_quant_type", QUANT_TYPES),
             ("precision", ("auto", "fp32", "bf16")),
             ("device", ("auto", "cpu", "cuda")),
         ):
@@ -137,12 +132,6 @@ class PlanJob:
         return find_task(self.task or LOSSES[self.method].tasks[0])
 
     @property
-    def _is_adapter(self) -> bool:
-        from fastrl.models.load import is_adapter
-
-        return is_adapter(self.model)
-
-    @property
     def kind_of_device(self) -> str:
         import torch
 
@@ -162,9 +151,11 @@ class PlanJob:
 
         Raises:
             FileNotFoundError, ImportError, ValueError: as :meth:`Skeleton.read`.
+            ValueError: what the training commands refuse, see :func:`check_adapter`.
         """
         from fastrl.models.quantised import four_bit_config
 
+        check_adapter(self)
         adapter = None if self.lora_r == 0 else new_adapter(self.lora_r)
         found = Skeleton.read(self.model, self.dtype, adapter)
         if self.load_in_4bit is not None:
@@ -176,7 +167,7 @@ class PlanJob:
 
 
 def new_adapter(rank: int) -> Any:
-    """A LoRA adapter as the training commands put it on a model.
+    """A LoRA adapter of the weights that the training commands put on a model.
 
     Raises:
         ImportError: peft is not installed.
@@ -184,7 +175,7 @@ def new_adapter(rank: int) -> Any:
     need_peft("a plan with an adapter")
     from peft import LoraConfig
 
-    return LoraConfig(r=rank, lora_alpha=32, task_type="CAUSAL_LM")
+    return LoraConfig(r=rank, task_type="CAUSAL_LM")
 
 
 def check_method(method: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +13,8 @@ import torch
 
 from fastrl.commands.plan_job import PlanJob, new_adapter
 from fastrl.config import PPOConfig
+from fastrl.models import quantised
+from fastrl.models.optimizers import optimizer_name
 from fastrl.plan.advice import Dial, Remedy
 from fastrl.plan.memory import (
     ACTIVATIONS,
@@ -46,6 +47,10 @@ class PlannedRun:
     def samples_responses(self) -> bool:
         """Whether the policy writes the responses, in a rollout engine with slots."""
         return self.job.is_policy_gradient or self.job.task_is_online
+
+    @property
+    def kv_cache_flag(self) -> str | None:
+        return "--rollout-kv-cache-gib" if self.job.is_policy_gradient else None
 
     def plan(self) -> Plan:
         """Rehearses the method's trainer."""
@@ -159,11 +164,11 @@ class PlannedRun:
     def _with_larger_batches(self, factor: int) -> tuple[str, PlannedRun]:
         size = getattr(self.flags, self._size) * factor
         before = self.flags.gradient_accumulation_steps
-        steps = max(1, before // factor)
-        said = _flag(self._size, size)
+        steps = -(-before // factor)
+        larger = {self._size: size}
         if steps != before:
-            said += " " + _flag("gradient_accumulation_steps", steps)
-        return said, self._with(**{self._size: size, "gradient_accumulation_steps": steps})
+            larger["gradient_accumulation_steps"] = steps
+        return _flags(larger), self._with(**larger)
 
     # Remedies
 
@@ -211,7 +216,7 @@ class PlannedRun:
                 "gradient_accumulation_steps": steps * passes,
             }
             yield Remedy(
-                " ".join(_flag(name, value) for name, value in smaller.items()),
+                _flags(smaller),
                 cost,
                 {ACTIVATIONS: 1 / passes},
                 partial(PlannedRun._with, **smaller),
@@ -222,7 +227,7 @@ class PlannedRun:
             "--gradient-checkpointing true",
             "about a third more time in the update",
             {ACTIVATIONS: 0.0},
-            partial(PlannedRun._switched, name="gradient_checkpointing"),
+            PlannedRun._checkpointed,
         )
         if self.job.kind_of_device == "cpu":
             return  # whose memory is the host's
@@ -251,7 +256,7 @@ class PlannedRun:
                 {REFERENCE: 0.5},
                 PlannedRun._with_half_a_reference,
             )
-        if importlib.util.find_spec("bitsandbytes") is not None:
+        if quantised.is_installed():
             yield Remedy(
                 f"--optim {_EIGHT_BITS}",
                 "moments in 8 bits",
@@ -259,7 +264,7 @@ class PlannedRun:
                 PlannedRun._in_eight_bits,
             )
         yield Remedy(
-            "--dtype bfloat16",
+            _flags("--dtype bfloat16", self._not_of_bf16),
             "weights in bf16, with fp32 masters",
             {PARAMETERS: 0.5, GRADIENTS: 0.5, REFERENCE: 0.5, CASTS: 0.0},
             PlannedRun._in_bf16,
@@ -267,27 +272,31 @@ class PlannedRun:
 
     def _adapters(self) -> Iterator[Remedy]:
         of_adapters = {GRADIENTS: 0.0, OPTIMIZER: 0.0, REFERENCE: 0.0}
+        new = "" if self.skeleton.adapter is not None else f"--lora-r {_LORA_RANK}"
+        other = self._not_of_adapters
+        without = ", without num_shared_layers" if "num_shared_layers" in other else ""
+        if new:
+            yield Remedy(
+                _flags(new, other),
+                f"an adapter is trained, not the weights{without}",
+                of_adapters,
+                PlannedRun._as_adapter,
+                learns_other=True,
+            )
         yield Remedy(
-            f"--lora-r {_LORA_RANK}",
-            "an adapter is trained, not the weights",
-            of_adapters,
-            PlannedRun._as_adapter,
-            learns_other=True,
-        )
-        yield Remedy(
-            f"--lora-r {_LORA_RANK} --dtype bfloat16",
-            "an adapter on a base in bf16",
+            _flags(new, "--dtype bfloat16", other),
+            f"an adapter on a base in bf16{without}",
             {**of_adapters, PARAMETERS: 0.5, CASTS: 0.0},
             PlannedRun._as_adapter_on_bf16,
-            learns_other=True,
+            learns_other=bool(new),
         )
-        if importlib.util.find_spec("bitsandbytes") is not None:
+        if quantised.is_installed():
             yield Remedy(
-                f"--lora-r {_LORA_RANK} --dtype bfloat16 --load-in-4bit true",
-                "an adapter on a base in four bits",
+                _flags(new, "--dtype bfloat16 --load-in-4bit true", other),
+                f"an adapter on a base in four bits{without}",
                 {**of_adapters, PARAMETERS: 0.12, CASTS: 0.0},
                 PlannedRun._as_adapter_on_four_bits,
-                learns_other=True,
+                learns_other=bool(new),
             )
 
     # The changed runs
@@ -306,6 +315,13 @@ class PlannedRun:
     def _switched(self, name: str) -> PlannedRun | None:
         return None if getattr(self.flags, name) else self._with(**{name: True})
 
+    def _checkpointed(self) -> PlannedRun | None:
+        """By both of its names, where the flags have transformers' newer one, too."""
+        if self.flags.gradient_checkpointing:
+            return None
+        names = ("gradient_checkpointing", "activation_checkpointing")
+        return self._with(**{name: True for name in names if hasattr(self.flags, name)})
+
     @property
     def _copies_the_reference(self) -> bool:
         """Whether the reference is a frozen copy of the whole model."""
@@ -323,18 +339,23 @@ class PlannedRun:
         return self._with(reference="offload")
 
     def _optimizer_offloaded(self) -> PlannedRun | None:
-        if str(getattr(self.flags.optim, "value", self.flags.optim)) not in _ADAMS:
+        if optimizer_name(self.flags) not in _ADAMS:
             return None
         return self._switched("offload_optimizer")
 
     def _with_half_a_reference(self) -> PlannedRun | None:
         whole = self.flags.reference_dtype == "auto" and self.skeleton.dtype == torch.float32
-        if not whole or not self._copies_the_reference:
+        if not whole or not self._copies_the_reference or self._follows_slowly:
             return None
         return self._with(reference_dtype="bfloat16")
 
+    @property
+    def _follows_slowly(self) -> bool:
+        """Whether the reference moves by steps that bf16 would lose."""
+        return bool(getattr(self.flags, "sync_ref_every", None)) and self.flags.ref_ema < 1
+
     def _in_eight_bits(self) -> PlannedRun | None:
-        if str(getattr(self.flags.optim, "value", self.flags.optim)) not in _ADAMS:
+        if optimizer_name(self.flags) not in _ADAMS:
             return None
         if self.flags.offload_optimizer or self.flags.optim_args:
             return None
@@ -343,25 +364,34 @@ class PlannedRun:
     def _in_bf16(self) -> PlannedRun | None:
         if self.skeleton.dtype != torch.float32 or self.skeleton.adapter is not None:
             return None
-        changed = self
-        if getattr(self.flags, "reference_dtype", "auto") != "auto":
-            changed = self._with(reference_dtype="auto")
         skeleton = dataclasses.replace(self.skeleton, dtype=torch.bfloat16)
-        return dataclasses.replace(changed, skeleton=skeleton)
+        return dataclasses.replace(self._with(**self._not_of_bf16), skeleton=skeleton)
+
+    @property
+    def _not_of_bf16(self) -> dict[str, Any]:
+        """The reference's dtype beside bf16 weights, where it is to be another."""
+        given = getattr(self.flags, "reference_dtype", "auto")
+        wanted = "float32" if self._follows_slowly else "auto" if given == "float32" else given
+        return {"reference_dtype": wanted} if wanted != given else {}
+
+    @property
+    def _not_of_adapters(self) -> dict[str, Any]:
+        """Settings that a run with an adapter refuses, as they must be instead; None: left out."""
+        found: dict[str, Any] = {}
+        if getattr(self.flags, "reference", "auto") in ("copy", "offload", "trunk", "cached"):
+            found["reference"] = "auto"
+        if getattr(self.flags, "reference_dtype", "auto") != "auto":
+            found["reference_dtype"] = "auto"
+        if getattr(self.flags, "num_shared_layers", None) is not None:
+            found["num_shared_layers"] = None
+        return found
 
     def _as_adapter(self, **of_base: Any) -> PlannedRun | None:
         if self.skeleton.adapter is not None and not of_base:
-            return None
+            return None  # it has one by an earlier change
         adapter = self.skeleton.adapter or new_adapter(_LORA_RANK)
         skeleton = dataclasses.replace(self.skeleton, adapter=adapter, **of_base)
-        changed = self
-        if getattr(self.flags, "reference", "auto") in ("copy", "offload", "trunk", "cached"):
-            changed = changed._with(reference="auto")
-        if getattr(self.flags, "num_shared_layers", None) is not None:
-            changed = changed._with(num_shared_layers=None)
-        if getattr(self.flags, "reference_dtype", "auto") != "auto":
-            changed = changed._with(reference_dtype="auto")
-        return dataclasses.replace(changed, skeleton=skeleton)
+        return dataclasses.replace(self._with(**self._not_of_adapters), skeleton=skeleton)
 
     def _as_adapter_on_bf16(self) -> PlannedRun | None:
         if self.skeleton.dtype != torch.float32 or self.skeleton.four_bits is not None:
@@ -369,12 +399,18 @@ class PlannedRun:
         return self._as_adapter(dtype=torch.bfloat16)
 
     def _as_adapter_on_four_bits(self) -> PlannedRun | None:
-        from fastrl.models.quantised import four_bit_config
-
         if self.skeleton.four_bits is not None:
             return None
-        return self._as_adapter(dtype=torch.bfloat16, four_bits=four_bit_config(torch.bfloat16))
+        return self._as_adapter(
+            dtype=torch.bfloat16, four_bits=quantised.four_bit_config(torch.bfloat16)
+        )
 
 
-def _flag(name: str, value: Any) -> str:
-    return f"--{name.replace('_', '-')} {value}"
+def _flags(*parts: str | dict[str, Any]) -> str:
+    """Flags, and those of settings by their names; a setting that is None has none."""
+    said: list[str] = []
+    for part in parts:
+        settings = part.items() if isinstance(part, dict) else ()
+        said += [f"--{name.replace('_', '-')} {x}" for name, x in settings if x is not None]
+        said += [part] if isinstance(part, str) and part else []
+    return " ".join(said)

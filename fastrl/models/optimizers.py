@@ -107,6 +107,11 @@ def check_optimizer(
         _arguments(name, _defaults(*_class_of(name, 0.0)) if own is None else own, parsed)
 
 
+def optimizer_name(settings: Any) -> str:
+    """The name that ``settings.optim`` has, which transformers keeps as a member of an enum."""
+    return str(getattr(settings.optim, "value", settings.optim))
+
+
 def class_and_keywords(settings: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:
     """The class of an optimizer and its keyword arguments, as transformers' Trainer makes them of
     its arguments, but with ``optim_args`` read as :func:`make_optimizer` reads them: transformers
@@ -120,7 +125,7 @@ def class_and_keywords(settings: Any, model: Any = None) -> tuple[Any, dict[str,
     """
     from transformers import Trainer
 
-    name = str(getattr(settings.optim, "value", settings.optim))
+    name = optimizer_name(settings)
     if _of_groups(name) is not None:
         return Trainer.get_optimizer_cls_and_kwargs(settings, model)
     plain = copy.copy(settings)

@@ -238,13 +238,14 @@ def read_beside_adapter(file: str | os.PathLike) -> dict[str, Any]:
 
 
 def _need_bitsandbytes(what: str, otherwise: str = "") -> None:
-    if not _is_installed():
+    if not is_installed():
         raise ImportError(
             f"{what} needs bitsandbytes: pip install 'fastrl-lm[bitsandbytes]'{otherwise}"
         )
 
 
-def _is_installed() -> bool:
+def is_installed() -> bool:
+    """Whether bitsandbytes is."""
     return importlib.util.find_spec("bitsandbytes") is not None
 
 

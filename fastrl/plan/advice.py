@@ -13,6 +13,10 @@ from fastrl.plan.report import GIB, Plan, gib, usable
 class Planned(Protocol):
     """A run that can be planned, and changed."""
 
+    @property
+    def kv_cache_flag(self) -> str | None:
+        """The flag of the GiB that keys and values may take; None where a run has none."""
+
     def plan(self) -> Plan:
         """Its memory."""
 
@@ -32,7 +36,8 @@ class Remedy:
         cost: what it costs, in words.
         leaves: of the kinds of memory that it lessens, the share that is left at best: what cannot
             be enough is not tried.
-        apply: the changed run; None where it changes nothing.
+        apply: the changed run; None where it changes nothing. A ValueError of it, or of the changed
+            run's plan, is a change that the run refuses.
         learns_other: whether what is learned is another thing then.
     """
 
@@ -50,7 +55,8 @@ class Dial:
     Args:
         kind: of the memory that grows with it, at most in proportion.
         most: the factor by which it can grow.
-        turned: with a factor, the flags of the larger size, and the run with it.
+        turned: with a factor, the flags of the larger size, and the run with it; refused as a
+            :class:`Remedy`.
     """
 
     kind: str
@@ -74,26 +80,34 @@ def what_to_change(run: Planned, plan: Plan, gpu_gib: float) -> str:
         used: dict[str, Remedy] = {}  # by the flag: of one, the last value
         found = None
         for remedy in several:
-            if remedy.apply(_changed(run, used.values())) is None:
+            if _unless_refused(remedy.apply, _changed(run, used.values())) is None:
                 continue
             used[remedy.flags.split()[0]] = remedy
             found = _tried(run, plan, used.values(), gpu_gib)
             if found is not None and found.fits(gpu_gib):
                 needed, found = _needed(run, plan, list(used.values()), found, gpu_gib)
                 return f"{_flags(needed)} together: {gib(found.peak)}"
-        if used:
-            found = found or _changed(run, used.values()).plan()
+        found = found or _unless_refused(_changed(run, used.values()).plan)
+        if used and found is not None:
             tried = f"; {_flags(used.values())} leaves {gib(found.peak)}"
     return f"nothing known{tried}: a smaller model, shorter sequences or a larger GPU"
 
 
 def _tried(run: Planned, plan: Plan, remedies: Iterable[Remedy], gpu_gib: float) -> Plan | None:
-    """The plan of a changed run; None where it cannot fit, or is not changed."""
+    """The plan of a changed run; None where it cannot fit, is not changed, or is refused."""
     remedies = list(remedies)
     if _at_best(plan, remedies) > usable(gpu_gib):
         return None
     changed = _changed(run, remedies)
-    return None if changed is run else changed.plan()
+    return None if changed is run else _unless_refused(changed.plan)
+
+
+def _unless_refused(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What a call returns; None where settings or a trainer refuse what it makes."""
+    try:
+        return call(*arguments)
+    except ValueError:
+        return None
 
 
 def _needed(
@@ -112,7 +126,7 @@ def _needed(
 def _changed(run: Any, remedies: Iterable[Remedy]) -> Any:
     """A run with the remedies that change something of it."""
     for remedy in remedies:
-        run = remedy.apply(run) or run
+        run = _unless_refused(remedy.apply, run) or run
     return run
 
 
@@ -124,22 +138,22 @@ def what_fits(run: Planned, plan: Plan, gpu_gib: float) -> Iterator[str]:
         dial = run.dials()[number]
         factor = _power_of_two(min(dial.most, _growth(plan, dial.kind, gpu_gib)))
         while factor > 1:
-            flags, larger = dial.turned(factor)
-            found = larger.plan()
-            if found.fits(gpu_gib):
-                run, plan = larger, found
-                grown.append(flags)
+            turned = _unless_refused(dial.turned, factor)
+            found = None if turned is None else _unless_refused(turned[1].plan)
+            if found is not None and found.fits(gpu_gib):
+                grown.append(turned[0])
+                run, plan = turned[1], found
                 break
             factor //= 2
     if grown:
         yield f"there is room for {' '.join(grown)} ({gib(plan.peak)})"
     with_keys = [phase for phase in plan.phases.values() if phase.by_kind.get(KV_CACHE)]
-    if with_keys:
+    if with_keys and run.kv_cache_flag is not None:
         left = min(usable(gpu_gib) - phase.total for phase in with_keys)
         now = max(phase.by_kind[KV_CACHE] for phase in with_keys)
         most = int((now + left) / GIB * 10) / 10  # rounded down
         if most * GIB > now:
-            yield f"keys and values take {gib(now)}, and can take --rollout-kv-cache-gib {most:g}"
+            yield f"keys and values take {gib(now)}, and can take {run.kv_cache_flag} {most:g}"
 
 
 def _growth(plan: Plan, kind: str, gpu_gib: float) -> float:

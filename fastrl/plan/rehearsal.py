@@ -35,6 +35,7 @@ from fastrl_kernels.dispatch import standing_for
 LOADING, ROLLOUT, SCORING, UPDATE, STEP = "loading", "rollout", "scoring", "update", "optimizer"
 OTHER = "other"  # between these
 PHASES = (LOADING, ROLLOUT, SCORING, UPDATE, STEP, OTHER)
+OPTIMIZER_STEPS = 2  # of a rehearsal: the optimizer's state is there from the second on
 # The phases that trainers time, by their names here.
 _TIMED = {
     "prefill": ROLLOUT,

@@ -11,7 +11,7 @@ import torch
 from fastrl.config import PPOConfig, json_object
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
 from fastrl.plan.memory import ACTIVATIONS
-from fastrl.plan.rehearsal import LOADING, Rehearsal, rehearsal
+from fastrl.plan.rehearsal import LOADING, OPTIMIZER_STEPS, Rehearsal, rehearsal
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton, blank_tokenizer, tokens
 from fastrl.ppo.rollouts import EngineBackend
@@ -22,8 +22,6 @@ from fastrl.rollout.self_check import UnsupportedModel
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer
 
-# Steps of the optimizer: its state is there from the second on.
-_STEPS = 2
 # Token ids, masks, and what is learned from, of each position of a sample that is not rehearsed.
 _BYTES_PER_POSITION = 60
 # What would act outside of this process, or is for several.
@@ -91,7 +89,7 @@ def plan_ppo(
 def _shortened(config: PPOConfig) -> PPOConfig:
     """The settings of a rehearsal: two optimizer steps of whole groups."""
     unit = math.lcm(config.mini_batch_size * config.gradient_accumulation_steps, config.group_size)
-    size = min(config.batch_size, _STEPS * unit)
+    size = min(config.batch_size, OPTIMIZER_STEPS * unit)
     if config.num_shared_layers is not None:
         size = config.batch_size
     settings = {
@@ -140,6 +138,6 @@ def _steps(trainer: PPOTrainer, config: PPOConfig, prompt: int, response: int) -
     responses = [tokens(response, vocabulary, start=3 + i) for i in range(size)]
     scores = [torch.tensor(float(i % max(group, 2))) for i in range(size)]
     taken = 0
-    while taken < _STEPS:
+    while taken < OPTIMIZER_STEPS:
         trainer.step(queries, responses, scores)
         taken += size // config.backward_batch_size

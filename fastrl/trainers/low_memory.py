@@ -11,7 +11,12 @@ from tqdm.auto import tqdm
 
 from fastrl.models.activation_offloading import activation_offloading
 from fastrl.models.master_weights import MASTER, MasterWeights
-from fastrl.models.optimizers import class_and_keywords, keep_state, steps_in_backward
+from fastrl.models.optimizers import (
+    class_and_keywords,
+    keep_state,
+    optimizer_name,
+    steps_in_backward,
+)
 from fastrl.models.utils import warn_of_fp16, warn_of_lost_updates
 from fastrl.run.precision import precision_for, refuse_fp16_twice, shared_precision
 
@@ -84,17 +89,13 @@ class LowMemoryTrainer(transformers.Trainer):
         """Warns where steps of low-precision weights are rounded away, or their gradients become
         0; called at construction."""
         warn_of_fp16(model, stacklevel + 1)
-        if not self.args.master_weights or steps_in_backward(self._optim):
+        if not self.args.master_weights or steps_in_backward(optimizer_name(self.args)):
             warn_of_lost_updates(model, MIXED_PRECISION, stacklevel + 1)
-
-    @property
-    def _optim(self) -> str:
-        return str(getattr(self.args.optim, "value", self.args.optim))
 
     @property
     def _keeps_its_own(self) -> bool:
         """Whether DeepSpeed has masters of its own, or weights are stepped by no optimizer."""
-        return self.is_deepspeed_enabled or steps_in_backward(self._optim)
+        return self.is_deepspeed_enabled or steps_in_backward(optimizer_name(self.args))
 
 
 def _choose_precision(args: Any, model: Any) -> bool:

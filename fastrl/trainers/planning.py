@@ -8,16 +8,15 @@ from typing import Any, Protocol
 
 from transformers import AutoModelForSequenceClassification, PrinterCallback, ProgressCallback
 
-from fastrl.plan.rehearsal import UPDATE, Rehearsal, rehearsal
+from fastrl.plan.rehearsal import OPTIMIZER_STEPS, UPDATE, Rehearsal, rehearsal
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton, blank_tokenizer, words
 from fastrl.trainers.supervised import SupervisedArguments
 
-_STEPS = 2  # the optimizer's state is there from the second on
 # What a rehearsal does not do: it saves, evaluates and reports nothing, and runs on a CPU.
 _NOT_REHEARSED: dict[str, Any] = {
     "use_cpu": True,
-    "max_steps": _STEPS,
+    "max_steps": OPTIMIZER_STEPS,
     "save_strategy": "no",
     "eval_strategy": "no",
     "logging_strategy": "no",
@@ -59,7 +58,7 @@ def plan_sft(
     from datasets import Dataset
 
     skeleton.check_tokens(tokens=tokens)
-    count = _STEPS * args.per_device_train_batch_size * shortened_steps(args)
+    count = OPTIMIZER_STEPS * args.per_device_train_batch_size * shortened_steps(args)
     with rehearsal(device) as found:
         rows = Dataset.from_dict({"input_ids": [[2] * tokens] * count})
         trainer = trainer_class(
@@ -87,7 +86,7 @@ def plan_reward(
     from datasets import Dataset
 
     skeleton.check_tokens(tokens=tokens)
-    count = _STEPS * args.per_device_train_batch_size * shortened_steps(args)
+    count = OPTIMIZER_STEPS * args.per_device_train_batch_size * shortened_steps(args)
     with rehearsal(device) as found:
         sides = {"chosen": [words(tokens - 1)], "rejected": [words(tokens - 1, 1)]}
         rows = Dataset.from_dict({side: texts * count for side, texts in sides.items()})

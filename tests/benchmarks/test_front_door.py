@@ -12,16 +12,17 @@ from benchmarks import ROOT
 from benchmarks.environments import source_tree
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, toy: bool = True, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {
         k: v
         for k, v in (os.environ | {"PYTHONPATH": source_tree()}).items()
         if not k.startswith(("TRITON", "PYTEST"))
     }
-    command = [sys.executable, "-m", "pytest", "benchmarks/test_ops.py", "-q", "--toy"]
+    command = [sys.executable, "-m", "pytest", "benchmarks/test_ops.py", "-q"]
+    command += ["--toy"] * toy
     return subprocess.run(
         [*command, "--device", "cpu", *map(str, arguments)],
-        cwd=ROOT, env=kept | {"PYTHONPATH": source_tree()}, capture_output=True, text=True,
+        cwd=ROOT, env=kept | variables, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
 
@@ -44,3 +45,12 @@ def test_what_cannot_be_asked_for_is_refused() -> None:
     done = run("--rounds", "0")
     assert done.returncode == 4
     assert "--rounds must be above 0, got 0" in done.stderr
+
+
+def test_figures_with_sleeping_threads_are_not_saved(tmp_path: Path) -> None:
+    done = run("--collect-only", "--results", tmp_path, toy=False, OMP_WAIT_POLICY="passive")
+    assert done.returncode == 4
+    assert "--results: OMP_WAIT_POLICY=passive" in done.stderr
+    assert "unset it (env -u OMP_WAIT_POLICY" in done.stderr
+    asked = run("--collect-only", toy=False, OMP_WAIT_POLICY="passive")
+    assert asked.returncode == 0, "without --results nothing is saved"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gate, results, timing
+from benchmarks import gate, report, results, timing
 from benchmarks.cases import EAGER, OURS, Case, Goal, verdicts
 from benchmarks.gate import Error, Problem
 from benchmarks.harness import Measurement, Red, Run
@@ -237,3 +237,14 @@ def test_a_result_is_filed_by_device_date_and_commit(monkeypatch: pytest.MonkeyP
     assert results.place(result) == Path(f"cpu-{cores}core/{result['date']}-abc1234-ppo.json")
     result["machine"]["accelerator"] = "NVIDIA H100 80GB HBM3"
     assert results.place(result).parent == Path("nvidia-h100-80gb-hbm3")
+
+
+def test_a_result_says_how_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, saved in ((None, True), ("active", True), ("PASSIVE", False)):
+        monkeypatch.delenv(results.WAIT_POLICY, raising=False)
+        if said is not None:
+            monkeypatch.setenv(results.WAIT_POLICY, said)
+        result = results.start_of_result("ppo", CPU)
+        assert result["machine"]["wait_policy"] == said
+        assert (report.WAIT_POLICY in report.processor(result)) == (said is not None)
+        assert (results.why_not_recorded() is None) == saved

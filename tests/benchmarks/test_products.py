@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import models, products
+from benchmarks import models, products, terminal
 from benchmarks.products import MM, ONEDNN, PACKED, Product
 
 CPU = torch.device("cpu")
@@ -14,9 +14,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(products.PROVIDERS))
 def test_every_provider_computes_the_same_product(name: str, dtype: torch.dtype) -> None:
-    providers = products.providers(dtype, CPU)
-    if name not in providers:
-        pytest.skip("this build of torch has none")
+    providers, absent = products.providers(dtype, CPU)
+    if name in absent:
+        pytest.skip(absent[name])
     x, weight = torch.randn(3, 40).to(dtype), torch.randn(25, 40).to(dtype)
     found = providers[name](x, weight)()
     expected = x.double() @ weight.double().T
@@ -29,7 +29,7 @@ def test_each_product_is_computed_by_the_provider_that_is_the_fastest_there(monk
     providers = {
         name: lambda x, w, name=name: lambda: called.append((name, len(x))) for name in (MM, ONEDNN)
     }
-    monkeypatch.setattr(products, "providers", lambda dtype, device: providers)
+    monkeypatch.setattr(products, "providers", lambda dtype, device: (providers, {PACKED: "none"}))
 
     def seconds(call, device) -> float:
         called.clear()
@@ -44,16 +44,20 @@ def test_each_product_is_computed_by_the_provider_that_is_the_fastest_there(monk
     assert called == [(MM, 2), (MM, 2), (ONEDNN, 4)]
     assert roofs[0] == {
         "product": "2×3 · 3×5", "dtype": "fp32", "count": 2, "flop/s": {MM: 60.0, ONEDNN: 30.0},
+        "absent": {PACKED: "none"},
     }  # fmt: skip
 
 
-def test_a_build_without_an_operator_is_measured_without_it(monkeypatch) -> None:
+def test_a_build_without_an_operator_is_measured_without_it_and_says_so(monkeypatch) -> None:
     def lacking(x: torch.Tensor, weight: torch.Tensor):
-        raise NotImplementedError("no such operator")
+        raise NotImplementedError("no such operator\nat line 7")
 
     monkeypatch.setitem(products.PROVIDERS, PACKED, lacking)
-    assert PACKED not in products.providers(torch.float32, CPU)
-    assert MM in products.providers(torch.float32, CPU)
+    monkeypatch.setattr(products, "best_of_few", lambda call, device: 1.0)
+    _, (roof,) = products.fastest([Product(2, 3, 5)], "fp32", CPU)
+    assert MM in roof["flop/s"]
+    assert roof["absent"][PACKED] == "no such operator"
+    assert f"(no {PACKED}: no such operator)" in terminal.speeds(roof)
 
 
 def test_the_products_of_a_model_are_those_of_its_linear_layers() -> None:

@@ -105,7 +105,7 @@ def test_unknown_codes_and_a_missing_package_are_refused(world, tmp_path, capsys
     flags = {**FOUR_BITS, "bnb-4bit-quant-type": "int4"}
     assert run("sft", world, tmp_path / "run", model="lm", **flags) == 2
     assert "unknown bnb_4bit_quant_type 'int4': choose one of nf4, fp4" in capsys.readouterr().err
-    monkeypatch.setattr("fastrl.models.quantised._is_installed", lambda: False)
+    monkeypatch.setattr("fastrl.models.quantised.is_installed", lambda: False)
     assert run("sft", world, tmp_path / "run", model="lm", **FOUR_BITS) == 2
     assert "load_in_4bit needs bitsandbytes: pip install" in capsys.readouterr().err
 

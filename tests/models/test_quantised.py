@@ -480,7 +480,7 @@ def test_an_adapter_of_a_whole_base_leaves_no_word_of_an_earlier_one(policy, tmp
 def test_without_bitsandbytes_the_package_is_named(policy, folders, tmp_path, monkeypatch):
     policy().save_pretrained(tmp_path)
     config = four_bit_config()
-    monkeypatch.setattr("fastrl.models.quantised._is_installed", lambda: False)
+    monkeypatch.setattr("fastrl.models.quantised.is_installed", lambda: False)
     with pytest.raises(ImportError, match=r"load_in_4bit needs .*pip install 'fastrl-lm\[bitsand"):
         four_bit_config()
     with pytest.raises(ImportError, match=r"quantization_config needs bitsandbytes"):

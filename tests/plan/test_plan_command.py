@@ -15,6 +15,7 @@ from fastrl import (
     SFTTrainer,
 )
 from fastrl.cli import main
+from fastrl.commands.plan import planned_run
 from fastrl.commands.plan_job import new_adapter
 from fastrl.plan.advice import Remedy, what_to_change
 from fastrl.plan.memory import ACTIVATIONS, Peak
@@ -67,6 +68,9 @@ def test_each_method_is_planned_with_the_flags_of_its_command(folder, capsys, me
     assert small < large
 
 
+REFUSED = 100
+
+
 class Fake:
     """A run of some GiB, and ways to lower them."""
 
@@ -79,9 +83,14 @@ class Fake:
 
     def changes(self):
         return [
-            Remedy(f"--{x} true", "", {ACTIVATIONS: 0.0}, lambda run, x=x: Fake(run.gib - x))
+            Remedy(f"--{x} true", "", {ACTIVATIONS: 0.0}, lambda run, x=x: run.saving(x))
             for x in self.savings
         ]
+
+    def saving(self, gib):
+        if gib == REFUSED:
+            raise ValueError("refused")
+        return Fake(self.gib - gib, *self.savings)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +104,69 @@ class Fake:
     ],
 )
 def test_what_does_not_fit_comes_with_the_first_change_that_is_enough(gib, said):
-    run = Fake(gib, 1, 3, 2)
+    run = Fake(gib, REFUSED, 1, 3, 2)
     assert not run.plan().fits(24)
     assert what_to_change(run, run.plan(), 24).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("ppo", ["--batch-size", "8", "--mini-batch-size", "4", "--micro-batch-tokens", "2048"]),
+        ("ppo", ["--reference", "copy", "--reference-dtype", "float32"]),
+        ("ppo", ["--lora-r", "8"]),
+        ("ppo", ["--sync-ref-every", "2", "--ref-ema", "0.5"]),
+        ("grpo", ["--num-shared-layers", "1"]),
+        ("sft", ["--lora-r", "8"]),
+        ("dpo", ["--reference", "cached", "--reference-dtype", "bfloat16"]),
+        ("dpo", ["--reference", "offload"]),
+        ("dpo", ["--task", "online-pairwise", "--per-device-train-batch-size", "64"]),
+        ("reward", []),
+    ],
+)
+def test_a_run_with_the_flags_that_are_suggested_is_the_one_that_was_planned(folder, method, given):
+    asked = [str(folder), "--method", method, "--device", "cuda"]
+    run = planned_run([*asked, *given])
+    found = [(each.flags, each.apply(run), each.cost) for each in run.changes()]
+    found += [(*dial.turned(2), "") for dial in run.dials() if dial.most >= 2]
+    changes = [each for each in found if each[1] is not None]
+    assert len(changes) > 5
+    for flags, changed, cost in changes:
+        kept = [] if "without num_shared_layers" in cost else given
+        taken = planned_run([*asked, *kept, *flags.split()])
+        assert taken.flags == changed.flags, flags
+        for name in ("dtype", "adapter", "four_bits"):
+            assert vars(taken.skeleton)[name] == vars(changed.skeleton)[name], flags
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((48, 1, 1), "--mini-batch-size 16 ("),  # 32 are no part of 48
+        ((12, 1, 3), "--mini-batch-size 4 --gradient-accumulation-steps 1 ("),
+    ],
+)
+def test_a_size_that_the_run_refuses_is_not_suggested(folder, capsys, sizes, said):
+    names = ("--batch-size", "--mini-batch-size", "--gradient-accumulation-steps")
+    flags = [word for name, size in zip(names, sizes, strict=True) for word in (name, size)]
+    advice = " ".join(planned(capsys, folder, *FLAGS[:4], *flags, "--gpu-gib", "24")["advice"])
+    assert said in advice
+
+
+def test_a_reference_that_follows_slowly_stays_in_fp32_beside_weights_in_bf16(folder):
+    run = planned_run([str(folder), "--sync-ref-every", "2", "--ref-ema", "0.5"])
+    flags = {each.flags for each in run.changes() if each.apply(run) is not None}
+    assert "--dtype bfloat16 --reference-dtype float32" in flags
+    assert not any(each.startswith("--reference-dtype bfloat16") for each in flags)
+
+
+def test_what_fits_names_flags_of_the_methods_command_alone(folder, capsys):
+    sizes = ["--prompt-tokens", "16", "--response-tokens", "16"]
+    asked = [folder, "--method", "dpo", "--task", "online-pairwise", *sizes, "--gpu-gib", "8"]
+    advice = " ".join(planned(capsys, *asked)["advice"])
+    assert "there is room for --" in advice
+    named = {word for word in advice.split() if word.startswith("--")}
+    assert named <= {"--rollout-slots", "--per-device-train-batch-size"}
 
 
 def test_the_command_says_that_a_run_does_not_fit(folder, capsys):
@@ -141,6 +210,8 @@ def test_an_unknown_architecture_says_what_is_a_guess(tmp_path, capsys):
         (["--method", "ppo", "--task", "sft"], "task='sft'"),
         (["--method", "dpo", "--task", "sft"], "offline-pairwise"),
         (["--load-in-4bit", "true"], "--lora-r 16"),
+        (["--lora-r", "4", "--bnb-4bit-quant-type", "fp4"], "set load_in_4bit, too"),
+        (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--prompt-tokens", "400", "--response-tokens", "400"], "context of 512"),
         (["--method", "sft", "--max-length", "100"], "max_length=100"),
         (["--prompt-tokens", "1"], "prompt_tokens"),
@@ -149,6 +220,15 @@ def test_an_unknown_architecture_says_what_is_a_guess(tmp_path, capsys):
 )
 def test_bad_input_is_refused_by_name(folder, capsys, arguments, named):
     assert named in refused(capsys, folder, *arguments)
+
+
+def test_a_second_adapter_is_refused_as_by_the_command_that_is_planned(tmp_path, folder, capsys):
+    adapter = new_adapter(4)
+    adapter.base_model_name_or_path = str(folder)
+    adapter.save_pretrained(tmp_path / "adapter")
+    said = refused(capsys, tmp_path / "adapter", "--lora-r", "4")
+    assert "lora_r=4 asks for a new adapter" in said
+    assert "leave out lora_r" in said
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path, capsys):
@@ -271,3 +351,10 @@ def test_trainers_plan_themselves(tmp_path):
         trainer.plan(1000)
     with pytest.raises(ValueError, match="tokens must be"):
         trainer.plan("many")
+
+
+def test_a_smaller_base_of_the_same_adapter_comes_before_what_learns_another(folder):
+    adapted = planned_run([str(folder), "--lora-r", "4"])
+    whole = planned_run([str(folder)])
+    assert not any(each.learns_other for each in adapted.changes() if each.apply(adapted))
+    assert any(each.learns_other for each in whole.changes() if each.apply(whole))
