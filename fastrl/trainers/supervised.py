@@ -22,7 +22,7 @@ from fastrl.data.choose_padding import runs_packed
 from fastrl.data.token_batch import TokenBatch
 from fastrl.data.vocabulary import check_table
 from fastrl.models.load import load_tokenizer
-from fastrl.models.optimizers import check_optimizer
+from fastrl.models.optimizers import check_optimizer, optimizer_name
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.sharding import spread
@@ -48,7 +48,7 @@ class SupervisedArguments(TrainingArguments):
         "allows it.",
         True,
     )
-    micro_batch_tokens: int | None = setting_like(PPOConfig, "micro_batch_tokens", None)
+    micro_batch_tokens: int | None = setting_like(PPOConfig, "micro_batch_tokens")
     dataset_num_proc: int | None = setting("Processes for preparing the data set.", None)
     model_init_kwargs: dict | str | None = setting(
         "Keyword arguments of from_pretrained (JSON), where the model is a path.", None
@@ -58,9 +58,9 @@ class SupervisedArguments(TrainingArguments):
         "left out and counted, with a warning), raise (an error).",
         "skip",
     )
-    master_weights: bool = setting_like(PPOConfig, "master_weights", True)
-    offload_optimizer: bool = setting_like(PPOConfig, "offload_optimizer", False)
-    activation_offloading: bool = setting_like(PPOConfig, "activation_offloading", False)
+    master_weights: bool = setting_like(PPOConfig, "master_weights")
+    offload_optimizer: bool = setting_like(PPOConfig, "offload_optimizer")
+    activation_offloading: bool = setting_like(PPOConfig, "activation_offloading")
     bf16: bool | None = setting(  # type: ignore[assignment]
         "Compute in bfloat16 by autocast, by default on GPUs that can. Weights keep their dtype; "
         "the default is for float32 weights, where accelerate was told no precision.",
@@ -362,8 +362,7 @@ def trained_identity(trainer: Any) -> dict[str, Any]:
 
 
 def _check_optimizer(args: TrainingArguments) -> None:
-    name = str(getattr(args.optim, "value", args.optim))
-    check_optimizer(name, arguments=args.optim_args, decay_is_a_setting=True)
+    check_optimizer(optimizer_name(args), arguments=args.optim_args, decay_is_a_setting=True)
 
 
 def settings_of(args: Any, kind: type, **keywords: Any) -> Any:
