@@ -19,7 +19,18 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into t
 
 # Allocation and views start no kernel; "fill_" is the fixture that poisons new memory.
 _FREE = {"empty", "empty_strided", "empty_like", "new_empty", "view", "detach", "slice", "select"}
-_FREE |= {"unsqueeze", "expand", "_unsafe_view", "reshape", "alias", "t", "unbind", "set_", "fill_"}
+_FREE |= {
+    "promote_types",
+    "unsqueeze",
+    "expand",
+    "_unsafe_view",
+    "reshape",
+    "alias",
+    "t",
+    "unbind",
+    "set_",
+    "fill_",
+}
 _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
 
 

@@ -12,8 +12,11 @@ from .logprob import token_logprobs
 from .moments import masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
 from .ppo_loss import linear_ppo_loss, ppo_loss
 from .preference import *  # noqa: F403
+from .rms_norm import rms_norm
 from .rng import sample_keys
+from .rotary import HeadNorms, rotate_and_store
 from .sampling import sample_tokens
+from .swiglu import swiglu
 from .types import (
     Extras,
     KLTerm,
@@ -27,6 +30,7 @@ from .types import (
 __all__ = [
     "Choice",
     "Extras",
+    "HeadNorms",
     "KLTerm",
     "LinearLossStats",
     "LiveTokens",
@@ -50,8 +54,11 @@ __all__ = [
     "masked_whiten",
     "merge_moments",
     "ppo_loss",
+    "rms_norm",
+    "rotate_and_store",
     "sample_keys",
     "sample_tokens",
+    "swiglu",
     "token_logprobs",
 ]
 __all__ += preference.__all__

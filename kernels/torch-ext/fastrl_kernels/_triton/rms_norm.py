@@ -1,0 +1,80 @@
+"""RMS normalisation: a program holds a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .tiles import device_of
+
+
+def dtype_of(dtype: torch.dtype) -> tl.dtype:
+    """Triton's name of a dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """fp32 rounded to a dtype."""
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["eps"])
+def _rms_norm_kernel(
+    x_ptr,  # [N, H]
+    residual_ptr,  # [N, H], or None
+    weight_ptr,  # [H]
+    eps,  # number
+    out_ptr,  # [N, H]
+    total_ptr,  # [N, H] the residual with x added, or None: there is no residual
+    H,
+    WIDE: tl.constexpr,  # the dtype of the sum
+    UNIT_OFFSET: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    inside = column < H
+    x = tl.load(x_ptr + row * H + column, mask=inside, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + row * H + column, mask=inside, other=0.0).to(tl.float32)
+        x = rounded(x, WIDE)
+        tl.store(total_ptr + row * H + column, x, mask=inside)
+    mean = tl.sum(x * x, 0) / H
+    normed = x * (1.0 / tl.sqrt_rn(mean + tl.cast(eps, tl.float32)))
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if UNIT_OFFSET:
+        normed *= 1.0 + weight
+    else:
+        normed = rounded(normed, WIDE) * weight
+    tl.store(out_ptr + row * H + column, normed, mask=inside)
+
+
+def normalise(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    wide: torch.dtype,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """``rms_norm`` of checked arguments: the result, and the sum that it is of."""
+    x, weight = x.contiguous(), weight.contiguous()
+    width = x.shape[-1]
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    total = None
+    if residual is not None:
+        residual = residual.contiguous()
+        total = torch.empty(x.shape, dtype=wide, device=x.device)
+    if x.numel():
+        tile = max(16, triton.next_power_of_2(width))
+        with device_of(x):
+            _rms_norm_kernel[(x.numel() // width,)](
+                x, residual, weight, eps, out, total, width,
+                WIDE=dtype_of(wide), UNIT_OFFSET=unit_offset, TILE=tile,
+                num_warps=min(16, max(1, tile // 512)),
+            )  # fmt: skip
+    return out, x if total is None else total
