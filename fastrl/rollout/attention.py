@@ -15,7 +15,7 @@ import fastrl_kernels
 from fastrl.models.attention import Attention, Variant
 from fastrl.models.packed_attention import Group, PackedAttention, PackedLayout
 from fastrl.rollout.kv_cache import KVCache
-from fastrl_kernels import LiveTokens
+from fastrl_kernels import HeadNorms, LiveTokens
 from fastrl_kernels.dispatch import BACKEND_VARIABLE
 
 
@@ -69,6 +69,29 @@ class DecodeAttention:
         for whole, new in zip(stored, (keys, values), strict=True):
             whole.index_put_(self.places, new.squeeze(2).to(whole.dtype))
         return stored
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        """Stores rotated keys [b, Hkv, D] and values of a layer; returns rotated queries."""
+        self.layer = layer
+        stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        positions = self.places[1]
+        return fastrl_kernels.rotate_and_store(
+            query, key, value, cos, sin, *stored, positions, norms=norms
+        )
+
+    def attend_written(self, query: Tensor, variant: Variant) -> Tensor:
+        """:meth:`attend` of queries [b, Hq, D] over what was written last."""
+        stored = self.kv_cache.keys[self.layer], self.kv_cache.values[self.layer]
+        return self.attend(query.unsqueeze(2), *stored, variant)
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         self.kv_cache.windows[self.layer] = variant.window

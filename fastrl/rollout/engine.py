@@ -97,6 +97,7 @@ class RolloutEngine:
         self._captures = cuda_graphs and self.model_runner.device.type == "cuda"
         self._runner: StepRunner = GraphRunner() if self._captures else EagerRunner()
         self._check()
+        self.model_runner.fuse_layers(self._shapes())
 
     def _check(self) -> None:
         """

@@ -12,13 +12,20 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fastrl.models import quantised
-from fastrl.models.attention import attached, attending
+from fastrl.models.attention import Variant, attached, attending
 from fastrl.models.lm_head import in_front_of_head
 from fastrl.models.products import PackedProducts, has_own_forward, is_packed
 from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
-from fastrl.rollout.attention import CachedAttention, PrefillDone, SlotCache
-from fastrl.rollout.kv_cache import LayerShape
+from fastrl.rollout.attention import (
+    CachedAttention,
+    PrefillDone,
+    SlotCache,
+    choose_decode_kernel,
+)
+from fastrl.rollout.fused_layers import FusedLayers, VariantsOf
+from fastrl.rollout.kv_cache import KVCache, LayerShape
+from fastrl_kernels import explain
 
 Autocast = Callable[[], contextlib.AbstractContextManager]
 
@@ -42,6 +49,7 @@ class ModelRunner:
         self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
         self._product = _head_product(self.language_model)
+        self.fused_layers = FusedLayers(self.language_model)
         self.autocast_weights = AutocastWeightCache()
         self.packed_products = PackedProducts()
 
@@ -62,6 +70,7 @@ class ModelRunner:
                 self.autocast(),
                 self.packed_products.in_place(self.language_model),
                 self.autocast_weights.in_place(self.language_model),
+                self.fused_layers.in_place(),
             ):
                 yield
         finally:
@@ -120,6 +129,29 @@ class ModelRunner:
         it; the model's own changes of its logits follow."""
         logits, self._logits = self._logits, None
         return out if logits is None else logits
+
+    def fuse_layers(self, layers: list[LayerShape]) -> None:
+        """Has decode steps run the model's layers with few launches, where kernels are launched and
+        the layers can be fused.
+
+        Args:
+            layers: as :meth:`layer_shapes` gives them.
+        """
+        if explain(self.device).backend != "triton":
+            return
+
+        def decode() -> tuple[Tensor, list[Variant]]:
+            rows, steps = 2, 3
+            kv_cache = KVCache(layers, rows, 2 * steps, self.dtype, self.device)
+            kernel = choose_decode_kernel(kv_cache)
+            with self.opened():
+                for i in range(steps):
+                    positions = torch.tensor([i, i + 2], device=self.device)
+                    attention = VariantsOf(kernel, kv_cache, positions, 2 * steps)
+                    logits, _ = self.decode(positions + 1, positions, attention)
+            return logits, attention.variants
+
+        self.fused_layers.activate(decode)
 
     @torch.no_grad()
     def layer_shapes(self) -> list[LayerShape]:

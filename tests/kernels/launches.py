@@ -31,6 +31,7 @@ _FREE |= {
     "set_",
     "fill_",
 }
+_FREE |= {"promote_types"}
 _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
 
 

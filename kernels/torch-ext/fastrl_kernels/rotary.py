@@ -93,8 +93,8 @@ def _check(
         if not fits or cache.shape[2:] != x.shape[1:] or len(x) != batch:
             raise ValueError(
                 f"{name} have shape {tuple(cache.shape)} for {name[:-1]} {tuple(x.shape)} and "
-                f"query {tuple(query.shape)}: they must be [S, M, heads, width] with S ≥ B, and a last "
-                "stride of 1"
+                f"query {tuple(query.shape)}: they must be [S, M, heads, width] with S ≥ B, and "
+                "a last stride of 1"
             )
     if keys.shape[:2] != values.shape[:2] or key.shape[-1] != width:
         raise ValueError(
