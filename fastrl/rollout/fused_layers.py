@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.models.attention import Variant, current_attention
-from fastrl.models.products import has_own_forward
+from fastrl.models.products import has_own_forward, is_packed
 from fastrl.rollout.attention import DecodeAttention
 
 # The modules of layers such as Llama's. Those that have others stay as they are.
@@ -31,11 +31,60 @@ class _Stream:
     sum: Tensor
 
 
+class Products:
+    """Products of one input with several linear layers: one product where their weights lie one
+    after the other in memory, as :class:`fastrl.rollout.model_runner.AutocastWeightCache` makes
+    them."""
+
+    def __init__(self, *layers: Any):
+        self.layers = layers
+        self._joined: tuple[Tensor, Tensor | None, list[int]] | None = None
+
+    def join(self) -> None:
+        """Looks where the weights lie now."""
+        self._joined = None
+        if not all(map(_is_plain, self.layers)):
+            return
+        weight = joined_view([layer.weight for layer in self.layers])
+        biases = [layer.bias for layer in self.layers]
+        bias = None if biases[0] is None else joined_view(biases)
+        if weight is not None and (bias is not None or not any(x is not None for x in biases)):
+            self._joined = weight, bias, [layer.out_features for layer in self.layers]
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        if self._joined is None:
+            return [layer(x) for layer in self.layers]
+        weight, bias, sizes = self._joined
+        return F.linear(x, weight, bias).split(sizes, -1)
+
+
+def joined_view(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """One tensor of several, along their first dimension, where they are one piece of memory."""
+    first, end = tensors[0], None
+    for x in tensors:
+        if x is None or first is None or x.dtype != first.dtype or not x.is_contiguous():
+            return None
+        if x.shape[1:] != first.shape[1:] or end not in (None, x.data_ptr()):
+            return None
+        end = x.data_ptr() + x.nbytes
+    assert first is not None
+    rows = sum(len(x) for x in tensors if x is not None)
+    room = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
+    size = (rows, *first.shape[1:])
+    fits = torch.Size(size).numel() <= room
+    return first.detach().as_strided(size, first.stride()) if fits else None
+
+
+def _is_plain(layer: Any) -> bool:
+    plain = type(layer) is nn.Linear and not has_own_forward(layer) and not is_packed(layer)
+    return plain and not (layer._forward_hooks or layer._forward_pre_hooks)
+
+
 class FusedDecoderLayer:
     """A decoder layer's forward for the tokens of a decode step; others are the layer's own.
 
-    Eleven launches beside those of attention: seven products, two norms with the additions before
-    them, the rotation that stores keys and values, and the gate.
+    Eleven launches beside those of attention: seven products (four, see :class:`Products`), two
+    norms with the additions before them, the rotation that stores keys and values, and the gate.
 
     Attributes:
         variant: of the layer's attention, as its own forward says.
@@ -45,8 +94,10 @@ class FusedDecoderLayer:
         self.layer, self.stream, self.first, self.last = layer, stream, first, last
         self.own_forward: Callable[..., Tensor] = layer.forward
         self.variant = Variant(None, None, None)
-        own = layer.self_attn
+        own, mlp = layer.self_attn, layer.mlp
         self.head_norm_eps = _eps(own.q_norm) if hasattr(own, "q_norm") else None
+        self.attention_products = Products(own.q_proj, own.k_proj, own.v_proj)
+        self.mlp_products = Products(mlp.gate_proj, mlp.up_proj)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         attention = current_attention()
@@ -57,8 +108,7 @@ class FusedDecoderLayer:
         x, stream = _add_and_norm(x, stream, layer.input_layernorm)
         x = self._attended(x, attention, *kwargs["position_embeddings"])
         x, stream = _add_and_norm(x, stream, layer.post_attention_layernorm)
-        mlp = layer.mlp
-        x = mlp.down_proj(fastrl_kernels.swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
+        x = layer.mlp.down_proj(fastrl_kernels.swiglu(*self.mlp_products(x)))
         if self.last:
             return stream + x
         self.stream.sum = stream
@@ -66,10 +116,7 @@ class FusedDecoderLayer:
 
     def _attended(self, x: Tensor, attention: DecodeAttention, cos: Tensor, sin: Tensor) -> Tensor:
         own, norms = self.layer.self_attn, None
-        query, key, value = (
-            product(x).view(len(x), -1, own.head_dim)
-            for product in (own.q_proj, own.k_proj, own.v_proj)
-        )
+        query, key, value = (y.view(len(x), -1, own.head_dim) for y in self.attention_products(x))
         if self.head_norm_eps is not None:
             weights = own.q_norm.weight, own.k_norm.weight
             norms = fastrl_kernels.HeadNorms(*weights, self.head_norm_eps)
@@ -85,7 +132,7 @@ def _add_and_norm(x: Tensor, stream: Tensor | None, norm: Any) -> tuple[Tensor, 
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     eps = _eps(norm)
-    found = fastrl_kernels.rms_norm(x, norm.weight, residual=stream, eps=eps, dtype=dtype)
+    found: Any = fastrl_kernels.rms_norm(x, norm.weight, residual=stream, eps=eps, dtype=dtype)
     return (found, x) if stream is None else found
 
 
@@ -108,6 +155,13 @@ class FusedLayers:
             for i, layer in enumerate(found)
         ]
         self.active = False
+
+    def together(self) -> list[Sequence[Any]]:
+        """Linear layers whose products are one, if their weights lie one after the other."""
+        if not self.active:
+            return []
+        of_layers = ((x.attention_products, x.mlp_products) for x in self.layers)
+        return [products.layers for both in of_layers for products in both]
 
     def activate(self, decode: Callable[[], tuple[Tensor, Sequence[Variant]]]) -> None:
         """Compares a few decode steps with those of the layers' own forwards, which also say how
@@ -144,6 +198,8 @@ class FusedLayers:
         layers = [] if watched else self.layers
         try:
             for fused in layers:
+                fused.attention_products.join()
+                fused.mlp_products.join()
                 fused.layer.forward = fused
             yield
         finally:

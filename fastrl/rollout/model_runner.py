@@ -4,7 +4,7 @@ weights under autocast."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class ModelRunner:
                 in_front_of_head(self.language_model, self._before_head),
                 self.autocast(),
                 self.packed_products.in_place(self.language_model),
-                self.autocast_weights.in_place(self.language_model),
+                self.autocast_weights.in_place(self.language_model, self.fused_layers.together()),
                 self.fused_layers.in_place(),
             ):
                 yield
@@ -208,11 +208,15 @@ class AutocastWeightCache:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, torch.dtype], nn.Parameter] = {}
+        self._copies: dict[tuple[int, torch.dtype], Any] = {}
 
     @contextlib.contextmanager
-    def in_place(self, model: nn.Module) -> Iterator[None]:
-        """Context in which products use casts of the present weights, if autocast is on."""
+    def in_place(self, model: nn.Module, together: Sequence[Sequence[Any]] = ()) -> Iterator[None]:
+        """Context in which products use casts of the present weights, if autocast is on.
+
+        Args:
+            together: layers whose casts lie one after the other in memory, each at most once.
+        """
         kind = next(model.parameters()).device.type
         if not torch.is_autocast_enabled(kind):
             yield
@@ -220,7 +224,7 @@ class AutocastWeightCache:
         dtype = torch.get_autocast_dtype(kind)
         caching = torch.is_autocast_cache_enabled()
         places = list(_places(model))
-        copies = self._written([x for _, _, x in places], dtype)
+        copies = self._written([x for _, _, x in places], dtype, together)
         try:
             torch.set_autocast_cache_enabled(False)
             for (module, name, _), copy in zip(places, copies, strict=True):
@@ -235,19 +239,50 @@ class AutocastWeightCache:
         self._copies.clear()
 
     @torch.no_grad()
-    def _written(self, weights: list[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
+    def _written(
+        self,
+        weights: list[nn.Parameter],
+        dtype: torch.dtype,
+        together: Sequence[Sequence[Any]],
+    ) -> list[nn.Parameter]:
         before, self._copies = self._copies, {}
-        for weight in weights:
-            copy = before.get((id(weight), dtype))
-            if copy is None or copy.shape != weight.shape or copy.device != weight.device:
-                empty = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-                copy = nn.Parameter(empty, requires_grad=False)
-            self._copies[id(weight), dtype] = copy
+        for group in (*_tensors_of(together, weights), *([weight] for weight in weights)):
+            if any((id(weight), dtype) in self._copies for weight in group):
+                continue
+            copies = [before.get((id(weight), dtype)) for weight in group]
+            if not all(map(_fits, copies, group)):
+                copies = _side_by_side(group, dtype)
+            for weight, copy in zip(group, copies, strict=True):
+                self._copies[id(weight), dtype] = copy
         copies = [self._copies[id(weight), dtype] for weight in weights]
         targets: list[Tensor] = [copy.data for copy in copies]
         if targets:
             torch._foreach_copy_(targets, [weight.data for weight in weights])
         return copies
+
+
+def _tensors_of(
+    together: Sequence[Sequence[Any]], weights: list[nn.Parameter]
+) -> Iterator[list[nn.Parameter]]:
+    """The weights, and the biases, of each group of layers, where all are cast."""
+    cast = {id(weight) for weight in weights}
+    for layers in together:
+        for name in ("weight", "bias"):
+            group = [getattr(layer, name, None) for layer in layers]
+            if all(id(x) in cast and x.shape[1:] == group[0].shape[1:] for x in group):
+                yield group
+
+
+def _fits(copy: nn.Parameter | None, weight: nn.Parameter) -> bool:
+    return copy is not None and (copy.shape, copy.device) == (weight.shape, weight.device)
+
+
+def _side_by_side(weights: list[nn.Parameter], dtype: torch.dtype) -> list[Any]:
+    """Memory for casts of weights, one piece for all."""
+    rows = list(map(len, weights))
+    shape = sum(rows), *weights[0].shape[1:]
+    whole = torch.empty(shape, dtype=dtype, device=weights[0].device)
+    return [nn.Parameter(x, requires_grad=False) for x in whole.split(rows)]
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -127,6 +127,26 @@ def test_keys_are_rotated_and_stored_as_models_do(backend, device, dtype, wide, 
         assert not others.any()
 
 
+def test_parts_of_one_products_rows_are_not_copied(device):
+    joined = normal(3, 1, (4 + 2 + 2) * 16, device=device)
+    parts = [x.view(3, -1, 16) for x in joined.split([64, 32, 32], -1)]
+    angles = normal(3, 16, seed=1, device=device)
+    positions = torch.tensor([1, 2, 3], device=device)
+    found = []
+    for heads in (parts, [x.clone() for x in parts]):
+        cache = slots_of(FP32, device, (16, 16))
+        with watched() as calls:
+            out = rotate_and_store(*heads, angles, angles, *cache, positions, backend="triton")
+        assert calls == ["_rotate_and_store_kernel"]
+        found.append((out, *cache))
+    assert all(map(torch.equal, *found))
+    gate, up = joined.chunk(2, -1)
+    with watched() as calls:
+        out = swiglu(gate, up, backend="triton")
+    assert calls == ["_swiglu_kernel"]
+    assert torch.equal(out, swiglu(gate.clone(), up.clone(), backend="triton"))
+
+
 def test_a_position_outside_of_its_slot_is_not_stored(device):
     keys, values = slots_of(FP32, device, (16, 16))
     given = [normal(3, h, 16, seed=h, device=device) for h in (4, 2, 2)]

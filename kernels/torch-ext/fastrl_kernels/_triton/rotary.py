@@ -70,6 +70,9 @@ def _rotate_and_store_kernel(
     tokens,
     heads,
     kv_heads,
+    query_stride,
+    key_stride,
+    value_stride,
     key_slot_stride,
     key_token_stride,
     key_head_stride,
@@ -91,7 +94,7 @@ def _rotate_and_store_kernel(
     cos_ptr += row * R
     sin_ptr += row * R
     if head < heads:
-        ptr = query_ptr + (row * heads + head) * D
+        ptr = query_ptr + row * query_stride + head * D
         x = _rotated(ptr, query_weight_ptr, cos_ptr, sin_ptr, columns, eps, NORMED, WIDE, D, R)
         tl.store(out_ptr + (row * heads + head) * D + columns, x, mask=columns < D)
     else:
@@ -99,17 +102,22 @@ def _rotate_and_store_kernel(
         stored = (position >= 0) & (position < tokens)
         head -= heads
         if head < kv_heads:
-            ptr = key_ptr + (row * kv_heads + head) * D
+            ptr = key_ptr + row * key_stride + head * D
             x = _rotated(ptr, key_weight_ptr, cos_ptr, sin_ptr, columns, eps, NORMED, WIDE, D, R)
             target = keys_ptr + row * key_slot_stride + position * key_token_stride
             target += head.to(tl.int64) * key_head_stride
             tl.store(target + columns, x, mask=columns < tl.where(stored, D, 0))
         else:
             head -= kv_heads
-            x = _head(value_ptr + (row * kv_heads + head) * DV, columns, DV)
+            x = _head(value_ptr + row * value_stride + head * DV, columns, DV)
             target = values_ptr + row * value_slot_stride + position * value_token_stride
             target += head.to(tl.int64) * value_head_stride
             tl.store(target + columns, x, mask=columns < tl.where(stored, DV, 0))
+
+
+def _with_heads_together(x: Tensor) -> Tensor:
+    """[B, h, D] whose rows are contiguous each: parts of one product's rows stay as they are."""
+    return x if x[:1].is_contiguous() else x.contiguous()
 
 
 def rotate_and_store(
@@ -124,9 +132,8 @@ def rotate_and_store(
     norms: HeadNorms | None,
 ) -> Tensor:
     """``rotate_and_store`` of checked arguments."""
-    query, key, value, cos, sin, positions = (
-        x.contiguous() for x in (query, key, value, cos, sin, positions)
-    )
+    query, key, value = map(_with_heads_together, (query, key, value))
+    cos, sin, positions = (x.contiguous() for x in (cos, sin, positions))
     batch, heads, width = query.shape
     kv_heads, value_width = value.shape[1:]
     out = torch.empty(query.shape, dtype=keys.dtype, device=query.device)
@@ -141,6 +148,7 @@ def rotate_and_store(
             _rotate_and_store_kernel[(batch * (heads + 2 * kv_heads),)](
                 query, key, value, cos, sin, *weights, 0.0 if norms is None else norms.eps,
                 positions, keys, values, out, keys.shape[1], heads, kv_heads,
+                query.stride(0), key.stride(0), value.stride(0),
                 *keys.stride()[:3], *values.stride()[:3],
                 NORMED=dtype_of(normed), WIDE=dtype_of(torch.promote_types(normed, cos.dtype)),
                 D=width, DV=value_width, R=cos.shape[1], WIDTH=tile, num_warps=1,

@@ -1,4 +1,4 @@
-"""The gate of a feed-forward layer, element by element."""
+"""The gate of a feed-forward layer: a program holds a piece of a row."""
 
 from __future__ import annotations
 
@@ -13,30 +13,39 @@ from .tiles import TILE, device_of
 
 @triton.jit
 def _swiglu_kernel(
-    gate_ptr,  # [count]
-    up_ptr,  # [count]
-    out_ptr,  # [count]
-    count,
+    gate_ptr,  # [N, I]
+    up_ptr,  # [N, I]
+    out_ptr,  # [N, I]
+    gate_stride,
+    up_stride,
+    I,
     TILE: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = at < count
-    gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(
-        out_ptr + at,
-        rounded(gate / (1.0 + tl.exp(-gate)), out_ptr.dtype.element_ty) * up,
-        mask=inside,
-    )
+    pieces = tl.cdiv(I, TILE)
+    at = tl.program_id(0)
+    row = (at // pieces).to(tl.int64)
+    column = at % pieces * TILE + tl.arange(0, TILE)
+    inside = column < I
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    silu = rounded(gate / (1.0 + tl.exp(-gate)), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * I + column, silu * up, mask=inside)
+
+
+def _by_rows(x: Tensor, width: int) -> Tensor:
+    """[N, I], a view where there is one."""
+    rows = x.reshape(-1, width)
+    return rows if rows.stride(-1) == 1 or width == 1 else rows.contiguous()
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """``swiglu`` of checked arguments."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if gate.numel():
+        width = gate.shape[-1] if gate.dim() else 1
+        gate, up = _by_rows(gate, width), _by_rows(up, width)
         with device_of(gate):
-            _swiglu_kernel[(triton.cdiv(gate.numel(), TILE),)](
-                gate, up, out, gate.numel(), TILE=TILE
+            _swiglu_kernel[(len(gate) * triton.cdiv(width, TILE),)](
+                gate, up, out, gate.stride(0), up.stride(0), width, TILE=TILE
             )
     return out
