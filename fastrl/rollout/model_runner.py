@@ -249,16 +249,16 @@ class AutocastWeightCache:
         for group in (*_tensors_of(together, weights), *([weight] for weight in weights)):
             if any((id(weight), dtype) in self._copies for weight in group):
                 continue
-            copies = [before.get((id(weight), dtype)) for weight in group]
+            copies: list[Any] = [before.get((id(weight), dtype)) for weight in group]
             if not all(map(_fits, copies, group)):
                 copies = _side_by_side(group, dtype)
             for weight, copy in zip(group, copies, strict=True):
                 self._copies[id(weight), dtype] = copy
-        copies = [self._copies[id(weight), dtype] for weight in weights]
-        targets: list[Tensor] = [copy.data for copy in copies]
+        written = [self._copies[id(weight), dtype] for weight in weights]
+        targets: list[Tensor] = [copy.data for copy in written]
         if targets:
             torch._foreach_copy_(targets, [weight.data for weight in weights])
-        return copies
+        return written
 
 
 def _tensors_of(
@@ -268,7 +268,7 @@ def _tensors_of(
     cast = {id(weight) for weight in weights}
     for layers in together:
         for name in ("weight", "bias"):
-            group = [getattr(layer, name, None) for layer in layers]
+            group: list[Any] = [getattr(layer, name, None) for layer in layers]
             if all(id(x) in cast and x.shape[1:] == group[0].shape[1:] for x in group):
                 yield group
 

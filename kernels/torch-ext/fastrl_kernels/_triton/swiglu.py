@@ -13,27 +13,27 @@ from .tiles import TILE, device_of
 
 @triton.jit
 def _swiglu_kernel(
-    gate_ptr,  # [N, I]
-    up_ptr,  # [N, I]
-    out_ptr,  # [N, I]
+    gate_ptr,  # [N, width]
+    up_ptr,  # [N, width]
+    out_ptr,  # [N, width]
     gate_stride,
     up_stride,
-    I,
+    width,
     TILE: tl.constexpr,
 ):
-    pieces = tl.cdiv(I, TILE)
+    pieces = tl.cdiv(width, TILE)
     at = tl.program_id(0)
     row = (at // pieces).to(tl.int64)
     column = at % pieces * TILE + tl.arange(0, TILE)
-    inside = column < I
+    inside = column < width
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     silu = rounded(gate / (1.0 + tl.exp(-gate)), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * I + column, silu * up, mask=inside)
+    tl.store(out_ptr + row * width + column, silu * up, mask=inside)
 
 
 def _by_rows(x: Tensor, width: int) -> Tensor:
-    """[N, I], a view where there is one."""
+    """[N, width], a view where there is one."""
     rows = x.reshape(-1, width)
     return rows if rows.stride(-1) == 1 or width == 1 else rows.contiguous()
 
