@@ -95,7 +95,7 @@ class DecodeAttention:
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         self.kv_cache.windows[self.layer] = variant.window
-        return self.kernel(query, keys, values, self.live, self.span, variant)
+        return self.kernel(query.to(keys.dtype), keys, values, self.live, self.span, variant)
 
 
 class PrefillDone(Exception):

@@ -26,6 +26,7 @@ from fastrl.rollout.attention import (
 from fastrl.rollout.fused_layers import FusedLayers, VariantsOf
 from fastrl.rollout.kv_cache import KVCache, LayerShape
 from fastrl_kernels import explain
+from fastrl_kernels.dispatch import kind_of_device
 
 Autocast = Callable[[], contextlib.AbstractContextManager]
 
@@ -141,6 +142,7 @@ class ModelRunner:
             return
 
         def decode() -> tuple[Tensor, list[Variant]]:
+            self.autocast_weights.free()  # fused layers have theirs elsewhere
             rows, steps = 2, 3
             kv_cache = KVCache(layers, rows, 2 * steps, self.dtype, self.device)
             kernel = choose_decode_kernel(kv_cache)
@@ -155,7 +157,9 @@ class ModelRunner:
 
     @torch.no_grad()
     def layer_shapes(self) -> list[LayerShape]:
-        """Shapes of one token's keys and values, from a forward with the model's own cache."""
+        """Shapes of one token's keys and values, from a forward with the model's own cache; also
+        finds their dtype. Autocast would cast them for every product of attention: on a GPU they
+        are kept so."""
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with evaluating(self.model), self.autocast():
             cache = self.language_model(
@@ -166,6 +170,9 @@ class ModelRunner:
             keys, values = layer.keys, layer.values
             layers.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
             self.dtype = keys.dtype
+        autocast = self.autocast_dtype()
+        if autocast is not None and kind_of_device(self.device) != "cpu":
+            self.dtype = autocast
         return layers
 
 
