@@ -31,7 +31,7 @@ _FREE |= {
     "set_",
     "fill_",
 }
-_FREE |= {"promote_types", "squeeze", "transpose", "split", "chunk", "as_strided"}
+_FREE |= {"promote_types", "squeeze", "transpose", "split", "split_with_sizes", "as_strided"}
 _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
 
 

@@ -109,7 +109,7 @@ def _rotate_and_store_kernel(
             tl.store(target + columns, x, mask=columns < tl.where(stored, D, 0))
         else:
             head -= kv_heads
-            x = _head(value_ptr + row * value_stride + head * DV, columns, DV)
+            x = _head(value_ptr + row * value_stride + head * DV, columns, DV).to(tl.float32)
             target = values_ptr + row * value_slot_stride + position * value_token_stride
             target += head.to(tl.int64) * value_head_stride
             tl.store(target + columns, x, mask=columns < tl.where(stored, DV, 0))

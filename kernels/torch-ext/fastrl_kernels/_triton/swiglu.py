@@ -8,7 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .rms_norm import rounded
-from .tiles import TILE, device_of
+from .tiles import device_of
+
+_TILE_BYTES = 4096  # 16 for each of 256 threads, as AMD's four warps have
 
 
 @triton.jit
@@ -44,8 +46,9 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     if gate.numel():
         width = gate.shape[-1] if gate.dim() else 1
         gate, up = _by_rows(gate, width), _by_rows(up, width)
+        tile = _TILE_BYTES // gate.element_size()
         with device_of(gate):
-            _swiglu_kernel[(len(gate) * triton.cdiv(width, TILE),)](
-                gate, up, out, gate.stride(0), up.stride(0), width, TILE=TILE
+            _swiglu_kernel[(len(gate) * triton.cdiv(width, tile),)](
+                gate, up, out, gate.stride(0), up.stride(0), width, TILE=tile
             )
     return out
