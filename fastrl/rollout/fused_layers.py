@@ -31,10 +31,10 @@ class _Stream:
     sum: Tensor
 
 
-class Products:
-    """Products of one input with several linear layers: one product where their weights lie one
-    after the other in memory, as :class:`fastrl.rollout.model_runner.AutocastWeightCache` makes
-    them."""
+class JoinedProducts:
+    """The products of one input with several linear layers: one product where their weights lie
+    one after the other in memory, as
+    :class:`fastrl.rollout.model_runner.AutocastWeightCache` makes them."""
 
     def __init__(self, *layers: Any):
         self.layers = layers
@@ -83,8 +83,8 @@ def _is_plain(layer: Any) -> bool:
 class FusedDecoderLayer:
     """A decoder layer's forward for the tokens of a decode step; others are the layer's own.
 
-    Eleven launches beside those of attention: seven products (four, see :class:`Products`), two
-    norms with the additions before them, the rotation that stores keys and values, and the gate.
+    Eleven launches beside those of attention: seven products (or four: :class:`JoinedProducts`),
+    two norms with the additions before them, the rotation that stores keys and values, the gate.
 
     Attributes:
         variant: of the layer's attention, as its own forward says.
@@ -96,8 +96,8 @@ class FusedDecoderLayer:
         self.variant = Variant(None, None, None)
         own, mlp = layer.self_attn, layer.mlp
         self.head_norm_eps = _eps(own.q_norm) if hasattr(own, "q_norm") else None
-        self.attention_products = Products(own.q_proj, own.k_proj, own.v_proj)
-        self.mlp_products = Products(mlp.gate_proj, mlp.up_proj)
+        self.attention_products = JoinedProducts(own.q_proj, own.k_proj, own.v_proj)
+        self.mlp_products = JoinedProducts(mlp.gate_proj, mlp.up_proj)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         attention = current_attention()
