@@ -1,7 +1,8 @@
 """`python -m tests.counts`: what a GPU will charge for, counted without one, beside the goals.
 
-Launches come from Triton's interpreter and torch's dispatcher. `--json FILE` saves the figures, and
-`--before FILE` shows saved ones beside them: by default those of the commit after which counting began.
+Launches come from Triton's interpreter and torch's dispatcher. `--json FILE` saves the figures,
+and `--before FILE` shows saved ones beside them: by default those of the commit with which counting
+began.
 """
 
 from __future__ import annotations
