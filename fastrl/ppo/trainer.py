@@ -22,6 +22,7 @@ from fastrl.data.choose_padding import choose_padding
 from fastrl.data.prompts import PromptStream
 from fastrl.data.token_batch import TokenBatch
 from fastrl.models import PreTrainedModelWrapper
+from fastrl.models.host_memory import to_device
 from fastrl.models.master_weights import handles_rounding
 from fastrl.models.optimizers import (
     check_optimizer,
@@ -308,6 +309,7 @@ class PPOTrainer(ClassicMethods):
         with self.processes.together():
             size = self.config.batch_size
             data.check_batch_size(queries, responses, size)
+            queries, responses, response_masks = data.on_host(queries, responses, response_masks)
             own = StepInput(
                 queries,
                 responses,
@@ -349,8 +351,8 @@ class PPOTrainer(ClassicMethods):
         self.score_or_reuse.check(given.logprobs)
 
         final_scores, moments = self.transform_scores(given.scores)
-        final_scores = final_scores.to(self.current_device)
         self._push_if_best(final_scores)
+        final_scores = to_device(final_scores, self.current_device)
         self.rollouts.before_update()
         clock = start_clock(self.current_device)
         with evaluating(self.model), PPODecorators.empty_device_cache():
