@@ -14,7 +14,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from fastrl.config import PPOConfig
+from fastrl.data.batch import on_host
 from fastrl.data.prompt_ids import check_tensors
+from fastrl.models.host_memory import to_device
 from fastrl.models.layout import layout_of
 from fastrl.models.sharding import whole_weights
 from fastrl.ppo.experience import LogprobsAndValues
@@ -92,6 +94,7 @@ class Rollouts:
         single = isinstance(queries, Tensor)
         prompts = [queries] if isinstance(queries, Tensor) else list(queries)
         check_tensors(prompts)
+        (prompts,) = on_host(prompts)
         generation_kwargs = self.arguments.of_generate(generation_kwargs)
         contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext(self.model)]
         if generate_ref_response:
@@ -113,12 +116,10 @@ class Rollouts:
                     reference,
                 )
                 output = self._run(model, request)
-            responses = [r.to(self.accelerator.device) for r in output.sequences]
+            responses = output.sequences
             if return_prompt:
-                responses = [
-                    self.layout.with_prompt(q.to(r.device), r)
-                    for q, r in zip(prompts, responses, strict=True)
-                ]
+                responses = list(map(self.layout.with_prompt, prompts, responses))
+            responses = [to_device(r, self.accelerator.device) for r in responses]
             results.append(responses[0].unsqueeze(0) if single else responses)
         return tuple(results) if generate_ref_response else results[0]
 
@@ -173,6 +174,10 @@ class Rollouts:
         """Context in which sampling from the policy does not wait for other processes."""
         return whole_weights(self.model)
 
+    def expect(self, tokens: int) -> None:
+        """Says how many tokens a prompt with its response will have at most, of all to come."""
+        self.backend.expect(tokens)
+
     def before_update(self) -> None:
         """Frees the engine's memory for an update, where ``rollout_sleep`` is set."""
         self.backend.before_update()
@@ -226,6 +231,9 @@ class RolloutBackend(Protocol):
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
         """Generates a model's responses."""
 
+    def expect(self, tokens: int) -> None:
+        """Says how many tokens a prompt with its response will have at most."""
+
     def before_update(self) -> None:
         """Frees memory for an update."""
 
@@ -262,6 +270,9 @@ class GenerateBackend:
         output.sample_ids = [prompt for prompt in request.sample_ids for _ in samples]
         output.numbers = [number for _ in request.prompts for number in samples]
         return output
+
+    def expect(self, tokens: int) -> None:
+        """``generate`` makes its memory for each call."""
 
     def before_update(self) -> None:
         """There is nothing to free."""
@@ -302,6 +313,7 @@ class EngineBackend:
         self.fallback = GenerateBackend(tokenizer, autocast, process)
         self._engines: dict[tuple[int, bool], RolloutEngine | GenerateEngine] = {}
         self._reserved: dict[str, Room] = {}  # for engines that are yet to be made
+        self._expected = 0  # tokens of the policy's samples, at most
         self._warned: set[str] = set()
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
@@ -316,7 +328,12 @@ class EngineBackend:
             params = replace(params, max_new_tokens=list(request.limits))
         # A prompt's samples share its prefill.
         params = replace(params, n=request.samples, seed=request.seed)
+        if not request.reference:
+            engine.expect(self._expected)
         return engine.generate(request.prompts, params, request.sample_ids)
+
+    def expect(self, tokens: int) -> None:
+        self._expected = max(self._expected, tokens)
 
     def before_update(self) -> None:
         if self.sleep:
