@@ -184,10 +184,26 @@ class Rollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """What the bits of later samples depend on besides weights, as JSON can hold it."""
-        return {"rooms": self.backend.rooms()}
+        return {"rooms": self.backend.rooms(), "merges": self.backend.merges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.backend.reserve(state["rooms"])
+        if not state.get("merges", False):
+            self.backend.keep_adapters_apart()
+
+    def compared(self, statistics: Mapping[str, float]) -> None:
+        """Takes note of how the log-probs of a rollout compare with those of a forward: where they
+        differ, adapters are not merged any more."""
+        if self.backend.merges and "rollout/audit_mean" in statistics:
+            if statistics["rollout/reused"]:
+                return
+            self.backend.keep_adapters_apart()
+            warnings.warn(
+                "rollout_merge_adapter: log-probs of merged weights differ by "
+                f"{statistics['rollout/audit_mean']:.1e} in the mean from the policy's: this step "
+                "computes them again, and later rollouts run the adapter beside the weights",
+                stacklevel=5,
+            )
 
     def _run(self, model: Any, request: Request) -> RolloutOutput:
         with whole_weights(model):
@@ -226,7 +242,17 @@ class Request(NamedTuple):
 
 
 class RolloutBackend(Protocol):
-    """A way of generating responses."""
+    """A way of generating responses.
+
+    Attributes:
+        merges: whether LoRA adapters are merged into copies of the weights.
+    """
+
+    @property
+    def merges(self) -> bool: ...
+
+    def keep_adapters_apart(self) -> None:
+        """Does not merge them any more."""
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
         """Generates a model's responses."""
@@ -274,6 +300,11 @@ class GenerateBackend:
     def expect(self, tokens: int) -> None:
         """``generate`` makes its memory for each call."""
 
+    merges = False
+
+    def keep_adapters_apart(self) -> None:
+        """They are."""
+
     def before_update(self) -> None:
         """There is nothing to free."""
 
@@ -293,7 +324,8 @@ class EngineBackend:
     know goes to ``model.generate``, with a warning that names the argument.
 
     Args:
-        config: its ``rollout_slots``, ``rollout_kv_cache_gib`` and ``rollout_sleep`` are used.
+        config: its ``rollout_slots``, ``rollout_kv_cache_gib``, ``rollout_sleep`` and
+            ``rollout_merge_adapter`` are used.
     """
 
     def __init__(
@@ -308,6 +340,7 @@ class EngineBackend:
             "autocast": autocast,
             "max_slots": config.rollout_slots,
             "kv_cache_bytes": None if gib is None else int(gib * 2**30),
+            "merge_adapters": config.rollout_merge_adapter,
         }
         self.tokenizer, self.sleep = tokenizer, config.rollout_sleep
         self.fallback = GenerateBackend(tokenizer, autocast, process)
@@ -334,6 +367,16 @@ class EngineBackend:
 
     def expect(self, tokens: int) -> None:
         self._expected = max(self._expected, tokens)
+
+    @property
+    def merges(self) -> bool:
+        return self.options["merge_adapters"]
+
+    def keep_adapters_apart(self) -> None:
+        self.options["merge_adapters"] = False
+        for engine in self._engines.values():
+            if isinstance(engine, RolloutEngine):
+                engine.model_runner.merged_adapters.enabled = False
 
     def before_update(self) -> None:
         if self.sleep:

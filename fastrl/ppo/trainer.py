@@ -55,6 +55,7 @@ from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.saving import make_saving
 from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
 from fastrl.ppo.setup import (
+    check_merging,
     checked_policies,
     choose_heads,
     choose_precision,
@@ -207,6 +208,7 @@ class PPOTrainer(ClassicMethods):
         self.kl_place = make_kl_place(config)
         self.advantages = make_advantages(config)
         precision = precision_of(model, self.accelerator)
+        check_merging(config, model, precision)
         choose_heads(self.current_device, self.model, self.ref_model)
         self.padding = choose_padding(
             config.padding_free,
@@ -358,6 +360,7 @@ class PPOTrainer(ClassicMethods):
         with evaluating(self.model), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
                 scored, reuse_stats = self.score_or_reuse(batch, given.logprobs)
+                self.rollouts.compared(reuse_stats)
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
                     final_scores.nan_to_num(), *scored.kl_operands, batch.mask

@@ -122,6 +122,7 @@ def _memory(step: DecodeStep) -> tuple:
     model = step.model_runner.model
     weights = hash(tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers())))
     tensors = [*step.slots.state, *step.kv_cache.keys, *step.kv_cache.values]
+    tensors += step.model_runner.copies()
     return weights, tuple(x.data_ptr() for x in tensors)
 
 

@@ -19,6 +19,7 @@ from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.rollout.attention import CachedAttention, PrefillDone, SlotCache
 from fastrl.rollout.kv_cache import LayerShape
+from fastrl.rollout.merged_adapters import MergedAdapters
 
 Autocast = Callable[[], contextlib.AbstractContextManager]
 
@@ -29,9 +30,15 @@ class ModelRunner:
     Args:
         model: a causal LM, or a fastrl model around one.
         autocast: makes the context in which the model runs.
+        merge_adapters: use bf16 copies of the weights that LoRA adapters are added to.
     """
 
-    def __init__(self, model: Any, autocast: Autocast = contextlib.nullcontext):
+    def __init__(
+        self,
+        model: Any,
+        autocast: Autocast = contextlib.nullcontext,
+        merge_adapters: bool = False,
+    ):
         self.model = model
         self.v_head = getattr(model, "v_head", None)
         wrapped = isinstance(model, PreTrainedModelWrapper)
@@ -44,6 +51,7 @@ class ModelRunner:
         self._product = _head_product(self.language_model)
         self.autocast_weights = AutocastWeightCache()
         self.packed_products = PackedProducts()
+        self.merged_adapters = MergedAdapters(merge_adapters)
 
     @property
     def device(self) -> torch.device:
@@ -60,6 +68,7 @@ class ModelRunner:
                 attached(self.language_model),
                 in_front_of_head(self.language_model, self._before_head),
                 self.autocast(),
+                self.merged_adapters.in_place(self.language_model),  # from fp32 weights
                 self.packed_products.in_place(self.language_model),
                 self.autocast_weights.in_place(self.language_model),
             ):
@@ -67,6 +76,15 @@ class ModelRunner:
         finally:
             behind.remove()
             self._cache = SlotCache()  # its attention holds the KV cache
+
+    def copies(self) -> list[Tensor]:
+        """Copies of weights, which stay between rollouts."""
+        return [*self.autocast_weights.stored(), *self.merged_adapters.stored()]
+
+    def free(self) -> None:
+        """Frees the copies of weights."""
+        for copies in (self.autocast_weights, self.packed_products, self.merged_adapters):
+            copies.free()
 
     def autocast_dtype(self) -> torch.dtype | None:
         """Dtype of matrix products under autocast, the caller's included; None where it is off."""
@@ -198,6 +216,10 @@ class AutocastWeightCache:
             for module, name, weight in places:
                 module._parameters[name] = weight
             torch.set_autocast_cache_enabled(caching)
+
+    def stored(self) -> list[Tensor]:
+        """The casts."""
+        return list(self._copies.values())
 
     def free(self) -> None:
         self._copies.clear()

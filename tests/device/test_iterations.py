@@ -35,6 +35,9 @@ MODES = {
     "bf16": {
         "accelerator_kwargs": {"mixed_precision": "bf16"}, "advantage": "rloo", "group_size": 2,
     },
+    "merged adapter": {
+        "accelerator_kwargs": {"mixed_precision": "bf16"}, "rollout_merge_adapter": True,
+    },
     "padded": {"padding_free": False},
     "offloaded optimizer": {"offload_optimizer": True},
     "checkpointed": {"gradient_checkpointing": True},
@@ -43,7 +46,7 @@ MODES = {
 
 
 def model_for(mode):
-    if mode == "adapter":
+    if "adapter" in mode:
         from peft import get_peft_model
 
         from fastrl import AutoModelForCausalLMWithValueHead
