@@ -13,6 +13,7 @@ from transformers import Cache
 
 import fastrl_kernels
 from fastrl.models.attention import Attention, Variant
+from fastrl.models.host_memory import to_device
 from fastrl.models.packed_attention import Group, PackedAttention, PackedLayout
 from fastrl.rollout.kv_cache import KVCache
 from fastrl_kernels import HeadNorms, LiveTokens
@@ -125,8 +126,9 @@ class PrefillAttention:
             where.append(torch.tensor(targets).repeat_interleave(length))
             positions.append(tokens.repeat(len(targets)))
             start += length
-        self.sources = torch.cat(sources).to(device)
-        self.places = torch.cat(where).to(device), torch.cat(positions).to(device)
+        stored = torch.stack([torch.cat(x) for x in (sources, where, positions)])
+        self.sources, *places = to_device(stored, device)
+        self.places = tuple(places)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]

@@ -25,6 +25,7 @@ from fastrl.rollout.attention import (
 )
 from fastrl.rollout.fused_layers import FusedLayers, VariantsOf
 from fastrl.rollout.kv_cache import KVCache, LayerShape
+from fastrl.rollout.merged_adapters import MergedAdapters
 from fastrl_kernels import explain
 from fastrl_kernels.dispatch import kind_of_device
 
@@ -37,9 +38,15 @@ class ModelRunner:
     Args:
         model: a causal LM, or a fastrl model around one.
         autocast: makes the context in which the model runs.
+        merge_adapters: use bf16 copies of the weights that LoRA adapters are added to.
     """
 
-    def __init__(self, model: Any, autocast: Autocast = contextlib.nullcontext):
+    def __init__(
+        self,
+        model: Any,
+        autocast: Autocast = contextlib.nullcontext,
+        merge_adapters: bool = False,
+    ):
         self.model = model
         self.v_head = getattr(model, "v_head", None)
         wrapped = isinstance(model, PreTrainedModelWrapper)
@@ -53,6 +60,7 @@ class ModelRunner:
         self.fused_layers = FusedLayers(self.language_model)
         self.autocast_weights = AutocastWeightCache()
         self.packed_products = PackedProducts()
+        self.merged_adapters = MergedAdapters(merge_adapters)
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +77,7 @@ class ModelRunner:
                 attached(self.language_model),
                 in_front_of_head(self.language_model, self._before_head),
                 self.autocast(),
+                self.merged_adapters.in_place(self.language_model),  # from fp32 weights
                 self.packed_products.in_place(self.language_model),
                 self.autocast_weights.in_place(self.language_model, self.fused_layers.together()),
                 self.fused_layers.in_place(),
@@ -77,6 +86,15 @@ class ModelRunner:
         finally:
             behind.remove()
             self._cache = SlotCache()  # its attention holds the KV cache
+
+    def copies(self) -> list[Tensor]:
+        """Copies of weights, which stay between rollouts."""
+        return [*self.autocast_weights.stored(), *self.merged_adapters.stored()]
+
+    def free(self) -> None:
+        """Frees the copies of weights."""
+        for copies in (self.autocast_weights, self.packed_products, self.merged_adapters):
+            copies.free()
 
     def autocast_dtype(self) -> torch.dtype | None:
         """Dtype of matrix products under autocast, the caller's included; None where it is off."""
@@ -241,6 +259,10 @@ class AutocastWeightCache:
             for module, name, weight in places:
                 module._parameters[name] = weight
             torch.set_autocast_cache_enabled(caching)
+
+    def stored(self) -> list[Tensor]:
+        """The casts."""
+        return list(self._copies.values())
 
     def free(self) -> None:
         self._copies.clear()
