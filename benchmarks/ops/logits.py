@@ -255,9 +255,11 @@ def _compiled_sample_tokens() -> Iterator[Compiled]:
     ]
     calls += [(*each, "all") for each in _unusual_sizes()]
     for name, dtype, size, label in calls:
-        # A program holds its part of a row in one tile: all its vectors are masked.
         made = partial(call, dtype, size, _SAMPLING[label])
-        yield Compiled(f"{name} {label}".strip(), made, Expect(load_bytes=16))
+        # What top-k and top-p look for is in a few groups; those of a row that starts between two
+        # vectors are read one by one.
+        expect = Expect(load_bytes=16, exempt=frozenset({"load_one_by_one"}))
+        yield Compiled(f"{name} {label}".strip(), made, expect)
 
 
 SAMPLE_TOKENS = Op(
