@@ -5,26 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from benchmarks.ops.head_counts import Product
 from fastrl_kernels.dispatch import standing_for
 
 _mm, _addmm = torch.mm, torch.addmm
-
-
-class Product(NamedTuple):
-    """Of [m, k] and [k, n], ``adds`` to what is there."""
-
-    m: int
-    k: int
-    n: int
-    operands: torch.dtype
-    out: torch.dtype
-    adds: bool
 
 
 def _split(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -53,7 +43,7 @@ def products_of_a_gpu() -> Iterator[list[Product]]:
 
     def addmm(total: Tensor, a: Tensor, b: Tensor, *, out_dtype: Any = None, out: Tensor) -> Tensor:
         note(a, b, out, adds=total is out)
-        if out_dtype is None:
+        if out_dtype is None:  # of one dtype
             return _addmm(total, a, b, out=out)
         assert total.dtype == out.dtype == out_dtype == torch.float32 != a.dtype
         return out.add_(_mm(a.double(), b.double()).float())

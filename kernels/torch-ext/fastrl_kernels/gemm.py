@@ -129,7 +129,7 @@ class Mm:
     @classmethod
     def add_product_(cls, total: Tensor, a: Tensor, b: Tensor) -> None:
         if b.dtype == torch.float32 and device_kind(total) != "cpu":
-            total.addmm_(a.float(), b)
+            torch.addmm(total, a.float(), b, out=total)
         elif _gives_fp32(b):
             torch.addmm(total, a.to(b.dtype), b, out_dtype=torch.float32, out=total)
         else:

@@ -504,7 +504,8 @@ def linear_ppo_loss(
     Args:
         hidden, weight, labels, bias, temperature, softcap, logit_scale: as for ``linear_logprobs``,
             and so is the rounding; labels [..., T]. With several chunks of rows the weight's
-            gradient is summed in fp32, V·H·4 bytes.
+            gradient is summed in fp32, V·H·4 bytes; a GPU has one chunk where its logits fit into
+            ``workspace_bytes`` and these.
         old_logprobs, advantages, mask, cliprange, kl, dual_clip, weights, token_weights, aggregate,
             denominator: as for ``ppo_loss``, per token [..., T]. A label of -100 counts as masked.
         entropy: also compute entropies, as a statistic without a gradient.
