@@ -28,6 +28,10 @@ from .types import Extras, RowGradients, RowStatistics
 from .workspace import Workspace, result_like
 
 
+# Of which live graphs keep logits for backward, in all: a pair's two. Others compute theirs again.
+_KEPT_WORKSPACES = 2
+
+
 class Kept(NamedTuple):
     """The last chunk's logits, and the workspace that holds them."""
 
@@ -41,7 +45,7 @@ class _Walk(Protocol):
 
     def score(self, statistics: RowStatistics, keep: bool) -> Kept | None:
         """Fills ``statistics``, and with ``keep`` gives the last chunk's logits for backward,
-        which releases their workspace."""
+        which releases their workspace; nothing where live graphs have kept enough."""
 
     def gradients(
         self, saved: RowStatistics, upstream: RowGradients, kept: Kept | None
@@ -70,7 +74,7 @@ class _ByColumns:
                 x = memory.chunk(rows.stop - rows.start, columns.stop - columns.start)
                 inputs.fill(x, rows, columns)
                 inputs.statistics(x, rows, statistics, first=columns.start)
-        if keep and self.rows:
+        if keep and self.rows and memory.pin(_KEPT_WORKSPACES * inputs.workspace):
             return Kept(rows, x, memory)
         memory.release()
         return None
@@ -115,7 +119,7 @@ class _ByRows:
                 x = workspace.chunk(rows.stop - rows.start)
                 inputs.fill(x, rows)
                 inputs.statistics(x, rows, statistics)
-        if keep and self.rows:
+        if keep and self.rows and workspace.pin(_KEPT_WORKSPACES * inputs.workspace):
             return Kept(rows, x, workspace)
         workspace.release()
         return None
@@ -402,7 +406,8 @@ def linear_logprobs(
         mask: [...] bool, True = counts. Where it or the label says no, results and gradients are 0.
         entropy: also return entropies, in nats, with their gradient.
         extras: names out of "log_sum_sq_probs", "mean_logit", "is_top1".
-        workspace_bytes: of logits that exist at a time; by default 256 MiB, 96 MiB on a CPU.
+        workspace_bytes: of logits that exist at a time; by default 256 MiB, 96 MiB on a CPU. As
+            many stay for backward, twice as many for all live graphs together.
         check_labels: on a GPU, wait for it and raise where a label is out of range; without it
             such a token's log-probability and gradient are NaN. CPU tensors are always checked.
         backend: "auto", "triton" or "torch", for the work on logits; see ``explain``.
