@@ -21,9 +21,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .dispatch import device_kind
+from .first_order import first_order
 
 LIBRARY_VARIABLE = "FASTRL_KERNELS_PRODUCTS"
 TABLE_VARIABLE = "FASTRL_KERNELS_PRODUCTS_TABLE"
@@ -478,7 +478,7 @@ class Linear(torch.autograd.Function):
         return library.linear(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         flat, dx, dweight, dbias = grad.reshape(-1, grad.shape[-1]), None, None, None

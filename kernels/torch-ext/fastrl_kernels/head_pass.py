@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._cpu.head_pieces import ChunkInPieces, PieceGradient, suits
+from .first_order import first_order
 from .gemm import library_for
 from .lm_head import HeadBackend, HeadInputs
 from .types import RowGradients, RowStatistics
@@ -215,7 +215,7 @@ class HandOut(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 7
@@ -243,6 +243,7 @@ def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
+@first_order
 def scaled_gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * ctx.arguments

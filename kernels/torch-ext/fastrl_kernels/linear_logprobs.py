@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._cpu.head_pieces import ChunkInPieces, suits
+from .first_order import first_order
 from .gemm import library_for
 from .lm_head import (
     HEAD_SCHEMA,
@@ -26,7 +26,6 @@ from .lm_head import (
 from .operators import operator, or_empty
 from .types import Extras, RowGradients, RowStatistics
 from .workspace import Workspace, result_like
-
 
 # Of which live graphs keep logits for backward, in all: a pair's two. Others compute theirs again.
 _KEPT_WORKSPACES = 2
@@ -293,7 +292,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = ctx.inputs.with_tensors(*ctx.saved_tensors[:6])
         saved = RowStatistics(*ctx.saved_tensors[6:], *[None] * 5)
@@ -343,6 +342,7 @@ def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.set_materialize_grads(False)
 
 
+@first_order
 def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, unscaled_max, exp_sum, mean = ctx.saved_tensors
     by_entropies, mean = (grads[4], mean) if ctx.entropy else (None, None)

@@ -19,6 +19,7 @@ from .checks import (
     counts,
 )
 from .dispatch import Backend, choose
+from .first_order import first_order
 from .head_pass import HandOut, HeadPass, save_gradients, scaled_gradients, wanted_gradients
 from .kl import kl_slope, kl_value, masked_difference
 from .lm_head import (
@@ -222,6 +223,7 @@ class _PPOLoss(torch.autograd.Function):
         return loss, numbers
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.backward_of(grads[0], ctx.saved_tensors, ctx.dtypes), None, None, None
 
