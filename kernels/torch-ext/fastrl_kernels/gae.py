@@ -17,6 +17,7 @@ from torch import Tensor
 from ._cpu.scan import Job, Steps, few_rows_at_a_time
 from .checks import check_float, check_like, check_mask
 from .dispatch import Backend, choose
+from .first_order import first_order
 from .moments import masked_whiten
 
 
@@ -111,6 +112,7 @@ class _GAE(torch.autograd.Function):
         return advantages, returns
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dtypes = tuple(
             dtype if needed else None

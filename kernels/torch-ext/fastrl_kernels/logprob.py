@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._cpu.row_chunks import FLOOR, chunks, wide, zero_rows
 from .checks import (
@@ -20,6 +19,7 @@ from .checks import (
     counts,
 )
 from .dispatch import Backend, choose
+from .first_order import first_order
 from .operators import dense, new, operator, or_empty
 from .types import Temperature
 
@@ -141,7 +141,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, row_max, row_sum, mean = ctx.saved_tensors
         dlogits = ctx.backward_of(*grads, *inputs, ctx.number, [row_max, row_sum, mean])
@@ -209,6 +209,7 @@ def _save_token_logprobs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
     ctx.set_materialize_grads(False)
 
 
+@first_order
 def _token_logprobs_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, row_max, row_sum, mean = ctx.saved_tensors
     by_entropies, mean = (grads[1], mean) if ctx.entropy else (None, None)

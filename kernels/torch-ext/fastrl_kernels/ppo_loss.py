@@ -19,6 +19,7 @@ from .checks import (
     counts,
 )
 from .dispatch import Backend, choose
+from .first_order import first_order
 from .head_pass import HandOut, HeadPass, save_gradients, scaled_gradients, wanted_gradients
 from .kl import kl_slope, kl_value, masked_difference
 from .lm_head import (
@@ -222,6 +223,7 @@ class _PPOLoss(torch.autograd.Function):
         return loss, numbers
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.backward_of(grads[0], ctx.saved_tensors, ctx.dtypes), None, None, None
 
@@ -504,7 +506,8 @@ def linear_ppo_loss(
     Args:
         hidden, weight, labels, bias, temperature, softcap, logit_scale: as for ``linear_logprobs``,
             and so is the rounding; labels [..., T]. With several chunks of rows the weight's
-            gradient is summed in fp32, V·H·4 bytes.
+            gradient is summed in fp32, V·H·4 bytes; a GPU has one chunk where its logits fit into
+            ``workspace_bytes`` and these.
         old_logprobs, advantages, mask, cliprange, kl, dual_clip, weights, token_weights, aggregate,
             denominator: as for ``ppo_loss``, per token [..., T]. A label of -100 counts as masked.
         entropy: also compute entropies, as a statistic without a gradient.

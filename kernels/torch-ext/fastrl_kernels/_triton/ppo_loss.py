@@ -34,8 +34,9 @@ _TOKENS = tl.constexpr(LossStats.NAMES.index("tokens"))
 @triton.jit
 def _store_sum(partials_ptr, which: tl.constexpr, x):
     """Σ x of this program, as one column entry of [STATS, programs]."""
-    at = which * tl.num_programs(0) + tl.program_id(0)
-    tl.store(partials_ptr + at, tl.sum(x.to(tl.float32), axis=0))
+    if partials_ptr is not None:
+        at = which * tl.num_programs(0) + tl.program_id(0)
+        tl.store(partials_ptr + at, tl.sum(x.to(tl.float32), axis=0))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -53,7 +54,7 @@ def _ppo_loss_fwd_kernel(
     row_counts_ptr,  # [n / T] counted tokens of each row, or None: a token weighs 1
     dlogprobs_ptr,  # fp32 gradient of the sum, or None
     dvalues_ptr,  # the same
-    partials_ptr,  # [STATS, programs] fp32
+    partials_ptr,  # [STATS, programs] fp32, or None: no statistics
     n,
     T,
     low,  # the ratio's bounds
@@ -201,6 +202,22 @@ def _ppo_loss_reduce_kernel(
     tl.store(inverse_ptr, tl.where(total == 0.0, 0.0, tl.sum(inverse, axis=0)))
 
 
+def _launch_terms(logprobs, values, constants, settings, row_counts, outputs):
+    """Terms per token: ``outputs`` are the gradients of the sum by log-probs and values, and
+    partial statistics, each None where not wanted."""
+    n, length = logprobs.numel(), max(1, logprobs.shape[-1])
+    if n:
+        _ppo_loss_fwd_kernel[(triton.cdiv(n, TILE),)](
+            logprobs, constants.old_logprobs, constants.advantages, constants.mask,
+            constants.weights, values, constants.old_values, constants.returns,
+            constants.ref_logprobs, constants.token_weights, row_counts, *outputs, n, length,
+            float(settings.low), float(settings.high),
+            None if settings.dual_clip is None else float(settings.dual_clip),
+            float(settings.value_cliprange), float(settings.value_coef), float(settings.kl_coef),
+            KL_KIND=settings.kl_kind, BLOCK=TILE,
+        )  # fmt: skip
+
+
 def _launch_fwd(logprobs, values, constants, settings, needs_logprobs, needs_values):
     """The two launches: loss [], stats, 1/denominator [], and the gradients of the sum."""
 
@@ -217,24 +234,16 @@ def _launch_fwd(logprobs, values, constants, settings, needs_logprobs, needs_val
     if by_rows:  # these aggregates need the lengths of whole rows
         row_counts = constants.mask.sum(-1, dtype=torch.int32).view(-1)
     per_row = row_counts if settings.aggregate == "seq-mean-token-mean" else None
-    coefs = (float(settings.value_coef), float(settings.kl_coef))
-    if n:
-        _ppo_loss_fwd_kernel[(programs,)](
-            logprobs, constants.old_logprobs, constants.advantages, constants.mask,
-            constants.weights, values, constants.old_values, constants.returns,
-            constants.ref_logprobs, constants.token_weights, per_row,
-            dlogprobs, dvalues, partials, n, length,
-            float(settings.low), float(settings.high),
-            None if settings.dual_clip is None else float(settings.dual_clip),
-            float(settings.value_cliprange), *coefs, KL_KIND=settings.kl_kind, BLOCK=TILE,
-        )  # fmt: skip
+    outputs = dlogprobs, dvalues, partials
+    _launch_terms(logprobs, values, constants, settings, per_row, outputs)
     loss, stats, inverse = empty(), empty(STATS), empty()
     by_tensor = constants.denominator is not None
     denominator = settings.denominator
     _ppo_loss_reduce_kernel[(1,)](
         partials, row_counts,
         constants.denominator if by_tensor else denominator and float(denominator),
-        loss, stats, inverse, programs, n // length, *coefs,
+        loss, stats, inverse, programs, n // length,
+        float(settings.value_coef), float(settings.kl_coef),
         HAS_VALUE=values is not None, HAS_KL=constants.ref_logprobs is not None, BY_ROWS=by_rows,
         DENOMINATOR_IS_POINTER=by_tensor, STATS=STATS, CHUNK=256, num_warps=8,
     )  # fmt: skip
@@ -245,11 +254,11 @@ def policy_slopes(logprobs, constants, settings):
     """The gradient of the sum by log-probs; tokens weigh 1 times their importance weight."""
     constants = constants._replace(token_weights=None)
     constants = type(constants)(*(x if x is None else x.contiguous() for x in constants))
+    slopes = torch.empty_like(logprobs, dtype=torch.float32)
     with device_of(logprobs):
-        return _launch_fwd(
-            logprobs.contiguous(), None, constants, settings._replace(aggregate="token-mean"),
-            True, False,
-        )[3]  # fmt: skip
+        outputs = slopes, None, None
+        _launch_terms(logprobs.contiguous(), None, constants, settings, None, outputs)
+    return slopes
 
 
 @triton.jit
