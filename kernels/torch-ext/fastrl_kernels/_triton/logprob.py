@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..rows import as_rows, empty_rows_like
+from ..dispatch import Backend
+from ..rows import empty_rows_like, row_walk
 from ..types import IGNORE_LABEL
+from .launch import launcher
 from .rows import (
     PART_VECTORS,
     ROW_ARGUMENTS,
@@ -74,9 +76,9 @@ def _token_logprobs_fwd_kernel(
     temperature,
     logprobs_ptr,  # [N] fp32
     entropies_ptr,  # [N] fp32, or None: not wanted
-    max_ptr,  # [N] fp32, or None: no backward to come. max_v x_v
-    sum_ptr,  # [N] fp32, or None likewise. Σ_v exp((x_v - max)/T)
-    mean_ptr,  # [N] fp32, or None likewise or without entropies. (E[x] - max)/T
+    saved_ptr,  # [2 or, with entropies, 3, N] fp32, or None: no backward to come.
+    # max_v x_v, Σ_v exp((x_v - max)/T), (E[x] - max)/T
+    n,
     V,
     inner,
     outer_stride,
@@ -121,32 +123,33 @@ def _token_logprobs_fwd_kernel(
     known = (label >= 0) & (label < V)
     x_label = tl.load(start + label, mask=known, other=float("nan")).to(tl.float32)
     tl.store(logprobs_ptr + row, tl.div_rn(x_label - row_max, temperature) - log_sum)
-    if max_ptr is not None:
-        tl.store(max_ptr + row, row_max)
-        tl.store(sum_ptr + row, row_sum)
+    if saved_ptr is not None:
+        tl.store(saved_ptr + row, row_max)
+        tl.store(saved_ptr + n + row, row_sum)
     if ENTROPY:
         t = e * tl.fma(s, tl.maximum(a, FLOOR), t)
         mean = tl.sum(rotate(t, shift, BLOCK), 0) / row_sum * LN2
         tl.store(entropies_ptr + row, log_sum - mean)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, mean)
+        if saved_ptr is not None:
+            tl.store(saved_ptr + 2 * n + row, mean)
+
+
+_launch_fwd = launcher(_token_logprobs_fwd_kernel)
 
 
 def forward(logits, labels, mask, temperature, number, *, entropy, save):
-    """Log-probabilities, entropies, and what backward needs of each row: max, sum and mean."""
-    rows = as_rows(logits)
-    n, inner, vocabulary = labels.numel(), rows.shape[1], rows.shape[2]
-    logprobs = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+    """Log-probabilities, entropies, and what backward needs of each row, [2 or 3, N]."""
+    rows, *walk = row_walk(logits)
+    n, vocabulary = labels.numel(), logits.shape[-1]
+    logprobs = logits.new_empty(labels.shape, dtype=torch.float32)
     entropies = torch.empty_like(logprobs) if entropy else None
-    wanted = (save, save, save and entropy)
-    statistics = [logprobs.new_empty(n) if want else None for want in wanted]
+    saved = logprobs.new_empty(3 if entropy else 2, n) if save else None
     with device_of(logits):
-        _token_logprobs_fwd_kernel[(n,)](
-            rows, per_row(labels), per_row(mask), per_row(temperature), number,
-            logprobs, entropies, *statistics,
-            vocabulary, inner, *rows.stride()[:2], **window(vocabulary, logits.dtype),
+        _launch_fwd(
+            n, rows, per_row(labels), per_row(mask), per_row(temperature), number,
+            logprobs, entropies, saved, n, vocabulary, *walk, **window(vocabulary, logits.dtype),
         )  # fmt: skip
-    return logprobs, entropies, statistics
+    return logprobs, entropies, saved
 
 
 @triton.jit
@@ -165,10 +168,9 @@ def _token_logprobs_bwd_kernel(
     mask_ptr,  # [N] bool, or None: all count
     temperature_ptr,  # [N], or None: the number
     temperature,
-    max_ptr,  # [N] fp32
-    sum_ptr,  # [N] fp32
-    mean_ptr,  # [N] fp32, or None without entropies
+    saved_ptr,  # [2 or, with entropies, 3, N] fp32, of the forward kernel
     dlogits_ptr,  # [outer, inner, V], rows aligned as those of logits
+    n,
     V,
     parts,
     inner,
@@ -201,8 +203,8 @@ def _token_logprobs_bwd_kernel(
     # With p = e/s, a row's gradient is 1_y·at_label - e·(base + a·slope).
     temperature = row_temperature(temperature_ptr, temperature, row)
     scale = LOG2E / temperature
-    row_max = tl.load(max_ptr + row)
-    row_sum = tl.load(sum_ptr + row)
+    row_max = tl.load(saved_ptr + row)
+    row_sum = tl.load(saved_ptr + n + row)
     at_label = tl.div_rn(tl.load(grad_logprobs_ptr + row), temperature)
     # Divided in this order, both are the same number where p = 1, and the gradient is exactly 0.
     # A label outside [0, V) has no log-probability, and no gradient either.
@@ -210,7 +212,7 @@ def _token_logprobs_bwd_kernel(
     slope = 0.0
     if ENTROPY:
         g_entropy = tl.div_rn(tl.load(grad_entropies_ptr + row), row_sum * temperature)
-        base -= g_entropy * tl.load(mean_ptr + row)
+        base -= g_entropy * tl.load(saved_ptr + 2 * n + row)
         slope = g_entropy * LN2
     label_slot = shift + label.to(tl.int32)
     if (first >= shift) & (first + PART <= end):
@@ -227,20 +229,26 @@ def _token_logprobs_bwd_kernel(
             store_end(d_aligned, at, d, shift, end, VEC)
 
 
-def backward(grad_logprobs, grad_entropies, logits, labels, mask, temperature, number, statistics):
-    rows = as_rows(logits)
-    _, inner, vocabulary = rows.shape
+_launch_bwd = launcher(_token_logprobs_bwd_kernel)
+
+
+def backward(grad_logprobs, grad_entropies, logits, labels, mask, temperature, number, saved):
+    rows, *walk = row_walk(logits)
+    n, vocabulary = labels.numel(), logits.shape[-1]
     if grad_logprobs is None:
         grad_logprobs = torch.zeros(labels.shape, device=logits.device)
     shapes = window(vocabulary, logits.dtype)
     dlogits = empty_rows_like(rows, logits.dtype, shapes["VEC"])
+    strides = walk[1:] if logits.is_contiguous() else dlogits.stride()[:2]
     parts = parts_of(vocabulary, shapes["VEC"])
     with device_of(logits):
-        _token_logprobs_bwd_kernel[(labels.numel() * parts,)](
-            per_row(grad_logprobs), per_row(grad_entropies),
+        _launch_bwd(
+            n * parts, per_row(grad_logprobs), per_row(grad_entropies),
             rows, per_row(labels), per_row(mask), per_row(temperature), number,
-            *statistics, dlogits,
-            vocabulary, parts, inner, *rows.stride()[:2], *dlogits.stride()[:2],
+            saved, dlogits, n, vocabulary, parts, *walk, *strides,
             **shapes, PART=PART_VECTORS * shapes["VEC"],
         )  # fmt: skip
-    return dlogits.view(logits.shape)
+    return dlogits if dlogits.shape == logits.shape else dlogits.view(logits.shape)
+
+
+PASSES = Backend(forward, backward)
