@@ -190,7 +190,7 @@ def gae(
     inputs: Tensors = (rewards, values, bootstrap_value, mask, terminated, truncated)
     chosen = choose(backend, *inputs)
     rows = inputs
-    if rewards.dim() != 2 or not rewards.numel():
+    if rewards.dim() != 2 or not rewards.numel() or torch.compiler.is_compiling():
         shape = (-1, rewards.shape[-1]) if rewards.numel() else (0, 1)
         rows = tuple(x if x is None else x.reshape(shape) for x in inputs)
     passes, fused = _TORCH_PASSES, False
@@ -203,6 +203,6 @@ def gae(
         counted = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
         counted = counted.reshape(advantages.shape)
         advantages = masked_whiten(advantages, counted, backend="torch")
-    if rows is inputs:
+    if advantages.shape == rewards.shape:
         return advantages, returns
     return advantages.view(rewards.shape), returns.view(rewards.shape)

@@ -52,6 +52,48 @@ def online_softmax(x, m, s, t, scale, ENTROPY: tl.constexpr):
 
 
 @triton.jit
+def _rescaled(m, s, t, high, scale, ENTROPY: tl.constexpr):
+    """Each slot's s and t once its maximum has become ``high``."""
+    a = (m - high) * scale
+    r = tl.exp2(a)
+    if ENTROPY:
+        t = r * tl.fma(s, tl.maximum(a, FLOOR), t)
+    return r * s, t
+
+
+@triton.jit
+def _added(x, high, s, t, scale, ENTROPY: tl.constexpr):
+    """Adds one logit, at most ``high``, to each slot's s and t."""
+    a = (x - high) * scale
+    e = tl.exp2(a)
+    if ENTROPY:
+        t = tl.fma(e, tl.maximum(a, FLOOR), t)
+    return s + e, t
+
+
+@triton.jit
+def _four_added(x0, x1, x2, x3, m, s, t, scale, ENTROPY: tl.constexpr):
+    """``online_softmax`` of four logits per slot: one more exponential for all four, where each
+    would take two selections and a comparison."""
+    high = tl.maximum(m, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
+    s, t = _rescaled(m, s, t, high, scale, ENTROPY)
+    s, t = _added(x0, high, s, t, scale, ENTROPY)
+    s, t = _added(x1, high, s, t, scale, ENTROPY)
+    s, t = _added(x2, high, s, t, scale, ENTROPY)
+    s, t = _added(x3, high, s, t, scale, ENTROPY)
+    return high, s, t
+
+
+@triton.jit
+def _window(aligned, w, slots, shift, BLOCK: tl.constexpr, VEC: tl.constexpr):
+    """Columns [w·BLOCK, (w + 1)·BLOCK) of a row that starts ``shift`` past a boundary, each in slot
+    (column + shift) mod BLOCK: its last ones lie in the next window's first vector."""
+    x = tl.load(aligned + (w * BLOCK + slots)).to(tl.float32)
+    behind = tl.load(aligned + ((w + 1) * BLOCK + slots), mask=slots < VEC, other=0.0)
+    return tl.where(slots < shift, behind.to(tl.float32), x)
+
+
+@triton.jit
 def row_temperature(temperature_ptr, temperature, row, AGAIN: tl.constexpr = False):
     """The row's temperature in fp32; AGAIN loads it a second time, which frees a register."""
     if temperature_ptr is not None:
@@ -99,20 +141,33 @@ def _token_logprobs_fwd_kernel(
     scale = LOG2E / temperature
     start = row_start(logits_ptr, row, inner, outer_stride, inner_stride)
     aligned, shift = align_down(start, VEC)
-    end = shift + V
-    last = tl.maximum((end - 1) // BLOCK, 1)  # window 1 is all masked where V fits in window 0
-
     slots = tl.arange(0, BLOCK)
     m = tl.full([BLOCK], LOWEST, tl.float32)
     s = tl.zeros([BLOCK], tl.float32)
     t = tl.zeros([BLOCK], tl.float32)
-    x = load_end(aligned, slots, shift, end, VEC)
-    m, s, t = online_softmax(x, m, s, t, scale, ENTROPY)
-    for w in range(1, last):
-        x = tl.load(aligned + (w * BLOCK + slots)).to(tl.float32)
+    # Which columns are added in one step depends on V alone, not on where the row starts.
+    fours = (V - 1) // (4 * BLOCK)
+    if shift == 0:
+        for w in range(0, 4 * fours, 4):
+            at = aligned + (w * BLOCK + slots)
+            x0 = tl.load(at).to(tl.float32)
+            x1 = tl.load(at + BLOCK).to(tl.float32)
+            x2 = tl.load(at + 2 * BLOCK).to(tl.float32)
+            x3 = tl.load(at + 3 * BLOCK).to(tl.float32)
+            m, s, t = _four_added(x0, x1, x2, x3, m, s, t, scale, ENTROPY)
+    else:
+        for w in range(0, 4 * fours, 4):
+            x0 = _window(aligned, w, slots, shift, BLOCK, VEC)
+            x1 = _window(aligned, w + 1, slots, shift, BLOCK, VEC)
+            x2 = _window(aligned, w + 2, slots, shift, BLOCK, VEC)
+            x3 = _window(aligned, w + 3, slots, shift, BLOCK, VEC)
+            m, s, t = _four_added(x0, x1, x2, x3, m, s, t, scale, ENTROPY)
+    end = shift + V
+    for w in range(4 * fours, tl.cdiv(V, BLOCK)):
+        x = load_end(aligned, w * BLOCK + slots, shift, end, VEC)
+        behind = load_end(aligned, (w + 1) * BLOCK + slots, shift, end, VEC)
+        x = tl.where(slots < shift, behind, x)
         m, s, t = online_softmax(x, m, s, t, scale, ENTROPY)
-    x = load_end(aligned, last * BLOCK + slots, shift, end, VEC)
-    m, s, t = online_softmax(x, m, s, t, scale, ENTROPY)
 
     row_max = tl.max(m, 0)
     a = (m - row_max) * scale
