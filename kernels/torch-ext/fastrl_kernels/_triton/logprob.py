@@ -52,40 +52,33 @@ def online_softmax(x, m, s, t, scale, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def _rescaled(m, s, t, high, scale, ENTROPY: tl.constexpr):
-    """Each slot's s and t once its maximum has become ``high``."""
-    a = (m - high) * scale
-    r = tl.exp2(a)
-    if ENTROPY:
-        t = r * tl.fma(s, tl.maximum(a, FLOOR), t)
-    return r * s, t
-
-
-@triton.jit
-def _added(x, high, s, t, scale, ENTROPY: tl.constexpr):
-    """Adds one logit, at most ``high``, to each slot's s and t."""
+def _added(x, high, s, t, r, scale, ENTROPY: tl.constexpr):
+    """Adds one logit, at most ``high``, to each slot's t and to r times its s."""
     a = (x - high) * scale
     e = tl.exp2(a)
     if ENTROPY:
         t = tl.fma(e, tl.maximum(a, FLOOR), t)
-    return s + e, t
+    return tl.fma(r, s, e), t
 
 
 @triton.jit
-def _four_added(x0, x1, x2, x3, m, s, t, scale, ENTROPY: tl.constexpr):
-    """``online_softmax`` of four logits per slot: one more exponential for all four, where each
-    would take two selections and a comparison."""
+def four_added(x0, x1, x2, x3, m, s, t, scale, ENTROPY: tl.constexpr):
+    """``online_softmax`` of four logits per slot, with one more exponential for all of them where
+    each would take a comparison and three selections."""
     high = tl.maximum(m, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
-    s, t = _rescaled(m, s, t, high, scale, ENTROPY)
-    s, t = _added(x0, high, s, t, scale, ENTROPY)
-    s, t = _added(x1, high, s, t, scale, ENTROPY)
-    s, t = _added(x2, high, s, t, scale, ENTROPY)
-    s, t = _added(x3, high, s, t, scale, ENTROPY)
+    a = (m - high) * scale
+    r = tl.exp2(a)
+    if ENTROPY:
+        t = r * tl.fma(s, tl.maximum(a, FLOOR), t)
+    s, t = _added(x0, high, s, t, r, scale, ENTROPY)
+    s, t = _added(x1, high, s, t, 1.0, scale, ENTROPY)
+    s, t = _added(x2, high, s, t, 1.0, scale, ENTROPY)
+    s, t = _added(x3, high, s, t, 1.0, scale, ENTROPY)
     return high, s, t
 
 
 @triton.jit
-def _window(aligned, w, slots, shift, BLOCK: tl.constexpr, VEC: tl.constexpr):
+def _window_of(aligned, w, slots, shift, BLOCK: tl.constexpr, VEC: tl.constexpr):
     """Columns [w·BLOCK, (w + 1)·BLOCK) of a row that starts ``shift`` past a boundary, each in slot
     (column + shift) mod BLOCK: its last ones lie in the next window's first vector."""
     x = tl.load(aligned + (w * BLOCK + slots)).to(tl.float32)
@@ -154,14 +147,14 @@ def _token_logprobs_fwd_kernel(
             x1 = tl.load(at + BLOCK).to(tl.float32)
             x2 = tl.load(at + 2 * BLOCK).to(tl.float32)
             x3 = tl.load(at + 3 * BLOCK).to(tl.float32)
-            m, s, t = _four_added(x0, x1, x2, x3, m, s, t, scale, ENTROPY)
+            m, s, t = four_added(x0, x1, x2, x3, m, s, t, scale, ENTROPY)
     else:
         for w in range(0, 4 * fours, 4):
-            x0 = _window(aligned, w, slots, shift, BLOCK, VEC)
-            x1 = _window(aligned, w + 1, slots, shift, BLOCK, VEC)
-            x2 = _window(aligned, w + 2, slots, shift, BLOCK, VEC)
-            x3 = _window(aligned, w + 3, slots, shift, BLOCK, VEC)
-            m, s, t = _four_added(x0, x1, x2, x3, m, s, t, scale, ENTROPY)
+            x0 = _window_of(aligned, w, slots, shift, BLOCK, VEC)
+            x1 = _window_of(aligned, w + 1, slots, shift, BLOCK, VEC)
+            x2 = _window_of(aligned, w + 2, slots, shift, BLOCK, VEC)
+            x3 = _window_of(aligned, w + 3, slots, shift, BLOCK, VEC)
+            m, s, t = four_added(x0, x1, x2, x3, m, s, t, scale, ENTROPY)
     end = shift + V
     for w in range(4 * fours, tl.cdiv(V, BLOCK)):
         x = load_end(aligned, w * BLOCK + slots, shift, end, VEC)
