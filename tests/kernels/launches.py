@@ -57,6 +57,8 @@ def watched() -> Iterator[list[str]]:
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.jit import JITFunction
 
+    from fastrl_kernels._triton import launch
+
     watch = _Watch()
     interpret, run = GridExecutor.__call__, JITFunction.run
 
@@ -72,6 +74,7 @@ def watched() -> Iterator[list[str]]:
         return run(self, *args, **kwargs)
 
     GridExecutor.__call__, JITFunction.run = on_interpreter, on_device
+    direct, launch.first_device = launch.first_device, 10**9  # none is direct
     mode = "error" if torch.cuda.is_available() else "default"
     previous = torch.cuda.get_sync_debug_mode() if torch.cuda.is_available() else 0
     try:
@@ -81,6 +84,7 @@ def watched() -> Iterator[list[str]]:
             yield watch.calls
     finally:
         GridExecutor.__call__, JITFunction.run = interpret, run
+        launch.first_device = direct
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode(previous)
 
