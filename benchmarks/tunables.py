@@ -123,10 +123,10 @@ TUNABLES = (
         ("_triton.vocab_tiles._TILE",),
         (2048, 4096, 8192),
         ("sample_tokens",),
-        "Each group writes 3 figures, 1.2% of the bytes of 512 columns in bf16, whatever the tile. In "
-        "bf16 a thread holds 32 logits at 4096 and takes 14.3 instructions for each, 12.6 at 8192 "
-        "(with 128 registers, 16 warps to a multiprocessor), 17.6 at 2048. 256 rows of 151936 are read "
-        "in 27 µs at 3.0 TB/s, in which an H100 issues 20: all within 10%.",
+        "Each group writes 3 figures, 1.2% of the bytes of 512 columns in bf16, whatever the tile. "
+        "In bf16 a thread holds 32 logits at 4096 and takes 14.3 instructions for each, 12.6 at "
+        "8192 (with 128 registers, 16 warps to a multiprocessor), 17.6 at 2048. 256 rows of 151936 "
+        "are read in 27 µs at 3.0 TB/s, in which an H100 issues 20: all within 10%.",
     ),
     Tunable(
         "sampling threads",
@@ -134,9 +134,9 @@ TUNABLES = (
         ("_triton.vocab_tiles._THREADS",),
         (128, 256, 512),
         ("sample_tokens",),
-        "A program takes 60 instructions to find its place, and each of 3 reductions over a group 5 "
-        "shuffles: 14.3 per logit in bf16 at 128, 17.6 at 256, 41 at 512, which issue in 19, 24 and "
-        "56 µs for 256 rows of 151936 that are read in 27: 256 within 10%, 512 twice as slow.",
+        "A program takes 60 instructions to find its place, and each of 3 reductions of a group 5 "
+        "shuffles: 14.3 per logit in bf16 at 128, 17.6 at 256, 41 at 512, which issue in 19, 24 "
+        "and 56 µs for 256 rows of 151936 that are read in 27: 256 within 10%, 512 twice as slow.",
     ),
     Tunable(
         "split",

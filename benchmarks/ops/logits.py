@@ -255,10 +255,10 @@ def _compiled_sample_tokens() -> Iterator[Compiled]:
     ]
     calls += [(*each, "all") for each in _unusual_sizes()]
     for name, dtype, size, label in calls:
+        # A program holds its part of a row in one tile: all its vectors are masked. What is looked
+        # for in a short row is spread over more threads than it has vectors.
         made = partial(call, dtype, size, _SAMPLING[label])
-        # What top-k and top-p look for is in a few groups; those of a row that starts between two
-        # vectors are read one by one.
-        expect = Expect(load_bytes=16, exempt=frozenset({"load_one_by_one"}))
+        expect = Expect(load_bytes=16, any_tile=size[1] < 1024)
         yield Compiled(f"{name} {label}".strip(), made, expect)
 
 

@@ -112,6 +112,21 @@ def test_ten_live_graphs_keep_two_workspaces_of_logits(backend, budget):
     assert live_logits() == full
 
 
+def test_which_memory_is_idle_changes_no_bits():
+    """A graph that is alone keeps its logits, also in memory of a larger one."""
+    hidden, labels = torch.randn(96, 64), torch.arange(96)
+    weight = torch.randn(9001, 64, requires_grad=True)
+
+    def gradient(budget: int | None) -> torch.Tensor:
+        logprobs = linear_logprobs(hidden, weight, labels, workspace_bytes=budget, backend="torch")
+        return torch.autograd.grad(logprobs.sum(), weight)[0]
+
+    first = gradient(400_000)
+    clear()
+    gradient(None)  # leaves memory for all logits
+    assert torch.equal(gradient(400_000), first)
+
+
 STEPS = """
 import resource
 import torch

@@ -148,9 +148,9 @@ class Workspace:
 
     def __init__(self, like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
         self.columns, self.dtype = columns, dtype
-        needed = rows * self._stride(columns) * dtype.itemsize
-        self._memory: Tensor | None = borrow(like, needed)
-        self.nbytes = self._memory.numel()
+        # What is needed: which memory is idle changes nothing.
+        self.nbytes = rows * self._stride(columns) * dtype.itemsize
+        self._memory: Tensor | None = borrow(like, self.nbytes)
 
     @staticmethod
     def _stride(columns: int) -> int:
@@ -170,13 +170,15 @@ class Workspace:
         return [flat[rows * c.start : rows * c.stop].view(rows, -1) for c in columns]
 
     def pin(self, budget: int) -> bool:
-        """Whether a graph may have it until backward: where all that live graphs have stays within
-        a budget of bytes. It is pinned then, until it is released or its graph is gone."""
+        """Whether a graph may have it until backward: where no other has one, or all that live
+        graphs have is within a budget of bytes. It is pinned then, until it is released or its
+        graph is gone."""
         with _pinning:
-            pinned = self.nbytes + sum(x.nbytes for x in _pinned)
-            if pinned <= budget:
+            others = sum(x.nbytes for x in _pinned)
+            may = not others or others + self.nbytes <= budget
+            if may:
                 _pinned.add(self)
-            return pinned <= budget
+            return may
 
     def release(self) -> None:
         """Returns the memory; chunks must not be read any more."""

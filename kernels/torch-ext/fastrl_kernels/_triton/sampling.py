@@ -104,20 +104,26 @@ def load_listed(logits_ptr, row, row_stride, groups, V, SIZE: tl.constexpr, VEC:
     """The columns of some groups of a row as fp32 [groups, SIZE]; -inf in slots without one, and
     in groups below 0."""
     start = logits_ptr + row.to(tl.int64) * row_stride
-    aligned, shift = align_down(start, VEC)
-    columns = groups[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    if shift == 0:
-        whole = (columns >= 0) & (columns < (V + VEC - 1) // VEC * VEC)
-        x = tl.load(aligned + columns, mask=whole, other=float("-inf")).to(tl.float32)
+    slots = tl.arange(0, SIZE)[None, :]
+    first = groups[:, None] * SIZE
+    if SIZE < VEC:
+        inside = (first >= 0) & (first + slots < V)
+        x = tl.load(start + (first + slots), mask=inside, other=float("-inf")).to(tl.float32)
     else:
-        x = load_one_by_one(start, columns, V)
-    return tl.where((columns >= 0) & (columns < V), x, float("-inf"))
-
-
-@triton.jit
-def load_one_by_one(start, columns, V):
-    inside = (columns >= 0) & (columns < V)
-    return tl.load(start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        aligned, shift = align_down(start, VEC)
+        end = (shift + V + VEC - 1) // VEC * VEC
+        whole = (first >= 0) & (first + slots < end)
+        x = tl.load(aligned + (first + slots), mask=whole, other=float("-inf")).to(tl.float32)
+        if shift > 0:
+            # As in ``load_part``: a group's last columns lie in the vector behind it.
+            at = first + SIZE + slots
+            last = (first >= 0) & (at < end) & (slots < VEC)
+            behind = tl.load(aligned + at, mask=last, other=float("-inf")).to(tl.float32)
+            x = tl.where(slots < shift, behind, x)
+            tile = tl.arange(0, x.numel)
+            turned = tile // SIZE * SIZE + (tile + shift) % SIZE
+            x = tl.reshape(tl.gather(tl.reshape(x, [x.numel]), turned, 0), x.shape)
+    return tl.where((first >= 0) & (first + slots < V), x, float("-inf"))
 
 
 @triton.jit
@@ -216,14 +222,12 @@ def _sample_candidates_kernel(
 
 
 @triton.jit
-def _three_sums(x, least, step, row_max, scale, COUNT: tl.constexpr, SAME_BITS: tl.constexpr):
-    """Of the logits whose codes are at least ``least`` + 1, 2 or 3 steps: how many, or their
-    weights."""
+def _three_sums(x, least, step, row_max, scale, count, SAME_BITS: tl.constexpr):
+    """Of the logits whose codes are at least ``least`` + 1, 2 or 3 steps: how many (``count``), or
+    their weights."""
     code = ordered_code(x, SAME_BITS)
-    if COUNT:
-        weight = tl.where(x > float("-inf"), 1.0, 0.0)
-    else:
-        weight = tl.exp2((x - row_max) * scale)
+    weight = tl.exp2((x - row_max) * scale)
+    weight = tl.where(count & (x > float("-inf")), 1.0, weight)
     one = tl.sum(tl.where(code >= least + step, weight, 0.0), 0)
     two = tl.sum(tl.where(code >= least + 2 * step, weight, 0.0), 0)
     three = tl.sum(tl.where(code >= least + 3 * step, weight, 0.0), 0)
@@ -244,19 +248,19 @@ def _sums(
     step,
     row_max,
     scale,
-    COUNT: tl.constexpr,
+    count,
     SAME_BITS: tl.constexpr,
     SIZE: tl.constexpr,
     LISTED: tl.constexpr,
     VEC: tl.constexpr,
 ):
     """``_three_sums`` of a row's candidates, or of its listed groups in their place."""
-    one, two, three = _three_sums(candidates, least, step, row_max, scale, COUNT, SAME_BITS)
+    one, two, three = _three_sums(candidates, least, step, row_max, scale, count, SAME_BITS)
     for i in range(further):
         groups = listed_groups(listed, rank, i, LISTED)
         x = load_listed(logits_ptr, row, row_stride, groups, V, SIZE, VEC)
         x = tl.reshape(x, [LISTED * SIZE])
-        a, b, c = _three_sums(x, least, step, row_max, scale, COUNT, SAME_BITS)
+        a, b, c = _three_sums(x, least, step, row_max, scale, count, SAME_BITS)
         one, two, three = one + a, two + b, three + c
     return one, two, three
 
@@ -276,7 +280,7 @@ def _highest_with(
     V,
     row_max,
     scale,
-    COUNT: tl.constexpr,
+    count,
     SAME_BITS: tl.constexpr,
     SIZE: tl.constexpr,
     LISTED: tl.constexpr,
@@ -288,7 +292,7 @@ def _highest_with(
         step = (high - low) // 4 + 1
         one, two, three = _sums(
             candidates, further, listed, rank, logits_ptr, row, row_stride, V, low, step,
-            row_max, scale, COUNT, SAME_BITS, SIZE, LISTED, VEC,
+            row_max, scale, count, SAME_BITS, SIZE, LISTED, VEC,
         )  # fmt: skip
         steps = (one >= limit).to(tl.uint32) + (two >= limit).to(tl.uint32)
         steps += (three >= limit).to(tl.uint32)
@@ -320,29 +324,31 @@ def _lowest_kept_code(
 ):
     """The lowest code that top-k and then top-p keep, of a row that one of them cuts."""
     bound = tl.load(bounds_ptr + row).to(tl.uint32, bitcast=True)
-    count = tl.load(counts_ptr + row)
+    number = tl.load(counts_ptr + row)
     slots = tl.arange(0, ROOM)
-    there = slots < tl.where(count <= ROOM, count, 0)
+    room = number <= ROOM
+    there = slots < tl.where(room, number, 0)
     x = tl.load(candidates_ptr + row * ROOM + slots, mask=there, other=float("-inf"))
     listed = ordered_code(group_max, 0) >= bound
-    rank, number = ranks(listed)
-    further = tl.where(count <= ROOM, 0, tl.cdiv(number, LISTED))
+    rank, groups = ranks(listed)
+    further = tl.where(room, 0, tl.cdiv(groups, LISTED))
     low, high = bound >> SAME_BITS, ordered_code(row_max, SAME_BITS)
-    mass = row_sum
-    if (top_k > 0) & (top_k < V):
-        low = _highest_with(
-            top_k, low, high, x, further, listed, rank, logits_ptr, row, row_stride, V,
-            row_max, scale, True, SAME_BITS, SIZE, LISTED, VEC,
-        )  # fmt: skip
-        mass, _b, _c = _sums(
-            x, further, listed, rank, logits_ptr, row, row_stride, V, low, low * 0,
-            row_max, scale, False, SAME_BITS, SIZE, LISTED, VEC,
-        )  # fmt: skip
-    if top_p < 1:
-        low = _highest_with(
-            top_p * mass, low, high, x, further, listed, rank, logits_ptr, row, row_stride, V,
-            row_max, scale, False, SAME_BITS, SIZE, LISTED, VEC,
-        )  # fmt: skip
+    limit, mass = top_k, row_sum
+    by_k = (top_k > 0) & (top_k < V)
+    # One body for both searches: it is the larger part of the kernel.
+    for search in range(2):
+        count = search == 0
+        if tl.where(count, by_k, top_p < 1):
+            low = _highest_with(
+                limit, low, high, x, further, listed, rank, logits_ptr, row, row_stride, V,
+                row_max, scale, count, SAME_BITS, SIZE, LISTED, VEC,
+            )  # fmt: skip
+            if count:
+                mass, _b, _c = _sums(
+                    x, further, listed, rank, logits_ptr, row, row_stride, V, low, low * 0,
+                    row_max, scale, False, SAME_BITS, SIZE, LISTED, VEC,
+                )  # fmt: skip
+        limit = top_p * mass
     return low
 
 

@@ -24,11 +24,13 @@ from .rows import align_down, load_end, per_row, rotate
 
 _TILE = 4096  # logits that a program holds
 _THREADS = 128  # of such a program
-_CUT_THREADS = 512  # of a program that looks for a row's cut
+# A program that looks for a row's cut: what it holds at a time, and threads.
+_CUT_TILE = 2048
+_CUT_GROUPS = 64
+_CUT_THREADS = 256
 _COLDEST = tl.constexpr(COLDEST)
 # Integers that change with the batch or prove nothing here: specialising on them only recompiles.
 PART_ARGUMENTS = ("V", "row_stride", "parts")
-_LISTED = 64  # groups that a program holds at a time
 
 
 @triton.jit
@@ -146,8 +148,8 @@ class VocabTiles:
         }
         self.winner = _tile(size, logits.dtype)
         # What looks for cuts holds some of the groups that may be kept.
-        listed = min(in_tile, _LISTED)
-        threads = max(_warp(), min(_CUT_THREADS, listed * size // tile["VEC"]))
+        listed = min(in_tile, _CUT_GROUPS, max(1, _CUT_TILE // size))
+        threads = max(_THREADS, min(_CUT_THREADS, listed * size // tile["VEC"]))
         self.cut: dict[str, Any] = {
             **self.all,
             "LISTED": listed,
