@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,9 +97,35 @@ def test_every_backend_gets_a_variant_with_an_identity_of_its_own(built):
     assert len({m.id for m in found}) == 3
     for metadata in found:
         assert metadata.name.python_name == "fastrl_kernels"
-        assert metadata.version == 1
+        assert metadata.version == 0
         assert metadata.license == "Apache-2.0"
         assert metadata.python_depends == []
+
+
+def test_a_variant_tells_the_digest_of_its_files(built, tmp_path):
+    rust = pytest.importorskip("kernels._rust", reason="kernels before 0.17")
+    variant = tmp_path / "torch-cuda"
+    shutil.copytree(built / "build/torch-cuda", variant)
+    told = kernels.Metadata.read_from_file(variant / "metadata.json").digest
+    told.validate(rust.Digest.hash_variant(told.algorithm, variant))
+    with (variant / "dispatch.py").open("a") as file:
+        file.write("# changed")
+    with pytest.raises(rust.DigestValidationError, match=r"dispatch\.py"):
+        told.validate(rust.Digest.hash_variant(told.algorithm, variant))
+
+
+def test_the_builder_takes_the_configuration():
+    rust = pytest.importorskip("kernels._rust", reason="kernels before 0.17")
+    build = rust.Build.open(ROOT / "kernels")
+    assert sorted(map(str, build.general.backends)) == ["cpu", "cuda", "rocm"]
+
+
+def test_the_readme_names_every_op():
+    readme = (ROOT / "kernels/README.md").read_text(encoding="utf-8")
+    ops = [
+        name for name in fastrl_kernels.__all__ if inspect.isfunction(vars(fastrl_kernels)[name])
+    ]
+    assert [name for name in ops if f"`{name}`" not in readme] == []
 
 
 def test_a_variant_holds_the_sources_and_nothing_else(built):

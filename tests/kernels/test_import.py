@@ -62,6 +62,7 @@ CALLS = {
     "linear_logprobs": "linear_logprobs(hidden, weight, labels, mask=mask, entropy=True)",
     "linear_nll_loss": "linear_nll_loss(hidden, weight, labels, mask=mask)[0]",
     "linear_ppo_loss": "linear_ppo_loss(hidden, weight, labels, old, old, mask)[0]",
+    "losses": "losses.PPOLoss(cliprange=0.1)(new, old, old, mask)[0]",
     "masked_mean": "masked_mean(values, mask)",
     "masked_moments": "masked_moments(values, mask)",
     "masked_var": "masked_var(values, mask)",

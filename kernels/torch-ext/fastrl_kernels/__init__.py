@@ -1,6 +1,6 @@
 """Fused ops for reinforcement learning on language models. Needs torch; triton where it is used."""
 
-from . import layers, preference
+from . import layers, losses, preference
 from .decode_attention import LiveTokens, decode_attention
 from .dispatch import Choice, explain
 from .full_kl import full_kl
@@ -48,6 +48,7 @@ __all__ = [
     "linear_logprobs",
     "linear_nll_loss",
     "linear_ppo_loss",
+    "losses",
     "masked_mean",
     "masked_moments",
     "masked_var",
