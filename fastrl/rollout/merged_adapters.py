@@ -37,7 +37,7 @@ class MergedAdapters:
         try:
             for layer in layers:
                 # Not by setattr, which would look for parameters in each.
-                vars(layer)["forward"] = _Forward(layer, self._copies[id(layer)])
+                vars(layer)["forward"] = _MergedForward(layer, self._copies[id(layer)])
             yield
         finally:
             for layer in layers:
@@ -51,7 +51,7 @@ class MergedAdapters:
         self._copies.clear()
 
 
-class _Forward:
+class _MergedForward:
     """The forward of a layer whose adapters are in its weight [N, K]."""
 
     def __init__(self, layer: Any, weight: Tensor):
