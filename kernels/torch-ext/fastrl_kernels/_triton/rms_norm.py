@@ -9,16 +9,18 @@ from torch import Tensor
 
 from .tiles import device_of
 
-
-def dtype_of(dtype: torch.dtype) -> tl.dtype:
-    """Triton's name of a dtype."""
-    return getattr(tl, str(dtype).removeprefix("torch."))
+# As kernels take them: torch.compile does not trace Triton's own names.
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 @triton.jit
-def rounded(x, DTYPE: tl.constexpr):
-    """fp32 rounded to a dtype."""
-    return x.to(DTYPE).to(tl.float32)
+def rounded(x, CODE: tl.constexpr):
+    """fp32 rounded to the dtype of a code."""
+    if CODE == 1:
+        x = x.to(tl.bfloat16).to(tl.float32)
+    elif CODE == 2:
+        x = x.to(tl.float16).to(tl.float32)
+    return x
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -30,7 +32,7 @@ def _rms_norm_kernel(
     out_ptr,  # [N, H]
     total_ptr,  # [N, H] the residual with x added, or None: there is no residual
     H,
-    WIDE: tl.constexpr,  # the dtype of the sum
+    WIDE: tl.constexpr,  # the code of the sum's dtype
     UNIT_OFFSET: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -74,7 +76,7 @@ def normalise(
         with device_of(x):
             _rms_norm_kernel[(x.numel() // width,)](
                 x, residual, weight, eps, out, total, width,
-                WIDE=dtype_of(wide), UNIT_OFFSET=unit_offset, TILE=tile,
+                WIDE=DTYPE_CODES[wide], UNIT_OFFSET=unit_offset, TILE=tile,
                 num_warps=min(16, max(1, tile // 512)),
             )  # fmt: skip
     return out, x if total is None else total

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rms_norm import dtype_of, rounded
+from .rms_norm import DTYPE_CODES, rounded
 from .tiles import device_of
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ def _rotated(
     if weight_ptr is not None:
         scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / D + tl.cast(eps, tl.float32))
         weight = _head(weight_ptr, columns, D).to(tl.float32)
-        x = rounded(rounded(x * scale, x_ptr.dtype.element_ty) * weight, NORMED)
+        x = rounded((x * scale).to(x_ptr.dtype.element_ty).to(tl.float32) * weight, NORMED)
         weight = _head(weight_ptr, other, D).to(tl.float32)
-        y = rounded(rounded(y * scale, x_ptr.dtype.element_ty) * weight, NORMED)
+        y = rounded((y * scale).to(x_ptr.dtype.element_ty).to(tl.float32) * weight, NORMED)
     cos = tl.load(cos_ptr + columns, mask=turned, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + columns, mask=turned, other=0.0).to(tl.float32)
     y = tl.where(columns < HALF, -y, y)
@@ -79,7 +79,7 @@ def _rotate_and_store_kernel(
     value_slot_stride,
     value_token_stride,
     value_head_stride,
-    NORMED: tl.constexpr,  # dtypes of normalised and of rotated numbers
+    NORMED: tl.constexpr,  # codes of the dtypes of normalised and of rotated numbers
     WIDE: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -150,7 +150,8 @@ def rotate_and_store(
                 positions, keys, values, out, keys.shape[1], heads, kv_heads,
                 query.stride(0), key.stride(0), value.stride(0),
                 *keys.stride()[:3], *values.stride()[:3],
-                NORMED=dtype_of(normed), WIDE=dtype_of(torch.promote_types(normed, cos.dtype)),
+                NORMED=DTYPE_CODES[normed],
+                WIDE=DTYPE_CODES[torch.promote_types(normed, cos.dtype)],
                 D=width, DV=value_width, R=cos.shape[1], WIDTH=tile, num_warps=1,
             )  # fmt: skip
     return out

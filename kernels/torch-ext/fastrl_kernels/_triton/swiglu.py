@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rms_norm import rounded
 from .tiles import device_of
 
 _TILE_BYTES = 4096  # 16 for each of 256 threads, as AMD's four warps have
@@ -30,7 +29,7 @@ def _swiglu_kernel(
     inside = column < width
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    silu = rounded(gate / (1.0 + tl.exp(-gate)), out_ptr.dtype.element_ty)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * width + column, silu * up, mask=inside)
 
 
