@@ -54,6 +54,11 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * H + column, normed, mask=inside)
 
 
+def _warps(width: int) -> int:
+    """16 numbers for each thread; by comparisons, which are numbers while a graph is traced."""
+    return 2 if width <= 1024 else 4 if width <= 2048 else 8 if width <= 4096 else 16
+
+
 def normalise(
     x: Tensor,
     weight: Tensor,
@@ -77,6 +82,6 @@ def normalise(
             _rms_norm_kernel[(x.numel() // width,)](
                 x, residual, weight, eps, out, total, width,
                 WIDE=DTYPE_CODES[wide], UNIT_OFFSET=unit_offset, TILE=tile,
-                num_warps=min(16, max(1, tile // 512)),
+                num_warps=_warps(width),
             )  # fmt: skip
     return out, x if total is None else total
