@@ -255,11 +255,13 @@ def _compiled_sample_tokens() -> Iterator[Compiled]:
     ]
     calls += [(*each, "all") for each in _unusual_sizes()]
     for name, dtype, size, label in calls:
-        # A program holds its part of a row in one tile: all its vectors are masked. What is looked
-        # for in a short row is spread over more threads than it has vectors.
+        # A program holds its part of a row in one tile: all its vectors are masked. A short row
+        # and the group that won are spread over more threads than they have vectors.
         made = partial(call, dtype, size, _SAMPLING[label])
-        expect = Expect(load_bytes=16, any_tile=size[1] < 1024)
-        yield Compiled(f"{name} {label}".strip(), made, expect)
+        spread = Expect(load_bytes=16, any_tile=True)
+        expect = spread if size[1] < 1024 else Expect(load_bytes=16)
+        drawing = {"_sample_draw_kernel": spread}
+        yield Compiled(f"{name} {label}".strip(), made, expect, kernels=drawing)
 
 
 SAMPLE_TOKENS = Op(

@@ -24,10 +24,10 @@ from .rows import align_down, load_end, per_row, rotate
 
 _TILE = 4096  # logits that a program holds
 _THREADS = 128  # of such a program
-# A program that looks for a row's cut: what it holds at a time, and threads.
+_ROW_THREADS = 256  # of a program for a row
+# What such a program holds at a time as it looks for the row's cut: logits, and groups at the most.
 _CUT_TILE = 2048
 _CUT_GROUPS = 64
-_CUT_THREADS = 256
 _COLDEST = tl.constexpr(COLDEST)
 # Integers that change with the batch or prove nothing here: specialising on them only recompiles.
 PART_ARGUMENTS = ("V", "row_stride", "parts")
@@ -146,10 +146,11 @@ class VocabTiles:
             "GROUPS": in_tile,
             "ALL": max(2, in_tile * triton.next_power_of_2(parts)),
         }
-        self.winner = _tile(size, logits.dtype)
+        threads = max(_THREADS, min(_ROW_THREADS, self.all["ALL"]))
+        self.winner = {**_tile(size, logits.dtype), "num_warps": threads // _warp()}
         # What looks for cuts holds some of the groups that may be kept.
         listed = min(in_tile, _CUT_GROUPS, max(1, _CUT_TILE // size))
-        threads = max(_THREADS, min(_CUT_THREADS, listed * size // tile["VEC"]))
+        threads = max(_THREADS, min(_ROW_THREADS, listed * size // tile["VEC"]))
         self.cut: dict[str, Any] = {
             **self.all,
             "LISTED": listed,
