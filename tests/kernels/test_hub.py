@@ -14,6 +14,7 @@ import kernels
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import fastrl_kernels
 
@@ -167,7 +168,7 @@ LAYERS = {
 def test_every_layer_is_tested_below():
     layers = vars(fastrl_kernels.layers).values()
     public = {x.__name__ for x in layers if isinstance(x, type) and issubclass(x, nn.Module)}
-    assert public == set(LAYERS)
+    assert public == {*LAYERS, "RMSNorm"}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -190,3 +191,17 @@ def test_kernelize_swaps_the_forward_and_keeps_the_numbers(name, repository):
     (grad,) = torch.autograd.grad(actual.square().sum(), leaf)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_kernelize_swaps_the_norms_of_models_for_inference(repository):
+    norm = kernels.use_kernel_forward_from_hub("RMSNorm")(type("Norm", (LlamaRMSNorm,), {}))
+    model = nn.Sequential(norm(16))
+    model[0].weight.normal_()
+    x = torch.randn(3, 16)
+    expected = model(x)
+    hub = kernels.LocalLayerRepository(repository, layer_name="RMSNorm")
+    with kernels.use_kernel_mapping({"RMSNorm": {"cpu": hub}}, inherit_mapping=False):
+        kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu", use_fallback=False)
+    assert model[0].forward.__func__ is hub.load().forward
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
