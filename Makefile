@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 # One more than CI has cores: some tests wait for processes.
 JOBS ?= 3
 
-.PHONY: help demo test faults processes lint format docs aot gpu bench trl-parity hub clean
+.PHONY: help demo test faults processes lint format docs aot counts gpu bench trl-parity hub clean
 
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
@@ -17,6 +17,7 @@ help:
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make docs    the documentation, in site/: open site/index.html"
 	@echo "make aot     the ahead-of-time gate alone"
+	@echo "make counts  what a GPU will charge for, counted without one, beside the goals"
 	@echo "make trl-parity  TRL's own trainers with and without fastrl's kernels"
 	@echo "make bench   the benchmarks that this machine allows (BENCH=--full: more shapes)"
 	@echo "make gpu     on an NVIDIA GPU: the tests there, then every benchmark, unattended"
@@ -75,6 +76,9 @@ docs: $(VENV)/.docs
 
 aot: $(VENV)/.dev
 	$(BIN)/python -m tests.aot
+
+counts: $(VENV)/.dev
+	$(BIN)/python -m tests.counts
 
 gpu: $(VENV)/.dev
 	$(BIN)/python -m benchmarks gpu

@@ -193,6 +193,12 @@ class PPOConfig:
     rollout_sleep: bool = setting(
         "Free the engine's memory before every update: less memory, slower.", False
     )
+    rollout_merge_adapter: bool = setting(
+        "In bf16: generate with copies of the weights that a LoRA adapter is added to, faster at "
+        "the cost of their memory. Adding rounds small updates away; where log-probs then differ "
+        "(old_logprobs auto compares them) a run goes on without.",
+        False,
+    )
 
     # The reference
     reference: str = setting(
@@ -439,6 +445,13 @@ class PPOConfig:
             raise ValueError(f"ref_ema must lie in (0, 1], got {self.ref_ema}")
         if self.push_to_hub_if_best_kwargs and "repo_id" not in self.push_to_hub_if_best_kwargs:
             raise ValueError("push_to_hub_if_best_kwargs needs a repo_id")
+        if self.rollout_merge_adapter and (
+            self.old_logprobs != "auto" or self.kl_penalty == "full"
+        ):
+            raise ValueError(
+                "rollout_merge_adapter needs the comparison of log-probs: set old_logprobs='auto', "
+                "and another kl_penalty than 'full', whose forward recomputes them"
+            )
         high = self.cliprange_high
         if high is not None and not 0 <= high < math.inf:
             raise ValueError(f"cliprange_high must be 0 or more and finite, or None, got {high}")

@@ -7,6 +7,7 @@ kernel-builder makes it from a ``[torch-noarch]`` section.
 from __future__ import annotations
 
 import argparse
+import base64
 import hashlib
 import json
 import shutil
@@ -36,6 +37,18 @@ def fingerprint(package: Path) -> str:
     return digest.hexdigest()[:7]
 
 
+def digest(variant: Path) -> dict[str, Any]:
+    """The SHA-256 of each of a variant's files but its metadata, which say what they are."""
+    files = {
+        path.relative_to(variant).as_posix(): base64.b64encode(
+            hashlib.sha256(path.read_bytes()).digest()
+        ).decode()
+        for path in sources(variant)
+        if path.name != "metadata.json"
+    }
+    return {"algorithm": "sha256", "files": files}
+
+
 def build(output: Path) -> list[Path]:
     """Writes every variant below ``output``, in place of what was there, and returns them."""
     general: dict[str, Any] = tomllib.loads((HERE / "build.toml").read_text())["general"]
@@ -57,6 +70,7 @@ def build(output: Path) -> list[Path]:
             "license": general["license"],
             "python-depends": [],
             "backend": {"type": backend},
+            "digest": digest(variant),
         }
         (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
         variants.append(variant)

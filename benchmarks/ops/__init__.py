@@ -11,7 +11,7 @@ import torch
 import fastrl_kernels as kernels
 from benchmarks.cases import Case
 from benchmarks.gate import Problem
-from benchmarks.ops import attention, head, logits, tokens
+from benchmarks.ops import attention, decode, head, logits, tokens
 from benchmarks.ops.record import Attention, Compiled, Expect, Shape, Sizes, Work
 from benchmarks.products import Product, fastest
 from benchmarks.timing import copying
@@ -33,6 +33,9 @@ OPS = {
     "ppo_loss": tokens.PPO_LOSS,
     "sample_tokens": logits.SAMPLE_TOKENS,
     "decode_attention": attention.DECODE_ATTENTION,
+    "rms_norm": decode.RMS_NORM,
+    "swiglu": decode.SWIGLU,
+    "rotate_and_store": decode.ROTATE_AND_STORE,
 }
 # The package whose kernels the ahead-of-time gate wants to see, each of them.
 PACKAGE = "fastrl_kernels._triton"

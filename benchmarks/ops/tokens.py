@@ -218,15 +218,20 @@ def _compiled_gae() -> Iterator[Compiled]:
         )  # fmt: skip
         backward(*found)
 
+    everything = partial(call, masked=True, ends="terminated, truncated", whiten=True)
     yield from _compiled(
         {
             "": partial(call, masked=False),
             "whiten terminated": partial(call, masked=False, ends="terminated", whiten=True),
             "mask truncated": partial(call, masked=True, ends="truncated"),
             "mask whiten": partial(call, masked=True, whiten=True),
-            "all": partial(call, masked=True, ends="terminated, truncated", whiten=True),
+            "all": everything,
         }
     )
+    # Rows that share a tile, that fill one, and that are walked in several.
+    for size in ((64, 16), (64, 1024), (512, 4096)):
+        made = partial(everything, torch.float32, size)
+        yield Compiled(f"fp32 T={size[1]} all", made, ALIGNED_ROWS)
 
 
 GAE = Op(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data.token_batch import EncodedBatch, Padded, Padding, TokenBatch
+from fastrl.models.host_memory import to_device
 from fastrl.models.layout import EncoderDecoder, layout_of
 
 Collator = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
@@ -341,7 +342,7 @@ def check_weights(
     if len(wrong):
         i = int(wrong[0])
         raise ValueError(f"weights[{i}] is {float(values[i])}: weights must be finite, 0 or more")
-    return values.to(device)
+    return to_device(values, device)
 
 
 def collate(examples: Sequence[Any]) -> Any:
@@ -401,6 +402,25 @@ def _check_list_of_tensors(name: str, tensors: Any) -> None:
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name}[{i}] must be a tensor, got {type(tensor).__name__}")
+
+
+def on_host(*lists: Any) -> Sequence[Any]:
+    """Lists of token ids and masks with those in the host's memory that were elsewhere, in one
+    transfer. Whatever is something else stays as it is: checks come later."""
+    elsewhere = [
+        x
+        for each in lists
+        for x in each or ()
+        if isinstance(x, Tensor)
+        and x.device.type != "cpu"
+        and x.dim() == 1
+        and not x.is_floating_point()
+    ]
+    if not elsewhere:
+        return lists
+    joined = torch.cat([x.long() for x in elsewhere]).cpu().split([len(x) for x in elsewhere])
+    moved = {id(x): there.to(x.dtype) for x, there in zip(elsewhere, joined, strict=True)}
+    return [None if each is None else [moved.get(id(x), x) for x in each] for each in lists]
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

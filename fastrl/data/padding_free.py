@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data.token_batch import ModelPass, TokenBatch
+from fastrl.models.host_memory import to_device
 from fastrl.models.packed_attention import Group, PackedAttention, PackedLayout
 
 
@@ -20,11 +21,11 @@ class PaddingFree:
     def model_pass(self, batch: TokenBatch) -> ModelPass:
         packed = PackedTokens(batch)
         device, layout = batch.input_ids.device, packed.layout
-        ids = batch.input_ids.flatten()[packed.sources.to(device, non_blocking=True)]
+        ids = batch.input_ids.flatten()[to_device(packed.sources, device)]
         inputs = _inputs(ids, layout)
         if batch.boundaries is not None:
             inputs["boundary"] = batch.boundaries.packed(batch.samples, packed.groups)
-        rows = packed.rows.to(device, non_blocking=True)
+        rows = to_device(packed.rows, device)
         return ModelPass(inputs, rows, packed.places)
 
     def tokens(self, batch: TokenBatch, samples: Sequence[int]) -> int:
@@ -94,10 +95,9 @@ def join_texts(
     layout = PackedLayout([Group(n) for row in lengths for n in row], device)
     used = [sum(row) for row in lengths]
     begins = np.cumsum([0, *used[:-1]])
-    sources = torch.from_numpy(
-        np.concatenate([np.arange(b * width, b * width + n) for b, n in enumerate(used)])
-    ).to(device, non_blocking=True)
-    shift = torch.from_numpy(np.arange(len(used)) * width - begins).to(device, non_blocking=True)
+    places = np.concatenate([np.arange(b * width, b * width + n) for b, n in enumerate(used)])
+    sources = to_device(torch.from_numpy(places), device)
+    shift = to_device(torch.from_numpy(np.arange(len(used)) * width - begins), device)
     inputs = _inputs(input_ids.flatten()[sources], layout)
     return ModelPass(inputs, rows - shift[rows // width], torch.arange(layout.tokens)), sources
 
@@ -145,9 +145,9 @@ def join_sides(
             behind += n
         if not group.responses:
             ends.append(_read(row, places, padding))
-    ids = row.to(device, non_blocking=True)
+    ids = to_device(row, device)
     # Example after example, [B, sides].
-    rows = torch.tensor(ends).view(-1, len(sides)).t().flatten().to(device, non_blocking=True)
+    rows = to_device(torch.tensor(ends).view(-1, len(sides)).t().flatten(), device)
     return ModelPass(_inputs(ids, layout), rows, torch.arange(layout.tokens))
 
 

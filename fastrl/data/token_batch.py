@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastrl.models.host_memory import to_device
 from fastrl.models.scoring import PassLimit
 
 if TYPE_CHECKING:
@@ -208,13 +209,13 @@ class TokenBatch:
         return self.response_mask.any(-1).nonzero()[:, 0].tolist()
 
     def to(self, device: torch.device) -> Self:
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
+        moved: dict[str, Any] = {
+            name: to_device(getattr(self, name), device)
             for name in ("input_ids", "attention_mask", "mask")
         }
         positions = self.position_ids
         return replace(
-            self, **moved, position_ids=None if positions is None else positions.to(device)
+            self, **moved, position_ids=None if positions is None else to_device(positions, device)
         )
 
     def rows(self) -> Tensor:
@@ -222,7 +223,7 @@ class TokenBatch:
         device."""
         flat = self.response_mask.nonzero()
         rows = flat[:, 0] * self.input_ids.shape[1] + flat[:, 1]
-        return rows.to(self.input_ids.device, non_blocking=True)
+        return to_device(rows, self.input_ids.device)
 
     def rows_of(self, samples: Iterable[int]) -> Tensor:
         """Those of ``rows()`` that predict tokens of these samples, one after the other."""
@@ -255,7 +256,7 @@ class TokenBatch:
         columns = self.columns(indices)
         shifted = slice(columns.start, columns.stop - 1)
         index = torch.as_tensor(list(indices))
-        there = index.to(self.input_ids.device, non_blocking=True)
+        there = to_device(index, self.input_ids.device)
         positions = self.position_ids
         return replace(
             self,
@@ -303,13 +304,13 @@ class EncodedBatch(TokenBatch):
     def to(self, device: torch.device) -> Self:
         return replace(
             super().to(device),
-            encoder_ids=self.encoder_ids.to(device, non_blocking=True),
-            encoder_mask=self.encoder_mask.to(device, non_blocking=True),
+            encoder_ids=to_device(self.encoder_ids, device),
+            encoder_mask=to_device(self.encoder_mask, device),
         )
 
     def select(self, indices: Sequence[int]) -> Self:
         lengths = [self.encoder_lengths[i] for i in indices]
-        there = torch.as_tensor(list(indices)).to(self.encoder_ids.device, non_blocking=True)
+        there = to_device(torch.as_tensor(list(indices)), self.encoder_ids.device)
         return replace(
             super().select(indices),
             encoder_ids=self.encoder_ids[there, : max(lengths)],

@@ -45,6 +45,11 @@ def attending(attention: Attention) -> Iterator[None]:
         _active.reset(token)
 
 
+def current_attention() -> Attention | None:
+    """That of the forward that is going on."""
+    return _active.get(None)
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -113,7 +118,7 @@ def kept_for_recomputation(module: nn.Module, forward: Callable[..., Any]) -> Ca
     Args:
         module: whose forward it is.
     """
-    attention = _active.get(None)
+    attention = current_attention()
     if attention is None:
         return forward
 

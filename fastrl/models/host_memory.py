@@ -1,4 +1,4 @@
-"""Memory of the host, into which some of a device's is moved."""
+"""Memory of the host: what is moved there from a device, and what is brought from there."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
+from torch import Tensor
 
 from fastrl_kernels.dispatch import kind_of_device
 
@@ -17,6 +18,15 @@ _listener: ContextVar[Listener | None] = ContextVar("fastrl_host_memory", defaul
 def is_host(device: torch.device) -> bool:
     """Whether a device's memory is the host's, so that there is nothing to move."""
     return kind_of_device(device) == "cpu"
+
+
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor of the host on a device, for which the host does not wait: a GPU fetches it from
+    pinned memory, in the order of its work. On the host's own device it is x itself."""
+    device = torch.device(device)
+    if x.device.type == "cpu" and device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def in_host_memory() -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastrl.models.attention import Variant
+from fastrl.models.host_memory import to_device
 
 
 class Group(NamedTuple):
@@ -74,7 +75,7 @@ class PackedLayout:
         begins = [g.prompt for g in self.groups for _ in g.responses]
         parts = [torch.arange(n) for n in self.prompts]
         parts += [torch.arange(b, b + n) for b, n in zip(begins, self.responses, strict=True)]
-        return torch.cat(parts).to(self.device)
+        return to_device(torch.cat(parts), self.device)
 
     def parts(self) -> Iterator[tuple[slice, list[slice]]]:
         """Places of the queries of each prompt and then of each response, and of the keys that they
@@ -435,7 +436,7 @@ class FlashKernel:
     def _cumulative(self, lengths: tuple[int, ...], device: torch.device) -> Tensor:
         if lengths not in self._ends:
             ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-            self._ends[lengths] = ends.to(device, non_blocking=True)
+            self._ends[lengths] = to_device(ends, device)
         return self._ends[lengths]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fastrl_kernels
 from fastrl.data.token_batch import ModelPass, TokenBatch
+from fastrl.models.host_memory import to_device
 from fastrl.models.scoring import PassLimit, ScoringRequest
 from fastrl.ppo.kl import KLPenalty
 from fastrl.ppo.memory import MicroBatches, PositionCount
@@ -56,8 +57,9 @@ class Experience:
             columns: of [B, T-1], those that the samples need.
             mask: [b, t] bool on the CPU, which of these samples' tokens in these columns count.
         """
-        index = list(samples)
-        where = mask.flatten().nonzero()[:, 0].to(self.logprobs.device)
+        device = self.logprobs.device
+        index = to_device(torch.as_tensor(list(samples)), device)
+        where = to_device(mask.flatten().nonzero()[:, 0], device)
         return self._of(index, lambda x: x[index, columns].flatten()[where])
 
     def at(self, samples: Sequence[int], tokens: Tensor) -> Experience:
@@ -66,10 +68,11 @@ class Experience:
         Args:
             tokens: [n] int64 on the CPU, their indices among the N tokens.
         """
-        where = tokens.to(self.logprobs.device)
-        return self._of(list(samples), lambda x: x[where])
+        device = self.logprobs.device
+        where = to_device(tokens, device)
+        return self._of(to_device(torch.as_tensor(list(samples)), device), lambda x: x[where])
 
-    def _of(self, samples: list[int], pick: Callable[[Tensor], Tensor]) -> Experience:
+    def _of(self, samples: Tensor, pick: Callable[[Tensor], Tensor]) -> Experience:
         kl, weights = self.kl, self.weights
         return Experience(
             pick(self.logprobs),

@@ -124,6 +124,8 @@ class Loop:
                     f"{self.processes.count} processes: bring more, or start fewer"
                 )
             self.result.dropped_eval_prompts = len(given) - len(self.eval_prompts)
+        every = [*self.prompts.ids, *(self.eval_prompts.ids if self.eval_prompts else ())]
+        rollouts.expect(max(map(len, every)) + new_tokens)
         self.saving = saving
         self.ledger = open_ledger(
             ledger if self.processes.is_main else False,

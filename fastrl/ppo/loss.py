@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastrl.config import PPOConfig
 from fastrl.data.token_batch import ModelPass, TokenBatch
+from fastrl.models.host_memory import to_device
 from fastrl.models.scoring import PassLimit, PolicyObjective, ScoringRequest, TokenScores
 from fastrl.ppo.experience import Experience, scoring_request
 from fastrl.ppo.kl import kl_in_loss
@@ -227,7 +228,9 @@ class UpdateLoss:
         """
         if len(parts) == 1:
             return parts[0]
-        tokens = parts[0].loss.new_tensor([len(part.ratios) for part in parts])
+        loss = parts[0].loss
+        counts = torch.tensor([len(part.ratios) for part in parts], dtype=loss.dtype)
+        tokens = to_device(counts, loss.device)
 
         def mean(of_parts: Sequence[Tensor]) -> Tensor:
             return (tokens * torch.stack(list(of_parts))).sum() / tokens.sum()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastrl.data.token_batch import TokenBatch
+from fastrl.models.host_memory import to_device
 from fastrl.ppo.experience import LogprobsAndValues, Scored, Scorer
 from fastrl.rollout import RolloutOutput
 
@@ -62,7 +63,9 @@ class OldLogprobs:
         samples = batch.counting() or range(len(batch))
         chosen = samples[:: max(1, len(samples) // AUDITED)][:AUDITED]
         part = batch.select(chosen)
-        expected = torch.stack([x[part.mask] for x in self.scorer.policy_scores(part)])
+        counting = part.response_mask.flatten().nonzero()[:, 0]
+        where = to_device(counting, part.input_ids.device)
+        expected = torch.stack([x.flatten()[where] for x in self.scorer.policy_scores(part)])
         difference = (torch.stack(_joined(part, [rollout[i] for i in chosen])) - expected).abs()
         kind, tolerance = TOLERANCES.get(self.scorer.precision, LOW_PRECISION)
         # Values have a scale of their own.
@@ -109,6 +112,7 @@ def _joined(batch: TokenBatch, rollout: Sequence[LogprobsAndValues]) -> Logprobs
     mask = batch.mask_of_responses()
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(tensors)).float().to(mask.device)[mask].to(batch.input_ids.device)
+        on_host = torch.cat(list(tensors)).float().to(mask.device)[mask]
+        return to_device(on_host, batch.input_ids.device)
 
     return LogprobsAndValues(*map(join, zip(*rollout, strict=True)))

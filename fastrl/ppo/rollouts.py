@@ -14,7 +14,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from fastrl.config import PPOConfig
+from fastrl.data.batch import on_host
 from fastrl.data.prompt_ids import check_tensors
+from fastrl.models.host_memory import to_device
 from fastrl.models.layout import layout_of
 from fastrl.models.sharding import whole_weights
 from fastrl.ppo.experience import LogprobsAndValues
@@ -92,6 +94,7 @@ class Rollouts:
         single = isinstance(queries, Tensor)
         prompts = [queries] if isinstance(queries, Tensor) else list(queries)
         check_tensors(prompts)
+        (prompts,) = on_host(prompts)
         generation_kwargs = self.arguments.of_generate(generation_kwargs)
         contexts: list[AbstractContextManager[Any]] = [contextlib.nullcontext(self.model)]
         if generate_ref_response:
@@ -113,12 +116,10 @@ class Rollouts:
                     reference,
                 )
                 output = self._run(model, request)
-            responses = [r.to(self.accelerator.device) for r in output.sequences]
+            responses = output.sequences
             if return_prompt:
-                responses = [
-                    self.layout.with_prompt(q.to(r.device), r)
-                    for q, r in zip(prompts, responses, strict=True)
-                ]
+                responses = list(map(self.layout.with_prompt, prompts, responses))
+            responses = [to_device(r, self.accelerator.device) for r in responses]
             results.append(responses[0].unsqueeze(0) if single else responses)
         return tuple(results) if generate_ref_response else results[0]
 
@@ -173,16 +174,36 @@ class Rollouts:
         """Context in which sampling from the policy does not wait for other processes."""
         return whole_weights(self.model)
 
+    def expect(self, tokens: int) -> None:
+        """Says how many tokens a prompt with its response will have at most, of all to come."""
+        self.backend.expect(tokens)
+
     def before_update(self) -> None:
         """Frees the engine's memory for an update, where ``rollout_sleep`` is set."""
         self.backend.before_update()
 
     def state_dict(self) -> dict[str, Any]:
         """What the bits of later samples depend on besides weights, as JSON can hold it."""
-        return {"rooms": self.backend.rooms()}
+        return {"rooms": self.backend.rooms(), "merges": self.backend.merges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.backend.reserve(state["rooms"])
+        if not state.get("merges", False):
+            self.backend.keep_adapters_apart()
+
+    def compared(self, statistics: Mapping[str, float]) -> None:
+        """Takes note of how the log-probs of a rollout compare with those of a forward: where they
+        differ, adapters are not merged any more."""
+        if self.backend.merges and "rollout/audit_mean" in statistics:
+            if statistics["rollout/reused"]:
+                return
+            self.backend.keep_adapters_apart()
+            warnings.warn(
+                "rollout_merge_adapter: log-probs of merged weights differ by "
+                f"{statistics['rollout/audit_mean']:.1e} in the mean from the policy's: this step "
+                "computes them again, and later rollouts run the adapter beside the weights",
+                stacklevel=5,
+            )
 
     def _run(self, model: Any, request: Request) -> RolloutOutput:
         with whole_weights(model):
@@ -221,10 +242,23 @@ class Request(NamedTuple):
 
 
 class RolloutBackend(Protocol):
-    """A way of generating responses."""
+    """A way of generating responses.
+
+    Attributes:
+        merges: whether LoRA adapters are merged into copies of the weights.
+    """
+
+    @property
+    def merges(self) -> bool: ...
+
+    def keep_adapters_apart(self) -> None:
+        """Does not merge them any more."""
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
         """Generates a model's responses."""
+
+    def expect(self, tokens: int) -> None:
+        """Says how many tokens a prompt with its response will have at most."""
 
     def before_update(self) -> None:
         """Frees memory for an update."""
@@ -263,6 +297,14 @@ class GenerateBackend:
         output.numbers = [number for _ in request.prompts for number in samples]
         return output
 
+    def expect(self, tokens: int) -> None:
+        """``generate`` makes its memory for each call."""
+
+    merges = False
+
+    def keep_adapters_apart(self) -> None:
+        """They are."""
+
     def before_update(self) -> None:
         """There is nothing to free."""
 
@@ -282,7 +324,8 @@ class EngineBackend:
     know goes to ``model.generate``, with a warning that names the argument.
 
     Args:
-        config: its ``rollout_slots``, ``rollout_kv_cache_gib`` and ``rollout_sleep`` are used.
+        config: its ``rollout_slots``, ``rollout_kv_cache_gib``, ``rollout_sleep`` and
+            ``rollout_merge_adapter`` are used.
     """
 
     def __init__(
@@ -297,11 +340,13 @@ class EngineBackend:
             "autocast": autocast,
             "max_slots": config.rollout_slots,
             "kv_cache_bytes": None if gib is None else int(gib * 2**30),
+            "merge_adapters": config.rollout_merge_adapter,
         }
         self.tokenizer, self.sleep = tokenizer, config.rollout_sleep
         self.fallback = GenerateBackend(tokenizer, autocast, process)
         self._engines: dict[tuple[int, bool], RolloutEngine | GenerateEngine] = {}
         self._reserved: dict[str, Room] = {}  # for engines that are yet to be made
+        self._expected = 0  # tokens of the policy's samples, at most
         self._warned: set[str] = set()
 
     def __call__(self, model: Any, request: Request) -> RolloutOutput:
@@ -316,7 +361,22 @@ class EngineBackend:
             params = replace(params, max_new_tokens=list(request.limits))
         # A prompt's samples share its prefill.
         params = replace(params, n=request.samples, seed=request.seed)
+        if not request.reference:
+            engine.expect(self._expected)
         return engine.generate(request.prompts, params, request.sample_ids)
+
+    def expect(self, tokens: int) -> None:
+        self._expected = max(self._expected, tokens)
+
+    @property
+    def merges(self) -> bool:
+        return self.options["merge_adapters"]
+
+    def keep_adapters_apart(self) -> None:
+        self.options["merge_adapters"] = False
+        for engine in self._engines.values():
+            if isinstance(engine, RolloutEngine):
+                engine.model_runner.merged_adapters.enabled = False
 
     def before_update(self) -> None:
         if self.sleep:

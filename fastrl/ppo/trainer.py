@@ -22,6 +22,7 @@ from fastrl.data.choose_padding import choose_padding
 from fastrl.data.prompts import PromptStream
 from fastrl.data.token_batch import TokenBatch
 from fastrl.models import PreTrainedModelWrapper
+from fastrl.models.host_memory import to_device
 from fastrl.models.master_weights import handles_rounding
 from fastrl.models.optimizers import (
     check_optimizer,
@@ -54,6 +55,7 @@ from fastrl.ppo.rollouts import Rollouts
 from fastrl.ppo.saving import make_saving
 from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
 from fastrl.ppo.setup import (
+    check_merging,
     checked_policies,
     choose_heads,
     choose_precision,
@@ -206,6 +208,7 @@ class PPOTrainer(ClassicMethods):
         self.kl_place = make_kl_place(config)
         self.advantages = make_advantages(config)
         precision = precision_of(model, self.accelerator)
+        check_merging(config, model, precision)
         choose_heads(self.current_device, self.model, self.ref_model)
         self.padding = choose_padding(
             config.padding_free,
@@ -308,6 +311,7 @@ class PPOTrainer(ClassicMethods):
         with self.processes.together():
             size = self.config.batch_size
             data.check_batch_size(queries, responses, size)
+            queries, responses, response_masks = data.on_host(queries, responses, response_masks)
             own = StepInput(
                 queries,
                 responses,
@@ -349,13 +353,14 @@ class PPOTrainer(ClassicMethods):
         self.score_or_reuse.check(given.logprobs)
 
         final_scores, moments = self.transform_scores(given.scores)
-        final_scores = final_scores.to(self.current_device)
         self._push_if_best(final_scores)
+        final_scores = to_device(final_scores, self.current_device)
         self.rollouts.before_update()
         clock = start_clock(self.current_device)
         with evaluating(self.model), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
                 scored, reuse_stats = self.score_or_reuse(batch, given.logprobs)
+                self.rollouts.compared(reuse_stats)
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
                     final_scores.nan_to_num(), *scored.kl_operands, batch.mask

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastrl.data.token_batch import TokenBatch
+from fastrl.models.host_memory import to_device
 from fastrl.models.scoring import PassLimit
 from fastrl.models.trunk import Trunk
 
@@ -121,7 +122,7 @@ class TrunkCache:
             model_pass = part.model_pass
             with self.autocast():
                 hidden = self.trunk(**model_pass.inputs)
-            rows = hidden.flatten(0, 1)[model_pass.places.to(hidden.device)]
+            rows = hidden.flatten(0, 1)[to_device(model_pass.places, hidden.device)]
             lengths = [n for pair in zip(part.query_lengths, part.response_lengths, strict=True)
                        for n in pair]  # fmt: skip
             split = rows.split(lengths)

@@ -13,9 +13,10 @@ from transformers import Cache
 
 import fastrl_kernels
 from fastrl.models.attention import Attention, Variant
+from fastrl.models.host_memory import to_device
 from fastrl.models.packed_attention import Group, PackedAttention, PackedLayout
 from fastrl.rollout.kv_cache import KVCache
-from fastrl_kernels import LiveTokens
+from fastrl_kernels import HeadNorms, LiveTokens
 from fastrl_kernels.dispatch import BACKEND_VARIABLE
 
 
@@ -70,9 +71,32 @@ class DecodeAttention:
             whole.index_put_(self.places, new.squeeze(2).to(whole.dtype))
         return stored
 
+    def rotate_and_write(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: HeadNorms | None,
+    ) -> Tensor:
+        """Stores rotated keys [b, Hkv, D] and values of a layer; returns rotated queries."""
+        self.layer = layer
+        stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]
+        positions = self.places[1]
+        return fastrl_kernels.rotate_and_store(
+            query, key, value, cos, sin, *stored, positions, norms=norms
+        )
+
+    def attend_written(self, query: Tensor, variant: Variant) -> Tensor:
+        """:meth:`attend` of queries [b, Hq, D] over what was written last."""
+        stored = self.kv_cache.keys[self.layer], self.kv_cache.values[self.layer]
+        return self.attend(query.unsqueeze(2), *stored, variant)
+
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
         self.kv_cache.windows[self.layer] = variant.window
-        return self.kernel(query, keys, values, self.live, self.span, variant)
+        return self.kernel(query.to(keys.dtype), keys, values, self.live, self.span, variant)
 
 
 class PrefillDone(Exception):
@@ -102,8 +126,9 @@ class PrefillAttention:
             where.append(torch.tensor(targets).repeat_interleave(length))
             positions.append(tokens.repeat(len(targets)))
             start += length
-        self.sources = torch.cat(sources).to(device)
-        self.places = torch.cat(where).to(device), torch.cat(positions).to(device)
+        stored = torch.stack([torch.cat(x) for x in (sources, where, positions)])
+        self.sources, *places = to_device(stored, device)
+        self.places = tuple(places)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         stored = self.kv_cache.keys[layer], self.kv_cache.values[layer]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastrl.rollout.decode_step import DecodeStep
+from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
 
 
 class StepRunner(Protocol):
@@ -46,11 +46,15 @@ class EagerRunner:
         pass
 
 
+KINDS = 8  # of calls, whose graphs are kept
+
+
 class GraphRunner:
     """Captures the step once per bucket, lazily, in one memory pool, and replays it.
 
-    A graph contains addresses and numbers: it is captured anew after a parameter has moved or a
-    number of the logits processors has changed.
+    A graph contains addresses and numbers. Those of calls of other kinds, with other logits
+    processors, are kept for the next call of that kind, of the last few; all are captured anew
+    after a parameter or the KV cache has moved.
     """
 
     def __init__(self) -> None:
@@ -61,15 +65,21 @@ class GraphRunner:
         self.stream = torch.cuda.Stream()  # one for all: libraries keep a workspace for each
         self.failed = False  # after one failure it is not tried again
         self.stats: dict[str, float] = {}
-        self._graphs: dict[int, Any] = {}  # by bucket
-        self._key: tuple = ()
+        self._graphs: dict[int, Any] = {}  # by bucket, of the present kind of calls
+        # Of each, the latest last; with the processors, whose memory they contain.
+        self._kinds: dict[tuple, tuple[dict[int, Any], LogitsProcessors]] = {}
+        self._memory: tuple = ()
 
     def begin(self, step: DecodeStep) -> None:
         self.stats = {"captures": 0.0, "replays": 0.0, "capture_seconds": 0.0}
-        key = _constants(step)
-        if key != self._key:
-            self._graphs.clear()
-            self._key = key
+        memory, kind = _memory(step), _kind(step)
+        if memory != self._memory:
+            self._kinds.clear()
+            self._memory = memory
+        self._graphs, _ = self._kinds.pop(kind, ({}, None))
+        self._kinds[kind] = self._graphs, step.processors
+        if len(self._kinds) > KINDS:
+            del self._kinds[next(iter(self._kinds))]
 
     def run(self, step: DecodeStep, bucket: int, span: int, steps: int) -> None:
         if bucket not in self._graphs and not self.failed:
@@ -107,14 +117,20 @@ class GraphRunner:
         return graph
 
 
-def _constants(step: DecodeStep) -> tuple:
-    """Every number and every address that a captured step contains."""
-    processors = step.processors
-    tensors = [*step.slots.tensors(), *step.kv_cache.keys, *step.kv_cache.values]
-    tensors += [x for x in processors if isinstance(x, Tensor)]
+def _memory(step: DecodeStep) -> tuple:
+    """The addresses that all captured steps contain."""
     model = step.model_runner.model
     weights = hash(tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers())))
-    return processors.numbers(), weights, tuple(x.data_ptr() for x in tensors)
+    tensors = [*step.slots.state, *step.kv_cache.keys, *step.kv_cache.values]
+    tensors += step.model_runner.copies()
+    return weights, tuple(x.data_ptr() for x in tensors)
+
+
+def _kind(step: DecodeStep) -> tuple:
+    """The numbers and addresses that the captured steps of one kind of calls contain."""
+    processors = step.processors
+    tensors = [*step.slots.tensors(), *(x for x in processors if isinstance(x, Tensor))]
+    return processors.numbers(), tuple(x.data_ptr() for x in tensors)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
+from fastrl.models.host_memory import to_device
 from fastrl.rollout.attention import DecodeAttention, choose_decode_kernel
 from fastrl.rollout.kv_cache import EOS, FIELDS, LENGTH, NAN, RUNNING, STOP, KVCache, Slots
 from fastrl.rollout.model_runner import ModelRunner
@@ -31,21 +32,20 @@ class LogitsProcessors(NamedTuple):
     stops: Tensor | None  # [n, W] ids, -1 in front of shorter sequences
 
     @classmethod
-    def of(
-        cls, params: SamplingParams, ends: Tensor, vocabulary: int, device: torch.device
-    ) -> LogitsProcessors:
-        """Those of sampling parameters. End tokens outside the vocabulary never match."""
+    def of(cls, params: SamplingParams, ends: Tensor, vocabulary: int) -> LogitsProcessors:
+        """Those of sampling parameters, on the host. End tokens outside the vocabulary never
+        match."""
         ends = ends[ends < vocabulary]
         barred = always = stops = None
         if params.min_new_tokens or params.suppress_tokens:
             suppressed = torch.tensor(sorted(set(params.suppress_tokens)), dtype=torch.long)
             barred = torch.cat([suppressed, ends]).unique() if params.min_new_tokens else suppressed
             always = torch.isin(barred, suppressed)
-            barred, always = (x.to(device) if len(barred) else None for x in (barred, always))
+            barred, always = (x if len(barred) else None for x in (barred, always))
         if params.stop:
             width = max(map(len, params.stop))
             padded = [[-1] * (width - len(s)) + [int(t) for t in s] for s in params.stop]
-            stops = torch.tensor(padded).to(device)
+            stops = torch.tensor(padded)
         return cls(
             temperature=float(params.temperature),
             top_k=params.top_k,
@@ -55,22 +55,21 @@ class LogitsProcessors(NamedTuple):
             repetition_penalty=float(params.repetition_penalty),
             barred=barred,
             always=always,
-            ends=ends.to(device),
+            ends=ends,
             stops=stops,
         )
 
     def numbers(self) -> tuple[float, ...]:
         return self[:6]
 
-    def same(self, other: LogitsProcessors) -> bool:
-        """Whether both have the same values."""
-        if self.numbers() != other.numbers():
-            return False
-        pairs = zip(self[6:], other[6:], strict=True)
-        return all(
-            a is b if a is None or b is None else torch.equal(a, b)
-            for a, b in pairs  # type: ignore[arg-type]
-        )
+    def as_numbers(self) -> tuple:
+        """All values, of those on the host: equal where two are the same."""
+        lists = [None if x is None else str(x.tolist()) for x in self[6:]]  # type: ignore[attr-defined]
+        return *self.numbers(), *lists
+
+    def to(self, device: torch.device) -> LogitsProcessors:
+        moved = (None if x is None else to_device(x, device) for x in self[6:])  # type: ignore[arg-type]
+        return LogitsProcessors(*self.numbers(), *moved)  # type: ignore[arg-type]
 
     def penalised(self, logits: Tensor, seen: Tensor) -> Tensor:
         """Logits [b, V] with the repetition penalty; seen [b, V] bool, which tokens occurred."""

@@ -12,12 +12,13 @@ import torch
 
 import fastrl_kernels
 from fastrl.data.prompt_ids import Prompt
+from fastrl.models.host_memory import to_device
 from fastrl.models.utils import context_length
 from fastrl.rollout import bandwidth
 from fastrl.rollout.attention import PrefillAttention
-from fastrl.rollout.cuda_graphs import EagerRunner, GraphRunner, StepRunner
+from fastrl.rollout.cuda_graphs import KINDS, EagerRunner, GraphRunner, StepRunner
 from fastrl.rollout.decode_step import DecodeStep, LogitsProcessors
-from fastrl.rollout.kv_cache import RUNNING, KVCache, LayerShape, Room, Slots
+from fastrl.rollout.kv_cache import RUNNING, KVCache, LayerShape, Moves, Room, Slots
 from fastrl.rollout.model_runner import Autocast, ModelRunner
 from fastrl.rollout.sampling_params import (
     RolloutOutput,
@@ -52,6 +53,9 @@ class RolloutEngine:
         kv_cache_bytes: for keys and values; fewer slots where they do not fit. None: no limit.
         autocast: makes the context in which the model runs.
         cuda_graphs: capture decode steps; only on CUDA devices.
+        merge_adapters: run products of layers with LoRA adapters in bf16 by one copy of the weight
+            that the adapters are added to, and rounded again: compare the log-probs. Elsewhere, in
+            fp32 say, adapters run as they are.
 
     Raises:
         ValueError: a number below 1; a model on several devices; a budget too small for one slot.
@@ -70,6 +74,7 @@ class RolloutEngine:
         kv_cache_bytes: int | None = None,
         autocast: Autocast = contextlib.nullcontext,
         cuda_graphs: bool = True,
+        merge_adapters: bool = False,
     ):
         for name, x in (
             ("max_slots", max_slots),
@@ -86,17 +91,20 @@ class RolloutEngine:
                 "rollouts need it on one; load it without device_map"
             )
         self.model, self.tokenizer = model, tokenizer
-        self.model_runner = ModelRunner(model, autocast)
+        self.model_runner = ModelRunner(model, autocast, merge_adapters)
         self.max_slots, self.max_length, self.kv_cache_bytes = max_slots, max_length, kv_cache_bytes
         self._layers: list[LayerShape] | None = None
         self._autocast_dtype: torch.dtype | None = None  # of the call that found them
         self._kv_cache: KVCache | None = None
         self._reserved = Room()  # for a KV cache that is yet to be made
+        self._expected = 0  # tokens of a slot, as :meth:`expect` has it
         self._slots: Slots | None = None
-        self._processors: LogitsProcessors | None = None  # of the last call
+        # Of the last kinds of calls, by their values: captured steps contain their addresses.
+        self._processors: dict[tuple, LogitsProcessors] = {}
         self._captures = cuda_graphs and self.model_runner.device.type == "cuda"
         self._runner: StepRunner = GraphRunner() if self._captures else EagerRunner()
         self._check()
+        self.model_runner.fuse_layers(self._shapes())
 
     def _check(self) -> None:
         """
@@ -137,23 +145,25 @@ class RolloutEngine:
         seed = draw_seed() if params.seed is None else params.seed
         samples = _samples(request, params.n)
         kv_cache, slots = self._make_room(request, len(samples))
-        scheduler = Scheduler(samples, kv_cache.slots)
+        scheduler, device = Scheduler(samples, kv_cache.slots), self.model_runner.device
         poll = make_finish_poll(slots, scheduler)
-        results = Results(len(samples), max(request.limits), self.model_runner.device)
+        results = Results(len(samples), max(request.limits), device)
         with self.model_runner.opened():
             step = DecodeStep(
                 self.model_runner, kv_cache, slots, self._begin_call(params, seed, slots)
             )
             self._runner.begin(step)
-            clock = start_clock(self.model_runner.device)
+            clock = start_clock(device)
             prefilled = 0
             while scheduler.waiting or scheduler.running:
                 with clock("prefill"):
                     prefilled += self._admit(request, step, scheduler)
                 with clock("decode"):
-                    for source, target, tokens in scheduler.pack():
-                        kv_cache.move(source, target, tokens)
-                        slots.move(source, target)
+                    packed = scheduler.pack()
+                    if packed:
+                        moves = Moves.of([move[:2] for move in packed], device)
+                        kv_cache.move(moves, max(tokens for *_, tokens in packed))
+                        slots.move(moves)
                     steps = scheduler.steps(poll.due)
                     self._runner.run(step, scheduler.bucket, scheduler.span(steps), steps)
                     ended = sorted({*scheduler.advance(steps), *poll.after(steps)})
@@ -197,10 +207,15 @@ class RolloutEngine:
         longest = length if self.max_length is None else min(length, self.max_length)
         self._reserved = Room(min(slots, self.max_slots), longest)
 
+    def expect(self, tokens: int) -> None:
+        """Says how long samples with their prompts will be at most, in this call or a later one. A
+        slot has room for that from the next call on: where a prompt is longer than those before,
+        neither keys and values nor captured steps need to be made anew."""
+        self._expected = max(self._expected, tokens)
+
     def _free(self) -> None:
         self._kv_cache = self._slots = None
-        self.model_runner.autocast_weights.free()
-        self.model_runner.packed_products.free()
+        self.model_runner.free()
         self._runner.free()
 
     def _admit(self, request: RolloutRequest, step: DecodeStep, scheduler: Scheduler) -> int:
@@ -219,7 +234,7 @@ class RolloutEngine:
             lengths = [len(request.prompts[i]) - 1 for i in part]
             attention = PrefillAttention(kv_cache, lengths, [by_prompt[i] for i in part])
             packed = torch.cat([request.prompts[i][:-1] for i in part])
-            packed = packed.to(self.model_runner.device)
+            packed = to_device(packed, self.model_runner.device)
             self.model_runner.prefill(packed, attention.layout.positions, attention)
             tokens += len(packed)
         prompts = [request.prompts[sample.prompt] for _, sample in admitted]
@@ -237,20 +252,23 @@ class RolloutEngine:
         return tokens
 
     def _begin_call(self, params: SamplingParams, seed: int, slots: Slots) -> LogitsProcessors:
-        """Prepares the slots for a call and returns its logits processors: those of the last call
+        """Prepares the slots for a call and returns its logits processors: those of an earlier call
         where they are equal, since captured steps contain the addresses of their tensors."""
         vocabulary = self.model.config.get_text_config().vocab_size
         ends = end_tokens(self.model, self.tokenizer, params.eos_token_ids)
-        device = self.model_runner.device
-        processors = LogitsProcessors.of(params, ends, vocabulary, device)
-        if self._processors is None or not processors.same(self._processors):
-            self._processors = processors
+        on_host = LogitsProcessors.of(params, ends, vocabulary)
+        values = on_host.as_numbers()
+        kept = self._processors.pop(values, None)
+        processors = on_host.to(self.model_runner.device) if kept is None else kept
+        self._processors[values] = processors
+        if len(self._processors) > KINDS:
+            del self._processors[next(iter(self._processors))]
         slots.begin(
             seed=seed,
             vocabulary=vocabulary if processors.repetition_penalty != 1 else None,
             tail=None if processors.stops is None else processors.stops.shape[1],
         )
-        return self._processors
+        return processors
 
     def _stats(
         self,
@@ -294,6 +312,7 @@ class RolloutEngine:
             self._free()  # keys and values have another type now
             self._layers, self._autocast_dtype = None, self.model_runner.autocast_dtype()
         needed = max(len(p) + n for p, n in zip(request.prompts, request.limits, strict=True))
+        needed = max(needed, min(self._expected, self.max_length or self._expected))
         kv_cache, there = self._kv_cache, self.room()
         length = there.length
         if length < needed:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastrl.models.host_memory import to_device
+
 RUNNING, EOS, LENGTH, STOP, NAN, IDLE = range(6)
 FINISH_REASONS = {EOS: "eos", LENGTH: "length", STOP: "stop", NAN: "nan"}
 # Numbers kept per token, fp32.
@@ -65,14 +67,27 @@ class KVCache:
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zeroes slots: a NaN left there would reach the next sample, as 0·NaN is NaN."""
-        where = torch.tensor(list(slots)).to(self.keys[0].device)
+        where = to_device(torch.tensor(list(slots)), self.keys[0].device)
         for x in (*self.keys, *self.values):
             x.index_fill_(0, where, 0)
 
-    def move(self, source: int, target: int, tokens: int) -> None:
-        """Copies the first tokens of a slot to another."""
+    def move(self, moves: Moves, tokens: int) -> None:
+        """Copies the first ``tokens`` of slots to others, whose others become zero."""
         for x in (*self.keys, *self.values):
-            x[target, :tokens] = x[source, :tokens]
+            x.index_fill_(0, moves.targets, 0)
+            x[moves.targets, :tokens] = x[moves.sources, :tokens]
+
+
+class Moves(NamedTuple):
+    """Slots whose samples go to others, which are free, [n] int64 each on the slots' device."""
+
+    sources: Tensor
+    targets: Tensor
+
+    @classmethod
+    def of(cls, moves: Sequence[tuple[int, int]], device: torch.device) -> Moves:
+        """From pairs (from, to)."""
+        return cls(*to_device(torch.tensor(moves).t().contiguous(), device))
 
 
 class SlotState(NamedTuple):
@@ -109,9 +124,11 @@ class Slots:
         self.seed = torch.zeros((), dtype=torch.long, device=device)
         self.seen: Tensor | None = None  # [S, V] bool, tokens that occurred
         self.tail: Tensor | None = None  # [S, W] the last tokens, newest last; -1 before the first
+        # Those of calls so far, by kind and columns: captured steps contain their addresses.
+        self._of_calls: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def tensors(self) -> list[Tensor]:
-        """All buffers that a step may write."""
+        """All buffers that a step of the call may write."""
         all_ = (*self.state, self.tokens, self.per_token, self.seen, self.tail)
         return [x for x in all_ if x is not None]
 
@@ -123,15 +140,19 @@ class Slots:
             tail: W where stop sequences need the last tokens.
         """
         self.seed.fill_(seed - (1 << 64) if seed >= 1 << 63 else seed)
-        self.seen = self._kept(self.seen, vocabulary, torch.bool)
-        self.tail = self._kept(self.tail, tail, torch.long)
-        self.empty(range(len(self.tokens)))
+        self.seen = self._of_call(vocabulary, torch.bool)
+        self.tail = self._of_call(tail, torch.long)
+        for x in self.state:
+            x.zero_()
+        self.state.reason.fill_(IDLE)
 
-    def _kept(self, x: Tensor | None, columns: int | None, dtype: torch.dtype) -> Tensor | None:
-        """The present buffer where it fits, as captured steps contain its address; else another."""
-        if columns is None or (x is not None and x.shape[1] == columns):
-            return None if columns is None else x
-        return torch.zeros(len(self.tokens), columns, dtype=dtype, device=self.tokens.device)
+    def _of_call(self, columns: int | None, dtype: torch.dtype) -> Tensor | None:
+        if columns is None:
+            return None
+        if (dtype, columns) not in self._of_calls:
+            rows, device = len(self.tokens), self.tokens.device
+            self._of_calls[dtype, columns] = torch.zeros(rows, columns, dtype=dtype, device=device)
+        return self._of_calls[dtype, columns]
 
     def remember(self, slots: Sequence[int], prompts: Sequence[Tensor]) -> None:
         """Records the tokens of new samples' prompts."""
@@ -139,27 +160,29 @@ class Slots:
             return
         for slot, prompt in zip(slots, prompts, strict=True):
             if self.seen is not None:
-                self.seen[slot] = False
-                self.seen[slot, prompt.to(self.seen.device)] = True
+                row = self.seen[slot].fill_(False)
+                row.index_fill_(0, to_device(prompt, row.device), True)
             if self.tail is not None:
-                self.tail[slot] = -1
+                self.tail[slot].fill_(-1)
 
     def fill(self, slots: Sequence[int], **columns: Sequence[int]) -> None:
         """Sets columns of the state, by name, for the given slots."""
-        where = torch.tensor(list(slots), dtype=torch.long).to(self.tokens.device)
-        for name, values in columns.items():
-            target: Tensor = getattr(self.state, name)
-            target[where] = torch.tensor(list(values), dtype=torch.long).to(target.device)
+        table = torch.tensor([list(slots), *map(list, columns.values())], dtype=torch.long)
+        where, *rows = to_device(table, self.tokens.device)
+        for name, values in zip(columns, rows, strict=True):
+            getattr(self.state, name).index_copy_(0, where, values)
 
     def empty(self, slots: Sequence[int]) -> None:
         """Marks slots idle: what steps write there is not read."""
         zero = [0] * len(slots)
         self.fill(slots, reason=[IDLE] * len(slots), position=zero, num_generated=zero, token=zero)
 
-    def move(self, source: int, target: int) -> None:
-        """Moves a running sample to another slot."""
+    def move(self, moves: Moves) -> None:
+        """Moves running samples to other slots."""
         for x in (*self.state, self.tokens, self.seen, self.tail):
             if x is not None:
-                x[target] = x[source]
-        self.per_token[:, target] = self.per_token[:, source]
-        self.empty([source])
+                x[moves.targets] = x[moves.sources]
+        self.per_token[:, moves.targets] = self.per_token[:, moves.sources]
+        for x in (self.state.token, self.state.position, self.state.num_generated):
+            x.index_fill_(0, moves.sources, 0)
+        self.state.reason.index_fill_(0, moves.sources, IDLE)

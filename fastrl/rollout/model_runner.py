@@ -4,7 +4,7 @@ weights under autocast."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,22 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fastrl.models import quantised
-from fastrl.models.attention import attached, attending
+from fastrl.models.attention import Variant, attached, attending
 from fastrl.models.lm_head import in_front_of_head
 from fastrl.models.products import PackedProducts, has_own_forward, is_packed
 from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
-from fastrl.rollout.attention import CachedAttention, PrefillDone, SlotCache
-from fastrl.rollout.kv_cache import LayerShape
+from fastrl.rollout.attention import (
+    CachedAttention,
+    PrefillDone,
+    SlotCache,
+    choose_decode_kernel,
+)
+from fastrl.rollout.fused_layers import FusedLayers, VariantsOf
+from fastrl.rollout.kv_cache import KVCache, LayerShape
+from fastrl.rollout.merged_adapters import MergedAdapters
+from fastrl_kernels import explain
+from fastrl_kernels.dispatch import kind_of_device
 
 Autocast = Callable[[], contextlib.AbstractContextManager]
 
@@ -29,9 +38,15 @@ class ModelRunner:
     Args:
         model: a causal LM, or a fastrl model around one.
         autocast: makes the context in which the model runs.
+        merge_adapters: use bf16 copies of the weights that LoRA adapters are added to.
     """
 
-    def __init__(self, model: Any, autocast: Autocast = contextlib.nullcontext):
+    def __init__(
+        self,
+        model: Any,
+        autocast: Autocast = contextlib.nullcontext,
+        merge_adapters: bool = False,
+    ):
         self.model = model
         self.v_head = getattr(model, "v_head", None)
         wrapped = isinstance(model, PreTrainedModelWrapper)
@@ -42,8 +57,10 @@ class ModelRunner:
         self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
         self._product = _head_product(self.language_model)
+        self.fused_layers = FusedLayers(self.language_model)
         self.autocast_weights = AutocastWeightCache()
         self.packed_products = PackedProducts()
+        self.merged_adapters = MergedAdapters(merge_adapters)
 
     @property
     def device(self) -> torch.device:
@@ -60,13 +77,24 @@ class ModelRunner:
                 attached(self.language_model),
                 in_front_of_head(self.language_model, self._before_head),
                 self.autocast(),
+                self.merged_adapters.in_place(self.language_model),  # from fp32 weights
                 self.packed_products.in_place(self.language_model),
-                self.autocast_weights.in_place(self.language_model),
+                self.autocast_weights.in_place(self.language_model, self.fused_layers.together()),
+                self.fused_layers.in_place(),
             ):
                 yield
         finally:
             behind.remove()
             self._cache = SlotCache()  # its attention holds the KV cache
+
+    def copies(self) -> list[Tensor]:
+        """Copies of weights, which stay between rollouts."""
+        return [*self.autocast_weights.stored(), *self.merged_adapters.stored()]
+
+    def free(self) -> None:
+        """Frees the copies of weights."""
+        for copies in (self.autocast_weights, self.packed_products, self.merged_adapters):
+            copies.free()
 
     def autocast_dtype(self) -> torch.dtype | None:
         """Dtype of matrix products under autocast, the caller's included; None where it is off."""
@@ -121,9 +149,35 @@ class ModelRunner:
         logits, self._logits = self._logits, None
         return out if logits is None else logits
 
+    def fuse_layers(self, layers: list[LayerShape]) -> None:
+        """Has decode steps run the model's layers with few launches, where kernels are launched and
+        the layers can be fused.
+
+        Args:
+            layers: as :meth:`layer_shapes` gives them.
+        """
+        if explain(self.device).backend != "triton":
+            return
+
+        def decode() -> tuple[Tensor, list[Variant]]:
+            self.autocast_weights.free()  # fused layers have theirs elsewhere
+            rows, steps = 2, 3
+            kv_cache = KVCache(layers, rows, 2 * steps, self.dtype, self.device)
+            kernel = choose_decode_kernel(kv_cache)
+            with self.opened():
+                for i in range(steps):
+                    positions = torch.tensor([i, i + 2], device=self.device)
+                    attention = VariantsOf(kernel, kv_cache, positions, 2 * steps)
+                    logits, _ = self.decode(positions + 1, positions, attention)
+            return logits, attention.variants
+
+        self.fused_layers.activate(decode)
+
     @torch.no_grad()
     def layer_shapes(self) -> list[LayerShape]:
-        """Shapes of one token's keys and values, from a forward with the model's own cache."""
+        """Shapes of one token's keys and values, from a forward with the model's own cache; also
+        finds their dtype. Autocast would cast them for every product of attention: on a GPU they
+        are kept so."""
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         with evaluating(self.model), self.autocast():
             cache = self.language_model(
@@ -134,6 +188,9 @@ class ModelRunner:
             keys, values = layer.keys, layer.values
             layers.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
             self.dtype = keys.dtype
+        autocast = self.autocast_dtype()
+        if autocast is not None and kind_of_device(self.device) != "cpu":
+            self.dtype = autocast
         return layers
 
 
@@ -176,11 +233,15 @@ class AutocastWeightCache:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, torch.dtype], nn.Parameter] = {}
+        self._copies: dict[tuple[int, torch.dtype], Any] = {}
 
     @contextlib.contextmanager
-    def in_place(self, model: nn.Module) -> Iterator[None]:
-        """Context in which products use casts of the present weights, if autocast is on."""
+    def in_place(self, model: nn.Module, together: Sequence[Sequence[Any]] = ()) -> Iterator[None]:
+        """Context in which products use casts of the present weights, if autocast is on.
+
+        Args:
+            together: layers whose casts lie one after the other in memory, each at most once.
+        """
         kind = next(model.parameters()).device.type
         if not torch.is_autocast_enabled(kind):
             yield
@@ -188,7 +249,7 @@ class AutocastWeightCache:
         dtype = torch.get_autocast_dtype(kind)
         caching = torch.is_autocast_cache_enabled()
         places = list(_places(model))
-        copies = self._written([x for _, _, x in places], dtype)
+        copies = self._written([x for _, _, x in places], dtype, together)
         try:
             torch.set_autocast_cache_enabled(False)
             for (module, name, _), copy in zip(places, copies, strict=True):
@@ -199,23 +260,58 @@ class AutocastWeightCache:
                 module._parameters[name] = weight
             torch.set_autocast_cache_enabled(caching)
 
+    def stored(self) -> list[Tensor]:
+        """The casts."""
+        return list(self._copies.values())
+
     def free(self) -> None:
         self._copies.clear()
 
     @torch.no_grad()
-    def _written(self, weights: list[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
+    def _written(
+        self,
+        weights: list[nn.Parameter],
+        dtype: torch.dtype,
+        together: Sequence[Sequence[Any]],
+    ) -> list[nn.Parameter]:
         before, self._copies = self._copies, {}
-        for weight in weights:
-            copy = before.get((id(weight), dtype))
-            if copy is None or copy.shape != weight.shape or copy.device != weight.device:
-                empty = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-                copy = nn.Parameter(empty, requires_grad=False)
-            self._copies[id(weight), dtype] = copy
-        copies = [self._copies[id(weight), dtype] for weight in weights]
-        targets: list[Tensor] = [copy.data for copy in copies]
+        for group in (*_tensors_of(together, weights), *([weight] for weight in weights)):
+            if any((id(weight), dtype) in self._copies for weight in group):
+                continue
+            copies: list[Any] = [before.get((id(weight), dtype)) for weight in group]
+            if not all(map(_fits, copies, group)):
+                copies = _side_by_side(group, dtype)
+            for weight, copy in zip(group, copies, strict=True):
+                self._copies[id(weight), dtype] = copy
+        written = [self._copies[id(weight), dtype] for weight in weights]
+        targets: list[Tensor] = [copy.data for copy in written]
         if targets:
             torch._foreach_copy_(targets, [weight.data for weight in weights])
-        return copies
+        return written
+
+
+def _tensors_of(
+    together: Sequence[Sequence[Any]], weights: list[nn.Parameter]
+) -> Iterator[list[nn.Parameter]]:
+    """The weights, and the biases, of each group of layers, where all are cast."""
+    cast = {id(weight) for weight in weights}
+    for layers in together:
+        for name in ("weight", "bias"):
+            group: list[Any] = [getattr(layer, name, None) for layer in layers]
+            if all(id(x) in cast and x.shape[1:] == group[0].shape[1:] for x in group):
+                yield group
+
+
+def _fits(copy: nn.Parameter | None, weight: nn.Parameter) -> bool:
+    return copy is not None and (copy.shape, copy.device) == (weight.shape, weight.device)
+
+
+def _side_by_side(weights: list[nn.Parameter], dtype: torch.dtype) -> list[Any]:
+    """Memory for casts of weights, one piece for all."""
+    rows = list(map(len, weights))
+    shape = sum(rows), *weights[0].shape[1:]
+    whole = torch.empty(shape, dtype=dtype, device=weights[0].device)
+    return [nn.Parameter(x, requires_grad=False) for x in whole.split(rows)]
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

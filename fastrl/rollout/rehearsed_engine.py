@@ -46,7 +46,7 @@ class RehearsedEngine(RolloutEngine):
     def memory(self) -> tuple[list[Any], list[Any]]:
         """What stays between two calls: keys and values, and copies of weights."""
         kv_cache, runner = self._kv_cache, self.model_runner
-        copies = list(runner.autocast_weights._copies.values())
+        copies = runner.copies()
         packed = [packed._weight for _, packed in runner.packed_products._kept.values()]
         stored = [] if kv_cache is None else [*kv_cache.keys, *kv_cache.values]
         return stored, copies + packed

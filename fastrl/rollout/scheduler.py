@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastrl.models.host_memory import to_device
 from fastrl.rollout.kv_cache import FIELDS, FINISH_REASONS, RUNNING, Slots
 from fastrl.rollout.sampling_params import RolloutOutput
 
@@ -203,22 +204,23 @@ class Results:
     def take(self, slots: Slots, ended: list[tuple[int, RolloutSample]]) -> None:
         """Copies samples out of their slots."""
         device, length = self.tokens.device, self.tokens.shape[1]
-        source = torch.tensor([slot for slot, _ in ended]).to(device)
-        target = torch.tensor([sample.index for _, sample in ended]).to(device)
+        both = torch.tensor([(slot, sample.index) for slot, sample in ended]).t().contiguous()
+        source, target = to_device(both, device)
         self.tokens[target] = slots.tokens[source, :length]
         self.per_token[:, target] = slots.per_token[:, source, :length]
         self.counts[target] = slots.state.num_generated[source]
         self.reasons[target] = slots.state.reason[source]
 
     def output(self, *, values: bool) -> RolloutOutput:
-        counts = self.counts.tolist()
-        reasons = [FINISH_REASONS[code] for code in self.reasons.tolist()]
-        real = torch.arange(self.tokens.shape[1]) < self.counts.cpu()[:, None]
+        on_host = torch.column_stack([self.counts, self.reasons, self.tokens]).cpu()
+        counts = on_host[:, 0].tolist()
+        reasons = [FINISH_REASONS[code] for code in on_host[:, 1].tolist()]
+        real = torch.arange(self.tokens.shape[1]) < on_host[:, :1]
 
         def split(rows: Tensor) -> list[Tensor]:
             return list(rows[real].split(counts))
 
-        output = RolloutOutput(sequences=split(self.tokens.cpu()), finish_reasons=reasons)
+        output = RolloutOutput(sequences=split(on_host[:, 2:]), finish_reasons=reasons)
         for field, rows in zip(FIELDS, self.per_token.cpu(), strict=True):
             if values or field != "values":
                 setattr(output, field, split(rows))

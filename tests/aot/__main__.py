@@ -5,8 +5,9 @@ compiles every specialisation of the calls. The other targets compile every shap
 alignments, tiles, formulas) with the most options that it comes with, and every value of every
 option at least once (`covering` in worker.py); with `--full`, everything.
 
-The gate fails on a spill, on a narrow load in a main loop, on a call that raises, and on a kernel
-of the package that no call compiled.
+The gate fails on a spill, on more shared memory than the target has, on a narrow load in a main
+loop or more instructions per byte than its bound (`bounds.py`), on a call that raises, and on a
+kernel of the package that no call compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from pathlib import Path
 from tests.aot.worker import TARGETS, CaseError, Report, Row
 
 CALLS = "benchmarks.ops"
-COLUMNS = ("kernel", "case", "warps", "regs", "smem", "spills", "loads", "stores", "verdict")
+COLUMNS = (
+    "kernel", "case", "warps", "regs", "smem", "spills", "blocks", "KiB", "instr/B", "loads",
+    "stores", "verdict",
+)  # fmt: skip
 # Each would change what is compiled: the interpreter, a forced backend, stripped line information.
 _MISLEADING = ("TRITON_INTERPRET", "FASTRL_KERNELS_BACKEND", "TRITON_DISABLE_LINE_INFO")
 
@@ -96,9 +100,11 @@ def _run_worker(target: str, calls: str, ops: Sequence[str], full: bool) -> Repo
 
 def _cells(row: Row) -> tuple[str, ...]:
     more = f" +{len(row.cases) - 1}" if len(row.cases) > 1 else ""
-    numbers = (row.warps, row.registers, row.shared, row.spills)
+    numbers: tuple[int, ...] = (row.warps, row.registers, row.shared, row.spills)
     verdict = "ok" if not row.faults else "; ".join(row.faults)
-    return (row.kernel, row.cases[0] + more, *map(str, numbers), row.loads, row.stores, verdict)
+    numbers += (row.resident, row.in_flight // 1024)
+    told = (row.per_byte, row.loads, row.stores, verdict)
+    return (row.kernel, row.cases[0] + more, *map(str, numbers), *told)
 
 
 def _print_table(target: str, rows: Sequence[Row]) -> None:
@@ -106,7 +112,11 @@ def _print_table(target: str, rows: Sequence[Row]) -> None:
         return
     cells = [_cells(row) for row in sorted(rows, key=lambda r: (r.op, r.kernel))]
     widths = [max(map(len, column)) for column in zip(COLUMNS, *cells, strict=True)]
-    print(f"{target}: loads and stores are bytes per thread in the main loop, widest/narrowest")
+    print(
+        f"{target}: blocks per multiprocessor and the KiB that they ask for before they use any; "
+        "instructions per byte and thread in the main loops, least/most, ! where they are too many "
+        "to keep up with the memory; bytes per thread of their loads and stores, widest/narrowest"
+    )
     for line in (COLUMNS, *cells):
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
     print()

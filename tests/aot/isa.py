@@ -62,6 +62,7 @@ class _Block:
 
     labels: list[str] = field(default_factory=list)
     accesses: list[Access] = field(default_factory=list)
+    instructions: list[str] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
     falls_through: bool = True
 
@@ -198,12 +199,7 @@ def parse_assembly(text: str, backend: str) -> list[Access]:
 
 def _with_loops(blocks: list[_Block]) -> Iterator[Access]:
     """The accesses, those in an innermost loop with its number."""
-    at = {label: i for i, block in enumerate(blocks) for label in block.labels}
-    edges = {
-        i: {at[t] for t in block.targets if t in at}
-        | ({i + 1} if block.falls_through and i + 1 < len(blocks) else set())
-        for i, block in enumerate(blocks)
-    }
+    edges = _edges(blocks)
     busy = {i for i, block in enumerate(blocks) if block.accesses}
     loop_of = {
         node: number
@@ -213,6 +209,16 @@ def _with_loops(blocks: list[_Block]) -> Iterator[Access]:
     for i, block in enumerate(blocks):
         for a in block.accesses:
             yield Access(a.kind, a.width, a.line, a.text, a.where, loop_of.get(i))
+
+
+def _edges(blocks: list[_Block]) -> dict[int, set[int]]:
+    """Where each block goes next."""
+    at = {label: i for i, block in enumerate(blocks) for label in block.labels}
+    return {
+        i: {at[t] for t in block.targets if t in at}
+        | ({i + 1} if block.falls_through and i + 1 < len(blocks) else set())
+        for i, block in enumerate(blocks)
+    }
 
 
 def _innermost(nodes: set[int], edges: dict[int, set[int]], busy: set[int]) -> list[set[int]]:
@@ -262,6 +268,112 @@ def _forest(
                 seen.add(new)
                 stack.append((new, iter(sorted(edges[new] & nodes))))
         yield tree
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An innermost loop that reads or writes global memory, or a body without one: its
+    instructions per thread, and bytes."""
+
+    instructions: int
+    moved: int  # bytes; those of accesses under a condition only where there are few others
+    in_flight: int  # the most bytes that are asked for before one of them is used
+
+    @property
+    def instructions_per_byte(self) -> float:
+        return self.instructions / self.moved
+
+
+_SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?P<condition>@!?U?P\w+\s+)?(?P<code>[^;]*?)\s*;")
+_SASS_JUMP = re.compile(r"^(?:BRA|JMP|CALL|BREAK)\b[^`]*`\((\.L_\w+)\)")
+_SASS_END = re.compile(r"^(?:EXIT|RET|BRX|JMX|KILL)\b")
+_SASS_ACCESS = re.compile(r"^(LDG|STG|LDGSTS|REDG?|ATOMG)((?:\.\w+)*)\s+(.*)$")
+_REGISTERS = re.compile(r"\bR(\d+)\b")
+_AMD_CODE = re.compile(r"^\s+(?:s|v|ds|global|buffer|flat|scratch)_\w+")
+
+
+def _sass_width(modifiers: str) -> int:
+    for part in modifiers.split("."):
+        if part.isdigit():
+            return int(part) // 8
+        if part in ("U16", "S16", "U8", "S8"):
+            return int(part[1:]) // 8
+    return 4
+
+
+def parse_loops(text: str, backend: str) -> list[Loop]:
+    """The innermost loops of machine code (nvdisasm's for "cuda", amdgcn for "hip") that access
+    global memory; its whole body as one where none does."""
+    cuda = backend == "cuda"
+    blocks = [_Block()]
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            if blocks[-1].instructions or blocks[-1].labels:
+                blocks.append(_Block())
+            blocks[-1].labels.append(label.group(1))
+        elif cuda:
+            if not (m := _SASS.match(line)):
+                continue
+            code, condition = m.group("code"), bool(m.group("condition"))
+            blocks[-1].instructions.append(("@ " if condition else "") + code)
+            if jump := _SASS_JUMP.match(code):
+                blocks[-1].targets.append(jump.group(1))
+                blocks[-1].falls_through = condition or code.startswith("CALL.REL.NOINC R")
+                blocks.append(_Block())
+            elif _SASS_END.match(code) and not condition:
+                blocks[-1].falls_through = False
+                blocks.append(_Block())
+        elif _AMD_CODE.match(line):
+            blocks[-1].instructions.append(line.strip())
+            if jump := _AMD_BRANCH.match(line):
+                blocks[-1].targets.append(jump.group(2))
+                blocks[-1].falls_through = bool(jump.group(1))
+                blocks.append(_Block())
+            elif _AMD_END.match(line):
+                blocks[-1].falls_through = False
+                blocks.append(_Block())
+    edges = _edges(blocks)
+    width = _sass_bytes if cuda else _amd_bytes
+    busy = {i for i, block in enumerate(blocks) if any(map(width, block.instructions))}
+    found = []
+    for nodes in _innermost(set(edges), edges, busy) or [set(edges)]:
+        code = [line for i in sorted(nodes) for line in blocks[i].instructions]
+        every = sum(map(width, code))
+        always = sum(width(line) for line in code if not line.startswith("@"))
+        # Most of a body's accesses are under a condition; in a loop those few are exceptions.
+        moved = always if 2 * always >= every else every
+        if moved:
+            in_flight = _most_in_flight(code) if cuda else sum(map(width, code))
+            found.append(Loop(len(code), moved, in_flight))
+    return found
+
+
+def _sass_bytes(code: str) -> int:
+    m = _SASS_ACCESS.match(code.removeprefix("@ "))
+    return _sass_width(m.group(2)) if m else 0
+
+
+def _amd_bytes(code: str) -> int:
+    access = _amd_access(code)
+    return access[1] if access else 0
+
+
+def _most_in_flight(code: list[str]) -> int:
+    """Of a loop's loads, walked twice since one round may use what the last one asked for."""
+    waiting: dict[int, tuple[int, int]] = {}  # by first register: bytes, registers
+    most = 0
+    for line in code * 2:
+        line = line.removeprefix("@ ")
+        used = {int(number) for number in _REGISTERS.findall(line)}
+        for first, (_, count) in list(waiting.items()):
+            if used & set(range(first, first + count)):
+                del waiting[first]
+        m = _SASS_ACCESS.match(line)
+        if m and m.group(1) == "LDG" and (register := _REGISTERS.match(m.group(3))):
+            nbytes = _sass_width(m.group(2))
+            waiting[int(register.group(1))] = nbytes, max(1, nbytes // 4)
+            most = max(most, sum(size for size, _ in waiting.values()))
+    return most
 
 
 _LOC_DEFINITION = re.compile(r"^#(loc\d*) = loc\((.*)\)\s*$")

@@ -5,11 +5,22 @@ from pathlib import Path
 
 import pytest
 
+import fastrl_kernels
 from benchmarks.ops import Expect
 from tests.aot import __main__ as aot
+from tests.aot import worker
 from tests.aot.isa import Access, Operand
 from tests.aot.judge import Widths, judge
-from tests.aot.worker import ABSENT, CaseError, Report, Row, covering
+from tests.aot.worker import (
+    ABSENT,
+    TARGETS,
+    CaseError,
+    Report,
+    Row,
+    blocks_per_processor,
+    covering,
+    over_limits,
+)
 
 TOY_TARGETS = ("sm_80", "gfx942")  # the one that compiles everything, and another
 HERE = (("op.py", 10, 4),)
@@ -135,13 +146,13 @@ def toy_reports():
 def test_toy_kernels_are_told_apart(toy_reports, target):
     report = toy_reports[target]
     rows = {row.op: row for row in report.rows}
-    assert set(rows) == {"wide", "narrow", "spilling", "tuned", "optional"}, report.errors
+    assert set(rows) == {"wide", "narrow", "spilling", "tuned", "busy", "optional"}, report.errors
 
     assert rows["wide"].faults == ()
     assert (rows["wide"].loads, rows["wide"].stores, rows["wide"].spills) == ("16", "16", 0)
     assert rows["wide"].registers > 0
 
-    assert [fault.split(" (")[0] for fault in rows["narrow"].faults] == [
+    assert [fault.split(" (")[0] for fault in rows["narrow"].faults][:2] == [
         "2-byte loads in the main loop",
         "2-byte stores in the main loop",
     ]
@@ -149,6 +160,52 @@ def test_toy_kernels_are_told_apart(toy_reports, target):
 
     assert rows["spilling"].spills > 0
     assert rows["spilling"].faults[0].startswith("spills (")
+
+
+def test_a_loop_of_many_instructions_per_byte_is_marked(toy_reports):
+    rows = {row.op: row for row in toy_reports["gfx942"].rows}
+    assert rows["busy"].per_byte.endswith("!")
+    assert 16 < float(rows["busy"].per_byte[:-1]) < 32  # 64 exponentials for 4 bytes, and the rest
+    assert not rows["wide"].per_byte.endswith("!")
+
+
+@pytest.mark.parametrize(
+    ("target", "warps", "registers", "shared", "blocks"),
+    [
+        ("sm_90", 4, 64, 0, 8),  # 8 · 128 threads of 64 registers are all 65536
+        ("sm_90", 4, 65, 0, 7),
+        ("sm_90", 1, 32, 0, 32),
+        ("sm_90", 4, 32, 100 * 1024, 2),
+        ("sm_80", 4, 32, 100 * 1024, 1),
+        ("gfx942", 2, 112, 4096, 8),  # 4 wavefronts on each of 4 units
+        ("gfx942", 2, 32, 40 * 1024, 1),
+    ],
+)
+def test_blocks_of_a_multiprocessor(target, warps, registers, shared, blocks):
+    assert blocks_per_processor(TARGETS[target], warps, registers, shared) == blocks
+
+
+def test_a_kernel_beyond_its_limits_fails(monkeypatch):
+    target, kib = TARGETS["gfx942"], 1024
+    assert over_limits(target, "op._op_kernel", 64 * kib, [8.9], 0) == []
+    (shared,) = over_limits(target, "op._op_kernel", 64 * kib + 1, [], 0)
+    assert shared == "65537 bytes of shared memory, gfx942 has 65536"
+    assert over_limits(TARGETS["sm_80"], "op._op_kernel", 163 * kib, [], 0) == []
+    assert over_limits(TARGETS["sm_80"], "op._op_kernel", 163 * kib + 1, [], 0)
+    monkeypatch.setitem(worker.MOST_PER_BYTE, "op._op_kernel", 3.0)
+    monkeypatch.setitem(worker.LEAST_IN_FLIGHT, "op._op_kernel", 32 * kib)
+    assert over_limits(target, "op._op_kernel", 0, [2.0, 3.0], 32 * kib) == []
+    busy, idle = over_limits(target, "op._op_kernel", 0, [2.0, 3.1], 31 * kib)
+    assert busy.startswith("3.1 instructions per byte in the main loop, above its bound, 3.0")
+    assert idle == "31 KiB in flight per multiprocessor, at least 32"
+
+
+def test_bounds_are_of_kernels_that_there_are():
+    """Else a kernel has been renamed, and lost its bound."""
+    package = Path(fastrl_kernels.__file__).parent / "_triton"
+    for name in {*worker.MOST_PER_BYTE, *worker.LEAST_IN_FLIGHT}:
+        file, _, kernel = name.partition(".")
+        assert f"def {kernel}(" in (package / f"{file}.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("target", TOY_TARGETS)

@@ -9,6 +9,7 @@ from tests.aot.isa import (
     parse_amdgcn_usage,
     parse_assembly,
     parse_cuobjdump,
+    parse_loops,
     parse_ttgir,
 )
 
@@ -218,3 +219,55 @@ def test_ttgir_gives_element_types_and_call_chains():
         Operand("store", "i8", 2048, chain[1:]),
     ]
     assert [o.element_bytes for o in operands] == [2, 4, 8, 1]
+
+
+SASS = """
+        /*0000*/                   LDG.E R0, [R2.64] ;
+.L_x_0:
+        /*0010*/                   LDG.E.128.CONSTANT R4, desc[UR4][R2.64] ;
+        /*0020*/              @!P1 LDG.E.128 R8, [R2.64+0x10] ;
+        /*0030*/                   LDG.E.64 R12, [R2.64+0x20] ;
+        /*0040*/                   FADD R0, R0, R13 ;
+        /*0050*/                   LDG.E.U16 R16, [R2.64+0x40] ;
+        /*0060*/                   FADD R0, R0, R7 ;
+        /*0070*/               @P0 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0080*/                   IADD3 R1, R1, 0x1, RZ ;
+        /*0090*/               @P0 BRA `(.L_x_1) ;
+        /*00a0*/                   STG.E [R2.64], R0 ;
+        /*00b0*/                   EXIT ;
+.L_x_2:
+        /*00c0*/                   BRA `(.L_x_2);
+"""
+
+
+def test_a_loop_of_sass_is_counted_without_what_is_loaded_under_a_condition():
+    (loop,) = parse_loops(SASS, "cuda")
+    assert (loop.instructions, loop.moved) == (7, 16 + 8 + 2)
+    # 16 + 16 + 8 bytes until the fourth instruction uses the 8, then 2 more; the second round adds
+    # what nobody has used.
+    assert loop.in_flight == 16 + 16 + 8 + 2
+    assert loop.instructions_per_byte == 7 / 26
+
+
+def test_code_without_a_loop_is_counted_as_a_whole():
+    body = "\n".join(line for line in SASS.splitlines() if "BRA" not in line)
+    (all_of_it,) = parse_loops(body, "cuda")
+    assert (all_of_it.instructions, all_of_it.moved) == (10, 4 + 16 + 8 + 2 + 4)
+    assert parse_loops("        /*0000*/                   EXIT ;", "cuda") == []
+
+
+def test_a_loop_of_amdgcn_is_counted():
+    text = """
+kernel:
+\ts_load_dwordx2 s[0:1], s[2:3], 0x0
+.LBB0_1:
+\tglobal_load_dwordx4 v[0:3], v4, s[0:1]
+\ts_waitcnt vmcnt(0)
+\tv_add_f32_e32 v5, v0, v1
+\ts_cbranch_scc1 .LBB0_1
+\tglobal_store_dword v4, v5, s[0:1]
+\ts_endpgm
+"""
+    (loop,) = parse_loops(text, "hip")
+    assert (loop.instructions, loop.moved, loop.in_flight) == (4, 16, 16)

@@ -37,6 +37,11 @@ def _tuned() -> None:
     toys._tuned_kernel[(8,)](x, torch.empty_like(x))
 
 
+def _busy() -> None:
+    x = torch.empty(8192)
+    toys._busy_kernel[(1,)](x, x, 8192, BLOCK=1024)
+
+
 def _optional(mask: bool, scale: bool) -> None:
     x = torch.empty(1024)
     options = (x > 0 if mask else None, x if scale else None)
@@ -48,6 +53,7 @@ def compiled() -> Iterator[tuple[str, Compiled]]:
     yield "narrow", Compiled("bf16", _narrow, BOTH)
     yield "spilling", Compiled("fp32", _spilling, BOTH)
     yield "tuned", Compiled("fp32", _tuned, BOTH)
+    yield "busy", Compiled("fp32", _busy, BOTH)
     for mask, scale in product((False, True), repeat=2):
         label = " ".join(["mask"] * mask + ["scale"] * scale)
         yield "optional", Compiled(label, partial(_optional, mask, scale))

@@ -29,12 +29,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ops import Compiled, Expect
+from tests.aot.bounds import LEAST_IN_FLIGHT, MOST_PER_BYTE
 from tests.aot.isa import (
+    Loop,
     Usage,
     basename,
     parse_amdgcn_usage,
     parse_assembly,
     parse_cuobjdump,
+    parse_loops,
     parse_ttgir,
 )
 from tests.aot.judge import judge
@@ -52,16 +55,27 @@ class Target:
     backend: str
     arch: int | str
     warp_size: int
+    shared_per_block: int  # bytes that a block may take
+    shared_per_processor: int
+    reserved_per_block: int  # bytes of shared memory that each block costs besides its own
+    # Instructions per thread and byte beyond which a loop cannot keep up with the memory: those
+    # that all processors issue in a second, over the bytes that the memory moves in practice.
+    issue_limit: float
     full: bool = False  # compile every specialisation
 
 
+KIB = 1024
 TARGETS = {
     t.name: t
     for t in (
-        Target("sm_80", "cuda", 80, 32, full=True),  # the quickest to compile for
-        Target("sm_90", "cuda", 90, 32),
-        Target("sm_100", "cuda", 100, 32),
-        Target("gfx942", "hip", "gfx942", 64),
+        # The quickest to compile for. A100: 108 · 4 · 32 · 1.41 GHz, 1.8 TB/s.
+        Target("sm_80", "cuda", 80, 32, 163 * KIB, 164 * KIB, KIB, 10.8, full=True),
+        # H200: 132 · 4 · 32 · 1.76 GHz, 4.3 TB/s; an H100, at 3.0 TB/s, can do with 9.9.
+        Target("sm_90", "cuda", 90, 32, 227 * KIB, 228 * KIB, KIB, 6.9),
+        # B200: 148 · 4 · 32 · 1.85 GHz, 7.2 TB/s.
+        Target("sm_100", "cuda", 100, 32, 227 * KIB, 228 * KIB, KIB, 4.9),
+        # MI300X: 304 · 4 · 16 · 2.1 GHz, 4.6 TB/s.
+        Target("gfx942", "hip", "gfx942", 64, 64 * KIB, 64 * KIB, 0, 8.9),
     )
 }
 
@@ -81,6 +95,11 @@ class Row:
     spills: int
     loads: str
     stores: str
+    resident: int = 0  # blocks that a multiprocessor holds
+    per_byte: str = (
+        "-"  # instructions per thread and byte of main loops, least/most; ! where too many
+    )
+    in_flight: int = 0  # bytes that a multiprocessor's blocks ask for before they use one
     faults: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
     let_pass: str = ""  # what was not demanded, and why
@@ -280,8 +299,10 @@ def analyse(compiled: Specialisation, target: Target) -> Row:
     kernel = compiled.kernel
     if target.backend == "cuda":
         assembly, usage = kernel.asm["ptx"], _cubin_usage(kernel.asm["cubin"])
+        machine_code = _machine_code(target, kernel_name(compiled.function), kernel.asm["cubin"])
     else:
         assembly, usage = kernel.asm["amdgcn"], parse_amdgcn_usage(kernel.asm["amdgcn"])
+        machine_code = assembly
     warps = kernel.metadata.num_warps
     verdict = judge(
         parse_assembly(assembly, target.backend),
@@ -290,39 +311,111 @@ def analyse(compiled: Specialisation, target: Target) -> Row:
         expect=compiled.expect,
         spans=_helper_spans(compiled.function),
     )
-    spills = (f"spills ({usage.spill_detail})",) if usage.spills else ()
+    faults = [f"spills ({usage.spill_detail})"] if usage.spills else []
+    name, shared = kernel_name(compiled.function), kernel.metadata.shared
+    resident = blocks_per_processor(target, warps, usage.registers, shared)
+    main = main_loops(parse_loops(machine_code, target.backend))
+    per_byte = [loop.instructions_per_byte for loop in main]
+    in_flight = resident * warps * target.warp_size * max((x.in_flight for x in main), default=0)
     return Row(
         target=target.name,
-        kernel=kernel_name(compiled.function),
+        kernel=name,
         op=compiled.op,
         cases=tuple(compiled.cases),
         constants=_constants(kernel),
         warps=warps,
         registers=usage.registers,
-        shared=kernel.metadata.shared,
+        shared=shared,
         spills=usage.spills,
         loads=str(verdict.loads or "-"),
         stores=str(verdict.stores or "-"),
-        faults=spills + verdict.faults,
+        resident=resident,
+        per_byte=_shown(per_byte, target),
+        in_flight=in_flight,
+        faults=(
+            *faults,
+            *verdict.faults,
+            *over_limits(target, name, shared, per_byte, in_flight),
+        ),
         lines=verdict.lines,
         let_pass=compiled.expect.why,
     )
 
 
+def _shown(per_byte: Sequence[float], target: Target) -> str:
+    """The least and the most, with a mark where instructions are what a loop waits for."""
+    if not per_byte:
+        return "-"
+    both = dict.fromkeys(f"{x:.1f}" for x in (min(per_byte), max(per_byte)))
+    return "/".join(both) + "!" * (max(per_byte) > target.issue_limit)
+
+
+def main_loops(loops: Sequence[Loop]) -> list[Loop]:
+    """Those that move the most bytes per round: the others are a row's ends."""
+    most = max((loop.moved for loop in loops), default=0)
+    return [loop for loop in loops if loop.moved == most]
+
+
+def blocks_per_processor(target: Target, warps: int, registers: int, shared: int) -> int:
+    """How many blocks a multiprocessor holds at a time, by threads, registers and shared memory."""
+    if target.backend == "cuda":
+        # A warp's registers are given out by 256, a multiprocessor has 65536 of them.
+        by_registers = 65536 // (-(-registers * 32 // 256) * 256) // warps
+        by_threads = min(32, 2048 // (32 * warps))
+    else:
+        # Each of four units has 512 registers for every lane, given out by 8, and 8 wavefronts.
+        by_registers = 4 * (512 // max(8, -(-registers // 8) * 8)) // warps
+        by_threads = 32 // warps
+    needed = shared + target.reserved_per_block
+    by_shared = target.shared_per_processor // needed if needed else by_threads
+    return min(by_registers, by_threads, by_shared)
+
+
+def over_limits(
+    target: Target, kernel: str, shared: int, per_byte: Sequence[float], in_flight: int
+) -> list[str]:
+    """What a kernel takes too much of, or holds too little of in flight."""
+    faults = []
+    if shared > target.shared_per_block:
+        faults.append(
+            f"{shared} bytes of shared memory, {target.name} has {target.shared_per_block}"
+        )
+    bound = MOST_PER_BYTE.get(kernel)
+    if bound and per_byte and max(per_byte) > bound:
+        faults.append(
+            f"{max(per_byte):.1f} instructions per byte in the main loop, above its bound, "
+            f"{bound}: tests/aot/bounds.py"
+        )
+    least = LEAST_IN_FLIGHT.get(kernel, 0)
+    if in_flight < least:
+        faults.append(
+            f"{in_flight // KIB} KiB in flight per multiprocessor, at least {least // KIB}"
+        )
+    return faults
+
+
+def _machine_code(target: Target, kernel: str, cubin: bytes) -> str:
+    """Disassembled, which takes a tenth of a second: on the target that compiles everything only of
+    kernels that have to hold enough in flight."""
+    if target.full and kernel not in LEAST_IN_FLIGHT:
+        return ""
+    return _tool("nvdisasm", cubin, "-ndf", "-c")
+
+
 def _cubin_usage(cubin: bytes) -> Usage:
+    return parse_cuobjdump(_tool("cuobjdump", cubin, "-res-usage"))
+
+
+def _tool(name: str, cubin: bytes, *options: str) -> str:
+    """What a tool of triton's wheel prints: a CUDA toolkit's may be too old for the cubin."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(_cuobjdump()), "-res-usage", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return parse_cuobjdump(done.stdout)
-
-
-def _cuobjdump() -> Path:
-    """The one inside triton's wheel: a CUDA toolkit's may be too old for the cubin."""
-    import triton
-
-    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        command = [str(tool), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _constants(kernel: Any) -> dict[str, Any]:

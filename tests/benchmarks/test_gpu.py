@@ -112,7 +112,7 @@ def test_a_bare_checkout_is_enough() -> None:
     assert done.stdout.split() == []
 
 
-COLUMNS = dataclasses.replace(TUNABLES[1], values=(1024, 8192))
+WINDOW = dataclasses.replace(TUNABLES[1], values=(64, 128))
 SHAPE = Shape("linear_logprobs", 8, hidden=16, vocabulary=3000)
 
 
@@ -137,40 +137,40 @@ def test_a_tunable_is_a_number_that_the_kernels_have_and_get_back(tunable: Tunab
 def tuned(tmp_path: Path) -> dict:
     run = Run(CPU, rounds=3, results=tmp_path)
     measurement = Measurement(run, Case("tune", SHAPE.op, SHAPE.label, of=SHAPE))
-    tunables.values_in_turns(measurement, COLUMNS, "torch")
+    tunables.values_in_turns(measurement, WINDOW, "torch")
     (entry,) = json.loads(run.saved["tune"].read_text())["entries"]
     return entry
 
 
 def test_values_take_turns_beside_the_present_one(tmp_path) -> None:
-    assert COLUMNS.name == "columns"
+    assert WINDOW.name == "window"
     entry = tuned(tmp_path)
-    assert (entry["tunable"], entry["baseline"]) == ("columns", "8192, now")
-    assert set(entry["sides"]) == {"1024", "8192, now"}
+    assert (entry["tunable"], entry["baseline"]) == ("window", "128, now")
+    assert set(entry["sides"]) == {"64", "128, now"}
     assert all(len(side["seconds"]["call"]) == 3 for side in entry["sides"].values())
 
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_value_with_other_results_or_none_has_no_time(tmp_path, monkeypatch, raises) -> None:
     def wrong(problem):
-        if COLUMNS.present == 1024 and raises:
+        if WINDOW.present == 64 and raises:
             raise RuntimeError("out of resource: shared memory")
-        return "it is off" if COLUMNS.present == 1024 else None
+        return "it is off" if WINDOW.present == 64 else None
 
     monkeypatch.setattr(tunables, "wrong_numbers", wrong)
     entry = tuned(tmp_path)
-    assert set(entry["sides"]) == {"8192, now"}
-    assert ("out of resource" if raises else "it is off") in entry["absent"]["1024"]
+    assert set(entry["sides"]) == {"128, now"}
+    assert ("out of resource" if raises else "it is off") in entry["absent"]["64"]
 
 
 def test_notes_tell_predictions_and_what_came_of_them(tmp_path) -> None:
     assert report.notes_on_tunables({}).count("Measured: not yet.") == len(TUNABLES)
     entry = tuned(tmp_path)
-    entry["sides"]["1024"]["seconds"] = {"call": [2.0, 4.0, 4.0]}
-    entry["sides"]["8192, now"]["seconds"] = {"call": [1.0, 2.0, 2.0]}
+    entry["sides"]["64"]["seconds"] = {"call": [2.0, 4.0, 4.0]}
+    entry["sides"]["128, now"]["seconds"] = {"call": [1.0, 2.0, 2.0]}
     text = report.notes_on_tunables({"nvidia": [{"benchmark": "tune", "entries": [entry]}]})
-    assert "| 1024 | 4 s (2–4) | 0.500 (0.500–0.500) |" in text
-    assert COLUMNS.predicted in text
+    assert "| 64 | 4 s (2–4) | 0.500 (0.500–0.500) |" in text
+    assert WINDOW.predicted in text
 
 
 NCU = """==PROF== Connected to process 7

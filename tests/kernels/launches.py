@@ -19,7 +19,19 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="looks into t
 
 # Allocation and views start no kernel; "fill_" is the fixture that poisons new memory.
 _FREE = {"empty", "empty_strided", "empty_like", "new_empty", "view", "detach", "slice", "select"}
-_FREE |= {"unsqueeze", "expand", "_unsafe_view", "reshape", "alias", "t", "unbind", "set_", "fill_"}
+_FREE |= {
+    "promote_types",
+    "unsqueeze",
+    "expand",
+    "_unsafe_view",
+    "reshape",
+    "alias",
+    "t",
+    "unbind",
+    "set_",
+    "fill_",
+}
+_FREE |= {"promote_types", "squeeze", "transpose", "split", "split_with_sizes", "as_strided"}
 _WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
 
 
@@ -45,6 +57,8 @@ def watched() -> Iterator[list[str]]:
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.jit import JITFunction
 
+    from fastrl_kernels._triton import launch
+
     watch = _Watch()
     interpret, run = GridExecutor.__call__, JITFunction.run
 
@@ -60,6 +74,7 @@ def watched() -> Iterator[list[str]]:
         return run(self, *args, **kwargs)
 
     GridExecutor.__call__, JITFunction.run = on_interpreter, on_device
+    direct, launch.first_device = launch.first_device, 10**9  # none is direct
     mode = "error" if torch.cuda.is_available() else "default"
     previous = torch.cuda.get_sync_debug_mode() if torch.cuda.is_available() else 0
     try:
@@ -69,6 +84,7 @@ def watched() -> Iterator[list[str]]:
             yield watch.calls
     finally:
         GridExecutor.__call__, JITFunction.run = interpret, run
+        launch.first_device = direct
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode(previous)
 

@@ -100,6 +100,18 @@ def _attended(x: Inputs, **options: Any) -> Tensor:
     return ops.decode_attention(query, cache, cache, x.mask.sum(-1), **options)
 
 
+def _rotated(x: Inputs, **options: Any) -> tuple[Tensor, ...]:
+    """Two heads of 4 features of a token in each of two slots, and what the slots hold then."""
+    heads = x.hidden.detach()[:, 0].unflatten(1, (2, HIDDEN // 2))
+    cache = x.hidden.detach().unflatten(2, (2, HIDDEN // 2))
+    keys, values = cache * 1.0, cache * 2.0
+    angles = x.weight.detach()[:2, : HIDDEN // 2]
+    out = ops.rotate_and_store(
+        heads, heads, heads, angles, angles, keys, values, x.mask.sum(-1) - 1, **options
+    )
+    return out, keys, values
+
+
 def _ppo(x: Inputs, **options: Any) -> tuple[Tensor, ...]:
     loss, stats = ops.ppo_loss(x.new, x.old, x.old.square(), x.mask, **options)
     return loss, stats.tensor, stats.clipfrac
@@ -169,6 +181,8 @@ CASES: dict[str, Callable[..., Any]] = {
         aggregate="seq-mean-token-mean", backend=b,
     ),
     "reward_loss": lambda x, b: ops.reward_loss(x.chosen, x.rejected, center_coef=0.1),
+    "rms_norm": lambda x, b: ops.rms_norm(x.hidden, x.weight[0], residual=x.hidden * 2, backend=b),
+    "rotate_and_store": lambda x, b: _rotated(x, backend=b),
     "sample_keys": lambda x, b: ops.sample_keys(x.index, x.labels[0], x.index),
     "sample_keys tensors": lambda x, b: ops.sample_keys(x.labels[1], x.labels[0], x.labels[1]),
     "sample_tokens": lambda x, b: _sampled(x, backend=b),
@@ -179,6 +193,7 @@ CASES: dict[str, Callable[..., Any]] = {
         x, temperature=x.temperature.flatten(), top_k=x.labels.flatten().clamp(min=0),
         top_p=x.temperature.flatten().clamp(max=1), min_p=x.temperature.flatten() / 9, backend=b,
     ),
+    "swiglu": lambda x, b: ops.swiglu(x.hidden, x.hidden * 2, backend=b),
     "token_logprobs": lambda x, b: ops.token_logprobs(x.logits * 2, x.labels, backend=b),
     "token_logprobs entropy": lambda x, b: ops.token_logprobs(
         x.logits * 2, x.labels, mask=x.mask, temperature=x.temperature, entropy=True, backend=b

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from fastrl_kernels import gemm
+from tests.kernels.gpu_products import products_of_a_gpu
+from tests.kernels.launches import allocations, watched
 
 USABLE = [
     pytest.param(dtype, name, id=f"{dtype}-{name}")
@@ -230,3 +233,86 @@ def test_a_table_that_cannot_be_read_is_warned_of_and_the_rule_chooses(monkeypat
     monkeypatch.setenv(gemm.LIBRARY_VARIABLE, "")
     assert gemm.forced() is None
     gemm._found.cache_clear()
+
+
+def half(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_split_sum_on_a_gpu_is_added_in_fp32(dtype):
+    """Whatever torch's flags allow, which stay as they are."""
+    a, b = half(9, 600, dtype=dtype), half(600, 7, dtype=dtype, seed=1)
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_accumulation
+    exact = a.double() @ b.double()
+    out, total = torch.empty(9, 7, dtype=dtype), torch.empty(9, 7)
+    with products_of_a_gpu() as products:
+        gemm.Mm.product(out, a, b)
+        gemm.Mm.product(total, a, b)
+        assert [x.out for x in products] == [torch.float32] * 2
+        assert {x.operands for x in products} == {dtype}
+    assert torch.equal(out, exact.float().to(dtype))
+    assert rms(total, exact) < 1e-5
+    now = flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_accumulation
+    assert now == before
+
+
+def test_a_large_product_on_a_gpu_needs_no_memory_in_fp32(monkeypatch):
+    monkeypatch.setattr(gemm, "_MAY_SPLIT", 62)
+    out = torch.empty(9, 7, dtype=torch.bfloat16)
+    with products_of_a_gpu() as products, allocations(out) as found:
+        gemm.Mm.product(out, half(9, 20), half(20, 7))
+    assert [x.out for x in products] == [torch.bfloat16]
+    assert not [what for _, what in found if what.startswith("empty")]
+
+
+def test_sums_on_a_gpu_begin_without_zeros():
+    a, b, total = half(9, 20), half(20, 7), torch.empty(9, 7)
+    with products_of_a_gpu() as products, watched() as calls:
+        gemm.Mm.product(total, a, b)
+        gemm.Mm.add_product_(total, a, b)
+    assert [x.adds for x in products] == [False, True]
+    assert "zero_" not in calls
+    exact = 2 * (a.double() @ b.double())
+    assert rms(total, exact) < 1e-5
+
+
+def of_rocm(monkeypatch, library: str) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    chosen = getattr(torch._C._BlasBackend, library)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: chosen)
+
+
+@pytest.mark.parametrize("library", ["Default", "Cublas", "Cublaslt"])
+def test_products_of_rocm_are_in_half_precision(monkeypatch, library):
+    of_rocm(monkeypatch, library)
+    a, b, total = half(9, 20), half(20, 7), torch.zeros(9, 7)
+    with products_of_a_gpu() as products:
+        gemm.Mm.add_product_(total, a, b)
+        gemm.Mm.product(total, a, b)
+    assert {(x.operands, x.out) for x in products} == {(torch.bfloat16, torch.float32)}
+
+
+@pytest.mark.parametrize("why", ["Composable Kernel", "fp16 accumulation"])
+def test_products_that_cannot_come_out_in_fp32_have_fp32_copies(monkeypatch, why):
+    """torch refuses them then."""
+    dtype = torch.bfloat16
+    if why == "Composable Kernel":
+        of_rocm(monkeypatch, "Ck")
+    else:
+        dtype = torch.float16
+        allowed = mock.PropertyMock(return_value=True)
+        monkeypatch.setattr(
+            type(torch.backends.cuda.matmul), "allow_fp16_accumulation", allowed, raising=False
+        )
+        monkeypatch.setattr(gemm, "_MAY_SPLIT", 0)
+    a, b = half(9, 600, dtype=dtype), half(600, 7, dtype=dtype, seed=1)
+    exact = a.double() @ b.double()
+    total, out = torch.ones(9, 7), torch.empty(9, 7, dtype=dtype)
+    with products_of_a_gpu() as products:
+        gemm.Mm.add_product_(total, a, b)
+        gemm.Mm.product(out, a, b)
+    assert not products  # of torch.mm and torch.addmm with half-precision operands
+    assert rms(total - 1, exact) < 1e-4
+    assert rms(out, exact) <= 1.01 * rms(exact.to(dtype), exact)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import kernels
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import fastrl_kernels
 
@@ -95,9 +98,35 @@ def test_every_backend_gets_a_variant_with_an_identity_of_its_own(built):
     assert len({m.id for m in found}) == 3
     for metadata in found:
         assert metadata.name.python_name == "fastrl_kernels"
-        assert metadata.version == 1
+        assert metadata.version == 0
         assert metadata.license == "Apache-2.0"
         assert metadata.python_depends == []
+
+
+def test_a_variant_tells_the_digest_of_its_files(built, tmp_path):
+    rust = pytest.importorskip("kernels._rust", reason="kernels before 0.17")
+    variant = tmp_path / "torch-cuda"
+    shutil.copytree(built / "build/torch-cuda", variant)
+    told = kernels.Metadata.read_from_file(variant / "metadata.json").digest
+    told.validate(rust.Digest.hash_variant(told.algorithm, variant))
+    with (variant / "dispatch.py").open("a") as file:
+        file.write("# changed")
+    with pytest.raises(rust.DigestValidationError, match=r"dispatch\.py"):
+        told.validate(rust.Digest.hash_variant(told.algorithm, variant))
+
+
+def test_the_builder_takes_the_configuration():
+    rust = pytest.importorskip("kernels._rust", reason="kernels before 0.17")
+    build = rust.Build.open(ROOT / "kernels")
+    assert sorted(map(str, build.general.backends)) == ["cpu", "cuda", "rocm"]
+
+
+def test_the_readme_names_every_op():
+    readme = (ROOT / "kernels/README.md").read_text(encoding="utf-8")
+    ops = [
+        name for name in fastrl_kernels.__all__ if inspect.isfunction(vars(fastrl_kernels)[name])
+    ]
+    assert [name for name in ops if f"`{name}`" not in readme] == []
 
 
 def test_a_variant_holds_the_sources_and_nothing_else(built):
@@ -139,7 +168,7 @@ LAYERS = {
 def test_every_layer_is_tested_below():
     layers = vars(fastrl_kernels.layers).values()
     public = {x.__name__ for x in layers if isinstance(x, type) and issubclass(x, nn.Module)}
-    assert public == set(LAYERS)
+    assert public == {*LAYERS, "RMSNorm"}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -162,3 +191,17 @@ def test_kernelize_swaps_the_forward_and_keeps_the_numbers(name, repository):
     (grad,) = torch.autograd.grad(actual.square().sum(), leaf)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_kernelize_swaps_the_norms_of_models_for_inference(repository):
+    norm = kernels.use_kernel_forward_from_hub("RMSNorm")(type("Norm", (LlamaRMSNorm,), {}))
+    model = nn.Sequential(norm(16))
+    model[0].weight.normal_()
+    x = torch.randn(3, 16)
+    expected = model(x)
+    hub = kernels.LocalLayerRepository(repository, layer_name="RMSNorm")
+    with kernels.use_kernel_mapping({"RMSNorm": {"cpu": hub}}, inherit_mapping=False):
+        kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu", use_fallback=False)
+    assert model[0].forward.__func__ is hub.load().forward
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)

@@ -44,6 +44,7 @@ def preference_loss(op):
 CALLS = {
     "Choice": "Choice('torch', 'asked for')",
     "Extras": "Extras(ref, ref, mask)",
+    "HeadNorms": "HeadNorms(torch.ones(4), torch.ones(4), 1e-6)",
     "KLTerm": "KLTerm(ref, 0.1)",
     "LinearLossStats": "LinearLossStats(torch.zeros(len(LinearLossStats.NAMES)), old, None)",
     "LiveTokens": "LiveTokens(torch.tensor([4, 4])).bias(4, 4, 1)",
@@ -61,14 +62,19 @@ CALLS = {
     "linear_logprobs": "linear_logprobs(hidden, weight, labels, mask=mask, entropy=True)",
     "linear_nll_loss": "linear_nll_loss(hidden, weight, labels, mask=mask)[0]",
     "linear_ppo_loss": "linear_ppo_loss(hidden, weight, labels, old, old, mask)[0]",
+    "losses": "losses.PPOLoss(cliprange=0.1)(new, old, old, mask)[0]",
     "masked_mean": "masked_mean(values, mask)",
     "masked_moments": "masked_moments(values, mask)",
     "masked_var": "masked_var(values, mask)",
     "masked_whiten": "masked_whiten(values, mask)",
     "merge_moments": "merge_moments(Moments(*torch.ones(3, 2)))",
     "ppo_loss": "ppo_loss(new, old, old, mask, value=ValueTerm(values, old, old))[0]",
+    "rms_norm": "rms_norm(logits, torch.ones(logits.shape[-1]), residual=logits)",
+    "rotate_and_store": "rotate_and_store(*[cache[:, 0]] * 3, *[torch.ones(2, 2)] * 2, cache, "
+    "cache, torch.tensor([1, 0]))",
     "sample_keys": "sample_keys(0, torch.arange(3), 1)",
     "sample_tokens": "sample_tokens(torch.randn(3, 11), torch.arange(3), top_k=5)",
+    "swiglu": "swiglu(logits, ref_logits)",
     "token_logprobs": "token_logprobs(logits, labels, mask=mask, entropy=True)",
 }
 

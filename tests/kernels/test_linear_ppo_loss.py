@@ -153,7 +153,7 @@ def test_options_match_the_formula(backend, device, options):
     ("kl", "aggregate"), [*zip([None, *KL_KINDS, "k3", "kl"], AGGREGATES * 2, strict=True)]
 )
 def test_it_is_the_loss_of_the_log_probs(backend, device, kl, aggregate):
-    """The same bits in the loss and in every statistic."""
+    """The same bits in the loss and in every statistic, where both have whole rows at a time."""
     dtype = BF16 if kl in ("k3+", "abs") else FP32
     inputs = batch(*SMALL, dtype=dtype, device=device, bias=True)
     denominator = {"k3": 19.5, "mse": torch.tensor(31.0, device=device)}.get(kl)
@@ -163,7 +163,7 @@ def test_it_is_the_loss_of_the_log_probs(backend, device, kl, aggregate):
         "cliprange": (0.1, 0.3),
         "dual_clip": 1.5 if kl == "k3+" else None,
         "softcap": 9.0 if kl == "abs" else None,
-        "workspace_bytes": ROWS,
+        "workspace_bytes": ROWS if backend == "torch" else None,
         "backend": backend,
     }
     if kl == "kl":

@@ -73,16 +73,17 @@ def test_extras_have_no_gradient(backend, device):
     assert_same_bits(with_extras, alone)
 
 
-@pytest.mark.parametrize("vocabulary", [40, 20_000])
-def test_of_tied_logits_the_first_is_top(backend, device, vocabulary):
-    """Within a window of the kernel, and in windows far apart."""
+@pytest.mark.parametrize(("vocabulary", "workspace"), [(40, None), (20_000, None), (40, 100)])
+def test_of_tied_logits_the_first_is_top(backend, device, vocabulary, workspace):
+    """Within a window of the kernel, in windows far apart, and in chunks of columns."""
     inputs = batch(4, vocabulary, device=device, bias=True)
     inputs["weight"].zero_()
     first, second = vocabulary // 3, vocabulary - 2
     inputs["bias"][[first, second]] = 50.0
     inputs["labels"] = torch.tensor([first, second, 0, first + 1], device=device)
     for softcap in (None, 100.0):
-        _, extras = linear_logprobs(**inputs, extras=EXTRAS, softcap=softcap, backend=backend)
+        options = {"extras": EXTRAS, "softcap": softcap, "workspace_bytes": workspace}
+        _, extras = linear_logprobs(**inputs, **options, backend=backend)
         assert extras.is_top1.tolist() == [True, False, False, False]
 
 

@@ -336,15 +336,6 @@ def test_nothing_is_kept_where_no_gradient_is_wanted(backend, device):
     assert sum(x.numel() for x in kept if x is not None and x is not leaf) <= 10 * len(labels)
 
 
-def test_a_second_derivative_is_refused(backend, device):
-    logits, labels = batch(2, 50, device=device)
-    logits.requires_grad_()
-    total = token_logprobs(logits, labels, backend=backend).square().sum()
-    (dlogits,) = torch.autograd.grad(total, logits, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dlogits.sum().backward()
-
-
 def test_only_shapes_are_compiled_in():
     """What changes from call to call is an argument: a constexpr would recompile each time."""
     from fastrl_kernels._triton import full_kl, logprob

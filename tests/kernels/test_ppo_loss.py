@@ -411,7 +411,7 @@ def test_coefficients_and_clip_ranges_compile_once():
     from fastrl_kernels._triton import ppo_loss as module
 
     assert constants(module) == {
-        "KL_KIND", "BLOCK", "HAS_VALUE", "HAS_KL", "BY_ROWS", "DENOMINATOR_IS_POINTER", "STATS",
+        "KL_KIND", "BLOCK", "HAS_VALUE", "HAS_KL", "BY_ROWS", "STATS",
         "CHUNK",
     }  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import pytest
@@ -26,8 +25,13 @@ from tests.kernels.draws import (
     keys_for,
     sample,
 )
-from tests.kernels.judge import DTYPES, assert_close_to_exact, names
-from tests.kernels.launches import floats_arrive_as_double, interpreted, watched
+from tests.kernels.judge import DTYPES, assert_close_to_exact, misaligned, names
+from tests.kernels.launches import (
+    constants,
+    floats_arrive_as_double,
+    interpreted,
+    watched,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -265,9 +269,11 @@ def test_an_impossible_temperature_on_the_device_is_no_draw(device):
     assert result.logprobs.isnan().tolist() == [False, True, True, True]
 
 
-def test_nothing_waits_for_the_device(device):
-    """Numbers or tensors; the launches are the same whatever the logits are."""
-    logits = batch(3, 507, dtype=BF16, device=device)
+@pytest.mark.parametrize("dtype", DTYPES, ids=names(DTYPES))
+def test_nothing_waits_for_the_device(device, dtype):
+    """Numbers or tensors; the launches are the same whatever the logits and their dtype are."""
+    logits = batch(3, 507, dtype=dtype, device=device)
+    logits[1] = 0.0  # all of them equal
     keys = keys_for(3, device)
     tensors = {
         "temperature": torch.tensor([0.0, 1.0, 0.5], device=device),
@@ -275,10 +281,63 @@ def test_nothing_waits_for_the_device(device):
         "top_p": torch.tensor([1.0, 0.5, 0.9], device=device),
         "min_p": torch.tensor([0.0, 0.0, 0.1], device=device),
     }
-    for options, launches in (({}, 2), ({"min_p": 0.1}, 3), ({"top_p": 0.9}, 7), (tensors, 12)):
+    statistics, candidates, draw = (
+        f"_sample_{name}_kernel" for name in ("statistics", "candidates", "draw")
+    )
+    for options, launches in (
+        ({}, [statistics, draw]),
+        ({"min_p": 0.1}, [statistics, draw]),
+        ({"top_k": 5}, [statistics, candidates, draw]),
+        ({"top_p": 0.9}, [statistics, candidates, draw]),
+        (tensors, [statistics, candidates, draw]),
+    ):
         with watched() as calls:
             sample_tokens(logits, keys, backend="triton", **options)
-        assert len(calls) == launches, calls
+        assert calls == launches
+
+
+CROWDED = {
+    "top-k beyond the groups": {"top_k": 300},
+    "as many as there is room for": {"top_k": 16, "top_p": 0.5},
+    "top-p": {"top_p": 0.97, "temperature": 1.5},
+    "top-k, top-p": {"top_k": 290, "top_p": 0.9, "temperature": 3.0},
+    "top-p, min-p": {"top_p": 0.99, "min_p": 0.003},
+}
+
+
+@pytest.mark.parametrize("options", CROWDED.values(), ids=CROWDED)
+@pytest.mark.parametrize("shift", [0, 3])
+def test_more_candidates_than_there_is_room_for(device, monkeypatch, options, shift):
+    """A row's cut is the same where it is looked for among a few logits and among groups of them,
+    wherever these lie."""
+    from fastrl_kernels._triton import sampling
+
+    logits = misaligned(batch(4, 4100, scale=1.5).to(BF16), shift).to(device)
+    logits[1] = 0.5  # all equal: they are kept together
+    logits[2] = logits[2].float().round().to(BF16)  # and so are these few values
+    logits[3, 40:4000:260] = 8.0 + torch.arange(16, dtype=BF16, device=device) / 4  # in 16 groups
+    results = []
+    for room in (16, 2048, 8192):
+        monkeypatch.setattr(sampling, "_ROOM", room)
+        results.append(sample(logits, backend="triton", **options))
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+    kept = kept_by(results[0], logits)
+    assert torch.equal(kept, kept_by_transformers(logits, **options))
+    assert kept[1].all()
+    assert results[0].cutoffs[1] == -INF
+
+
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 400, "top_p": 0.9}])
+def test_few_logits_of_a_row_are_finite(backend, device, options):
+    """Fewer than top-k asks for, in fewer groups than there are."""
+    logits = torch.full((2, 5003), -INF, device=device)
+    logits[0, [3, 700, 701, 4999]] = torch.tensor([1.0, 3.0, 3.0, 2.0], device=device)
+    logits[1, 4000:4400] = batch(400, device=device)
+    result = sample(logits, backend=backend, **options)
+    expected, _, cutoffs, _ = reference.sample_support(logits.double().cpu(), **options)
+    assert torch.equal(kept_by(result, logits), expected)
+    assert torch.equal(result.cutoffs.cpu().double(), cutoffs)
 
 
 def test_the_pytorch_path_waits_for_nothing_without_top_p(device):
@@ -314,16 +373,8 @@ def test_only_shapes_are_compiled_in():
     """What changes from call to call is an argument: a constexpr would recompile each time."""
     from fastrl_kernels._triton import sampling
 
-    shapes = {"SIZE", "GROUPS", "TILE", "VEC", "PARTS", "COUNT", "SAME_BITS"}
-    for kernel in (
-        sampling._sample_statistics_kernel,
-        sampling._sample_draw_kernel,
-        sampling._sample_digit_kernel,
-        sampling._sample_kept_kernel,
-    ):
-        parameters = inspect.signature(kernel.fn).parameters.values()
-        compiled = {p.name for p in parameters if "constexpr" in str(p.annotation)}
-        assert compiled <= shapes
+    shapes = {"SIZE", "SPAN", "GROUPS", "ALL", "LISTED", "ROOM", "TILE", "VEC", "SAME_BITS"}
+    assert constants(sampling) == shapes
 
 
 def test_no_rows(backend, device):

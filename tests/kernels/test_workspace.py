@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from fastrl_kernels import linear_nll_loss, workspace
+from fastrl_kernels import linear_logprobs, linear_nll_loss, workspace
 from fastrl_kernels.workspace import clear, result_like
 
 LARGE = (2500, 1000)  # 10 MB in fp32
@@ -72,6 +73,58 @@ def test_a_gradient_that_is_kept_is_not_written_to():
         weight.grad = None
     for gradient, at_first in kept:
         assert torch.equal(gradient, at_first)
+
+
+def live_logits() -> int:
+    """Bytes of all workspaces but the idle one."""
+    clear()
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dtype == torch.uint8]
+    return sum(x.untyped_storage().nbytes() for x in tensors)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("budget", [1 << 14, 1 << 12], ids=["whole", "chunks"])
+def test_ten_live_graphs_keep_two_workspaces_of_logits(backend, budget):
+    """Others compute theirs again; who drops a graph, or goes backward, makes room."""
+    hidden, labels = torch.randn(12, 6), torch.arange(12)
+    weight = torch.randn(300, 6, requires_grad=True)
+    before = live_logits()
+
+    def forward() -> torch.Tensor:
+        return linear_logprobs(hidden, weight, labels, workspace_bytes=budget, backend=backend)
+
+    def backward(logprobs: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(logprobs.sum(), weight)[0]
+
+    alone = backward(forward())
+    graphs = [forward() for _ in range(10)]
+    assert budget < live_logits() - before <= 2 * budget
+    for gradient in map(backward, reversed(graphs)):
+        torch.testing.assert_close(gradient, alone)
+    assert live_logits() == before
+
+    graphs = [forward() for _ in range(10)]
+    full = live_logits()
+    del graphs[0]
+    assert live_logits() < full
+    graphs.append(forward())
+    assert live_logits() == full
+
+
+def test_which_memory_is_idle_changes_no_bits():
+    """A graph that is alone keeps its logits, also in memory of a larger one."""
+    hidden, labels = torch.randn(96, 64), torch.arange(96)
+    weight = torch.randn(9001, 64, requires_grad=True)
+
+    def gradient(budget: int | None) -> torch.Tensor:
+        logprobs = linear_logprobs(hidden, weight, labels, workspace_bytes=budget, backend="torch")
+        return torch.autograd.grad(logprobs.sum(), weight)[0]
+
+    first = gradient(400_000)
+    clear()
+    gradient(None)  # leaves memory for all logits
+    assert torch.equal(gradient(400_000), first)
 
 
 STEPS = """

@@ -120,7 +120,7 @@ def test_figures_are_the_models_where_tokens_were_barred(height, temperature):
     model = logits.double()
     params = SamplingParams(temperature=temperature, min_new_tokens=2, suppress_tokens=[3, 7])
     ends, num_generated = torch.tensor([7, 9, 99]), torch.tensor([0, 1, 2, 1, 5, 2])
-    processors = LogitsProcessors.of(params, ends, 40, logits.device)
+    processors = LogitsProcessors.of(params, ends, 40)
     barred = processors.bar_(logits, num_generated)
     hidden = torch.zeros(6, 40, dtype=torch.bool)
     hidden[:, [3, 7]] = True

@@ -1,6 +1,6 @@
 """Fused ops for reinforcement learning on language models. Needs torch; triton where it is used."""
 
-from . import layers, preference
+from . import layers, losses, preference
 from .decode_attention import LiveTokens, decode_attention
 from .dispatch import Choice, explain
 from .full_kl import full_kl
@@ -12,8 +12,11 @@ from .logprob import token_logprobs
 from .moments import masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
 from .ppo_loss import linear_ppo_loss, ppo_loss
 from .preference import *  # noqa: F403
+from .rms_norm import rms_norm
 from .rng import sample_keys
+from .rotary import HeadNorms, rotate_and_store
 from .sampling import sample_tokens
+from .swiglu import swiglu
 from .types import (
     Extras,
     KLTerm,
@@ -27,6 +30,7 @@ from .types import (
 __all__ = [
     "Choice",
     "Extras",
+    "HeadNorms",
     "KLTerm",
     "LinearLossStats",
     "LiveTokens",
@@ -44,14 +48,18 @@ __all__ = [
     "linear_logprobs",
     "linear_nll_loss",
     "linear_ppo_loss",
+    "losses",
     "masked_mean",
     "masked_moments",
     "masked_var",
     "masked_whiten",
     "merge_moments",
     "ppo_loss",
+    "rms_norm",
+    "rotate_and_store",
     "sample_keys",
     "sample_tokens",
+    "swiglu",
     "token_logprobs",
 ]
 __all__ += preference.__all__

@@ -54,11 +54,11 @@ def check_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> Non
 
 def check_per_token(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
     """One value for each vector of ``like`` [..., V]."""
-    shape, expected = tuple(tensor.shape), tuple(like.shape[:-1])
-    if shape != expected:
+    expected = like.shape[:-1]
+    if tensor.shape != expected:
         raise ValueError(
-            f"{name} has shape {shape}, but {like_name} are {tuple(like.shape)}: "
-            f"{name} must be {expected}, one per token"
+            f"{name} has shape {tuple(tensor.shape)}, but {like_name} are {tuple(like.shape)}: "
+            f"{name} must be {tuple(expected)}, one per token"
         )
     check_device(name, tensor, like_name, like)
 
@@ -78,9 +78,14 @@ def check_constant(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} requires a gradient, but is a constant: pass {name}.detach()")
 
 
+_UNCHANGED = Temperature(1.0, None)
+
+
 def check_temperature(temperature: float | Tensor, like_name: str, like: Tensor) -> Temperature:
     """One for each vector of ``like``."""
     if not isinstance(temperature, Tensor):
+        if temperature == 1:
+            return _UNCHANGED
         return Temperature(check_positive("temperature", temperature), None)
     check_per_token("temperature", temperature, like_name, like)
     check_constant("temperature", temperature)

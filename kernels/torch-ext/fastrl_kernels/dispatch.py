@@ -12,7 +12,7 @@ import torch
 
 BACKENDS = ("auto", "triton", "torch")
 BACKEND_VARIABLE = "FASTRL_KERNELS_BACKEND"
-_TRITON_DEVICES = ("cuda",)  # ROCm devices call themselves "cuda" in torch
+TRITON_DEVICES = ("cuda",)  # ROCm devices call themselves "cuda" in torch
 
 
 class Backend(NamedTuple):
@@ -91,7 +91,7 @@ def explain(device: torch.device | str, backend: str = "auto") -> Choice:
         return Choice("triton", f"{asked_by} asks for it")
     if obstacle:
         return Choice("torch", obstacle)
-    if device.type in _TRITON_DEVICES:
+    if device.type in TRITON_DEVICES:
         return Choice("triton", f"tensors are on {device.type}")
     if interpreting():
         return Choice("triton", "TRITON_INTERPRET=1")
@@ -104,18 +104,37 @@ def choose(backend: str, *tensors: torch.Tensor | None) -> str:
     Raises:
         ValueError: tensors on different devices, or a backend that cannot run there.
     """
-    devices = {t.device for t in tensors if t is not None}
-    if len(devices) != 1:
-        names = ", ".join(sorted(str(d) for d in devices))
-        raise ValueError(f"all tensors must be on one device, got {names}: move them to one")
-    return explain(devices.pop(), backend).backend
+    present = [tensor for tensor in tensors if tensor is not None]
+    device = present[0].device if present else None
+    if device is None or device.type not in TRITON_DEVICES or torch.compiler.is_compiling():
+        devices = {tensor.device for tensor in present}
+        if len(devices) != 1:
+            raise _apart(present)
+        return explain(devices.pop(), backend).backend
+    for tensor in present:
+        if tensor.device != device:
+            raise _apart(present)
+    asked = (device.type, backend, os.environ.get(BACKEND_VARIABLE, "auto"))
+    found = _chosen.get(asked)
+    if found is None:
+        found = _chosen[asked] = explain(device, backend).backend
+    return found
+
+
+def _apart(tensors: list[torch.Tensor]) -> ValueError:
+    names = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+    return ValueError(f"all tensors must be on one device, got {names}: move them to one")
+
+
+# On devices of Triton's: by device, argument and environment variable, all that it rests on there.
+_chosen: dict[tuple[str, str, str], str] = {}
 
 
 def _triton_obstacle(device: torch.device) -> str | None:
     """Why Triton kernels cannot take tensors on ``device``; None where they can."""
     if not triton_installed():
         return "triton is not installed (pip install triton)"
-    if device.type in _TRITON_DEVICES or interpreting():
+    if device.type in TRITON_DEVICES or interpreting():
         return None
     if device.type == "cpu" and _compile_only_driver_active():
         return None

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._cpu.row_chunks import chunks, wide, zero_rows
 from .checks import (
@@ -19,6 +18,7 @@ from .checks import (
     check_temperature,
 )
 from .dispatch import Backend, choose
+from .first_order import first_order
 from .operators import dense, new, operator
 from .types import Temperature
 
@@ -113,7 +113,7 @@ class _FullKL(torch.autograd.Function):
         return kl
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, saved = ctx.saved_tensors
         return ctx.backward_of(*grads, *inputs, ctx.number, saved), *(None,) * 5
@@ -164,6 +164,7 @@ def _save_full_kl(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
     ctx.save_for_backward(*tensors, output[1])
 
 
+@first_order
 def _full_kl_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     *inputs, saved = ctx.saved_tensors
     dlogits = _full_kl_backward(grads[0], *inputs, ctx.number, saved, ctx.backend)

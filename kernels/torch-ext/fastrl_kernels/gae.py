@@ -17,7 +17,9 @@ from torch import Tensor
 from ._cpu.scan import Job, Steps, few_rows_at_a_time
 from .checks import check_float, check_like, check_mask
 from .dispatch import Backend, choose
+from .first_order import first_order
 from .moments import masked_whiten
+from .operators import applied
 
 
 def _advantages(
@@ -86,6 +88,9 @@ def _torch_backward(
     return few_rows_at_a_time(Job(_gradients, saved, grads, dtypes, (gamma, lam), from_end=False))
 
 
+_TORCH_PASSES = Backend(_torch_forward, _torch_backward)
+
+
 class _GAE(torch.autograd.Function):
     """Rows [N, T]."""
 
@@ -111,6 +116,7 @@ class _GAE(torch.autograd.Function):
         return advantages, returns
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dtypes = tuple(
             dtype if needed else None
@@ -183,18 +189,22 @@ def gae(
     for name, flags in (("mask", mask), ("terminated", terminated), ("truncated", truncated)):
         if flags is not None:
             check_mask(flags, "rewards", rewards, name)
-    inputs = (rewards, values, bootstrap_value, mask, terminated, truncated)
+    inputs: Tensors = (rewards, values, bootstrap_value, mask, terminated, truncated)
     chosen = choose(backend, *inputs)
-    shape = (-1, rewards.shape[-1]) if rewards.numel() else (0, 1)
-    rows = [x if x is None else x.reshape(shape) for x in inputs]
-    passes, fused = Backend(_torch_forward, _torch_backward), False
+    rows = inputs
+    if rewards.dim() != 2 or not rewards.numel() or torch.compiler.is_compiling():
+        shape = (-1, rewards.shape[-1]) if rewards.numel() else (0, 1)
+        rows = tuple(x if x is None else x.reshape(shape) for x in inputs)
+    passes, fused = _TORCH_PASSES, False
     if chosen == "triton":
-        from ._triton import gae
+        from ._triton.gae import PASSES
 
-        passes, fused = Backend(gae.forward, gae.backward), whiten
-    advantages, returns = _GAE.apply(*rows, gamma, lam, fused, passes)
+        passes, fused = PASSES, whiten
+    advantages, returns = applied(_GAE, *rows, gamma, lam, fused, passes)
     if whiten and not fused:
         counted = torch.ones_like(rewards, dtype=torch.bool) if mask is None else mask
         counted = counted.reshape(advantages.shape)
         advantages = masked_whiten(advantages, counted, backend="torch")
+    if advantages.shape == rewards.shape:
+        return advantages, returns
     return advantages.view(rewards.shape), returns.view(rewards.shape)

@@ -21,9 +21,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .dispatch import device_kind
+from .first_order import first_order
 
 LIBRARY_VARIABLE = "FASTRL_KERNELS_PRODUCTS"
 TABLE_VARIABLE = "FASTRL_KERNELS_PRODUCTS_TABLE"
@@ -32,6 +32,10 @@ _LONGEST_SUM = 8192  # terms: CPU libraries are slow beyond, and fp32 copies wou
 # one; that of larger products would be new each time, which costs as much as the work in it.
 PIECE = 4096
 _FEWEST = 1 << 16  # elements of a weight from which oneDNN's overhead of some 10 µs is worth it
+# Elements of a GPU's product, up to which it comes out in fp32 and is rounded afterwards: 256 tiles
+# of 128·256, two waves of 132 processors. For fewer tiles than processors libraries split sums, and
+# add their parts in half precision where torch's global flags allow it.
+_MAY_SPLIT = 1 << 23
 
 
 class Library(Protocol):
@@ -54,7 +58,11 @@ class Library(Protocol):
 
     @classmethod
     def product(cls, out: Tensor, a: Tensor, b: Tensor) -> None:
-        """out = a b, rounded once to its dtype where b is fp32; a is as wide as ``out`` or b."""
+        """out = a b, rounded once to its dtype where b is fp32; a is as wide as ``out`` or b.
+
+        Into fp32 on a GPU it is as exact as fp32 sums are, whatever torch's flags allow for sums in
+        half precision.
+        """
 
     @classmethod
     def add_product_(cls, total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -87,7 +95,10 @@ class Mm:
 
     @classmethod
     def product(cls, out: Tensor, a: Tensor, b: Tensor) -> None:
-        in_pieces = device_kind(out) == "cpu" and (a.shape[1] > _LONGEST_SUM or a.dtype != b.dtype)
+        if device_kind(out) != "cpu":
+            cls._product_on_gpu(out, a.to(b.dtype), b)
+            return
+        in_pieces = a.shape[1] > _LONGEST_SUM or a.dtype != b.dtype
         if a.dtype == b.dtype == out.dtype and not in_pieces:
             torch.mm(a, b, out=out)
         elif out.dtype == torch.float32:
@@ -100,14 +111,51 @@ class Mm:
             out.copy_(a.to(b.dtype) @ b)
 
     @classmethod
+    def _product_on_gpu(cls, out: Tensor, a: Tensor, b: Tensor) -> None:
+        may_split = out.numel() <= _MAY_SPLIT or not _adds_in_fp32(b)
+        if out.dtype == b.dtype and (b.dtype == torch.float32 or not may_split):
+            torch.mm(a, b, out=out)
+            return
+        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        if b.dtype == torch.float32:
+            torch.mm(a, b, out=total)
+        elif _gives_fp32(b):
+            torch.mm(a, b, out_dtype=torch.float32, out=total)
+        else:
+            cls.add_product_(total.zero_(), a, b)
+        if total is not out:
+            out.copy_(total)
+
+    @classmethod
     def add_product_(cls, total: Tensor, a: Tensor, b: Tensor) -> None:
         if b.dtype == torch.float32 and device_kind(total) != "cpu":
-            total.addmm_(a.float(), b)
-        elif device_kind(total) == "cuda" and torch.version.hip is None:
+            torch.addmm(total, a.float(), b, out=total)
+        elif _gives_fp32(b):
             torch.addmm(total, a.to(b.dtype), b, out_dtype=torch.float32, out=total)
         else:
             for piece in pieces(a.shape[1], _LONGEST_SUM):
                 total.addmm_(a[:, piece].float(), b[piece].float())
+
+
+def _adds_in_fp32(x: Tensor) -> bool:
+    """Whether half-precision products of x are summed in fp32, as they are unless the user allows
+    fp16."""
+    return x.dtype != torch.float16 or not torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
+def _gives_fp32(x: Tensor) -> bool:
+    """Whether ``torch.mm`` of half-precision matrices like x may have a result in fp32."""
+    if device_kind(x) != "cuda" or not _adds_in_fp32(x):
+        return False
+    if torch.version.hip is not None:  # rocBLAS and hipBLASLt do, Composable Kernel does not
+        return torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Ck
+    return x.dtype == torch.float16 or not x.is_cuda or _has_bf16(x.device)
+
+
+@functools.cache
+def _has_bf16(device: torch.device) -> bool:
+    """Whether a GPU has instructions for bf16; others have products in it by conversion."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class _InPieces(abc.ABC):
@@ -430,7 +478,7 @@ class Linear(torch.autograd.Function):
         return library.linear(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         flat, dx, dweight, dbias = grad.reshape(-1, grad.shape[-1]), None, None, None

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._cpu.head_pieces import ChunkInPieces, PieceGradient, suits
+from .first_order import first_order
 from .gemm import library_for
-from .lm_head import HeadBackend, HeadInputs, row_chunks
+from .lm_head import HeadBackend, HeadInputs
 from .types import RowGradients, RowStatistics
 from .workspace import Workspace, result_like
 
@@ -60,7 +60,13 @@ class HeadGradients:
     def add(self, x: Tensor, rows: slice) -> None:
         """x [r, V], gradients of products."""
         if self.dhidden is not None:
-            self._library.product(self.dhidden[rows], x, self.weight)
+            out = self.dhidden[rows]
+            # Sums over a vocabulary are long: a GPU's library may split them, see `product`.
+            fp32 = out.dtype == torch.float32
+            total = out if fp32 else torch.empty_like(out, dtype=torch.float32)
+            self._library.product(total, x, self.weight)
+            if not fp32:
+                out.copy_(total)
         if self.dweight is not None and rows.start == 0:
             self._library.product(self.dweight, x.t(), self.hidden[rows])
         elif self.dweight is not None:
@@ -135,12 +141,11 @@ class HeadPass:
     """
 
     def __init__(self, inputs: HeadInputs, entropy: bool, wanted: tuple[bool, ...]) -> None:
-        n, vocabulary = len(inputs.hidden), len(inputs.weight)
         self.inputs = inputs
-        self.statistics = RowStatistics.empty(inputs.hidden, n, entropy, ())
+        self.statistics = RowStatistics.empty(inputs.hidden, len(inputs.hidden), entropy, ())
         self._in_pieces = suits(inputs)
         dtype = inputs.weight.dtype if self._in_pieces else inputs.head.chunk_dtype(inputs.hidden)
-        self._chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
+        self._chunks = inputs.row_chunks(dtype.itemsize, _bytes_of_sum(inputs, wanted))
         self._gradients = HeadGradients(
             inputs.hidden,
             inputs.weight,
@@ -183,6 +188,13 @@ class HeadPass:
         return self._gradients.results()
 
 
+def _bytes_of_sum(inputs: HeadInputs, wanted: tuple[bool, ...]) -> int:
+    """Of the fp32 sum that several chunks need for the weight's gradient, beside a gradient in
+    another dtype."""
+    beside = wanted[1] and inputs.weight_leaf.dtype != torch.float32
+    return inputs.weight.numel() * torch.float32.itemsize if beside else 0
+
+
 class HandOut(torch.autograd.Function):
     """Gives a loss gradients by hidden states, weight and bias that have been computed."""
 
@@ -203,7 +215,7 @@ class HandOut(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 7
@@ -231,6 +243,7 @@ def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
+@first_order
 def scaled_gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * ctx.arguments

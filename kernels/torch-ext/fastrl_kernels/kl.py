@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .checks import check_choice, check_float, check_like, check_mask
 from .dispatch import Backend, choose
+from .first_order import first_order
 from .types import KL_KINDS
 
 Saved = tuple[Tensor | None, ...]
@@ -79,6 +80,7 @@ class _KLPenalty(torch.autograd.Function):
         return kl
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[:2]
         return *ctx.backward_of(*grads, ctx.saved_tensors, ctx.kind, wanted), *(None,) * 3
@@ -140,6 +142,7 @@ class _KLRewards(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *saved, coef = ctx.saved_tensors
         coef = ctx.coef if coef is None else coef

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .full_kl import full_kl
 from .logprob import token_logprobs
 from .moments import masked_whiten
+from .rms_norm import rms_norm
 
 
 class TokenLogProbs(nn.Module):
@@ -38,3 +39,16 @@ class MaskedWhiten(nn.Module):
 
     def forward(self, values: Tensor, mask: Tensor) -> Tensor:
         return masked_whiten(values, mask)
+
+
+class RMSNorm(nn.Module):
+    """The norm of Llama and its like in inference: w·x/√(mean x² + ε)."""
+
+    has_backward = False
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        out = rms_norm(hidden_states, self.weight, eps=self.variance_epsilon)
+        assert isinstance(out, Tensor)
+        return out

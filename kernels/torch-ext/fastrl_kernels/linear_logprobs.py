@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._cpu.head_pieces import ChunkInPieces, suits
+from .first_order import first_order
 from .gemm import library_for
 from .lm_head import (
     HEAD_SCHEMA,
@@ -21,10 +21,14 @@ from .lm_head import (
     flat_head,
     row_chunks,
     split_head,
+    tiles,
 )
 from .operators import operator, or_empty
 from .types import Extras, RowGradients, RowStatistics
 from .workspace import Workspace, result_like
+
+# Of which live graphs keep logits for backward, in all: a pair's two. Others compute theirs again.
+_KEPT_WORKSPACES = 2
 
 
 class Kept(NamedTuple):
@@ -35,8 +39,129 @@ class Kept(NamedTuple):
     workspace: Workspace
 
 
+class _Walk(Protocol):
+    """Chunks [r, C] of logits, forward and backward."""
+
+    def score(self, statistics: RowStatistics, keep: bool) -> Kept | None:
+        """Fills ``statistics``, and with ``keep`` gives the last chunk's logits for backward,
+        which releases their workspace; nothing where live graphs have kept enough."""
+
+    def gradients(
+        self, saved: RowStatistics, upstream: RowGradients, kept: Kept | None
+    ) -> Iterator[tuple[Tensor, slice, slice]]:
+        """Gradients of products [r, C] with their rows and columns, all rows of some columns after
+        another. The logits of ``kept`` need not be computed again."""
+
+
+class _ByColumns:
+    """Chunks of columns both ways, of all rows while they are wide (``tiles``). Backward begins
+    with the last, which is kept."""
+
+    def __init__(self, inputs: HeadInputs) -> None:
+        self.inputs, self.dtype = inputs, inputs.head.chunk_dtype(inputs.hidden)
+        n, vocabulary = len(inputs.hidden), len(inputs.weight)
+        self.rows, self.columns = tiles(n, vocabulary, self.dtype.itemsize, inputs.workspace)
+
+    def _workspace(self) -> Workspace:
+        longest = self.rows[0].stop if self.rows else 0
+        return Workspace(self.inputs.hidden, longest, self.columns[0].stop, self.dtype)
+
+    def score(self, statistics: RowStatistics, keep: bool) -> Kept | None:
+        inputs, memory = self.inputs, self._workspace()
+        for columns in self.columns:
+            for rows in self.rows:
+                x = memory.chunk(rows.stop - rows.start, columns.stop - columns.start)
+                inputs.fill(x, rows, columns)
+                inputs.statistics(x, rows, statistics, first=columns.start)
+        if keep and self.rows and memory.pin(_KEPT_WORKSPACES * inputs.workspace):
+            return Kept(rows, x, memory)
+        memory.release()
+        return None
+
+    def gradients(
+        self, saved: RowStatistics, upstream: RowGradients, kept: Kept | None
+    ) -> Iterator[tuple[Tensor, slice, slice]]:
+        inputs = self.inputs
+        memory = self._workspace() if kept is None else kept.workspace
+        there = kept is not None
+        for columns in reversed(self.columns):
+            for rows in reversed(self.rows):
+                x = memory.chunk(rows.stop - rows.start, columns.stop - columns.start)
+                if not there:
+                    inputs.fill(x, rows, columns)
+                there = False
+                inputs.gradients_(x, rows, columns.start, saved, upstream.at(rows))
+                yield x, rows, columns
+        memory.release()
+
+
+class _ByRows:
+    """Chunks of whole rows forward, and of columns backward."""
+
+    def __init__(self, inputs: HeadInputs, in_pieces: bool) -> None:
+        self.inputs, self.dtype = inputs, inputs.head.chunk_dtype(inputs.hidden)
+        self.in_pieces = in_pieces
+        self.rows = inputs.row_chunks(self.dtype.itemsize)
+
+    def score(self, statistics: RowStatistics, keep: bool) -> Kept | None:
+        inputs = self.inputs
+        longest = max((rows.stop - rows.start for rows in self.rows), default=0)
+        if self.in_pieces:
+            chunk = ChunkInPieces(inputs, statistics, None, longest, "logits" if keep else None)
+            for rows in self.rows:
+                chunk.score(rows)
+                x = chunk.kept
+            workspace = chunk.workspace
+        else:
+            workspace = Workspace(inputs.hidden, longest, len(inputs.weight), self.dtype)
+            for rows in self.rows:
+                x = workspace.chunk(rows.stop - rows.start)
+                inputs.fill(x, rows)
+                inputs.statistics(x, rows, statistics)
+        if keep and self.rows and workspace.pin(_KEPT_WORKSPACES * inputs.workspace):
+            return Kept(rows, x, workspace)
+        workspace.release()
+        return None
+
+    def gradients(
+        self, saved: RowStatistics, upstream: RowGradients, kept: Kept | None
+    ) -> Iterator[tuple[Tensor, slice, slice]]:
+        inputs = self.inputs
+        last = slice(len(inputs.hidden), None) if kept is None else kept.rows
+        again = last.start
+        if kept is not None:
+            inputs.gradients_(kept.x, last, 0, saved, upstream.at(last))
+            if again == 0:
+                yield kept.x, last, slice(0, len(inputs.weight))
+                kept.workspace.release()
+                return
+        itemsize = self.dtype.itemsize
+        column_walk = column_chunks(again, len(inputs.weight), itemsize, inputs.workspace)
+        widest = column_walk[0].stop
+        row_walk = row_chunks(again, widest, itemsize, inputs.workspace)
+        longest = row_walk[0].stop if row_walk else 0
+        memory = Workspace(inputs.hidden, longest, widest, self.dtype)
+        for columns in column_walk:
+            for rows in row_walk:
+                x = memory.chunk(rows.stop - rows.start, columns.stop - columns.start)
+                inputs.fill(x, rows, columns)
+                inputs.gradients_(x, rows, columns.start, saved, upstream.at(rows))
+                yield x, rows, columns
+            if kept is not None:
+                yield kept.x[:, columns], last, columns
+        memory.release()
+        if kept is not None:
+            kept.workspace.release()
+
+
+def _walk(inputs: HeadInputs, extras: bool = False) -> _Walk:
+    if inputs.head.by_columns:
+        return _ByColumns(inputs)
+    return _ByRows(inputs, in_pieces=suits(inputs) and not extras)
+
+
 class _Gradients:
-    """Sums of the wanted gradients over chunks of columns."""
+    """Sums of the wanted gradients over chunks, all rows of some columns after another."""
 
     def __init__(
         self,
@@ -47,7 +172,7 @@ class _Gradients:
         dtype: torch.dtype,
     ) -> None:
         self.hidden, self.weight, self._library = hidden, weight, library_for(weight)
-        self.dhidden = torch.zeros_like(hidden, dtype=torch.float32) if wanted[0] else None
+        self.dhidden = torch.empty_like(hidden, dtype=torch.float32) if wanted[0] else None
         self.dweight = result_like(weight, dtype) if wanted[1] else None
         if self.dweight is not None and not len(hidden):
             self.dweight.zero_()  # nobody writes it then
@@ -55,17 +180,29 @@ class _Gradients:
             torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
         )
         self._bias_dtype = None if bias is None else bias.dtype
+        self._begun: slice | None = None  # the first chunk's columns
+        self._rows = 0  # of the columns at hand, that have been added
         self._sum: Tensor | None = None  # of a chunk of dweight, over chunks of rows
 
     def add(self, x: Tensor, rows: slice, columns: slice) -> None:
-        """x [r, C], gradients of products; rows in order for each chunk of columns."""
+        """x [r, C], gradients of products."""
+        self._begun = self._begun or columns
         if self.dhidden is not None:
-            self._library.add_product_(self.dhidden[rows], x, self.weight[columns])
+            library, out = self._library, self.dhidden[rows]
+            add = library.product if columns == self._begun else library.add_product_
+            add(out, x, self.weight[columns])
         if self.dbias is not None:
             self.dbias[columns] += x.sum(0, dtype=torch.float32)
-        if self.dweight is None:
-            return
-        out, first, last = self.dweight[columns], rows.start == 0, rows.stop == len(self.hidden)
+        if self.dweight is not None:
+            self._add_to_weight(x, rows, columns)
+
+    def _add_to_weight(self, x: Tensor, rows: slice, columns: slice) -> None:
+        assert self.dweight is not None
+        out, first = self.dweight[columns], self._rows == 0
+        self._rows += len(x)
+        last = self._rows == len(self.hidden)
+        if last:
+            self._rows = 0
         if first and last:
             self._library.product(out, x.t(), self.hidden)
             return
@@ -93,30 +230,11 @@ def _forward(
     inputs: HeadInputs, entropy: bool, extras: tuple[str, ...], keep: bool
 ) -> tuple[list[Tensor | None], RowStatistics, Kept | None]:
     """The results (the last five of ``RowStatistics``, 0 where a row does not count), all
-    statistics, and with ``keep`` the last chunk's logits for backward, which releases their
-    workspace."""
-    n, vocabulary = len(inputs.hidden), len(inputs.weight)
-    statistics = RowStatistics.empty(inputs.hidden, n, entropy, extras)
-    dtype = inputs.head.chunk_dtype(inputs.hidden)
-    chunks = row_chunks(n, vocabulary, dtype.itemsize, inputs.workspace)
-    longest = max((rows.stop - rows.start for rows in chunks), default=0)
-    if suits(inputs) and not extras:
-        chunk = ChunkInPieces(inputs, statistics, None, longest, "logits" if keep else None)
-        for rows in chunks:
-            chunk.score(rows)
-            x = chunk.kept
-        workspace = chunk.workspace
-    else:
-        workspace = Workspace(inputs.hidden, longest, vocabulary, dtype)
-        for rows in chunks:
-            x = workspace.chunk(rows.stop - rows.start)
-            inputs.fill(x, rows)
-            inputs.statistics(x, rows, statistics)
+    statistics, and with ``keep`` the last chunk's logits for backward."""
+    statistics = RowStatistics.empty(inputs.hidden, len(inputs.hidden), entropy, extras)
+    kept = _walk(inputs, bool(extras)).score(statistics, keep)
     results = [None if x is None else x.masked_fill(~inputs.counted, 0) for x in statistics[3:]]
-    if keep and chunks:
-        return results, statistics, Kept(chunks[-1], x, workspace)
-    workspace.release()
-    return results, statistics, None
+    return results, statistics, kept
 
 
 def _backward(
@@ -131,10 +249,8 @@ def _backward(
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         dtype = inputs.weight_leaf.dtype
         gradients = _Gradients(inputs.hidden, inputs.weight, inputs.bias, wanted, dtype)
-        for x, rows, columns in _gradient_chunks(inputs, saved, upstream, kept):
+        for x, rows, columns in _walk(inputs).gradients(saved, upstream, kept):
             gradients.add(x, rows, columns)
-    if kept is not None:
-        kept.workspace.release()
     return gradients.results()
 
 
@@ -150,39 +266,9 @@ def _upstream(
     return RowGradients(by_logprobs.masked_fill(outside, math.nan), flat[1])
 
 
-def _gradient_chunks(
-    inputs: HeadInputs, saved: RowStatistics, upstream: RowGradients, kept: Kept | None
-) -> Iterator[tuple[Tensor, slice, slice]]:
-    """Gradients of products [r, C] with their rows and columns, column by column of chunks. The
-    logits of ``kept`` need not be computed again."""
-    last, x_kept = (
-        (kept.rows, kept.x) if kept is not None else (slice(len(inputs.hidden), None), None)
-    )
-    dtype, again = inputs.head.chunk_dtype(inputs.hidden), last.start
-    if x_kept is not None:
-        inputs.gradients_(x_kept, last, 0, saved, upstream.at(last))
-        if again == 0:
-            yield x_kept, last, slice(0, len(inputs.weight))
-            return
-    column_walk = column_chunks(again, len(inputs.weight), dtype.itemsize, inputs.workspace)
-    widest = column_walk[0].stop
-    row_walk = row_chunks(again, widest, dtype.itemsize, inputs.workspace)
-    longest = row_walk[0].stop if row_walk else 0
-    memory = Workspace(inputs.hidden, longest, widest, dtype)
-    for columns in column_walk:
-        for rows in row_walk:
-            x = memory.chunk(rows.stop - rows.start, columns.stop - columns.start)
-            inputs.fill(x, rows, columns)
-            inputs.gradients_(x, rows, columns.start, saved, upstream.at(rows))
-            yield x, rows, columns
-        if x_kept is not None:
-            yield x_kept[:, columns], last, columns
-    memory.release()
-
-
 class _LinearLogprobs(torch.autograd.Function):
-    """Logits of the last chunk of rows stay in the workspace for backward, which computes those of
-    the other rows once more, in chunks of columns."""
+    """Logits of the last chunk stay in the workspace for backward, which computes the others once
+    more."""
 
     @staticmethod
     def forward(
@@ -206,7 +292,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = ctx.inputs.with_tensors(*ctx.saved_tensors[:6])
         saved = RowStatistics(*ctx.saved_tensors[6:], *[None] * 5)
@@ -256,6 +342,7 @@ def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.set_materialize_grads(False)
 
 
+@first_order
 def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, unscaled_max, exp_sum, mean = ctx.saved_tensors
     by_entropies, mean = (grads[4], mean) if ctx.entropy else (None, None)
@@ -299,10 +386,13 @@ def linear_logprobs(
 ) -> Any:
     """log softmax(z)[y] per token, z = c·tanh(s·(W h + b)/c)/T, and the entropy -Σ_v p_v log p_v.
 
-    The logits [N, V] never exist: forward computes them in chunks of rows, backward once more in
-    chunks of columns, which takes 8·N·V·H flops in all. Products are library GEMMs, rounded to the
-    head's dtype as a model rounds its own logits; everything after them is fp32, and gradients are
-    summed in fp32 and rounded once. Run twice, it gives the same bits.
+    The logits [N, V] never exist: forward computes them in chunks, backward once more but for the
+    last chunk, which takes 8·N·V·H flops in all. Products are library GEMMs, rounded to the head's
+    dtype as a model rounds its own logits; everything after them is fp32, and gradients are summed
+    in fp32 and rounded once. Run twice, it gives the same bits.
+
+    On a GPU chunks are columns of the vocabulary, forward as in an online softmax: each has its
+    rows of the weight's gradient in one product. On a CPU they are whole rows forward.
 
     Args:
         hidden: [..., H] fp32, bf16 or fp16: the rows that are wanted (a mask only zeroes). Under
@@ -316,7 +406,8 @@ def linear_logprobs(
         mask: [...] bool, True = counts. Where it or the label says no, results and gradients are 0.
         entropy: also return entropies, in nats, with their gradient.
         extras: names out of "log_sum_sq_probs", "mean_logit", "is_top1".
-        workspace_bytes: of logits that exist at a time; by default 256 MiB, 96 MiB on a CPU.
+        workspace_bytes: of logits that exist at a time; by default 256 MiB, 96 MiB on a CPU. As
+            many stay for backward, twice as many for all live graphs together.
         check_labels: on a GPU, wait for it and raise where a label is out of range; without it
             such a token's log-probability and gradient are NaN. CPU tensors are always checked.
         backend: "auto", "triton" or "torch", for the work on logits; see ``explain``.

@@ -82,7 +82,8 @@ def linear_nll_loss(
     Args:
         hidden, weight, labels, bias, softcap, logit_scale, mask: as for ``linear_logprobs``, and so
             is the rounding. With several chunks of rows the weight's gradient is summed in fp32,
-            V·H·4 bytes.
+            V·H·4 bytes; a GPU has one chunk where its logits fit into ``workspace_bytes`` and
+            these.
         weights: [...] of the tokens, 1 where None; not differentiable.
         denominator: a number or a 0-d tensor; the number of tokens that count where None. Where it
             is 0, so is the loss.

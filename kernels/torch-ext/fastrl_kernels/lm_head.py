@@ -6,8 +6,9 @@ Logits exist a chunk at a time, in a workspace of bounded size. Products are lib
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,24 +29,48 @@ from .gemm import Library, library_for
 from .types import LogitTransform, RowGradients, RowStatistics, Temperature
 from .workspace import KEPT_BYTES, result_like
 
-COLUMNS, FEWEST_COLUMNS = 8192, 1024  # of the vocabulary at a time, where logits are recomputed
+COLUMNS, FEWEST_COLUMNS = 8192, 1024  # of the vocabulary at a time, where not all
 _ROW_STEP = 16  # chunks have multiples of as many rows
+_TILE = 256  # and on a GPU of as many rows and columns, the longer side of its products' tiles
 # Bytes of logits at a time. Less on a CPU, where a chunk should fit in a cache, and memory is kept
 # for the next call.
 WORKSPACE_BYTES = {"cpu": KEPT_BYTES}
 DEFAULT_WORKSPACE_BYTES = 256 << 20
 
 
-def row_chunks(n: int, columns: int, itemsize: int, budget: int) -> list[slice]:
+def row_chunks(
+    n: int, columns: int, itemsize: int, budget: int, step: int = _ROW_STEP
+) -> list[slice]:
     """Rows in chunks whose [r, columns] fit the budget, of about the same length."""
-    most = max(1, budget // max(1, columns * itemsize))
-    if most > _ROW_STEP:
-        most -= most % _ROW_STEP
+    return _alike(n, max(1, budget // max(1, columns * itemsize)), step)
+
+
+def _alike(n: int, most: int, step: int) -> list[slice]:
+    """Ranges of at most ``most``, of about the same length, a multiple of ``step`` if longer."""
+    if most > step:
+        most -= most % step
     count = -(-n // most)
     length = -(-n // max(1, count))
-    if length > _ROW_STEP:
-        length = min(most, -(-length // _ROW_STEP) * _ROW_STEP)
+    if length > step:
+        length = min(most, -(-length // step) * step)
     return [slice(start, min(start + length, n)) for start in range(0, n, max(1, length))]
+
+
+def tiles(n: int, vocabulary: int, itemsize: int, budget: int) -> tuple[list[slice], list[slice]]:
+    """Rows and columns of chunks [r, C] that fit the budget, walked column by column of chunks.
+
+    All rows at a time while columns are wide. Then the gradient of C rows of the weight is one
+    product, and the hidden states' alone is a sum over chunks, in fp32: 8·N·H·V/C bytes are read
+    and written. In chunks of r rows the weight's is one, too, with 8·V·H·N/r bytes. Of chunks
+    with E = r·C elements the squares have the least of both, 16·N·V·H/√E; all rows have less down
+    to C = √E/2.
+    """
+    elements = max(1, budget // itemsize)
+    width, square = elements // max(1, n), math.isqrt(elements)
+    if width < min(vocabulary, max(1, square // 2)):
+        width = max(square, FEWEST_COLUMNS)
+    columns = _alike(vocabulary, width, _TILE)
+    return row_chunks(n, columns[0].stop, itemsize, budget, _TILE), columns
 
 
 def column_chunks(n: int, vocabulary: int, itemsize: int, budget: int) -> list[slice]:
@@ -58,6 +83,8 @@ def column_chunks(n: int, vocabulary: int, itemsize: int, budget: int) -> list[s
 
 class HeadBackend(Protocol):
     """The element-wise work on a chunk x of logits, between products."""
+
+    by_columns: ClassVar[bool]  # whether rows may come a chunk of columns after the other
 
     @staticmethod
     def chunk_dtype(hidden: Tensor) -> torch.dtype: ...
@@ -81,8 +108,14 @@ class HeadBackend(Protocol):
         temperature: Temperature,
         out: RowStatistics,
         once: bool = False,
+        first: int = 0,
+        vocabulary: int | None = None,
     ) -> None:
-        """Fills ``out`` from whole rows [r, V]. ``once``: x is used only by `gradients_` then."""
+        """Fills ``out`` from whole rows [r, V]. ``once``: x is used only by `gradients_` then.
+
+        With ``vocabulary``, x has its columns ``first`` + …; such chunks come in order, and ``out``
+        holds their sums until the last.
+        """
 
     @staticmethod
     def gradients_(
@@ -108,6 +141,8 @@ class HeadBackend(Protocol):
 class TorchHead:
     """Element-wise work in PyTorch. Chunks are fp32 for heads of any dtype, with unscaled logits
     (:class:`LogitTransform`)."""
+
+    by_columns: ClassVar[bool] = False
 
     @staticmethod
     def chunk_dtype(hidden: Tensor) -> torch.dtype:
@@ -135,9 +170,12 @@ class TorchHead:
         temperature: Temperature,
         out: RowStatistics,
         once: bool = False,
+        first: int = 0,
+        vocabulary: int | None = None,
     ) -> None:
         """With ``once`` and without a soft cap, replaces x by exp(z - max z), which `gradients_`
         then does not compute again."""
+        assert vocabulary in (None, x.shape[1]), "rows are whole"
         d, e = _buffers(x, 2)
         once = once and transform.softcap is None
         for rows, block in blocks(x):
@@ -181,6 +219,23 @@ class PlannedHead(TorchHead):
     """Of tensors without memory that stand for a GPU's, whose kernels work in place. All rows are
     the same there, and the first is computed for all."""
 
+    by_columns: ClassVar[bool] = True
+
+    @staticmethod
+    def chunk_dtype(hidden: Tensor) -> torch.dtype:
+        return hidden.dtype
+
+    @staticmethod
+    def fill(
+        x: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transform: LogitTransform,
+        library: type[Library],
+    ) -> None:
+        library.multiply(x, hidden, weight, bias)
+
     @staticmethod
     def statistics(
         x: Tensor,
@@ -189,11 +244,12 @@ class PlannedHead(TorchHead):
         temperature: Temperature,
         out: RowStatistics,
         once: bool = False,
+        first: int = 0,
+        vocabulary: int | None = None,
     ) -> None:
-        first = slice(0, 1)
-        TorchHead.statistics(
-            x[first], labels[first], transform, temperature.at(first), out.at(first), once
-        )
+        row = slice(0, 1)
+        one = x[row].float()
+        TorchHead.statistics(one, labels[row], transform, temperature.at(row), out.at(row), once)
         for wanted in out:
             if wanted is not None:
                 wanted[1:] = wanted[:1]
@@ -310,6 +366,21 @@ class HeadInputs(NamedTuple):
             return TritonHead
         return TorchHead if device_kind(self.hidden) == self.hidden.device.type else PlannedHead
 
+    def row_chunks(self, itemsize: int, saved_by_one: int = 0) -> list[slice]:
+        """Chunks of whole rows.
+
+        Args:
+            itemsize: of a chunk's elements.
+            saved_by_one: bytes beside the workspace that are not needed where one chunk has all
+                rows: on a GPU as many may go to that chunk.
+        """
+        n, vocabulary = len(self.hidden), len(self.weight)
+        if device_kind(self.hidden) == "cpu":
+            return row_chunks(n, vocabulary, itemsize, self.workspace)
+        if n * vocabulary * itemsize <= self.workspace + saved_by_one:
+            return [slice(0, n)] if n else []
+        return row_chunks(n, vocabulary, itemsize, self.workspace, _TILE)
+
     @property
     def library(self) -> type[Library]:
         """Of all products with the weight, or with a part of it."""
@@ -330,11 +401,19 @@ class HeadInputs(NamedTuple):
             weight, bias = weight[columns], None if bias is None else bias[columns]
         self.head.fill(x, self.hidden[rows], weight, bias, self.transform, self.library)
 
-    def statistics(self, x: Tensor, rows: slice, out: RowStatistics, once: bool = False) -> None:
-        """Fills the rows of ``out``."""
+    def statistics(
+        self,
+        x: Tensor,
+        rows: slice,
+        out: RowStatistics,
+        once: bool = False,
+        first: int = 0,
+    ) -> None:
+        """Fills the rows of ``out``, whose columns come from ``first`` on in order."""
         self.head.statistics(
-            x, self.labels[rows], self.transform, self.temperature.at(rows), out.at(rows), once
-        )
+            x, self.labels[rows], self.transform, self.temperature.at(rows), out.at(rows), once,
+            first, len(self.weight),
+        )  # fmt: skip
 
     def gradients_(
         self,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._cpu.row_chunks import FLOOR, chunks, wide, zero_rows
 from .checks import (
@@ -20,7 +19,8 @@ from .checks import (
     counts,
 )
 from .dispatch import Backend, choose
-from .operators import dense, new, operator, or_empty
+from .first_order import first_order
+from .operators import applied, dense, new, operator, or_empty
 from .types import Temperature
 
 
@@ -33,14 +33,16 @@ def _torch_forward(
     *,
     entropy: bool,
     save: bool,
-) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """Log-probabilities, entropies, and of each row max x, Σ exp((x - max)/T) and (E[x] - max)/T,
-    [N] each, also without ``save``."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probabilities, entropies, and of each row max x, Σ exp((x - max)/T) and, with entropies,
+    (E[x] - max)/T, [2 or 3, N], also without ``save``."""
     flat, columns, known, counted = _columns(labels, mask, logits.shape[-1])
     divisor = Temperature(number, temperature)
-    row_max, row_sum, mean, at_label = (
-        torch.empty(len(flat), 1, dtype=torch.float32, device=logits.device) for _ in range(4)
-    )
+    saved = torch.empty(
+        2 + entropy, len(flat), 1, dtype=torch.float32, device=logits.device
+    )  # fmt: skip
+    row_max, row_sum, mean = saved[0], saved[1], saved[-1]
+    at_label = torch.empty_like(row_max)
     for rows, (x,), memory in chunks(logits, buffers=1 + entropy):
         x = wide(x, memory[0])
         row_max[rows] = x.amax(-1, keepdim=True)
@@ -56,11 +58,10 @@ def _torch_forward(
     log_sum = row_sum.log()
     logprobs = torch.where(known, at_label - log_sum, math.nan)
     logprobs = torch.where(counted, logprobs, 0.0).view(labels.shape)
-    saved: list[Tensor | None] = [row_max.view(-1), row_sum.view(-1)]
     if not entropy:
-        return logprobs, None, [*saved, None]
+        return logprobs, None, saved.squeeze(-1)
     entropies = torch.where(counted, log_sum - mean, 0.0).view(labels.shape)
-    return logprobs, entropies, [*saved, mean.view(-1)]
+    return logprobs, entropies, saved.squeeze(-1)
 
 
 def _columns(labels: Tensor, mask: Tensor | None, vocabulary: int) -> tuple[Tensor, ...]:
@@ -79,10 +80,10 @@ def _torch_backward(
     mask: Tensor | None,
     temperature: Tensor | None,
     number: float,
-    saved: list[Tensor | None],
+    saved: Tensor,
 ) -> Tensor:
-    as_columns: list[Any] = [None if x is None else x.view(-1, 1) for x in saved]
-    row_max, row_sum, mean = as_columns
+    columns_of = saved.unsqueeze(-1)
+    row_max, row_sum, mean = columns_of[0], columns_of[1], columns_of[-1]
     _, columns, known, counted = _columns(labels, mask, logits.shape[-1])
     divisor = Temperature(number, temperature)
     # dz = [g (1_y - p) - g_H p (z - E[z])]/T with p = e/s, as 1_y·g + e·(base + (z - m)·slope).
@@ -112,10 +113,13 @@ def _torch_backward(
 
 def _backend(name: str) -> Backend:
     if name == "triton":
-        from ._triton import logprob
+        from ._triton.logprob import PASSES
 
-        return Backend(logprob.forward, logprob.backward)
-    return Backend(_torch_forward, _torch_backward)
+        return PASSES
+    return _TORCH_PASSES
+
+
+_TORCH_PASSES = Backend(_torch_forward, _torch_backward)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -135,16 +139,16 @@ class _TokenLogprobs(torch.autograd.Function):
             logits, labels, mask, temperature, number, entropy=entropy, save=save
         )
         if save:
-            ctx.save_for_backward(logits, labels, mask, temperature, *saved)
+            ctx.save_for_backward(logits, labels, mask, temperature, saved)
             ctx.set_materialize_grads(False)
             ctx.number, ctx.backward_of = number, passes.backward
         return logprobs, entropies
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        *inputs, row_max, row_sum, mean = ctx.saved_tensors
-        dlogits = ctx.backward_of(*grads, *inputs, ctx.number, [row_max, row_sum, mean])
+        *inputs, saved = ctx.saved_tensors
+        dlogits = ctx.backward_of(*grads, *inputs, ctx.number, saved)
         return dlogits, *(None,) * 6
 
 
@@ -157,12 +161,12 @@ def _token_logprobs(
     number: float,
     entropy: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies, and each row's max, sum and mean for backward."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, entropies, and what backward needs of the rows, [2 or 3, N]."""
     logprobs, entropies, saved = _backend(backend).forward(
         logits, labels, mask, temperature, number, entropy=entropy, save=True
     )
-    return logprobs, *(or_empty(x, logprobs) for x in (entropies, *saved))
+    return logprobs, or_empty(entropies, logprobs), saved
 
 
 @_token_logprobs.register_fake
@@ -171,9 +175,7 @@ def _(logits: Tensor, labels: Tensor, *others: Any) -> tuple[Tensor, ...]:
     return (
         new(logits, *labels.shape),
         new(logits, *labels.shape, wanted=entropy),
-        new(logits, n),
-        new(logits, n),
-        new(logits, n, wanted=entropy),
+        new(logits, 2 + entropy, n),
     )
 
 
@@ -186,15 +188,12 @@ def _token_logprobs_backward(
     mask: Tensor | None,
     temperature: Tensor | None,
     number: float,
-    row_max: Tensor,
-    row_sum: Tensor,
-    mean: Tensor | None,
+    saved: Tensor,
     backend: str,
 ) -> Tensor:
     dlogits = _backend(backend).backward(
-        grad_logprobs, grad_entropies, logits, labels, mask, temperature, number,
-        [row_max, row_sum, mean],
-    )  # fmt: skip
+        grad_logprobs, grad_entropies, logits, labels, mask, temperature, number, saved
+    )
     return dense(dlogits)
 
 
@@ -205,15 +204,16 @@ def _(_: Any, __: Any, logits: Tensor, *others: Any) -> Tensor:
 
 def _save_token_logprobs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.number, ctx.entropy, ctx.backend = inputs
-    ctx.save_for_backward(*tensors, *output[2:])
+    ctx.save_for_backward(*tensors, output[2])
     ctx.set_materialize_grads(False)
 
 
+@first_order
 def _token_logprobs_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, row_max, row_sum, mean = ctx.saved_tensors
-    by_entropies, mean = (grads[1], mean) if ctx.entropy else (None, None)
+    *inputs, saved = ctx.saved_tensors
+    by_entropies = grads[1] if ctx.entropy else None
     dlogits = _token_logprobs_backward(
-        grads[0], by_entropies, *inputs, ctx.number, row_max, row_sum, mean, ctx.backend
+        grads[0], by_entropies, *inputs, ctx.number, saved, ctx.backend
     )
     return dlogits, *(None,) * 6
 
@@ -273,6 +273,9 @@ def token_logprobs(
     chosen = choose(backend, logits)
     if check_labels or (chosen == "torch" and logits.device.type == "cpu"):
         labels = checked_labels(labels, mask, logits.shape[-1])
-    run: Any = _token_logprobs if torch.compiler.is_compiling() else _TokenLogprobs.apply
-    logprobs, entropies, *_ = run(logits, labels, mask, temperatures, number, entropy, chosen)
+    arguments = (logits, labels, mask, temperatures, number, entropy, chosen)
+    if torch.compiler.is_compiling():
+        logprobs, entropies, _ = _token_logprobs(*arguments)
+    else:
+        logprobs, entropies = applied(_TokenLogprobs, *arguments)
     return (logprobs, entropies) if entropy else logprobs

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .checks import check_float, check_mask
 from .dispatch import Backend, choose
+from .first_order import first_order
 from .types import Moments, SplitMoments
 
 Measure = Callable[[Tensor, Tensor], SplitMoments]
@@ -34,6 +35,7 @@ class _MaskedMean(torch.autograd.Function):
         return measured.mean + measured.low
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         mask, count = ctx.saved_tensors
         return torch.where(mask, grads[0] / count.clamp(min=1), 0.0).to(ctx.dtype), None, None
@@ -48,6 +50,7 @@ class _MaskedVar(torch.autograd.Function):
         return measured.variance(unbiased)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         values, mask, *saved = ctx.saved_tensors
         measured = SplitMoments(*saved)
@@ -104,6 +107,7 @@ class _MaskedWhiten(torch.autograd.Function):
         return whitened
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.backward_of(*grads, ctx.saved_tensors, *ctx.options), *(None,) * 4
 

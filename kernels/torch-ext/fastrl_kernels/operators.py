@@ -32,6 +32,14 @@ def operator(schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     return register
 
 
+def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """``function.apply(*arguments)``, in eager mode without the search of the arguments for what
+    torch.func left behind."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
 def dense(x: Tensor) -> Tensor:
     """Contiguous from its memory's start on, as fakes promise. Triton kernels give a gradient the
     layout of its logits, which may start at an odd address or have padded rows."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .checks import (
+    FLOAT_DTYPES,
     check_choice,
     check_constant,
     check_device,
@@ -19,6 +20,7 @@ from .checks import (
     counts,
 )
 from .dispatch import Backend, choose
+from .first_order import first_order
 from .head_pass import HandOut, HeadPass, save_gradients, scaled_gradients, wanted_gradients
 from .kl import kl_slope, kl_value, masked_difference
 from .lm_head import (
@@ -29,7 +31,7 @@ from .lm_head import (
     flat_head,
     split_head,
 )
-from .operators import new, operator, or_empty
+from .operators import applied, new, operator, or_empty
 from .types import (
     AGGREGATES,
     KL_KINDS,
@@ -222,6 +224,7 @@ class _PPOLoss(torch.autograd.Function):
         return loss, numbers
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.backward_of(grads[0], ctx.saved_tensors, ctx.dtypes), None, None, None
 
@@ -290,6 +293,17 @@ def ppo_loss(
     return loss, LossStats(numbers)
 
 
+def _passes(backend: str) -> Backend:
+    if backend == "triton":
+        from ._triton.ppo_loss import PASSES
+
+        return PASSES
+    return _TORCH_PASSES
+
+
+_TORCH_PASSES = Backend(_torch_forward, _torch_backward)
+
+
 def _apply(
     logprobs: Tensor,
     values: Tensor | None,
@@ -298,12 +312,7 @@ def _apply(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """The loss and LossStats' tensor, of checked arguments."""
-    passes = Backend(_torch_forward, _torch_backward)
-    if backend == "triton":
-        from ._triton import ppo_loss
-
-        passes = Backend(ppo_loss.forward, ppo_loss.backward)
-    return _PPOLoss.apply(logprobs, values, constants, settings, passes)
+    return applied(_PPOLoss, logprobs, values, constants, settings, _passes(backend))
 
 
 def _checked(
@@ -321,9 +330,11 @@ def _checked(
     denominator: float | Tensor | None,
 ) -> tuple[Tensor | None, PPOConstants, PPOSettings]:
     low, high = cliprange if isinstance(cliprange, tuple | list) else (cliprange, cliprange)
-    numbers = [low, high, dual_clip, *(value or ())[3:], *(kl or ())[1:2]]
-    if any(isinstance(number, Tensor) for number in numbers):
-        raise TypeError("clip ranges and coefficients must be Python numbers: a tensor would wait")
+    for number in (low, high, dual_clip, *(value or ())[3:], *(kl or ())[1:2]):
+        if isinstance(number, Tensor):
+            raise TypeError(
+                "clip ranges and coefficients must be Python numbers: a tensor would wait"
+            )
     if low < 0 or high < 0 or (value is not None and value.cliprange < 0):
         raise ValueError("clip ranges must not be negative")
     if dual_clip is not None and not dual_clip > 1:
@@ -356,23 +367,22 @@ def _checked(
         given,
         token_weights,
     )
-    floats = constants._replace(denominator=None)._asdict() | {"values": values}
-    for name, tensor in floats.items():
-        if tensor is not None and name != "mask":
-            check_like(name, tensor, "logprobs", logprobs)
-    for name, tensor in constants._asdict().items():
-        if tensor is not None:
-            check_constant(name, tensor)
+    shape = logprobs.shape
+    floats = (old_logprobs, advantages, None, *constants[3:7], None, token_weights, values)
+    for i, tensor in enumerate(floats):
+        if tensor is not None and (tensor.dtype not in FLOAT_DTYPES or tensor.shape != shape):
+            check_like((*constants._fields, "values")[i], tensor, "logprobs", logprobs)
+    for i, tensor in enumerate(constants):
+        if tensor is not None and tensor.requires_grad:
+            check_constant(constants._fields[i], tensor)
     settings = PPOSettings(
-        low=1.0 - low,
-        high=1.0 + high,
-        dual_clip=dual_clip,
-        aggregate=aggregate,
-        denominator=number,
-        value_cliprange=0.0 if value is None else value.cliprange,
-        value_coef=0.0 if value is None else value.coef,
-        kl_coef=0.0 if kl is None else kl.coef,
-        kl_kind="kl" if kl is None else kl.kind,
+        1.0 - low,
+        1.0 + high,
+        dual_clip,
+        aggregate,
+        number,
+        *((0.0, 0.0) if value is None else (value.cliprange, value.coef)),
+        *((0.0, "kl") if kl is None else (kl.coef, kl.kind)),
     )
     return values, constants, settings
 
@@ -504,7 +514,8 @@ def linear_ppo_loss(
     Args:
         hidden, weight, labels, bias, temperature, softcap, logit_scale: as for ``linear_logprobs``,
             and so is the rounding; labels [..., T]. With several chunks of rows the weight's
-            gradient is summed in fp32, V·H·4 bytes.
+            gradient is summed in fp32, V·H·4 bytes; a GPU has one chunk where its logits fit into
+            ``workspace_bytes`` and these.
         old_logprobs, advantages, mask, cliprange, kl, dual_clip, weights, token_weights, aggregate,
             denominator: as for ``ppo_loss``, per token [..., T]. A label of -100 counts as masked.
         entropy: also compute entropies, as a statistic without a gradient.

@@ -564,3 +564,35 @@ def decode_attention(
     weights = scores.masked_fill(~live, -math.inf).softmax(-1)
     weights = torch.where(live, weights, 0.0)  # NaN where nothing is live
     return (weights @ values).reshape(batch, heads, values.shape[-1])
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    unit_offset: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """w·s/√(mean s² + ε), or with 1 + w, of s = residual + x; with a residual also s."""
+    total = x if residual is None else residual + x
+    normed = total / (total.square().mean(-1, keepdim=True) + eps).sqrt()
+    out = (1.0 + weight if unit_offset else weight) * normed
+    return out if residual is None else (out, total)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """g·σ(g)·u"""
+    return gate * torch.sigmoid(gate) * up
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first R numbers of heads [B, h, D], turned by angles whose cosines and sines are [B, R]:
+    pairs (x_i, x_{i + R/2})."""
+    half = cos.shape[-1] // 2
+    out = x.clone()
+    for i in range(half):
+        low, high = x[..., i], x[..., i + half]
+        out[..., i] = low * cos[:, None, i] - high * sin[:, None, i]
+        out[..., i + half] = high * cos[:, None, i + half] + low * sin[:, None, i + half]
+    return out

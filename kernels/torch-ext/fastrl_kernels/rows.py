@@ -34,6 +34,16 @@ def as_rows(x: Tensor) -> Tensor:
     return x.view(levels[0][0], levels[1][0], vocabulary)
 
 
+def row_walk(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """``as_rows`` as kernels take it: its memory, the number of inner rows, and the strides of
+    outer and inner ones. No view is made of what is contiguous."""
+    if x.is_contiguous():
+        vocabulary = x.shape[-1]
+        return x, max(1, x.numel() // vocabulary), 0, vocabulary
+    rows = as_rows(x)
+    return rows, rows.shape[1], rows.stride(0), rows.stride(1)
+
+
 def as_rows_together(*tensors: Tensor) -> list[Tensor]:
     """``as_rows`` of tensors of one shape, cut into outer and inner rows at the same place."""
     walks = [as_rows(x) for x in tensors]
@@ -49,13 +59,20 @@ def vector_length(*dtypes: torch.dtype) -> int:
 
 
 def empty_rows_like(rows: Tensor, dtype: torch.dtype, vector: int) -> Tensor:
-    """Uninitialised memory of ``rows``' shape [outer, inner, V], every row of which starts as many
-    elements past a multiple of ``vector`` as that of ``rows`` does.
+    """Uninitialised memory of ``rows``' shape, every row of which starts as many elements past a
+    multiple of ``vector`` as that of ``rows`` does: [outer, inner, V] from ``as_rows``, or any
+    contiguous tensor.
 
     Kernels move whole vectors, so two tensors that they walk together have to be misaligned alike,
     as the rows of an odd vocabulary are. The padding is less than one vector per row, and none
     where ``rows`` is contiguous.
     """
+    if rows.is_contiguous():
+        start = rows.data_ptr() // rows.element_size() % vector
+        if not start:
+            return torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
+        memory = torch.empty(start + rows.numel(), dtype=dtype, device=rows.device)
+        return memory[start:].view(rows.shape)
     outer, inner, vocabulary = rows.shape
     inner_stride = vocabulary + (rows.stride(1) - vocabulary) % vector if inner > 1 else vocabulary
     outer_stride = inner * inner_stride

@@ -8,6 +8,8 @@ import ctypes
 import functools
 import os
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
@@ -137,13 +139,18 @@ def result_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return flat.resize_(x.shape)  # a view would keep flat, and so a second reference to the storage
 
 
+_pinned: weakref.WeakSet[Workspace] = weakref.WeakSet()
+_pinning = threading.Lock()
+
+
 class Workspace:
     """Memory for one chunk of logits at a time, on the device of ``like``."""
 
     def __init__(self, like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
         self.columns, self.dtype = columns, dtype
-        needed = rows * self._stride(columns) * dtype.itemsize
-        self._memory: Tensor | None = borrow(like, needed)
+        # What is needed: which memory is idle changes nothing.
+        self.nbytes = rows * self._stride(columns) * dtype.itemsize
+        self._memory: Tensor | None = borrow(like, self.nbytes)
 
     @staticmethod
     def _stride(columns: int) -> int:
@@ -162,8 +169,21 @@ class Workspace:
         flat = self._memory[: rows * self.columns * self.dtype.itemsize].view(self.dtype)
         return [flat[rows * c.start : rows * c.stop].view(rows, -1) for c in columns]
 
+    def pin(self, budget: int) -> bool:
+        """Whether a graph may have it until backward: where no other has one, or all that live
+        graphs have is within a budget of bytes. It is pinned then, until it is released or its
+        graph is gone."""
+        with _pinning:
+            others = sum(x.nbytes for x in _pinned)
+            may = not others or others + self.nbytes <= budget
+            if may:
+                _pinned.add(self)
+            return may
+
     def release(self) -> None:
         """Returns the memory; chunks must not be read any more."""
+        with _pinning:
+            _pinned.discard(self)
         memory, self._memory = self._memory, None
         if memory is not None:
             give_back(memory)

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..dispatch import Backend
+from .launch import launcher
 from .moments import (
     inverse_deviation,
     launch_whiten,
@@ -25,7 +27,7 @@ from .moments import (
     store_moments,
     whitened_adjoint,
 )
-from .tiles import TILE, device_of, load_counted, load_mask, packed, row_tile
+from .tiles import TILE, device_of, load_counted, load_mask, packed, programs_for, row_tile
 
 # Slopes of 0, as logarithms: exp2 of it, and of its sum with anything that occurs, is 0.
 _FORGET = tl.constexpr(-1e9)
@@ -128,21 +130,24 @@ def _coefficients(gamma: float, lam: float) -> tuple[float, float, float]:
     return float(gamma), decay, max(math.log2(decay), -1e4) if decay > 0 else -1e4
 
 
-def _launch_gae_fwd(rows, gamma, lam, with_moments):
+_launch_fwd = launcher(_gae_fwd_kernel)
+
+
+def _gae_fwd(rows, gamma, lam, with_moments):
     """Advantages, returns, and partial moments of the advantages where asked for."""
     rewards = rows[0]
     batch, length = rewards.shape
     advantages = torch.empty_like(rewards, dtype=torch.float32)
     returns = torch.empty_like(advantages)
     tile_rows, steps = row_tile(length)
-    programs = triton.cdiv(batch, tile_rows)
+    programs = programs_for(batch, tile_rows)
     partials = None
     if with_moments:
         partials = torch.empty(4, programs, dtype=torch.float32, device=rewards.device)
     if programs:
-        _gae_fwd_kernel[(programs,)](
-            *rows, advantages, returns, partials, *_coefficients(gamma, lam), batch, length,
-            ROWS=tile_rows, STEPS=steps,
+        _launch_fwd(
+            programs, *rows, advantages, returns, partials,
+            *_coefficients(gamma, lam), batch, length, ROWS=tile_rows, STEPS=steps,
         )  # fmt: skip
     return advantages, returns, partials
 
@@ -207,6 +212,9 @@ def _gae_bwd_kernel(
             tl.store(dbootstrap_ptr + at, dbootstrap, mask=inside)
 
 
+_launch_bwd = launcher(_gae_bwd_kernel)
+
+
 def forward(inputs, flags, gamma, lam, whiten):
     """Advantages and returns of rows [N, T], and what backward takes; one launch, or two where the
     advantages are whitened."""
@@ -214,7 +222,7 @@ def forward(inputs, flags, gamma, lam, whiten):
     mask, terminated, truncated = rows[3:]
     moments = None
     with device_of(rows[0]):
-        advantages, returns, partials = _launch_gae_fwd(rows, gamma, lam, whiten)
+        advantages, returns, partials = _gae_fwd(rows, gamma, lam, whiten)
         if whiten:
             moments = launch_whiten(advantages, mask, partials, advantages)
     whitened = advantages if whiten else None
@@ -235,11 +243,14 @@ def backward(grads, saved, dtypes, gamma, lam):
         if whitened is not None:
             sums = launch_whiten_sums(grad_advantages, whitened, mask, moments, whitened=True)
         if batch:
-            _gae_bwd_kernel[(triton.cdiv(batch, tile_rows),)](
-                grad_advantages, grad_returns, mask, terminated, truncated,
-                whitened, moments, sums, *gradients,
+            _launch_bwd(
+                programs_for(batch, tile_rows), grad_advantages, grad_returns,
+                mask, terminated, truncated, whitened, moments, sums, *gradients,
                 *_coefficients(gamma, lam), batch, length,
                 0 if sums is None else sums.shape[1],
                 CHUNK=TILE, ROWS=tile_rows, STEPS=steps,
             )  # fmt: skip
     return gradients
+
+
+PASSES = Backend(forward, backward)

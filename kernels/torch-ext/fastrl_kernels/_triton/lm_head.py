@@ -6,6 +6,8 @@ begin at 16-byte boundaries and are padded to whole vectors, so that vectors are
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import triton
 import triton.language as tl
@@ -51,9 +53,20 @@ def _fold(x, m, s, t, q, scale, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
     return m, s, t, q
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit
+def _joined(e, a, s, t, q, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
+    """s = Σ 2^a, t = Σ 2^a·a and q = Σ 2^(2a), of a maximum that lies by a below the new one: to
+    that one's. e = 2^a."""
+    if ENTROPY:
+        t = e * tl.fma(s, tl.maximum(a, FLOOR), t)
+    if SQUARES:
+        q = e * e * q
+    return e * s, t, q
+
+
+@triton.jit(do_not_specialize=["C", "first", "V"])
 def _lm_head_fwd_kernel(
-    x_ptr,  # [r, V] products
+    x_ptr,  # [r, C] products
     labels_ptr,  # [r] int64
     temperatures_ptr,  # [r], or None: the number
     temperature,
@@ -67,16 +80,20 @@ def _lm_head_fwd_kernel(
     log_sum_sq_ptr,  # or None
     mean_logit_ptr,  # or None
     is_top1_ptr,  # bool, or None
+    C,
+    first,  # the vocabulary's column that x begins with
     V,
     stride,
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
 ):
+    """Statistics of rows [r, V], a chunk of columns at a time: until the last has come, results
+    hold its sums; that of log-probs the label's logit, and NaN as long as it has not come."""
     ENTROPY: tl.constexpr = entropies_ptr is not None
     SQUARES: tl.constexpr = log_sum_sq_ptr is not None
     TOTAL: tl.constexpr = mean_logit_ptr is not None
     row = tl.program_id(0)
-    label = tl.load(labels_ptr + row)
+    label = tl.load(labels_ptr + row) - first
     temperature = row_temperature(temperatures_ptr, temperature, row)
     outer = tl.cast(outer, tl.float32)
     scale = outer * LOG2E / temperature
@@ -88,46 +105,83 @@ def _lm_head_fwd_kernel(
     t = tl.zeros([BLOCK], tl.float32)
     q = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    whole = V // BLOCK
+    whole = C // BLOCK
     for w in range(0, whole):
         x = _unscaled(tl.load(x_ptr + (w * BLOCK + slots)).to(tl.float32), inner)
         m, s, t, q = _fold(x, m, s, t, q, scale, ENTROPY, SQUARES)
         if TOTAL:
             total += x
     columns = whole * BLOCK + slots
-    x = _load_tail(x_ptr, columns, V, inner, VEC)
+    x = _load_tail(x_ptr, columns, C, inner, VEC)
     m, s, t, q = _fold(x, m, s, t, q, scale, ENTROPY, SQUARES)
     if TOTAL:
-        total += tl.where(columns < V, x, 0.0)
+        total += tl.where(columns < C, x, 0.0)
 
     row_max = tl.max(m, 0)
     a = (m - row_max) * scale
-    e = tl.exp2(a)
-    exp_sum = tl.sum(e * s, 0)
-    log_sum = tl.log(exp_sum)
+    s, t, q = _joined(tl.exp2(a), a, s, t, q, ENTROPY, SQUARES)
+    exp_sum, t_sum, q_sum, sum_x = tl.sum(s, 0), tl.sum(t, 0), tl.sum(q, 0), tl.sum(total, 0)
     # A label outside [0, V) is never read: its log-probability is NaN.
-    known = (label >= 0) & (label < V)
-    at_label = tl.load(x_ptr + label, mask=known, other=float("nan")).to(tl.float32)
+    here = (label >= 0) & (label < C)
+    at_label = tl.load(x_ptr + label, mask=here, other=float("nan")).to(tl.float32)
     at_label = _unscaled(at_label, inner)
-    log_prob = tl.div_rn((at_label - row_max) * outer, temperature) - log_sum
-    tl.store(logprobs_ptr + row, tl.where(known, log_prob, float("nan")))
+    top = here & (at_label >= row_max)
+    if is_top1_ptr is not None:
+        earlier = tl.zeros([BLOCK], tl.int32)
+        for w in range(0, tl.where(top, tl.cdiv(label, BLOCK), 0)):
+            earlier |= _earlier_maximum(x_ptr, w * BLOCK + slots, label, row_max, inner)
+        top = top & (tl.max(earlier, 0) == 0)
+
+    if first > 0:
+        before = tl.load(unscaled_max_ptr + row)
+        if is_top1_ptr is not None:
+            stays = (tl.load(is_top1_ptr + row) != 0) & (before >= row_max)
+            top = tl.where(here, top & (row_max > before), stays)
+        at_label = tl.where(here, at_label, tl.load(logprobs_ptr + row))
+        new_max = tl.maximum(before, row_max)
+        down = (row_max - new_max) * scale
+        exp_sum, t_sum, q_sum = _joined(
+            tl.exp2(down), down, exp_sum, t_sum, q_sum, ENTROPY, SQUARES
+        )
+        t_before, q_before = 0.0, 0.0
+        if ENTROPY:
+            t_before = tl.load(mean_ptr + row)
+        if SQUARES:
+            q_before = tl.load(log_sum_sq_ptr + row)
+        down = (before - new_max) * scale
+        s_before, t_before, q_before = _joined(
+            tl.exp2(down), down, tl.load(exp_sum_ptr + row), t_before, q_before, ENTROPY, SQUARES
+        )
+        row_max = new_max
+        exp_sum += s_before
+        t_sum += t_before
+        q_sum += q_before
+        if TOTAL:
+            sum_x += tl.load(mean_logit_ptr + row)
+
+    if is_top1_ptr is not None:
+        tl.store(is_top1_ptr + row, top)
     tl.store(unscaled_max_ptr + row, row_max)
     tl.store(exp_sum_ptr + row, exp_sum)
+    log_prob = at_label
+    if first + C >= V:
+        log_sum = tl.log(exp_sum)
+        log_prob = tl.div_rn((at_label - row_max) * outer, temperature) - log_sum
+        if ENTROPY:
+            t_sum = t_sum / exp_sum * LN2
+            tl.store(entropies_ptr + row, log_sum - t_sum)
+        if SQUARES:
+            q_sum = tl.log(q_sum) - 2.0 * log_sum
+        if TOTAL:
+            mean_logit = tl.div_rn(sum_x, tl.cast(V, tl.float32))
+            sum_x = tl.div_rn(mean_logit * outer, temperature)
+    tl.store(logprobs_ptr + row, log_prob)
     if ENTROPY:
-        mean = tl.sum(e * tl.fma(s, tl.maximum(a, FLOOR), t), 0) / exp_sum * LN2
-        tl.store(mean_ptr + row, mean)
-        tl.store(entropies_ptr + row, log_sum - mean)
+        tl.store(mean_ptr + row, t_sum)
     if SQUARES:
-        tl.store(log_sum_sq_ptr + row, tl.log(tl.sum(e * e * q, 0)) - 2.0 * log_sum)
+        tl.store(log_sum_sq_ptr + row, q_sum)
     if TOTAL:
-        mean_logit = tl.div_rn(tl.sum(total, 0), tl.cast(V, tl.float32))
-        tl.store(mean_logit_ptr + row, tl.div_rn(mean_logit * outer, temperature))
-    if is_top1_ptr is not None:
-        largest = known & (at_label >= row_max)
-        earlier = tl.zeros([BLOCK], tl.int32)
-        for w in range(0, tl.where(largest, tl.cdiv(label, BLOCK), 0)):
-            earlier |= _earlier_maximum(x_ptr, w * BLOCK + slots, label, row_max, inner)
-        tl.store(is_top1_ptr + row, largest & (tl.max(earlier, 0) == 0))
+        tl.store(mean_logit_ptr + row, sum_x)
 
 
 @triton.jit(do_not_specialize=["C", "first", "parts"])
@@ -224,6 +278,8 @@ class TritonHead:
     """``HeadBackend`` of Triton kernels. Chunks keep their products even with ``once``: another
     exponential costs a GPU nothing."""
 
+    by_columns: ClassVar[bool] = True
+
     @staticmethod
     def chunk_dtype(hidden: Tensor) -> torch.dtype:
         return hidden.dtype
@@ -233,14 +289,15 @@ class TritonHead:
         library.multiply(x, hidden, weight, bias)
 
     @staticmethod
-    def statistics(x, labels, transform, temperature, out, once=False):
+    def statistics(x, labels, transform, temperature, out, once=False, first=0, vocabulary=None):
         if not len(x):
             return
         with device_of(x):
             _lm_head_fwd_kernel[(len(x),)](
                 x, labels, temperature.per_row, temperature.number,
                 None if transform.softcap is None else transform.inner, transform.outer,
-                *out, x.shape[1], x.stride(0), **window(x.shape[1], x.dtype),
+                *out, x.shape[1], first, vocabulary or x.shape[1], x.stride(0),
+                **window(x.shape[1], x.dtype),
             )  # fmt: skip
 
     @staticmethod

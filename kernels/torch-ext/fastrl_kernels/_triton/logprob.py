@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..rows import as_rows, empty_rows_like
+from ..dispatch import Backend
+from ..rows import empty_rows_like, row_walk
 from ..types import IGNORE_LABEL
+from .launch import launcher
 from .rows import (
     PART_VECTORS,
     ROW_ARGUMENTS,
@@ -50,6 +52,41 @@ def online_softmax(x, m, s, t, scale, ENTROPY: tl.constexpr):
 
 
 @triton.jit
+def _added(x, high, s, t, r, scale, ENTROPY: tl.constexpr):
+    """Adds one logit, at most ``high``, to each slot's t and to r times its s."""
+    a = (x - high) * scale
+    e = tl.exp2(a)
+    if ENTROPY:
+        t = tl.fma(e, tl.maximum(a, FLOOR), t)
+    return tl.fma(r, s, e), t
+
+
+@triton.jit
+def four_added(x0, x1, x2, x3, m, s, t, scale, ENTROPY: tl.constexpr):
+    """``online_softmax`` of four logits per slot, with one more exponential for all of them where
+    each would take a comparison and three selections."""
+    high = tl.maximum(m, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
+    a = (m - high) * scale
+    r = tl.exp2(a)
+    if ENTROPY:
+        t = r * tl.fma(s, tl.maximum(a, FLOOR), t)
+    s, t = _added(x0, high, s, t, r, scale, ENTROPY)
+    s, t = _added(x1, high, s, t, 1.0, scale, ENTROPY)
+    s, t = _added(x2, high, s, t, 1.0, scale, ENTROPY)
+    s, t = _added(x3, high, s, t, 1.0, scale, ENTROPY)
+    return high, s, t
+
+
+@triton.jit
+def _window_of(aligned, w, slots, shift, BLOCK: tl.constexpr, VEC: tl.constexpr):
+    """Columns [w·BLOCK, (w + 1)·BLOCK) of a row that starts ``shift`` past a boundary, each in slot
+    (column + shift) mod BLOCK: its last ones lie in the next window's first vector."""
+    x = tl.load(aligned + (w * BLOCK + slots)).to(tl.float32)
+    behind = tl.load(aligned + ((w + 1) * BLOCK + slots), mask=slots < VEC, other=0.0)
+    return tl.where(slots < shift, behind.to(tl.float32), x)
+
+
+@triton.jit
 def row_temperature(temperature_ptr, temperature, row, AGAIN: tl.constexpr = False):
     """The row's temperature in fp32; AGAIN loads it a second time, which frees a register."""
     if temperature_ptr is not None:
@@ -74,9 +111,9 @@ def _token_logprobs_fwd_kernel(
     temperature,
     logprobs_ptr,  # [N] fp32
     entropies_ptr,  # [N] fp32, or None: not wanted
-    max_ptr,  # [N] fp32, or None: no backward to come. max_v x_v
-    sum_ptr,  # [N] fp32, or None likewise. Σ_v exp((x_v - max)/T)
-    mean_ptr,  # [N] fp32, or None likewise or without entropies. (E[x] - max)/T
+    saved_ptr,  # [2 or, with entropies, 3, N] fp32, or None: no backward to come.
+    # max_v x_v, Σ_v exp((x_v - max)/T), (E[x] - max)/T
+    n,
     V,
     inner,
     outer_stride,
@@ -97,20 +134,33 @@ def _token_logprobs_fwd_kernel(
     scale = LOG2E / temperature
     start = row_start(logits_ptr, row, inner, outer_stride, inner_stride)
     aligned, shift = align_down(start, VEC)
-    end = shift + V
-    last = tl.maximum((end - 1) // BLOCK, 1)  # window 1 is all masked where V fits in window 0
-
     slots = tl.arange(0, BLOCK)
     m = tl.full([BLOCK], LOWEST, tl.float32)
     s = tl.zeros([BLOCK], tl.float32)
     t = tl.zeros([BLOCK], tl.float32)
-    x = load_end(aligned, slots, shift, end, VEC)
-    m, s, t = online_softmax(x, m, s, t, scale, ENTROPY)
-    for w in range(1, last):
-        x = tl.load(aligned + (w * BLOCK + slots)).to(tl.float32)
+    # Which columns are added in one step depends on V alone, not on where the row starts.
+    fours = (V - 1) // (4 * BLOCK)
+    if shift == 0:
+        for w in range(0, 4 * fours, 4):
+            at = aligned + (w * BLOCK + slots)
+            x0 = tl.load(at).to(tl.float32)
+            x1 = tl.load(at + BLOCK).to(tl.float32)
+            x2 = tl.load(at + 2 * BLOCK).to(tl.float32)
+            x3 = tl.load(at + 3 * BLOCK).to(tl.float32)
+            m, s, t = four_added(x0, x1, x2, x3, m, s, t, scale, ENTROPY)
+    else:
+        for w in range(0, 4 * fours, 4):
+            x0 = _window_of(aligned, w, slots, shift, BLOCK, VEC)
+            x1 = _window_of(aligned, w + 1, slots, shift, BLOCK, VEC)
+            x2 = _window_of(aligned, w + 2, slots, shift, BLOCK, VEC)
+            x3 = _window_of(aligned, w + 3, slots, shift, BLOCK, VEC)
+            m, s, t = four_added(x0, x1, x2, x3, m, s, t, scale, ENTROPY)
+    end = shift + V
+    for w in range(4 * fours, tl.cdiv(V, BLOCK)):
+        x = load_end(aligned, w * BLOCK + slots, shift, end, VEC)
+        behind = load_end(aligned, (w + 1) * BLOCK + slots, shift, end, VEC)
+        x = tl.where(slots < shift, behind, x)
         m, s, t = online_softmax(x, m, s, t, scale, ENTROPY)
-    x = load_end(aligned, last * BLOCK + slots, shift, end, VEC)
-    m, s, t = online_softmax(x, m, s, t, scale, ENTROPY)
 
     row_max = tl.max(m, 0)
     a = (m - row_max) * scale
@@ -121,32 +171,33 @@ def _token_logprobs_fwd_kernel(
     known = (label >= 0) & (label < V)
     x_label = tl.load(start + label, mask=known, other=float("nan")).to(tl.float32)
     tl.store(logprobs_ptr + row, tl.div_rn(x_label - row_max, temperature) - log_sum)
-    if max_ptr is not None:
-        tl.store(max_ptr + row, row_max)
-        tl.store(sum_ptr + row, row_sum)
+    if saved_ptr is not None:
+        tl.store(saved_ptr + row, row_max)
+        tl.store(saved_ptr + n + row, row_sum)
     if ENTROPY:
         t = e * tl.fma(s, tl.maximum(a, FLOOR), t)
         mean = tl.sum(rotate(t, shift, BLOCK), 0) / row_sum * LN2
         tl.store(entropies_ptr + row, log_sum - mean)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + row, mean)
+        if saved_ptr is not None:
+            tl.store(saved_ptr + 2 * n + row, mean)
+
+
+_launch_fwd = launcher(_token_logprobs_fwd_kernel)
 
 
 def forward(logits, labels, mask, temperature, number, *, entropy, save):
-    """Log-probabilities, entropies, and what backward needs of each row: max, sum and mean."""
-    rows = as_rows(logits)
-    n, inner, vocabulary = labels.numel(), rows.shape[1], rows.shape[2]
-    logprobs = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+    """Log-probabilities, entropies, and what backward needs of each row, [2 or 3, N]."""
+    rows, *walk = row_walk(logits)
+    n, vocabulary = labels.numel(), logits.shape[-1]
+    logprobs = logits.new_empty(labels.shape, dtype=torch.float32)
     entropies = torch.empty_like(logprobs) if entropy else None
-    wanted = (save, save, save and entropy)
-    statistics = [logprobs.new_empty(n) if want else None for want in wanted]
+    saved = logprobs.new_empty(3 if entropy else 2, n) if save else None
     with device_of(logits):
-        _token_logprobs_fwd_kernel[(n,)](
-            rows, per_row(labels), per_row(mask), per_row(temperature), number,
-            logprobs, entropies, *statistics,
-            vocabulary, inner, *rows.stride()[:2], **window(vocabulary, logits.dtype),
+        _launch_fwd(
+            n, rows, per_row(labels), per_row(mask), per_row(temperature), number,
+            logprobs, entropies, saved, n, vocabulary, *walk, **window(vocabulary, logits.dtype),
         )  # fmt: skip
-    return logprobs, entropies, statistics
+    return logprobs, entropies, saved
 
 
 @triton.jit
@@ -165,10 +216,9 @@ def _token_logprobs_bwd_kernel(
     mask_ptr,  # [N] bool, or None: all count
     temperature_ptr,  # [N], or None: the number
     temperature,
-    max_ptr,  # [N] fp32
-    sum_ptr,  # [N] fp32
-    mean_ptr,  # [N] fp32, or None without entropies
+    saved_ptr,  # [2 or, with entropies, 3, N] fp32, of the forward kernel
     dlogits_ptr,  # [outer, inner, V], rows aligned as those of logits
+    n,
     V,
     parts,
     inner,
@@ -201,8 +251,8 @@ def _token_logprobs_bwd_kernel(
     # With p = e/s, a row's gradient is 1_y·at_label - e·(base + a·slope).
     temperature = row_temperature(temperature_ptr, temperature, row)
     scale = LOG2E / temperature
-    row_max = tl.load(max_ptr + row)
-    row_sum = tl.load(sum_ptr + row)
+    row_max = tl.load(saved_ptr + row)
+    row_sum = tl.load(saved_ptr + n + row)
     at_label = tl.div_rn(tl.load(grad_logprobs_ptr + row), temperature)
     # Divided in this order, both are the same number where p = 1, and the gradient is exactly 0.
     # A label outside [0, V) has no log-probability, and no gradient either.
@@ -210,7 +260,7 @@ def _token_logprobs_bwd_kernel(
     slope = 0.0
     if ENTROPY:
         g_entropy = tl.div_rn(tl.load(grad_entropies_ptr + row), row_sum * temperature)
-        base -= g_entropy * tl.load(mean_ptr + row)
+        base -= g_entropy * tl.load(saved_ptr + 2 * n + row)
         slope = g_entropy * LN2
     label_slot = shift + label.to(tl.int32)
     if (first >= shift) & (first + PART <= end):
@@ -227,20 +277,26 @@ def _token_logprobs_bwd_kernel(
             store_end(d_aligned, at, d, shift, end, VEC)
 
 
-def backward(grad_logprobs, grad_entropies, logits, labels, mask, temperature, number, statistics):
-    rows = as_rows(logits)
-    _, inner, vocabulary = rows.shape
+_launch_bwd = launcher(_token_logprobs_bwd_kernel)
+
+
+def backward(grad_logprobs, grad_entropies, logits, labels, mask, temperature, number, saved):
+    rows, *walk = row_walk(logits)
+    n, vocabulary = labels.numel(), logits.shape[-1]
     if grad_logprobs is None:
         grad_logprobs = torch.zeros(labels.shape, device=logits.device)
     shapes = window(vocabulary, logits.dtype)
     dlogits = empty_rows_like(rows, logits.dtype, shapes["VEC"])
+    strides = walk[1:] if logits.is_contiguous() else dlogits.stride()[:2]
     parts = parts_of(vocabulary, shapes["VEC"])
     with device_of(logits):
-        _token_logprobs_bwd_kernel[(labels.numel() * parts,)](
-            per_row(grad_logprobs), per_row(grad_entropies),
+        _launch_bwd(
+            n * parts, per_row(grad_logprobs), per_row(grad_entropies),
             rows, per_row(labels), per_row(mask), per_row(temperature), number,
-            *statistics, dlogits,
-            vocabulary, parts, inner, *rows.stride()[:2], *dlogits.stride()[:2],
+            saved, dlogits, n, vocabulary, parts, *walk, *strides,
             **shapes, PART=PART_VECTORS * shapes["VEC"],
         )  # fmt: skip
-    return dlogits.view(logits.shape)
+    return dlogits if dlogits.shape == logits.shape else dlogits.view(logits.shape)
+
+
+PASSES = Backend(forward, backward)

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from ..types import WHITEN_EPS, SplitMoments
-from .tiles import TILE, device_of, load_counted, load_mask
+from .launch import launcher
+from .tiles import TILE, device_of, load_counted, load_mask, programs_for
 
 MAX_PARTIALS = 1024
 _EPS = tl.constexpr(WHITEN_EPS)
@@ -140,9 +141,9 @@ def _moments_merge_kernel(
 
 def _slices(n: int) -> tuple[int, int]:
     """(programs, blocks per program): at most MAX_PARTIALS programs, by the size only."""
-    blocks = triton.cdiv(n, TILE)
-    each = max(1, triton.cdiv(blocks, MAX_PARTIALS))
-    return triton.cdiv(blocks, each), each
+    blocks = programs_for(n, TILE)
+    each = max(1, programs_for(blocks, MAX_PARTIALS))
+    return programs_for(blocks, each), each
 
 
 def _partial_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -195,6 +196,9 @@ def _whiten_fwd_kernel(
     tl.store(out_ptr + at, tl.where(counted, whitened, 0.0), mask=inside)
 
 
+_launch_whiten_fwd = launcher(_whiten_fwd_kernel)
+
+
 def launch_whiten(
     x: torch.Tensor,
     mask: torch.Tensor | None,
@@ -206,9 +210,9 @@ def launch_whiten(
     if partials.shape[1] > MAX_PARTIALS:  # too many for each program to merge by itself
         partials = merged_partials(partials)
     moments = torch.empty(4, dtype=torch.float32, device=x.device)
-    _whiten_fwd_kernel[(max(1, triton.cdiv(x.numel(), TILE)),)](
-        x, mask, partials, out, moments, x.numel(), partials.shape[1],
-        SHIFT_MEAN=shift_mean, CHUNK=TILE, BLOCK=TILE,
+    _launch_whiten_fwd(
+        max(1, programs_for(x.numel(), TILE)), x, mask, partials, out, moments,
+        x.numel(), partials.shape[1], SHIFT_MEAN=shift_mean, CHUNK=TILE, BLOCK=TILE,
     )  # fmt: skip
     return moments
 
@@ -331,7 +335,7 @@ def whiten_backward(grad, saved, shift_mean: bool, constants: bool):
         if not constants:
             sums = launch_whiten_sums(grad, x, mask, moments, whitened=False)
         if x.numel():
-            _whiten_bwd_kernel[(triton.cdiv(x.numel(), TILE),)](
+            _whiten_bwd_kernel[(programs_for(x.numel(), TILE),)](
                 grad, x, mask, moments, sums, dx, x.numel(), 0 if sums is None else sums.shape[1],
                 SHIFT_MEAN=shift_mean, CHUNK=TILE, BLOCK=TILE,
             )  # fmt: skip

@@ -8,11 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ..dispatch import Backend
 from ..types import LOG_RATIO_LIMIT, LossStats
 from .kl import kl_slope, kl_value
-from .tiles import TILE, device_of, exact_exp, load_counted, load_mask
+from .launch import launcher
+from .tiles import TILE, device_of, exact_exp, load_counted, load_mask, programs_for
 
-STATS = 16  # LossStats.NAMES, padded to a power of two
+STATS = 16  # one more than LossStats.NAMES: a power of two
 _LIMIT = tl.constexpr(LOG_RATIO_LIMIT)
 _LOSS = tl.constexpr(LossStats.NAMES.index("loss"))
 _POLICY_LOSS = tl.constexpr(LossStats.NAMES.index("policy_loss"))
@@ -34,8 +36,9 @@ _TOKENS = tl.constexpr(LossStats.NAMES.index("tokens"))
 @triton.jit
 def _store_sum(partials_ptr, which: tl.constexpr, x):
     """Σ x of this program, as one column entry of [STATS, programs]."""
-    at = which * tl.num_programs(0) + tl.program_id(0)
-    tl.store(partials_ptr + at, tl.sum(x.to(tl.float32), axis=0))
+    if partials_ptr is not None:
+        at = which * tl.num_programs(0) + tl.program_id(0)
+        tl.store(partials_ptr + at, tl.sum(x.to(tl.float32), axis=0))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -53,7 +56,7 @@ def _ppo_loss_fwd_kernel(
     row_counts_ptr,  # [n / T] counted tokens of each row, or None: a token weighs 1
     dlogprobs_ptr,  # fp32 gradient of the sum, or None
     dvalues_ptr,  # the same
-    partials_ptr,  # [STATS, programs] fp32
+    partials_ptr,  # [STATS, programs] fp32, or None: no statistics
     n,
     T,
     low,  # the ratio's bounds
@@ -96,7 +99,6 @@ def _ppo_loss_fwd_kernel(
         weights = load_counted(weights_ptr, at, counted, inside)
         loss *= weights
         slope *= weights
-    _store_sum(partials_ptr, _LOSS, tl.zeros([BLOCK], tl.float32))  # derived from the others
     _store_sum(partials_ptr, _POLICY_LOSS, loss * weight)
     _store_sum(partials_ptr, _CLIPFRAC, is_clipped)
     _store_sum(partials_ptr, _CLIPFRAC_LOW, is_clipped & (ratio < 1.0))
@@ -136,12 +138,12 @@ def _ppo_loss_fwd_kernel(
 
 @triton.jit(do_not_specialize=["partials", "rows"])
 def _ppo_loss_reduce_kernel(
-    partials_ptr,  # [STATS, partials]
+    partials_ptr,  # [STATS, partials]; the first, not a sum, becomes 1 / denominator
     row_counts_ptr,  # [rows] counted tokens of each row, or None
-    denominator,  # fp32, a pointer to one, or None: counted by the aggregation
+    denominator_ptr,  # [], or None
+    denominator,  # or None; where both are, it is counted by the aggregation
     loss_ptr,  # []
-    stats_ptr,  # [STATS]
-    inverse_ptr,  # [] 1 / denominator
+    stats_ptr,  # [STATS - 1]
     partials,
     rows,
     value_coef,
@@ -149,14 +151,13 @@ def _ppo_loss_reduce_kernel(
     HAS_VALUE: tl.constexpr,
     HAS_KL: tl.constexpr,
     BY_ROWS: tl.constexpr,
-    DENOMINATOR_IS_POINTER: tl.constexpr,
     STATS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     which = tl.arange(0, STATS)
     is_value = (which == _VALUE_LOSS) | (which == _VALUE_CLIPFRAC)
     is_value = is_value | (which == _VALUE_MEAN) | (which == _VALUE_ERROR)
-    written = which < STATS - 1
+    written = (which < STATS - 1) & (which != _LOSS)  # which follows from the others
     if not HAS_VALUE:
         written = written & (is_value == 0)
     if not HAS_KL:
@@ -171,8 +172,8 @@ def _ppo_loss_reduce_kernel(
     totals = tl.sum(sums, axis=1)
     tokens = tl.sum(tl.where(which == _TOKENS, totals, 0.0), axis=0)
 
-    if DENOMINATOR_IS_POINTER:
-        total = tl.load(denominator).to(tl.float32)
+    if denominator_ptr is not None:
+        total = tl.load(denominator_ptr).to(tl.float32)
     elif denominator is not None:
         total = tl.cast(denominator, tl.float32)
     elif BY_ROWS:
@@ -196,20 +197,37 @@ def _ppo_loss_reduce_kernel(
     share = tl.where(which == _KL_LOSS, tl.cast(kl_coef, tl.float32), share)
     loss = tl.sum(tl.where(is_loss, share * stats, 0.0), axis=0)
     tl.store(loss_ptr, loss)
-    tl.store(stats_ptr + which, tl.where(which == _LOSS, loss, stats))
+    tl.store(stats_ptr + which, tl.where(which == _LOSS, loss, stats), mask=which < STATS - 1)
     inverse = tl.div_rn(tl.where(which == _LOSS, 1.0, 0.0), tl.where(total == 0.0, 1.0, total))
-    tl.store(inverse_ptr, tl.where(total == 0.0, 0.0, tl.sum(inverse, axis=0)))
+    tl.store(partials_ptr, tl.where(total == 0.0, 0.0, tl.sum(inverse, axis=0)))
+
+
+_launch_tokens = launcher(_ppo_loss_fwd_kernel)
+_launch_reduce = launcher(_ppo_loss_reduce_kernel)
+
+
+def _launch_terms(logprobs, values, constants, settings, row_counts, outputs):
+    """Terms per token: ``outputs`` are the gradients of the sum by log-probs and values, and
+    partial statistics, each None where not wanted."""
+    n, length = logprobs.numel(), max(1, logprobs.shape[-1])
+    if n:
+        _launch_tokens(
+            programs_for(n, TILE), logprobs, constants.old_logprobs, constants.advantages,
+            constants.mask, constants.weights, values, constants.old_values, constants.returns,
+            constants.ref_logprobs, constants.token_weights, row_counts, *outputs, n, length,
+            float(settings.low), float(settings.high),
+            None if settings.dual_clip is None else float(settings.dual_clip),
+            float(settings.value_cliprange), float(settings.value_coef), float(settings.kl_coef),
+            KL_KIND=settings.kl_kind, BLOCK=TILE,
+        )  # fmt: skip
 
 
 def _launch_fwd(logprobs, values, constants, settings, needs_logprobs, needs_values):
-    """The two launches: loss [], stats, 1/denominator [], and the gradients of the sum."""
-
-    def empty(*shape):
-        return torch.empty(shape, dtype=torch.float32, device=logprobs.device)
-
+    """The two launches: loss [], stats, a tensor that begins with 1/denominator, and the gradients
+    of the sum."""
     n, length = logprobs.numel(), max(1, logprobs.shape[-1])
-    programs = triton.cdiv(n, TILE)
-    partials = empty(STATS, programs)
+    programs = programs_for(n, TILE)
+    partials = logprobs.new_empty(STATS * max(1, programs), dtype=torch.float32)
     dlogprobs = torch.empty_like(logprobs, dtype=torch.float32) if needs_logprobs else None
     dvalues = torch.empty_like(values, dtype=torch.float32) if needs_values else None
     by_rows = settings.aggregate in ("seq-mean-token-sum", "seq-mean-token-mean")
@@ -217,45 +235,42 @@ def _launch_fwd(logprobs, values, constants, settings, needs_logprobs, needs_val
     if by_rows:  # these aggregates need the lengths of whole rows
         row_counts = constants.mask.sum(-1, dtype=torch.int32).view(-1)
     per_row = row_counts if settings.aggregate == "seq-mean-token-mean" else None
-    coefs = (float(settings.value_coef), float(settings.kl_coef))
-    if n:
-        _ppo_loss_fwd_kernel[(programs,)](
-            logprobs, constants.old_logprobs, constants.advantages, constants.mask,
-            constants.weights, values, constants.old_values, constants.returns,
-            constants.ref_logprobs, constants.token_weights, per_row,
-            dlogprobs, dvalues, partials, n, length,
-            float(settings.low), float(settings.high),
-            None if settings.dual_clip is None else float(settings.dual_clip),
-            float(settings.value_cliprange), *coefs, KL_KIND=settings.kl_kind, BLOCK=TILE,
-        )  # fmt: skip
-    loss, stats, inverse = empty(), empty(STATS), empty()
-    by_tensor = constants.denominator is not None
+    _launch_terms(logprobs, values, constants, settings, per_row, (dlogprobs, dvalues, partials))
+    loss, stats = partials.new_empty(()), partials.new_empty(STATS - 1)
     denominator = settings.denominator
-    _ppo_loss_reduce_kernel[(1,)](
-        partials, row_counts,
-        constants.denominator if by_tensor else denominator and float(denominator),
-        loss, stats, inverse, programs, n // length, *coefs,
+    _launch_reduce(
+        1, partials, row_counts,
+        constants.denominator, denominator and float(denominator),
+        loss, stats, programs, n // length,
+        float(settings.value_coef), float(settings.kl_coef),
         HAS_VALUE=values is not None, HAS_KL=constants.ref_logprobs is not None, BY_ROWS=by_rows,
-        DENOMINATOR_IS_POINTER=by_tensor, STATS=STATS, CHUNK=256, num_warps=8,
+        STATS=STATS, CHUNK=256, num_warps=8,
     )  # fmt: skip
-    return loss, stats[: len(LossStats.NAMES)], inverse, dlogprobs, dvalues
+    return loss, stats, partials, dlogprobs, dvalues
+
+
+def _contiguous(constants):
+    for x in constants:
+        if x is not None and not x.is_contiguous():
+            return type(constants)(*(x if x is None else x.contiguous() for x in constants))
+    return constants
 
 
 def policy_slopes(logprobs, constants, settings):
     """The gradient of the sum by log-probs; tokens weigh 1 times their importance weight."""
     constants = constants._replace(token_weights=None)
-    constants = type(constants)(*(x if x is None else x.contiguous() for x in constants))
+    constants = _contiguous(constants)
+    slopes = torch.empty_like(logprobs, dtype=torch.float32)
     with device_of(logprobs):
-        return _launch_fwd(
-            logprobs.contiguous(), None, constants, settings._replace(aggregate="token-mean"),
-            True, False,
-        )[3]  # fmt: skip
+        outputs = slopes, None, None
+        _launch_terms(logprobs.contiguous(), None, constants, settings, None, outputs)
+    return slopes
 
 
 @triton.jit
 def _ppo_loss_bwd_kernel(
     grad_ptr,  # []
-    inverse_ptr,  # []
+    inverse_ptr,  # [1, …]
     dlogprobs_sum_ptr,  # [n] fp32, or None
     dvalues_sum_ptr,  # [n] fp32, or None
     dlogprobs_ptr,  # [n], or None
@@ -274,11 +289,14 @@ def _ppo_loss_bwd_kernel(
         tl.store(dvalues_ptr + at, dvalues, mask=inside)
 
 
+_launch_bwd = launcher(_ppo_loss_bwd_kernel)
+
+
 def forward(logprobs, values, constants, settings, wanted):
     """The loss, LossStats' tensor, and what backward takes."""
     logprobs = logprobs.contiguous()
     values = None if values is None else values.contiguous()
-    constants = type(constants)(*(x if x is None else x.contiguous() for x in constants))
+    constants = _contiguous(constants)
     with device_of(logprobs):
         loss, stats, *saved = _launch_fwd(logprobs, values, constants, settings, *wanted)
     return loss, stats, saved
@@ -294,7 +312,8 @@ def backward(grad, saved, dtypes):
     n = 0 if one is None else one.numel()
     if n:
         with device_of(inverse):
-            _ppo_loss_bwd_kernel[(triton.cdiv(n, TILE),)](
-                grad, inverse, *sums, *results, n, BLOCK=TILE
-            )
+            _launch_bwd(programs_for(n, TILE), grad, inverse, *sums, *results, n, BLOCK=TILE)
     return results
+
+
+PASSES = Backend(forward, backward)

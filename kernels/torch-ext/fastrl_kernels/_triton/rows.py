@@ -11,6 +11,8 @@ so ``rotate`` puts column c's into slot c mod BLOCK before slots are added up: a
 the same bits wherever it lies in memory.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -43,9 +45,14 @@ def window(vocabulary: int, *dtypes: torch.dtype) -> dict[str, int]:
     A thread holds one vector: with sums in registers for each of its elements, more threads with
     less to hold hide more latency than fewer with more.
     """
-    vector = vector_length(*dtypes)
     # The interpreter takes its time per operation, whatever the size.
     most = PART_VECTORS // 2 if interpreting() else VECTORS
+    return _window(vocabulary, dtypes, most)
+
+
+@cache
+def _window(vocabulary: int, dtypes: tuple[torch.dtype, ...], most: int) -> dict[str, int]:
+    vector = vector_length(*dtypes)
     needed = triton.next_power_of_2(triton.cdiv(vocabulary + vector - 1, vector))
     vectors = min(most, max(64, needed))
     warp = 32 if interpreting() else driver.active.get_current_target().warp_size
@@ -54,12 +61,12 @@ def window(vocabulary: int, *dtypes: torch.dtype) -> dict[str, int]:
 
 def parts_of(vocabulary: int, VEC: int) -> int:
     """How many programs of PART_VECTORS cover a row, wherever it starts."""
-    return triton.cdiv(vocabulary + VEC - 1, PART_VECTORS * VEC)
+    return (vocabulary + VEC - 2) // (PART_VECTORS * VEC) + 1
 
 
 def per_row(x: Tensor | None) -> Tensor | None:
-    """A tensor of one value per row as the kernels take it: [N], contiguous."""
-    return None if x is None else x.reshape(-1).contiguous()
+    """A tensor of one value per row as the kernels take it: N of them, contiguous."""
+    return x if x is None or x.is_contiguous() else x.contiguous()
 
 
 @triton.jit

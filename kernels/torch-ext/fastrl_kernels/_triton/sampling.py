@@ -1,17 +1,20 @@
-"""Sampling tokens: the statistics of a row's parts, and a race that draws one of its tokens.
+"""Sampling tokens: the statistics of a row's groups, and a race that draws one of its tokens.
 
-A row is cut into parts of TILE columns, and a program holds one part as a tile, in the order of its
-columns, whatever the row's address. One pass over all parts finds their softmax statistics. Each is
-also a number of groups of SIZE columns, which ``race.part_size`` sets: their weights race, and then
-the tokens of the group that won (``race`` says how, and why so).
+A row is cut into groups of SIZE columns, which ``race.part_size`` sets, and one pass finds the
+softmax statistics of each. Their weights race, and then the tokens of the group that won (``race``
+says how, and why so).
 
-Top-k, top-p and min-p come between: what they keep of each part, and the lowest logit they keep.
-Top-k and top-p search that logit by its bits, in a code that orders as logits do, from the
-highest digit down: a pass adds up, per part and digit, the tokens (or their weights) that the next
-pass needs to choose its digit. Passes are as many as the dtype has digits, whatever the logits.
+Top-k, top-p and min-p keep the logits from some lowest one up. Of that the groups' statistics give
+a bound: k groups have maxima of at least the k-th highest, and so k logits. A program per row
+gathers the logits that reach its row's bound, from the groups whose maximum does; the one that
+draws looks among them for the lowest that is kept, by the bits of a code that orders as logits
+do. Where more logits reach the bound than there is room for, it looks among the groups themselves:
+nothing but the time depends on how many there are.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -22,24 +25,27 @@ from ..race import FIRST_PART, MOST
 from ..rng import GAMMA
 from ..types import SampledTokens, SamplingParameters
 from .logprob import FLOOR, LN2, LOG2E, LOWEST
-from .rows import per_row
+from .rows import align_down, per_row
 from .tiles import device_of
 from .vocab_tiles import (
     PART_ARGUMENTS,
     VocabTiles,
+    group_weights,
+    load_groups,
     load_part,
-    part_weights,
     row_argument,
     row_parameter,
     sampling_temperature,
 )
 
-_DIGIT_BITS = tl.constexpr(4)
-_DIGITS = tl.constexpr(16)
 # Low bits of the fp32 code that are the same for all values of a narrower type.
 _SAME_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-Found = tuple[Tensor | None, Tensor | None, Tensor | None]  # bins, prefixes and sums above
-_NOTHING: Found = (None, None, None)
+_ROOM = 2048  # for logits of a row that reach its bound
+# A row's bound is looked for by the high half of its bits, from those of -inf on.
+_HALF = tl.constexpr(16)
+_LEAST_HALF = tl.constexpr(0x7F)
+# Of a row's weight: what sums of it in fp32 may differ by.
+_ROUNDING = tl.constexpr(1e-5)
 _GAMMA = tl.constexpr(GAMMA % 2**64)
 _FIRST_PART, _MOST = tl.constexpr(FIRST_PART), tl.constexpr(MOST)
 
@@ -49,39 +55,33 @@ def _sample_statistics_kernel(
     logits_ptr,  # [N, V]
     temperature_ptr,  # [N], or None: the number
     temperature,
-    max_ptr,  # [N, parts] fp32. max x
-    sum_ptr,  # [N, parts] fp32. Σ 2^a with a = (x - max)·log2(e)/T
-    mean_ptr,  # [N, parts] fp32. Σ 2^a·a
-    sum_t1_ptr,  # [N, parts] fp32. Σ exp(x - max), or None: T is 1
-    groups_ptr,  # [N, parts, groups] fp32. Each group's part of the sum; how many maxima, if T is 0
+    max_ptr,  # [N, groups] fp32. max x
+    sum_ptr,  # [N, groups] fp32. Σ 2^a with a = (x - max)·log2(e)/T
+    mean_ptr,  # [N, groups] fp32. Σ 2^a·a
+    sum_t1_ptr,  # [N, groups] fp32. Σ exp(x - max), or None: T is 1
     V,
     row_stride,
     parts,
     SIZE: tl.constexpr,
+    SPAN: tl.constexpr,
     TILE: tl.constexpr,
     VEC: tl.constexpr,
 ):
     at = tl.program_id(0)
     row = at // parts
-    x = load_part(logits_ptr, row, row_stride, (at - row * parts) * TILE, V, TILE, TILE, VEC)
-    t, greedy = sampling_temperature(temperature_ptr, temperature, row)
-    m = tl.max(tl.where(x > LOWEST, x, LOWEST), 0)  # NaN is left to the sums
-    a = (x - m) * (LOG2E / t)
+    first = (at - row * parts) * TILE
+    x = load_groups(logits_ptr, row, row_stride, first, V, SIZE, SPAN, TILE, VEC)
+    t, _ = sampling_temperature(temperature_ptr, temperature, row)
+    m = tl.maximum(tl.max(tl.max(x, 0), 1), LOWEST)  # NaN is left to the sums
+    d = x - m[None, :, None]
+    a = d * (LOG2E / t)
     e = tl.exp2(a)
-    tl.store(max_ptr + at, m)
-    tl.store(sum_ptr + at, tl.sum(e, 0))
-    store_groups(groups_ptr, at, tl.where(greedy, tl.where(x == m, 1.0, 0.0), e), SIZE, TILE)
-    tl.store(mean_ptr + at, tl.sum(e * tl.maximum(a, FLOOR), 0))
+    groups = at * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
+    tl.store(max_ptr + groups, m)
+    tl.store(sum_ptr + groups, tl.sum(tl.sum(e, 0), 1))
+    tl.store(mean_ptr + groups, tl.sum(tl.sum(e * tl.maximum(a, FLOOR), 0), 1))
     if sum_t1_ptr is not None:
-        tl.store(sum_t1_ptr + at, tl.sum(tl.exp2((x - m) * LOG2E), 0))
-
-
-@triton.jit
-def store_groups(groups_ptr, at, weights, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Stores the sums of a part's groups."""
-    GROUPS: tl.constexpr = TILE // SIZE
-    sums = tl.sum(tl.reshape(weights, [GROUPS, SIZE]), 1)
-    tl.store(groups_ptr + at * GROUPS + tl.arange(0, GROUPS), sums)
+        tl.store(sum_t1_ptr + groups, tl.sum(tl.sum(tl.exp2(d * LOG2E), 0), 1))
 
 
 @triton.jit
@@ -93,252 +93,263 @@ def ordered_code(x, SAME_BITS: tl.constexpr):
 
 
 @triton.jit
-def in_row(part_max, row_max, highest, greedy):
-    """What a part's weights are times in its row: ``highest`` is that of its highest logit."""
-    return tl.where(greedy, tl.where(part_max == row_max, 1.0, 0.0), highest)
+def coded(code):
+    """The x of an ``ordered_code`` of all bits."""
+    bits = code.to(tl.int32, bitcast=True)
+    return (bits ^ ((~bits >> 31) | -2147483648)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _narrowed(bins_ptr, prefix_ptr, above_ptr, row, parts, limit, PARTS: tl.constexpr):
-    """A pass's result: the digits of the lowest kept code, one more than before, and what lies
-    above all codes that begin with them. It is the lowest code with less than ``limit`` above."""
-    index, digits = tl.arange(0, PARTS), tl.arange(0, _DIGITS)
-    at = (row * parts + index)[:, None] * _DIGITS + digits[None, :]
-    bins = tl.sum(tl.load(bins_ptr + at, mask=(index < parts)[:, None], other=0.0), 0)
-    higher = digits[None, :] > digits[:, None]
-    above = tl.load(above_ptr + row) + tl.sum(tl.where(higher, bins[None, :], 0.0), 1)
-    digit = tl.min(tl.where(above < limit, digits, _DIGITS - 1), 0)
-    prefix = tl.load(prefix_ptr + row).to(tl.uint32, bitcast=True)
-    prefix = (prefix << _DIGIT_BITS) | digit.to(tl.uint32)
-    return prefix, tl.sum(tl.where(digits == digit, above, 0.0), 0)
+def load_listed(logits_ptr, row, row_stride, groups, V, SIZE: tl.constexpr, VEC: tl.constexpr):
+    """The columns of some groups of a row as fp32 [groups, SIZE]; -inf in slots without one, and
+    in groups below 0."""
+    start = logits_ptr + row.to(tl.int64) * row_stride
+    slots = tl.arange(0, SIZE)[None, :]
+    first = groups[:, None] * SIZE
+    if SIZE < VEC:
+        inside = (first >= 0) & (first + slots < V)
+        x = tl.load(start + (first + slots), mask=inside, other=float("-inf")).to(tl.float32)
+    else:
+        aligned, shift = align_down(start, VEC)
+        end = (shift + V + VEC - 1) // VEC * VEC
+        whole = (first >= 0) & (first + slots < end)
+        x = tl.load(aligned + (first + slots), mask=whole, other=float("-inf")).to(tl.float32)
+        if shift > 0:
+            # As in ``load_part``: a group's last columns lie in the vector behind it.
+            at = first + SIZE + slots
+            last = (first >= 0) & (at < end) & (slots < VEC)
+            behind = tl.load(aligned + at, mask=last, other=float("-inf")).to(tl.float32)
+            x = tl.where(slots < shift, behind, x)
+            tile = tl.arange(0, x.numel)
+            turned = tile // SIZE * SIZE + (tile + shift) % SIZE
+            x = tl.reshape(tl.gather(tl.reshape(x, [x.numel]), turned, 0), x.shape)
+    return tl.where((first >= 0) & (first + slots < V), x, float("-inf"))
+
+
+@triton.jit
+def listed_groups(listed, rank, i, LISTED: tl.constexpr):
+    """The i-th LISTED groups of those ``listed``, whose ranks among them are given; -1 past the
+    last."""
+    index = tl.arange(0, listed.shape[0])
+    wanted = i * LISTED + tl.arange(0, LISTED)
+    found = listed[:, None] & (rank[:, None] == wanted[None, :])
+    return tl.sum(tl.where(found, index[:, None] + 1, 0), 0) - 1
+
+
+@triton.jit
+def ranks(listed):
+    """The rank of each group among those ``listed``, and how many there are."""
+    rank = tl.cumsum(listed.to(tl.int32), 0) - 1
+    return rank, tl.max(rank, 0) + 1
 
 
 @triton.jit(do_not_specialize=PART_ARGUMENTS)
-def _sample_digit_kernel(
+def _sample_candidates_kernel(
     logits_ptr,  # [N, V]
     temperature_ptr,  # [N], or None: the number
     temperature,
-    max_ptr,  # [N, parts] fp32
-    sum_ptr,  # [N, parts] fp32
-    kept_ptr,  # [N, parts] fp32, what top-k kept; None: all
-    limit_ptr,  # [N], or None: the number. top_k where tokens are counted, else top_p
-    limit,
-    bins_ptr,  # [N, parts, 16] fp32, the pass before's; None in the first
-    prefix_ptr,  # [N] int32, likewise
-    above_ptr,  # [N] fp32, likewise
-    new_bins_ptr,  # [N, parts, 16] fp32, this pass's
-    new_prefix_ptr,  # [N] int32
-    new_above_ptr,  # [N] fp32
-    V,
-    row_stride,
-    parts,
-    position,  # of the digit's lowest bit
-    COUNT: tl.constexpr,
-    SAME_BITS: tl.constexpr,
-    TILE: tl.constexpr,
-    VEC: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Adds up, of one part, the tokens (or their weights) whose code begins with the digits found
-    so far, by the next digit."""
-    at = tl.program_id(0)
-    row = at // parts
-    part = at - row * parts
-    t, greedy = sampling_temperature(temperature_ptr, temperature, row)
-    limit = row_parameter(limit_ptr, limit, row)
-    if COUNT:
-        if greedy | (limit <= 0) | (limit >= V):
-            return
-    elif greedy | (limit >= 1):
-        return
-    scale = LOG2E / t
-    _, row_max, weights, _ = part_weights(max_ptr, sum_ptr, row, parts, scale, PARTS)
-    if not COUNT:
-        if kept_ptr is not None:
-            index = tl.arange(0, PARTS)
-            weights = tl.load(kept_ptr + row * parts + index, mask=index < parts, other=0.0)
-        limit = limit * tl.sum(weights, 0)
-    prefix = tl.full([], 0, tl.uint32)
-    above = 0.0
-    if bins_ptr is not None:
-        prefix, above = _narrowed(bins_ptr, prefix_ptr, above_ptr, row, parts, limit, PARTS)
-    if part == 0:
-        tl.store(new_prefix_ptr + row, prefix.to(tl.int32, bitcast=True))
-        tl.store(new_above_ptr + row, above)
-
-    digits = tl.arange(0, _DIGITS)
-    bins = tl.zeros([_DIGITS], tl.float32)
-    # After the first digits most parts are wholly below them.
-    highest = ordered_code(tl.load(max_ptr + at), SAME_BITS)
-    if ((highest >> position) >> _DIGIT_BITS) >= prefix:
-        x = load_part(logits_ptr, row, row_stride, part * TILE, V, TILE, TILE, VEC)
-        code = ordered_code(x, SAME_BITS) >> position
-        inside = ((code >> _DIGIT_BITS) == prefix) & (x > float("-inf"))
-        digit = tl.where(inside, (code & (_DIGITS - 1)).to(tl.int32), -1)
-        if COUNT:
-            weight = tl.full([TILE], 1.0, tl.float32)
-        else:
-            weight = tl.exp2((x - row_max) * scale)
-        for i in tl.static_range(_DIGITS):
-            mass = tl.sum(tl.where(digit == i, weight, 0.0), 0)
-            bins = tl.where(digits == i, mass, bins)
-    tl.store(new_bins_ptr + at * _DIGITS + digits, bins)
-
-
-@triton.jit(do_not_specialize=PART_ARGUMENTS)
-def _sample_kept_kernel(
-    logits_ptr,  # [N, V]
-    temperature_ptr,  # [N], or None: the number
-    temperature,
-    max_ptr,  # [N, parts] fp32
-    sum_ptr,  # [N, parts] fp32
+    max_ptr,  # [N, groups] fp32
+    sum_ptr,  # [N, groups] fp32
     top_k_ptr,  # [N], or None: the number
     top_k,
-    k_bins_ptr,  # [N, parts, 16] fp32, the last pass's of top-k; None: no top-k
-    k_prefix_ptr,  # [N] int32, likewise
-    k_above_ptr,  # [N] fp32, likewise
     top_p_ptr,  # [N], or None: the number
     top_p,
-    p_kept_ptr,  # [N, parts] fp32, what top-p was applied to; None: all
-    p_bins_ptr,  # [N, parts, 16] fp32, the last pass's of top-p; None: no top-p
-    p_prefix_ptr,  # [N] int32, likewise
-    p_above_ptr,  # [N] fp32, likewise
     min_p_ptr,  # [N], or None: the number
     min_p,
-    kept_ptr,  # [N, parts] fp32. Σ 2^a of what is kept, with a = (x - row's max)·log2(e)/T
-    lowest_ptr,  # [N, parts] fp32. The lowest kept logit
-    dropped_ptr,  # [N, parts] fp32. The highest other
-    groups_ptr,  # [N, parts, groups] fp32, replaced by what is kept of each group; None: not wanted
+    bounds_ptr,  # [N] int32. A code that all logits reach which top-k and top-p need
+    counts_ptr,  # [N] int32. How many logits do; above ROOM, not all of them are counted
+    candidates_ptr,  # [N, ROOM] fp32. These logits
     V,
     row_stride,
     parts,
-    SAME_BITS: tl.constexpr,
     SIZE: tl.constexpr,
-    TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    LISTED: tl.constexpr,
+    ROOM: tl.constexpr,
     VEC: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
-    at = tl.program_id(0)
-    row = at // parts
-    part = at - row * parts
+    row = tl.program_id(0)
     t, greedy = sampling_temperature(temperature_ptr, temperature, row)
     scale = LOG2E / t
-    _, row_max, weights, _ = part_weights(max_ptr, sum_ptr, row, parts, scale, PARTS)
-    least = row_parameter(min_p_ptr, min_p, row)
-    lowest_code = tl.full([], 0, tl.uint32)
-    cut = least > 0
-    if k_bins_ptr is not None:
-        limit = row_parameter(top_k_ptr, top_k, row)
-        by_k = (limit > 0) & (limit < V)
-        cut = cut | by_k
-        if by_k:
-            lowest_code, _a = _narrowed(
-                k_bins_ptr, k_prefix_ptr, k_above_ptr, row, parts, limit, PARTS
-            )
-    if p_bins_ptr is not None:
-        limit = row_parameter(top_p_ptr, top_p, row)
-        by_p = limit < 1
-        cut = cut | by_p
-        if by_p:
-            if p_kept_ptr is not None:
-                index = tl.arange(0, PARTS)
-                weights = tl.load(p_kept_ptr + row * parts + index, mask=index < parts, other=0.0)
-            limit = limit * tl.sum(weights, 0)
-            code, _b = _narrowed(p_bins_ptr, p_prefix_ptr, p_above_ptr, row, parts, limit, PARTS)
-            lowest_code = tl.maximum(lowest_code, code)
-    part_max = tl.load(max_ptr + at)
-    part_sum = tl.load(sum_ptr + at)
-    highest = tl.exp2((part_max - row_max) * scale)
-    if greedy | (cut == 0):
-        tl.store(kept_ptr + at, part_sum * highest)
-        tl.store(lowest_ptr + at, float("-inf"))
-        tl.store(dropped_ptr + at, float("-inf"))
-        if groups_ptr is not None:
-            groups = groups_ptr + at * (TILE // SIZE) + tl.arange(0, TILE // SIZE)
-            tl.store(groups, tl.load(groups) * in_row(part_max, row_max, highest, greedy))
-    elif (ordered_code(part_max, SAME_BITS) < lowest_code) | (highest < least):
-        tl.store(kept_ptr + at, 0.0)
-        tl.store(lowest_ptr + at, float("inf"))
-        tl.store(dropped_ptr + at, tl.where(part_max > LOWEST, part_max, float("-inf")))
-        if groups_ptr is not None:
-            store_groups(groups_ptr, at, tl.zeros([TILE], tl.float32), SIZE, TILE)
-    else:
-        x = load_part(logits_ptr, row, row_stride, part * TILE, V, TILE, TILE, VEC)
-        e = tl.exp2((x - row_max) * scale)
-        kept = (ordered_code(x, SAME_BITS) >= lowest_code) & (e >= least)
-        # Columns past the row's end and logits of -inf are never kept.
-        kept = kept & (x > float("-inf"))
-        e = tl.where(kept, e, 0.0)
-        tl.store(kept_ptr + at, tl.sum(e, 0))
-        if groups_ptr is not None:
-            store_groups(groups_ptr, at, e, SIZE, TILE)
-        tl.store(lowest_ptr + at, tl.min(tl.where(kept, x, float("inf")), 0))
-        tl.store(
-            dropped_ptr + at, tl.max(tl.where((x > LOWEST) & (kept == 0), x, float("-inf")), 0)
-        )
+    top_k = row_parameter(top_k_ptr, top_k, row)
+    top_p = row_parameter(top_p_ptr, top_p, row)
+    by_k = (top_k > 0) & (top_k < V)
+    group_max, row_max, weights, a = group_weights(
+        max_ptr, sum_ptr, row, parts * GROUPS, scale, ALL
+    )
+    total = tl.sum(weights, 0)
+    sound = (total > 0) & (total < float("inf"))
+    if greedy | (sound == 0) | ((by_k | (top_p < 1)) == 0):
+        return
+
+    # The highest bound such that k groups have a maximum above it; or that the logits above it
+    # have top_p of the weight for certain: of each group that has one, its highest, and all
+    # but the most that SIZE logits below the bound can have.
+    highest = tl.exp2(a)
+    code = ordered_code(group_max, _HALF)
+    low, high = tl.full([], _LEAST_HALF, tl.uint32), ordered_code(row_max, _HALF)
+    limit = tl.where(by_k, top_k, (top_p + _ROUNDING) * total)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        below = tl.exp2((coded(middle << _HALF) - row_max) * scale)
+        least = tl.where(by_k, 1.0, tl.maximum(highest, weights - SIZE * below))
+        reached = tl.sum(tl.where(code >= middle, least, 0.0), 0) >= limit
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle - 1)
+    bound = low << _HALF
+    if (by_k & (top_p < 1)) == 0:
+        # Fewer logits, where no sum over the others is needed. The logarithm is not exact.
+        min_p = row_parameter(min_p_ptr, min_p, row)
+        if min_p > 0:
+            least_logit = row_max + (tl.log2(min_p) - 0.01) / scale
+            bound = tl.maximum(bound, ordered_code(least_logit, 0))
+
+    listed = ordered_code(group_max, 0) >= bound
+    rank, number = ranks(listed)
+    n, i = 0, 0
+    while (i * LISTED < number) & (n <= ROOM):
+        groups = listed_groups(listed, rank, i, LISTED)
+        x = load_listed(logits_ptr, row, row_stride, groups, V, SIZE, VEC)
+        x = tl.reshape(x, [LISTED * SIZE])
+        found = (ordered_code(x, 0) >= bound) & (x > float("-inf"))
+        at = n + tl.cumsum(found.to(tl.int32), 0) - 1
+        tl.store(candidates_ptr + row * ROOM + at, x, mask=found & (at < ROOM))
+        n += tl.sum(found.to(tl.int32), 0)
+        i += 1
+    tl.store(bounds_ptr + row, bound.to(tl.int32, bitcast=True))
+    tl.store(counts_ptr + row, n)
 
 
-def _search(
-    parts: VocabTiles,
-    statistics: list[Tensor],
-    kept: Tensor | None,
-    limit: float | Tensor,
-    count: bool,
-) -> Found:
-    """All passes of top-k (``count``) or top-p; the last one's results, for ``_narrowed``."""
-    same_bits = _SAME_BITS[parts.logits[0].dtype]
-    digits = -(-(32 - same_bits) // _DIGIT_BITS.value)
-    found = _NOTHING
-    for digit in reversed(range(digits)):
-        (bins,) = parts.new(1, _DIGITS.value)
-        prefixes = bins.new_empty(parts.n, dtype=torch.int32)
-        above = bins.new_empty(parts.n)
-        _sample_digit_kernel[parts.grid](
-            *parts.logits, *statistics, kept, *row_argument(limit), *found, bins, prefixes, above,
-            *parts.sizes, digit * _DIGIT_BITS.value,
-            COUNT=count, SAME_BITS=same_bits, **parts.shapes, **parts.all,
+@triton.jit
+def _three_sums(x, least, step, row_max, scale, count, SAME_BITS: tl.constexpr):
+    """Of the logits whose codes are at least ``least`` + 1, 2 or 3 steps: how many (``count``), or
+    their weights."""
+    code = ordered_code(x, SAME_BITS)
+    weight = tl.exp2((x - row_max) * scale)
+    weight = tl.where(count & (x > float("-inf")), 1.0, weight)
+    one = tl.sum(tl.where(code >= least + step, weight, 0.0), 0)
+    two = tl.sum(tl.where(code >= least + 2 * step, weight, 0.0), 0)
+    three = tl.sum(tl.where(code >= least + 3 * step, weight, 0.0), 0)
+    return one, two, three
+
+
+@triton.jit
+def _sums(
+    candidates,  # [ROOM] fp32, all -inf where there was no room
+    further,  # how many logits are groups to be loaded, in fractions of LISTED
+    listed,
+    rank,
+    logits_ptr,
+    row,
+    row_stride,
+    V,
+    least,
+    step,
+    row_max,
+    scale,
+    count,
+    SAME_BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    LISTED: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """``_three_sums`` of a row's candidates, or of its listed groups in their place."""
+    one, two, three = _three_sums(candidates, least, step, row_max, scale, count, SAME_BITS)
+    for i in range(further):
+        groups = listed_groups(listed, rank, i, LISTED)
+        x = load_listed(logits_ptr, row, row_stride, groups, V, SIZE, VEC)
+        x = tl.reshape(x, [LISTED * SIZE])
+        a, b, c = _three_sums(x, least, step, row_max, scale, count, SAME_BITS)
+        one, two, three = one + a, two + b, three + c
+    return one, two, three
+
+
+@triton.jit
+def _highest_with(
+    limit,
+    low,
+    high,
+    candidates,
+    further,
+    listed,
+    rank,
+    logits_ptr,
+    row,
+    row_stride,
+    V,
+    row_max,
+    scale,
+    count,
+    SAME_BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    LISTED: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """The highest code in [low, high] such that the logits from it up are, or weigh, ``limit``; low
+    where there is none. A pass takes two bits."""
+    while low < high:
+        step = (high - low) // 4 + 1
+        one, two, three = _sums(
+            candidates, further, listed, rank, logits_ptr, row, row_stride, V, low, step,
+            row_max, scale, count, SAME_BITS, SIZE, LISTED, VEC,
         )  # fmt: skip
-        found = (bins, prefixes, above)
-    return found
+        steps = (one >= limit).to(tl.uint32) + (two >= limit).to(tl.uint32)
+        steps += (three >= limit).to(tl.uint32)
+        low += steps * step
+        high = tl.minimum(high, low + step - 1)
+    return low
 
 
-def _keep(
-    parts: VocabTiles,
-    statistics: list[Tensor],
-    p: SamplingParameters,
-    by_k: Found,
-    by_p: Found = _NOTHING,
-    k_kept: Tensor | None = None,
-    min_p: float | Tensor = 0.0,
-    groups: Tensor | None = None,
-) -> list[Tensor]:
-    results = parts.new(3)
-    _sample_kept_kernel[parts.grid](
-        *parts.logits, *statistics, *row_argument(p.top_k), *by_k,
-        *row_argument(p.top_p), k_kept, *by_p, *row_argument(min_p), *results, groups,
-        *parts.sizes, SAME_BITS=_SAME_BITS[parts.logits[0].dtype],
-        **parts.race, **parts.shapes, **parts.all,
-    )  # fmt: skip
-    return results
-
-
-def _truncate(
-    parts: VocabTiles, statistics: list[Tensor], groups: Tensor, p: SamplingParameters
-) -> list[Tensor] | list[None]:
-    """Per part: the weight of what is kept, its lowest logit, and the highest of the others. None,
-    where nothing is cut; else ``groups`` becomes what is kept of them. ``statistics``: the parts'
-    maxima and weights."""
-    by_k, by_p, by_min = p.truncates(parts.vocabulary)
-    if not (by_k or by_p or by_min):
-        return [None, None, None]
-    k_found, p_found, k_kept = _NOTHING, _NOTHING, None
-    if by_k:
-        k_found = _search(parts, statistics, None, p.top_k, count=True)
-    if by_p:
-        if by_k:
-            k_kept, *_ = _keep(parts, statistics, p, k_found)
-        p_found = _search(parts, statistics, k_kept, p.top_p, count=False)
-    return _keep(parts, statistics, p, k_found, p_found, k_kept, p.min_p, groups)
+@triton.jit
+def _lowest_kept_code(
+    logits_ptr,
+    top_k,
+    top_p,
+    bounds_ptr,
+    counts_ptr,
+    candidates_ptr,
+    group_max,
+    row_max,
+    row_sum,
+    scale,
+    row,
+    row_stride,
+    V,
+    SAME_BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    LISTED: tl.constexpr,
+    ROOM: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """The lowest code that top-k and then top-p keep, of a row that one of them cuts."""
+    bound = tl.load(bounds_ptr + row).to(tl.uint32, bitcast=True)
+    number = tl.load(counts_ptr + row)
+    slots = tl.arange(0, ROOM)
+    room = number <= ROOM
+    there = slots < tl.where(room, number, 0)
+    x = tl.load(candidates_ptr + row * ROOM + slots, mask=there, other=float("-inf"))
+    listed = ordered_code(group_max, 0) >= bound
+    rank, groups = ranks(listed)
+    further = tl.where(room, 0, tl.cdiv(groups, LISTED))
+    low, high = bound >> SAME_BITS, ordered_code(row_max, SAME_BITS)
+    limit, mass = top_k, row_sum
+    by_k = (top_k > 0) & (top_k < V)
+    # One body for both searches: it is the larger part of the kernel.
+    for search in range(2):
+        count = search == 0
+        if tl.where(count, by_k, top_p < 1):
+            low = _highest_with(
+                limit, low, high, x, further, listed, rank, logits_ptr, row, row_stride, V,
+                row_max, scale, count, SAME_BITS, SIZE, LISTED, VEC,
+            )  # fmt: skip
+            if count:
+                mass, _b, _c = _sums(
+                    x, further, listed, rank, logits_ptr, row, row_stride, V, low, low * 0,
+                    row_max, scale, False, SAME_BITS, SIZE, LISTED, VEC,
+                )  # fmt: skip
+        limit = top_p * mass
+    return low
 
 
 @triton.jit
@@ -370,20 +381,77 @@ def exponential(state, counter):
     return tl.where(u < 0.25, series, -tl.log(1.0 - u))
 
 
+@triton.jit
+def _race_of_groups(state, weights, group_max, row_max, greedy, sound):
+    """The group that wins, and a row's weight."""
+    index = tl.arange(0, weights.shape[0])
+    score = weights / exponential(state, index.to(tl.int64) + _FIRST_PART)
+    score = tl.where(greedy, tl.where(group_max == row_max, 1.0, 0.0), score)
+    return tl.argmax(tl.where(sound, score, 0.0), 0)
+
+
+@triton.jit
+def _race_of_kept(
+    logits_ptr,
+    state,
+    lowest,
+    least,
+    group_max,
+    row_max,
+    scale,
+    row,
+    row_stride,
+    V,
+    SAME_BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    LISTED: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """What a row's kept logits are, those from the code ``lowest`` and the weight ``least`` up: the
+    group that wins, their weight, the lowest of them, and whether there are others."""
+    highest = tl.exp2((group_max - row_max) * scale)
+    listed = (ordered_code(group_max, SAME_BITS) >= lowest) & (highest >= least)
+    others = tl.max(((group_max > LOWEST) & (listed == 0)).to(tl.int32), 0)
+    rank, number = ranks(listed & (group_max > LOWEST))
+    listed = listed & (group_max > LOWEST)
+    winner, best, weight, cutoff = 0, 0.0, 0.0, float("inf")
+    for i in range(tl.cdiv(number, LISTED)):
+        groups = listed_groups(listed, rank, i, LISTED)
+        x = load_listed(logits_ptr, row, row_stride, groups, V, SIZE, VEC)
+        e = tl.exp2((x - row_max) * scale)
+        # Columns past the row's end and logits of -inf are never kept.
+        kept = (ordered_code(x, SAME_BITS) >= lowest) & (e >= least) & (x > float("-inf"))
+        sums = tl.sum(tl.where(kept, e, 0.0), 1)
+        score = sums / exponential(state, groups.to(tl.int64) + _FIRST_PART)
+        top = tl.max(score, 0)
+        first = tl.min(tl.where(score == top, groups, SIZE * V), 0)
+        winner, best = tl.where(top > best, first, winner), tl.maximum(best, top)
+        weight += tl.sum(sums, 0)
+        cutoff = tl.minimum(cutoff, tl.min(tl.min(tl.where(kept, x, float("inf")), 1), 0))
+        left = (x > LOWEST) & (kept == 0)
+        others = tl.maximum(others, tl.max(tl.max(left.to(tl.int32), 1), 0))
+    return winner, weight, cutoff, others != 0
+
+
 @triton.jit(do_not_specialize=PART_ARGUMENTS)
 def _sample_draw_kernel(
     logits_ptr,  # [N, V]
     temperature_ptr,  # [N], or None: the number
     temperature,
     keys_ptr,  # [N] int64
-    max_ptr,  # [N, parts] fp32
-    sum_ptr,  # [N, parts] fp32
-    mean_ptr,  # [N, parts] fp32
-    sum_t1_ptr,  # [N, parts] fp32, or None: T is 1
-    kept_ptr,  # [N, parts] fp32, or None: nothing is cut
-    lowest_ptr,  # [N, parts] fp32, likewise
-    dropped_ptr,  # [N, parts] fp32, likewise
-    groups_ptr,  # [N, parts, groups] fp32. Weights below the part's maximum; the row's, if cut
+    max_ptr,  # [N, groups] fp32
+    sum_ptr,  # [N, groups] fp32
+    mean_ptr,  # [N, groups] fp32
+    sum_t1_ptr,  # [N, groups] fp32, or None: T is 1
+    top_k_ptr,  # [N], or None: the number
+    top_k,
+    top_p_ptr,  # [N], or None: the number
+    top_p,
+    min_p_ptr,  # [N], or None: the number
+    min_p,
+    bounds_ptr,  # [N] int32, or None: neither top-k nor top-p cuts
+    counts_ptr,  # [N] int32, likewise
+    candidates_ptr,  # [N, ROOM] fp32, likewise
     tokens_ptr,  # [N] int64
     logprobs_ptr,  # [N] fp32
     logprobs_t1_ptr,  # [N] fp32
@@ -395,45 +463,61 @@ def _sample_draw_kernel(
     parts,
     SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    LISTED: tl.constexpr,  # 0: nothing is cut
+    ROOM: tl.constexpr,
     TILE: tl.constexpr,
     VEC: tl.constexpr,
-    PARTS: tl.constexpr,
+    SAME_BITS: tl.constexpr,
 ):
     row = tl.program_id(0)
     state = race_state(tl.load(keys_ptr + row))
     t, greedy = sampling_temperature(temperature_ptr, temperature, row)
     scale = LOG2E / t
-    index = tl.arange(0, PARTS)
-    at = row * parts + index
-    part_max, row_max, weights, a = part_weights(max_ptr, sum_ptr, row, parts, scale, PARTS)
+    groups = parts * GROUPS
+    index = tl.arange(0, ALL)
+    at = row * groups + index
+    group_max, row_max, weights, a = group_weights(max_ptr, sum_ptr, row, groups, scale, ALL)
     row_sum = tl.sum(weights, 0)
     sound = (row_sum > 0) & (row_sum < float("inf"))
     log_sum = tl.log(row_sum)
-    mean = tl.load(mean_ptr + at, mask=index < parts, other=0.0)
+    mean = tl.load(mean_ptr + at, mask=index < groups, other=0.0)
     mean = tl.sum(tl.fma(tl.exp2(a), mean, weights * tl.maximum(a, FLOOR)), 0) / row_sum * LN2
     log_sum_t1 = log_sum
     if sum_t1_ptr is not None:
-        sum_t1 = tl.load(sum_t1_ptr + at, mask=index < parts, other=0.0)
-        log_sum_t1 = tl.log(tl.sum(sum_t1 * tl.exp2((part_max - row_max) * LOG2E), 0))
+        sum_t1 = tl.load(sum_t1_ptr + at, mask=index < groups, other=0.0)
+        log_sum_t1 = tl.log(tl.sum(sum_t1 * tl.exp2((group_max - row_max) * LOG2E), 0))
+
     cutoff = tl.full([], float("-inf"), tl.float32)
     log_kept = log_sum
-    if kept_ptr is not None:
-        weights = tl.load(kept_ptr + at, mask=index < parts, other=0.0)
-        log_kept = tl.log(tl.sum(weights, 0))
-        lowest = tl.min(tl.load(lowest_ptr + at, mask=index < parts, other=float("inf")), 0)
-        dropped = tl.load(dropped_ptr + at, mask=index < parts, other=float("-inf"))
-        cutoff = tl.where(tl.max(dropped, 0) > float("-inf"), lowest, cutoff)
+    if LISTED:
+        top_k = row_parameter(top_k_ptr, top_k, row)
+        top_p = row_parameter(top_p_ptr, top_p, row)
+        least = row_parameter(min_p_ptr, min_p, row)
+        searched = tl.full([], False, tl.int1)
+        if bounds_ptr is not None:
+            searched = ((top_k > 0) & (top_k < V)) | (top_p < 1)
+        if (searched | (least > 0)) & sound & (greedy == 0):
+            lowest = tl.full([], 0, tl.uint32)
+            if bounds_ptr is not None:
+                if searched:
+                    lowest = _lowest_kept_code(
+                        logits_ptr, top_k, top_p, bounds_ptr, counts_ptr, candidates_ptr,
+                        group_max, row_max, row_sum, scale, row, row_stride, V,
+                        SAME_BITS, SIZE, LISTED, ROOM, VEC,
+                    )  # fmt: skip
+            winner, kept, lowest_kept, cut = _race_of_kept(
+                logits_ptr, state, lowest, least, group_max, row_max, scale, row, row_stride, V,
+                SAME_BITS, SIZE, LISTED, VEC,
+            )  # fmt: skip
+            log_kept = tl.where(cut, tl.log(kept), log_sum)
+            cutoff = tl.where(cut, lowest_kept, cutoff)
+        else:
+            winner = _race_of_groups(state, weights, group_max, row_max, greedy, sound)
+    else:
+        winner = _race_of_groups(state, weights, group_max, row_max, greedy, sound)
 
-    ALL: tl.constexpr = PARTS * GROUPS
-    index = tl.arange(0, ALL)
-    at = row * parts * GROUPS + index
-    weights = tl.load(groups_ptr + at, mask=index < parts * GROUPS, other=0.0)
-    if kept_ptr is None:
-        highest = in_row(part_max, row_max, tl.exp2(a), greedy)[:, None]
-        weights *= tl.reshape(tl.broadcast_to(highest, [PARTS, GROUPS]), [ALL])
-    score = weights / exponential(state, index.to(tl.int64) + _FIRST_PART)
-    score = tl.where(greedy, tl.where(weights > 0, 1.0, 0.0), score)
-    first = tl.argmax(tl.where(sound, score, 0.0), 0) * SIZE
+    first = winner * SIZE
     x = load_part(logits_ptr, row, row_stride, first, V, SIZE, TILE, VEC)
     slots = tl.arange(0, TILE)
     score = tl.exp2((x - row_max) * scale) / exponential(state, first + slots)
@@ -452,6 +536,22 @@ def _sample_draw_kernel(
     tl.store(entropies_ptr + row, tl.where(sound, log_sum - mean, nan))
 
 
+Candidates = tuple[Tensor | None, Tensor | None, Tensor | None]  # bounds, counts, the logits
+
+
+def _candidates(
+    tiles: VocabTiles, maxima: Tensor, sums: Tensor, cuts: tuple[Any, ...], room: int
+) -> Candidates:
+    """Per row, the logits among which is the lowest that top-k and top-p keep."""
+    bounds, counts = (maxima.new_empty(tiles.n, dtype=torch.int32) for _ in range(2))
+    candidates = maxima.new_empty(tiles.n, room)
+    _sample_candidates_kernel[(tiles.n,)](
+        *tiles.logits, maxima, sums, *cuts, bounds, counts, candidates, *tiles.sizes,
+        **tiles.cut, ROOM=room,
+    )  # fmt: skip
+    return bounds, counts, candidates
+
+
 def sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> SampledTokens:
     """``sample_tokens`` of checked arguments."""
     n = len(logits)
@@ -461,17 +561,22 @@ def sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> SampledTokens
         return SampledTokens(tokens, *results)
     at_one = not isinstance(p.temperature, Tensor) and p.temperature in (0.0, 1.0)
     with device_of(logits):
-        parts = VocabTiles(logits, p.temperature)
-        *statistics, mean = parts.new(3)
-        (groups,) = parts.new(1, parts.groups)
-        sum_t1 = None if at_one else parts.new(1)[0]
-        _sample_statistics_kernel[parts.grid](
-            *parts.logits, *statistics, mean, sum_t1, groups, *parts.sizes,
-            **parts.race, **parts.shapes,
-        )  # fmt: skip
-        kept = _truncate(parts, statistics, groups, p)
+        tiles = VocabTiles(logits, p.temperature)
+        maxima, sums, means = tiles.new(3)
+        sum_t1 = None if at_one else tiles.new(1)[0]
+        _sample_statistics_kernel[tiles.grid](
+            *tiles.logits, maxima, sums, means, sum_t1, *tiles.sizes, **tiles.part
+        )
+        by_k, by_p, by_min = p.truncates(tiles.vocabulary)
+        cuts = (*row_argument(p.top_k), *row_argument(p.top_p), *row_argument(p.min_p))
+        room = min(_ROOM, triton.next_power_of_2(tiles.vocabulary))
+        found: Candidates = (None, None, None)
+        if by_k or by_p:
+            found = _candidates(tiles, maxima, sums, cuts, room)
+        shapes = tiles.cut if by_k or by_p or by_min else {**tiles.all, "LISTED": 0}
         _sample_draw_kernel[(n,)](
-            *parts.logits, per_row(keys), *statistics, mean, sum_t1, *kept, groups, tokens,
-            *results, *parts.sizes, **parts.winner, **parts.all,
+            *tiles.logits, per_row(keys), maxima, sums, means, sum_t1, *cuts, *found, tokens,
+            *results, *tiles.sizes, ROOM=room, SAME_BITS=_SAME_BITS[logits.dtype],
+            **{**tiles.winner, **shapes},
         )  # fmt: skip
     return SampledTokens(tokens, *results)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import triton
 import triton.language as tl
+from torch.compiler import is_compiling
 
 TILE = 1024  # elements that four warps hold at a time
 
@@ -16,8 +17,16 @@ TILE = 1024  # elements that four warps hold at a time
 def row_tile(length: int) -> tuple[int, int]:
     """(rows, steps) of one tile over rows of ``length``: by the length only, so that a row's bits
     do not depend on the batch. A tile is never smaller than the warps that share it."""
-    steps = min(TILE, max(16, triton.next_power_of_2(length)))
+    steps = 16
+    while steps < min(length, TILE):
+        steps *= 2
     return TILE // steps, steps
+
+
+def programs_for(n: int, each: int) -> int:
+    """How many programs take ``n`` elements, ``each`` at a time. (Triton's own ``cdiv`` takes
+    microseconds on the host.)"""
+    return (n + each - 1) // each
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:
@@ -26,13 +35,21 @@ def packed(x: torch.Tensor) -> torch.Tensor:
 
     A graph that is compiled has no addresses: there, contiguous tensors stay as they are."""
     x = x.contiguous()
-    return x if torch.compiler.is_compiling() or x.data_ptr() % 16 == 0 else x.clone()
+    return x if is_compiling() or x.data_ptr() % 16 == 0 else x.clone()
 
 
 def device_of(x: torch.Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the tensors'. Compiled code sees to
     that itself."""
-    return nullcontext() if torch.compiler.is_compiling() else torch.cuda.device_of(x)
+    if is_compiling():
+        return nullcontext()
+    index = x.get_device()
+    if index < 0 or index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(index)
+
+
+_HERE = nullcontext()  # there is nothing to change: one for all
 
 
 @triton.jit

@@ -1,9 +1,8 @@
-"""Rows of logits in parts, one tile each, for the sampling kernels.
+"""Rows of logits as the sampling kernels hold them: in parts, one tile each, or some groups alone.
 
-A tile is loaded by whole vectors wherever the row starts, and its columns are moved to slots 0, 1,
-…, so that results do not depend on the row's address.
-
-The race that draws a token has smaller parts (``race.part_size``), groups of a tile's columns.
+A group is what races for a token (``race.part_size``), a number of columns; a part is a number of
+groups. A part is loaded by whole vectors wherever the row starts, and its columns are moved to
+slots 0, 1, …, so that results do not depend on the row's address.
 """
 
 from __future__ import annotations
@@ -24,10 +23,14 @@ from .logprob import LOWEST, row_temperature
 from .rows import align_down, load_end, per_row, rotate
 
 _TILE = 4096  # logits that a program holds
-_THREADS = 256
+_THREADS = 128  # of such a program
+_ROW_THREADS = 256  # of a program for a row
+# What such a program holds at a time as it looks for the row's cut: logits, and groups at the most.
+_CUT_TILE = 2048
+_CUT_GROUPS = 64
 _COLDEST = tl.constexpr(COLDEST)
 # Integers that change with the batch or prove nothing here: specialising on them only recompiles.
-PART_ARGUMENTS = ("V", "row_stride", "parts", "position")
+PART_ARGUMENTS = ("V", "row_stride", "parts")
 
 
 @triton.jit
@@ -63,20 +66,52 @@ def load_part(logits_ptr, row, row_stride, first, V, SIZE: tl.constexpr, TILE: t
 
 
 @triton.jit
-def part_weights(max_ptr, sum_ptr, row, parts, scale, PARTS: tl.constexpr):
-    """Of a row's parts: their maxima, weights Σ 2^a and maxima's a = (max - row's)·scale."""
-    index = tl.arange(0, PARTS)
-    part_max = tl.load(max_ptr + row * parts + index, mask=index < parts, other=LOWEST)
-    part_sum = tl.load(sum_ptr + row * parts + index, mask=index < parts, other=0.0)
-    row_max = tl.max(part_max, 0)
-    a = (part_max - row_max) * scale
-    return part_max, row_max, part_sum * tl.exp2(a), a
+def load_groups(
+    logits_ptr,
+    row,
+    row_stride,
+    first,
+    V,
+    SIZE: tl.constexpr,
+    SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Columns [first, first + TILE) of a row as fp32 [SIZE/SPAN, groups, SPAN]; -inf in slots
+    without one. A warp holds whole groups: no reduction over one crosses warps."""
+    GROUPS: tl.constexpr = TILE // SIZE
+    REPEATS: tl.constexpr = SIZE // SPAN
+    start = logits_ptr + (row.to(tl.int64) * row_stride + first)
+    aligned, shift = align_down(start, VEC)
+    if (shift == 0) & (first + TILE <= V):
+        group = tl.arange(0, GROUPS)[None, :, None] * SIZE
+        repeat = tl.arange(0, REPEATS)[:, None, None] * SPAN
+        x = tl.load(aligned + (group + repeat + tl.arange(0, SPAN)[None, None, :])).to(tl.float32)
+    else:
+        x = load_part(logits_ptr, row, row_stride, first, V, TILE, TILE, VEC)
+        x = tl.permute(tl.reshape(x, [GROUPS, REPEATS, SPAN]), (1, 0, 2))
+    return x
+
+
+@triton.jit
+def group_weights(max_ptr, sum_ptr, row, groups, scale, ALL: tl.constexpr):
+    """Of a row's groups: their maxima, weights Σ 2^a and maxima's a = (max - row's)·scale."""
+    index = tl.arange(0, ALL)
+    group_max = tl.load(max_ptr + row * groups + index, mask=index < groups, other=LOWEST)
+    group_sum = tl.load(sum_ptr + row * groups + index, mask=index < groups, other=0.0)
+    row_max = tl.max(group_max, 0)
+    a = (group_max - row_max) * scale
+    return group_max, row_max, group_sum * tl.exp2(a), a
+
+
+def _warp() -> int:
+    """Threads of a warp."""
+    return 32 if interpreting() else driver.active.get_current_target().warp_size
 
 
 def _tile(columns: int, dtype: torch.dtype) -> dict[str, int]:
     """TILE, VEC and num_warps for as many columns, or for as many of them as a tile holds."""
-    vector = vector_length(dtype)
-    warp = 32 if interpreting() else driver.active.get_current_target().warp_size
+    vector, warp = vector_length(dtype), _warp()
     tile = min(_TILE, max(warp * vector, triton.next_power_of_2(columns)))
     threads = min(_THREADS, tile // vector)
     return {"TILE": tile, "VEC": vector, "num_warps": threads // warp}
@@ -88,26 +123,45 @@ def row_argument(x: float | Tensor) -> tuple[Tensor | None, float]:
 
 
 class VocabTiles:
-    """[N, V] logits cut into parts, as the kernels take them, and the launches' shapes: by V and
-    dtype only, never by N."""
+    """[N, V] logits cut into parts and groups, as the kernels take them, and the launches' shapes:
+    by V and dtype only, never by N."""
 
     def __init__(self, logits: Tensor, temperature: float | Tensor) -> None:
         self.n, self.vocabulary = logits.shape
         rows = as_rows(logits)
-        self.shapes = _tile(self.vocabulary, logits.dtype)
-        self.count = triton.cdiv(self.vocabulary, self.shapes["TILE"])
-        self.all: dict[str, Any] = {"PARTS": max(2, triton.next_power_of_2(self.count))}
+        tile = _tile(self.vocabulary, logits.dtype)
         size = part_size(self.vocabulary)
-        self.groups = self.shapes["TILE"] // size  # of the race, in a tile
-        self.race: dict[str, Any] = {"SIZE": size}
-        # What draws a token holds the columns of one group.
-        self.winner = {**_tile(size, logits.dtype), **self.race, "GROUPS": self.groups}
-        self.grid = (self.n * self.count,)
+        in_tile = tile["TILE"] // size
+        parts = triton.cdiv(self.vocabulary, tile["TILE"])
+        self.groups = parts * in_tile  # of the race, in a row
+        self.grid = (self.n * parts,)
+        # What finds statistics holds a part; what draws a token, the columns of one group.
+        self.part: dict[str, Any] = {
+            **tile,
+            "SIZE": size,
+            "SPAN": min(size, tile["VEC"] * _warp()),
+        }
+        self.all: dict[str, Any] = {
+            "SIZE": size,
+            "GROUPS": in_tile,
+            "ALL": max(2, in_tile * triton.next_power_of_2(parts)),
+        }
+        threads = max(_THREADS, min(_ROW_THREADS, self.all["ALL"]))
+        self.winner = {**_tile(size, logits.dtype), "num_warps": threads // _warp()}
+        # What looks for cuts holds some of the groups that may be kept.
+        listed = min(in_tile, _CUT_GROUPS, max(1, _CUT_TILE // size))
+        threads = max(_THREADS, min(_ROW_THREADS, listed * size // tile["VEC"]))
+        self.cut: dict[str, Any] = {
+            **self.all,
+            "LISTED": listed,
+            "VEC": tile["VEC"],
+            "num_warps": threads // _warp(),
+        }
         self.logits = (rows, *row_argument(temperature))
-        self.sizes = (self.vocabulary, rows.stride(1), self.count)
+        self.sizes = (self.vocabulary, rows.stride(1), parts)
 
-    def new(self, number: int, *more: int) -> list[Tensor]:
-        """``number`` tensors [N, parts, more], each aligned as memory is allocated."""
-        shape = (self.n, self.count, *more)
+    def new(self, number: int) -> list[Tensor]:
+        """``number`` tensors [N, groups], each aligned as memory is allocated."""
         device = self.logits[0].device
+        shape = (self.n, self.groups)
         return [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(number)]

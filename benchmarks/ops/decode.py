@@ -1,0 +1,71 @@
+"""Ops of a decode step's layers: rms_norm, swiglu, rotate_and_store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+
+import torch
+
+import fastrl_kernels as kernels
+from benchmarks.ops.record import Compiled, Expect, Op
+from benchmarks.timing import DTYPES
+
+# A product's result, and the stream it is added to: of 16-bit weights, and of fp32 ones under
+# autocast.
+_STREAMS = (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"), ("fp16", "fp16"))
+HIDDEN = (896, 4096)  # of Qwen2.5-0.5B and Llama-3-8B
+SMALL = Expect(load_bytes=0, any_tile=True, why="a head is smaller than a warp's vectors")
+
+
+def _norms() -> Iterator[Compiled]:
+    def call(width: int, dtype: torch.dtype, wide: torch.dtype, added: bool, offset: bool) -> None:
+        x, weight = torch.zeros(4, width, dtype=dtype), torch.zeros(width, dtype=wide)
+        residual = torch.zeros(4, width, dtype=wide) if added else None
+        kernels.rms_norm(
+            x, weight, residual=residual, unit_offset=offset, dtype=dtype, backend="triton"
+        )
+
+    for (name, wide), width in product(_STREAMS, HIDDEN):
+        for added, offset in ((True, False), (False, False), (True, True)):
+            label = f"{name} stream={wide} H={width}"
+            label += (" residual" if added else "") + (" 1+w" if offset else "")
+            made = partial(call, width, DTYPES[name], DTYPES[wide], added, offset)
+            yield Compiled(label, made, Expect(load_bytes=8 if width < 1024 else 16))
+
+
+def _gates() -> Iterator[Compiled]:
+    def call(dtype: torch.dtype, joined: bool) -> None:
+        both = torch.zeros(4, 2 * 4864, dtype=dtype)
+        gate, up = both.chunk(2, -1)
+        if not joined:
+            gate, up = gate.clone(), up.clone()
+        kernels.swiglu(gate, up, backend="triton")
+
+    for (name, dtype), joined in product(DTYPES.items(), (False, True)):
+        yield Compiled(f"{name}{' joined' if joined else ''}", partial(call, dtype, joined))
+
+
+def _rotations() -> Iterator[Compiled]:
+    def call(dtype: torch.dtype, wide: torch.dtype, width: int, turned: int, normed: bool) -> None:
+        query, key, value = (torch.zeros(4, heads, width, dtype=dtype) for heads in (14, 2, 2))
+        angles, weight = torch.zeros(4, turned, dtype=wide), torch.zeros(width, dtype=wide)
+        keys, values = torch.zeros(2, 8, 2, 1024, width, dtype=dtype).transpose(2, 3)
+        norms = kernels.HeadNorms(weight, weight, 1e-6) if normed else None
+        positions = torch.zeros(4, dtype=torch.int64)
+        kernels.rotate_and_store(
+            query, key, value, angles, angles, keys, values, positions, norms=norms,
+            backend="triton",
+        )  # fmt: skip
+
+    for (name, wide), width in product(_STREAMS, (64, 128)):
+        for turned, normed in ((width, False), (width, True), (width // 4, False)):
+            label = f"{name} angles={wide} D={width} R={turned}" + (" norms" if normed else "")
+            made = partial(call, DTYPES[name], DTYPES[wide], width, turned, normed)
+            yield Compiled(label, made, SMALL)
+
+
+RMS_NORM = Op(compiled=_norms)
+SWIGLU = Op(compiled=_gates)
+ROTATE_AND_STORE = Op(compiled=_rotations)

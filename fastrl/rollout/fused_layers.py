@@ -1,0 +1,274 @@
+"""Decoder layers in decode steps, with one kernel between two matrix products."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastrl_kernels
+from fastrl.models.attention import Variant, current_attention
+from fastrl.models.products import has_own_forward, is_packed
+from fastrl.rollout.attention import DecodeAttention
+
+# The modules of layers such as Llama's. Those that have others stay as they are.
+_LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_HEAD_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+# Of logits, by the largest one: what sums in another order differ by.
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class _Stream:
+    """The residual stream, while a layer's last addition waits for the next one's norm."""
+
+    sum: Tensor
+
+
+class JoinedProducts:
+    """The products of one input with several linear layers: one product where their weights lie
+    one after the other in memory, as
+    :class:`fastrl.rollout.model_runner.AutocastWeightCache` makes them."""
+
+    def __init__(self, *layers: Any):
+        self.layers = layers
+        self._joined: tuple[Tensor, Tensor | None, list[int]] | None = None
+
+    def join(self) -> None:
+        """Looks where the weights lie now."""
+        self._joined = None
+        if not all(map(_is_plain, self.layers)):
+            return
+        weight = joined_view([layer.weight for layer in self.layers])
+        biases = [layer.bias for layer in self.layers]
+        bias = None if biases[0] is None else joined_view(biases)
+        if weight is not None and (bias is not None or not any(x is not None for x in biases)):
+            self._joined = weight, bias, [layer.out_features for layer in self.layers]
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        if self._joined is None:
+            return [layer(x) for layer in self.layers]
+        weight, bias, sizes = self._joined
+        return F.linear(x, weight, bias).split(sizes, -1)
+
+
+def joined_view(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """One tensor of several, along their first dimension, where they are one piece of memory."""
+    first, end = tensors[0], None
+    for x in tensors:
+        if x is None or first is None or x.dtype != first.dtype or not x.is_contiguous():
+            return None
+        if x.shape[1:] != first.shape[1:] or end not in (None, x.data_ptr()):
+            return None
+        end = x.data_ptr() + x.nbytes
+    assert first is not None
+    rows = sum(len(x) for x in tensors if x is not None)
+    room = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
+    size = (rows, *first.shape[1:])
+    fits = torch.Size(size).numel() <= room
+    return first.detach().as_strided(size, first.stride()) if fits else None
+
+
+def _is_plain(layer: Any) -> bool:
+    plain = type(layer) is nn.Linear and not has_own_forward(layer) and not is_packed(layer)
+    return plain and not (layer._forward_hooks or layer._forward_pre_hooks)
+
+
+class FusedDecoderLayer:
+    """A decoder layer's forward for the tokens of a decode step; others are the layer's own.
+
+    Eleven launches beside those of attention: seven products (or four: :class:`JoinedProducts`),
+    two norms with the additions before them, the rotation that stores keys and values, the gate.
+
+    Attributes:
+        variant: of the layer's attention, as its own forward says.
+    """
+
+    def __init__(self, layer: Any, stream: _Stream, first: bool, last: bool):
+        self.layer, self.stream, self.first, self.last = layer, stream, first, last
+        self.own_forward: Callable[..., Tensor] = layer.forward
+        self.variant = Variant(None, None, None)
+        own, mlp = layer.self_attn, layer.mlp
+        self.head_norm_eps = _eps(own.q_norm) if hasattr(own, "q_norm") else None
+        self.attention_products = JoinedProducts(own.q_proj, own.k_proj, own.v_proj)
+        self.mlp_products = JoinedProducts(mlp.gate_proj, mlp.up_proj)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        attention = current_attention()
+        if not isinstance(attention, DecodeAttention):
+            return self.own_forward(hidden_states, *args, **kwargs)
+        layer, x = self.layer, hidden_states
+        stream = None if self.first else self.stream.sum
+        x, stream = _add_and_norm(x, stream, layer.input_layernorm)
+        x = self._attended(x, attention, *kwargs["position_embeddings"])
+        x, stream = _add_and_norm(x, stream, layer.post_attention_layernorm)
+        x = layer.mlp.down_proj(fastrl_kernels.swiglu(*self.mlp_products(x)))
+        if self.last:
+            return stream + x
+        self.stream.sum = stream
+        return x
+
+    def _attended(self, x: Tensor, attention: DecodeAttention, cos: Tensor, sin: Tensor) -> Tensor:
+        own, norms = self.layer.self_attn, None
+        query, key, value = (y.view(len(x), -1, own.head_dim) for y in self.attention_products(x))
+        if self.head_norm_eps is not None:
+            weights = own.q_norm.weight, own.k_norm.weight
+            norms = fastrl_kernels.HeadNorms(*weights, self.head_norm_eps)
+        cos, sin = cos.expand(len(x), 1, -1).squeeze(1), sin.expand(len(x), 1, -1).squeeze(1)
+        query = attention.rotate_and_write(own.layer_idx, query, key, value, cos, sin, norms)
+        out = attention.attend_written(query, self.variant)
+        return own.o_proj(out.reshape(len(x), 1, -1).to(x.dtype))
+
+
+def _add_and_norm(x: Tensor, stream: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
+    """The norm of the stream with x added, in the dtype of products, and that sum."""
+    kind, dtype = x.device.type, None
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    eps = _eps(norm)
+    found: Any = fastrl_kernels.rms_norm(x, norm.weight, residual=stream, eps=eps, dtype=dtype)
+    return (found, x) if stream is None else found
+
+
+def _eps(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+class FusedLayers:
+    """A model's decoder layers, fused in decode steps where all of them can be.
+
+    Attributes:
+        active: whether they are.
+    """
+
+    def __init__(self, model: nn.Module):
+        found = _decoder_layers(model)
+        stream, end = _Stream(), len(found) - 1
+        self.layers = [
+            FusedDecoderLayer(layer, stream, first=i == 0, last=i == end)
+            for i, layer in enumerate(found)
+        ]
+        self.active = False
+
+    def together(self) -> list[Sequence[Any]]:
+        """Linear layers whose products are one, if their weights lie one after the other."""
+        if not self.active:
+            return []
+        of_layers = ((x.attention_products, x.mlp_products) for x in self.layers)
+        return [products.layers for both in of_layers for products in both]
+
+    def activate(self, decode: Callable[[], tuple[Tensor, Sequence[Variant]]]) -> None:
+        """Compares a few decode steps with those of the layers' own forwards, which also say how
+        layers attend. Where they differ the layers stay as they are, with a warning.
+
+        Args:
+            decode: gives the logits of the last step, always the same, and :class:`VariantsOf` the
+                layers.
+        """
+        if not self.layers:
+            return
+        expected, variants = decode()
+        for fused, variant in zip(self.layers, variants, strict=True):
+            fused.variant = variant
+        self.active = True
+        try:
+            found, _ = decode()
+            difference = float((found - expected).abs().max() / expected.abs().max())
+            cause = f"differ from the model's own by {difference:.1e} of the largest logit"
+            self.active = difference <= _TOLERANCE[found.dtype]
+        except Exception as error:  # of a model that only looks like the others
+            cause = f"cannot run it ({type(error).__name__}: {error})"
+            self.active = False
+        if not self.active:
+            warnings.warn(
+                f"fused decoder layers {cause}: rollouts run those, which are slower on a GPU",
+                stacklevel=4,
+            )
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Context in which the model's layers run fused, unless somebody looks into them."""
+        watched = not self.active or any(_is_watched(fused.layer) for fused in self.layers)
+        layers = [] if watched else self.layers
+        try:
+            for fused in layers:
+                fused.attention_products.join()
+                fused.mlp_products.join()
+                fused.layer.forward = fused
+            yield
+        finally:
+            for fused in layers:
+                vars(fused.layer).pop("forward", None)
+
+
+class VariantsOf(DecodeAttention):
+    """Notes how layers attend.
+
+    Attributes:
+        variants: of each layer, in their order.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.variants: list[Variant] = []
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, variant: Variant) -> Tensor:
+        self.variants.append(variant)
+        return super().attend(query, keys, values, variant)
+
+
+def _decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
+    """All decoder layers, in their order; none where one of them has another structure."""
+    lists = [x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x)]
+    fitting = [x for x in lists if all(map(_fits, x))]
+    return list(fitting[0]) if len(fitting) == 1 else []
+
+
+def _fits(layer: Any) -> bool:
+    """Whether a layer has the modules of Llama's, and no others."""
+    if _children(layer) != _LAYER or has_own_forward(layer):
+        return False
+    if getattr(layer, "residual_multiplier", 1.0) != 1.0:  # Granite's
+        return False
+    own, norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
+    if _children(own) not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):
+        return False
+    if _children(layer.mlp) != _MLP or not _is_silu(layer.mlp.act_fn):
+        return False
+    norms += (own.q_norm, own.k_norm) if hasattr(own, "q_norm") else ()
+    bare = [layer, own, layer.mlp]
+    return (
+        all(map(_is_norm, norms))
+        and not any(list(x.parameters(recurse=False)) for x in bare)
+        and not any(map(has_own_forward, (*bare, *norms)))
+        and hasattr(own, "head_dim")
+        and hasattr(own, "layer_idx")
+    )
+
+
+def _is_silu(function: Callable[[Tensor], Tensor]) -> bool:
+    """As which the activation has different names."""
+    x = torch.linspace(-4, 4, 5)
+    return torch.allclose(function(x), F.silu(x), rtol=0, atol=1e-6)
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weights = dict(module.named_parameters())
+    has_eps = hasattr(module, "variance_epsilon") or hasattr(module, "eps")
+    return weights.keys() == {"weight"} and weights["weight"].dim() == 1 and has_eps
+
+
+def _is_watched(layer: Any) -> bool:
+    """Whether hooks wait for a module that would not be called."""
+    modules = [layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
+    return any(x._forward_hooks or x._forward_pre_hooks or has_own_forward(x) for x in modules)

@@ -1,0 +1,172 @@
+"""Rotary position embedding of a decode step's queries and keys, which go into the cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import check_device, check_float, check_positive
+from .dispatch import choose
+
+
+class HeadNorms(NamedTuple):
+    """RMS normalisation of each head before it is rotated, as in Qwen3: weights [D], and ε."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Of heads [B, h, D], by angles [B, R]."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    front, behind = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    low, high = front.chunk(2, -1)
+    turned = front * cos + torch.cat([-high, low], -1) * sin
+    return turned if not behind.shape[-1] else torch.cat([turned, behind.to(turned.dtype)], -1)
+
+
+def _torch_rotate_and_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    norms: HeadNorms | None,
+) -> Tensor:
+    if norms is not None:
+        query = _normed(query, norms.query, norms.eps)
+        key = _normed(key, norms.key, norms.eps)
+    rows = torch.arange(len(query), device=query.device)
+    keys.index_put_((rows, positions), _rotated(key, cos, sin).to(keys.dtype))
+    values.index_put_((rows, positions), value.to(values.dtype))
+    return _rotated(query, cos, sin).to(keys.dtype)
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    norms: HeadNorms | None,
+) -> None:
+    named = {
+        "query": query, "key": key, "value": value, "cos": cos, "sin": sin, "keys": keys,
+        "values": values,
+    }  # fmt: skip
+    if norms is not None:
+        named |= {"norms.query": norms.query, "norms.key": norms.key}
+        check_positive("norms.eps", norms.eps)
+    for name, x in named.items():
+        check_float(name, x)
+        check_device(name, x, "query", query)
+    check_device("positions", positions, "query", query)
+    if query.dim() != 3 or key.dim() != 3 or value.dim() != 3:
+        raise ValueError(
+            f"query, key and value have shapes {tuple(query.shape)}, {tuple(key.shape)} and "
+            f"{tuple(value.shape)}: they must be [B, heads, width]"
+        )
+    if query.dtype != key.dtype:
+        raise TypeError(f"key is {key.dtype}, query {query.dtype}: convert one of them")
+    if cos.dtype != sin.dtype:
+        raise TypeError(f"sin is {sin.dtype}, cos {cos.dtype}: convert one of them")
+    if keys.dtype != values.dtype:
+        raise TypeError(f"values are {values.dtype}, keys {keys.dtype}: convert one of them")
+    batch, _, width = query.shape
+    for name, x, cache in (("keys", key, keys), ("values", value, values)):
+        fits = cache.dim() == 4 and cache.shape[0] >= batch and cache.stride(-1) == 1
+        if not fits or cache.shape[2:] != x.shape[1:] or len(x) != batch:
+            raise ValueError(
+                f"{name} have shape {tuple(cache.shape)} for {name[:-1]} {tuple(x.shape)} and "
+                f"query {tuple(query.shape)}: they must be [S, M, heads, width] with S ≥ B, and "
+                "a last stride of 1"
+            )
+    if keys.shape[:2] != values.shape[:2] or key.shape[-1] != width:
+        raise ValueError(
+            f"keys have shape {tuple(keys.shape)}, values {tuple(values.shape)}, query "
+            f"{tuple(query.shape)}: slots and tokens must be equal, and keys as wide as queries"
+        )
+    turned = cos.shape[-1] if cos.dim() == 2 else 0
+    if cos.shape != sin.shape or len(cos) != batch or turned % 2 or not 0 < turned <= width:
+        raise ValueError(
+            f"cos and sin have shapes {tuple(cos.shape)} and {tuple(sin.shape)}: they must be "
+            f"[{batch}, R] with an even R of at most {width}"
+        )
+    if positions.dtype != torch.int64 or positions.shape != (batch,):
+        raise ValueError(
+            f"positions are {positions.dtype} {tuple(positions.shape)}: they must be int64 "
+            f"({batch},)"
+        )
+    if norms is not None and norms.query.dtype != norms.key.dtype:
+        raise TypeError(f"norms are {norms.query.dtype} and {norms.key.dtype}: convert one of them")
+    if norms is not None and not norms.query.shape == norms.key.shape == (width,):
+        raise ValueError(
+            f"norms have shapes {tuple(norms.query.shape)} and {tuple(norms.key.shape)}: they must "
+            f"be ({width},)"
+        )
+
+
+@torch.no_grad()
+def rotate_and_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    *,
+    norms: HeadNorms | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Rotates the queries and keys of one new token per row, and stores keys and values:
+
+        rot(x) = x·cos + (-x_high, x_low)·sin,   x = (x_low, x_high)
+
+    on the first R of the D numbers of each head; the others stay. Row i's token becomes that at
+    ``positions[i]`` of slot i. Rounds where transformers' models do: each product, and their sum,
+    to the wider dtype of x and cos, then to the cache's. Nothing waits for the device.
+
+    Args:
+        query: [B, Hq, D] fp32, bf16 or fp16.
+        key: [B, Hkv, D] of its dtype.
+        value: [B, Hkv, Dv].
+        cos, sin: [B, R] of one dtype, R even and at most D.
+        keys, values: the cache, [S, M, Hkv, D] and [S, M, Hkv, Dv] of one dtype, S ≥ B. Any
+            strides, but for a last one of 1. Changed in place.
+        positions: [B] int64 in [0, M), else the Triton path stores nothing.
+        norms: RMS normalisation of each head of queries and keys before.
+        backend: "auto", "triton" or "torch"; see ``explain``.
+
+    Returns:
+        The rotated queries, [B, Hq, D] of the cache's dtype.
+
+    Raises:
+        TypeError: dtypes that are not as above.
+        ValueError: shapes, strides or devices that do not fit.
+
+    Source: Su et al., 2021, "RoFormer" (arXiv:2104.09864), by halves as in transformers.
+    """
+    _check(query, key, value, cos, sin, keys, values, positions, norms)
+    run = _torch_rotate_and_store
+    if choose(backend, query) == "triton":
+        from ._triton import rotary
+
+        run = rotary.rotate_and_store
+    return run(query, key, value, cos, sin, keys, values, positions, norms)

@@ -1,0 +1,39 @@
+"""The gate of a transformer's feed-forward layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checks import check_device, check_float, check_same_shape
+from .dispatch import choose
+
+
+@torch.no_grad()
+def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
+    """silu(g) · u, with silu(g) = g·σ(g) in fp32, rounded to its dtype, as the product is.
+
+    Args:
+        gate, up: [...] of one dtype: fp32, bf16 or fp16. Forward only.
+        backend: "auto", "triton" or "torch"; see ``explain``.
+
+    Returns:
+        [...] of their dtype.
+
+    Raises:
+        TypeError: dtypes that are not as above.
+        ValueError: shapes or devices that differ.
+
+    Source: Shazeer, 2020, "GLU Variants Improve Transformer" (arXiv:2002.05202).
+    """
+    check_float("gate", gate)
+    if up.dtype != gate.dtype:
+        raise TypeError(f"up is {up.dtype}, gate {gate.dtype}: convert one of them")
+    check_same_shape("up", up, "gate", gate)
+    check_device("up", up, "gate", gate)
+    if choose(backend, gate) == "triton":
+        from ._triton.swiglu import gated
+
+        return gated(gate, up)
+    return F.silu(gate) * up

@@ -1,0 +1,5 @@
+"""All that is counted."""
+
+from tests.counts import of_device, of_heads, of_launches, of_python
+
+COUNTS = (*of_launches.COUNTS, *of_heads.COUNTS, *of_python.COUNTS, *of_device.COUNTS)

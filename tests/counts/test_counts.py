@@ -1,0 +1,17 @@
+"""Each goal of a count is a gate."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.counts.all import COUNTS
+from tests.counts.record import Count
+from tests.kernels.launches import interpreted
+
+
+@interpreted
+@pytest.mark.parametrize("count", [c for c in COUNTS if c.exact], ids=lambda c: c.what)
+def test_a_goal_is_kept(count: Count, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "auto")
+    found = count.take()
+    assert 0 < found <= count.goal, f"{found:g} {count.unit}"

@@ -1,0 +1,192 @@
+"""Decoder layers that are fused in decode steps: the same tokens and numbers, in few launches."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from fastrl import RolloutEngine, SamplingParams
+from fastrl.models.products import PackedProducts
+from fastrl.rollout import model_runner
+from fastrl.rollout.attention import DecodeAttention, choose_decode_kernel
+from fastrl.rollout.kv_cache import KVCache
+from fastrl.rollout.model_runner import ModelRunner
+from tests import tiny_models
+from tests.golden import tiny
+from tests.kernels.launches import interpreted, watched
+
+PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's, which the rollouts of other tests leave out on a CPU."""
+    monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "auto")
+
+
+def engine_of(model: Any, **settings: Any) -> RolloutEngine:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return RolloutEngine(model, tiny.tokenizer(), max_slots=2, **settings)
+
+
+def generated(engine: RolloutEngine, **settings: Any) -> Any:
+    return engine.generate(PROMPTS, SamplingParams(max_new_tokens=4, seed=1, **settings))
+
+
+def assert_same_rollouts(model: Any) -> None:
+    engine = engine_of(model)
+    assert engine.model_runner.fused_layers.active
+    found = generated(engine)
+    engine.model_runner.fused_layers.active = False
+    expected = generated(engine)
+    for name in ("sequences", "logprobs", "entropies"):
+        for x, y in zip(getattr(found, name), getattr(expected, name), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
+
+
+def test_rollouts_are_those_of_the_models_own_layers() -> None:
+    """With a window that is shorter than the samples."""
+    engine = engine_of(tiny_models.language_model("mistral", sliding_window=3))
+    assert engine.model_runner.fused_layers.active
+    found = generated(engine)
+    engine.model_runner.fused_layers.active = False
+    expected = generated(engine)
+    for name in ("sequences", "logprobs", "entropies"):
+        for x, y in zip(getattr(found, name), getattr(expected, name), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
+
+
+class Decoding:
+    """A model's runner outside of an engine."""
+
+    def __init__(self, model: Any, autocast: bool = False):
+        self.runner = ModelRunner(
+            model, partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast)
+        )
+        self.layers = self.runner.layer_shapes()
+        self.runner.fuse_layers(self.layers)
+
+    @property
+    def fused(self) -> Any:
+        return self.runner.fused_layers
+
+    def step(self, active: bool) -> tuple[torch.Tensor, list[str]]:
+        """Logits, and what was launched."""
+        self.fused.active = active
+        kv_cache = KVCache(self.layers, 2, 600, self.runner.dtype, self.runner.device)
+        positions = torch.tensor([5, 7])
+        with self.runner.opened():
+            attention = DecodeAttention(choose_decode_kernel(kv_cache), kv_cache, positions, 600)
+            with watched() as calls:
+                logits, _ = self.runner.decode(positions, positions, attention)
+        return logits, calls
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs pack weights, and keep keys in fp32."""
+    monkeypatch.setattr(model_runner, "kind_of_device", lambda _device: "cuda")
+    monkeypatch.setattr(PackedProducts, "in_place", lambda *_: contextlib.nullcontext())
+
+
+@pytest.mark.parametrize(
+    ("family", "autocast", "most"),
+    [("mistral", True, 10), ("qwen2", True, 10), ("qwen3", True, 10), ("llama", False, 13)],
+)
+@pytest.mark.usefixtures("like_a_gpu")
+@interpreted
+def test_a_layers_launches(family: str, autocast: bool, most: int) -> None:
+    """Casts of weights lie side by side, so that products of one input are one; of other weights
+    they are three more."""
+    counts = []
+    for layers in (2, 3):
+        model = tiny_models.language_model(family, num_hidden_layers=layers)
+        decoding = Decoding(model, autocast)
+        assert decoding.fused.active
+        (found, fused), (expected, own) = (decoding.step(active) for active in (True, False))
+        off = (found.float() - expected.float()).abs().max()
+        assert off <= (5e-2 if autocast else 1e-5) * expected.float().abs().max()
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        counts.append((len(fused), len(own)))
+    fused_layer, own_layer = (b - a for a, b in zip(*counts, strict=True))
+    assert fused_layer <= most
+    assert own_layer >= 2.5 * fused_layer
+
+
+def test_adapters_run_inside_of_fused_layers() -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    decoding = Decoding(get_peft_model(tiny_models.language_model("llama"), lora))
+    assert decoding.fused.active
+    (found, _), (expected, _) = (decoding.step(active) for active in (True, False))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("like_a_gpu")
+def test_keys_are_kept_as_autocast_casts_them() -> None:
+    decoding = Decoding(tiny_models.language_model("gpt2"), autocast=True)
+    assert decoding.runner.dtype == torch.bfloat16
+    decoding.step(active=False)
+    assert Decoding(tiny_models.language_model("gpt2")).runner.dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "phi3", "cohere"])
+def test_layers_of_another_structure_stay_as_they_are(family: str) -> None:
+    model = tiny_models.language_model(family)
+    assert not Decoding(model).fused.active
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_layers_whose_numbers_differ_stay_as_they_are_with_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_models.language_model("llama")
+    kind = type(model.model.layers[1].mlp)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: 1.01 * own(self, x))
+    with pytest.warns(UserWarning, match=r"fused decoder layers differ from the model's own by \d"):
+        assert not Decoding(model).fused.active
+
+
+def test_layers_that_cannot_run_fused_stay_as_they_are_with_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_models.language_model("llama")
+    monkeypatch.setattr(model.model.layers[1].self_attn, "head_dim", 7)
+    own = type(model.model.layers[1]).forward
+    monkeypatch.setattr(type(model.model.layers[1]), "forward", _with_head_dim(own, 4))
+    with pytest.warns(UserWarning, match=r"fused decoder layers cannot run it \(RuntimeError"):
+        assert not Decoding(model).fused.active
+
+
+def _with_head_dim(forward: Any, width: int) -> Any:
+    """A layer's forward that does not read its attention's ``head_dim``."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, self.self_attn.head_dim = self.self_attn.head_dim, width
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            self.self_attn.head_dim = before
+
+    return run
+
+
+def test_layers_that_hooks_look_into_stay_as_they_are() -> None:
+    model = tiny_models.language_model("llama")
+    decoding = Decoding(model)
+    seen: list[int] = []
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
+    decoding.step(active=True)
+    assert len(seen) == 1
+    handle.remove()
+    _, calls = decoding.step(active=True)
+    assert len(seen) == 1
+    assert "_swiglu_kernel" in calls
+    assert not any("forward" in vars(module) for module in model.modules())
