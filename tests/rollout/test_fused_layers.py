@@ -40,17 +40,6 @@ def generated(engine: RolloutEngine, **settings: Any) -> Any:
     return engine.generate(PROMPTS, SamplingParams(max_new_tokens=4, seed=1, **settings))
 
 
-def assert_same_rollouts(model: Any) -> None:
-    engine = engine_of(model)
-    assert engine.model_runner.fused_layers.active
-    found = generated(engine)
-    engine.model_runner.fused_layers.active = False
-    expected = generated(engine)
-    for name in ("sequences", "logprobs", "entropies"):
-        for x, y in zip(getattr(found, name), getattr(expected, name), strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
-
-
 def test_rollouts_are_those_of_the_models_own_layers() -> None:
     """With a window that is shorter than the samples."""
     engine = engine_of(tiny_models.language_model("mistral", sliding_window=3))
