@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,20 +37,25 @@ class JoinedProducts:
     one after the other in memory, as
     :class:`fastrl.rollout.model_runner.AutocastWeightCache` makes them."""
 
-    def __init__(self, *layers: Any):
-        self.layers = layers
+    def __init__(self, owner: Any, *names: str):
+        self.owner, self.names = owner, names
         self._joined: tuple[Tensor, Tensor | None, list[int]] | None = None
+
+    @property
+    def layers(self) -> list[Any]:
+        """Those of now: adapters may have come since."""
+        return [getattr(self.owner, name) for name in self.names]
 
     def join(self) -> None:
         """Looks where the weights lie now."""
-        self._joined = None
-        if not all(map(_is_plain, self.layers)):
+        self._joined, layers = None, self.layers
+        if not all(map(_is_plain, layers)):
             return
-        weight = joined_view([layer.weight for layer in self.layers])
-        biases = [layer.bias for layer in self.layers]
+        weight = joined_view([layer.weight for layer in layers])
+        biases = [layer.bias for layer in layers]
         bias = None if biases[0] is None else joined_view(biases)
         if weight is not None and (bias is not None or not any(x is not None for x in biases)):
-            self._joined = weight, bias, [layer.out_features for layer in self.layers]
+            self._joined = weight, bias, [layer.out_features for layer in layers]
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
         if self._joined is None:
@@ -96,8 +102,8 @@ class FusedDecoderLayer:
         self.variant = Variant(None, None, None)
         own, mlp = layer.self_attn, layer.mlp
         self.head_norm_eps = _eps(own.q_norm) if hasattr(own, "q_norm") else None
-        self.attention_products = JoinedProducts(own.q_proj, own.k_proj, own.v_proj)
-        self.mlp_products = JoinedProducts(mlp.gate_proj, mlp.up_proj)
+        self.attention_products = JoinedProducts(own, "q_proj", "k_proj", "v_proj")
+        self.mlp_products = JoinedProducts(mlp, "gate_proj", "up_proj")
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         attention = current_attention()
@@ -148,6 +154,7 @@ class FusedLayers:
     """
 
     def __init__(self, model: nn.Module):
+        self.model = model
         found = _decoder_layers(model)
         stream, end = _Stream(), len(found) - 1
         self.layers = [
@@ -193,9 +200,9 @@ class FusedLayers:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context in which the model's layers run fused, unless somebody looks into them."""
-        watched = not self.active or any(_is_watched(fused.layer) for fused in self.layers)
-        layers = [] if watched else self.layers
+        """Context in which the model's layers run fused, unless somebody looks into them or has put
+        others in their place."""
+        layers = self.layers if self.active and self._are_there() else []
         try:
             for fused in layers:
                 fused.attention_products.join()
@@ -205,6 +212,12 @@ class FusedLayers:
         finally:
             for fused in layers:
                 vars(fused.layer).pop("forward", None)
+
+    def _are_there(self) -> bool:
+        """Whether the model still has these layers, and nothing else needs their calls."""
+        ours, now = [fused.layer for fused in self.layers], _decoder_layers(self.model)
+        same = len(ours) == len(now) and all(map(operator.is_, ours, now))
+        return same and not any(map(_is_watched, ours))
 
 
 class VariantsOf(DecodeAttention):
@@ -269,6 +282,10 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _is_watched(layer: Any) -> bool:
-    """Whether hooks wait for a module that would not be called."""
-    modules = [layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm]
-    return any(x._forward_hooks or x._forward_pre_hooks or has_own_forward(x) for x in modules)
+    """Whether hooks wait for the layer's output, which lacks the residual stream then, or for a
+    module that would not be called; or whether it is compiled."""
+    own, mlp = layer.self_attn, layer.mlp
+    replaced = [own, mlp, mlp.act_fn, layer.input_layernorm, layer.post_attention_layernorm]
+    replaced += [getattr(own, name) for name in _HEAD_NORMS if hasattr(own, name)]
+    hooked = (x._forward_hooks or x._forward_pre_hooks for x in (layer, *replaced))
+    return any(hooked) or layer._compiled_call_impl is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
@@ -14,7 +14,8 @@ from fastrl.run.processes import Processes
 
 
 class SharedBatches(BatchSampler):
-    """This process's share of each batch of all processes.
+    """This process's share of each batch of all processes: as many examples as others have, and
+    about as many tokens.
 
     The last batch of an epoch may be smaller: it is shared as evenly as can be. A process that gets
     no example of it takes part with one that does not count, because the others wait for it.
@@ -22,27 +23,39 @@ class SharedBatches(BatchSampler):
     Args:
         sampler: of the data's order; that of the main process is used.
         batch_size: of all processes.
+        sizes: tokens of each of the data; empty where they are not known.
     """
 
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, processes: Processes):
+    def __init__(
+        self,
+        sampler: Any,
+        batch_size: int,
+        drop_last: bool,
+        processes: Processes,
+        sizes: Sequence[int],
+    ):
         super().__init__(sampler, batch_size, drop_last)
-        self.processes = processes
+        self.processes, self.sizes = processes, sizes
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self.sampler
         if not isinstance(order, SeedableRandomSampler):  # which depends on its seed alone
             order = self.processes.from_main(list(order))
         for batch in BatchSampler(order, self.batch_size, self.drop_last):
-            own = self.processes.shares(batch)[self.processes.index]
-            yield list(own or batch[:1])
+            own = self._own([self.sizes[i] if self.sizes else 0 for i in batch])
+            yield [batch[k] for k in own] or batch[:1]
 
     def part(self, number: int) -> float:
         """This process's part of the examples of a batch, by its number in the epoch."""
         size = min(self.batch_size, len(self.sampler) - number * self.batch_size)  # type: ignore[arg-type]
-        return len(self.processes.shares(range(size))[self.processes.index]) / size
+        return len(self._own([0] * size)) / size
+
+    def _own(self, sizes: Sequence[int]) -> Sequence[int]:
+        """Of examples of these sizes; how many they are does not depend on these."""
+        return self.processes.balanced(sizes)[self.processes.index]
 
 
-def share_batches(loader: Any, processes: Processes) -> SharedBatches | None:
+def share_batches(loader: Any, processes: Processes, sizes: Sequence[int]) -> SharedBatches | None:
     """Makes a loader that accelerate has prepared yield :class:`SharedBatches`; accelerate itself
     fills up the last batches with examples that were there before. None, with a warning, where a
     data set is a stream.
@@ -68,7 +81,8 @@ def share_batches(loader: Any, processes: Processes) -> SharedBatches | None:
     sampler, count = batches.sampler, processes.count
     if isinstance(sampler, LengthGroupedSampler):  # groups as many as a step has
         sampler.batch_size *= count
-    shared = SharedBatches(sampler, batches.batch_size * count, batches.drop_last, processes)
+    size = batches.batch_size * count
+    shared = SharedBatches(sampler, size, batches.drop_last, processes, sizes)
     # It hands on what it gets, as transformers has it do for a sampler that knows its process.
     wrapper.batch_sampler, wrapper.num_processes, wrapper.process_index = shared, 1, 0
     wrapper.even_batches = False

@@ -204,7 +204,8 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         """As in ``Trainer``; several processes share the batches that one would draw."""
         loader = super().get_train_dataloader()
         if self.processes.count > 1:
-            self._shared = share_batches(loader, self.processes)
+            sizes = list(self.sizes(self.train_dataset))
+            self._shared = share_batches(loader, self.processes, sizes)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:

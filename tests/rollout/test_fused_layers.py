@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from functools import partial
 from typing import Any
@@ -38,17 +39,6 @@ def engine_of(model: Any, **settings: Any) -> RolloutEngine:
 
 def generated(engine: RolloutEngine, **settings: Any) -> Any:
     return engine.generate(PROMPTS, SamplingParams(max_new_tokens=4, seed=1, **settings))
-
-
-def assert_same_rollouts(model: Any) -> None:
-    engine = engine_of(model)
-    assert engine.model_runner.fused_layers.active
-    found = generated(engine)
-    engine.model_runner.fused_layers.active = False
-    expected = generated(engine)
-    for name in ("sequences", "logprobs", "entropies"):
-        for x, y in zip(getattr(found, name), getattr(expected, name), strict=True):
-            torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
 
 
 def test_rollouts_are_those_of_the_models_own_layers() -> None:
@@ -178,15 +168,41 @@ def _with_head_dim(forward: Any, width: int) -> Any:
     return run
 
 
-def test_layers_that_hooks_look_into_stay_as_they_are() -> None:
+@pytest.mark.parametrize("place", ["model.layers.1", "model.layers.1.mlp"])
+def test_layers_that_hooks_look_into_stay_as_they_are(place: str) -> None:
     model = tiny_models.language_model("llama")
     decoding = Decoding(model)
-    seen: list[int] = []
-    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
-    decoding.step(active=True)
+    expected, _ = decoding.step(active=False)
+    seen: list[torch.Tensor] = []
+    hook = model.get_submodule(place).register_forward_hook(lambda *all_: seen.append(all_[-1]))
+    logits, calls = decoding.step(active=True)
+    assert torch.equal(logits, expected)
     assert len(seen) == 1
-    handle.remove()
+    assert not {"_swiglu_kernel", "_rms_norm_kernel"} & set(calls)
+    hook.remove()
     _, calls = decoding.step(active=True)
     assert len(seen) == 1
     assert "_swiglu_kernel" in calls
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_adapter_that_comes_later_is_run() -> None:
+    model = tiny_models.language_model("llama")
+    decoding = Decoding(model)
+    before, _ = decoding.step(active=True)
+    lora = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    get_peft_model(model, lora)  # puts the adapter into the model's own modules
+    (found, calls), (expected, _) = (decoding.step(active) for active in (True, False))
+    assert "_swiglu_kernel" in calls
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (found - before).abs().max() > 1e-2
+
+
+def test_layers_in_whose_place_are_others_are_not_run() -> None:
+    model = tiny_models.language_model("llama")
+    decoding = Decoding(model)
+    model.model.layers[1] = copy.deepcopy(model.model.layers[0])
+    model.model.layers[1].self_attn.layer_idx = 1
+    (found, calls), (expected, _) = (decoding.step(active) for active in (True, False))
+    assert "_swiglu_kernel" not in calls
+    assert torch.equal(found, expected)

@@ -14,11 +14,12 @@ from .ppo_loss import linear_ppo_loss, ppo_loss
 from .preference import *  # noqa: F403
 from .rms_norm import rms_norm
 from .rng import sample_keys
-from .rotary import HeadNorms, rotate_and_store
+from .rotary import rotate_and_store
 from .sampling import sample_tokens
 from .swiglu import swiglu
 from .types import (
     Extras,
+    HeadNorms,
     KLTerm,
     LinearLossStats,
     LossStats,

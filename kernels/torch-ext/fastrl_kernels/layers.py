@@ -50,5 +50,5 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         out = rms_norm(hidden_states, self.weight, eps=self.variance_epsilon)
-        assert isinstance(out, Tensor)
+        assert isinstance(out, Tensor)  # a pair only with a residual
         return out

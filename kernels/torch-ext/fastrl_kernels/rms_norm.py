@@ -9,7 +9,7 @@ from .checks import check_device, check_float, check_positive, check_same_shape
 from .dispatch import choose
 
 
-def _torch_rms_norm(
+def torch_rms_norm(
     x: Tensor,
     weight: Tensor,
     residual: Tensor | None,
@@ -17,6 +17,7 @@ def _torch_rms_norm(
     unit_offset: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
+    """``rms_norm`` of checked arguments: the result, and the sum that it is of."""
     total = x if residual is None else residual + x
     normed = total.float()
     normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + eps)
@@ -82,5 +83,5 @@ def rms_norm(
 
         normed, total = normalise(x, weight, residual, eps, unit_offset, wide, dtype)
     else:
-        normed, total = _torch_rms_norm(x, weight, residual, eps, unit_offset, dtype)
+        normed, total = torch_rms_norm(x, weight, residual, eps, unit_offset, dtype)
     return normed if residual is None else (normed, total)

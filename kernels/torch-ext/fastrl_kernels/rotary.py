@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from .checks import check_device, check_float, check_positive
 from .dispatch import choose
-
-
-class HeadNorms(NamedTuple):
-    """RMS normalisation of each head before it is rotated, as in Qwen3: weights [D], and ε."""
-
-    query: Tensor
-    key: Tensor
-    eps: float
-
-
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+from .rms_norm import torch_rms_norm
+from .types import HeadNorms, RotaryInputs
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -34,41 +20,21 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned if not behind.shape[-1] else torch.cat([turned, behind.to(turned.dtype)], -1)
 
 
-def _torch_rotate_and_store(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    norms: HeadNorms | None,
-) -> Tensor:
+def _torch_rotate_and_store(inputs: RotaryInputs) -> Tensor:
+    query, key, value, cos, sin, keys, values, positions, norms = inputs
     if norms is not None:
-        query = _normed(query, norms.query, norms.eps)
-        key = _normed(key, norms.key, norms.eps)
+        wide = torch.promote_types(query.dtype, norms.query.dtype)
+        query, _ = torch_rms_norm(query, norms.query, None, norms.eps, False, wide)
+        key, _ = torch_rms_norm(key, norms.key, None, norms.eps, False, wide)
     rows = torch.arange(len(query), device=query.device)
     keys.index_put_((rows, positions), _rotated(key, cos, sin).to(keys.dtype))
     values.index_put_((rows, positions), value.to(values.dtype))
     return _rotated(query, cos, sin).to(keys.dtype)
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    norms: HeadNorms | None,
-) -> None:
-    named = {
-        "query": query, "key": key, "value": value, "cos": cos, "sin": sin, "keys": keys,
-        "values": values,
-    }  # fmt: skip
+def _check(inputs: RotaryInputs) -> None:
+    query, key, value, cos, sin, keys, values, positions, norms = inputs
+    named = dict(zip(inputs._fields[:7], inputs[:7], strict=True))
     if norms is not None:
         named |= {"norms.query": norms.query, "norms.key": norms.key}
         check_positive("norms.eps", norms.eps)
@@ -163,10 +129,10 @@ def rotate_and_store(
 
     Source: Su et al., 2021, "RoFormer" (arXiv:2104.09864), by halves as in transformers.
     """
-    _check(query, key, value, cos, sin, keys, values, positions, norms)
-    run = _torch_rotate_and_store
+    inputs = RotaryInputs(query, key, value, cos, sin, keys, values, positions, norms)
+    _check(inputs)
     if choose(backend, query) == "triton":
         from ._triton import rotary
 
-        run = rotary.rotate_and_store
-    return run(query, key, value, cos, sin, keys, values, positions, norms)
+        return rotary.rotate_and_store(inputs)
+    return _torch_rotate_and_store(inputs)

@@ -302,3 +302,25 @@ class AttentionSettings(NamedTuple):
     @property
     def outer(self) -> float:
         return self.scale if self.softcap is None else self.softcap
+
+
+class HeadNorms(NamedTuple):
+    """RMS normalisation of each head before it is rotated, as in Qwen3: weights [D], and ε."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+class RotaryInputs(NamedTuple):
+    """The arguments of ``rotate_and_store``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cos: Tensor
+    sin: Tensor
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    norms: HeadNorms | None

@@ -3,18 +3,14 @@ values, which are stored as they are."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..types import RotaryInputs
 from .rms_norm import DTYPE_CODES, rounded
 from .tiles import device_of
-
-if TYPE_CHECKING:
-    from ..rotary import HeadNorms
 
 
 @triton.jit
@@ -120,18 +116,9 @@ def _with_heads_together(x: Tensor) -> Tensor:
     return x if x[:1].is_contiguous() else x.contiguous()
 
 
-def rotate_and_store(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    norms: HeadNorms | None,
-) -> Tensor:
+def rotate_and_store(inputs: RotaryInputs) -> Tensor:
     """``rotate_and_store`` of checked arguments."""
+    query, key, value, cos, sin, keys, values, positions, norms = inputs
     query, key, value = map(_with_heads_together, (query, key, value))
     cos, sin, positions = (x.contiguous() for x in (cos, sin, positions))
     batch, heads, width = query.shape
