@@ -587,10 +587,12 @@ def checked_head(
         raise ValueError(f"workspace_bytes must be at least 1, got {workspace_bytes}")
     chosen = choose(backend, hidden, weight, labels)
     if check_labels or (chosen == "torch" and kind == "cpu"):
-        read = torch.ones_like(labels, dtype=torch.bool) if shift and mask is None else mask
-        if shift and read is not None:
+        if not shift:
+            labels = checked_labels(labels, mask, vocabulary.size)
+        else:
+            read = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask
             read = torch.nn.functional.pad(read, (shift, 0))
-        labels = checked_labels(given, read, vocabulary.size)[..., shift:]
+            labels = checked_labels(given, read, vocabulary.size)[..., shift:]
 
     if not torch.is_grad_enabled():  # ``needs_input_grad`` of a Function ignores it
         hidden, weight, leaf = hidden.detach(), weight.detach(), None
