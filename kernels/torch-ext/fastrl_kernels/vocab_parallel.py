@@ -74,7 +74,7 @@ class VocabParallel:
 
     Make it once, on all processes of the group at the same time: they tell each other their ranges,
     whose sizes may differ, and V. An op that gets it is then called by all of them, with the same
-    hidden states, labels and options and each with its own rows.
+    hidden states, labels and options and each with its own rows; backward, too, is run by all.
 
     With m_k = max z, s_k = Σ exp(z - m_k) and E_k[z] over the columns of process k, m = max_k m_k
     and S = Σ_k s_k·exp(m_k - m), the op joins
@@ -217,25 +217,23 @@ class VocabParallel:
             first = highest & (highest.cumsum(-1) == 1)
             out.is_top1.copy_((first & (every["top"] > 0)).any(-1))
 
-        possible = ~(out.unscaled_max <= IMPOSSIBLE)  # NaN counts as possible
-        down = scaled(out.unscaled_max - row_max)
-        # Nothing of the row is here where the sum is infinite.
-        out.exp_sum.copy_(torch.where(possible, exp_sum * (-down).exp(), torch.inf))
+        # The sum is infinite where nothing of the row is here, and what is divided by it 0.
+        down = scaled(out.unscaled_max - row_max).clamp_(min=IMPOSSIBLE)
+        out.exp_sum.copy_(exp_sum * (-down).exp())
         if mean is not None and out.mean is not None:
-            out.mean.copy_(torch.where(possible, mean - down, 0.0))
-        out.unscaled_max.copy_(torch.where(possible, out.unscaled_max, row_max))
+            out.mean.copy_(mean - down)
 
     def _own(self, out: RowStatistics, labels: Tensor) -> dict[str, Tensor]:
         """What of this process's columns others need to know, [N] each: logits are relative to its
         maximum. "at_label" is NaN where another process has the label."""
         rows = self.stop - self.start
-        possible = ~(out.unscaled_max <= IMPOSSIBLE)
+        possible = ~(out.unscaled_max <= IMPOSSIBLE)  # NaN counts as possible
         log_sum = out.exp_sum.log()
         at_label = torch.where(possible, out.logprobs + log_sum, -torch.inf)
         here = (labels >= 0) & (labels < rows)
         own = {
             "max": out.unscaled_max,
-            "exp_sum": torch.where(possible, out.exp_sum, 0.0),
+            "exp_sum": out.exp_sum,
             "at_label": torch.where(here, at_label, torch.nan),
         }
         if out.mean is not None:
@@ -257,8 +255,19 @@ _known: weakref.WeakValueDictionary[str, VocabParallel] = weakref.WeakValueDicti
 
 
 def find(key: str, rows: int) -> Vocabulary:
-    """The vocabulary of a key, of a weight with as many rows."""
-    return _known[key] if key else WholeVocabulary(rows)
+    """The vocabulary of a key, of a weight with as many rows.
+
+    Raises:
+        RuntimeError: a VocabParallel that is no longer there.
+    """
+    if not key:
+        return WholeVocabulary(rows)
+    try:
+        return _known[key]
+    except KeyError:
+        raise RuntimeError(
+            "the VocabParallel that compiled code was called with is gone: keep it until backward"
+        ) from None
 
 
 def checked(given: Any, weight: Tensor) -> Vocabulary:
