@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import math
 from collections.abc import Callable
@@ -332,6 +333,14 @@ def test_what_is_refused_and_why(group, backend, device):
             VocabParallel.of(inputs["weight"])
 
     threads.run(process)
+
+
+def test_compiled_code_says_that_its_vocabulary_is_gone(group):
+    threads = group(1)
+    key = threads.run(lambda _: VocabParallel(0, 60).key)[0]
+    gc.collect()
+    with pytest.raises(RuntimeError, match="is gone: keep it until backward"):
+        vocab_parallel.find(key, 60)
 
 
 def test_without_processes_it_says_what_to_start():
