@@ -151,6 +151,9 @@ CASES: dict[str, Callable[..., Any]] = {
         ops.linear_logprobs, x, temperature=x.half, softcap=x.half * 9, logit_scale=x.half,
         backend=b,
     ),
+    "linear_logprobs shift": lambda x, b: ops.linear_logprobs(
+        x.hidden * 2, x.weight, x.labels, shift=True, mask=x.mask[:, 1:], entropy=True, backend=b
+    ),
     "linear_nll_loss": lambda x, b: ops.linear_nll_loss(
         x.hidden * 2, x.weight, x.labels, mask=x.mask, workspace_bytes=1000, backend=b
     ),

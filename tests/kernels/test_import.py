@@ -34,6 +34,12 @@ new, old, ref, values, scores = leaf(2, 3), *torch.randn(2, 2, 3), leaf(2, 3), l
 hidden, weight, cache = leaf(2, 3, 8), leaf(9, 8), torch.randn(2, 4, 1, 8)
 logprobs = leaf(4)
 
+def alone():
+    # The vocabulary of a group of this process.
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return VocabParallel(0, len(weight))
+
 def preference_loss(op):
     # A call with what it asks for.
     given = {"desirable": torch.arange(4) > 1, "kl": 0.1}
@@ -52,6 +58,7 @@ CALLS = {
     "Moments": "Moments(*torch.ones(3))",
     "SampledTokens": "SampledTokens(*torch.zeros(6, 3))",
     "ValueTerm": "ValueTerm(values, old, old)",
+    "VocabParallel": "linear_logprobs(hidden, weight, labels, vocab_parallel=alone())",
     "decode_attention": "decode_attention(cache[:, 0], cache, cache, torch.tensor([1, 4]))",
     "explain": "explain('cpu')",
     "full_kl": "full_kl(logits, ref_logits, mask=mask)",

@@ -63,19 +63,21 @@ def check(op: Op, formula: Op, inputs: dict[str, Any], per_token: list[str]) -> 
     for name in slack:
         slack[name] += 4 * rounding * size * max(inputs["labels"].numel(), 1) ** 0.5
     found = judge(op, formula, tensors, wrt=wrt, slack=slack, own_dtypes=True)
-    counted = inputs["labels"] != -100
+    shift = int(inputs.get("shift", 0))
+    counted = inputs["labels"][..., shift:] != -100 if shift else inputs["labels"] != -100
     if inputs["mask"] is not None:
         counted &= inputs["mask"]
+    read = torch.nn.functional.pad(counted, (0, shift)) if shift else counted
     poisoned = dict(tensors)
     for name in ("hidden", *per_token):
         if isinstance(inputs[name], Tensor):
             # In the same layout: another may take another product, which rounds otherwise.
             poisoned[name] = copy.deepcopy(inputs[name])
-            poisoned[name][~counted] = math.nan
+            poisoned[name][~(read if name == "hidden" else counted)] = math.nan
     again = results(op, poisoned, wrt)
     for name, x in found.items():
         torch.testing.assert_close(again[name], x, rtol=0, atol=0, equal_nan=True, msg=name)
-    assert not found["dhidden"][~counted].any()
+    assert not found["dhidden"][~read].any()
 
 
 @examples(10)
@@ -84,6 +86,20 @@ def test_linear_logprobs(backend, device, random):
     leading = draw.shape()[:-1]
     inputs = head(draw, leading)
     inputs["mask"] = draw.perhaps(draw.mask(leading), "masked")
+    inputs["entropy"] = draw.sometimes("entropy")
+    op = partial(linear_logprobs, backend=backend)
+    check(op, reference.linear_logprobs, inputs, ["temperature"])
+
+
+@examples(8)
+def test_linear_logprobs_of_labels_to_come(backend, device, random):
+    draw = Draw(random, device)
+    leading = draw.one_of(((4,), (9,), (2, 4), (3, 7), (2, 1, 5), (0, 4)), "leading")
+    inputs = head(draw, leading)
+    inputs["shift"] = draw.one_of((True, 1, 2, 3), "shift")
+    scored = (*leading[:-1], leading[-1] - int(inputs["shift"]))
+    inputs["mask"] = draw.perhaps(draw.mask(scored), "masked")
+    inputs["temperature"] = draw.temperature(scored)
     inputs["entropy"] = draw.sometimes("entropy")
     op = partial(linear_logprobs, backend=backend)
     check(op, reference.linear_logprobs, inputs, ["temperature"])

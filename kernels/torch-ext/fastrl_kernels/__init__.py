@@ -27,6 +27,7 @@ from .types import (
     SampledTokens,
     ValueTerm,
 )
+from .vocab_parallel import VocabParallel
 
 __all__ = [
     "Choice",
@@ -39,6 +40,7 @@ __all__ = [
     "Moments",
     "SampledTokens",
     "ValueTerm",
+    "VocabParallel",
     "decode_attention",
     "explain",
     "full_kl",

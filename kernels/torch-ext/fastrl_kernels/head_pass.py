@@ -17,6 +17,7 @@ from .first_order import first_order
 from .gemm import library_for
 from .lm_head import HeadBackend, HeadInputs
 from .types import RowGradients, RowStatistics
+from .vocab_parallel import Vocabulary
 from .workspace import Workspace, result_like
 
 
@@ -26,6 +27,7 @@ class HeadGradients:
     Args:
         dtype: of the weight's gradient.
         in_pieces: they come by :meth:`add_piece`.
+        vocabulary: whose processes' parts of the hidden states' gradient are summed.
     """
 
     def __init__(
@@ -37,18 +39,19 @@ class HeadGradients:
         chunks: int,
         dtype: torch.dtype,
         in_pieces: bool,
+        vocabulary: Vocabulary,
     ) -> None:
-        self.wanted = any(wanted)
+        self.wanted, self._vocabulary = any(wanted), vocabulary
         self.hidden, self.weight, self.bias, self.dtype = hidden, weight, bias, dtype
         self._library = library_for(weight)
         self.dhidden = self.dweight = self.dbias = None
         if wanted[0]:
-            # Pieces are summed in fp32.
-            self.dhidden = (
-                torch.zeros_like(hidden, dtype=torch.float32)
-                if in_pieces
-                else torch.empty_like(hidden)
-            )
+            # Pieces are summed in fp32, and so are processes' parts.
+            if in_pieces:
+                self.dhidden = torch.zeros_like(hidden, dtype=torch.float32)
+            else:
+                summed = torch.float32 if vocabulary.shared else hidden.dtype
+                self.dhidden = torch.empty_like(hidden, dtype=summed)
         if wanted[1]:
             # One chunk is rounded once as it is; several are summed in fp32.
             self.dweight = result_like(weight, dtype if chunks == 1 else torch.float32)
@@ -98,8 +101,11 @@ class HeadGradients:
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """By hidden states, weight and bias, in their dtypes."""
+        by_hidden = self.dhidden
+        if by_hidden is not None:
+            by_hidden = self._vocabulary.sum_(by_hidden).to(self.hidden.dtype)
         return (
-            None if self.dhidden is None else self.dhidden.to(self.hidden.dtype),
+            by_hidden,
             None if self.dweight is None else self.dweight.to(self.dtype),
             None if self.dbias is None or self.bias is None else self.dbias.to(self.bias.dtype),
         )
@@ -154,6 +160,7 @@ class HeadPass:
             len(self._chunks),
             inputs.weight_leaf.dtype,
             self._in_pieces,
+            inputs.vocabulary,
         )
         self._chunk: Any = None
 
@@ -168,6 +175,7 @@ class HeadPass:
         self._chunk = make(self.inputs, self.statistics, self._gradients, longest)
         for rows in self._chunks:
             self._chunk.score(rows)
+            self.inputs.join_(rows, self.statistics)
             yield rows
         self._chunk.release()
         self._chunk = None
@@ -192,7 +200,8 @@ def _bytes_of_sum(inputs: HeadInputs, wanted: tuple[bool, ...]) -> int:
     """Of the fp32 sum that several chunks need for the weight's gradient, beside a gradient in
     another dtype."""
     beside = wanted[1] and inputs.weight_leaf.dtype != torch.float32
-    return inputs.weight.numel() * torch.float32.itemsize if beside else 0
+    elements = inputs.vocabulary.widest * inputs.weight.shape[1]
+    return elements * torch.float32.itemsize if beside else 0
 
 
 class HandOut(torch.autograd.Function):

@@ -13,6 +13,7 @@ from ._cpu.head_pieces import ChunkInPieces, suits
 from .first_order import first_order
 from .gemm import library_for
 from .lm_head import (
+    HEAD_ARGUMENTS,
     HEAD_SCHEMA,
     HeadInputs,
     checked_head,
@@ -25,6 +26,7 @@ from .lm_head import (
 )
 from .operators import operator, or_empty
 from .types import Extras, RowGradients, RowStatistics
+from .vocab_parallel import VocabParallel, Vocabulary
 from .workspace import Workspace, result_like
 
 # Of which live graphs keep logits for backward, in all: a pair's two. Others compute theirs again.
@@ -170,8 +172,10 @@ class _Gradients:
         bias: Tensor | None,
         wanted: tuple[bool, ...],
         dtype: torch.dtype,
+        vocabulary: Vocabulary,
     ) -> None:
         self.hidden, self.weight, self._library = hidden, weight, library_for(weight)
+        self._vocabulary = vocabulary
         self.dhidden = torch.empty_like(hidden, dtype=torch.float32) if wanted[0] else None
         self.dweight = result_like(weight, dtype) if wanted[1] else None
         if self.dweight is not None and not len(hidden):
@@ -219,8 +223,11 @@ class _Gradients:
 
     def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """By hidden states, weight and bias, in their dtypes."""
+        by_hidden = self.dhidden
+        if by_hidden is not None:
+            by_hidden = self._vocabulary.sum_(by_hidden).to(self.hidden.dtype)
         return (
-            None if self.dhidden is None else self.dhidden.to(self.hidden.dtype),
+            by_hidden,
             self.dweight,
             None if self.dbias is None else self.dbias.to(self._bias_dtype),
         )
@@ -233,6 +240,7 @@ def _forward(
     statistics, and with ``keep`` the last chunk's logits for backward."""
     statistics = RowStatistics.empty(inputs.hidden, len(inputs.hidden), entropy, extras)
     kept = _walk(inputs, bool(extras)).score(statistics, keep)
+    inputs.join_(slice(0, None), statistics)
     results = [None if x is None else x.masked_fill(~inputs.counted, 0) for x in statistics[3:]]
     return results, statistics, kept
 
@@ -245,25 +253,25 @@ def _backward(
     kept: Kept | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients by hidden states, weight and bias, where wanted; ``kept`` is overwritten."""
-    upstream = _upstream(grads, inputs.labels, inputs.counted, len(inputs.weight))
+    upstream = _upstream(grads, inputs)
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         dtype = inputs.weight_leaf.dtype
-        gradients = _Gradients(inputs.hidden, inputs.weight, inputs.bias, wanted, dtype)
+        gradients = _Gradients(
+            inputs.hidden, inputs.weight, inputs.bias, wanted, dtype, inputs.vocabulary
+        )
         for x, rows, columns in _walk(inputs).gradients(saved, upstream, kept):
             gradients.add(x, rows, columns)
     return gradients.results()
 
 
-def _upstream(
-    grads: tuple[Tensor | None, ...], labels: Tensor, counted: Tensor, vocabulary: int
-) -> RowGradients:
+def _upstream(grads: tuple[Tensor | None, ...], inputs: HeadInputs) -> RowGradients:
     """Upstream gradients as the element-wise work takes them."""
+    counted = inputs.counted
     flat = [
         None if g is None else torch.where(counted, g.reshape(-1).float(), 0.0) for g in grads[:2]
     ]
-    by_logprobs = torch.zeros_like(labels, dtype=torch.float32) if flat[0] is None else flat[0]
-    outside = counted & ((labels < 0) | (labels >= vocabulary))
-    return RowGradients(by_logprobs.masked_fill(outside, math.nan), flat[1])
+    by_logprobs = torch.zeros_like(counted, dtype=torch.float32) if flat[0] is None else flat[0]
+    return RowGradients(by_logprobs.masked_fill(inputs.outside, math.nan), flat[1])
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -351,7 +359,7 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, *ctx.numbers, grads[3], by_entropies, unscaled_max, exp_sum, mean, wanted
     )
     kept = (x if want else None for x, want in zip(gradients, wanted, strict=True))
-    return *kept, *(None,) * 10
+    return *kept, *(None,) * (HEAD_ARGUMENTS + 2 - 3)
 
 
 _linear_logprobs.register_autograd(_gradients, setup_context=_save_for_gradients)
@@ -380,6 +388,8 @@ def linear_logprobs(
     mask: Tensor | None = None,
     entropy: bool = False,
     extras: tuple[str, ...] = (),
+    shift: bool | int = False,
+    vocab_parallel: VocabParallel | None = None,
     workspace_bytes: int | None = None,
     check_labels: bool = False,
     backend: str = "auto",
@@ -406,6 +416,14 @@ def linear_logprobs(
         mask: [...] bool, True = counts. Where it or the label says no, results and gradients are 0.
         entropy: also return entropies, in nats, with their gradient.
         extras: names out of "log_sum_sq_probs", "mean_logit", "is_top1".
+        shift: n < T, or True for 1: hidden states and labels are of the same T positions, and
+            position t scores the label of t + n. Results and whatever else there is per token,
+            ``mask`` and ``temperature``, are then [..., T - n], at t: a mask of labels is to be
+            ``mask[..., n:]``. Nothing is copied for it in forward; the gradient of the last n
+            hidden states is 0. The first n labels are not read.
+        vocab_parallel: where processes share the vocabulary, a :class:`VocabParallel`: weight and
+            bias are the rows that this one has, labels, results and the hidden states' gradient
+            are of the whole vocabulary, on every process.
         workspace_bytes: of logits that exist at a time; by default 256 MiB, 96 MiB on a CPU. As
             many stay for backward, twice as many for all live graphs together.
         check_labels: on a GPU, wait for it and raise where a label is out of range; without it
@@ -418,10 +436,11 @@ def linear_logprobs(
 
     Raises:
         TypeError: tensors that are not fp32, bf16 or fp16, or of two dtypes; labels that are not
-            integers; a mask that is not boolean; a weight that is sharded (a DTensor).
+            integers; a mask that is not boolean; a weight that is sharded (a DTensor); a shift
+            that is not an integer.
         ValueError: shapes or devices that do not fit, V = 0, a temperature, soft cap or scale that
-            is not positive and finite, a temperature that requires grad, unknown extras, a label
-            outside [0, V) other than -100 where checked.
+            is not positive and finite, a temperature that requires grad, unknown extras, a shift
+            outside [0, T), a label outside [0, V) other than -100 where checked.
 
     Source: chunked heads are due to Hsu et al., 2024 (arXiv:2410.10989) and Wijmans et al., 2024
     (arXiv:2411.09009).
@@ -430,8 +449,8 @@ def linear_logprobs(
     if unknown:
         raise ValueError(f"unknown extras {unknown}: choose from {', '.join(Extras._fields)}")
     inputs = checked_head(
-        hidden, weight, labels, bias, temperature, softcap, logit_scale, mask, workspace_bytes,
-        check_labels, backend,
+        hidden, weight, labels, bias, temperature, softcap, logit_scale, mask, shift,
+        vocab_parallel, workspace_bytes, check_labels, backend,
     )  # fmt: skip
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         if torch.compiler.is_compiling():

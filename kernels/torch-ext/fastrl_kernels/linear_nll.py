@@ -15,10 +15,12 @@ from .lm_head import (
     checked_head,
     fake_gradients,
     flat_head,
+    labels_name,
     split_head,
 )
 from .operators import new, operator, or_empty
 from .ppo_loss import inverse_of
+from .vocab_parallel import VocabParallel
 
 
 @torch.no_grad()
@@ -69,6 +71,8 @@ def linear_nll_loss(
     mask: Tensor | None = None,
     weights: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    shift: bool | int = False,
+    vocab_parallel: VocabParallel | None = None,
     workspace_bytes: int | None = None,
     check_labels: bool = False,
     backend: str = "auto",
@@ -87,6 +91,9 @@ def linear_nll_loss(
         weights: [...] of the tokens, 1 where None; not differentiable.
         denominator: a number or a 0-d tensor; the number of tokens that count where None. Where it
             is 0, so is the loss.
+        shift: as for ``linear_logprobs``; ``weights`` are [..., T - n] then, as ``mask`` is.
+        vocab_parallel: as for ``linear_logprobs``. Each chunk of rows is one exchange, and the
+            hidden states' gradient another, at the end of forward.
         workspace_bytes, check_labels, backend: as for ``linear_logprobs``.
 
     Returns:
@@ -99,12 +106,12 @@ def linear_nll_loss(
         RuntimeError: a second backward through the same call, unless it is compiled.
     """
     inputs = checked_head(
-        hidden, weight, labels, bias, 1.0, softcap, logit_scale, mask, workspace_bytes,
-        check_labels, backend,
+        hidden, weight, labels, bias, 1.0, softcap, logit_scale, mask, shift, vocab_parallel,
+        workspace_bytes, check_labels, backend,
     )  # fmt: skip
     token_weights = inputs.counted.float()
     if weights is not None:
-        check_like("weights", weights, "labels", labels)
+        check_like("weights", weights, labels_name(shift), inputs.scored)
         check_device("weights", weights, "hidden", hidden)
         check_constant("weights", weights)
         token_weights = torch.where(inputs.counted, weights.reshape(-1).float(), 0.0)

@@ -27,10 +27,12 @@ from .checks import (
 from .dispatch import choose, device_kind
 from .gemm import Library, library_for
 from .types import LogitTransform, RowGradients, RowStatistics, Temperature
+from .vocab_parallel import Vocabulary, checked, find
 from .workspace import KEPT_BYTES, result_like
 
 COLUMNS, FEWEST_COLUMNS = 8192, 1024  # of the vocabulary at a time, where not all
 _ROW_STEP = 16  # chunks have multiples of as many rows
+_LOWEST = -1e30  # in place of a maximum of -inf, where a bias masks out a whole row
 _TILE = 256  # and on a GPU of as many rows and columns, the longer side of its products' tiles
 # Bytes of logits at a time. Less on a CPU, where a chunk should fit in a cache, and memory is kept
 # for the next call.
@@ -291,7 +293,7 @@ def _statistics(
 ) -> None:
     known = (labels >= 0) & (labels < x.shape[1])
     columns = labels.clamp(0, x.shape[1] - 1)[:, None]
-    torch.amax(x, -1, out=out.unscaled_max)
+    torch.amax(x, -1, out=out.unscaled_max).clamp_(min=_LOWEST)
     d = _shifted(x, out.unscaled_max, transform, temperature, d)
     at_label = x.gather(1, columns)[:, 0] - out.unscaled_max
     at_label = _times_(at_label, transform.outer, temperature)
@@ -339,19 +341,26 @@ def add_at_labels_(x: Tensor, columns: Tensor, g: Tensor) -> None:
 
 
 class HeadInputs(NamedTuple):
-    """A checked call: N rows, and the shape of its results."""
+    """A checked call: N rows, and the shape of its results. Weight, bias and columns are those of
+    this process, where others have some of the vocabulary."""
 
     hidden: Tensor  # [N, H], 0 where a row does not count
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
-    labels: Tensor  # [N] int64, 0 where a row does not count
+    labels: Tensor  # [N] int64 columns; the vocabulary's first where a row does not count
     counted: Tensor  # [N] bool
     temperature: Temperature
     transform: LogitTransform
     shape: torch.Size
     backend: str
     workspace: int  # bytes
+    vocabulary: Vocabulary
     leaf: Tensor | None = None  # of which autocast made ``weight``
+
+    @property
+    def scored(self) -> Tensor:
+        """``counted`` in the results' shape."""
+        return self.counted.view(self.shape)
 
     @property
     def weight_leaf(self) -> Tensor:
@@ -374,8 +383,11 @@ class HeadInputs(NamedTuple):
             saved_by_one: bytes beside the workspace that are not needed where one chunk has all
                 rows: on a GPU as many may go to that chunk.
         """
-        n, vocabulary = len(self.hidden), len(self.weight)
+        # The same chunks on all processes: each is a call of theirs to the others.
+        n, vocabulary = len(self.hidden), self.vocabulary.widest
         if device_kind(self.hidden) == "cpu":
+            if self.vocabulary.shared:  # where shares of different size may differ in the library
+                itemsize = torch.float32.itemsize
             return row_chunks(n, vocabulary, itemsize, self.workspace)
         if n * vocabulary * itemsize <= self.workspace + saved_by_one:
             return [slice(0, n)] if n else []
@@ -415,6 +427,23 @@ class HeadInputs(NamedTuple):
             first, len(self.weight),
         )  # fmt: skip
 
+    def join_(self, rows: slice, out: RowStatistics) -> None:
+        """Makes the rows' statistics those of the whole vocabulary, where others have some of it;
+        ``out`` has all rows. What gradients take, the first three, stays relative to the maximum
+        of this process's columns."""
+        temperature = self.temperature.at(rows)
+
+        def scaled(x: Tensor) -> Tensor:
+            return _times_(x, self.transform.outer, temperature)
+
+        self.vocabulary.join_(out.at(rows), self.labels[rows], scaled)
+
+    @property
+    def outside(self) -> Tensor:
+        """[N] bool: the row counts, and its label is none of the vocabulary."""
+        start, stop = -self.vocabulary.start, self.vocabulary.size - self.vocabulary.start
+        return self.counted & ((self.labels < start) | (self.labels >= stop))
+
     def gradients_(
         self,
         x: Tensor,
@@ -435,22 +464,25 @@ class HeadInputs(NamedTuple):
 HEAD_SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor counted, "
     "Tensor? temperatures, float temperature, float? softcap, float logit_scale, int workspace, "
-    "str backend"
+    "str backend, str vocabulary"
 )
+HEAD_ARGUMENTS = HEAD_SCHEMA.count(",") + 1
 
 
 def flat_head(inputs: HeadInputs) -> tuple[Any, ...]:
     """The arguments of ``HEAD_SCHEMA``."""
     numbers = inputs.temperature.number, *inputs.transform, inputs.workspace, inputs.backend
-    return *inputs.tensors(), *numbers
+    return *inputs.tensors(), *numbers, inputs.vocabulary.key
 
 
 def split_head(arguments: Sequence[Any]) -> tuple[HeadInputs, Sequence[Any]]:
     """The head of an operator's arguments, and the others."""
-    *tensors, temperatures, number, softcap, logit_scale, workspace, backend = arguments[:11]
+    head, others = arguments[:HEAD_ARGUMENTS], arguments[HEAD_ARGUMENTS:]
+    *tensors, temperatures, number, softcap, logit_scale, workspace, backend, key = head
     numbers = Temperature(number, temperatures), LogitTransform(softcap, logit_scale)
-    inputs = HeadInputs(*(*tensors, *numbers, tensors[3].shape, backend, workspace))
-    return inputs, arguments[11:]
+    vocabulary = find(key, len(tensors[1]))
+    inputs = HeadInputs(*(*tensors, *numbers, tensors[3].shape, backend, workspace, vocabulary))
+    return inputs, others
 
 
 def fake_gradients(leaves: Sequence[Tensor | None], wanted: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -463,6 +495,25 @@ def fake_gradients(leaves: Sequence[Tensor | None], wanted: Sequence[bool]) -> t
     )
 
 
+def labels_name(shift: int) -> str:
+    """Of the labels that are scored, for messages."""
+    return f"labels[..., {int(shift)}:]" if shift else "labels"
+
+
+def _checked_shift(shift: int, labels: Tensor) -> int:
+    if not isinstance(shift, int):
+        raise TypeError(f"shift must be a bool or an int, got {type(shift).__name__}")
+    shift = int(shift)
+    if shift and labels.dim() == 0:
+        raise ValueError("labels has no time dimension: with shift it must be [..., T]")
+    if shift and not 0 < shift < labels.shape[-1]:
+        raise ValueError(
+            f"shift must be at least 0 and less than T, got {shift} for labels of shape "
+            f"{tuple(labels.shape)}"
+        )
+    return shift
+
+
 def checked_head(
     hidden: Tensor,
     weight: Tensor,
@@ -472,6 +523,8 @@ def checked_head(
     softcap: float | None,
     logit_scale: float,
     mask: Tensor | None,
+    shift: int,
+    vocab_parallel: Any,
     workspace_bytes: int | None,
     check_labels: bool,
     backend: str,
@@ -484,7 +537,8 @@ def checked_head(
         if x is not None and type(x).__name__ == "DTensor":
             raise TypeError(
                 f"{name} is a DTensor: pass {name}.full_tensor(), or call where the module that "
-                "owns it has gathered it"
+                "owns it has gathered it. A head whose rows processes share is weight.to_local() "
+                "with vocab_parallel=VocabParallel.of(weight)"
             )
     if weight.dim() != 2 or weight.shape[0] == 0:
         raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be [V, H] with V > 0")
@@ -495,6 +549,7 @@ def checked_head(
         )
     check_float("hidden", hidden)
     check_float("weight", weight)
+    vocabulary = checked(vocab_parallel, weight)
     kind, leaf = hidden.device.type, None
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -514,9 +569,14 @@ def checked_head(
             raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be ({len(weight)},)")
         bias = bias.to(hidden.dtype)
     check_labels_of(labels, "hidden", hidden)
-    number, temperatures = check_temperature(temperature, "hidden", hidden)
+    shift = _checked_shift(shift, labels)
+    given, of_labels, of_hidden = labels, labels_name(shift), "hidden"
+    if shift:
+        hidden, labels = hidden[..., :-shift, :], labels[..., shift:]
+        of_hidden = f"hidden[..., :-{shift}, :]"
+    number, temperatures = check_temperature(temperature, of_hidden, hidden)
     if mask is not None:
-        check_mask(mask, "labels", labels)
+        check_mask(mask, of_labels, labels)
         check_device("mask", mask, "hidden", hidden)
     if softcap is not None:
         softcap = check_positive("softcap", softcap)
@@ -527,26 +587,35 @@ def checked_head(
         raise ValueError(f"workspace_bytes must be at least 1, got {workspace_bytes}")
     chosen = choose(backend, hidden, weight, labels)
     if check_labels or (chosen == "torch" and kind == "cpu"):
-        labels = checked_labels(labels, mask, len(weight))
+        if not shift:
+            labels = checked_labels(labels, mask, vocabulary.size)
+        else:
+            read = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask
+            read = torch.nn.functional.pad(read, (shift, 0))
+            labels = checked_labels(given, read, vocabulary.size)[..., shift:]
 
     if not torch.is_grad_enabled():  # ``needs_input_grad`` of a Function ignores it
         hidden, weight, leaf = hidden.detach(), weight.detach(), None
         bias = None if bias is None else bias.detach()
-    counted = counts(labels, mask).reshape(-1)
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    counted = counts(labels, mask)
+    # Rows that do not count may hold NaN, and 0·NaN would reach the weight's gradient. This is also
+    # what copies the rows that a shift leaves.
+    hidden = torch.where(counted[..., None], hidden, 0.0).reshape(-1, hidden.shape[-1])
+    counted = counted.reshape(-1)
+    columns = torch.where(counted, labels.reshape(-1), 0).long()
     if temperatures is not None:
         temperatures = torch.where(counted, temperatures, 1.0)
     return HeadInputs(
-        # Rows that do not count may hold NaN, and 0·NaN would reach the weight's gradient.
-        hidden=torch.where(counted[:, None], flat, 0.0),
+        hidden=hidden,
         weight=weight,
         bias=bias,
-        labels=torch.where(counted, labels.reshape(-1), 0).long(),
+        labels=columns - vocabulary.start if vocabulary.start else columns,
         counted=counted,
         temperature=Temperature(number, temperatures),
         transform=transform,
         shape=labels.shape,
         backend=chosen,
         workspace=workspace_bytes,
+        vocabulary=vocabulary,
         leaf=None if leaf is weight else leaf,
     )

@@ -17,18 +17,19 @@ from .checks import (
     check_float,
     check_like,
     check_mask,
-    counts,
 )
 from .dispatch import Backend, choose
 from .first_order import first_order
 from .head_pass import HandOut, HeadPass, save_gradients, scaled_gradients, wanted_gradients
 from .kl import kl_slope, kl_value, masked_difference
 from .lm_head import (
+    HEAD_ARGUMENTS,
     HEAD_SCHEMA,
     HeadInputs,
     checked_head,
     fake_gradients,
     flat_head,
+    labels_name,
     split_head,
 )
 from .operators import applied, new, operator, or_empty
@@ -43,6 +44,7 @@ from .types import (
     PPOSettings,
     ValueTerm,
 )
+from .vocab_parallel import VocabParallel
 
 _LOSSES = ("loss", "policy_loss", "value_loss", "kl_loss")
 
@@ -446,7 +448,7 @@ def _linear_ppo_loss(*arguments: Any) -> tuple[Tensor, ...]:
 
 @_linear_ppo_loss.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    hidden, mask, (entropy, wanted) = arguments[0], arguments[13], arguments[-2:]
+    hidden, mask, (entropy, wanted) = arguments[0], arguments[HEAD_ARGUMENTS + 2], arguments[-2:]
     return (
         new(hidden),
         new(hidden, len(LossStats.NAMES)),
@@ -496,6 +498,8 @@ def linear_ppo_loss(
     aggregate: str = "token-mean",
     denominator: float | Tensor | None = None,
     entropy: bool = False,
+    shift: bool | int = False,
+    vocab_parallel: VocabParallel | None = None,
     workspace_bytes: int | None = None,
     check_labels: bool = False,
     backend: str = "auto",
@@ -519,6 +523,10 @@ def linear_ppo_loss(
         old_logprobs, advantages, mask, cliprange, kl, dual_clip, weights, token_weights, aggregate,
             denominator: as for ``ppo_loss``, per token [..., T]. A label of -100 counts as masked.
         entropy: also compute entropies, as a statistic without a gradient.
+        shift: as for ``linear_logprobs``; whatever is per token, but hidden states and labels, is
+            [..., T - n] then.
+        vocab_parallel: as for ``linear_logprobs``. Each chunk of rows is one exchange, and the
+            hidden states' gradient another, at the end of forward.
         workspace_bytes, check_labels, backend: as for ``linear_logprobs``.
 
     Returns:
@@ -530,15 +538,15 @@ def linear_ppo_loss(
         RuntimeError: a second backward through the same call, unless it is compiled.
     """
     inputs = checked_head(
-        hidden, weight, labels, bias, temperature, softcap, logit_scale, mask, workspace_bytes,
-        check_labels, backend,
+        hidden, weight, labels, bias, temperature, softcap, logit_scale, mask, shift,
+        vocab_parallel, workspace_bytes, check_labels, backend,
     )  # fmt: skip
     if labels.dim() == 0:
         raise ValueError("labels has no time dimension: pass hidden [..., T, H], labels [..., T]")
-    check_like("old_logprobs", old_logprobs, "labels", labels)
+    check_like("old_logprobs", old_logprobs, labels_name(shift), inputs.scored)
     _, constants, settings = _checked(
-        old_logprobs, old_logprobs, advantages, counts(labels, mask), cliprange, None, kl,
-        dual_clip, weights, token_weights, aggregate, denominator,
+        old_logprobs, old_logprobs, advantages, inputs.scored, cliprange, None, kl, dual_clip,
+        weights, token_weights, aggregate, denominator,
     )  # fmt: skip
     for name, tensor in constants._asdict().items():
         if tensor is not None:

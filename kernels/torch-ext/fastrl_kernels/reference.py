@@ -74,6 +74,10 @@ def _head_logits(
     return _scaled(logits, temperature)
 
 
+def _shifted(hidden: Tensor, labels: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    return (hidden[..., :-shift, :], labels[..., shift:]) if shift else (hidden, labels)
+
+
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -86,9 +90,12 @@ def linear_logprobs(
     mask: Tensor | None = None,
     entropy: bool = False,
     extras: tuple[str, ...] = (),
+    shift: int = 0,
 ) -> Any:
     """``token_logprobs`` of a head's logits; ``extras`` [log Σ p², mean z, label is the first of
-    the largest z], a tuple with None where not asked for, after the rest."""
+    the largest z], a tuple with None where not asked for, after the rest. With a shift, position t
+    has label t + shift."""
+    hidden, labels = _shifted(hidden, labels, shift)
     counted = labels != IGNORE_LABEL if mask is None else (labels != IGNORE_LABEL) & mask
     hidden = _zero_where_masked(hidden, counted.unsqueeze(-1))
     logits = _head_logits(hidden, weight, bias, temperature, softcap, logit_scale)
@@ -412,10 +419,12 @@ def linear_ppo_loss(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     entropy: bool = False,
+    shift: int = 0,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """``ppo_loss`` of ``linear_logprobs``, which gets the other options; its statistics, the mean
     entropy (NaN if not asked for), and per token "logprobs" and "entropies" among them."""
+    hidden, labels = _shifted(hidden, labels, shift)
     counted = mask & (labels != IGNORE_LABEL)
     logprobs, entropies = linear_logprobs(
         hidden, weight, labels, bias=bias, temperature=temperature, softcap=softcap,
@@ -437,9 +446,11 @@ def linear_nll_loss(
     mask: Tensor | None = None,
     weights: Tensor | None = None,
     denominator: float | Tensor | None = None,
+    shift: int = 0,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """-Σ w·log π / denominator of ``linear_logprobs``, which gets the other options; and those."""
+    hidden, labels = _shifted(hidden, labels, shift)
     logprobs = linear_logprobs(hidden, weight, labels, mask=mask, **options)
     counted = labels != IGNORE_LABEL if mask is None else mask & (labels != IGNORE_LABEL)
     total = counted.sum() if denominator is None else torch.as_tensor(denominator)

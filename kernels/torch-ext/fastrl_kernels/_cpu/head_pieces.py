@@ -75,7 +75,7 @@ class ChunkInPieces:
         self._memory: dict[str, Tensor] = {}
         self.kept: Tensor  # [r, V] logits; [r, 0] where nothing is kept
         self._probs: list[Tensor]  # [r, C] each, of which rows sum to 1
-        self._factors: Tensor  # [r, pieces] a piece's probability in its row
+        self._masses: Tensor  # [r, pieces] Σ exp(z - max z) of a piece, of the row's maximum
         self._labels: list[LabelsInPiece]
 
     def score(self, rows: slice) -> None:
@@ -108,7 +108,8 @@ class ChunkInPieces:
 
     def backward(self, rows: slice, upstream: RowGradients) -> None:
         g = self._scaled(upstream.logprobs.clone(), rows)
-        factors = self._factors.mul_(-g[:, None])
+        # The sum may have been joined with that of other processes' columns.
+        factors = self._masses.div_(self.statistics.exp_sum[rows, None]).mul_(-g[:, None])
         at_label = g.mul_(torch.expm1(self.statistics.logprobs[rows]).neg_())
         walk = pieces(len(self.inputs.weight))
         for i, (columns, here) in enumerate(zip(walk, self._labels, strict=True)):
@@ -161,9 +162,10 @@ class ChunkInPieces:
         torch.sum(masses, -1, out=out.exp_sum)
         log_sum = out.exp_sum.log()
         torch.sub(self._scaled(at_label - out.unscaled_max, rows), log_sum, out=out.logprobs)
-        self._factors = masses.div_(out.exp_sum[:, None])
+        self._masses = masses
         if out.mean is not None and out.entropies is not None:
-            torch.sum(shifts.clamp_(min=FLOOR).add_(means).mul_(self._factors), -1, out=out.mean)
+            shares = masses / out.exp_sum[:, None]
+            torch.sum(shifts.clamp_(min=FLOOR).add_(means).mul_(shares), -1, out=out.mean)
             torch.sub(log_sum, out.mean, out=out.entropies)
 
 
