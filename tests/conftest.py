@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests import quick_interpreter
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 else:  # where nothing is said trainers compute in bf16, whose numbers no tolerance here is about
@@ -26,6 +28,10 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 # A shell has its background jobs ignore Ctrl-C, which some tests send to themselves.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quick_interpreter.patch_once()
 
 
 def seed_draws(seed: int) -> None:

@@ -83,10 +83,10 @@ def decode_step_launches(model: Any, *, autocast: bool, fused: bool) -> float:
         if fused:
             runner.fuse_layers(layers)
             assert runner.fused_layers.active
-        kv_cache = KVCache(layers, 2, 600, runner.dtype, runner.device)
+        kv_cache = KVCache(layers, 2, 300, runner.dtype, runner.device)
         positions = torch.tensor([5, 7])
         with runner.opened():
-            attention = DecodeAttention(choose_decode_kernel(kv_cache), kv_cache, positions, 600)
+            attention = DecodeAttention(choose_decode_kernel(kv_cache), kv_cache, positions, 300)
             return launches(lambda: runner.decode(positions, positions, attention))
 
 
