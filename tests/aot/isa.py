@@ -71,21 +71,6 @@ def basename(path: str) -> str:
     return path.replace("\\", "/").rsplit("/", 1)[-1]
 
 
-def parse_cuobjdump(text: str) -> Usage:
-    """``cuobjdump -res-usage`` of a cubin with one kernel (its largest function otherwise)."""
-    found = [
-        {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", line)}
-        for line in text.splitlines()
-        if "REG:" in line
-    ]
-    if not found:
-        raise ValueError(f"no resource usage in the output of cuobjdump:\n{text}")
-    worst = {name: max(f.get(name, 0) for f in found) for name in ("REG", "STACK", "LOCAL")}
-    spills = worst["STACK"] + worst["LOCAL"]
-    detail = f"STACK:{worst['STACK']} LOCAL:{worst['LOCAL']}" if spills else ""
-    return Usage(worst["REG"], spills, detail)
-
-
 def parse_amdgcn_usage(text: str) -> Usage:
     """The kernel's metadata at the end of its assembly.
 
@@ -318,7 +303,8 @@ def parse_loops(text: str, backend: str) -> list[Loop]:
             blocks[-1].instructions.append(("@ " if condition else "") + code)
             if jump := _SASS_JUMP.match(code):
                 blocks[-1].targets.append(jump.group(1))
-                blocks[-1].falls_through = condition or code.startswith("CALL.REL.NOINC R")
+                # A branch with an operand before its target is taken on that: `BRA.U !UP0, …`.
+                blocks[-1].falls_through = condition or "," in code or code.startswith("CALL")
                 blocks.append(_Block())
             elif _SASS_END.match(code) and not condition:
                 blocks[-1].falls_through = False

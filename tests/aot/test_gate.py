@@ -9,6 +9,7 @@ import fastrl_kernels
 from benchmarks.ops import Expect
 from tests.aot import __main__ as aot
 from tests.aot import worker
+from tests.aot.conftest import TOY_TARGETS
 from tests.aot.isa import Access, Operand
 from tests.aot.judge import Widths, judge
 from tests.aot.worker import (
@@ -22,7 +23,6 @@ from tests.aot.worker import (
     over_limits,
 )
 
-TOY_TARGETS = ("sm_80", "gfx942")  # the one that compiles everything, and another
 HERE = (("op.py", 10, 4),)
 
 
@@ -133,13 +133,6 @@ def test_merged_scalars_without_a_line_are_matched_with_what_is_left():
 def test_no_demand_reports_widths_and_passes():
     verdict = _verdict([2], demand=0)
     assert (str(verdict.loads), verdict.faults) == ("2", ())
-
-
-@pytest.fixture(scope="module")
-def toy_reports():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        return {r.target: r for r in aot.run_targets(TOY_TARGETS, "toy_cases")}
 
 
 @pytest.mark.parametrize("target", TOY_TARGETS)
