@@ -32,7 +32,8 @@ def printed(tool, path, *options):
 def test_registers_and_spills_are_those_that_cuobjdump_prints(paths):
     spills = set()
     for path in paths:
-        said = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", printed("cuobjdump", path, "-res-usage")))
+        text = printed("cuobjdump", path, "-res-usage")
+        said = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", text))
         usage = usage_of(path.read_bytes())
         assert usage.registers == int(said["REG"])
         assert usage.spills == int(said["STACK"]) + int(said["LOCAL"])

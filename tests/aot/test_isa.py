@@ -233,6 +233,20 @@ def test_a_loop_of_sass_is_counted_without_what_is_loaded_under_a_condition():
     assert loop.instructions_per_byte == 7 / 26
 
 
+def test_copies_into_shared_memory_are_in_flight_until_they_are_waited_for():
+    text = """
+.L_x_0:
+        /*0000*/                   DEPBAR.LE SB0, 0x1 ;
+        /*0010*/                   LDGSTS.E.BYPASS.128 [R2], desc[UR4][R6.64] ;
+        /*0020*/                   LDGSTS.E.BYPASS.128 [R2+0x800], desc[UR4][R8.64] ;
+        /*0030*/                   LDGDEPBAR ;
+        /*0040*/               @P0 BRA `(.L_x_0) ;
+        /*0050*/                   EXIT ;
+"""
+    (loop,) = parse_loops(text, "cuda")
+    assert (loop.moved, loop.in_flight) == (32, 64)  # a group is waited for, one stays open
+
+
 def test_a_branch_on_a_uniform_predicate_goes_on_where_it_is_not_taken():
     text = """
 .L_x_0:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ops import Compiled, Expect
-from tests.aot.bounds import LEAST_IN_FLIGHT, MOST_PER_BYTE
+from tests.aot.bounds import MOST_PER_BYTE, NEEDS
 from tests.aot.cubin import disassemble, usage_of
 from tests.aot.isa import (
     Loop,
@@ -366,7 +366,7 @@ def analyse(compiled: Specialisation, target: Target, machine_code: str) -> Row:
         faults=(
             *faults,
             *verdict.faults,
-            *over_limits(target, name, shared, per_byte, in_flight),
+            *over_limits(target, name, shared, per_byte, in_flight, compiled.cases),
         ),
         lines=verdict.lines,
         let_pass=compiled.expect.why,
@@ -403,7 +403,12 @@ def blocks_per_processor(target: Target, warps: int, registers: int, shared: int
 
 
 def over_limits(
-    target: Target, kernel: str, shared: int, per_byte: Sequence[float], in_flight: int
+    target: Target,
+    kernel: str,
+    shared: int,
+    per_byte: Sequence[float],
+    in_flight: int,
+    cases: Sequence[str] = (),
 ) -> list[str]:
     """What a kernel takes too much of, or holds too little of in flight."""
     faults = []
@@ -411,17 +416,26 @@ def over_limits(
         faults.append(
             f"{shared} bytes of shared memory, {target.name} has {target.shared_per_block}"
         )
+    most = max(per_byte, default=0.0)
     bound = MOST_PER_BYTE.get(kernel)
-    if bound and per_byte and max(per_byte) > bound:
+    if bound and most > bound:
         faults.append(
-            f"{max(per_byte):.1f} instructions per byte in the main loop, above its bound, "
+            f"{most:.1f} instructions per byte in the main loop, above its bound, "
             f"{bound}: tests/aot/bounds.py"
         )
-    least = LEAST_IN_FLIGHT.get(kernel, 0)
-    if in_flight < least:
-        faults.append(
-            f"{in_flight // KIB} KiB in flight per multiprocessor, at least {least // KIB}"
-        )
+    for need in NEEDS:
+        if need.kernel != kernel or not need.of(cases):
+            continue
+        if target.name in need.targets and most > target.issue_limit:
+            faults.append(
+                f"{most:.1f} instructions per byte in the main loop, and the memory, not they, is "
+                f"to bind it ({target.issue_limit:g}): {need.roof}"
+            )
+        if in_flight < need.in_flight:
+            faults.append(
+                f"{in_flight // KIB} KiB in flight per multiprocessor, at least "
+                f"{need.in_flight // KIB}: {need.roof}"
+            )
     return faults
 
 
