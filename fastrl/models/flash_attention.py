@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType
@@ -101,8 +102,9 @@ def _remedies() -> str:
 
 @cache
 def _hub_kernel() -> ModuleType:
-    import kernels
     from transformers import modeling_flash_attention_utils
+
+    kernels = importlib.import_module("kernels")  # Hugging Face's, not the folder of that name
 
     versions = getattr(modeling_flash_attention_utils, "FLASH_ATTN_KERNEL_VERSIONS", {})
     return kernels.get_kernel(HUB, version=versions.get(HUB, _VERSION))
