@@ -1,4 +1,4 @@
-"""`python -m benchmarks report`, `fits` and `gpu`; what measures is `pytest benchmarks`."""
+"""`python -m benchmarks report`, `predict`, `fits`, `gpu`; what measures is `pytest benchmarks`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 # Modules with ``add_arguments(parser)`` and ``run(args) -> int``, imported when asked for.
 COMMANDS = {
     "report": "write the result files' figures into the READMEs, or compare two of them",
+    "predict": "count what each op should take on a GPU, and write it beside peers' figures",
     "fits": "plan what fits in 24 and 80 GiB, and write it into the documents",
     "gpu": "on an NVIDIA GPU, unattended: the tests, then all that can be measured",
 }

@@ -174,17 +174,38 @@ def decode_attention(
     return {"out": (weights @ values).reshape(rows, heads, values.shape[-1])}
 
 
-def sample_tokens(logits: Tensor, keys: Tensor) -> Results:
-    """Softmax and torch.multinomial, then the log-probability and the entropy.
+def sample_tokens(logits: Tensor, keys: Tensor, *, top_k: int = 0, top_p: float = 1.0) -> Results:
+    """Softmax and torch.multinomial, then the log-probability and the entropy of the whole
+    distribution; cuts by sorting, as transformers does.
 
     The keys play no part: the random numbers come from torch's one generator.
     """
     logits = logits.float()
     logp = F.log_softmax(logits, dim=-1)
-    p = logp.exp()
-    tokens = torch.multinomial(p, 1)
+    p = kept = logp.exp()
+    if top_k:
+        lowest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        kept = kept.masked_fill(logits < lowest, 0.0)
+    if top_p < 1:
+        ascending, order = kept.sort(dim=-1)
+        below = ascending.cumsum(-1) <= (1 - top_p) * kept.sum(-1, keepdim=True)
+        below[:, -1] = False
+        kept = kept.masked_fill(below.scatter(-1, order, below), 0.0)
+    tokens = torch.multinomial(kept, 1)
     return {
         "tokens": tokens.squeeze(-1),
         "logprobs": logp.gather(-1, tokens).squeeze(-1),
         "entropies": -(p * logp).sum(-1),
     }
+
+
+def rms_norm(x: Tensor, weight: Tensor, residual: Tensor) -> Results:
+    """As transformers' Llama computes it, after the addition to the stream."""
+    total = residual + x
+    normed = total.float()
+    normed = normed * torch.rsqrt(normed.square().mean(-1, keepdim=True) + 1e-6)
+    return {"normed": weight * normed.to(total.dtype), "total": total}
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Results:
+    return {"out": F.silu(gate) * up}

@@ -2,7 +2,8 @@
 
 Each stage is a command with a limit of time, a log and a result file: the kernels' tests, compiled;
 the tests of all that trains and generates; then ops, tunables and whole workloads. A stage that
-fails or runs out of time does not stop the others. On a machine that is available for minutes only,
+fails or runs out of time does not stop the others; in the end the file of predictions is filled
+with what was measured. On a machine that is available for minutes only,
 `--only` names the stages of one call.
 """
 
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import ROOT
+from benchmarks import ROOT, predict
 from benchmarks.environments import source_tree
 from benchmarks.results import RESULTS
 
@@ -124,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{stage.name}: {ended[stage.name]}", flush=True)
         if ended[stage.name].code != 0:
             print(*log.read_text().splitlines()[-TAIL:], sep="\n", flush=True)
+    if predict.fill_file(args.results):
+        print(f"measurements beside predictions: {args.results / predict.FILE}", flush=True)
     print("\n" + "\n".join(f"{name}: {how}" for name, how in ended.items()))
     return 0 if all(how.code == 0 for how in ended.values()) else 1
 

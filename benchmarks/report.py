@@ -11,11 +11,11 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT, old_results
+from benchmarks import ROOT, old_results, predict
 from benchmarks.cases import (
     OURS,
     Entry,
@@ -29,6 +29,7 @@ from benchmarks.cases import (
     spread,
     verdicts,
 )
+from benchmarks.markdown import table
 from benchmarks.plots import plots
 from benchmarks.results import RESULTS, WAIT_POLICY, Result, device_of
 from benchmarks.terminal import compared, speeds
@@ -79,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
     for device, results in devices.items():
         made = plots(folder / "plots" / device, results, TITLES)
         sections.append(section(device, results, [path.relative_to(folder) for path in made]))
-    parts = [INTRODUCTION.read_text().rstrip(), missing(devices), *sections]
+    predict.fill_file(args.results)
+    predicted = predict.section(predict.read(args.results / predict.FILE))
+    parts = [INTRODUCTION.read_text().rstrip(), missing(devices), *sections, predicted]
     (folder / "README.md").write_text("\n\n".join(part for part in parts if part) + "\n")
     (folder / "NOTES.md").write_text(notes_on_tunables(devices))
     return 0
@@ -115,15 +118,6 @@ def read(path: Path) -> Result | None:
     if "entries" not in result:
         return old_results.converted(result)
     return result if result["benchmark"] in (*TITLES, "tune") else None
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Markdown, with the first columns and the last one to the left; empty without rows."""
-    rows = [list(row) for row in rows]
-    if not rows:
-        return ""
-    rule = ["---"] * left + ["--:"] * (len(head) - left - 1) + ["---"]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
 
 
 def brief(devices: dict[str, list[Result]]) -> str:

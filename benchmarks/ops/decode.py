@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 
 import torch
+from torch import Tensor
 
 import fastrl_kernels as kernels
-from benchmarks.ops.record import Compiled, Expect, Op
+from benchmarks import eager
+from benchmarks.gate import Problem, Results
+from benchmarks.ops.inputs import normal
+from benchmarks.ops.record import Compiled, Expect, Mains, Op, Shape, Sizes, Work
 from benchmarks.timing import DTYPES
+from fastrl_kernels import reference
 
 # A product's result, and the stream it is added to: of 16-bit weights, and of fp32 ones under
 # autocast.
@@ -66,6 +71,70 @@ def _rotations() -> Iterator[Compiled]:
             yield Compiled(label, made, SMALL)
 
 
-RMS_NORM = Op(compiled=_norms)
-SWIGLU = Op(compiled=_gates)
+def _rms_norm(shape: Shape, generator: torch.Generator, backend: str, _: bool) -> Problem:
+    dtype, size = DTYPES[shape.dtype], (shape.rows, shape.steps)
+    inputs = {name: normal(generator, *size).to(dtype) for name in ("x", "residual")}
+    inputs["weight"] = normal(generator, shape.steps).to(dtype)
+
+    def ours(**given: Tensor) -> Results:
+        normed, total = kernels.rms_norm(**given, backend=backend)
+        return {"normed": normed, "total": total}
+
+    return Problem(
+        inputs,
+        ours=ours,
+        eager=eager.rms_norm,
+        exact=lambda **x: dict(zip(("normed", "total"), reference.rms_norm(**x), strict=True)),
+        by_row=frozenset({"x", "residual", "normed", "total"}),
+        row_bytes=8 * shape.steps,
+    )
+
+
+def _swiglu(shape: Shape, generator: torch.Generator, backend: str, _: bool) -> Problem:
+    dtype, size = DTYPES[shape.dtype], (shape.rows, shape.steps)
+    return Problem(
+        {name: normal(generator, *size).to(dtype) for name in ("gate", "up")},
+        ours=lambda **x: {"out": kernels.swiglu(**x, backend=backend)},
+        eager=eager.swiglu,
+        exact=lambda **x: {"out": reference.swiglu(**x)},
+        by_row=frozenset({"gate", "up", "out"}),
+        row_bytes=8 * shape.steps,
+    )
+
+
+def _rows(op: str, rows: int, width: int, dtype: str = "bf16") -> Shape:
+    """As many slots of a decode step, and the width of a layer."""
+    return Shape(op, rows, dtype, width, backward=False)
+
+
+def _main(op: str, width: int) -> Mains:
+    return {"cpu": ((_rows(op, 64, width, "fp32"), ()),), "cuda": ((_rows(op, 256, width), ()),)}
+
+
+def _checked(op: str) -> Callable[[Sizes], Iterator[Shape]]:
+    def shapes(sizes: Sizes) -> Iterator[Shape]:
+        for dtype, width in product(DTYPES, sizes.steps):
+            yield _rows(op, sizes.rows, width, dtype)
+
+    return shapes
+
+
+def _work(tensors: int, what: str) -> Callable[[Shape], Work]:
+    return lambda shape: Work(tensors * shape.rows * shape.steps * shape.itemsize, 0, what)
+
+
+RMS_NORM = Op(
+    problem=_rms_norm,
+    work=_work(4, "the product and the stream read, their sum and its norm written"),
+    main=_main("rms_norm", 4096),
+    checked=_checked("rms_norm"),
+    compiled=_norms,
+)
+SWIGLU = Op(
+    problem=_swiglu,
+    work=_work(3, "gate and up read, their product written"),
+    main=_main("swiglu", 14336),
+    checked=_checked("swiglu"),
+    compiled=_gates,
+)
 ROTATE_AND_STORE = Op(compiled=_rotations)

@@ -49,6 +49,7 @@ class HeadCounts:
     beside: int = 0  # bytes that are read and written outside of products
     sums: int = 0  # bytes of fp32 results that products read and write, or write first
     launches: int = 0
+    small: int = 0  # of them, those on no more than a number per row; in Triton a loss's are few
     products: list[Product] = field(default_factory=list)
     peak: int = 0  # bytes, without inputs and results
     workspace: int = 0  # bytes of the largest one for logits
@@ -59,9 +60,9 @@ class HeadCounts:
 
 
 class _Counter(TorchDispatchMode):
-    def __init__(self, inputs: Iterator[Tensor] | list[Tensor]) -> None:
+    def __init__(self, inputs: Iterator[Tensor] | list[Tensor], rows: int) -> None:
         super().__init__()
-        self.counts = HeadCounts()
+        self.counts, self.rows = HeadCounts(), rows
         self._inputs = {x.untyped_storage()._cdata for x in inputs}
         self._live: dict[int, int] = {}
         self.allocated: dict[int, int] = {}  # all, by a number of its own
@@ -83,6 +84,7 @@ class _Counter(TorchDispatchMode):
                 read = read[1:]
             self.counts.beside += sum(x.nbytes for x in (*read, *_distinct(written)))
             self.counts.launches += 1
+            self.counts.small += all(x.numel() <= self.rows for x in (*read, *written))
         self._note(result)
         return result
 
@@ -149,8 +151,8 @@ def _distinct(tensors: list[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def _counting(inputs: list[Tensor]) -> Iterator[_Counter]:
-    counter = _Counter(inputs)
+def _counting(inputs: list[Tensor], rows: int) -> Iterator[_Counter]:
+    counter = _Counter(inputs, rows)
 
     def statistics(x: Tensor, *_: Any, **__: Any) -> None:
         counter.launched(x, 1)
@@ -204,7 +206,7 @@ def counted(
         arguments += [*numbers, mask]
     upstream = meta(rows) if op == "linear_logprobs" else meta()
     call: Callable[..., Any] = getattr(kernels, op)
-    with _counting([*arguments, upstream]) as counter:
+    with _counting([*arguments, upstream], rows) as counter:
         found = call(*arguments, backend="torch", **options)
         first = found if isinstance(found, Tensor) else found[0]
         wanted = [x for x in leaves if x.requires_grad]

@@ -199,11 +199,16 @@ FULL_KL = Op(
 )
 
 
+# What cuts a measured draw, by name.
+CUTS: dict[str, dict[str, Any]] = {"": {}, "top-k=50 top-p=0.9": {"top_k": 50, "top_p": 0.9}}
+
+
 def _sample_tokens(shape: Shape, generator: torch.Generator, backend: str, _: bool) -> Problem:
     keys = torch.randint(2**62, (shape.rows,), generator=generator)
+    cut = CUTS[shape.sampling]
 
     def ours(logits: Tensor, keys: Tensor) -> Results:
-        drawn = kernels.sample_tokens(logits, keys, backend=backend)
+        drawn = kernels.sample_tokens(logits, keys, **cut, backend=backend)
         named = {"logprobs": drawn.logprobs_t1, "entropies": drawn.entropies}
         return {"tokens": drawn.tokens, **named}
 
@@ -214,7 +219,7 @@ def _sample_tokens(shape: Shape, generator: torch.Generator, backend: str, _: bo
     return Problem(
         {"logits": _logits(shape, generator), "keys": keys},
         ours=ours,
-        eager=eager.sample_tokens,
+        eager=partial(eager.sample_tokens, **cut),
         exact=exact,
         by_row=frozenset({"logits", "keys", "tokens", "logprobs", "entropies"}),
         row_bytes=8 * shape.vocabulary,
@@ -264,12 +269,21 @@ def _compiled_sample_tokens() -> Iterator[Compiled]:
         yield Compiled(f"{name} {label}".strip(), made, expect, kernels=drawing)
 
 
+_DECODED = Shape("sample_tokens", 256, "bf16", vocabulary=151936, backward=False)
 SAMPLE_TOKENS = Op(
     problem=_sample_tokens,
     work=lambda shape: _work(dataclasses.replace(shape, backward=False)),
     main={
         "cpu": ((Shape("sample_tokens", 1024, vocabulary=50257, backward=False), ()),),
-        "cuda": ((Shape("sample_tokens", 8192, "bf16", vocabulary=151936, backward=False), ()),),
+        "cuda": (
+            (dataclasses.replace(_DECODED, rows=8192), ()),
+            # A decode step's rows.
+            (_DECODED, (Goal("seconds", 30e-6, HOPPER), Goal("forward launches", 2, HOPPER))),
+            (
+                dataclasses.replace(_DECODED, sampling="top-k=50 top-p=0.9"),
+                (Goal("forward launches", 4, HOPPER),),
+            ),
+        ),
     },
     axes=ON_VOCABULARY,
     checked=checked_rows("sample_tokens"),

@@ -64,6 +64,7 @@ class Shape:
     backward: bool = True
     whiten: bool = False
     attention: Attention | None = None
+    sampling: str = ""  # what cuts a draw, by its name in `benchmarks.ops.logits.CUTS`
     threads: int = 0  # 0: those of the session
 
     @classmethod
@@ -85,6 +86,7 @@ class Shape:
         parts += ["frozen head"] if self.head == "frozen" else []
         parts += ["whitened"] if self.whiten else []
         parts += ["forward"] if not self.backward and self.op in DIFFERENTIABLE else []
+        parts += [self.sampling] if self.sampling else []
         parts += [f"threads={self.threads}"] if self.threads else []
         return " ".join(parts)
 

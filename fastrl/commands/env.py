@@ -25,6 +25,7 @@ PACKAGES = (
     "peft",
     "bitsandbytes",
     "flash-attn",
+    "kernels",
 )
 
 

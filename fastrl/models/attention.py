@@ -78,7 +78,7 @@ AttentionInterface.register(NAME, _attend)
 @contextlib.contextmanager
 def attached(model: nn.Module) -> Iterator[None]:
     """Context in which the model calls the attention of this module."""
-    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
+    before = [(config, config._attn_implementation_internal) for config in configs_of(model)]
     try:
         for config, _ in before:
             config._attn_implementation_internal = NAME
@@ -174,7 +174,7 @@ def hidden_window(model: Any, windows: Iterable[int | None]) -> str | None:
     return f"it applies its window of {window} tokens by a mask alone"
 
 
-def _configs(model: nn.Module) -> list[Any]:
+def configs_of(model: nn.Module) -> list[Any]:
     """The configurations of a model and its parts, each once."""
     found: dict[int, Any] = {}
     for module in model.modules():

@@ -31,6 +31,7 @@ from transformers import (
 from transformers.utils import cached_file, logging
 
 from fastrl.models import quantised
+from fastrl.models.flash_attention import need_flash_attention
 from fastrl.models.utils import need_peft
 from fastrl.run.launcher import is_main_process
 
@@ -83,6 +84,8 @@ def load_language_model(
     Raises:
         FileNotFoundError: no model at the path, or no base at the place that the adapter names.
         OSError: a Hub id that cannot be loaded.
+        ImportError: ``attn_implementation`` names flash-attn, and neither the package nor a build
+            of it from the Hub is there.
         ValueError: another kind of model, an encoder whose attention is bidirectional, the adapter
             of a reward model; weights that are damaged or incomplete; an adapter of another base,
             or without safetensors.
@@ -300,6 +303,7 @@ class _Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike, options: dict[str, Any]):
+        need_flash_attention(options.get("attn_implementation"))
         self.options: dict[str, Any] = {"use_safetensors": True} | options
         self.folder = model_folder(path, options.get("subfolder"))
         self.adapter: Any = None

@@ -13,6 +13,7 @@ from transformers import Cache
 
 import fastrl_kernels
 from fastrl.models.attention import Attention, Variant
+from fastrl.models.flash_attention import flash_attn_with_kvcache
 from fastrl.models.host_memory import to_device
 from fastrl.models.packed_attention import Group, PackedAttention, PackedLayout
 from fastrl.rollout.kv_cache import KVCache
@@ -148,8 +149,11 @@ _WIDEST = 256  # of a head, in flash-attn 2
 _ARGUMENTS = ("cache_seqlens", "softmax_scale", "causal", "window_size", "softcap")
 
 
-def choose_decode_kernel(kv_cache: KVCache) -> DecodeKernel:
+def choose_decode_kernel(kv_cache: KVCache, from_hub: bool = False) -> DecodeKernel:
     """flash-attn's kernel where it is installed and fits, else ours.
+
+    Args:
+        from_hub: where flash-attn is not installed, take the Hub's build of it.
 
     ``flash_attn_with_kvcache`` is written for tensor cores and takes the KV cache as it is. It is
     used on NVIDIA GPUs from Ampere on, in fp16 and bf16, for keys as wide as values, by multiples
@@ -165,7 +169,7 @@ def choose_decode_kernel(kv_cache: KVCache) -> DecodeKernel:
         and all(k == v and k % 8 == 0 and k <= _WIDEST for k, v in widths)
         and os.environ.get(BACKEND_VARIABLE, "auto") == "auto"
     )
-    kernel = _flash_attn() if fits else None
+    kernel = _flash_attn(from_hub) if fits else None
     return decode if kernel is None else FlashDecode(kernel)
 
 
@@ -224,11 +228,9 @@ def _runs_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _flash_attn() -> Callable[..., Any] | None:
-    """``flash_attn_with_kvcache`` where it can be imported and has the arguments, else None."""
-    try:
-        from flash_attn import flash_attn_with_kvcache
-    except ImportError:  # not there, or built for another torch
+def _flash_attn(from_hub: bool) -> Callable[..., Any] | None:
+    """``flash_attn_with_kvcache`` where it is there and has the arguments, else None."""
+    found = flash_attn_with_kvcache(from_hub)
+    if found is None or not inspect.signature(found).parameters.keys() >= set(_ARGUMENTS):
         return None
-    known = inspect.signature(flash_attn_with_kvcache).parameters
-    return flash_attn_with_kvcache if known.keys() >= set(_ARGUMENTS) else None
+    return found

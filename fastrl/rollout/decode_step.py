@@ -112,7 +112,7 @@ class DecodeStep:
     ):
         self.model_runner, self.kv_cache, self.slots = model_runner, kv_cache, slots
         self.processors = processors
-        self.attention_kernel = choose_decode_kernel(kv_cache)
+        self.attention_kernel = choose_decode_kernel(kv_cache, model_runner.attends_by_flash)
 
     def __call__(self, bucket: int, span: int) -> None:
         """

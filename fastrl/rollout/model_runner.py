@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fastrl.models import quantised
 from fastrl.models.attention import Variant, attached, attending
+from fastrl.models.flash_attention import asks_for_flash_attention
 from fastrl.models.lm_head import in_front_of_head
 from fastrl.models.products import PackedProducts, has_own_forward, is_packed
 from fastrl.models.utils import evaluating
@@ -53,6 +54,7 @@ class ModelRunner:
         quantised.settle(model)
         self.language_model: Any = model.pretrained_model if wrapped else model
         self.autocast = autocast
+        self.attends_by_flash = asks_for_flash_attention(self.language_model)
         self._cache = SlotCache()
         self._hidden: Tensor | None = None
         self._logits: Tensor | None = None
@@ -163,7 +165,7 @@ class ModelRunner:
             self.autocast_weights.free()  # fused layers have theirs elsewhere
             rows, steps = 2, 3
             kv_cache = KVCache(layers, rows, 2 * steps, self.dtype, self.device)
-            kernel = choose_decode_kernel(kv_cache)
+            kernel = choose_decode_kernel(kv_cache, self.attends_by_flash)
             with self.opened():
                 for i in range(steps):
                     positions = torch.tensor([i, i + 2], device=self.device)

@@ -2,35 +2,154 @@
 
 A loop that takes more instructions per byte than a GPU issues while its memory moves that byte is
 bound by them (`Target.issue_limit`): the gate's table marks it with "!". That is no fault of its
-own, since scans and draws have more to do than to read; but a kernel with a bound here may not
-exceed it, on any target or in any dtype. Bounds are what kernels take, and a fifth more.
+own, since scans and draws have more to do than to read. Two things are:
+
+- a kernel above its bound here, on any target or in any dtype: bounds are what kernels take, and a
+  fifth more;
+- a kernel whose need says that the memory is its roof, on a target where instructions are, or with
+  fewer bytes in flight than keep the memory busy.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 KIB = 1024
 
 # Instructions per thread and byte of the main loop.
 MOST_PER_BYTE: dict[str, float] = {
+    # fp32 with a group of heads, whose products tensor cores do not take; 3.2 in 16 bits.
+    "decode_attention._decode_attention_fwd_kernel": 20.0,
     "decode_attention._decode_attention_merge_kernel": 5.0,
     "full_kl._full_kl_bwd_kernel": 5.5,
-    "full_kl._full_kl_fwd_kernel": 8.2,
+    "full_kl._full_kl_fwd_kernel": 8.4,
     "gae._gae_bwd_kernel": 8.0,
     "gae._gae_fwd_kernel": 13.5,
     "kl._kl_penalty_bwd_kernel": 6.0,
     "kl._kl_penalty_fwd_kernel": 6.6,
     "kl._kl_rewards_bwd_kernel": 2.5,
     "kl._kl_rewards_fwd_kernel": 5.5,
+    # A softcap's tanh is two thirds of both: 3.5 and 5.4 without one, 7.9 with the entropy.
+    "lm_head._lm_head_bwd_kernel": 15.0,
+    "lm_head._lm_head_fwd_kernel": 29.0,
+    "lm_head._lm_head_scale_kernel": 2.4,
     "logprob._token_logprobs_bwd_kernel": 6.4,
     # 5.5 where rows are aligned, 6.6 where they are not; 7.8 took a logit at a time.
     "logprob._token_logprobs_fwd_kernel": 7.0,
     "moments._moments_fwd_kernel": 22.0,
+    "moments._moments_merge_kernel": 4.6,
     "moments._whiten_bwd_kernel": 4.1,
+    "moments._whiten_fwd_kernel": 4.6,
     "moments._whiten_sums_kernel": 3.3,
     "ppo_loss._ppo_loss_bwd_kernel": 2.5,
     "ppo_loss._ppo_loss_fwd_kernel": 12.7,
+    "ppo_loss._ppo_loss_reduce_kernel": 2.2,
+    "rms_norm._rms_norm_kernel": 5.9,
+    # A head of 64 of which 16 are turned: a few bytes for each warp, and the latency is the roof.
+    "rotary._rotate_and_store_kernel": 16.0,
+    # Of what reaches a row's bound, a few logits of many; and of the group that won, 8 KiB of a
+    # row's 300. Both wait for memory and for sums across threads, not for instructions.
+    "sampling._sample_candidates_kernel": 11.5,
+    "sampling._sample_draw_kernel": 31.5,
+    "sampling._sample_statistics_kernel": 12.5,
+    "swiglu._swiglu_kernel": 8.5,
 }
 
-# Bytes that the blocks of one multiprocessor ask for before they use any of them. At 3 TB/s and a
-# latency of 0.8 µs each of an H100's 132 needs 18 KiB at any time, and more to have so on average.
-LEAST_IN_FLIGHT: dict[str, int] = {
-    "logprob._token_logprobs_fwd_kernel": 48 * KIB,
-}
+
+@dataclass(frozen=True)
+class Need:
+    """What a kernel needs for its roof to be the memory's.
+
+    Args:
+        kernel: by file and name.
+        roof: what is counted, and where it comes from.
+        targets: there its loops may take at most what is issued while the memory moves their bytes.
+        in_flight: bytes that the blocks of one multiprocessor have to ask for before they use any
+            of them. At 3 TB/s and a latency of 0.8 µs each of an H100's 132 needs 18 KiB at any
+            time, and more to have so on average.
+        without: words of calls' labels; a specialisation that serves no other calls is exempt.
+    """
+
+    kernel: str
+    roof: str
+    targets: tuple[str, ...] = ()
+    in_flight: int = 0
+    without: tuple[str, ...] = ()
+
+    def of(self, cases: Sequence[str]) -> bool:
+        """Whether a specialisation that serves these calls has it."""
+        return any(not set(self.without) & set(case.strip("]").split()) for case in cases)
+
+
+_ALL = ("sm_80", "sm_90", "sm_100", "gfx942")
+NEEDS = (
+    Need(
+        "logprob._token_logprobs_fwd_kernel",
+        "8192×151936 bf16 are 2.5 GB, 0.83 ms of an H100: the goal of 0.9 ms leaves 8%",
+        targets=("sm_80", "sm_90"),
+        in_flight=48 * KIB,
+    ),
+    Need(
+        "logprob._token_logprobs_bwd_kernel",
+        "the logits once more and their gradient: 1.7 of the 2.6 ms both ways",
+        targets=_ALL,
+        in_flight=20 * KIB,
+    ),
+    Need(
+        "sampling._sample_statistics_kernel",
+        "256×151936 bf16 are 78 MB, 26 µs of an H100: a plain draw's 30 µs leave 4 for its second "
+        "launch. It replaced 16 instructions per byte, of which 44 µs were made",
+        targets=("sm_80", "sm_90"),
+        in_flight=48 * KIB,
+    ),
+    Need(
+        "lm_head._lm_head_fwd_kernel",
+        "a pass of three over 1 GiB of logits at 4096×131072, 1.1 of the 20 ms of a loss: 5.4 "
+        "instructions per byte. A softcap's tanh, and extras with what they hold in registers, are "
+        "not judged: they are bound by instructions",
+        targets=("sm_80",),
+        in_flight=18 * KIB,
+        without=("softcap", "extras", "all"),
+    ),
+    Need(
+        "lm_head._lm_head_bwd_kernel",
+        "reads and writes that GiB: two of the three passes",
+        targets=("sm_80", "sm_90", "gfx942"),
+        in_flight=18 * KIB,
+        without=("softcap", "all"),
+    ),
+    Need("lm_head._lm_head_scale_kernel", "the gradient, read and written once", _ALL, 48 * KIB),
+    Need(
+        "full_kl._full_kl_bwd_kernel",
+        "8192×128256 of two policies read and one gradient written",
+        targets=_ALL,
+        in_flight=48 * KIB,
+    ),
+    Need(
+        "rms_norm._rms_norm_kernel",
+        "rows of a decode step, read, added to the stream and written: 2.2 instructions per byte",
+        targets=_ALL,
+        in_flight=48 * KIB,
+    ),
+    Need(
+        "swiglu._swiglu_kernel",
+        "two rows read and one written: an exponential and a division for six bytes",
+        targets=_ALL,
+        in_flight=48 * KIB,
+    ),
+    Need(
+        "decode_attention._decode_attention_fwd_kernel",
+        "keys and values of every live token, once: 64 slots of 2048 tokens and 8 heads of 128 are "
+        "0.27 GB, 90 µs of an H100. Products of fp32 are not a tensor core's",
+        targets=("sm_80", "sm_90", "sm_100"),
+        in_flight=32 * KIB,
+        without=("decode_attention[fp32",),
+    ),
+    Need(
+        "decode_attention._decode_attention_merge_kernel",
+        "what the splits left, in fp32: up to a ninth of the keys' and values' bytes",
+        targets=_ALL,
+        in_flight=32 * KIB,
+    ),
+)

@@ -71,21 +71,6 @@ def basename(path: str) -> str:
     return path.replace("\\", "/").rsplit("/", 1)[-1]
 
 
-def parse_cuobjdump(text: str) -> Usage:
-    """``cuobjdump -res-usage`` of a cubin with one kernel (its largest function otherwise)."""
-    found = [
-        {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", line)}
-        for line in text.splitlines()
-        if "REG:" in line
-    ]
-    if not found:
-        raise ValueError(f"no resource usage in the output of cuobjdump:\n{text}")
-    worst = {name: max(f.get(name, 0) for f in found) for name in ("REG", "STACK", "LOCAL")}
-    spills = worst["STACK"] + worst["LOCAL"]
-    detail = f"STACK:{worst['STACK']} LOCAL:{worst['LOCAL']}" if spills else ""
-    return Usage(worst["REG"], spills, detail)
-
-
 def parse_amdgcn_usage(text: str) -> Usage:
     """The kernel's metadata at the end of its assembly.
 
@@ -289,6 +274,8 @@ _SASS_JUMP = re.compile(r"^(?:BRA|JMP|CALL|BREAK)\b[^`]*`\((\.L_\w+)\)")
 _SASS_END = re.compile(r"^(?:EXIT|RET|BRX|JMX|KILL)\b")
 _SASS_ACCESS = re.compile(r"^(LDG|STG|LDGSTS|REDG?|ATOMG)((?:\.\w+)*)\s+(.*)$")
 _REGISTERS = re.compile(r"\bR(\d+)\b")
+_WAIT = re.compile(r"^DEPBAR\.LE SB0, 0x([0-9a-f]+)")
+_ROUNDS = 4  # as many as a loop's copies run ahead
 _AMD_CODE = re.compile(r"^\s+(?:s|v|ds|global|buffer|flat|scratch)_\w+")
 
 
@@ -318,7 +305,8 @@ def parse_loops(text: str, backend: str) -> list[Loop]:
             blocks[-1].instructions.append(("@ " if condition else "") + code)
             if jump := _SASS_JUMP.match(code):
                 blocks[-1].targets.append(jump.group(1))
-                blocks[-1].falls_through = condition or code.startswith("CALL.REL.NOINC R")
+                # A branch with an operand before its target is taken on that: `BRA.U !UP0, …`.
+                blocks[-1].falls_through = condition or "," in code or code.startswith("CALL")
                 blocks.append(_Block())
             elif _SASS_END.match(code) and not condition:
                 blocks[-1].falls_through = False
@@ -359,20 +347,30 @@ def _amd_bytes(code: str) -> int:
 
 
 def _most_in_flight(code: list[str]) -> int:
-    """Of a loop's loads, walked twice since one round may use what the last one asked for."""
+    """Of a loop's loads, walked several times since a round may use what an earlier one asked for.
+
+    A load into registers is in flight until one of them is read or written; a copy into shared
+    memory until a wait leaves fewer groups of copies open.
+    """
     waiting: dict[int, tuple[int, int]] = {}  # by first register: bytes, registers
-    most = 0
-    for line in code * 2:
+    groups, copied, most = list[int](), 0, 0
+    for line in code * _ROUNDS:
         line = line.removeprefix("@ ")
         used = {int(number) for number in _REGISTERS.findall(line)}
         for first, (_, count) in list(waiting.items()):
             if used & set(range(first, first + count)):
                 del waiting[first]
+        if line.startswith("LDGDEPBAR"):
+            groups, copied = [*groups, copied], 0
+        elif wait := _WAIT.match(line):
+            groups = groups[max(0, len(groups) - int(wait.group(1), 16)) :]
         m = _SASS_ACCESS.match(line)
         if m and m.group(1) == "LDG" and (register := _REGISTERS.match(m.group(3))):
             nbytes = _sass_width(m.group(2))
             waiting[int(register.group(1))] = nbytes, max(1, nbytes // 4)
-            most = max(most, sum(size for size, _ in waiting.values()))
+        elif m and m.group(1) == "LDGSTS":
+            copied += _sass_width(m.group(2))
+        most = max(most, sum(size for size, _ in waiting.values()) + sum(groups) + copied)
     return most
 
 

@@ -1,6 +1,7 @@
 """The ahead-of-time gate can fail: on planted accesses, and on real kernels with known faults."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import fastrl_kernels
 from benchmarks.ops import Expect
 from tests.aot import __main__ as aot
 from tests.aot import worker
+from tests.aot.bounds import Need
+from tests.aot.conftest import TOY_TARGETS
 from tests.aot.isa import Access, Operand
 from tests.aot.judge import Widths, judge
 from tests.aot.worker import (
@@ -22,7 +25,6 @@ from tests.aot.worker import (
     over_limits,
 )
 
-TOY_TARGETS = ("sm_80", "gfx942")  # the one that compiles everything, and another
 HERE = (("op.py", 10, 4),)
 
 
@@ -135,13 +137,6 @@ def test_no_demand_reports_widths_and_passes():
     assert (str(verdict.loads), verdict.faults) == ("2", ())
 
 
-@pytest.fixture(scope="module")
-def toy_reports():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        return {r.target: r for r in aot.run_targets(TOY_TARGETS, "toy_cases")}
-
-
 @pytest.mark.parametrize("target", TOY_TARGETS)
 def test_toy_kernels_are_told_apart(toy_reports, target):
     report = toy_reports[target]
@@ -193,19 +188,44 @@ def test_a_kernel_beyond_its_limits_fails(monkeypatch):
     assert over_limits(TARGETS["sm_80"], "op._op_kernel", 163 * kib, [], 0) == []
     assert over_limits(TARGETS["sm_80"], "op._op_kernel", 163 * kib + 1, [], 0)
     monkeypatch.setitem(worker.MOST_PER_BYTE, "op._op_kernel", 3.0)
-    monkeypatch.setitem(worker.LEAST_IN_FLIGHT, "op._op_kernel", 32 * kib)
-    assert over_limits(target, "op._op_kernel", 0, [2.0, 3.0], 32 * kib) == []
-    busy, idle = over_limits(target, "op._op_kernel", 0, [2.0, 3.1], 31 * kib)
+    assert over_limits(target, "op._op_kernel", 0, [2.0, 3.0], 0) == []
+    (busy,) = over_limits(target, "op._op_kernel", 0, [2.0, 3.1], 0)
     assert busy.startswith("3.1 instructions per byte in the main loop, above its bound, 3.0")
-    assert idle == "31 KiB in flight per multiprocessor, at least 32"
 
 
-def test_bounds_are_of_kernels_that_there_are():
-    """Else a kernel has been renamed, and lost its bound."""
+def test_a_kernel_whose_roof_is_the_memory_fails_where_it_is_not(monkeypatch):
+    target, kernel, cases = TARGETS["sm_90"], "op._op_kernel", ("op[bf16 V=503 softcap]",)
+    need = Need(kernel, "read once", ("sm_90",), 32 * 1024, without=("softcap",))
+    monkeypatch.setattr(worker, "NEEDS", (need,))
+    kib = 1024
+    assert over_limits(target, kernel, 0, [6.9], 32 * kib, ("op[bf16]",)) == []
+    assert over_limits(TARGETS["sm_100"], kernel, 0, [6.9], 32 * kib, ("op[bf16]",)) == []
+    bound, idle = over_limits(target, kernel, 0, [7.0], 31 * kib, ("op[bf16]",))
+    assert bound.startswith("7.0 instructions per byte in the main loop, and the memory, not they,")
+    assert idle == "31 KiB in flight per multiprocessor, at least 32: read once"
+    assert over_limits(target, kernel, 0, [7.0], 31 * kib, cases) == []
+    assert over_limits(target, kernel, 0, [7.0], 31 * kib, (*cases, "op[bf16]")), "it serves both"
+    assert over_limits(target, "op._other_kernel", 0, [7.0], 31 * kib, ("op[bf16]",)) == []
+
+
+def test_every_kernel_has_a_bound():
+    """Else a kernel is new, or has been renamed and lost its bound: `python -m tests.aot` tells
+    what it takes."""
     package = Path(fastrl_kernels.__file__).parent / "_triton"
-    for name in {*worker.MOST_PER_BYTE, *worker.LEAST_IN_FLIGHT}:
-        file, _, kernel = name.partition(".")
-        assert f"def {kernel}(" in (package / f"{file}.py").read_text(encoding="utf-8")
+    defined = {
+        f"{path.stem}.{name}"
+        for path in package.glob("*.py")
+        for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text(encoding="utf-8"), re.M)
+    }
+    assert defined == set(worker.MOST_PER_BYTE)
+
+
+def test_needs_are_of_kernels_that_there_are_and_state_their_roof():
+    """Else a kernel has been renamed, and lost its need."""
+    for need in worker.NEEDS:
+        assert need.kernel in worker.MOST_PER_BYTE
+        assert need.roof
+        assert set(need.targets) <= set(TARGETS)
 
 
 @pytest.mark.parametrize("target", TOY_TARGETS)

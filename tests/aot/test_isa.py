@@ -8,29 +8,12 @@ from tests.aot.isa import (
     Operand,
     parse_amdgcn_usage,
     parse_assembly,
-    parse_cuobjdump,
     parse_loops,
     parse_ttgir,
 )
 
 
-def test_cuobjdump_reports_registers_and_no_spill():
-    usage = parse_cuobjdump(
-        " Function _k:\n  REG:40 STACK:0 SHARED:1024 LOCAL:0 CONSTANT[0]:576 TEXTURE:0\n"
-    )
-    assert (usage.registers, usage.spills, usage.spill_detail) == (40, 0, "")
-
-
-@pytest.mark.parametrize(("stack", "local"), [(16, 0), (0, 8), (16, 8)])
-def test_cuobjdump_stack_and_local_memory_are_spills(stack, local):
-    usage = parse_cuobjdump(f"  REG:255 STACK:{stack} SHARED:0 LOCAL:{local} CONSTANT[0]:576\n")
-    assert usage.spills == stack + local
-    assert f"STACK:{stack}" in usage.spill_detail
-
-
 def test_unreadable_resource_usage_raises():
-    with pytest.raises(ValueError, match="no resource usage"):
-        parse_cuobjdump("cuobjdump fatal: no such file")
     with pytest.raises(ValueError, match=r"no \.vgpr_spill_count"):
         parse_amdgcn_usage("s_endpgm")
 
@@ -248,6 +231,34 @@ def test_a_loop_of_sass_is_counted_without_what_is_loaded_under_a_condition():
     # what nobody has used.
     assert loop.in_flight == 16 + 16 + 8 + 2
     assert loop.instructions_per_byte == 7 / 26
+
+
+def test_copies_into_shared_memory_are_in_flight_until_they_are_waited_for():
+    text = """
+.L_x_0:
+        /*0000*/                   DEPBAR.LE SB0, 0x1 ;
+        /*0010*/                   LDGSTS.E.BYPASS.128 [R2], desc[UR4][R6.64] ;
+        /*0020*/                   LDGSTS.E.BYPASS.128 [R2+0x800], desc[UR4][R8.64] ;
+        /*0030*/                   LDGDEPBAR ;
+        /*0040*/               @P0 BRA `(.L_x_0) ;
+        /*0050*/                   EXIT ;
+"""
+    (loop,) = parse_loops(text, "cuda")
+    assert (loop.moved, loop.in_flight) == (32, 64)  # a group is waited for, one stays open
+
+
+def test_a_branch_on_a_uniform_predicate_goes_on_where_it_is_not_taken():
+    text = """
+.L_x_0:
+        /*0000*/                   LDG.E.128 R4, [R2.64] ;
+        /*0010*/                   BRA.U !UP0, `(.L_x_1) ;
+        /*0020*/                   FADD R0, R0, R4 ;
+        /*0030*/               @P0 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0040*/                   EXIT ;
+"""
+    (loop,) = parse_loops(text, "cuda")
+    assert loop.instructions == 4
 
 
 def test_code_without_a_loop_is_counted_as_a_whole():

@@ -15,28 +15,25 @@ import argparse
 import importlib
 import json
 import pkgutil
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from benchmarks.ops import Compiled, Expect
-from tests.aot.bounds import LEAST_IN_FLIGHT, MOST_PER_BYTE
+from tests.aot.bounds import MOST_PER_BYTE, NEEDS
+from tests.aot.cubin import disassemble, usage_of
 from tests.aot.isa import (
     Loop,
-    Usage,
     basename,
     parse_amdgcn_usage,
     parse_assembly,
-    parse_cuobjdump,
     parse_loops,
     parse_ttgir,
 )
@@ -179,6 +176,32 @@ class CompileOnlyDriver:
         return torch.device("cpu")
 
 
+@contextmanager
+def no_products() -> Iterator[None]:
+    """Context in which products of matrices leave their results as memory is: a call's contents do
+    not matter, and products would take longer than all else."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+
+    class NoProducts(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs, packet = kwargs or {}, function.overloadpacket
+            if packet in (aten.mm, aten.addmm, aten.addmm_) and "out" in kwargs:
+                return kwargs["out"]
+            if packet is aten.addmm_:
+                return args[0]
+            if function is aten.mm.default:
+                return args[0].new_empty(args[0].shape[0], args[1].shape[1])
+            return function(*args, **kwargs)
+
+    with NoProducts():
+        yield
+
+
 class Recorder:
     """Turns every launch of a Triton kernel into its compilation, and keeps the result."""
 
@@ -201,7 +224,7 @@ class Recorder:
 
         knobs.runtime.jit_cache_hook = note
         for _, call in calls:
-            with suppress(Exception):  # it will be raised again, and reported
+            with suppress(Exception), no_products():  # it will be raised again, and reported
                 call.call()
         chosen = {function: covering(each) for function, each in found.items()}
         knobs.runtime.jit_cache_hook = lambda *, key, fn, **_: key not in chosen[fn.jit_function]
@@ -234,7 +257,8 @@ class Recorder:
         """Make the call; one that compiles nothing has fallen back to something else."""
         self._op, self._name, self._call = op, f"{op}[{call.label}]", call
         self._launches = 0
-        call.call()
+        with no_products():
+            call.call()
         if not self._launches:
             raise RuntimeError("the call launched no Triton kernel")
 
@@ -294,15 +318,22 @@ def kernel_name(function: Any) -> str:
     return f"{function.fn.__module__.rpartition('.')[2]}.{function.fn.__name__}"
 
 
-def analyse(compiled: Specialisation, target: Target) -> Row:
+def machine_codes(compiled: Sequence[Specialisation], target: Target) -> list[str]:
+    """Each kernel's instructions, as text."""
+    if target.backend == "cuda":
+        assert isinstance(target.arch, int)
+        return disassemble([each.kernel.asm["cubin"] for each in compiled], target.arch)
+    return [each.kernel.asm["amdgcn"] for each in compiled]
+
+
+def analyse(compiled: Specialisation, target: Target, machine_code: str) -> Row:
     """Read registers, spills and access widths from what the compiler produced."""
     kernel = compiled.kernel
     if target.backend == "cuda":
-        assembly, usage = kernel.asm["ptx"], _cubin_usage(kernel.asm["cubin"])
-        machine_code = _machine_code(target, kernel_name(compiled.function), kernel.asm["cubin"])
+        assembly, usage = kernel.asm["ptx"], usage_of(kernel.asm["cubin"])
     else:
-        assembly, usage = kernel.asm["amdgcn"], parse_amdgcn_usage(kernel.asm["amdgcn"])
-        machine_code = assembly
+        assembly = machine_code
+        usage = parse_amdgcn_usage(assembly)
     warps = kernel.metadata.num_warps
     verdict = judge(
         parse_assembly(assembly, target.backend),
@@ -335,7 +366,7 @@ def analyse(compiled: Specialisation, target: Target) -> Row:
         faults=(
             *faults,
             *verdict.faults,
-            *over_limits(target, name, shared, per_byte, in_flight),
+            *over_limits(target, name, shared, per_byte, in_flight, compiled.cases),
         ),
         lines=verdict.lines,
         let_pass=compiled.expect.why,
@@ -372,7 +403,12 @@ def blocks_per_processor(target: Target, warps: int, registers: int, shared: int
 
 
 def over_limits(
-    target: Target, kernel: str, shared: int, per_byte: Sequence[float], in_flight: int
+    target: Target,
+    kernel: str,
+    shared: int,
+    per_byte: Sequence[float],
+    in_flight: int,
+    cases: Sequence[str] = (),
 ) -> list[str]:
     """What a kernel takes too much of, or holds too little of in flight."""
     faults = []
@@ -380,42 +416,27 @@ def over_limits(
         faults.append(
             f"{shared} bytes of shared memory, {target.name} has {target.shared_per_block}"
         )
+    most = max(per_byte, default=0.0)
     bound = MOST_PER_BYTE.get(kernel)
-    if bound and per_byte and max(per_byte) > bound:
+    if bound and most > bound:
         faults.append(
-            f"{max(per_byte):.1f} instructions per byte in the main loop, above its bound, "
+            f"{most:.1f} instructions per byte in the main loop, above its bound, "
             f"{bound}: tests/aot/bounds.py"
         )
-    least = LEAST_IN_FLIGHT.get(kernel, 0)
-    if in_flight < least:
-        faults.append(
-            f"{in_flight // KIB} KiB in flight per multiprocessor, at least {least // KIB}"
-        )
+    for need in NEEDS:
+        if need.kernel != kernel or not need.of(cases):
+            continue
+        if target.name in need.targets and most > target.issue_limit:
+            faults.append(
+                f"{most:.1f} instructions per byte in the main loop, and the memory, not they, is "
+                f"to bind it ({target.issue_limit:g}): {need.roof}"
+            )
+        if in_flight < need.in_flight:
+            faults.append(
+                f"{in_flight // KIB} KiB in flight per multiprocessor, at least "
+                f"{need.in_flight // KIB}: {need.roof}"
+            )
     return faults
-
-
-def _machine_code(target: Target, kernel: str, cubin: bytes) -> str:
-    """Disassembled, which takes a tenth of a second: on the target that compiles everything only of
-    kernels that have to hold enough in flight."""
-    if target.full and kernel not in LEAST_IN_FLIGHT:
-        return ""
-    return _tool("nvdisasm", cubin, "-ndf", "-c")
-
-
-def _cubin_usage(cubin: bytes) -> Usage:
-    return parse_cuobjdump(_tool("cuobjdump", cubin, "-res-usage"))
-
-
-def _tool(name: str, cubin: bytes, *options: str) -> str:
-    """What a tool of triton's wheel prints: a CUDA toolkit's may be too old for the cubin."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), *options, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _constants(kernel: Any) -> dict[str, Any]:
@@ -489,7 +510,9 @@ def gate(
             recorder.call(op, call)
         except Exception as error:  # whatever it raises, the other calls still get their turn
             report.errors.append(_case_error(f"{op}[{call.label}]", error))
-    report.rows = [analyse(compiled, target) for compiled in recorder.compiled.values()]
+    found = list(recorder.compiled.values())
+    codes = machine_codes(found, target)
+    report.rows = [analyse(x, target, code) for x, code in zip(found, codes, strict=True)]
     if package:
         kernels, import_errors = defined_kernels(package)
         report.errors += import_errors

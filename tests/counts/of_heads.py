@@ -7,10 +7,10 @@ from functools import cache, partial
 
 from benchmarks.ops.head_counts import GIB, HeadCounts, counted
 from benchmarks.ops.record import MIB
+from benchmarks.predict import H100
 from tests.counts.record import Count
 
 SHAPE = 4096, 4096, 131072
-BANDWIDTH, FLOPS = 3.0e12, 7e14  # bytes and flops per second, of an H100
 
 
 @cache
@@ -28,7 +28,7 @@ def _peak(op: str) -> float:
 
 def _time(op: str) -> float:
     found = _counts(op)
-    return 1e3 * (found.flops / FLOPS + found.beside / BANDWIDTH)
+    return 1e3 * found.seconds(H100.bytes_per_second, H100.flops_per_second)
 
 
 COUNTS = (

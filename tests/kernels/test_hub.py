@@ -14,7 +14,8 @@ import kernels
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import fastrl_kernels
 
@@ -168,7 +169,7 @@ LAYERS = {
 def test_every_layer_is_tested_below():
     layers = vars(fastrl_kernels.layers).values()
     public = {x.__name__ for x in layers if isinstance(x, type) and issubclass(x, nn.Module)}
-    assert public == {*LAYERS, "RMSNorm"}
+    assert public == {*LAYERS, "RMSNorm", "SwiGLU"}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -205,3 +206,49 @@ def test_kernelize_swaps_the_norms_of_models_for_inference(repository):
         kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu", use_fallback=False)
     assert model[0].forward.__func__ is hub.load().forward
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def an_mlp(activation: str = "silu") -> LlamaMLP:
+    """Llama's, decorated: transformers names no layer for it."""
+    decorate = kernels.use_kernel_forward_from_hub("SwiGLU")
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_attention_heads=2, hidden_act=activation
+    )
+    return decorate(type("MLP", (LlamaMLP,), {}))(config)
+
+
+def kernelized(model: nn.Module, repository: Path, mode: kernels.Mode) -> type:
+    """The class whose forward the model's layers may have got."""
+    hub = kernels.LocalLayerRepository(repository, layer_name="SwiGLU")
+    with kernels.use_kernel_mapping({"SwiGLU": {"cpu": hub}}, inherit_mapping=False):
+        kernels.kernelize(model, mode=mode, device="cpu", use_fallback=mode.name == "TRAINING")
+    return hub.load()
+
+
+def test_kernelize_swaps_the_mlps_of_models_for_inference(repository):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(an_mlp()), torch.randn(3, 5, 16)
+    with torch.no_grad():
+        expected = model(x)
+        layer = kernelized(model, repository, kernels.Mode.INFERENCE)
+        assert model[0].forward.__func__ is layer.forward
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_mlp_in_training_keeps_its_own_forward(repository):
+    """The op has no gradient."""
+    model = nn.Sequential(an_mlp())
+    layer = kernelized(model, repository, kernels.Mode.TRAINING)
+    assert model[0].forward.__func__ is not layer.forward
+    x = torch.randn(3, 16, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.abs().sum() > 0
+    assert model[0].gate_proj.weight.grad.abs().sum() > 0
+
+
+@torch.no_grad()
+def test_an_mlp_with_another_activation_is_refused(repository):
+    model = nn.Sequential(an_mlp("gelu"))
+    kernelized(model, repository, kernels.Mode.INFERENCE)
+    with pytest.raises(ValueError, match="MLP has the activation GELUActivation, not SiLU"):
+        model(torch.randn(3, 16))

@@ -12,6 +12,7 @@ from .full_kl import full_kl
 from .logprob import token_logprobs
 from .moments import masked_whiten
 from .rms_norm import rms_norm
+from .swiglu import swiglu
 
 
 class TokenLogProbs(nn.Module):
@@ -52,3 +53,26 @@ class RMSNorm(nn.Module):
         out = rms_norm(hidden_states, self.weight, eps=self.variance_epsilon)
         assert isinstance(out, Tensor)  # a pair only with a residual
         return out
+
+
+class SwiGLU(nn.Module):
+    """The MLP of Llama and its like in inference: W_down(silu(W_gate x)·(W_up x)), each product by
+    the layer's own module.
+
+    Raises:
+        ValueError: the layer's activation is not SiLU.
+    """
+
+    has_backward = False
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    act_fn: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(self.act_fn).__name__ not in ("SiLU", "SiLUActivation"):
+            raise ValueError(
+                f"{type(self).__name__} has the activation {type(self.act_fn).__name__}, not SiLU: "
+                "map another layer to it"
+            )
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
