@@ -15,9 +15,18 @@ from .dispatch import choose
 from .types import AttentionSettings
 
 
+def _capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph records what is done with x."""
+    if torch.compiler.is_compiling() or not x.is_cuda or isinstance(x, FakeTensor):
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
 class LiveTokens:
     """The live tokens of each row, for several layers of one step: what layers make of the lengths
-    is made once for all of them, where PyTorch's path needs it.
+    is made once for all of them, as is the memory in which a layer's programs count each other.
+
+    One for each step, made where the step runs: within the capture, where a CUDA graph captures it.
 
     Args:
         lengths: [B] int32 or int64. Must not change while this is in use.
@@ -26,6 +35,7 @@ class LiveTokens:
     def __init__(self, lengths: Tensor):
         self.lengths = lengths
         self._made: dict[tuple, Tensor] = {}
+        self._captured = _capturing(lengths)
 
     def counted(self, span: int, window: int) -> Tensor:
         """Which tokens count, [B, 1, 1, span]."""
@@ -41,7 +51,22 @@ class LiveTokens:
         """Which rows have no live token, [B, 1, 1]."""
         return self._kept((), lambda: (self.lengths == 0).view(-1, 1, 1))
 
-    def _kept(self, key: tuple[int, ...], make: Callable[[], Tensor]) -> Tensor:
+    def arrivals(self, query: Tensor, programs: int) -> Tensor:
+        """A counter for each of a kernel's programs, [programs] int32 on the query's device, which
+        are 0 and which a launch leaves at 0. Launches on one stream share them; on another stream,
+        where launches may run at the same time, there are others."""
+
+        def make() -> Tensor:
+            return torch.zeros(programs, dtype=torch.int32, device=query.device)
+
+        if torch.compiler.is_compiling() or not query.is_cuda:
+            return self._kept((programs, "arrivals"), make)
+        if _capturing(query) != self._captured:
+            return make()  # a graph's memory is not to be lent, nor may a graph borrow any
+        stream = torch.cuda.current_stream(query.device).cuda_stream
+        return self._kept((programs, stream, "arrivals"), make)
+
+    def _kept(self, key: tuple[int | str, ...], make: Callable[[], Tensor]) -> Tensor:
         if torch.compiler.is_compiling():  # sizes as keys would become constants
             return make()
         if key not in self._made:
@@ -248,5 +273,5 @@ def decode_attention(
     if chosen == "triton":
         from ._triton.decode_attention import attend
 
-        return attend(query, keys, values, tokens.lengths, attention)
+        return attend(query, keys, values, tokens.lengths, tokens.arrivals, attention)
     return _attend(query, keys, values, tokens, attention)

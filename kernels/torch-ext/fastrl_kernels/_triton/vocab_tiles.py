@@ -13,14 +13,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
-from ..dispatch import interpreting
 from ..race import part_size
 from ..rows import as_rows, vector_length
 from ..types import COLDEST
 from .logprob import LOWEST, row_temperature
 from .rows import align_down, load_end, per_row, rotate
+from .tiles import target
 
 _TILE = 4096  # logits that a program holds
 _THREADS = 128  # of such a program
@@ -104,14 +103,9 @@ def group_weights(max_ptr, sum_ptr, row, groups, scale, ALL: tl.constexpr):
     return group_max, row_max, group_sum * tl.exp2(a), a
 
 
-def _warp() -> int:
-    """Threads of a warp."""
-    return 32 if interpreting() else driver.active.get_current_target().warp_size
-
-
 def _tile(columns: int, dtype: torch.dtype) -> dict[str, int]:
     """TILE, VEC and num_warps for as many columns, or for as many of them as a tile holds."""
-    vector, warp = vector_length(dtype), _warp()
+    vector, warp = vector_length(dtype), target()[1]
     tile = min(_TILE, max(warp * vector, triton.next_power_of_2(columns)))
     threads = min(_THREADS, tile // vector)
     return {"TILE": tile, "VEC": vector, "num_warps": threads // warp}
@@ -139,7 +133,7 @@ class VocabTiles:
         self.part: dict[str, Any] = {
             **tile,
             "SIZE": size,
-            "SPAN": min(size, tile["VEC"] * _warp()),
+            "SPAN": min(size, tile["VEC"] * target()[1]),
         }
         self.all: dict[str, Any] = {
             "SIZE": size,
@@ -147,7 +141,7 @@ class VocabTiles:
             "ALL": max(2, in_tile * triton.next_power_of_2(parts)),
         }
         threads = max(_THREADS, min(_ROW_THREADS, self.all["ALL"]))
-        self.winner = {**_tile(size, logits.dtype), "num_warps": threads // _warp()}
+        self.winner = {**_tile(size, logits.dtype), "num_warps": threads // target()[1]}
         # What looks for cuts holds some of the groups that may be kept.
         listed = min(in_tile, _CUT_GROUPS, max(1, _CUT_TILE // size))
         threads = max(_THREADS, min(_ROW_THREADS, listed * size // tile["VEC"]))
@@ -155,7 +149,7 @@ class VocabTiles:
             **self.all,
             "LISTED": listed,
             "VEC": tile["VEC"],
-            "num_warps": threads // _warp(),
+            "num_warps": threads // target()[1],
         }
         self.logits = (rows, *row_argument(temperature))
         self.sizes = (self.vocabulary, rows.stride(1), parts)
