@@ -63,7 +63,7 @@ def _calls() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any] | Non
 
     stream, weight = torch.zeros(_ROWS, 64), torch.ones(64)
     query, key = torch.zeros(_ROWS, 4, 16), torch.zeros(_ROWS, 2, 16)
-    angles, cache = torch.zeros(_ROWS, 16), torch.zeros(2, _ROWS, 600, 2, 16)
+    angles, cache = torch.zeros(_ROWS, 16), [torch.zeros(_ROWS, 600, 2, 16) for _ in range(2)]
     positions = torch.zeros(_ROWS, dtype=torch.int64)
     live = ops.LiveTokens(positions.int() + 1)
     keys = torch.zeros(_ROWS, dtype=torch.int64)

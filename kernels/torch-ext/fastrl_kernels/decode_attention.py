@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .checks import check_device, check_float, check_positive
+from .checks import Passed, check_device, check_float, check_positive, is_plain, layout
 from .dispatch import choose
 from .types import AttentionSettings
 
@@ -51,19 +51,16 @@ class LiveTokens:
         """Which rows have no live token, [B, 1, 1]."""
         return self._kept((), lambda: (self.lengths == 0).view(-1, 1, 1))
 
-    def arrivals(self, query: Tensor, programs: int) -> Tensor:
-        """A counter for each of a kernel's programs, [programs] int32 on the query's device, which
-        are 0 and which a launch leaves at 0. Launches on one stream share them; on another stream,
-        where launches may run at the same time, there are others."""
+    def arrivals(self, programs: int, stream: int) -> Tensor:
+        """A counter for each of a kernel's programs, [programs] int32, which are 0 and which a
+        launch leaves at 0. Launches on one stream share them; on another, where launches may run at
+        the same time, there are others."""
 
         def make() -> Tensor:
-            return torch.zeros(programs, dtype=torch.int32, device=query.device)
+            return torch.zeros(programs, dtype=torch.int32, device=self.lengths.device)
 
-        if torch.compiler.is_compiling() or not query.is_cuda:
-            return self._kept((programs, "arrivals"), make)
-        if _capturing(query) != self._captured:
+        if _capturing(self.lengths) != self._captured:
             return make()  # a graph's memory is not to be lent, nor may a graph borrow any
-        stream = torch.cuda.current_stream(query.device).cuda_stream
         return self._kept((programs, stream, "arrivals"), make)
 
     def _kept(self, key: tuple[int | str, ...], make: Callable[[], Tensor]) -> Tensor:
@@ -210,7 +207,9 @@ def _checked(
     )
 
 
-@torch.no_grad()
+_passed = Passed()
+
+
 def decode_attention(
     query: Tensor,
     keys: Tensor,
@@ -265,8 +264,16 @@ def decode_attention(
     inference"; the softcap is Gemma 2's (arXiv:2408.00118).
     """
     tokens = lengths if isinstance(lengths, LiveTokens) else LiveTokens(lengths)
-    _check_tensors(query, keys, values, tokens.lengths)
-    attention = _checked(query, keys, scale, window, softcap, span)
+    key = attention = None
+    if is_plain(query):
+        layouts = map(layout, (query, keys, values, tokens.lengths))
+        key = *layouts, scale, window, softcap, span
+        attention = _passed.get(key)
+    if attention is None:
+        _check_tensors(query, keys, values, tokens.lengths)
+        attention = _checked(query, keys, scale, window, softcap, span)
+        if key is not None:
+            _passed.keep(key, attention)
     chosen = choose(backend, query)
     if not torch.compiler.is_compiling() and isinstance(query, FakeTensor):
         chosen = "torch"  # there is nothing to launch a kernel on, only a shape to find
@@ -274,4 +281,5 @@ def decode_attention(
         from ._triton.decode_attention import attend
 
         return attend(query, keys, values, tokens.lengths, tokens.arrivals, attention)
-    return _attend(query, keys, values, tokens, attention)
+    with torch.no_grad():
+        return _attend(query, keys, values, tokens, attention)

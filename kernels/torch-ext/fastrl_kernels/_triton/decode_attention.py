@@ -11,6 +11,7 @@ that for it; the code for gfx942 has no such wait), and no other release is to b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,11 +19,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.compiler import is_compiling
+from triton.runtime import driver
 
 from ..dispatch import interpreting
 from ..types import AttentionSettings
+from .launch import launcher
 from .logprob import LOG2E, LOWEST
-from .tiles import accurate_tanh, device_of, target
+from .tiles import accurate_tanh, device_of, power_of_2, programs_for, target
 
 SPLIT = 256  # tokens of a program
 _PARTS = 16  # splits that are merged at a time
@@ -30,6 +34,7 @@ _PARTS = 16  # splits that are merged at a time
 _MOST_LOADED, _LOADED_REGISTERS = 8, 32
 _TILE_ELEMENTS = {2: 8192, 4: 2048}  # of keys that a program holds, by bytes per element
 _HEADS = {2: 32, 4: 2}  # query heads that a program takes at most, likewise
+_MERGE_TILE = 256  # numbers of a split that a program of the second kernel merges: a vector a thread
 # Integers that change from call to call, or prove nothing: specialising on them only recompiles.
 # Of strides, it has to be known whether they are multiples of 16 bytes.
 _ARGUMENTS = ("kv_heads", "splits", "span", "window")
@@ -153,7 +158,7 @@ def _decode_attention_fwd_kernel(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr,  # at least a tile
     TILE: tl.constexpr,
     DOT: tl.constexpr,
     WIDE: tl.constexpr,
@@ -261,14 +266,13 @@ def _decode_attention_merge_kernel(
     window,
     DV: tl.constexpr,
     GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
     MERGED: tl.constexpr,
     PARTS: tl.constexpr,
     LOADED: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    BLOCKS: tl.constexpr = (GROUP + MERGED - 1) // MERGED
     at = tl.program_id(0)
     block = at % BLOCKS
     at = at // BLOCKS  # of heads of keys
@@ -278,46 +282,59 @@ def _decode_attention_merge_kernel(
         factor = tl.cast(outer, tl.float32) * LOG2E
         number = (tl.num_programs(0) // BLOCKS).to(tl.int64) * (splits * GROUP)
         _merge(
-            out_ptr, parts_ptr, number, at.to(tl.int64) * GROUP, block * HEADS, splits, live,
+            out_ptr, parts_ptr, number, at.to(tl.int64) * GROUP, block * MERGED, splits, live,
             factor, GROUP, MERGED, DV, VALUE_WIDTH, PARTS, LOADED,
         )  # fmt: skip
 
 
+_launch_fwd = launcher(_decode_attention_fwd_kernel)
+_launch_merge = launcher(_decode_attention_merge_kernel)
+
+
+@torch.compiler.assume_constant_result
 def _merges_itself() -> bool:
     """Whether the last program merges, see above."""
     return target()[0] != "hip"
 
 
-_MERGE_SHAPES = (
-    "DV", "GROUP", "HEADS", "VALUE_WIDTH", "SPLIT", "MERGED", "PARTS", "LOADED", "num_warps",
-)  # fmt: skip
+def _stream(x: Tensor) -> int:
+    """The stream on which kernels take x."""
+    if is_compiling() or not x.is_cuda:
+        return 0
+    return driver.active.get_current_stream(x.get_device())
 
 
-def _shapes(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Any]:
-    """Sizes of tiles: by dtype and the widths and numbers of heads only."""
-    size = query.element_size()
-    group = query.shape[1] // keys.shape[2]
-    heads = min(_HEADS[size], triton.next_power_of_2(group))
+def _shapes(
+    heads: int, kv_heads: int, width: int, value_width: int, dtype: torch.dtype, elements: int
+) -> dict[str, Any]:
+    """Sizes of tiles, of ``elements`` of keys at most: by dtype and the widths and numbers of heads
+    only."""
+    size = dtype.itemsize
+    group = heads // kv_heads
+    some = min(_HEADS[size], power_of_2(group))
     dot = size == 2  # fp32 would lose digits on tensor cores
-    width, value_width = (max(16, triton.next_power_of_2(x.shape[-1])) for x in (keys, values))
-    warps = 4 if max(width, value_width) <= 128 else 8  # more would spill with 4
-    registers = max(1, heads * value_width // (32 * warps))  # of a split that is merged
+    key_tile, value_tile = power_of_2(max(16, width)), power_of_2(max(16, value_width))
+    widest = max(key_tile, value_tile)
+    warps = 4 if widest <= 128 else 8  # more would spill with 4
+    registers = max(1, some * value_tile // (32 * warps))  # of a split that is merged
     return {
-        "D": keys.shape[-1],
-        "DV": values.shape[-1],
+        "D": width,
+        "DV": value_width,
         "GROUP": group,
-        "HEADS": max(16, heads) if dot else heads,
-        "WIDTH": width,
-        "VALUE_WIDTH": value_width,
-        "SPLIT": SPLIT,
-        "TILE": min(64, max(16, _TILE_ELEMENTS[size] // max(width, value_width))),
+        "HEADS": max(16, some) if dot else some,
+        "WIDTH": key_tile,
+        "VALUE_WIDTH": value_tile,
+        "TILE": min(64, max(16, elements // widest)),
         "DOT": dot,
         "WIDE": interpreting(),
-        "MERGED": heads,
+        "MERGED": some,
         "PARTS": _PARTS,
         "LOADED": min(_MOST_LOADED, max(1, _LOADED_REGISTERS // registers)),
         "num_warps": warps,
     }
+
+
+_kept_shapes = functools.cache(_shapes)
 
 
 def attend(
@@ -325,37 +342,44 @@ def attend(
     keys: Tensor,
     values: Tensor,
     lengths: Tensor,
-    arrivals: Callable[[Tensor, int], Tensor],
+    arrivals: Callable[[int, int], Tensor],
     a: AttentionSettings,
 ) -> Tensor:
     """``decode_attention`` of checked arguments; ``arrivals`` is ``LiveTokens.arrivals``."""
-    batch, heads, _ = query.shape
-    kv_heads, width = values.shape[2:]
-    out = torch.empty(batch, heads, width, dtype=query.dtype, device=query.device)
+    batch, heads, key_width = query.shape
+    _, _, kv_heads, width = values.shape
+    out = torch.empty((batch, heads, width), dtype=query.dtype, device=query.device)
     if batch == 0:
         return out
     query = query if query.stride(-1) == 1 else query.contiguous()
     lengths = lengths.contiguous()
     # A window may touch one split more than it fills.
-    splits = min(triton.cdiv(a.span, SPLIT), triton.cdiv(a.window - 1, SPLIT) + 1)
-    shapes = _shapes(query, keys, values)
-    blocks = triton.cdiv(shapes["GROUP"], shapes["HEADS"])
-    programs = batch * kv_heads * blocks
+    splits = min(programs_for(a.span, SPLIT), programs_for(a.window - 1, SPLIT) + 1)
+    shapes = (_shapes if is_compiling() else _kept_shapes)(
+        heads, kv_heads, key_width, width, query.dtype, _TILE_ELEMENTS[query.element_size()]
+    )
+    programs = batch * kv_heads * programs_for(shapes["GROUP"], shapes["HEADS"])
     parts = counters = None
     if splits > 1:
         number = batch * heads * splits * (width + 2)
         parts = torch.empty(number, dtype=torch.float32, device=query.device)
-        counters = arrivals(query, programs) if _merges_itself() else None
+        counters = arrivals(programs, _stream(query)) if _merges_itself() else None
+    query_strides, key_strides, value_strides = query.stride(), keys.stride(), values.stride()
     with device_of(query):
-        _decode_attention_fwd_kernel[(programs * splits,)](
+        _launch_fwd(
+            programs * splits,
             query, keys, values, lengths, a.inner, a.outer, out, parts, counters,
-            kv_heads, splits, a.span, a.window,
-            *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-            **shapes,
+            kv_heads, splits, a.span, a.window, query_strides[0], query_strides[1],
+            key_strides[0], key_strides[1], key_strides[2],
+            value_strides[0], value_strides[1], value_strides[2],
+            SPLIT=SPLIT, **shapes,
         )  # fmt: skip
         if parts is not None and counters is None:
-            _decode_attention_merge_kernel[(programs,)](
+            merged = max(1, _MERGE_TILE // shapes["VALUE_WIDTH"])
+            _launch_merge(
+                batch * kv_heads * programs_for(shapes["GROUP"], merged),
                 lengths, a.outer, out, parts, kv_heads, splits, a.span, a.window,
-                **{name: shapes[name] for name in _MERGE_SHAPES},
+                DV=width, GROUP=shapes["GROUP"], VALUE_WIDTH=shapes["VALUE_WIDTH"], SPLIT=SPLIT,
+                MERGED=merged, PARTS=_PARTS, LOADED=_MOST_LOADED, num_warps=1,
             )  # fmt: skip
     return out

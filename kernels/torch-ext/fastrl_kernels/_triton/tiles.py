@@ -32,9 +32,14 @@ def programs_for(n: int, each: int) -> int:
     return (n + each - 1) // each
 
 
+def power_of_2(n: int) -> int:
+    """The least that is not below n ≥ 1. (Triton's own takes microseconds on the host.)"""
+    return 1 << (n - 1).bit_length()
+
+
 def target() -> tuple[str, int]:
     """What kernels are compiled for: "cuda", "hip" or "interpreter", and the threads of a warp."""
-    if interpreting():
+    if _INTERPRETED:
         return "interpreter", 32
     active = driver.active
     key = active, active.get_current_device()
@@ -45,6 +50,7 @@ def target() -> tuple[str, int]:
     return found
 
 
+_INTERPRETED = interpreting()  # as the kernels were defined
 _targets: dict[tuple[object, int], tuple[str, int]] = {}  # by driver and device
 
 
