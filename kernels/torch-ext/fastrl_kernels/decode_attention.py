@@ -17,7 +17,7 @@ from .types import AttentionSettings
 
 def _capturing(x: Tensor) -> bool:
     """Whether a CUDA graph records what is done with x."""
-    if torch.compiler.is_compiling() or not x.is_cuda or isinstance(x, FakeTensor):
+    if not x.is_cuda or torch.compiler.is_compiling() or isinstance(x, FakeTensor):
         return False
     return torch.cuda.is_current_stream_capturing()
 

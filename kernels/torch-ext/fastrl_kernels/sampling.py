@@ -306,9 +306,10 @@ def sample_tokens(
     """
     parameters = SamplingParameters(temperature, top_k, top_p, min_p)
     key = None
-    kinds = temperature.__class__, top_k.__class__, top_p.__class__, min_p.__class__
-    if kinds in _NUMBERS and is_plain(logits):
-        key = layout(logits), layout(keys), parameters, kinds
+    if is_plain(logits):
+        kinds = temperature.__class__, top_k.__class__, top_p.__class__, min_p.__class__
+        if kinds in _NUMBERS:
+            key = layout(logits), layout(keys), parameters, kinds
     if key is None or _passed.get(key) is None:
         _check_logits(logits)
         if keys.dtype not in (torch.int64, torch.uint64):

@@ -34,7 +34,9 @@ _PARTS = 16  # splits that are merged at a time
 _MOST_LOADED, _LOADED_REGISTERS = 8, 32
 _TILE_ELEMENTS = {2: 8192, 4: 2048}  # of keys that a program holds, by bytes per element
 _HEADS = {2: 32, 4: 2}  # query heads that a program takes at most, likewise
-_MERGE_TILE = 256  # numbers of a split that a program of the second kernel merges: a vector a thread
+_MERGE_TILE = (
+    256  # numbers of a split that a program of the second kernel merges: a vector a thread
+)
 # Integers that change from call to call, or prove nothing: specialising on them only recompiles.
 # Of strides, it has to be known whether they are multiples of 16 bytes.
 _ARGUMENTS = ("kv_heads", "splits", "span", "window")

@@ -550,7 +550,8 @@ def _candidates(
 ) -> Candidates:
     """Per row, the logits among which is the lowest that top-k and top-p keep."""
     device = maxima.device
-    bounds, counts = (torch.empty(tiles.n, dtype=torch.int32, device=device) for _ in range(2))
+    bounds = torch.empty(tiles.n, dtype=torch.int32, device=device)
+    counts = torch.empty_like(bounds)
     candidates = torch.empty((tiles.n, room), dtype=torch.float32, device=device)
     _launch_candidates(
         tiles.n,
@@ -564,17 +565,17 @@ def sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> SampledTokens
     """``sample_tokens`` of checked arguments."""
     n = logits.shape[0]
     tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
-    results = [
-        torch.empty(n, dtype=torch.float32, device=logits.device) for _ in SampledTokens._fields[1:]
-    ]
+    first = torch.empty(n, dtype=torch.float32, device=logits.device)
+    results = [first, *[torch.empty_like(first) for _ in SampledTokens._fields[2:]]]
     if n == 0:
         return SampledTokens(tokens, *results)
     at_one = not isinstance(p.temperature, Tensor) and p.temperature in (0.0, 1.0)
     with device_of(logits):
         tiles = VocabTiles(logits, p.temperature)
         shapes = tiles.shapes
-        maxima, sums, means, *more = tiles.new(3 if at_one else 4)
-        sum_t1 = more[0] if more else None
+        maxima = tiles.new()
+        sums, means = torch.empty_like(maxima), torch.empty_like(maxima)
+        sum_t1 = None if at_one else torch.empty_like(maxima)
         _launch_statistics(
             tiles.programs,
             *tiles.logits, maxima, sums, means, sum_t1, *tiles.sizes, **shapes.part,

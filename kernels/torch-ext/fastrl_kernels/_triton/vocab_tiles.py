@@ -159,8 +159,7 @@ class VocabTiles:
         self.logits = (rows, *row_argument(temperature))
         self.sizes = (self.vocabulary, rows.stride(0), self.shapes.parts)
 
-    def new(self, number: int) -> tuple[Tensor, ...]:
-        """Memory of ``number`` tensors [N, groups], each from a multiple of 16 bytes on."""
-        each = (self.n * self.shapes.groups + 3) // 4 * 4
-        device = self.logits[0].device
-        return torch.empty((number, each), dtype=torch.float32, device=device).unbind()
+    def new(self) -> Tensor:
+        """Memory for a number of each group, [N, groups] fp32."""
+        count = self.n * self.shapes.groups
+        return torch.empty(count, dtype=torch.float32, device=self.logits[0].device)
