@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 
@@ -342,6 +343,21 @@ def test_counters_are_zero_after_every_call(device, small_splits):
         assert len(live._made) == len(made)  # layers share them
         assert ON_AMD or [len(x) for x in made] == [len(lengths) * 2]
         assert not any(x.any() for x in made)
+
+
+def test_streams_and_captures_do_not_share_counters(monkeypatch):
+    module = importlib.import_module("fastrl_kernels.decode_attention")
+    live = LiveTokens(torch.ones(2, dtype=torch.int32))
+    one = live.arrivals(4, 0)
+    assert live.arrivals(4, 0) is one
+    assert live.arrivals(4, 1) is not one
+    # What was made before a capture is not the graph's; nor, after it, the graph's anyone else's.
+    for captured in (True, False):
+        monkeypatch.setattr(module, "_capturing", lambda x, captured=captured: captured)
+        step = LiveTokens(live.lengths)
+        assert step.arrivals(4, 0) is step.arrivals(4, 0)
+        monkeypatch.setattr(module, "_capturing", lambda x, captured=captured: not captured)
+        assert step.arrivals(4, 0) is not step.arrivals(4, 0)
 
 
 @interpreted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -132,15 +134,14 @@ def rotate_and_store(
     Source: Su et al., 2021, "RoFormer" (arXiv:2104.09864), by halves as in transformers.
     """
     inputs = RotaryInputs(query, key, value, cos, sin, keys, values, positions, norms)
-    key = None
+    seen: tuple[Any, ...] | None = None
     if is_plain(query):
-        layouts = map(layout, inputs[:8])
-        named = norms and (layout(norms.query), layout(norms.key), norms.eps)
-        key = *layouts, named
-    if key is None or _passed.get(key) is None:
+        of_norms = norms and (layout(norms.query), layout(norms.key), norms.eps)
+        seen = *map(layout, inputs[:8]), of_norms
+    if seen is None or _passed.get(seen) is None:
         _check(inputs)
-        if key is not None:
-            _passed.keep(key, True)
+        if seen is not None:
+            _passed.keep(seen, True)
     if choose(backend, query) == "triton":
         from ._triton import rotary
 
