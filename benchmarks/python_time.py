@@ -61,6 +61,14 @@ def _calls() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any] | Non
     one, per_row = torch.ones(()), torch.ones(_ROWS)
     value = ops.ValueTerm(values, old, returns)
 
+    stream, weight = torch.zeros(_ROWS, 64), torch.ones(64)
+    query, key = torch.zeros(_ROWS, 4, 16), torch.zeros(_ROWS, 2, 16)
+    angles, cache = torch.zeros(_ROWS, 16), [torch.zeros(_ROWS, 600, 2, 16) for _ in range(2)]
+    positions = torch.zeros(_ROWS, dtype=torch.int64)
+    live = ops.LiveTokens(positions.int() + 1)
+    keys = torch.zeros(_ROWS, dtype=torch.int64)
+    drawn = logits.detach()
+
     def by(leaf: Tensor | tuple[Tensor, ...], *upstream: Tensor) -> Callable[[Any], Any]:
         return lambda found: torch.autograd.grad(found, leaf, upstream, retain_graph=True)
 
@@ -80,6 +88,19 @@ def _calls() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any] | Non
         "ppo_loss value": (lambda: loss(value=value), by((new, values), one)),
         "gae": (gae, None),
         "gae whiten": (lambda: gae(whiten=True), None),
+        "rms_norm": (lambda: ops.rms_norm(stream, weight, residual=stream), None),
+        "swiglu": (lambda: ops.swiglu(stream, stream), None),
+        "rotate_and_store": (
+            lambda: ops.rotate_and_store(query, key, key, angles, angles, *cache, positions),
+            None,
+        ),
+        "decode_attention": (lambda: ops.decode_attention(query, *cache, live), None),
+        "decode_attention one split": (
+            lambda: ops.decode_attention(query, *cache, live, span=256),
+            None,
+        ),
+        "sample_tokens": (lambda: ops.sample_tokens(drawn, keys), None),
+        "sample_tokens top_k": (lambda: ops.sample_tokens(drawn, keys, top_k=5), None),
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ def _checked(sizes: Sizes) -> Iterator[Shape]:
         yield _decode(Attention(*heads, sizes.width, **options), sizes.rows, tokens, dtype)
 
 
-# name: query heads per head of keys, and options; a span of one split makes one launch. Of the
+# name: query heads per head of keys, and options; a span of one split has nothing to merge. Of the
 # heads, what matters is how many a program takes: up to 16, or 32, of a half dtype; 1 or 2 of fp32.
 _COMPILED: dict[str, tuple[int, dict[str, Any]]] = {
     "group=1": (1, {}),
@@ -135,6 +136,15 @@ def _compiled() -> Iterator[Compiled]:
     for name, width, label in _COMPILED_CALLS:
         made = partial(call, DTYPES[name], width, *_COMPILED[label])
         yield Compiled(f"{name} D={width} {label}", made)
+
+    def in_two_launches(**given: Any) -> None:
+        from fastrl_kernels._triton import decode_attention
+
+        with mock.patch.object(decode_attention, "_merges_itself", return_value=False):
+            call(**given)
+
+    given = {"dtype": torch.bfloat16, "width": 128, "group": 8, "options": {}}
+    yield Compiled("bf16 D=128 group=8 two launches", partial(in_two_launches, **given))
 
 
 DECODE_ATTENTION = Op(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ from tests.kernels.launches import constants, floats_arrive_as_double, interpret
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SPLIT = 256
+ON_AMD = torch.version.hip is not None  # where a second launch merges
 BORDERS = (0, 1, 255, 256, 257, 513)
 OPTIONS = {
     "plain": {},
@@ -253,12 +256,130 @@ def test_rows_of_slots_in_one_batch(group, options):
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 9}], ids=str)
 def test_nothing_waits_for_the_device(backend, device, options):
-    inputs = cache((5, 513), device=device, heads=1)
-    for span, launches in ((SPLIT, 1), (SPLIT + 1, 2), (520, 2)):
+    *inputs, lengths = cache((5, 513), device=device, heads=1)
+    live = LiveTokens(lengths)  # of a step, whose first layer makes what the others find
+    decode_attention(*inputs, live, backend=backend, **options)
+    for span, launches in ((SPLIT, 1), (SPLIT + 1, 1 + ON_AMD), (520, 1 + ON_AMD)):
         with watched() as calls:
-            decode_attention(*inputs, span=span, backend=backend, **options)
+            decode_attention(*inputs, live, span=span, backend=backend, **options)
         if backend == "triton":
             assert len(calls) == launches, calls
+
+
+SMALL = 64  # tokens of a split, so that many splits are few tokens
+LENGTHS = (SMALL * 17 + 9, SMALL * 2, 0, 5, SMALL + 1, SMALL * 18 + 1)
+
+
+@pytest.fixture
+def small_splits(monkeypatch):
+    from fastrl_kernels._triton import decode_attention as module
+
+    monkeypatch.setattr(module, "SPLIT", SMALL)
+    return module
+
+
+def of_many_splits(dtype, device, lengths=LENGTHS, **options):
+    """Rows of 18, 2, no, 1, 2 and 19 live splits."""
+    options = {"heads": 2, "group": 3, "tokens": SMALL * 18 + 1, "dead": math.nan, **options}
+    return cache(lengths, dtype, device, **options)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
+@pytest.mark.parametrize("options", [{}, {"window": SMALL * 16 + 3, "softcap": 2.0}], ids=str)
+def test_one_launch_and_two_give_the_same_bits(device, dtype, options, small_splits, monkeypatch):
+    inputs = of_many_splits(dtype, device)
+    options = {**options, "span": SMALL * 18, "backend": "triton"}
+    found = []
+    for itself in (True, False):
+        monkeypatch.setattr(small_splits, "_merges_itself", lambda itself=itself: itself)
+        found.append(decode_attention(*inputs, **options))
+    assert torch.equal(found[0][:-1], found[1][:-1])
+    assert (found[0][2] == 0).all()
+    for out in found:
+        assert out[-1].isnan().all()  # longer than the span
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
+def test_splits_are_merged_in_their_order(device, dtype, small_splits, monkeypatch):
+    """In NumPy, as in the interpreter, bit by bit."""
+    scale, group, width, splits = 0.3, 3, 16, 19
+    *inputs, lengths = of_many_splits(dtype, device, (SMALL * 17 + 9,), heads=1)
+    inputs[1][0, SMALL * 16 + 3, 0] = inputs[0][0, 0] * 2  # a highest score among the last
+    made, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(empty(*a, **k)) or made[-1])
+    out = decode_attention(*inputs, lengths, scale=scale, backend="triton")
+    sizes = [group * splits * n for n in (width, 1, 1)]
+    found = made[1].split(sizes)  # behind the result's memory, what the splits found
+    sums, highest, weights = (x.view(group, splits, -1)[:, :18].numpy() for x in found)
+    sums, highest, weights = sums, highest[..., 0], weights[..., 0]
+
+    factor = numpy.float32(scale) * numpy.float32(1.4426950408889634)
+    peak, exp_sum = numpy.full(group, -1e30, numpy.float32), numpy.zeros(group, numpy.float32)
+    acc = numpy.zeros((group, width), numpy.float32)
+    for some in (slice(0, 16), slice(16, 18)):
+        higher = numpy.maximum(peak, highest[:, some].max(1))
+        rescale = numpy.exp2((peak - higher) * factor)
+        scaled = numpy.exp2((highest[:, some] - higher[:, None]) * factor)
+        sixteen = numpy.zeros((group, 16), numpy.float32)
+        sixteen[:, : scaled.shape[1]] = scaled * weights[:, some]
+        exp_sum = exp_sum * rescale + sixteen.sum(1)
+        part = numpy.zeros_like(acc)
+        for i in range(scaled.shape[1]):
+            part += scaled[:, i, None] * sums[:, some][:, i]
+        acc, peak = acc * rescale[:, None] + part, higher
+    expected = torch.from_numpy(acc / exp_sum[:, None]).to(dtype)
+    assert torch.equal(out[0], expected)
+
+
+def test_counters_are_zero_after_every_call(device, small_splits):
+    *inputs, lengths = of_many_splits(BF16, device)
+    for options in ({}, {"window": SMALL * 3}, {"span": SMALL * 18}):
+        live = LiveTokens(lengths)
+        first = decode_attention(*inputs, live, backend="triton", **options)
+        made = list(live._made.values())
+        again = decode_attention(*inputs, live, backend="triton", **options)
+        assert torch.equal(first.nan_to_num(), again.nan_to_num())
+        assert len(live._made) == len(made)  # layers share them
+        assert ON_AMD or [len(x) for x in made] == [len(lengths) * 2]
+        assert not any(x.any() for x in made)
+
+
+def test_streams_and_captures_do_not_share_counters(monkeypatch):
+    module = importlib.import_module("fastrl_kernels.decode_attention")
+    live = LiveTokens(torch.ones(2, dtype=torch.int32))
+    one = live.arrivals(4, 0)
+    assert live.arrivals(4, 0) is one
+    assert live.arrivals(4, 1) is not one
+    # What was made before a capture is not the graph's; nor, after it, the graph's anyone else's.
+    for captured in (True, False):
+        monkeypatch.setattr(module, "_capturing", lambda x, captured=captured: captured)
+        step = LiveTokens(live.lengths)
+        assert step.arrivals(4, 0) is step.arrivals(4, 0)
+        monkeypatch.setattr(module, "_capturing", lambda x, captured=captured: not captured)
+        assert step.arrivals(4, 0) is not step.arrivals(4, 0)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=names([FP32, BF16]))
+def test_the_order_of_arrival_does_not_matter(device, dtype, small_splits, monkeypatch):
+    """The interpreter runs programs one by one: here backwards, and in an order that mixes rows,
+    heads and splits."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    inputs = of_many_splits(dtype, device, LENGTHS[:4], heads=1, group=33 if dtype == BF16 else 3)
+    expected = decode_attention(*inputs, backend="triton")
+    set_grid_idx = InterpreterBuilder.set_grid_idx
+    for step in (-1, 7):
+
+        def elsewhere(self, x, y, z, step=step):
+            programs = self.grid_dim[0]
+            assert math.gcd(programs, step) == 1
+            set_grid_idx(self, x * step % programs, y, z)
+
+        monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", elsewhere)
+        out = decode_attention(*inputs, backend="triton")
+        assert torch.equal(out, expected)
 
 
 @interpreted
@@ -276,8 +397,7 @@ def test_programs_do_not_outnumber_what_a_window_can_touch(device, monkeypatch):
     for window, splits in ((None, 4), (1, 1), (2, 2), (SPLIT + 1, 2), (SPLIT + 2, 3)):
         grids.clear()
         decode_attention(*inputs, window=window, backend="triton")
-        merge = [("_decode_attention_merge_kernel", (66,))] if splits > 1 else []
-        assert grids == [("_decode_attention_fwd_kernel", (splits * 2 * 2,)), *merge]
+        assert grids == [("_decode_attention_fwd_kernel", (splits * 2 * 2,))]
 
 
 @interpreted
@@ -293,8 +413,8 @@ def test_only_the_model_is_compiled_in():
     """What changes from call to call is an argument: a constexpr would recompile each time."""
     from fastrl_kernels._triton import decode_attention as module
 
-    shapes = {"D", "DV", "GROUP", "HEADS", "WIDTH", "VALUE_WIDTH", "SPLIT", "TILE", "PARTS"}
-    assert constants(module) == shapes | {"DOT", "WIDE"}
+    shapes = {"D", "DV", "GROUP", "HEADS", "WIDTH", "VALUE_WIDTH", "SPLIT", "TILE", "MERGED"}
+    assert constants(module) == shapes | {"PARTS", "LOADED", "DOT", "WIDE"}
     for kernel in (module._decode_attention_fwd_kernel, module._decode_attention_merge_kernel):
         found = inspect.signature(kernel.fn).parameters
         assert {"splits", "span", "window"} <= set(module._ARGUMENTS) & set(found)

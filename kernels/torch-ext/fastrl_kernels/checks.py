@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,37 @@ from torch import Tensor
 from .operators import operator
 from .types import IGNORE_LABEL, Temperature
 
+
+class Passed:
+    """What an op's checks have made of arguments, by all that they look at: the same arguments,
+    layer after layer and step after step, are checked once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def get(self, key: Any) -> Any:
+        return self._known.get(key)
+
+    def keep(self, key: Any, found: Any) -> None:
+        if len(self._known) >= _KEPT:
+            self._known.clear()
+        self._known[key] = found
+
+
+_KEPT = 4096
+
+
+def layout(x: Tensor) -> tuple[Any, ...]:
+    """What checks look at in a tensor."""
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether x has memory and its sizes are numbers, so that :func:`layout` can be a key."""
+    return not torch.compiler.is_compiling() and x.__class__ in _PLAIN
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

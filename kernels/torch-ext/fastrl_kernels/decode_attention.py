@@ -10,14 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .checks import check_device, check_float, check_positive
+from .checks import Passed, check_device, check_float, check_positive, is_plain, layout
 from .dispatch import choose
 from .types import AttentionSettings
 
 
+def _capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph records what is done with x."""
+    if not x.is_cuda or torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
 class LiveTokens:
     """The live tokens of each row, for several layers of one step: what layers make of the lengths
-    is made once for all of them, where PyTorch's path needs it.
+    is made once for all of them, as is the memory in which a layer's programs count each other.
+
+    One for each step, made where the step runs: within the capture, where a CUDA graph captures it.
 
     Args:
         lengths: [B] int32 or int64. Must not change while this is in use.
@@ -26,6 +35,7 @@ class LiveTokens:
     def __init__(self, lengths: Tensor):
         self.lengths = lengths
         self._made: dict[tuple, Tensor] = {}
+        self._captured = _capturing(lengths)
 
     def counted(self, span: int, window: int) -> Tensor:
         """Which tokens count, [B, 1, 1, span]."""
@@ -41,7 +51,19 @@ class LiveTokens:
         """Which rows have no live token, [B, 1, 1]."""
         return self._kept((), lambda: (self.lengths == 0).view(-1, 1, 1))
 
-    def _kept(self, key: tuple[int, ...], make: Callable[[], Tensor]) -> Tensor:
+    def arrivals(self, programs: int, stream: int) -> Tensor:
+        """A counter for each of a kernel's programs, [programs] int32, which are 0 and which a
+        launch leaves at 0. Launches on one stream share them; on another, where launches may run at
+        the same time, there are others."""
+
+        def make() -> Tensor:
+            return torch.zeros(programs, dtype=torch.int32, device=self.lengths.device)
+
+        if _capturing(self.lengths) != self._captured:
+            return make()  # a graph's memory is not to be lent, nor may a graph borrow any
+        return self._kept((programs, stream, "arrivals"), make)
+
+    def _kept(self, key: tuple[int | str, ...], make: Callable[[], Tensor]) -> Tensor:
         if torch.compiler.is_compiling():  # sizes as keys would become constants
             return make()
         if key not in self._made:
@@ -185,7 +207,9 @@ def _checked(
     )
 
 
-@torch.no_grad()
+_passed = Passed()
+
+
 def decode_attention(
     query: Tensor,
     keys: Tensor,
@@ -240,13 +264,22 @@ def decode_attention(
     inference"; the softcap is Gemma 2's (arXiv:2408.00118).
     """
     tokens = lengths if isinstance(lengths, LiveTokens) else LiveTokens(lengths)
-    _check_tensors(query, keys, values, tokens.lengths)
-    attention = _checked(query, keys, scale, window, softcap, span)
+    key = attention = None
+    if is_plain(query):
+        layouts = map(layout, (query, keys, values, tokens.lengths))
+        key = *layouts, scale, window, softcap, span
+        attention = _passed.get(key)
+    if attention is None:
+        _check_tensors(query, keys, values, tokens.lengths)
+        attention = _checked(query, keys, scale, window, softcap, span)
+        if key is not None:
+            _passed.keep(key, attention)
     chosen = choose(backend, query)
     if not torch.compiler.is_compiling() and isinstance(query, FakeTensor):
         chosen = "torch"  # there is nothing to launch a kernel on, only a shape to find
     if chosen == "triton":
         from ._triton.decode_attention import attend
 
-        return attend(query, keys, values, tokens.lengths, attention)
-    return _attend(query, keys, values, tokens, attention)
+        return attend(query, keys, values, tokens.lengths, tokens.arrivals, attention)
+    with torch.no_grad():
+        return _attend(query, keys, values, tokens, attention)

@@ -26,7 +26,6 @@ def torch_rms_norm(
     return (weight * normed.to(total.dtype)).to(dtype), total
 
 
-@torch.no_grad()
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -63,7 +62,7 @@ def rms_norm(
     """
     check_float("x", x)
     check_float("weight", weight)
-    if x.dim() == 0 or weight.dim() != 1 or weight.shape != x.shape[-1:] or len(weight) == 0:
+    if x.dim() == 0 or weight.dim() != 1 or weight.shape != x.shape[-1:] or weight.shape[0] == 0:
         raise ValueError(
             f"x has shape {tuple(x.shape)}, weight {tuple(weight.shape)}: they must be [..., H] "
             "and [H]"
@@ -75,13 +74,16 @@ def rms_norm(
         check_float("residual", residual)
         check_same_shape("residual", residual, "x", x)
         check_device("residual", residual, "x", x)
-        wide = torch.promote_types(wide, residual.dtype)
+        if residual.dtype != wide:
+            wide = torch.promote_types(wide, residual.dtype)
     if dtype is None:
-        dtype = wide if unit_offset else torch.promote_types(wide, weight.dtype)
+        same = unit_offset or weight.dtype == wide
+        dtype = wide if same else torch.promote_types(wide, weight.dtype)
     if choose(backend, x) == "triton":
         from ._triton.rms_norm import normalise
 
         normed, total = normalise(x, weight, residual, eps, unit_offset, wide, dtype)
     else:
-        normed, total = torch_rms_norm(x, weight, residual, eps, unit_offset, dtype)
+        with torch.no_grad():
+            normed, total = torch_rms_norm(x, weight, residual, eps, unit_offset, dtype)
     return normed if residual is None else (normed, total)

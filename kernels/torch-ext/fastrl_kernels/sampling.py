@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ._cpu.row_chunks import FLOOR, rows_at_a_time
 from ._cpu.top_p import MANY, last_below, lowest_by_buckets, tempered
-from .checks import check_float, check_per_token
+from .checks import Passed, check_float, check_per_token, is_plain, layout
 from .dispatch import choose
 from .operators import joined, new, operator, split
 from .race import part_size, winners
@@ -244,7 +245,10 @@ def _compiled(
     return SampledTokens(*_sample_tokens(logits, keys, *parts, backend))
 
 
-@torch.no_grad()
+_passed = Passed()
+_NUMBERS = set(itertools.product((int, float), (int,), (int, float), (int, float)))
+
+
 def sample_tokens(
     logits: Tensor,
     keys: Tensor,
@@ -300,12 +304,25 @@ def sample_tokens(
     Source: nucleus sampling is Holtzman et al., 2019 (arXiv:1904.09751); min-p is Nguyen et al.,
     2024 (arXiv:2407.01082).
     """
-    _check_logits(logits)
-    if keys.dtype not in (torch.int64, torch.uint64):
-        raise TypeError(f"keys must be int64 or uint64, got {keys.dtype}: see sample_keys")
-    check_per_token("keys", keys, "logits", logits)
     parameters = SamplingParameters(temperature, top_k, top_p, min_p)
-    for name, value in parameters._asdict().items():
-        _check_parameter(name, value, logits)
-    run = _compiled if torch.compiler.is_compiling() else _run
-    return run(logits, keys.view(torch.int64), parameters, choose(backend, logits))
+    key = None
+    if is_plain(logits):
+        kinds = temperature.__class__, top_k.__class__, top_p.__class__, min_p.__class__
+        if kinds in _NUMBERS:
+            key = layout(logits), layout(keys), parameters, kinds
+    if key is None or _passed.get(key) is None:
+        _check_logits(logits)
+        if keys.dtype not in (torch.int64, torch.uint64):
+            raise TypeError(f"keys must be int64 or uint64, got {keys.dtype}: see sample_keys")
+        check_per_token("keys", keys, "logits", logits)
+        for name, value in parameters._asdict().items():
+            _check_parameter(name, value, logits)
+        if key is not None:
+            _passed.keep(key, True)
+    chosen = choose(backend, logits)
+    keys = keys if keys.dtype == torch.int64 else keys.view(torch.int64)
+    if chosen == "triton" and key is not None:
+        return _run(logits, keys, parameters, chosen)
+    with torch.no_grad():
+        run = _compiled if torch.compiler.is_compiling() else _run
+        return run(logits, keys, parameters, chosen)

@@ -10,7 +10,6 @@ from .checks import check_device, check_float, check_same_shape
 from .dispatch import choose
 
 
-@torch.no_grad()
 def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
     """silu(g) · u, with silu(g) = g·σ(g) in fp32, rounded to its dtype, as the product is.
 
@@ -36,4 +35,5 @@ def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
         from ._triton.swiglu import gated
 
         return gated(gate, up)
-    return F.silu(gate) * up
+    with torch.no_grad():
+        return F.silu(gate) * up

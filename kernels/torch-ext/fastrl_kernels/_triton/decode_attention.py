@@ -1,31 +1,45 @@
 """Attention of one new token per sequence, the tokens of its cache cut into splits.
 
-A program takes SPLIT tokens of one row, for the query heads that share a head of keys; a second
-kernel merges what they found in the order of the splits. Where splits begin depends on a row's
-length and window alone, hence so do its bits. Splits without a live token are left out.
+A program takes SPLIT tokens of one row, for the query heads that share a head of keys; the one that
+is done last merges what all of them found, in the order of the splits. Where splits begin depends
+on a row's length and window alone, hence so do its bits. Splits without a live token are left out.
+
+On AMD's GPUs a second kernel merges. There, a release by one wave need not wait for the stores of
+the others that its barrier has waited for (LLVM found so for gfx10 and later, whose barriers now do
+that for it; the code for gfx942 has no such wait), and no other release is to be had in Triton.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.compiler import is_compiling
+from triton.runtime import driver
 
 from ..dispatch import interpreting
 from ..types import AttentionSettings
+from .launch import launcher
 from .logprob import LOG2E, LOWEST
-from .tiles import accurate_tanh, device_of
+from .tiles import accurate_tanh, device_of, power_of_2, programs_for, target
 
 SPLIT = 256  # tokens of a program
 _PARTS = 16  # splits that are merged at a time
+# How many of them are on their way from memory at a time: at most, and by a thread's registers.
+_MOST_LOADED, _LOADED_REGISTERS = 8, 32
 _TILE_ELEMENTS = {2: 8192, 4: 2048}  # of keys that a program holds, by bytes per element
 _HEADS = {2: 32, 4: 2}  # query heads that a program takes at most, likewise
+_MERGE_TILE = (
+    256  # numbers of a split that a program of the second kernel merges: a vector a thread
+)
 # Integers that change from call to call, or prove nothing: specialising on them only recompiles.
 # Of strides, it has to be known whether they are multiples of 16 bytes.
-_ARGUMENTS = ("heads", "kv_heads", "splits", "span", "window")
+_ARGUMENTS = ("kv_heads", "splits", "span", "window")
 
 
 @triton.jit
@@ -60,6 +74,61 @@ def _dot(a, b, acc, WIDE: tl.constexpr):
     return tl.dot(a, b, acc)
 
 
+@triton.jit
+def _merge(
+    out_ptr,
+    parts_ptr,
+    number,  # of all parts
+    first_head,  # of those that share keys
+    member,  # the first of the heads to merge, among those
+    splits,
+    live,  # splits, two at least
+    factor,
+    GROUP: tl.constexpr,
+    MERGED: tl.constexpr,
+    DV: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+    LOADED: tl.constexpr,
+):
+    """Merges the live splits of some heads in their order. Reads past the first level of caches,
+    which other processors' writes do not reach."""
+    members = member + tl.arange(0, MERGED)
+    columns = tl.arange(0, VALUE_WIDTH)
+    there = members < GROUP  # without those that are for tensor cores alone
+    inside = there[:, None] & (columns < DV)[None, :]
+    head = first_head + members
+    max_ptr = parts_ptr + number * DV + head * splits
+    sum_ptr = max_ptr + number
+    acc_ptr = parts_ptr + (head * splits * DV)[:, None] + columns[None, :]
+    m = tl.full([MERGED], LOWEST, tl.float32)
+    exp_sum = tl.zeros([MERGED], tl.float32)
+    acc = tl.zeros([MERGED, VALUE_WIDTH], tl.float32)
+    for first in range(0, live, PARTS):
+        index = (first + tl.arange(0, PARTS))[None, :]
+        mask = there[:, None] & (index < live)
+        part_max = tl.load(max_ptr[:, None] + index, mask, LOWEST, cache_modifier=".cg")
+        part_sum = tl.load(sum_ptr[:, None] + index, mask, 0.0, cache_modifier=".cg")
+        higher = tl.maximum(m, tl.max(part_max, 1))
+        rescale = tl.exp2((m - higher) * factor)
+        weights = tl.exp2((part_max - higher[:, None]) * factor)
+        m = higher
+        exp_sum = exp_sum * rescale + tl.sum(weights * part_sum, 1)
+        part_acc = tl.zeros([MERGED, VALUE_WIDTH], tl.float32)
+        for loaded in range(first, tl.minimum(first + PARTS, live), LOADED):
+            for i in tl.static_range(LOADED):
+                one = loaded + tl.full([1], i, tl.int32)
+                mask_one = there & (one < live)
+                one_max = tl.load(max_ptr + one, mask_one, LOWEST, cache_modifier=".cg")
+                mask_acc = inside & (one < live)[:, None]
+                ptr = acc_ptr + (one * DV)[:, None]
+                one_acc = tl.load(ptr, mask_acc, 0.0, cache_modifier=".cg")
+                part_acc += tl.exp2((one_max - higher) * factor)[:, None] * one_acc
+        acc = acc * rescale[:, None] + part_acc
+    out = (acc / exp_sum[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (head * DV)[:, None] + columns[None, :], out, mask=inside)
+
+
 @triton.jit(do_not_specialize=_ARGUMENTS)
 def _decode_attention_fwd_kernel(
     query_ptr,  # [B, Hq, D]
@@ -68,10 +137,11 @@ def _decode_attention_fwd_kernel(
     lengths_ptr,  # [B] integer
     inner,  # number, or None: no softcap
     outer,  # number
-    out_ptr,  # [B, Hq, DV], or None: there are splits to merge
-    max_ptr,  # [B, Hq, splits] fp32, or None: one split. max of q·k or tanh(inner·q·k)
-    sum_ptr,  # [B, Hq, splits] fp32, likewise. Σ 2^a with a = (score - max)·outer·log2(e)
-    acc_ptr,  # [B, Hq, splits, DV] fp32, likewise. Σ 2^a·v
+    out_ptr,  # [B, Hq, DV]
+    # Of each split: Σ 2^a·v with a = (score - max)·outer·log2(e), [B, Hq, splits, DV]; the max of
+    # q·k or tanh(inner·q·k), [B, Hq, splits]; and Σ 2^a, [B, Hq, splits].
+    parts_ptr,  # fp32, one behind the other, or None: one split
+    arrivals_ptr,  # [B, Hkv, BLOCKS] int32, 0 between launches, or None: another kernel merges
     kv_heads,
     splits,
     span,
@@ -90,10 +160,13 @@ def _decode_attention_fwd_kernel(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr,  # at least a tile
     TILE: tl.constexpr,
     DOT: tl.constexpr,
     WIDE: tl.constexpr,
+    MERGED: tl.constexpr,  # heads that are merged at a time
+    PARTS: tl.constexpr,
+    LOADED: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     # The heads of a token are contiguous: programs that run together read one piece of memory.
@@ -108,8 +181,9 @@ def _decode_attention_fwd_kernel(
     length, low, high = _live_tokens(lengths_ptr, row, span, window)
     start = (low // SPLIT + split) * SPLIT
     stop = tl.minimum(start + SPLIT, high)
-    if out_ptr is None:
-        if start >= stop:
+    live = tl.cdiv(high, SPLIT) - low // SPLIT  # splits
+    if parts_ptr is not None:
+        if (start >= stop) & (split > 0):  # the first stores the result of a row without tokens
             return
 
     member = block * HEADS + tl.arange(0, HEADS)
@@ -149,113 +223,165 @@ def _decode_attention_fwd_kernel(
         else:
             acc += tl.sum(e[:, :, None] * values[None, :, :], 1)
 
-    at = row.to(tl.int64) * (kv_heads * GROUP) + head
-    mask = (member < GROUP)[:, None] & (value_columns < DV)[None, :]
-    if out_ptr is not None:
-        ptr = out_ptr + at[:, None] * DV + value_columns[None, :]
-        _store_row(ptr, acc, exp_sum[:, None], length, mask)
+    first_head = row.to(tl.int64) * (kv_heads * GROUP) + kv_head * GROUP
+    there = member < GROUP
+    part = (first_head + member) * splits + split
+    mask = there[:, None] & (value_columns < DV)[None, :]
+    out = out_ptr + ((first_head + member) * DV)[:, None] + value_columns[None, :]
+    if parts_ptr is None:
+        _store_row(out, acc, exp_sum[:, None], length, mask)
+    elif live <= 1:
+        _store_row(out, acc, exp_sum[:, None], length, mask)
     else:
-        at = at * splits + split
-        tl.store(max_ptr + at, m, mask=member < GROUP)
-        tl.store(sum_ptr + at, exp_sum, mask=member < GROUP)
-        tl.store(acc_ptr + at[:, None] * DV + value_columns[None, :], acc, mask=mask)
+        number = (tl.num_programs(0) // BLOCKS).to(tl.int64) * GROUP  # of all parts
+        tl.store(parts_ptr + (part * DV)[:, None] + value_columns[None, :], acc, mask=mask)
+        tl.store(parts_ptr + number * DV + part, m, mask=there)
+        tl.store(parts_ptr + number * (DV + 1) + part, exp_sum, mask=there)
+        if arrivals_ptr is not None:
+            # Whoever finds that all others have arrived sees what they stored, by PTX's memory
+            # model. Each thread's stores come before the barrier, and that before the arrival, a
+            # release by one of the threads. The last arrival reads what those before it made of the
+            # counter, and so synchronises with each of them, as an acquire. It comes before its
+            # program's next barrier, and that before the loads of all its threads. Causality order
+            # is transitive over both, at the scope of the GPU.
+            tl.debug_barrier()
+            arrivals_ptr += (row.to(tl.int64) * kv_heads + kv_head) * BLOCKS + block
+            arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
+            if arrived == live - 1:
+                tl.debug_barrier()
+                _merge(
+                    out_ptr, parts_ptr, number, first_head, block * HEADS, splits, live, factor,
+                    GROUP, MERGED, DV, VALUE_WIDTH, PARTS, LOADED,
+                )  # fmt: skip
+                tl.store(arrivals_ptr, 0)  # for the next launch
 
 
 @triton.jit(do_not_specialize=_ARGUMENTS)
 def _decode_attention_merge_kernel(
     lengths_ptr,  # [B] integer
     outer,  # number
-    max_ptr,  # [B, Hq, splits] fp32
-    sum_ptr,  # [B, Hq, splits] fp32
-    acc_ptr,  # [B, Hq, splits, DV] fp32
     out_ptr,  # [B, Hq, DV]
-    heads,
+    parts_ptr,  # as above
+    kv_heads,
     splits,
     span,
     window,
     DV: tl.constexpr,
+    GROUP: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
+    MERGED: tl.constexpr,
     PARTS: tl.constexpr,
+    LOADED: tl.constexpr,
 ):
-    at = tl.program_id(0).to(tl.int64)
-    length, low, high = _live_tokens(lengths_ptr, at // heads, span, window)
-    count = tl.cdiv(high, SPLIT) - low // SPLIT
-    factor = tl.cast(outer, tl.float32) * LOG2E
-    columns = tl.arange(0, VALUE_WIDTH)
-    # A vector of one element, as the other kernel has one for each head.
-    m = tl.full([1], LOWEST, tl.float32)
-    exp_sum = tl.zeros([1], tl.float32)
-    acc = tl.zeros([VALUE_WIDTH], tl.float32)
-    for first in range(0, count, PARTS):
-        index = first + tl.arange(0, PARTS)
-        part = at * splits + index
-        part_max = tl.load(max_ptr + part, mask=index < count, other=LOWEST)
-        part_sum = tl.load(sum_ptr + part, mask=index < count, other=0.0)
-        mask = (index < count)[:, None] & (columns < DV)[None, :]
-        part_acc = tl.load(acc_ptr + part[:, None] * DV + columns[None, :], mask, 0.0)
-        higher = tl.maximum(m, tl.max(part_max, 0))
-        rescale = tl.exp2((m - higher) * factor)
-        weights = tl.exp2((part_max - higher) * factor)
-        m = higher
-        exp_sum = exp_sum * rescale + tl.sum(weights * part_sum, 0)
-        acc = acc * rescale + tl.sum(weights[:, None] * part_acc, 0)
-    _store_row(out_ptr + at * DV + columns, acc, exp_sum, length, columns < DV)
+    BLOCKS: tl.constexpr = (GROUP + MERGED - 1) // MERGED
+    at = tl.program_id(0)
+    block = at % BLOCKS
+    at = at // BLOCKS  # of heads of keys
+    _, low, high = _live_tokens(lengths_ptr, at // kv_heads, span, window)
+    live = tl.cdiv(high, SPLIT) - low // SPLIT
+    if live > 1:
+        factor = tl.cast(outer, tl.float32) * LOG2E
+        number = (tl.num_programs(0) // BLOCKS).to(tl.int64) * (splits * GROUP)
+        _merge(
+            out_ptr, parts_ptr, number, at.to(tl.int64) * GROUP, block * MERGED, splits, live,
+            factor, GROUP, MERGED, DV, VALUE_WIDTH, PARTS, LOADED,
+        )  # fmt: skip
 
 
-def _shapes(query: Tensor, keys: Tensor, values: Tensor) -> dict[str, Any]:
-    """Sizes of tiles: by dtype and the widths and numbers of heads only."""
-    size = query.element_size()
-    group = query.shape[1] // keys.shape[2]
-    heads = min(_HEADS[size], triton.next_power_of_2(group))
+_launch_fwd = launcher(_decode_attention_fwd_kernel)
+_launch_merge = launcher(_decode_attention_merge_kernel)
+
+
+@torch.compiler.assume_constant_result
+def _merges_itself() -> bool:
+    """Whether the last program merges, see above."""
+    return target()[0] != "hip"
+
+
+def _stream(x: Tensor) -> int:
+    """The stream on which kernels take x."""
+    if is_compiling() or not x.is_cuda:
+        return 0
+    return driver.active.get_current_stream(x.get_device())
+
+
+def _shapes(
+    heads: int, kv_heads: int, width: int, value_width: int, dtype: torch.dtype, elements: int
+) -> dict[str, Any]:
+    """Sizes of tiles, of ``elements`` of keys at most: by dtype and the widths and numbers of heads
+    only."""
+    size = dtype.itemsize
+    group = heads // kv_heads
+    some = min(_HEADS[size], power_of_2(group))
     dot = size == 2  # fp32 would lose digits on tensor cores
-    width, value_width = (max(16, triton.next_power_of_2(x.shape[-1])) for x in (keys, values))
+    key_tile, value_tile = power_of_2(max(16, width)), power_of_2(max(16, value_width))
+    widest = max(key_tile, value_tile)
+    warps = 4 if widest <= 128 else 8  # more would spill with 4
+    registers = max(1, some * value_tile // (32 * warps))  # of a split that is merged
     return {
-        "D": keys.shape[-1],
-        "DV": values.shape[-1],
+        "D": width,
+        "DV": value_width,
         "GROUP": group,
-        "HEADS": max(16, heads) if dot else heads,
-        "WIDTH": width,
-        "VALUE_WIDTH": value_width,
-        "SPLIT": SPLIT,
-        "TILE": min(64, max(16, _TILE_ELEMENTS[size] // max(width, value_width))),
+        "HEADS": max(16, some) if dot else some,
+        "WIDTH": key_tile,
+        "VALUE_WIDTH": value_tile,
+        "TILE": min(64, max(16, elements // widest)),
         "DOT": dot,
         "WIDE": interpreting(),
-        "num_warps": 4 if max(width, value_width) <= 128 else 8,  # more would spill with 4
+        "MERGED": some,
+        "PARTS": _PARTS,
+        "LOADED": min(_MOST_LOADED, max(1, _LOADED_REGISTERS // registers)),
+        "num_warps": warps,
     }
 
 
+_kept_shapes = functools.cache(_shapes)
+
+
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, a: AttentionSettings
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    arrivals: Callable[[int, int], Tensor],
+    a: AttentionSettings,
 ) -> Tensor:
-    """``decode_attention`` of checked arguments; one launch where a split is all there is."""
-    batch, heads, _ = query.shape
-    kv_heads, width = values.shape[2:]
-    out = torch.empty(batch, heads, width, dtype=query.dtype, device=query.device)
+    """``decode_attention`` of checked arguments; ``arrivals`` is ``LiveTokens.arrivals``."""
+    batch, heads, key_width = query.shape
+    _, _, kv_heads, width = values.shape
+    out = torch.empty((batch, heads, width), dtype=query.dtype, device=query.device)
     if batch == 0:
         return out
     query = query if query.stride(-1) == 1 else query.contiguous()
     lengths = lengths.contiguous()
     # A window may touch one split more than it fills.
-    splits = min(triton.cdiv(a.span, SPLIT), triton.cdiv(a.window - 1, SPLIT) + 1)
-    shapes = _shapes(query, keys, values)
-    parts: list[Tensor | None] = [None, None, None]
+    splits = min(programs_for(a.span, SPLIT), programs_for(a.window - 1, SPLIT) + 1)
+    shapes = (_shapes if is_compiling() else _kept_shapes)(
+        heads, kv_heads, key_width, width, query.dtype, _TILE_ELEMENTS[query.element_size()]
+    )
+    programs = batch * kv_heads * programs_for(shapes["GROUP"], shapes["HEADS"])
+    parts = counters = None
     if splits > 1:
-        parts = [
-            torch.empty(batch, heads, splits, *more, dtype=torch.float32, device=query.device)
-            for more in ((), (), (width,))
-        ]
-    programs = batch * splits * kv_heads * triton.cdiv(shapes["GROUP"], shapes["HEADS"])
+        number = batch * heads * splits * (width + 2)
+        parts = torch.empty(number, dtype=torch.float32, device=query.device)
+        counters = arrivals(programs, _stream(query)) if _merges_itself() else None
+    query_strides, key_strides, value_strides = query.stride(), keys.stride(), values.stride()
     with device_of(query):
-        _decode_attention_fwd_kernel[(programs,)](
-            query, keys, values, lengths, a.inner, a.outer, None if splits > 1 else out, *parts,
-            kv_heads, splits, a.span, a.window,
-            *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-            **shapes,
+        _launch_fwd(
+            programs * splits,
+            query, keys, values, lengths, a.inner, a.outer, out, parts, counters,
+            kv_heads, splits, a.span, a.window, query_strides[0], query_strides[1],
+            key_strides[0], key_strides[1], key_strides[2],
+            value_strides[0], value_strides[1], value_strides[2],
+            SPLIT=SPLIT, **shapes,
         )  # fmt: skip
-        if splits > 1:
-            _decode_attention_merge_kernel[(batch * heads,)](
-                lengths, a.outer, *parts, out, heads, splits, a.span, a.window,
-                DV=width, VALUE_WIDTH=shapes["VALUE_WIDTH"], SPLIT=SPLIT, PARTS=_PARTS,
+        if parts is not None and counters is None:
+            merged = max(1, _MERGE_TILE // shapes["VALUE_WIDTH"])
+            _launch_merge(
+                batch * kv_heads * programs_for(shapes["GROUP"], merged),
+                lengths, a.outer, out, parts, kv_heads, splits, a.span, a.window,
+                DV=width, GROUP=shapes["GROUP"], VALUE_WIDTH=shapes["VALUE_WIDTH"], SPLIT=SPLIT,
+                MERGED=merged, PARTS=_PARTS, LOADED=_MOST_LOADED, num_warps=1,
             )  # fmt: skip
     return out

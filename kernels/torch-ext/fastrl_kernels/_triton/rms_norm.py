@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import device_of
+from .launch import launcher
+from .tiles import device_of, power_of_2
 
 # As kernels take them: torch.compile does not trace Triton's own names.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -54,6 +55,9 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * H + column, normed, mask=inside)
 
 
+_launch = launcher(_rms_norm_kernel)
+
+
 def _warps(width: int) -> int:
     """16 numbers for each thread; by comparisons, which are numbers while a graph is traced."""
     return 2 if width <= 1024 else 4 if width <= 2048 else 8 if width <= 4096 else 16
@@ -77,10 +81,10 @@ def normalise(
         residual = residual.contiguous()
         total = torch.empty(x.shape, dtype=wide, device=x.device)
     if x.numel():
-        tile = max(16, triton.next_power_of_2(width))
+        tile = power_of_2(max(16, width))
         with device_of(x):
-            _rms_norm_kernel[(x.numel() // width,)](
-                x, residual, weight, eps, out, total, width,
+            _launch(
+                x.numel() // width, x, residual, weight, eps, out, total, width,
                 WIDE=DTYPE_CODES[wide], UNIT_OFFSET=unit_offset, TILE=tile,
                 num_warps=_warps(width),
             )  # fmt: skip

@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..types import RotaryInputs
+from .launch import launcher
 from .rms_norm import DTYPE_CODES, rounded
-from .tiles import device_of
+from .tiles import device_of, power_of_2
 
 
 @triton.jit
@@ -111,34 +112,39 @@ def _rotate_and_store_kernel(
             tl.store(target + columns, x, mask=columns < tl.where(stored, DV, 0))
 
 
+_launch = launcher(_rotate_and_store_kernel)
+
+
 def _with_heads_together(x: Tensor) -> Tensor:
     """[B, h, D] whose rows are contiguous each: parts of one product's rows stay as they are."""
-    return x if x[:1].is_contiguous() else x.contiguous()
+    return x if x.is_contiguous() or x[:1].is_contiguous() else x.contiguous()
 
 
 def rotate_and_store(inputs: RotaryInputs) -> Tensor:
     """``rotate_and_store`` of checked arguments."""
     query, key, value, cos, sin, keys, values, positions, norms = inputs
     query, key, value = map(_with_heads_together, (query, key, value))
-    cos, sin, positions = (x.contiguous() for x in (cos, sin, positions))
+    cos, sin, positions = cos.contiguous(), sin.contiguous(), positions.contiguous()
     batch, heads, width = query.shape
     kv_heads, value_width = value.shape[1:]
-    out = torch.empty(query.shape, dtype=keys.dtype, device=query.device)
-    weights: tuple[Tensor | None, Tensor | None] = (None, None)
-    normed = query.dtype
+    out = torch.empty((batch, heads, width), dtype=keys.dtype, device=query.device)
+    query_weight = key_weight = None
+    normed, eps = query.dtype, 0.0
     if norms is not None:
-        weights = norms.query.contiguous(), norms.key.contiguous()
-        normed = torch.promote_types(normed, norms.query.dtype)
-    if query.numel():
-        tile = max(16, triton.next_power_of_2(max(width, value_width)))
+        query_weight, key_weight = norms.query.contiguous(), norms.key.contiguous()
+        normed, eps = torch.promote_types(normed, norms.query.dtype), float(norms.eps)
+    wide = normed if cos.dtype == normed else torch.promote_types(normed, cos.dtype)
+    if batch and heads:
+        key_strides, value_strides = keys.stride(), values.stride()
         with device_of(query):
-            _rotate_and_store_kernel[(batch * (heads + 2 * kv_heads),)](
-                query, key, value, cos, sin, *weights, 0.0 if norms is None else norms.eps,
+            _launch(
+                batch * (heads + 2 * kv_heads),
+                query, key, value, cos, sin, query_weight, key_weight, eps,
                 positions, keys, values, out, keys.shape[1], heads, kv_heads,
                 query.stride(0), key.stride(0), value.stride(0),
-                *keys.stride()[:3], *values.stride()[:3],
-                NORMED=DTYPE_CODES[normed],
-                WIDE=DTYPE_CODES[torch.promote_types(normed, cos.dtype)],
-                D=width, DV=value_width, R=cos.shape[1], WIDTH=tile, num_warps=1,
+                key_strides[0], key_strides[1], key_strides[2],
+                value_strides[0], value_strides[1], value_strides[2],
+                DTYPE_CODES[normed], DTYPE_CODES[wide], width, value_width, cos.shape[1],
+                power_of_2(max(16, width, value_width)), num_warps=1,
             )  # fmt: skip
     return out

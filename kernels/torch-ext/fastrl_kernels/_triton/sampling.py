@@ -24,9 +24,10 @@ from torch import Tensor
 from ..race import FIRST_PART, MOST
 from ..rng import GAMMA
 from ..types import SampledTokens, SamplingParameters
+from .launch import launcher
 from .logprob import FLOOR, LN2, LOG2E, LOWEST
 from .rows import align_down, per_row
-from .tiles import device_of
+from .tiles import device_of, power_of_2
 from .vocab_tiles import (
     PART_ARGUMENTS,
     VocabTiles,
@@ -539,44 +540,56 @@ def _sample_draw_kernel(
 Candidates = tuple[Tensor | None, Tensor | None, Tensor | None]  # bounds, counts, the logits
 
 
+_launch_statistics = launcher(_sample_statistics_kernel)
+_launch_candidates = launcher(_sample_candidates_kernel)
+_launch_draw = launcher(_sample_draw_kernel)
+
+
 def _candidates(
     tiles: VocabTiles, maxima: Tensor, sums: Tensor, cuts: tuple[Any, ...], room: int
 ) -> Candidates:
     """Per row, the logits among which is the lowest that top-k and top-p keep."""
-    bounds, counts = (maxima.new_empty(tiles.n, dtype=torch.int32) for _ in range(2))
-    candidates = maxima.new_empty(tiles.n, room)
-    _sample_candidates_kernel[(tiles.n,)](
+    device = maxima.device
+    bounds = torch.empty(tiles.n, dtype=torch.int32, device=device)
+    counts = torch.empty_like(bounds)
+    candidates = torch.empty((tiles.n, room), dtype=torch.float32, device=device)
+    _launch_candidates(
+        tiles.n,
         *tiles.logits, maxima, sums, *cuts, bounds, counts, candidates, *tiles.sizes,
-        **tiles.cut, ROOM=room,
+        **tiles.shapes.cut, ROOM=room,
     )  # fmt: skip
     return bounds, counts, candidates
 
 
 def sample(logits: Tensor, keys: Tensor, p: SamplingParameters) -> SampledTokens:
     """``sample_tokens`` of checked arguments."""
-    n = len(logits)
+    n = logits.shape[0]
     tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
-    results = [torch.empty(n, device=logits.device) for _ in SampledTokens._fields[1:]]
+    first = torch.empty(n, dtype=torch.float32, device=logits.device)
+    results = [first, *[torch.empty_like(first) for _ in SampledTokens._fields[2:]]]
     if n == 0:
         return SampledTokens(tokens, *results)
     at_one = not isinstance(p.temperature, Tensor) and p.temperature in (0.0, 1.0)
     with device_of(logits):
         tiles = VocabTiles(logits, p.temperature)
-        maxima, sums, means = tiles.new(3)
-        sum_t1 = None if at_one else tiles.new(1)[0]
-        _sample_statistics_kernel[tiles.grid](
-            *tiles.logits, maxima, sums, means, sum_t1, *tiles.sizes, **tiles.part
-        )
+        shapes = tiles.shapes
+        maxima = tiles.new()
+        sums, means = torch.empty_like(maxima), torch.empty_like(maxima)
+        sum_t1 = None if at_one else torch.empty_like(maxima)
+        _launch_statistics(
+            tiles.programs,
+            *tiles.logits, maxima, sums, means, sum_t1, *tiles.sizes, **shapes.part,
+        )  # fmt: skip
         by_k, by_p, by_min = p.truncates(tiles.vocabulary)
         cuts = (*row_argument(p.top_k), *row_argument(p.top_p), *row_argument(p.min_p))
-        room = min(_ROOM, triton.next_power_of_2(tiles.vocabulary))
+        room = min(_ROOM, power_of_2(tiles.vocabulary))
         found: Candidates = (None, None, None)
         if by_k or by_p:
             found = _candidates(tiles, maxima, sums, cuts, room)
-        shapes = tiles.cut if by_k or by_p or by_min else {**tiles.all, "LISTED": 0}
-        _sample_draw_kernel[(n,)](
+        _launch_draw(
+            n,
             *tiles.logits, per_row(keys), maxima, sums, means, sum_t1, *cuts, *found, tokens,
             *results, *tiles.sizes, ROOM=room, SAME_BITS=_SAME_BITS[logits.dtype],
-            **{**tiles.winner, **shapes},
+            **(shapes.draw_cut if by_k or by_p or by_min else shapes.draw),
         )  # fmt: skip
     return SampledTokens(tokens, *results)

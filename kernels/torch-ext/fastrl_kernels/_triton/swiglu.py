@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .tiles import device_of
+from .launch import launcher
+from .tiles import device_of, programs_for
 
 _TILE_BYTES = 4096  # 16 for each of 256 threads, as AMD's four warps have
 
@@ -33,10 +34,17 @@ def _swiglu_kernel(
     tl.store(out_ptr + row * width + column, silu * up, mask=inside)
 
 
-def _by_rows(x: Tensor, width: int) -> Tensor:
-    """[N, width], a view where there is one."""
+_launch = launcher(_swiglu_kernel)
+
+
+def _by_rows(x: Tensor, width: int) -> tuple[Tensor, int]:
+    """The memory of [N, width] and the stride of its rows; no view is made of what is
+    contiguous."""
+    if x.is_contiguous():
+        return x, width
     rows = x.reshape(-1, width)
-    return rows if rows.stride(-1) == 1 or width == 1 else rows.contiguous()
+    rows = rows if rows.stride(-1) == 1 or width == 1 else rows.contiguous()
+    return rows, rows.stride(0)
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -44,10 +52,9 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if gate.numel():
         width = gate.shape[-1] if gate.dim() else 1
-        gate, up = _by_rows(gate, width), _by_rows(up, width)
         tile = _TILE_BYTES // gate.element_size()
+        programs = gate.numel() // width * programs_for(width, tile)
+        (gate, gate_stride), (up, up_stride) = _by_rows(gate, width), _by_rows(up, width)
         with device_of(gate):
-            _swiglu_kernel[(len(gate) * triton.cdiv(width, tile),)](
-                gate, up, out, gate.stride(0), up.stride(0), width, TILE=tile
-            )
+            _launch(programs, gate, up, out, gate_stride, up_stride, width, TILE=tile)
     return out

@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch.compiler import is_compiling
+from triton.runtime import driver
+
+from ..dispatch import interpreting
 
 TILE = 1024  # elements that four warps hold at a time
 
@@ -27,6 +30,28 @@ def programs_for(n: int, each: int) -> int:
     """How many programs take ``n`` elements, ``each`` at a time. (Triton's own ``cdiv`` takes
     microseconds on the host.)"""
     return (n + each - 1) // each
+
+
+def power_of_2(n: int) -> int:
+    """The least that is not below n ≥ 1. (Triton's own takes microseconds on the host.)"""
+    return 1 << (n - 1).bit_length()
+
+
+def target() -> tuple[str, int]:
+    """What kernels are compiled for: "cuda", "hip" or "interpreter", and the threads of a warp."""
+    if _INTERPRETED:
+        return "interpreter", 32
+    active = driver.active
+    key = active, active.get_current_device()
+    found = _targets.get(key)
+    if found is None:
+        known = active.get_current_target()
+        found = _targets[key] = known.backend, known.warp_size
+    return found
+
+
+_INTERPRETED = interpreting()  # as the kernels were defined
+_targets: dict[tuple[object, int], tuple[str, int]] = {}  # by driver and device
 
 
 def packed(x: torch.Tensor) -> torch.Tensor:

@@ -7,20 +7,20 @@ slots 0, 1, …, so that results do not depend on the row's address.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
-from ..dispatch import interpreting
 from ..race import part_size
-from ..rows import as_rows, vector_length
+from ..rows import vector_length
 from ..types import COLDEST
 from .logprob import LOWEST, row_temperature
 from .rows import align_down, load_end, per_row, rotate
+from .tiles import target
 
 _TILE = 4096  # logits that a program holds
 _THREADS = 128  # of such a program
@@ -104,16 +104,10 @@ def group_weights(max_ptr, sum_ptr, row, groups, scale, ALL: tl.constexpr):
     return group_max, row_max, group_sum * tl.exp2(a), a
 
 
-def _warp() -> int:
-    """Threads of a warp."""
-    return 32 if interpreting() else driver.active.get_current_target().warp_size
-
-
-def _tile(columns: int, dtype: torch.dtype) -> dict[str, int]:
+def _tile(columns: int, vector: int, most: int, most_threads: int, warp: int) -> dict[str, int]:
     """TILE, VEC and num_warps for as many columns, or for as many of them as a tile holds."""
-    vector, warp = vector_length(dtype), _warp()
-    tile = min(_TILE, max(warp * vector, triton.next_power_of_2(columns)))
-    threads = min(_THREADS, tile // vector)
+    tile = min(most, max(warp * vector, triton.next_power_of_2(columns)))
+    threads = min(most_threads, tile // vector)
     return {"TILE": tile, "VEC": vector, "num_warps": threads // warp}
 
 
@@ -122,46 +116,50 @@ def row_argument(x: float | Tensor) -> tuple[Tensor | None, float]:
     return (per_row(x), 0.0) if isinstance(x, Tensor) else (None, float(x))
 
 
+class Tilings(NamedTuple):
+    """Shapes of the launches: by vocabulary and dtype, never by the number of rows."""
+
+    parts: int  # of a row
+    groups: int  # of the race, in a row
+    part: dict[str, Any]  # what finds statistics holds a part
+    cut: dict[str, Any]  # what looks for cuts, some of the groups that may be kept
+    draw: dict[str, Any]  # what draws a token, the columns of one group
+    draw_cut: dict[str, Any]  # likewise, and looks for cuts before
+
+
+@cache
+def _tilings(
+    vocabulary: int, dtype: torch.dtype, most: int, most_threads: int, warp: int
+) -> Tilings:
+    vector = vector_length(dtype)
+    tile = _tile(vocabulary, vector, most, most_threads, warp)
+    size = part_size(vocabulary)
+    in_tile = tile["TILE"] // size
+    parts = triton.cdiv(vocabulary, tile["TILE"])
+    part = {**tile, "SIZE": size, "SPAN": min(size, tile["VEC"] * warp)}
+    of_all = in_tile * triton.next_power_of_2(parts)
+    every = {"SIZE": size, "GROUPS": in_tile, "ALL": max(2, of_all)}
+    threads = max(most_threads, min(_ROW_THREADS, every["ALL"]))
+    winner = _tile(size, vector, most, most_threads, warp) | {"num_warps": threads // warp}
+    listed = min(in_tile, _CUT_GROUPS, max(1, _CUT_TILE // size))
+    threads = max(most_threads, min(_ROW_THREADS, listed * size // tile["VEC"]))
+    cut = {**every, "LISTED": listed, "VEC": tile["VEC"], "num_warps": threads // warp}
+    draw = {**winner, **every, "LISTED": 0}
+    return Tilings(parts, parts * in_tile, part, cut, draw, {**winner, **cut})
+
+
 class VocabTiles:
-    """[N, V] logits cut into parts and groups, as the kernels take them, and the launches' shapes:
-    by V and dtype only, never by N."""
+    """[N, V] logits cut into parts and groups, as the kernels take them."""
 
     def __init__(self, logits: Tensor, temperature: float | Tensor) -> None:
         self.n, self.vocabulary = logits.shape
-        rows = as_rows(logits)
-        tile = _tile(self.vocabulary, logits.dtype)
-        size = part_size(self.vocabulary)
-        in_tile = tile["TILE"] // size
-        parts = triton.cdiv(self.vocabulary, tile["TILE"])
-        self.groups = parts * in_tile  # of the race, in a row
-        self.grid = (self.n * parts,)
-        # What finds statistics holds a part; what draws a token, the columns of one group.
-        self.part: dict[str, Any] = {
-            **tile,
-            "SIZE": size,
-            "SPAN": min(size, tile["VEC"] * _warp()),
-        }
-        self.all: dict[str, Any] = {
-            "SIZE": size,
-            "GROUPS": in_tile,
-            "ALL": max(2, in_tile * triton.next_power_of_2(parts)),
-        }
-        threads = max(_THREADS, min(_ROW_THREADS, self.all["ALL"]))
-        self.winner = {**_tile(size, logits.dtype), "num_warps": threads // _warp()}
-        # What looks for cuts holds some of the groups that may be kept.
-        listed = min(in_tile, _CUT_GROUPS, max(1, _CUT_TILE // size))
-        threads = max(_THREADS, min(_ROW_THREADS, listed * size // tile["VEC"]))
-        self.cut: dict[str, Any] = {
-            **self.all,
-            "LISTED": listed,
-            "VEC": tile["VEC"],
-            "num_warps": threads // _warp(),
-        }
+        rows = logits if logits.stride(1) == 1 or self.vocabulary == 1 else logits.contiguous()
+        self.shapes = _tilings(self.vocabulary, logits.dtype, _TILE, _THREADS, target()[1])
+        self.programs = self.n * self.shapes.parts
         self.logits = (rows, *row_argument(temperature))
-        self.sizes = (self.vocabulary, rows.stride(1), parts)
+        self.sizes = (self.vocabulary, rows.stride(0), self.shapes.parts)
 
-    def new(self, number: int) -> list[Tensor]:
-        """``number`` tensors [N, groups], each aligned as memory is allocated."""
-        device = self.logits[0].device
-        shape = (self.n, self.groups)
-        return [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(number)]
+    def new(self) -> Tensor:
+        """Memory for a number of each group, [N, groups] fp32."""
+        count = self.n * self.shapes.groups
+        return torch.empty(count, dtype=torch.float32, device=self.logits[0].device)
