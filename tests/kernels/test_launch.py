@@ -97,15 +97,14 @@ with nothing_launched() as launched:
             1.0, 0.9, -0.1, integer(), integer(),
         ), {"ROWS": random.choice([1, 2]), "STEPS": random.choice([512, 1024])}
 
-    def of_reduce():
-        return ppo_loss._ppo_loss_reduce_kernel, ppo_loss._launch_reduce, (
-            tensor(torch.float32), maybe(tensor(torch.int32)), maybe(tensor(*FLOATS)), maybe(3.0),
-            tensor(torch.float32), tensor(torch.float32), integer(), integer(), 0.1, 0.1,
-        ), {"HAS_VALUE": random.choice([True, False]), "HAS_KL": False, "BY_ROWS": False,
-            "STATS": 16, "CHUNK": 256}
+    def of_whitening():
+        return moments._whiten_fwd_kernel, moments._launch_whiten_fwd, (
+            tensor(*FLOATS), maybe(tensor(torch.bool)), tensor(torch.float32), tensor(*FLOATS),
+            tensor(torch.float32), integer(), integer(),
+        ), {"SHIFT_MEAN": random.choice([True, False]), "CHUNK": 1024, "BLOCK": 1024}
 
     direct = 0
-    for make in (of_logprob, of_gae, of_reduce):
+    for make in (of_logprob, of_gae, of_whitening):
         for _ in range(600):
             kernel, launch_it, arguments, constants = make()
             warps = {"num_warps": random.choice([1, 4])}
@@ -169,5 +168,5 @@ with nothing_launched() as launched:
 def test_torch_compile_traces_through_launches():
     assert python(SETUP + TRACED).splitlines() == [
         "['_gae_fwd_kernel', '_whiten_fwd_kernel']",
-        "['_ppo_loss_fwd_kernel', '_ppo_loss_reduce_kernel', '_ppo_loss_bwd_kernel']",
+        "['_ppo_loss_fwd_kernel', '_ppo_loss_bwd_kernel']",
     ]

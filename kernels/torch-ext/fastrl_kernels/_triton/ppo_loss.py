@@ -172,7 +172,8 @@ def _ppo_loss_fwd_kernel(
             else:
                 counts = _row_counts(mask_ptr, row, row < N, T, WIDE)
             if ROW_MEANS:
-                weight = tl.div_rn(weight, tl.maximum(counts, 1).to(tl.float32))
+                one = tl.full(counts.shape, 1.0, tl.float32)
+                weight *= tl.div_rn(one, tl.maximum(counts, 1).to(tl.float32))
             sums = _with_sum(sums, _ROWS, (counts > 0) & (start == 0))
         if token_weights_ptr is not None:
             weight *= load_counted(token_weights_ptr, at, counted, inside)
@@ -180,7 +181,7 @@ def _ppo_loss_fwd_kernel(
         logprobs = load_counted(logprobs_ptr, at, counted, inside)
         log_ratio = logprobs - load_counted(old_logprobs_ptr, at, counted, inside)
         advantages = load_counted(advantages_ptr, at, counted, inside)
-        # A log-prob of NaN is to show, where a plain minimum or maximum would pick the other number.
+        # A log-prob of NaN is to show: a plain minimum or maximum would pick the other number.
         ratio = exact_exp(tl.clamp(log_ratio, -_LIMIT, _LIMIT, tl.PropagateNan.ALL))
         unclipped = -advantages * ratio
         clipped = -advantages * tl.minimum(tl.maximum(ratio, low), high)
