@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dispatch import Backend
 from ..rows import aligned_alike, as_rows_together, empty_rows_like, vector_length
+from .launch import launcher
 from .logprob import LOG2E, LOWEST, online_softmax, row_temperature
 from .rows import (
     PART_VECTORS,
@@ -127,6 +129,9 @@ def _full_kl_fwd_kernel(
         tl.store(saved_ptr + 4 * n + row, tl.where(kl == kl, mean, kl))  # NaN reaches the gradient
 
 
+_launch_fwd = launcher(_full_kl_fwd_kernel)
+
+
 def forward(logits, ref_logits, mask, temperature, number, *, save):
     """The KL per token, and [5, N] that backward needs of the rows."""
     rows, refs = _rows_of(logits, ref_logits)
@@ -134,8 +139,8 @@ def forward(logits, ref_logits, mask, temperature, number, *, save):
     kl = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
     saved = kl.new_empty(5, kl.numel()) if save else None
     with device_of(logits):
-        _full_kl_fwd_kernel[(outer * inner,)](
-            rows, refs, per_row(mask), per_row(temperature), number, kl, saved,
+        _launch_fwd(
+            outer * inner, rows, refs, per_row(mask), per_row(temperature), number, kl, saved,
             kl.numel(), vocabulary, inner, *rows.stride()[:2], *refs.stride()[:2],
             **window(vocabulary, logits.dtype, ref_logits.dtype),
         )  # fmt: skip
@@ -224,6 +229,9 @@ def _full_kl_bwd_kernel(
             store_end(d_aligned, at, d, shift, end, VEC)
 
 
+_launch_bwd = launcher(_full_kl_bwd_kernel)
+
+
 def backward(grad, logits, ref_logits, mask, temperature, number, saved):
     rows, refs = _rows_of(logits, ref_logits)
     outer, inner, vocabulary = rows.shape
@@ -231,10 +239,13 @@ def backward(grad, logits, ref_logits, mask, temperature, number, saved):
     dlogits = empty_rows_like(rows, logits.dtype, shapes["VEC"])
     parts = parts_of(vocabulary, shapes["VEC"])
     with device_of(logits):
-        _full_kl_bwd_kernel[(outer * inner * parts,)](
-            per_row(grad), rows, refs, per_row(mask), per_row(temperature), number,
+        _launch_bwd(
+            outer * inner * parts, per_row(grad), rows, refs, per_row(mask), per_row(temperature), number,
             saved, dlogits, grad.numel(), vocabulary, parts, inner,
             *rows.stride()[:2], *refs.stride()[:2], *dlogits.stride()[:2],
             **shapes, PART=PART_VECTORS * shapes["VEC"],
         )  # fmt: skip
     return dlogits.view(logits.shape)
+
+
+PASSES = Backend(forward, backward)

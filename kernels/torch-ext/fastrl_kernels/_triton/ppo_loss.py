@@ -58,7 +58,7 @@ def _row_counts(mask_ptr, row, in_batch, T, WIDE: tl.constexpr):
         step = start + tl.arange(0, WIDE)[None, :]
         counted = load_mask(mask_ptr, row * T + step, in_batch & (step < T))
         counts += tl.sum(counted.to(tl.int32), axis=1, keep_dims=True)
-    return counts
+    return counts.to(tl.float32)
 
 
 @triton.jit
@@ -168,12 +168,13 @@ def _ppo_loss_fwd_kernel(
         weight = tl.where(counted, 1.0, 0.0)
         if BY_ROWS:
             if WIDE == 0:
-                counts = tl.sum(counted.to(tl.int32), axis=1, keep_dims=True)
+                # Of integers sm_90 would take a stack for it.
+                counts = tl.sum(weight, axis=1, keep_dims=True)
             else:
                 counts = _row_counts(mask_ptr, row, row < N, T, WIDE)
             if ROW_MEANS:
                 one = tl.full(counts.shape, 1.0, tl.float32)
-                weight *= tl.div_rn(one, tl.maximum(counts, 1).to(tl.float32))
+                weight *= tl.div_rn(one, tl.maximum(counts, 1.0))
             sums = _with_sum(sums, _ROWS, (counts > 0) & (start == 0))
         if token_weights_ptr is not None:
             weight *= load_counted(token_weights_ptr, at, counted, inside)
