@@ -20,5 +20,8 @@ def _microseconds(call: str) -> float:
 
 COUNTS = tuple(
     Count(f"{call}, in Python", "µs", 1e6 * GOAL_SECONDS, partial(_microseconds, call), exact=False)
-    for call in ("token_logprobs", "gae", "ppo_loss")
+    for call in (
+        *("token_logprobs", "gae", "ppo_loss", "ppo_loss, backward", "kl_penalty"),
+        *("kl_penalty, backward", "kl_rewards", "full_kl", "masked_whiten"),
+    )
 )

@@ -49,5 +49,6 @@ def arrives_last(arrived_ptr, programs):
         before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
         last = before == programs - 1
         if last:
+            tl.debug_barrier()
             tl.store(arrived_ptr, 0)
     return last

@@ -2,11 +2,11 @@
 
 The pass sees neither the denominator nor the upstream gradient, so it stores the gradient of the
 *sum*; both are applied in the backward launch. Every program writes its sums, and whichever ends
-last adds up those of all, always in the programs' order: so no bit depends on which one it is.
+last adds up those of all, always in the same order: no bit depends on which one it is.
 
-One program for all tokens would need no such meeting, but a multiprocessor works at 70 to 250
-instructions per token: 4,096 tokens would take it as long as a second launch takes all, and
-mini-batches are often longer.
+One program for all tokens would need no such meeting, but at 70 to 250 instructions per token a
+multiprocessor takes as long for 4,096 of them as a second launch does, and mini-batches are often
+longer.
 """
 
 import torch
@@ -260,7 +260,11 @@ def _tiles(x, by_rows):
     batch = n // length
     rows, steps = row_tile(length)
     programs = programs_for(batch, rows) * programs_for(length, steps)
-    return min(programs, MOST_PROGRAMS), (batch, length), (rows, steps, 0 if length <= TILE else WIDE)
+    return (
+        min(programs, MOST_PROGRAMS),
+        (batch, length),
+        (rows, steps, 0 if length <= TILE else WIDE),
+    )
 
 
 def _padded(n):
