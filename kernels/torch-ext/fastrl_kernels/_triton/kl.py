@@ -133,8 +133,8 @@ def penalty_backward(grad, saved, kind, wanted):
     if n:
         with device_of(logprobs):
             _launch_penalty_bwd(
-                programs_for(n, TILE), grad.contiguous(), logprobs, ref_logprobs, mask, dlogprobs, dref, n,
-                KIND=kind, BLOCK=TILE,
+                programs_for(n, TILE), grad.contiguous(), logprobs, ref_logprobs, mask,
+                dlogprobs, dref, n, KIND=kind, BLOCK=TILE,
             )  # fmt: skip
     return dlogprobs, dref
 
