@@ -54,6 +54,7 @@ def _calls() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any] | Non
 
     size = (_ROWS, _STEPS)
     logits = torch.zeros(_ROWS, _VOCABULARY, dtype=torch.bfloat16, requires_grad=True)
+    ref_logits = logits.detach().clone()
     labels, counted = torch.zeros(_ROWS, dtype=torch.int64), torch.ones(_ROWS, dtype=torch.bool)
     mask = torch.ones(size, dtype=torch.bool)
     new, values = (torch.zeros(size, requires_grad=True) for _ in range(2))
@@ -101,6 +102,13 @@ def _calls() -> Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any] | Non
         ),
         "sample_tokens": (lambda: ops.sample_tokens(drawn, keys), None),
         "sample_tokens top_k": (lambda: ops.sample_tokens(drawn, keys, top_k=5), None),
+        "kl_penalty": (lambda: ops.kl_penalty(new, old, "k3", mask=mask), by(new, advantages)),
+        "kl_rewards": (
+            lambda: ops.kl_rewards(new, old, per_row, mask, coef=0.1),
+            by(new, rewards, rewards, per_row),
+        ),
+        "full_kl": (lambda: ops.full_kl(logits, ref_logits, mask=counted), by(logits, per_row)),
+        "masked_whiten": (lambda: ops.masked_whiten(new, mask), by(new, advantages)),
     }
 
 

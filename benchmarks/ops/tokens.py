@@ -313,7 +313,7 @@ PPO_LOSS = Op(
     problem=_ppo_loss,
     work=_work(33, "six inputs and a mask, two gradients"),
     main=_main(
-        "ppo_loss", 1024, 1024, Goal("forward launches", 2, HOPPER),
+        "ppo_loss", 1024, 1024, Goal("forward launches", 1, HOPPER),
         Goal("backward launches", 1, HOPPER),
     ),
     axes={"rows_steps": SEQUENCES},

@@ -50,10 +50,10 @@ def _token_logprobs() -> float:
     return _both_ways(lambda: op(backend="triton")[0])
 
 
-def _ppo_loss() -> float:
+def _ppo_loss(**options: Any) -> float:
     logprobs, advantages = torch.zeros(2, 8, requires_grad=True), torch.ones(2, 8)
     old, mask = logprobs.detach().clone(), torch.ones(2, 8, dtype=torch.bool)
-    op = partial(kernels.ppo_loss, logprobs, old, advantages, mask)
+    op = partial(kernels.ppo_loss, logprobs, old, advantages, mask, **options)
     return _both_ways(lambda: op(backend="triton")[0])
 
 
@@ -110,7 +110,13 @@ COUNTS = (
     Count("top-k and top-p draw, bf16", "launches", 4, partial(_draw, BF16, top_k=50, top_p=0.9)),
     Count("top-k and top-p draw, fp32", "launches", 4, partial(_draw, FP32, top_k=50, top_p=0.9)),
     Count("token_logprobs with entropy, both ways", "launches", 2, _token_logprobs),
-    Count("ppo_loss, both ways", "launches", 3, _ppo_loss),
+    Count("ppo_loss, both ways", "launches", 2, _ppo_loss),
+    Count(
+        "ppo_loss of row means, both ways",
+        "launches",
+        2,
+        partial(_ppo_loss, aggregate="seq-mean-token-mean"),
+    ),
     Count("gae with whitening", "launches", 2, _gae),
     Count("decoder layer, fp32 weights under bf16 autocast", "launches", 12, partial(_layer, True)),
     # Casts lie side by side in memory, other weights do not: three products are one, and two.

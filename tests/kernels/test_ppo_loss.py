@@ -298,6 +298,38 @@ def test_a_batch_that_counts_nowhere_gives_zeros(backend, device, aggregate, den
     assert all(stat == 0 for stat in stats.values())
 
 
+@pytest.mark.parametrize("shape", [(3, 10_000), (2, 8195)], ids=str)
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_rows_of_more_tokens_than_are_counted_at_once(backend, device, shape, aggregate):
+    check(batch(shape, device=device), backend, aggregate=aggregate)
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_programs_that_walk_several_tiles(device, aggregate, monkeypatch):
+    """As of more than half a million tokens; here two programs for nine tiles."""
+    from fastrl_kernels._triton import ppo_loss as module
+
+    tensors = batch((9, 1000), device=device)
+    whole = run(tensors, "triton", aggregate=aggregate)
+    monkeypatch.setattr(module, "MOST_PROGRAMS", 2)
+    check(tensors, "triton", aggregate=aggregate)
+    walked = run(tensors, "triton", aggregate=aggregate)
+    # Which program has a tile decides the order of sums alone, and counts are exact in any order.
+    for name in LEAVES:
+        assert torch.equal(walked[1][name], whole[1][name])
+
+
+def test_the_count_of_programs_is_zero_after_every_call(device):
+    from fastrl_kernels._triton.last_program import arrival_counters
+
+    tensors = batch(device=device)
+    for _ in range(2):
+        run(tensors, "triton")
+        run(tensors, "triton", aggregate="seq-mean-token-mean")
+        counters = arrival_counters(tensors["mask"])
+        assert torch.equal(counters, torch.zeros_like(counters))
+
+
 @pytest.mark.parametrize("upstream", [0.0, 65536.0])
 def test_the_upstream_gradient_scales_whatever_the_forward_saved(backend, device, upstream):
     check(batch(device=device), backend, upstream=upstream)
@@ -357,14 +389,16 @@ def test_runs_give_the_same_bits(backend, device):
         assert torch.equal(results[0][1][name], results[1][1][name])
 
 
-def test_two_launches_forward_and_one_backward_without_waiting(device):
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+def test_one_launch_each_way_without_waiting(device, aggregate):
     tensors = batch(device=device)
     for name in LEAVES:
         tensors[name].requires_grad_()
     positional, named = arguments(tensors)
+    ppo_loss(*positional, backend="triton")  # makes the counter that is kept
     with watched() as calls:
-        loss, _ = ppo_loss(*positional, **named, backend="triton")
-    assert calls == ["_ppo_loss_fwd_kernel", "_ppo_loss_reduce_kernel"]
+        loss, _ = ppo_loss(*positional, **named, aggregate=aggregate, backend="triton")
+    assert calls == ["_ppo_loss_fwd_kernel"]
     upstream = torch.ones_like(loss)
     with watched() as calls:
         torch.autograd.grad(loss, [tensors[name] for name in LEAVES], upstream)
@@ -411,8 +445,7 @@ def test_coefficients_and_clip_ranges_compile_once():
     from fastrl_kernels._triton import ppo_loss as module
 
     assert constants(module) == {
-        "KL_KIND", "BLOCK", "HAS_VALUE", "HAS_KL", "BY_ROWS", "STATS",
-        "CHUNK",
+        "DLOGPROBS", "DVALUES", "KL_KIND", "BY_ROWS", "ROW_MEANS", "ROWS", "STEPS", "WIDE", "BLOCK",
     }  # fmt: skip
 
 

@@ -104,30 +104,54 @@ def choose(backend: str, *tensors: torch.Tensor | None) -> str:
     Raises:
         ValueError: tensors on different devices, or a backend that cannot run there.
     """
-    present = [tensor for tensor in tensors if tensor is not None]
-    device = present[0].device if present else None
-    if device is None or device.type not in TRITON_DEVICES or torch.compiler.is_compiling():
-        devices = {tensor.device for tensor in present}
-        if len(devices) != 1:
-            raise _apart(present)
-        return explain(devices.pop(), backend).backend
-    for tensor in present:
-        if tensor.device != device:
-            raise _apart(present)
-    asked = (device.type, backend, os.environ.get(BACKEND_VARIABLE, "auto"))
+    device = None
+    for tensor in tensors:
+        if tensor is not None:
+            if device is None:
+                device = tensor.device
+            elif tensor.device != device:
+                raise _apart(tensors)
+    if device is None:
+        raise _apart(tensors)
+    if torch.compiler.is_compiling():
+        return explain(device, backend).backend
+    asked = (device, backend, _VARIABLES.get(_VARIABLE))
     found = _chosen.get(asked)
     if found is None:
-        found = _chosen[asked] = explain(device, backend).backend
+        found = explain(device, backend).backend
+        if device.type in TRITON_DEVICES:
+            _chosen[asked] = found
     return found
 
 
-def _apart(tensors: list[torch.Tensor]) -> ValueError:
-    names = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+def _apart(tensors: tuple[torch.Tensor | None, ...]) -> ValueError:
+    names = ", ".join(sorted({str(tensor.device) for tensor in tensors if tensor is not None}))
     return ValueError(f"all tensors must be on one device, got {names}: move them to one")
 
 
 # On devices of Triton's: by device, argument and environment variable, all that it rests on there.
-_chosen: dict[tuple[str, str, str], str] = {}
+_chosen: dict[tuple[torch.device, str, Any], str] = {}
+# What os.environ looks into, which takes half a microsecond to find that a variable is not set.
+_VARIABLES: Any = getattr(os.environ, "_data", os.environ)
+_VARIABLE: Any = BACKEND_VARIABLE
+if _VARIABLES is not os.environ:
+    _VARIABLE = os.environ.encodekey(BACKEND_VARIABLE)
+
+
+class Passes:
+    """An op's passes by the backend's name. Those of Triton are imported when they are first asked
+    for, since triton need not be installed."""
+
+    def __init__(self, in_torch: Backend, import_triton: Callable[[], Backend]) -> None:
+        self._in_torch, self._import_triton = in_torch, import_triton
+        self._in_triton: Backend | None = None
+
+    def of(self, backend: str) -> Backend:
+        if backend != "triton":
+            return self._in_torch
+        if self._in_triton is None:
+            self._in_triton = self._import_triton()
+        return self._in_triton
 
 
 def _triton_obstacle(device: torch.device) -> str | None:

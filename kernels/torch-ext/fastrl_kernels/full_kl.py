@@ -17,9 +17,9 @@ from .checks import (
     check_same_shape,
     check_temperature,
 )
-from .dispatch import Backend, choose
+from .dispatch import Backend, Passes, choose
 from .first_order import first_order
-from .operators import dense, new, operator
+from .operators import applied, dense, new, operator
 from .types import Temperature
 
 
@@ -86,12 +86,13 @@ def _difference(d: Tensor, d_ref: Tensor, log_ratio: Tensor) -> Tensor:
     return d.sub_(d_ref).nan_to_num_(nan=0.0, posinf=math.inf, neginf=0.0).sub_(log_ratio)
 
 
-def _backend(name: str) -> Backend:
-    if name == "triton":
-        from ._triton import full_kl
+def _import_triton() -> Backend:
+    from ._triton.full_kl import PASSES
 
-        return Backend(full_kl.forward, full_kl.backward)
-    return Backend(_torch_forward, _torch_backward)
+    return PASSES
+
+
+_PASSES = Passes(Backend(_torch_forward, _torch_backward), _import_triton)
 
 
 class _FullKL(torch.autograd.Function):
@@ -105,7 +106,7 @@ class _FullKL(torch.autograd.Function):
         number: float,
         backend: str,
     ) -> Tensor:
-        save, passes = ctx.needs_input_grad[0], _backend(backend)
+        save, passes = ctx.needs_input_grad[0], _PASSES.of(backend)
         kl, saved = passes.forward(logits, ref_logits, mask, temperature, number, save=save)
         if save:
             ctx.save_for_backward(logits, ref_logits, mask, temperature, saved)
@@ -129,7 +130,7 @@ def _full_kl(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """The KL, and the rows' statistics for backward, [5, N]."""
-    return _backend(backend).forward(logits, ref_logits, mask, temperature, number, save=True)
+    return _PASSES.of(backend).forward(logits, ref_logits, mask, temperature, number, save=True)
 
 
 @_full_kl.register_fake
@@ -150,7 +151,7 @@ def _full_kl_backward(
     backend: str,
 ) -> Tensor:
     return dense(
-        _backend(backend).backward(grad, logits, ref_logits, mask, temperature, number, saved)
+        _PASSES.of(backend).backward(grad, logits, ref_logits, mask, temperature, number, saved)
     )
 
 
@@ -212,9 +213,10 @@ def full_kl(
     check_constant("ref_logits", ref_logits)
     number, temperatures = check_temperature(temperature, "logits", logits)
     if mask is not None:
-        check_mask(mask, "logits[..., 0]", logits[..., 0])
+        if mask.dtype != torch.bool or mask.shape != logits.shape[:-1]:
+            check_mask(mask, "logits[..., 0]", logits[..., 0])
         check_device("mask", mask, "logits", logits)
     arguments = (logits, ref_logits, mask, temperatures, number, choose(backend, logits))
     if torch.compiler.is_compiling():
         return _full_kl(*arguments)[0]
-    return _FullKL.apply(*arguments)
+    return applied(_FullKL, *arguments)

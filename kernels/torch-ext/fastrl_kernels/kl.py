@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from .checks import check_choice, check_float, check_like, check_mask
-from .dispatch import Backend, choose
+from .dispatch import Backend, Passes, choose
 from .first_order import first_order
+from .operators import applied
 from .types import KL_KINDS
 
 Saved = tuple[Tensor | None, ...]
@@ -86,6 +87,15 @@ class _KLPenalty(torch.autograd.Function):
         return *ctx.backward_of(*grads, ctx.saved_tensors, ctx.kind, wanted), *(None,) * 3
 
 
+def _penalty_in_triton() -> Backend:
+    from ._triton.kl import PENALTY
+
+    return PENALTY
+
+
+_PENALTY = Passes(Backend(_penalty_forward, _penalty_backward), _penalty_in_triton)
+
+
 def _rewards_forward(
     logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -152,6 +162,15 @@ class _KLRewards(torch.autograd.Function):
         return *gradients, *(None,) * 4
 
 
+def _rewards_in_triton() -> Backend:
+    from ._triton.kl import REWARDS
+
+    return REWARDS
+
+
+_REWARDS = Passes(Backend(_rewards_forward, _rewards_backward), _rewards_in_triton)
+
+
 def kl_penalty(
     logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -184,12 +203,8 @@ def kl_penalty(
     _check_pair(logprobs, ref_logprobs, kind)
     if mask is not None:
         check_mask(mask, "logprobs", logprobs)
-    passes = Backend(_penalty_forward, _penalty_backward)
-    if choose(backend, logprobs, ref_logprobs, mask) == "triton":
-        from ._triton import kl
-
-        passes = Backend(kl.penalty_forward, kl.penalty_backward)
-    return _KLPenalty.apply(logprobs, ref_logprobs, mask, kind, passes)
+    passes = _PENALTY.of(choose(backend, logprobs, ref_logprobs, mask))
+    return applied(_KLPenalty, logprobs, ref_logprobs, mask, kind, passes)
 
 
 def kl_rewards(
@@ -232,20 +247,16 @@ def kl_rewards(
         raise ValueError(
             f"scores has shape {tuple(scores.shape)}: pass one per row, {tuple(mask.shape[:-1])}"
         )
+    by_tensor = None
     if isinstance(coef, Tensor):
         if coef.dim() != 0:
             raise ValueError(f"coef has shape {tuple(coef.shape)}: pass a float or a 0-d tensor")
-        coef = coef.detach()
+        coef = by_tensor = coef.detach()
     if not scores.is_floating_point():
         scores = scores.to(torch.float32)
     check_float("scores", scores)
-    tensors = [logprobs, ref_logprobs, scores, mask, *([coef] if isinstance(coef, Tensor) else [])]
-    passes = Backend(_rewards_forward, _rewards_backward)
-    if choose(backend, *tensors) == "triton":
-        from ._triton import kl
-
-        passes = Backend(kl.rewards_forward, kl.rewards_backward)
-    return _KLRewards.apply(logprobs, ref_logprobs, scores, mask, coef, kind, passes)
+    passes = _REWARDS.of(choose(backend, logprobs, ref_logprobs, scores, mask, by_tensor))
+    return applied(_KLRewards, logprobs, ref_logprobs, scores, mask, coef, kind, passes)
 
 
 def _check_pair(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> None:

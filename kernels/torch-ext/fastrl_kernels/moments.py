@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .checks import check_float, check_mask
-from .dispatch import Backend, choose
+from .dispatch import Backend, Passes, choose
 from .first_order import first_order
+from .operators import applied
 from .types import Moments, SplitMoments
 
 Measure = Callable[[Tensor, Tensor], SplitMoments]
@@ -112,11 +113,25 @@ class _MaskedWhiten(torch.autograd.Function):
         return ctx.backward_of(*grads, ctx.saved_tensors, *ctx.options), *(None,) * 4
 
 
-def _measure_on(backend: str, values: Tensor, mask: Tensor) -> Measure:
-    """Checks the arguments and returns the backend's way to measure them."""
+def _whitening_in_triton() -> Backend:
+    from ._triton.moments import WHITENING
+
+    return WHITENING
+
+
+_WHITENING = Passes(Backend(_whiten_forward, _whiten_backward), _whitening_in_triton)
+
+
+def _checked(backend: str, values: Tensor, mask: Tensor) -> str:
+    """The backend's name, of checked arguments."""
     check_float("values", values)
     check_mask(mask, "values", values)
-    if choose(backend, values, mask) == "triton":
+    return choose(backend, values, mask)
+
+
+def _measure_on(backend: str, values: Tensor, mask: Tensor) -> Measure:
+    """Checks the arguments and returns the backend's way to measure them."""
+    if _checked(backend, values, mask) == "triton":
         from ._triton.moments import measure
 
         return measure
@@ -180,17 +195,11 @@ def masked_whiten(
         TypeError: values not floating point, or a mask that is not boolean.
         ValueError: shapes or devices that differ.
     """
-    measure = _measure_on(backend, values, mask)
-    given = None
+    passes, given = _WHITENING.of(_checked(backend, values, mask)), None
     if moments is not None:
         count, mean, m2 = (m.detach().to(torch.float32) for m in moments)
         given = SplitMoments(count, mean, torch.zeros_like(mean), m2)
-    passes = Backend(_whiten_forward, _whiten_backward)
-    if measure is not _measure:
-        from ._triton import moments as kernels
-
-        passes = Backend(kernels.whiten_forward, kernels.whiten_backward)
-    return _MaskedWhiten.apply(values, mask, shift_mean, given, passes)
+    return applied(_MaskedWhiten, values, mask, shift_mean, given, passes)
 
 
 def masked_moments(values: Tensor, mask: Tensor, *, backend: str = "auto") -> Moments:

@@ -18,7 +18,7 @@ from .checks import (
     check_like,
     check_mask,
 )
-from .dispatch import Backend, choose
+from .dispatch import Backend, Passes, choose
 from .first_order import first_order
 from .head_pass import HandOut, HeadPass, save_gradients, scaled_gradients, wanted_gradients
 from .kl import kl_slope, kl_value, masked_difference
@@ -189,7 +189,11 @@ def _torch_forward(
 
 
 def _torch_backward(
-    grad: Tensor, saved: tuple[Tensor | None, ...], dtypes: tuple[torch.dtype | None, ...]
+    grad: Tensor,
+    saved: tuple[Tensor | None, ...],
+    shape: torch.Size,
+    dtypes: tuple[torch.dtype | None, ...],
+    wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     pairs = zip(saved, dtypes, strict=True)
     return tuple(None if x is None else (x * grad).to(dtype) for x, dtype in pairs)
@@ -219,8 +223,8 @@ class _PPOLoss(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:2]
         loss, numbers, saved = backend.forward(logprobs, values, constants, settings, wanted)
         ctx.save_for_backward(*saved)
+        ctx.shape, ctx.backward_of = logprobs.shape, backend.backward
         ctx.dtypes = logprobs.dtype, None if values is None else values.dtype
-        ctx.backward_of = backend.backward
         ctx.mark_non_differentiable(numbers)
         ctx.set_materialize_grads(False)  # statistics have none, not even zeros
         return loss, numbers
@@ -228,7 +232,10 @@ class _PPOLoss(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.backward_of(grads[0], ctx.saved_tensors, ctx.dtypes), None, None, None
+        gradients = ctx.backward_of(
+            grads[0], ctx.saved_tensors, ctx.shape, ctx.dtypes, ctx.needs_input_grad[:2]
+        )
+        return *gradients, None, None, None
 
 
 def ppo_loss(
@@ -295,15 +302,13 @@ def ppo_loss(
     return loss, LossStats(numbers)
 
 
-def _passes(backend: str) -> Backend:
-    if backend == "triton":
-        from ._triton.ppo_loss import PASSES
+def _import_triton() -> Backend:
+    from ._triton.ppo_loss import PASSES
 
-        return PASSES
-    return _TORCH_PASSES
+    return PASSES
 
 
-_TORCH_PASSES = Backend(_torch_forward, _torch_backward)
+_PASSES = Passes(Backend(_torch_forward, _torch_backward), _import_triton)
 
 
 def _apply(
@@ -314,7 +319,7 @@ def _apply(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """The loss and LossStats' tensor, of checked arguments."""
-    return applied(_PPOLoss, logprobs, values, constants, settings, _passes(backend))
+    return applied(_PPOLoss, logprobs, values, constants, settings, _PASSES.of(backend))
 
 
 def _checked(
@@ -331,62 +336,76 @@ def _checked(
     aggregate: str,
     denominator: float | Tensor | None,
 ) -> tuple[Tensor | None, PPOConstants, PPOSettings]:
-    low, high = cliprange if isinstance(cliprange, tuple | list) else (cliprange, cliprange)
-    for number in (low, high, dual_clip, *(value or ())[3:], *(kl or ())[1:2]):
-        if isinstance(number, Tensor):
+    if type(cliprange) is float:
+        low = high = cliprange
+    else:
+        low, high = cliprange if isinstance(cliprange, tuple | list) else (cliprange, cliprange)
+    values = old_values = returns = ref_logprobs = given = None
+    value_cliprange = value_coef = kl_coef = 0.0
+    kind = "kl"
+    if value is not None:
+        values, old_values, returns, value_cliprange, value_coef = value
+    if kl is not None:
+        ref_logprobs, kl_coef, kind = kl
+        check_choice("kind", kind, KL_KINDS)
+    for number in (low, high, dual_clip, value_cliprange, value_coef, kl_coef):
+        if type(number) is not float and isinstance(number, Tensor):
             raise TypeError(
                 "clip ranges and coefficients must be Python numbers: a tensor would wait"
             )
-    if low < 0 or high < 0 or (value is not None and value.cliprange < 0):
+    if low < 0 or high < 0 or value_cliprange < 0:
         raise ValueError("clip ranges must not be negative")
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip must be above 1, got {dual_clip}: the usual value is 3")
     check_choice("aggregate", aggregate, AGGREGATES)
-    if kl is not None:
-        check_choice("kind", kl.kind, KL_KINDS)
-    given = denominator if isinstance(denominator, Tensor) else None
-    number = None if isinstance(denominator, Tensor) else denominator
-    if given is not None and given.dim() != 0:
-        raise ValueError(f"denominator has shape {tuple(given.shape)}: pass a float or 0-d tensor")
-    if number is not None and not number > 0:
-        raise ValueError(f"denominator must be above 0, got {number}")
-    if denominator is None and aggregate == "seq-mean-token-sum-norm":
-        number = float(max(mask.numel(), 1))
+    if denominator is not None:
+        if isinstance(denominator, Tensor):
+            given, denominator = denominator, None
+            if given.dim() != 0:
+                shape = tuple(given.shape)
+                raise ValueError(f"denominator has shape {shape}: pass a float or 0-d tensor")
+            check_constant("denominator", given)
+        elif not denominator > 0:
+            raise ValueError(f"denominator must be above 0, got {denominator}")
+    elif aggregate == "seq-mean-token-sum-norm":
+        denominator = float(max(mask.numel(), 1))
 
     check_float("logprobs", logprobs)
     check_mask(mask, "logprobs", logprobs)
-    if logprobs.dim() == 0:
-        raise ValueError("logprobs has no time dimension: pass [..., T]")
-    values = None if value is None else value.values
-    constants = PPOConstants(
-        old_logprobs,
-        advantages,
-        mask,
-        weights,
-        None if value is None else value.old_values,
-        None if value is None else value.returns,
-        None if kl is None else kl.ref_logprobs,
-        given,
-        token_weights,
-    )
     shape = logprobs.shape
-    floats = (old_logprobs, advantages, None, *constants[3:7], None, token_weights, values)
-    for i, tensor in enumerate(floats):
-        if tensor is not None and (tensor.dtype not in FLOAT_DTYPES or tensor.shape != shape):
-            check_like((*constants._fields, "values")[i], tensor, "logprobs", logprobs)
-    for i, tensor in enumerate(constants):
-        if tensor is not None and tensor.requires_grad:
-            check_constant(constants._fields[i], tensor)
+    if not shape:
+        raise ValueError("logprobs has no time dimension: pass [..., T]")
+    tensors = (
+        old_logprobs, advantages, weights, old_values, returns, ref_logprobs, token_weights,
+    )  # fmt: skip
+    for tensor in tensors:
+        if tensor is not None and (
+            tensor.dtype not in FLOAT_DTYPES or tensor.shape != shape or tensor.requires_grad
+        ):
+            _check_constants(logprobs, *tensors)
+    if values is not None:
+        check_like("values", values, "logprobs", logprobs)
+    constants = PPOConstants(
+        old_logprobs, advantages, mask, weights, old_values, returns, ref_logprobs, given,
+        token_weights,
+    )  # fmt: skip
     settings = PPOSettings(
-        1.0 - low,
-        1.0 + high,
-        dual_clip,
-        aggregate,
-        number,
-        *((0.0, 0.0) if value is None else (value.cliprange, value.coef)),
-        *((0.0, "kl") if kl is None else (kl.coef, kl.kind)),
-    )
+        1.0 - low, 1.0 + high, dual_clip, aggregate, denominator, value_cliprange, value_coef,
+        kl_coef, kind,
+    )  # fmt: skip
     return values, constants, settings
+
+
+def _check_constants(logprobs: Tensor, *tensors: Tensor | None) -> None:
+    """Raises what is wrong with the first that may not be used."""
+    names = (
+        "old_logprobs", "advantages", "weights", "old_values", "returns", "ref_logprobs",
+        "token_weights",
+    )  # fmt: skip
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is not None:
+            check_like(name, tensor, "logprobs", logprobs)
+            check_constant(name, tensor)
 
 
 @torch.no_grad()

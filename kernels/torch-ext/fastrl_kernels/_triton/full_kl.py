@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import aligned_alike, as_rows_together, empty_rows_like, vector_length
+from ..dispatch import Backend
+from ..rows import aligned_alike, as_rows_together, empty_rows_like
+from .launch import launcher
 from .logprob import LOG2E, LOWEST, online_softmax, row_temperature
 from .rows import (
     PART_VECTORS,
@@ -127,28 +129,41 @@ def _full_kl_fwd_kernel(
         tl.store(saved_ptr + 4 * n + row, tl.where(kl == kl, mean, kl))  # NaN reaches the gradient
 
 
+_launch_fwd = launcher(_full_kl_fwd_kernel)
+
+
 def forward(logits, ref_logits, mask, temperature, number, *, save):
     """The KL per token, and [5, N] that backward needs of the rows."""
-    rows, refs = _rows_of(logits, ref_logits)
-    outer, inner, vocabulary = rows.shape
-    kl = torch.empty(logits.shape[:-1], dtype=torch.float32, device=logits.device)
-    saved = kl.new_empty(5, kl.numel()) if save else None
+    vocabulary = logits.shape[-1]
+    shapes = window(vocabulary, logits.dtype, ref_logits.dtype)
+    rows, refs, inner, strides = _rows_of(logits, ref_logits, shapes["VEC"])
+    kl = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
+    n = kl.numel()
+    saved = kl.new_empty(5, n) if save else None
     with device_of(logits):
-        _full_kl_fwd_kernel[(outer * inner,)](
-            rows, refs, per_row(mask), per_row(temperature), number, kl, saved,
-            kl.numel(), vocabulary, inner, *rows.stride()[:2], *refs.stride()[:2],
-            **window(vocabulary, logits.dtype, ref_logits.dtype),
+        _launch_fwd(
+            n, rows, refs, per_row(mask), per_row(temperature), number, kl, saved,
+            n, vocabulary, inner, *strides, **shapes,
         )  # fmt: skip
     return kl, saved
 
 
-def _rows_of(logits: Tensor, ref_logits: Tensor) -> list[Tensor]:
-    """Both as rows; the reference copied where its rows are not aligned as the policy's are."""
+def _rows_of(
+    logits: Tensor, ref_logits: Tensor, vector: int
+) -> tuple[Tensor, Tensor, int, tuple[int, ...]]:
+    """Both as rows, the number of inner rows, and the strides of outer and inner ones, the policy's
+    first; the reference copied where its rows are not aligned as the policy's are. No view is made
+    of what is contiguous."""
+    if logits.is_contiguous() and ref_logits.is_contiguous():
+        start = logits.data_ptr() // logits.element_size()
+        if (start - ref_logits.data_ptr() // ref_logits.element_size()) % vector == 0:
+            vocabulary = logits.shape[-1]
+            strides = 0, vocabulary, 0, vocabulary
+            return logits, ref_logits, max(1, logits.numel() // vocabulary), strides
     rows, refs = as_rows_together(logits, ref_logits)
-    vector = vector_length(logits.dtype, ref_logits.dtype)
     if not aligned_alike(rows, refs, vector):
         refs = empty_rows_like(rows, ref_logits.dtype, vector).copy_(refs)
-    return [rows, refs]
+    return rows, refs, rows.shape[1], (*rows.stride()[:2], *refs.stride()[:2])
 
 
 @triton.jit
@@ -224,17 +239,23 @@ def _full_kl_bwd_kernel(
             store_end(d_aligned, at, d, shift, end, VEC)
 
 
+_launch_bwd = launcher(_full_kl_bwd_kernel)
+
+
 def backward(grad, logits, ref_logits, mask, temperature, number, saved):
-    rows, refs = _rows_of(logits, ref_logits)
-    outer, inner, vocabulary = rows.shape
+    n, vocabulary = grad.numel(), logits.shape[-1]
     shapes = window(vocabulary, logits.dtype, ref_logits.dtype)
+    rows, refs, inner, strides = _rows_of(logits, ref_logits, shapes["VEC"])
     dlogits = empty_rows_like(rows, logits.dtype, shapes["VEC"])
+    d_strides = strides[:2] if rows is logits else dlogits.stride()[:2]
     parts = parts_of(vocabulary, shapes["VEC"])
     with device_of(logits):
-        _full_kl_bwd_kernel[(outer * inner * parts,)](
-            per_row(grad), rows, refs, per_row(mask), per_row(temperature), number,
-            saved, dlogits, grad.numel(), vocabulary, parts, inner,
-            *rows.stride()[:2], *refs.stride()[:2], *dlogits.stride()[:2],
+        _launch_bwd(
+            n * parts, per_row(grad), rows, refs, per_row(mask), per_row(temperature), number,
+            saved, dlogits, n, vocabulary, parts, inner, *strides, *d_strides,
             **shapes, PART=PART_VECTORS * shapes["VEC"],
         )  # fmt: skip
-    return dlogits.view(logits.shape)
+    return dlogits if dlogits.shape == logits.shape else dlogits.view(logits.shape)
+
+
+PASSES = Backend(forward, backward)

@@ -4,7 +4,18 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import TILE, device_of, exact_exp, load_counted, load_mask, packed, row_tile
+from ..dispatch import Backend
+from .launch import launcher
+from .tiles import (
+    TILE,
+    device_of,
+    exact_exp,
+    load_counted,
+    load_mask,
+    packed,
+    programs_for,
+    row_tile,
+)
 
 
 @triton.jit
@@ -68,6 +79,9 @@ def _kl_penalty_fwd_kernel(
     tl.store(out_ptr + at, kl_value(d, KIND), mask=inside)
 
 
+_launch_penalty_fwd = launcher(_kl_penalty_fwd_kernel)
+
+
 @triton.jit
 def _kl_penalty_bwd_kernel(
     grad_ptr,  # [n]
@@ -94,6 +108,9 @@ def _kl_penalty_bwd_kernel(
         tl.store(dref_ptr + at, -grad, mask=inside)
 
 
+_launch_penalty_bwd = launcher(_kl_penalty_bwd_kernel)
+
+
 def penalty_forward(logprobs, ref_logprobs, mask, kind):
     """The KL per token, and what backward takes."""
     logprobs, ref_logprobs = logprobs.contiguous(), ref_logprobs.contiguous()
@@ -102,8 +119,8 @@ def penalty_forward(logprobs, ref_logprobs, mask, kind):
     n = logprobs.numel()
     if n:
         with device_of(logprobs):
-            _kl_penalty_fwd_kernel[(triton.cdiv(n, TILE),)](
-                logprobs, ref_logprobs, mask, out, n, KIND=kind, BLOCK=TILE
+            _launch_penalty_fwd(
+                programs_for(n, TILE), logprobs, ref_logprobs, mask, out, n, KIND=kind, BLOCK=TILE
             )
     return out, (logprobs, ref_logprobs, mask)
 
@@ -115,9 +132,9 @@ def penalty_backward(grad, saved, kind, wanted):
     n = logprobs.numel()
     if n:
         with device_of(logprobs):
-            _kl_penalty_bwd_kernel[(triton.cdiv(n, TILE),)](
-                grad.contiguous(), logprobs, ref_logprobs, mask, dlogprobs, dref, n,
-                KIND=kind, BLOCK=TILE,
+            _launch_penalty_bwd(
+                programs_for(n, TILE), grad.contiguous(), logprobs, ref_logprobs, mask,
+                dlogprobs, dref, n, KIND=kind, BLOCK=TILE,
             )  # fmt: skip
     return dlogprobs, dref
 
@@ -128,22 +145,22 @@ def _kl_rewards_fwd_kernel(
     ref_ptr,  # [N, T]
     scores_ptr,  # [N]
     mask_ptr,  # [N, T] bool
-    coef,  # fp32, or a pointer to one
+    coef_ptr,  # [], or None: the number
+    coef,
     rewards_ptr,  # [N, T] fp32
     kls_ptr,  # [N, T] fp32
     sums_ptr,  # [N] fp32
     last_ptr,  # [N] int32: the last counted step, -1 where none
     N,
     T,
-    COEF_IS_POINTER: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     in_batch = row < N
-    if COEF_IS_POINTER:
-        coefficient = tl.load(coef).to(tl.float32)
+    if coef_ptr is not None:
+        coefficient = tl.load(coef_ptr).to(tl.float32)
     else:
         coefficient = tl.cast(coef, tl.float32)
     scores = tl.load(scores_ptr + row, mask=in_batch, other=0.0).to(tl.float32)
@@ -169,6 +186,9 @@ def _kl_rewards_fwd_kernel(
     tl.store(last_ptr + row, last, mask=in_batch)
 
 
+_launch_rewards_fwd = launcher(_kl_rewards_fwd_kernel)
+
+
 @triton.jit(do_not_specialize=["N"])
 def _kl_rewards_bwd_kernel(
     grad_rewards_ptr,  # [N, T]
@@ -178,21 +198,21 @@ def _kl_rewards_bwd_kernel(
     ref_ptr,  # [N, T]
     mask_ptr,  # [N, T] bool
     last_ptr,  # [N] int32
-    coef,  # fp32, or a pointer to one
+    coef_ptr,  # [], or None: the number
+    coef,
     dlogprobs_ptr,  # [N, T], or None
     dref_ptr,  # [N, T], or None
     dscores_ptr,  # [N], or None
     N,
     T,
-    COEF_IS_POINTER: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     in_batch = row < N
-    if COEF_IS_POINTER:
-        coefficient = tl.load(coef).to(tl.float32)
+    if coef_ptr is not None:
+        coefficient = tl.load(coef_ptr).to(tl.float32)
     else:
         coefficient = tl.cast(coef, tl.float32)
     grad_sums = tl.load(grad_sums_ptr + row, mask=in_batch, other=0.0).to(tl.float32)
@@ -218,6 +238,14 @@ def _kl_rewards_bwd_kernel(
         tl.store(dscores_ptr + row, dscores, mask=in_batch)
 
 
+_launch_rewards_bwd = launcher(_kl_rewards_bwd_kernel)
+
+
+def _split(coef):
+    """A tensor or a number as the kernels take it: one of the two."""
+    return (coef, 0.0) if isinstance(coef, torch.Tensor) else (None, float(coef))
+
+
 def rewards_forward(logprobs, ref_logprobs, scores, mask, coef, kind):
     """Rewards, KL per token and its sums, and what backward takes."""
     logprobs, ref_logprobs = packed(logprobs), packed(ref_logprobs)
@@ -231,12 +259,11 @@ def rewards_forward(logprobs, ref_logprobs, scores, mask, coef, kind):
     if not logprobs.numel():
         return rewards, kls, sums.zero_(), saved
     rows, steps = row_tile(length)
-    by_tensor = isinstance(coef, torch.Tensor)
+    batch = scores.numel()
     with device_of(logprobs):
-        _kl_rewards_fwd_kernel[(triton.cdiv(scores.numel(), rows),)](
-            logprobs, ref_logprobs, scores, mask, coef if by_tensor else float(coef),
-            rewards, kls, sums, last, scores.numel(), length,
-            COEF_IS_POINTER=by_tensor, KIND=kind, ROWS=rows, STEPS=steps,
+        _launch_rewards_fwd(
+            programs_for(batch, rows), logprobs, ref_logprobs, scores, mask, *_split(coef),
+            rewards, kls, sums, last, batch, length, KIND=kind, ROWS=rows, STEPS=steps,
         )  # fmt: skip
     return rewards, kls, sums, saved
 
@@ -246,17 +273,19 @@ def rewards_backward(grad_rewards, grad_kls, grad_sums, saved, coef, kind, score
     dlogprobs = torch.empty_like(logprobs) if wanted[0] else None
     dref = torch.empty_like(ref_logprobs) if wanted[1] else None
     dscores = torch.empty_like(last, dtype=score_dtype) if wanted[2] else None
-    length = logprobs.shape[-1]
-    by_tensor = isinstance(coef, torch.Tensor)
     if logprobs.numel():
+        batch, length = last.numel(), logprobs.shape[-1]
         rows, steps = row_tile(length)
         with device_of(logprobs):
-            _kl_rewards_bwd_kernel[(triton.cdiv(last.numel(), rows),)](
-                grad_rewards.contiguous(), grad_kls.contiguous(), grad_sums.contiguous(),
-                logprobs, ref_logprobs, mask, last, coef if by_tensor else float(coef),
-                dlogprobs, dref, dscores, last.numel(), length,
-                COEF_IS_POINTER=by_tensor, KIND=kind, ROWS=rows, STEPS=steps,
+            _launch_rewards_bwd(
+                programs_for(batch, rows), grad_rewards.contiguous(), grad_kls.contiguous(),
+                grad_sums.contiguous(), logprobs, ref_logprobs, mask, last, *_split(coef),
+                dlogprobs, dref, dscores, batch, length, KIND=kind, ROWS=rows, STEPS=steps,
             )  # fmt: skip
     elif dscores is not None:
         dscores.zero_()
     return dlogprobs, dref, dscores
+
+
+PENALTY = Backend(penalty_forward, penalty_backward)
+REWARDS = Backend(rewards_forward, rewards_backward)

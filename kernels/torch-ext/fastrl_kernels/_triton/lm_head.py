@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launcher
 from .logprob import FLOOR, LN2, LOG2E, LOWEST, dlogits_of, online_softmax, row_temperature
 from .rows import PART_VECTORS, load_end, parts_of, window
 from .tiles import accurate_tanh, device_of
@@ -184,6 +185,9 @@ def _lm_head_fwd_kernel(
         tl.store(mean_logit_ptr + row, sum_x)
 
 
+_launch_fwd = launcher(_lm_head_fwd_kernel)
+
+
 @triton.jit(do_not_specialize=["C", "first", "parts"])
 def _lm_head_bwd_kernel(
     x_ptr,  # [r, C] products; overwritten with their gradients
@@ -244,6 +248,9 @@ def _lm_head_bwd_kernel(
             _store_tail(x_ptr, columns, d, C, VEC)
 
 
+_launch_bwd = launcher(_lm_head_bwd_kernel)
+
+
 @triton.jit
 def _store_tail(ptr, columns, x, high, VEC: tl.constexpr):
     """Stores whole vectors: after the row's end there is padding."""
@@ -274,6 +281,9 @@ def _lm_head_scale_kernel(
             tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=at < n)
 
 
+_launch_scale = launcher(_lm_head_scale_kernel)
+
+
 class TritonHead:
     """``HeadBackend`` of Triton kernels. Chunks keep their products even with ``once``: another
     exponential costs a GPU nothing."""
@@ -293,8 +303,8 @@ class TritonHead:
         if not len(x):
             return
         with device_of(x):
-            _lm_head_fwd_kernel[(len(x),)](
-                x, labels, temperature.per_row, temperature.number,
+            _launch_fwd(
+                len(x), x, labels, temperature.per_row, temperature.number,
                 None if transform.softcap is None else transform.inner, transform.outer,
                 *out, x.shape[1], first, vocabulary or x.shape[1], x.stride(0),
                 **window(x.shape[1], x.dtype),
@@ -305,8 +315,8 @@ class TritonHead:
         shapes = window(x.shape[1], x.dtype)
         parts = parts_of(x.shape[1], shapes["VEC"])
         with device_of(x):
-            _lm_head_bwd_kernel[(len(x) * parts,)](
-                x, labels, temperature.per_row, temperature.number,
+            _launch_bwd(
+                len(x) * parts, x, labels, temperature.per_row, temperature.number,
                 None if transform.softcap is None else transform.inner, transform.outer,
                 transform.logit_scale, saved.unscaled_max, saved.exp_sum,
                 None if upstream.entropies is None else saved.mean, *upstream,
@@ -320,4 +330,4 @@ class TritonHead:
         programs = min(_SCALE_PROGRAMS, triton.cdiv(len(flat), _SCALE_BLOCK))
         if programs:
             with device_of(x):
-                _lm_head_scale_kernel[(programs,)](flat, factor, len(flat), BLOCK=_SCALE_BLOCK)
+                _launch_scale(programs, flat, factor, len(flat), BLOCK=_SCALE_BLOCK)

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..dispatch import Backend
 from ..types import WHITEN_EPS, SplitMoments
 from .launch import launcher
 from .tiles import TILE, device_of, load_counted, load_mask, programs_for
@@ -128,6 +129,9 @@ def _moments_fwd_kernel(
     store_moments(partials_ptr, tl.num_programs(0), program, count, mean, low, m2)
 
 
+_launch_moments = launcher(_moments_fwd_kernel)
+
+
 @triton.jit(do_not_specialize=["partials"])
 def _moments_merge_kernel(
     partials_ptr,  # [4, partials]
@@ -137,6 +141,9 @@ def _moments_merge_kernel(
 ):
     count, mean, low, m2 = merge_partials(partials_ptr, partials, CHUNK)
     store_moments(merged_ptr, 1, 0, count, mean, low, m2)
+
+
+_launch_merge = launcher(_moments_merge_kernel)
 
 
 def _slices(n: int) -> tuple[int, int]:
@@ -150,14 +157,14 @@ def _partial_moments(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     programs, blocks = _slices(x.numel())
     partials = torch.empty(4, programs, dtype=torch.float32, device=x.device)
     if programs:
-        _moments_fwd_kernel[(programs,)](x, mask, partials, x.numel(), blocks, BLOCK=TILE)
+        _launch_moments(programs, x, mask, partials, x.numel(), blocks, BLOCK=TILE)
     return partials
 
 
 def merged_partials(partials: torch.Tensor) -> torch.Tensor:
     """[4, partials] -> [4, 1] in one launch."""
     merged = torch.empty(4, 1, dtype=torch.float32, device=partials.device)
-    _moments_merge_kernel[(1,)](partials, merged, partials.shape[1], CHUNK=TILE)
+    _launch_merge(1, partials, merged, partials.shape[1], CHUNK=TILE)
     return merged
 
 
@@ -253,6 +260,9 @@ def _whiten_sums_kernel(
     )
 
 
+_launch_sums = launcher(_whiten_sums_kernel)
+
+
 @triton.jit
 def merge_sums(sums_ptr, partials, CHUNK: tl.constexpr):
     """Σg and Σg·y over all [2, partials], as [1, 1]."""
@@ -276,8 +286,8 @@ def launch_whiten_sums(
     programs, blocks = _slices(x.numel())
     sums = torch.empty(2, programs, dtype=torch.float32, device=x.device)
     if programs:
-        _whiten_sums_kernel[(programs,)](
-            grad, x, mask, moments, sums, x.numel(), blocks, WHITENED=whitened, BLOCK=TILE
+        _launch_sums(
+            programs, grad, x, mask, moments, sums, x.numel(), blocks, WHITENED=whitened, BLOCK=TILE
         )
     return sums
 
@@ -316,6 +326,9 @@ def _whiten_bwd_kernel(
     tl.store(dx_ptr + at, tl.where(counted, dx, 0.0), mask=inside)
 
 
+_launch_whiten_bwd = launcher(_whiten_bwd_kernel)
+
+
 def whiten_forward(values, mask, shift_mean: bool, given: SplitMoments | None):
     """Whitened values, and the tensors that backward takes."""
     x, mask = values.contiguous(), mask.contiguous()
@@ -335,8 +348,12 @@ def whiten_backward(grad, saved, shift_mean: bool, constants: bool):
         if not constants:
             sums = launch_whiten_sums(grad, x, mask, moments, whitened=False)
         if x.numel():
-            _whiten_bwd_kernel[(programs_for(x.numel(), TILE),)](
-                grad, x, mask, moments, sums, dx, x.numel(), 0 if sums is None else sums.shape[1],
+            _launch_whiten_bwd(
+                programs_for(x.numel(), TILE), grad, x, mask, moments, sums, dx, x.numel(),
+                0 if sums is None else sums.shape[1],
                 SHIFT_MEAN=shift_mean, CHUNK=TILE, BLOCK=TILE,
             )  # fmt: skip
     return dx
+
+
+WHITENING = Backend(whiten_forward, whiten_backward)

@@ -1,7 +1,12 @@
-"""The PPO loss: one pass over the tokens, one ordered reduction, and a scale backward.
+"""The PPO loss: one launch over the tokens, and a scale backward.
 
 The pass sees neither the denominator nor the upstream gradient, so it stores the gradient of the
-*sum*; both are applied in the backward launch.
+*sum*; both are applied in the backward launch. Every program writes its sums, and whichever ends
+last adds up those of all, always in the same order: no bit depends on which one it is.
+
+One program for all tokens would need no such meeting, but at 70 to 250 instructions per token a
+multiprocessor takes as long for 4,096 of them as a second launch does, and mini-batches are often
+longer.
 """
 
 import torch
@@ -11,12 +16,18 @@ import triton.language as tl
 from ..dispatch import Backend
 from ..types import LOG_RATIO_LIMIT, LossStats
 from .kl import kl_slope, kl_value
+from .last_program import arrival_counters, arrives_last
 from .launch import launcher
-from .tiles import TILE, device_of, exact_exp, load_counted, load_mask, programs_for
+from .tiles import TILE, device_of, exact_exp, load_counted, load_mask, programs_for, row_tile
 
 STATS = 16  # one more than LossStats.NAMES: a power of two
+WIDE = 8 * TILE  # elements of a mask that are counted at a time
+_STATS = tl.constexpr(STATS)
+MOST_PROGRAMS = 512  # about as many as an H100 runs at a time; others walk several tiles
+_MOST_PROGRAMS = tl.constexpr(MOST_PROGRAMS)
 _LIMIT = tl.constexpr(LOG_RATIO_LIMIT)
 _LOSS = tl.constexpr(LossStats.NAMES.index("loss"))
+_ROWS = _LOSS  # in its place, for it is no sum: how many rows count anywhere
 _POLICY_LOSS = tl.constexpr(LossStats.NAMES.index("policy_loss"))
 _VALUE_LOSS = tl.constexpr(LossStats.NAMES.index("value_loss"))
 _KL_LOSS = tl.constexpr(LossStats.NAMES.index("kl_loss"))
@@ -34,142 +45,40 @@ _TOKENS = tl.constexpr(LossStats.NAMES.index("tokens"))
 
 
 @triton.jit
-def _store_sum(partials_ptr, which: tl.constexpr, x):
-    """Σ x of this program, as one column entry of [STATS, programs]."""
-    if partials_ptr is not None:
-        at = which * tl.num_programs(0) + tl.program_id(0)
-        tl.store(partials_ptr + at, tl.sum(x.to(tl.float32), axis=0))
+def _with_sum(sums, which: tl.constexpr, x):
+    """``sums`` [STATS] with Σ x added to its entry ``which``."""
+    return sums + tl.where(tl.arange(0, _STATS) == which, tl.sum(x.to(tl.float32)), 0.0)
 
 
-@triton.jit(do_not_specialize=["T"])
-def _ppo_loss_fwd_kernel(
-    logprobs_ptr,  # [n], and so all others but row_counts and partials
-    old_logprobs_ptr,
-    advantages_ptr,
-    mask_ptr,  # bool
-    weights_ptr,  # or None
-    values_ptr,  # or None, and so the next two
-    old_values_ptr,
-    returns_ptr,
-    ref_logprobs_ptr,  # or None
-    token_weights_ptr,  # or None
-    row_counts_ptr,  # [n / T] counted tokens of each row, or None: a token weighs 1
-    dlogprobs_ptr,  # fp32 gradient of the sum, or None
-    dvalues_ptr,  # the same
-    partials_ptr,  # [STATS, programs] fp32, or None: no statistics
-    n,
-    T,
-    low,  # the ratio's bounds
-    high,
-    dual_clip,  # or None
-    value_cliprange,
-    value_coef,
-    kl_coef,
-    KL_KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    low = tl.cast(low, tl.float32)
-    high = tl.cast(high, tl.float32)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    counted = load_mask(mask_ptr, at, inside)
-    weight = tl.where(counted, 1.0, 0.0)
-    if row_counts_ptr is not None:
-        row_counts = tl.load(row_counts_ptr + at // T, mask=inside, other=1)
-        weight = tl.div_rn(weight, tl.maximum(row_counts, 1).to(tl.float32))
-    if token_weights_ptr is not None:
-        weight *= load_counted(token_weights_ptr, at, counted, inside)
-
-    logprobs = load_counted(logprobs_ptr, at, counted, inside)
-    log_ratio = logprobs - load_counted(old_logprobs_ptr, at, counted, inside)
-    advantages = load_counted(advantages_ptr, at, counted, inside)
-    # A log-prob of NaN is to show, where a plain minimum or maximum would pick the other number.
-    ratio = exact_exp(tl.clamp(log_ratio, -_LIMIT, _LIMIT, tl.PropagateNan.ALL))
-    unclipped = -advantages * ratio
-    clipped = -advantages * tl.minimum(tl.maximum(ratio, low), high)
-    is_clipped = clipped > unclipped
-    loss = tl.where(is_clipped, clipped, unclipped)
-    slope = tl.where(is_clipped, 0.0, unclipped)
-    if dual_clip is not None:
-        bound = -advantages * tl.cast(dual_clip, tl.float32)
-        beyond = (advantages < 0) & (loss > bound)
-        loss = tl.where(beyond, bound, loss)
-        slope = tl.where(beyond, 0.0, slope)
-    if weights_ptr is not None:
-        weights = load_counted(weights_ptr, at, counted, inside)
-        loss *= weights
-        slope *= weights
-    _store_sum(partials_ptr, _POLICY_LOSS, loss * weight)
-    _store_sum(partials_ptr, _CLIPFRAC, is_clipped)
-    _store_sum(partials_ptr, _CLIPFRAC_LOW, is_clipped & (ratio < 1.0))
-    _store_sum(partials_ptr, _CLIPFRAC_HIGH, is_clipped & (ratio > 1.0))
-    _store_sum(partials_ptr, _APPROX_KL, 0.5 * log_ratio * log_ratio)
-    _store_sum(partials_ptr, _POLICY_KL, -log_ratio)
-    _store_sum(partials_ptr, _MEAN_RATIO, tl.where(counted, ratio, 0.0))
-    _store_sum(partials_ptr, _CLAMPED_RATIOS, tl.abs(log_ratio) > _LIMIT)
-    _store_sum(partials_ptr, _TOKENS, counted)
-
-    if ref_logprobs_ptr is not None:
-        d = logprobs - load_counted(ref_logprobs_ptr, at, counted, inside)
-        slope += tl.cast(kl_coef, tl.float32) * kl_slope(d, KL_KIND)
-        _store_sum(partials_ptr, _KL_LOSS, kl_value(d, KL_KIND) * weight)
-    if dlogprobs_ptr is not None:
-        tl.store(dlogprobs_ptr + at, tl.where(counted, slope * weight, 0.0), mask=inside)
-
-    if values_ptr is not None:
-        values = load_counted(values_ptr, at, counted, inside)
-        old_values = load_counted(old_values_ptr, at, counted, inside)
-        returns = load_counted(returns_ptr, at, counted, inside)
-        reach = tl.cast(value_cliprange, tl.float32)
-        near = tl.minimum(tl.maximum(values, old_values - reach), old_values + reach)
-        error = (values - returns) * (values - returns)
-        near_error = (near - returns) * (near - returns)
-        value_clipped = near_error > error
-        value_loss = 0.5 * tl.where(value_clipped, near_error, error)
-        _store_sum(partials_ptr, _VALUE_LOSS, value_loss * weight)
-        _store_sum(partials_ptr, _VALUE_CLIPFRAC, value_clipped)
-        _store_sum(partials_ptr, _VALUE_MEAN, values)
-        _store_sum(partials_ptr, _VALUE_ERROR, error)
-        if dvalues_ptr is not None:
-            value_slope = tl.where(value_clipped, 0.0, values - returns) * weight
-            value_slope *= tl.cast(value_coef, tl.float32)
-            tl.store(dvalues_ptr + at, value_slope, mask=inside)
+@triton.jit
+def _row_counts(mask_ptr, row, in_batch, T, WIDE: tl.constexpr):
+    """Counted tokens of whole rows [ROWS, 1], of which a tile holds a part."""
+    counts = tl.zeros(row.shape, tl.int32)
+    for start in range(0, T, WIDE):
+        step = start + tl.arange(0, WIDE)[None, :]
+        counted = load_mask(mask_ptr, row * T + step, in_batch & (step < T))
+        counts += tl.sum(counted.to(tl.int32), axis=1, keep_dims=True)
+    return counts.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["partials", "rows"])
-def _ppo_loss_reduce_kernel(
-    partials_ptr,  # [STATS, partials]; the first, not a sum, becomes 1 / denominator
-    row_counts_ptr,  # [rows] counted tokens of each row, or None
+@triton.jit
+def _store_loss(
+    partials_ptr,  # [programs, STATS]; the first becomes 1 / denominator
+    programs,
     denominator_ptr,  # [], or None
     denominator,  # or None; where both are, it is counted by the aggregation
     loss_ptr,  # []
     stats_ptr,  # [STATS - 1]
-    partials,
-    rows,
     value_coef,
     kl_coef,
-    HAS_VALUE: tl.constexpr,
-    HAS_KL: tl.constexpr,
     BY_ROWS: tl.constexpr,
-    STATS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    which = tl.arange(0, STATS)
-    is_value = (which == _VALUE_LOSS) | (which == _VALUE_CLIPFRAC)
-    is_value = is_value | (which == _VALUE_MEAN) | (which == _VALUE_ERROR)
-    written = (which < STATS - 1) & (which != _LOSS)  # which follows from the others
-    if not HAS_VALUE:
-        written = written & (is_value == 0)
-    if not HAS_KL:
-        written = written & (which != _KL_LOSS)
-    sums = tl.zeros([STATS, CHUNK], tl.float32)
-    for start in range(0, partials, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        inside = written[:, None] & (at < partials)[None, :]
-        sums += tl.load(
-            partials_ptr + which[:, None] * partials + at[None, :], mask=inside, other=0.0
-        )
-    totals = tl.sum(sums, axis=1)
+    """Adds up the sums of all programs and writes what is made of them."""
+    which = tl.arange(0, _STATS)
+    program = tl.arange(0, _MOST_PROGRAMS)[:, None]  # at once: a loop would wait in each round
+    at = partials_ptr + program * _STATS + which[None, :]
+    sums = tl.load(at, mask=program < programs, other=0.0, cache_modifier=".cg")
+    totals = tl.sum(sums, axis=0)
     tokens = tl.sum(tl.where(which == _TOKENS, totals, 0.0), axis=0)
 
     if denominator_ptr is not None:
@@ -177,12 +86,7 @@ def _ppo_loss_reduce_kernel(
     elif denominator is not None:
         total = tl.cast(denominator, tl.float32)
     elif BY_ROWS:
-        counting = tl.zeros([CHUNK], tl.float32)
-        for start in range(0, rows, CHUNK):
-            at = start + tl.arange(0, CHUNK)
-            row_counts = tl.load(row_counts_ptr + at, mask=at < rows, other=0)
-            counting += tl.where(row_counts > 0, 1.0, 0.0)
-        total = tl.maximum(tl.sum(counting, axis=0), 1.0)
+        total = tl.maximum(tl.sum(tl.where(which == _ROWS, totals, 0.0), axis=0), 1.0)
     else:
         total = tl.maximum(tokens, 1.0)
 
@@ -197,56 +101,193 @@ def _ppo_loss_reduce_kernel(
     share = tl.where(which == _KL_LOSS, tl.cast(kl_coef, tl.float32), share)
     loss = tl.sum(tl.where(is_loss, share * stats, 0.0), axis=0)
     tl.store(loss_ptr, loss)
-    tl.store(stats_ptr + which, tl.where(which == _LOSS, loss, stats), mask=which < STATS - 1)
+    tl.store(stats_ptr + which, tl.where(which == _LOSS, loss, stats), mask=which < _STATS - 1)
     inverse = tl.div_rn(tl.where(which == _LOSS, 1.0, 0.0), tl.where(total == 0.0, 1.0, total))
+    tl.debug_barrier()  # other threads may still read the first sum, which this replaces
     tl.store(partials_ptr, tl.where(total == 0.0, 0.0, tl.sum(inverse, axis=0)))
 
 
-_launch_tokens = launcher(_ppo_loss_fwd_kernel)
-_launch_reduce = launcher(_ppo_loss_reduce_kernel)
+@triton.jit
+def _gradients(out_ptr, programs, n, DLOGPROBS: tl.constexpr):
+    """Where the gradients by log-probs and by values begin, which lie behind the sums of programs,
+    [programs, STATS], and from multiples of 64 bytes on: one piece of memory takes the host a
+    microsecond less than two."""
+    first = out_ptr + programs * _STATS
+    return first, first + (tl.cdiv(n, 16) * 16 if DLOGPROBS else 0)
 
 
-def _launch_terms(logprobs, values, constants, settings, row_counts, outputs):
-    """Terms per token: ``outputs`` are the gradients of the sum by log-probs and values, and
-    partial statistics, each None where not wanted."""
-    n, length = logprobs.numel(), max(1, logprobs.shape[-1])
-    if n:
-        _launch_tokens(
-            programs_for(n, TILE), logprobs, constants.old_logprobs, constants.advantages,
-            constants.mask, constants.weights, values, constants.old_values, constants.returns,
-            constants.ref_logprobs, constants.token_weights, row_counts, *outputs, n, length,
-            float(settings.low), float(settings.high),
-            None if settings.dual_clip is None else float(settings.dual_clip),
-            float(settings.value_cliprange), float(settings.value_coef), float(settings.kl_coef),
-            KL_KIND=settings.kl_kind, BLOCK=TILE,
-        )  # fmt: skip
+@triton.jit(do_not_specialize=["N"])
+def _ppo_loss_fwd_kernel(
+    logprobs_ptr,  # [N, T], and so all others up to the gradients
+    old_logprobs_ptr,
+    advantages_ptr,
+    mask_ptr,  # bool
+    weights_ptr,  # or None
+    values_ptr,  # or None, and so the next two
+    old_values_ptr,
+    returns_ptr,
+    ref_logprobs_ptr,  # or None
+    token_weights_ptr,  # or None
+    out_ptr,  # fp32, see _gradients: sums of programs, and the gradient of the sum of all
+    arrived_ptr,  # [1] int32: programs that have written theirs; 0 before and after
+    denominator_ptr,  # see _store_loss, as to the next two
+    loss_ptr,  # or None: gradients only
+    stats_ptr,
+    N,  # 1 where rows do not matter: T are all tokens
+    T,
+    low,  # the ratio's bounds
+    high,
+    dual_clip,  # or None
+    value_cliprange,
+    value_coef,
+    kl_coef,
+    denominator,
+    DLOGPROBS: tl.constexpr,  # which gradients are wanted
+    DVALUES: tl.constexpr,
+    KL_KIND: tl.constexpr,
+    BY_ROWS: tl.constexpr,  # count rows
+    ROW_MEANS: tl.constexpr,  # a token weighs 1 / counted tokens of its row, not 1
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    WIDE: tl.constexpr,  # of a row's mask at a time, or 0 where a tile holds whole rows
+):
+    low = tl.cast(low, tl.float32)
+    high = tl.cast(high, tl.float32)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    sums_of = 0 if loss_ptr is None else programs
+    dlogprobs_ptr, dvalues_ptr = _gradients(out_ptr, sums_of, tl.cast(N, tl.int64) * T, DLOGPROBS)
+    sums = tl.zeros([_STATS], tl.float32)
+    blocks = tl.cdiv(T, STEPS)
+    for tile in range(program, tl.cdiv(N, ROWS) * blocks, programs):
+        row = (tile // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        start = (tile % blocks).to(tl.int64) * STEPS
+        step = start + tl.arange(0, STEPS)[None, :]
+        at = row * T + step
+        inside = (row < N) & (step < T)
+        counted = load_mask(mask_ptr, at, inside)
+        weight = tl.where(counted, 1.0, 0.0)
+        if BY_ROWS:
+            if WIDE == 0:
+                # Of integers sm_90 would take a stack for it.
+                counts = tl.sum(weight, axis=1, keep_dims=True)
+            else:
+                counts = _row_counts(mask_ptr, row, row < N, T, WIDE)
+            if ROW_MEANS:
+                one = tl.full(counts.shape, 1.0, tl.float32)
+                weight *= tl.div_rn(one, tl.maximum(counts, 1.0))
+            sums = _with_sum(sums, _ROWS, (counts > 0) & (start == 0))
+        if token_weights_ptr is not None:
+            weight *= load_counted(token_weights_ptr, at, counted, inside)
+
+        logprobs = load_counted(logprobs_ptr, at, counted, inside)
+        log_ratio = logprobs - load_counted(old_logprobs_ptr, at, counted, inside)
+        advantages = load_counted(advantages_ptr, at, counted, inside)
+        # A log-prob of NaN is to show: a plain minimum or maximum would pick the other number.
+        ratio = exact_exp(tl.clamp(log_ratio, -_LIMIT, _LIMIT, tl.PropagateNan.ALL))
+        unclipped = -advantages * ratio
+        clipped = -advantages * tl.minimum(tl.maximum(ratio, low), high)
+        is_clipped = clipped > unclipped
+        loss = tl.where(is_clipped, clipped, unclipped)
+        slope = tl.where(is_clipped, 0.0, unclipped)
+        if dual_clip is not None:
+            bound = -advantages * tl.cast(dual_clip, tl.float32)
+            beyond = (advantages < 0) & (loss > bound)
+            loss = tl.where(beyond, bound, loss)
+            slope = tl.where(beyond, 0.0, slope)
+        if weights_ptr is not None:
+            weights = load_counted(weights_ptr, at, counted, inside)
+            loss *= weights
+            slope *= weights
+        sums = _with_sum(sums, _POLICY_LOSS, loss * weight)
+        sums = _with_sum(sums, _CLIPFRAC, is_clipped)
+        sums = _with_sum(sums, _CLIPFRAC_LOW, is_clipped & (ratio < 1.0))
+        sums = _with_sum(sums, _CLIPFRAC_HIGH, is_clipped & (ratio > 1.0))
+        sums = _with_sum(sums, _APPROX_KL, 0.5 * log_ratio * log_ratio)
+        sums = _with_sum(sums, _POLICY_KL, -log_ratio)
+        sums = _with_sum(sums, _MEAN_RATIO, tl.where(counted, ratio, 0.0))
+        sums = _with_sum(sums, _CLAMPED_RATIOS, tl.abs(log_ratio) > _LIMIT)
+        sums = _with_sum(sums, _TOKENS, counted)
+
+        if ref_logprobs_ptr is not None:
+            d = logprobs - load_counted(ref_logprobs_ptr, at, counted, inside)
+            slope += tl.cast(kl_coef, tl.float32) * kl_slope(d, KL_KIND)
+            sums = _with_sum(sums, _KL_LOSS, kl_value(d, KL_KIND) * weight)
+        if DLOGPROBS:
+            tl.store(dlogprobs_ptr + at, tl.where(counted, slope * weight, 0.0), mask=inside)
+
+        if values_ptr is not None:
+            values = load_counted(values_ptr, at, counted, inside)
+            old_values = load_counted(old_values_ptr, at, counted, inside)
+            returns = load_counted(returns_ptr, at, counted, inside)
+            reach = tl.cast(value_cliprange, tl.float32)
+            near = tl.minimum(tl.maximum(values, old_values - reach), old_values + reach)
+            error = (values - returns) * (values - returns)
+            near_error = (near - returns) * (near - returns)
+            value_clipped = near_error > error
+            value_loss = 0.5 * tl.where(value_clipped, near_error, error)
+            sums = _with_sum(sums, _VALUE_LOSS, value_loss * weight)
+            sums = _with_sum(sums, _VALUE_CLIPFRAC, value_clipped)
+            sums = _with_sum(sums, _VALUE_MEAN, values)
+            sums = _with_sum(sums, _VALUE_ERROR, error)
+            if DVALUES:
+                value_slope = tl.where(value_clipped, 0.0, values - returns) * weight
+                value_slope *= tl.cast(value_coef, tl.float32)
+                tl.store(dvalues_ptr + at, value_slope, mask=inside)
+
+    if loss_ptr is not None:
+        tl.store(out_ptr + program * _STATS + tl.arange(0, _STATS), sums)
+        if arrives_last(arrived_ptr, programs):
+            _store_loss(
+                out_ptr, programs, denominator_ptr, denominator, loss_ptr, stats_ptr, value_coef,
+                kl_coef, BY_ROWS,
+            )  # fmt: skip
 
 
-def _launch_fwd(logprobs, values, constants, settings, needs_logprobs, needs_values):
-    """The two launches: loss [], stats, a tensor that begins with 1/denominator, and the gradients
-    of the sum."""
-    n, length = logprobs.numel(), max(1, logprobs.shape[-1])
-    programs = programs_for(n, TILE)
-    partials = logprobs.new_empty(STATS * max(1, programs), dtype=torch.float32)
-    dlogprobs = torch.empty_like(logprobs, dtype=torch.float32) if needs_logprobs else None
-    dvalues = torch.empty_like(values, dtype=torch.float32) if needs_values else None
-    by_rows = settings.aggregate in ("seq-mean-token-sum", "seq-mean-token-mean")
-    row_counts = None
-    if by_rows:  # these aggregates need the lengths of whole rows
-        row_counts = constants.mask.sum(-1, dtype=torch.int32).view(-1)
-    per_row = row_counts if settings.aggregate == "seq-mean-token-mean" else None
-    _launch_terms(logprobs, values, constants, settings, per_row, (dlogprobs, dvalues, partials))
-    loss, stats = partials.new_empty(()), partials.new_empty(STATS - 1)
-    denominator = settings.denominator
-    _launch_reduce(
-        1, partials, row_counts,
-        constants.denominator, denominator and float(denominator),
-        loss, stats, programs, n // length,
-        float(settings.value_coef), float(settings.kl_coef),
-        HAS_VALUE=values is not None, HAS_KL=constants.ref_logprobs is not None, BY_ROWS=by_rows,
-        STATS=STATS, CHUNK=256, num_warps=8,
+_launch_fwd = launcher(_ppo_loss_fwd_kernel)
+_FLAT = 1, TILE, 0
+_ROW_MEANS = "seq-mean-token-mean"
+_BY_ROWS = ("seq-mean-token-sum", _ROW_MEANS)
+
+
+def _tiles(x, by_rows):
+    """The number of programs, N and T, and ROWS, STEPS and WIDE of the kernel."""
+    n = x.numel()
+    if not n:
+        return 1, (0, 1), _FLAT
+    if not by_rows:
+        return min(programs_for(n, TILE), MOST_PROGRAMS), (1, n), _FLAT
+    length = x.shape[-1]
+    batch = n // length
+    rows, steps = row_tile(length)
+    programs = programs_for(batch, rows) * programs_for(length, steps)
+    return (
+        min(programs, MOST_PROGRAMS),
+        (batch, length),
+        (rows, steps, 0 if length <= TILE else WIDE),
+    )
+
+
+def _padded(n):
+    """Elements from one gradient's start to the next, see ``_gradients``."""
+    return (n + 15) // 16 * 16
+
+
+def _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, wanted):
+    """``outputs`` are the kernel's tensors from ``out_ptr`` to ``stats_ptr``, but for the
+    denominator."""
+    old_logprobs, advantages, mask, weights, old_values, returns, *others = constants
+    ref_logprobs, denominator, token_weights = others
+    low, high, dual_clip, aggregate, number, value_cliprange, value_coef, kl_coef, kind = settings
+    out, arrived, loss, stats = outputs
+    programs, shape, tile = tiles
+    # Constants as numbers: a whole one would be compiled for by itself.
+    _launch_fwd(
+        programs, logprobs, old_logprobs, advantages, mask, weights, values, old_values, returns,
+        ref_logprobs, token_weights, out, arrived, denominator, loss, stats, *shape, float(low),
+        float(high), dual_clip and float(dual_clip), float(value_cliprange), float(value_coef),
+        float(kl_coef), number and float(number), *wanted, kind, by_rows, aggregate == _ROW_MEANS,
+        *tile,
     )  # fmt: skip
-    return loss, stats, partials, dlogprobs, dvalues
 
 
 def _contiguous(constants):
@@ -258,34 +299,37 @@ def _contiguous(constants):
 
 def policy_slopes(logprobs, constants, settings):
     """The gradient of the sum by log-probs; tokens weigh 1 times their importance weight."""
-    constants = constants._replace(token_weights=None)
-    constants = _contiguous(constants)
+    logprobs = logprobs.contiguous()
+    constants = _contiguous(constants._replace(token_weights=None, denominator=None))
+    settings = settings._replace(denominator=None, aggregate="token-mean")
     slopes = torch.empty_like(logprobs, dtype=torch.float32)
-    with device_of(logprobs):
-        outputs = slopes, None, None
-        _launch_terms(logprobs.contiguous(), None, constants, settings, None, outputs)
+    if logprobs.numel():
+        outputs, wanted = (slopes, None, None, None), (True, False)
+        with device_of(logprobs):
+            tiles = _tiles(logprobs, False)
+            _launch(logprobs, None, constants, settings, False, tiles, outputs, wanted)
     return slopes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"])
 def _ppo_loss_bwd_kernel(
     grad_ptr,  # []
-    inverse_ptr,  # [1, …]
-    dlogprobs_sum_ptr,  # [n] fp32, or None
-    dvalues_sum_ptr,  # [n] fp32, or None
+    saved_ptr,  # fp32, as the forward kernel leaves it: begins with 1 / denominator
     dlogprobs_ptr,  # [n], or None
     dvalues_ptr,  # [n], or None
     n,
+    programs,  # of the forward kernel
     BLOCK: tl.constexpr,
 ):
-    scale = tl.load(grad_ptr).to(tl.float32) * tl.load(inverse_ptr)
+    scale = tl.load(grad_ptr).to(tl.float32) * tl.load(saved_ptr)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
+    by_logprobs, by_values = _gradients(saved_ptr, programs, n, dlogprobs_ptr is not None)
     if dlogprobs_ptr is not None:
-        dlogprobs = tl.load(dlogprobs_sum_ptr + at, mask=inside, other=0.0) * scale
+        dlogprobs = tl.load(by_logprobs + at, mask=inside, other=0.0) * scale
         tl.store(dlogprobs_ptr + at, dlogprobs, mask=inside)
     if dvalues_ptr is not None:
-        dvalues = tl.load(dvalues_sum_ptr + at, mask=inside, other=0.0) * scale
+        dvalues = tl.load(by_values + at, mask=inside, other=0.0) * scale
         tl.store(dvalues_ptr + at, dvalues, mask=inside)
 
 
@@ -293,27 +337,33 @@ _launch_bwd = launcher(_ppo_loss_bwd_kernel)
 
 
 def forward(logprobs, values, constants, settings, wanted):
-    """The loss, LossStats' tensor, and what backward takes."""
+    """The loss, LossStats' tensor, and what backward takes, a tensor each."""
     logprobs = logprobs.contiguous()
     values = None if values is None else values.contiguous()
-    constants = _contiguous(constants)
+    by_rows = settings.aggregate in _BY_ROWS
+    tiles = _tiles(logprobs, by_rows)
+    size = tiles[0] * STATS + sum(wanted) * _padded(logprobs.numel())
+    out = torch.empty(size, dtype=torch.float32, device=logprobs.device)
+    loss, stats = out.new_empty(()), out.new_empty(STATS - 1)
     with device_of(logprobs):
-        loss, stats, *saved = _launch_fwd(logprobs, values, constants, settings, *wanted)
-    return loss, stats, saved
+        outputs = out, arrival_counters(logprobs), loss, stats
+        constants = _contiguous(constants)
+        _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, wanted)
+    return loss, stats, (out,)
 
 
-def backward(grad, saved, dtypes):
-    inverse, *sums = saved
-    results = [
-        None if x is None else torch.empty_like(x, dtype=dtype)
-        for x, dtype in zip(sums, dtypes, strict=True)
-    ]
-    one = sums[1] if sums[0] is None else sums[0]
-    n = 0 if one is None else one.numel()
+def backward(grad, saved, shape, dtypes, wanted):
+    (saved,) = saved
+    dlogprobs = saved.new_empty(shape, dtype=dtypes[0]) if wanted[0] else None
+    dvalues = saved.new_empty(shape, dtype=dtypes[1]) if wanted[1] else None
+    n = shape.numel()
     if n:
-        with device_of(inverse):
-            _launch_bwd(programs_for(n, TILE), grad, inverse, *sums, *results, n, BLOCK=TILE)
-    return results
+        programs = (saved.numel() - sum(wanted) * _padded(n)) // STATS
+        with device_of(saved):
+            _launch_bwd(
+                programs_for(n, TILE), grad, saved, dlogprobs, dvalues, n, programs, BLOCK=TILE
+            )
+    return dlogprobs, dvalues
 
 
 PASSES = Backend(forward, backward)
