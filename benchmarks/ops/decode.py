@@ -1,10 +1,12 @@
-"""Ops of a decode step's layers: rms_norm, swiglu, rotate_and_store."""
+"""Ops of a decode step: rms_norm, swiglu, rotate_and_store in its layers, linear_sample at its
+end."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from benchmarks.timing import DTYPES
 # autocast.
 _STREAMS = (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"), ("fp16", "fp16"))
 HIDDEN = (896, 4096)  # of Qwen2.5-0.5B and Llama-3-8B
+RECORDS = Expect(load_bytes=0, any_tile=True, why="factors go to shared memory, and records are small")
 SMALL = Expect(load_bytes=0, any_tile=True, why="a head is smaller than a warp's vectors")
 
 
@@ -66,6 +69,36 @@ def _rotations() -> Iterator[Compiled]:
             yield Compiled(label, made, SMALL)
 
 
+# Of Qwen2.5-0.5B and of GPT-2, whose rows end within a tile.
+HEADS = ((896, 151936), (768, 50257))
+
+
+def _draws() -> Iterator[Compiled]:
+    def call(rows: int, width: int, vocabulary: int, dtype: torch.dtype, **options: Any) -> None:
+        hidden = torch.zeros(rows, width, dtype=dtype)
+        weight = torch.empty(vocabulary, width, dtype=dtype)
+        keys = torch.zeros(rows, dtype=torch.int64)
+        kernels.linear_sample(hidden, weight, keys, backend="triton", **options)
+
+    def every(rows: int, vocabulary: int, dtype: torch.dtype) -> dict[str, Any]:
+        bias = torch.zeros(vocabulary, dtype=dtype)
+        return {"bias": bias, "temperature": torch.ones(rows), "softcap": 30.0}
+
+    for rows, (width, vocabulary) in product((16, 32, 64), HEADS):
+        label = f"bf16 N={rows} H={width} V={vocabulary}"
+        made = partial(call, rows, width, vocabulary, torch.bfloat16)
+        yield Compiled(label, made, RECORDS)
+        options = every(rows, vocabulary, torch.bfloat16)
+        yield Compiled(f"{label} all", partial(made, **options), RECORDS)
+    made = partial(call, 64, 896, 151936, torch.float16)
+    yield Compiled("fp16 N=64 H=896 V=151936", made, RECORDS)
+    # A depth that ends within a tile, and at an odd address.
+    for width in (100, 101):
+        made = partial(call, 64, width, 50257, torch.bfloat16)
+        yield Compiled(f"bf16 N=64 H={width} V=50257", made, RECORDS)
+
+
 RMS_NORM = Op(compiled=_norms)
 SWIGLU = Op(compiled=_gates)
 ROTATE_AND_STORE = Op(compiled=_rotations)
+LINEAR_SAMPLE = Op(compiled=_draws)

@@ -463,20 +463,12 @@ def fake_gradients(leaves: Sequence[Tensor | None], wanted: Sequence[bool]) -> t
     )
 
 
-def checked_head(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    temperature: float | Tensor,
-    softcap: float | None,
-    logit_scale: float,
-    mask: Tensor | None,
-    workspace_bytes: int | None,
-    check_labels: bool,
-    backend: str,
-) -> HeadInputs:
-    """
+def checked_factors(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Hidden states [..., H], weight [V, H] and bias [V] of a head in one dtype, autocast's where
+    that is on, and the tensor that autocast cast the weight from.
+
     Raises:
         TypeError, ValueError: as the public ops do.
     """
@@ -513,6 +505,27 @@ def checked_head(
         if bias.shape != weight.shape[:1]:
             raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be ({len(weight)},)")
         bias = bias.to(hidden.dtype)
+    return hidden, weight, bias, leaf
+
+
+def checked_head(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    mask: Tensor | None,
+    workspace_bytes: int | None,
+    check_labels: bool,
+    backend: str,
+) -> HeadInputs:
+    """
+    Raises:
+        TypeError, ValueError: as the public ops do.
+    """
+    hidden, weight, bias, leaf = checked_factors(hidden, weight, bias)
     check_labels_of(labels, "hidden", hidden)
     number, temperatures = check_temperature(temperature, "hidden", hidden)
     if mask is not None:
@@ -526,7 +539,7 @@ def checked_head(
     elif workspace_bytes < 1:
         raise ValueError(f"workspace_bytes must be at least 1, got {workspace_bytes}")
     chosen = choose(backend, hidden, weight, labels)
-    if check_labels or (chosen == "torch" and kind == "cpu"):
+    if check_labels or (chosen == "torch" and hidden.device.type == "cpu"):
         labels = checked_labels(labels, mask, len(weight))
 
     if not torch.is_grad_enabled():  # ``needs_input_grad`` of a Function ignores it
