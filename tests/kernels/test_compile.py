@@ -93,6 +93,11 @@ def _sampled(x: Inputs, **options: Any) -> Any:
     return ops.sample_tokens(x.logits.flatten(0, 1), keys, **options)
 
 
+def _drawn(x: Inputs, **options: Any) -> Any:
+    keys = ops.sample_keys(1, torch.arange(x.labels.numel(), device=x.labels.device), 3)
+    return ops.linear_sample(x.hidden.flatten(0, 1), x.weight, keys, **options)
+
+
 def _attended(x: Inputs, **options: Any) -> Tensor:
     """Three heads that share one, over tokens of 8 features."""
     cache = x.hidden.detach().unsqueeze(2)
@@ -159,6 +164,11 @@ CASES: dict[str, Callable[..., Any]] = {
         weights=x.old.exp(), denominator=x.temperature.sum().detach(), backend=b,
     ),
     "linear_ppo_loss": lambda x, b: loss(x, backend=b),
+    "linear_sample": lambda x, b: _drawn(x, backend=b),
+    "linear_sample with everything": lambda x, b: _drawn(
+        x, bias=x.bias, temperature=x.temperature.flatten(), softcap=3.0, logit_scale=0.5, backend=b
+    ),
+    "linear_sample number": lambda x, b: _drawn(x, temperature=x.half, backend=b),
     "linear_ppo_loss one chunk": lambda x, b: loss(x, workspace_bytes=None, backend=b),
     "linear_ppo_loss with everything": lambda x, b: loss(
         x, bias=x.bias, temperature=x.temperature, kl=ops.KLTerm(x.old + 1, 0.1), dual_clip=3.0,

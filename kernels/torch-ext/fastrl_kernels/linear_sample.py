@@ -10,8 +10,34 @@ from .checks import check_per_token, check_positive
 from .dispatch import choose, device_kind
 from .lm_head import DEFAULT_WORKSPACE_BYTES, WORKSPACE_BYTES, checked_factors, row_chunks
 from .operators import joined, new, operator, split
+from .race import part_size
 from .sampling import check_keys, check_sampling_parameter, sample_tokens
 from .types import LogitTransform, SampledTokens
+
+LEAST_GROUP = 16  # columns, of the smallest tile of tensor cores
+
+# Of a launch that is saved, and of logits that are neither written nor read, against 5% of the
+# whole: 2 µs and 3.5·N·V bytes against the head's 2·V·H, 4·N·V and 6 µs, at 3 TB/s.
+_MOST_ROWS, _HIDDEN_PER_ROW, _HIDDEN_OF_LAUNCHES = 32, 33, 51_000_000
+
+
+def linear_sample_pays(rows: int, hidden: int, vocabulary: int, dtype: torch.dtype) -> bool:
+    """Whether ``linear_sample`` takes less than 95% of the time of a product and ``sample_tokens``,
+    counted for an H100 and an H200.
+
+    It saves a launch and 3.5·N·V bytes beside the head's 2·V·H, so H must be small; and each logit
+    costs a hundred instructions, which only the tiles of up to 32 rows hide behind the loads of
+    weights. ``benchmarks/ops/draw_counts.py`` counts it.
+
+    Args:
+        rows: N.
+        hidden: H.
+        vocabulary: V.
+        dtype: of the head.
+    """
+    saves = hidden <= _HIDDEN_PER_ROW * rows + _HIDDEN_OF_LAUNCHES / vocabulary
+    half = dtype in (torch.bfloat16, torch.float16)
+    return half and 0 < rows <= _MOST_ROWS and saves and part_size(vocabulary) >= LEAST_GROUP
 
 
 def _logits(
@@ -61,7 +87,8 @@ def _run(
     if backend == "triton":
         from ._triton import linear_sample as triton
 
-        if triton.takes(weight):
+        # Tensor cores would round fp32 factors.
+        if weight.dtype != torch.float32 and part_size(len(weight)) >= LEAST_GROUP:
             return triton.linear_sample(hidden, weight, bias, keys, temperature, transform)
     return _from_logits(hidden, weight, bias, keys, temperature, transform, backend)
 
@@ -114,8 +141,7 @@ def linear_sample(
     and keeps of each tile of logits its softmax statistics and the winner of the race within it;
     one joins them. Logits are not written, and every logit takes a variate. That is faster than a
     product and ``sample_tokens`` for few rows only: ``linear_sample_pays`` tells. A row's result
-    depends on the other rows' number by steps only (16, 32, 64 and more), and not on their
-    contents. Elsewhere it is a product and ``sample_tokens``, of some rows at a time.
+    does not depend on the others, but that up to 16 rows have tiles of their own. Elsewhere it is a product and ``sample_tokens``, of some rows at a time.
 
     Args:
         hidden: [N, H] fp32, bf16 or fp16.

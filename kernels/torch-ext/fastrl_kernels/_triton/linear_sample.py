@@ -52,7 +52,7 @@ def _logits_of(
     V,
     H: tl.constexpr,
     DEPTH: tl.constexpr,
-    WIDE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     """Logits [rows, columns] in fp32: the product, rounded to the head's dtype, and its transform.
     Rows and columns past the end are the last one's."""
@@ -65,13 +65,13 @@ def _logits_of(
     x = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
     for first in range(0, H // DEPTH * DEPTH, DEPTH):
         h, w = tl.load(hidden + first), tl.load(weight + first)
-        x = dot(h, tl.trans(w), x, WIDE)
+        x = dot(h, tl.trans(w), x, INTERPRETED)
     if H % DEPTH != 0:
         first = H // DEPTH * DEPTH
         inside = (first + k < H)[None, :]
         h = tl.load(hidden + first, mask=inside, other=0.0)
         w = tl.load(weight + first, mask=inside, other=0.0)
-        x = dot(h, tl.trans(w), x, WIDE)
+        x = dot(h, tl.trans(w), x, INTERPRETED)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + column).to(tl.float32)[None, :]
     x = x.to(weight_ptr.dtype.element_ty).to(tl.float32)
@@ -104,14 +104,14 @@ def _linear_sample_tiles_kernel(
     AT_ONE: tl.constexpr,  # whether all rows have T = 1, or 0
     RACES: tl.constexpr,  # whether there are rows of T > 0
     GREEDY: tl.constexpr,  # and of T = 0
-    WIDE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     # Blocks of rows that share a tile of weights come one after the other.
     tile = tl.program_id(0) // blocks
     rows = (tl.program_id(0) - tile * blocks) * ROWS + tl.arange(0, ROWS)
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     x = _logits_of(
-        hidden_ptr, weight_ptr, bias_ptr, inner, outer, rows, columns, N, V, H, DEPTH, WIDE
+        hidden_ptr, weight_ptr, bias_ptr, inner, outer, rows, columns, N, V, H, DEPTH, INTERPRETED
     )
     x = tl.where((columns < V)[None, :], x, float("-inf"))
 
@@ -131,10 +131,10 @@ def _linear_sample_tiles_kernel(
     if RACES:
         state = race_state(tl.load(keys_ptr + row))
         score = e / exponential(state[:, None], columns.to(tl.int64)[None, :])
-        # Equal scores are too rare to look for the first.
-        winner = tl.argmax(score, 1, tie_break_left=False)
+        # Equal scores are too rare to look for the first, as the interpreter does. NaN becomes 0.
+        winner = tl.argmax(tl.maximum(score, 0.0), 1, tie_break_left=INTERPRETED)
     if GREEDY:
-        winner = tl.where(greedy, tl.argmax(x, 1), winner)
+        winner = tl.where(greedy, tl.argmax((x == m[:, None]).to(tl.int32), 1), winner)
     logit = tl.reshape(tl.gather(x, winner[:, None], 1), [ROWS])
 
     record = records_ptr + (rows.to(tl.int64) * tiles + tile) * _RECORD
@@ -221,12 +221,6 @@ def _target() -> tuple[str, int]:
     return target.backend, target.warp_size
 
 
-def takes(weight: Tensor) -> bool:
-    """Whether these kernels multiply with a head. Tensor cores round fp32 factors, and want tiles
-    of 16 columns at least, which the groups of less than 129 tokens are not."""
-    return weight.dtype != torch.float32 and part_size(len(weight)) >= LEAST_ROWS
-
-
 def linear_sample(
     hidden: Tensor,
     weight: Tensor,
@@ -235,7 +229,8 @@ def linear_sample(
     temperature: float | Tensor,
     transform: LogitTransform,
 ) -> SampledTokens:
-    """``linear_sample`` of checked arguments, of a head that :func:`takes` says yes to."""
+    """``linear_sample`` of checked arguments, of a head in half precision whose groups have 16 columns
+    or more."""
     n, (vocabulary, width) = len(hidden), weight.shape
     tokens = torch.empty(n, dtype=torch.int64, device=hidden.device)
     results = [torch.empty(n, device=hidden.device) for _ in SampledTokens._fields[1:]]
@@ -260,7 +255,7 @@ def linear_sample(
             hidden, weight, bias, inner, outer, *of_rows, records, n, vocabulary, blocks, tiles,
             H=width, ROWS=rows, COLUMNS=columns, DEPTH=_DEPTH, AT_ONE=at_one,
             RACES=not greedy, GREEDY=many or greedy,
-            WIDE=interpreting(), num_warps=_THREADS // warp, num_stages=_STAGES[backend],
+            INTERPRETED=interpreting(), num_warps=_THREADS // warp, num_stages=_STAGES[backend],
         )  # fmt: skip
         _linear_sample_draw_kernel[(n,)](
             records, *of_rows, tokens, *results, tiles, COLUMNS=columns, GROUPS=max(2, groups),
