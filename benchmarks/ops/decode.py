@@ -18,7 +18,9 @@ from benchmarks.timing import DTYPES
 # autocast.
 _STREAMS = (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"), ("fp16", "fp16"))
 HIDDEN = (896, 4096)  # of Qwen2.5-0.5B and Llama-3-8B
-RECORDS = Expect(load_bytes=0, any_tile=True, why="factors go to shared memory, and records are small")
+RECORDS = Expect(
+    load_bytes=0, any_tile=True, why="factors go to shared memory, and records are small"
+)
 SMALL = Expect(load_bytes=0, any_tile=True, why="a head is smaller than a warp's vectors")
 
 

@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import torch
+
+import fastrl_kernels as kernels
 from fastrl_kernels.race import part_size
 
 LAUNCH = 2e-6  # seconds, in a captured step: its first bytes' latency, and its last program's end
@@ -170,6 +173,20 @@ def counted() -> Iterator[tuple[str, Head, Gpu, dict[str, float]]]:
             head = Head(rows, hidden, vocabulary)
             for gpu in GPUS:
                 yield model, head, gpu, {name: way(head, gpu) for name, way in WAYS.items()}
+
+
+def table() -> str:
+    """What docs/kernels.md shows: microseconds on each GPU, and where `linear_sample` pays."""
+    names = "".join(f" {gpu.name}: {' / '.join(WAYS)} |" for gpu in GPUS)
+    lines = [f"| bf16 | rows |{names} |", f"| {'--- | ' * (len(GPUS) + 3)}".rstrip()]
+    for model, (hidden, vocabulary) in MODELS.items():
+        for rows in ROWS:
+            head = Head(rows, hidden, vocabulary)
+            seconds = [[way(head, gpu) for way in WAYS.values()] for gpu in GPUS]
+            shown = (" / ".join(f"{1e6 * x:.0f}" for x in found) for found in seconds)
+            pays = kernels.linear_sample_pays(rows, hidden, vocabulary, torch.bfloat16)
+            lines.append(f"| {model} | {rows} | {' | '.join(shown)} | {'fused' if pays else ''} |")
+    return "\n".join(lines)
 
 
 def gain(head: Head, gpu: Gpu) -> float:

@@ -11,7 +11,17 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.models.host_memory import to_device
 from fastrl.rollout.attention import DecodeAttention, choose_decode_kernel
-from fastrl.rollout.kv_cache import EOS, FIELDS, LENGTH, NAN, RUNNING, STOP, KVCache, Slots, SlotState
+from fastrl.rollout.kv_cache import (
+    EOS,
+    FIELDS,
+    LENGTH,
+    NAN,
+    RUNNING,
+    STOP,
+    KVCache,
+    Slots,
+    SlotState,
+)
 from fastrl.rollout.model_runner import ModelRunner
 from fastrl.rollout.sampling_params import SamplingParams
 

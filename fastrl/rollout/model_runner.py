@@ -189,8 +189,8 @@ class ModelRunner:
         self.fused_layers.activate(decode)
 
     def fuse_draw(self, layers: list[LayerShape]) -> None:
-        """Has decode steps of few rows draw from hidden states where that is faster: on NVIDIA GPUs,
-        which it was counted for, with a head that is a plain product.
+        """Has decode steps of few rows draw from hidden states where that is faster, with a head
+        that is a plain product; on NVIDIA GPUs, for which it was counted.
 
         Args:
             layers: as :meth:`layer_shapes` gives them.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from benchmarks.ops.draw_counts import GPUS, H100, MODELS, ROWS, WAYS, Head, counted, gain
+from benchmarks.ops.draw_counts import GPUS, H100, MODELS, ROWS, WAYS, Head, counted, gain, table
 from fastrl_kernels import linear_sample_pays
 
 HEADS = [*MODELS.values(), (576, 49152), (2048, 128256), (1024, 151936), (2048, 256000)]
@@ -28,6 +30,11 @@ def test_neither_multiplying_a_group_again_nor_storing_one_is_faster():
         if head.hidden >= 593 and head.vocabulary == 151936:
             assert seconds["recompute"] > seconds["today"], (model, head, gpu.name)
         assert seconds["race"] <= seconds["store"], (model, head, gpu.name)
+
+
+def test_the_documents_show_what_is_counted():
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert table() in page, "docs/kernels.md: paste what benchmarks.ops.draw_counts.table() gives"
 
 
 def test_counts_of_a_known_shape():

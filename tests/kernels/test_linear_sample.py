@@ -224,7 +224,9 @@ def test_rows_come_in_chunks_that_fit_a_workspace(device, monkeypatch):
     hidden, weight = factors(70, 300, FP32, device)
     keys, temperature = keys_for(70, device), torch.linspace(0, 2, 70, device=device)
     expected = linear_sample(hidden, weight, keys, temperature=temperature, backend="torch")
-    monkeypatch.setattr(sys.modules[linear_sample.__module__], "WORKSPACE_BYTES", {"cpu": 30000, "cuda": 30000})
+    monkeypatch.setattr(
+        sys.modules[linear_sample.__module__], "WORKSPACE_BYTES", {"cpu": 30000, "cuda": 30000}
+    )
     found = linear_sample(hidden, weight, keys, temperature=temperature, backend="torch")
     assert_same_bits(found, expected)
 

@@ -7,29 +7,32 @@ import copy
 import warnings
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+import fastrl_kernels
 from fastrl import RolloutEngine, SamplingParams
 from fastrl.models.products import PackedProducts
 from fastrl.rollout import fused_draw, model_runner
+from fastrl_kernels import Choice
 from tests import tiny_models
 from tests.golden import tiny
-from tests.kernels.launches import interpreted, watched
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
-VOCABULARY = 200  # of whose groups a tensor core can multiply one
+VOCABULARY = 200
 BF16 = torch.bfloat16
-TILES = "_linear_sample_tiles_kernel"
 
 
 @pytest.fixture(autouse=True)
 def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's kernels, whatever pays; keys in autocast's dtype, and no packed weights."""
-    monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "auto")
+    """Ops in PyTorch, taken for Triton's, which have tests of their own; small heads that pay; no
+    packed weights."""
+    monkeypatch.setenv("FASTRL_KERNELS_BACKEND", "torch")
+    monkeypatch.setattr(model_runner, "explain", lambda _device: Choice("triton", "pretended"))
     monkeypatch.setattr(fused_draw, "linear_sample_pays", _pays)
     monkeypatch.setattr(model_runner, "kind_of_device", lambda _device: "cuda")
     monkeypatch.setattr(PackedProducts, "in_place", lambda *_: contextlib.nullcontext())
@@ -52,21 +55,10 @@ def engine_of(model: Any, **settings: Any) -> RolloutEngine:
 def is_fused(engine: RolloutEngine, **settings: Any) -> bool:
     """Whether a call's tokens come from the head in one with the draw."""
     params = SamplingParams(max_new_tokens=1, seed=1, eos_token_ids=[], **settings)
-    with watched() as calls, _unwatched_reads():
+    op = fastrl_kernels.linear_sample
+    with mock.patch.object(fastrl_kernels, "linear_sample", side_effect=op) as called:
         engine.generate(PROMPTS[:1], params)
-    return TILES in calls
-
-
-@contextlib.contextmanager
-def _unwatched_reads() -> Any:
-    """Which the host does as a call ends."""
-    from tests.kernels import launches
-
-    before, launches._WAITING = launches._WAITING, set()
-    try:
-        yield
-    finally:
-        launches._WAITING = before
+    return called.called
 
 
 def both(engine: RolloutEngine, **settings: Any) -> tuple[Any, Any]:
@@ -79,7 +71,6 @@ def both(engine: RolloutEngine, **settings: Any) -> tuple[Any, Any]:
     return found, expected
 
 
-@interpreted
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 0.7])
 def test_rollouts_are_those_drawn_from_logits(temperature: float) -> None:
     """Of fp32 weights under autocast, whose cached casts are what is multiplied."""
@@ -95,7 +86,6 @@ def test_rollouts_are_those_drawn_from_logits(temperature: float) -> None:
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-@interpreted
 def test_only_plain_draws_of_few_rows_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(model_of().to(BF16))
     assert is_fused(engine)
@@ -112,7 +102,6 @@ def test_only_plain_draws_of_few_rows_are_fused(monkeypatch: pytest.MonkeyPatch)
     assert not is_fused(engine)
 
 
-@interpreted
 def test_values_come_with_the_tokens() -> None:
     engine = engine_of(tiny_models.policy("llama", vocab_size=VOCABULARY).to(BF16))
     assert is_fused(engine)
@@ -121,7 +110,6 @@ def test_values_come_with_the_tokens() -> None:
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-@interpreted
 @pytest.mark.parametrize(
     ("family", "changes"),
     [("gemma2", {}), ("cohere", {}), ("granite", {"logits_scaling": 2.0})],
@@ -132,7 +120,6 @@ def test_logits_that_the_model_changes_are_computed(family: str, changes: dict[s
     assert not engine.model_runner.fused_draw.active
 
 
-@interpreted
 def test_heads_that_do_more_than_multiply_are_called() -> None:
     lora = LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
     adapted = get_peft_model(model_of(), lora).to(BF16)
@@ -142,7 +129,6 @@ def test_heads_that_do_more_than_multiply_are_called() -> None:
     assert not engine_of(replaced).model_runner.fused_draw.active
 
 
-@interpreted
 def test_hooks_that_came_later_see_logits() -> None:
     model = model_of().to(BF16)
     engine = engine_of(model)
@@ -154,7 +140,6 @@ def test_hooks_that_came_later_see_logits() -> None:
     assert is_fused(engine)
 
 
-@interpreted
 def test_a_head_of_now_is_multiplied_with() -> None:
     """Not one that the model had before."""
     model = model_of(tie_word_embeddings=False).to(BF16)
@@ -167,7 +152,6 @@ def test_a_head_of_now_is_multiplied_with() -> None:
     assert all(map(torch.equal, found.sequences, expected.sequences))
 
 
-@interpreted
 def test_numbers_that_differ_leave_it_off_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = fused_draw.FusedDraw.draw
 
@@ -182,7 +166,6 @@ def test_numbers_that_differ_leave_it_off_with_a_word(monkeypatch: pytest.Monkey
     assert not is_fused(engine)
 
 
-@interpreted
 def test_what_cannot_run_is_left_off_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of registers")

@@ -141,7 +141,9 @@ def linear_sample(
     and keeps of each tile of logits its softmax statistics and the winner of the race within it;
     one joins them. Logits are not written, and every logit takes a variate. That is faster than a
     product and ``sample_tokens`` for few rows only: ``linear_sample_pays`` tells. A row's result
-    does not depend on the others, but that up to 16 rows have tiles of their own. Elsewhere it is a product and ``sample_tokens``, of some rows at a time.
+    does not depend on the other rows, but that up to 16 rows have tiles of their own, whose sums
+    may round a logit differently. Elsewhere it is a product and ``sample_tokens``, of some rows at
+    a time.
 
     Args:
         hidden: [N, H] fp32, bf16 or fp16.

@@ -1,4 +1,4 @@
-"""The head's product and the draw from it: what a tile of logits is asked for, before it is dropped.
+"""The head's product and the draw from it: what is asked of a tile of logits before it is dropped.
 
 A program multiplies a block of rows with a tile of the vocabulary, and of each row stores what
 remains of the tile: softmax statistics, and the token that wins the race within it with its logit.
@@ -229,8 +229,8 @@ def linear_sample(
     temperature: float | Tensor,
     transform: LogitTransform,
 ) -> SampledTokens:
-    """``linear_sample`` of checked arguments, of a head in half precision whose groups have 16 columns
-    or more."""
+    """``linear_sample`` of checked arguments, of a head in half precision whose groups have 16
+    columns or more."""
     n, (vocabulary, width) = len(hidden), weight.shape
     tokens = torch.empty(n, dtype=torch.int64, device=hidden.device)
     results = [torch.empty(n, device=hidden.device) for _ in SampledTokens._fields[1:]]
