@@ -36,6 +36,7 @@ OPS = {
     "rms_norm": decode.RMS_NORM,
     "swiglu": decode.SWIGLU,
     "rotate_and_store": decode.ROTATE_AND_STORE,
+    "linear_sample": decode.LINEAR_SAMPLE,
 }
 # The package whose kernels the ahead-of-time gate wants to see, each of them.
 PACKAGE = "fastrl_kernels._triton"

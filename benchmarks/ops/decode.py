@@ -1,10 +1,12 @@
-"""Ops of a decode step's layers: rms_norm, swiglu, rotate_and_store."""
+"""Ops of a decode step: rms_norm, swiglu, rotate_and_store in its layers, linear_sample at its
+end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,9 @@ from fastrl_kernels import reference
 # autocast.
 _STREAMS = (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"), ("fp16", "fp16"))
 HIDDEN = (896, 4096)  # of Qwen2.5-0.5B and Llama-3-8B
+RECORDS = Expect(
+    load_bytes=0, any_tile=True, why="factors go to shared memory, and records are small"
+)
 SMALL = Expect(load_bytes=0, any_tile=True, why="a head is smaller than a warp's vectors")
 
 
@@ -123,6 +128,35 @@ def _work(tensors: int, what: str) -> Callable[[Shape], Work]:
     return lambda shape: Work(tensors * shape.rows * shape.steps * shape.itemsize, 0, what)
 
 
+# Of Qwen2.5-0.5B and of GPT-2, whose rows end within a tile.
+HEADS = ((896, 151936), (768, 50257))
+
+
+def _draws() -> Iterator[Compiled]:
+    def call(rows: int, width: int, vocabulary: int, dtype: torch.dtype, **options: Any) -> None:
+        hidden = torch.zeros(rows, width, dtype=dtype)
+        weight = torch.empty(vocabulary, width, dtype=dtype)
+        keys = torch.zeros(rows, dtype=torch.int64)
+        kernels.linear_sample(hidden, weight, keys, backend="triton", **options)
+
+    def every(rows: int, vocabulary: int, dtype: torch.dtype) -> dict[str, Any]:
+        bias = torch.zeros(vocabulary, dtype=dtype)
+        return {"bias": bias, "temperature": torch.ones(rows), "softcap": 30.0}
+
+    for rows, (width, vocabulary) in product((16, 32), HEADS):
+        label = f"bf16 N={rows} H={width} V={vocabulary}"
+        made = partial(call, rows, width, vocabulary, torch.bfloat16)
+        yield Compiled(label, made, RECORDS)
+        options = every(rows, vocabulary, torch.bfloat16)
+        yield Compiled(f"{label} all", partial(made, **options), RECORDS)
+    made = partial(call, 32, 896, 151936, torch.float16)
+    yield Compiled("fp16 N=32 H=896 V=151936", made, RECORDS)
+    # A depth that ends within a tile, and at an odd address.
+    for width in (100, 101):
+        made = partial(call, 32, width, 50257, torch.bfloat16)
+        yield Compiled(f"bf16 N=32 H={width} V=50257", made, RECORDS)
+
+
 RMS_NORM = Op(
     problem=_rms_norm,
     work=_work(4, "the product and the stream read, their sum and its norm written"),
@@ -138,3 +172,4 @@ SWIGLU = Op(
     compiled=_gates,
 )
 ROTATE_AND_STORE = Op(compiled=_rotations)
+LINEAR_SAMPLE = Op(compiled=_draws)

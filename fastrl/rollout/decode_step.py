@@ -11,7 +11,17 @@ from torch import Tensor
 import fastrl_kernels
 from fastrl.models.host_memory import to_device
 from fastrl.rollout.attention import DecodeAttention, choose_decode_kernel
-from fastrl.rollout.kv_cache import EOS, FIELDS, LENGTH, NAN, RUNNING, STOP, KVCache, Slots
+from fastrl.rollout.kv_cache import (
+    EOS,
+    FIELDS,
+    LENGTH,
+    NAN,
+    RUNNING,
+    STOP,
+    KVCache,
+    Slots,
+    SlotState,
+)
 from fastrl.rollout.model_runner import ModelRunner
 from fastrl.rollout.sampling_params import SamplingParams
 
@@ -71,6 +81,12 @@ class LogitsProcessors(NamedTuple):
         moved = (None if x is None else to_device(x, device) for x in self[6:])  # type: ignore[arg-type]
         return LogitsProcessors(*self.numbers(), *moved)  # type: ignore[arg-type]
 
+    def are_plain(self) -> bool:
+        """Whether tokens are drawn from the softmax of all logits as they are, but for their
+        temperature."""
+        cuts = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return not cuts and self.repetition_penalty == 1 and self.barred is None
+
     def penalised(self, logits: Tensor, seen: Tensor) -> Tensor:
         """Logits [b, V] with the repetition penalty; seen [b, V] bool, which tokens occurred."""
         penalty = self.repetition_penalty
@@ -100,6 +116,56 @@ class LogitsProcessors(NamedTuple):
         return same.all(-1).any(-1)
 
 
+class DrawFromLogits:
+    """Draws after logits processors, from all logits."""
+
+    def __init__(self, model_runner: ModelRunner, processors: LogitsProcessors):
+        self.model_runner, self.processors = model_runner, processors
+
+    def __call__(
+        self, state: SlotState, seen: Tensor | None, attention: DecodeAttention, keys: Tensor
+    ) -> tuple[fastrl_kernels.SampledTokens, Tensor | None]:
+        """The draws of the slots' next tokens, and the values of the present ones."""
+        processors = self.processors
+        logits, values = self.model_runner.decode(state.token, state.position, attention)
+        drawn_from = logits if seen is None else processors.penalised(logits, seen)
+        barred = processors.bar_(drawn_from, state.num_generated)
+        draw = fastrl_kernels.sample_tokens(
+            drawn_from,
+            keys,
+            temperature=processors.temperature,
+            top_k=processors.top_k,
+            top_p=processors.top_p,
+            min_p=processors.min_p,
+        )
+        if seen is not None:
+            draw = _of_the_model(draw, logits, processors.temperature)
+        elif barred is not None:
+            draw = _with_barred(draw, logits, barred, processors.temperature)
+        return draw, values
+
+
+class DrawFromHead:
+    """Draws while the head's product is computed, where no logits processor needs all of them:
+    :class:`fastrl.rollout.fused_draw.FusedDraw`."""
+
+    def __init__(self, model_runner: ModelRunner, processors: LogitsProcessors):
+        self.model_runner, self.temperature = model_runner, processors.temperature
+        self.possible = model_runner.fused_draw.active and processors.are_plain()
+
+    def takes(self, rows: int) -> bool:
+        """Whether steps of so many rows are faster so."""
+        return self.possible and self.model_runner.fused_draw.pays(rows)
+
+    def __call__(
+        self, state: SlotState, _seen: Tensor | None, attention: DecodeAttention, keys: Tensor
+    ) -> tuple[fastrl_kernels.SampledTokens, Tensor | None]:
+        """As that of :class:`DrawFromLogits`."""
+        runner = self.model_runner
+        hidden, values = runner.decode_hidden(state.token, state.position, attention)
+        return runner.fused_draw.draw(hidden, keys, self.temperature), values
+
+
 class DecodeStep:
     """Generates one more token in each of the first slots."""
 
@@ -113,6 +179,8 @@ class DecodeStep:
         self.model_runner, self.kv_cache, self.slots = model_runner, kv_cache, slots
         self.processors = processors
         self.attention_kernel = choose_decode_kernel(kv_cache, model_runner.attends_by_flash)
+        self.from_logits = DrawFromLogits(model_runner, processors)
+        self.from_head = DrawFromHead(model_runner, processors)
 
     def __call__(self, bucket: int, span: int) -> None:
         """
@@ -125,21 +193,9 @@ class DecodeStep:
         seen, tail = (None if x is None else x[:bucket] for x in (slots.seen, slots.tail))
 
         attention = DecodeAttention(self.attention_kernel, self.kv_cache, state.position, span)
-        logits, values = self.model_runner.decode(state.token, state.position, attention)
-        drawn_from = logits if seen is None else processors.penalised(logits, seen)
-        barred = processors.bar_(drawn_from, state.num_generated)
-        draw = fastrl_kernels.sample_tokens(
-            drawn_from,
-            fastrl_kernels.sample_keys(slots.seed, state.sample, state.num_generated),
-            temperature=processors.temperature,
-            top_k=processors.top_k,
-            top_p=processors.top_p,
-            min_p=processors.min_p,
-        )
-        if seen is not None:
-            draw = _of_the_model(draw, logits, processors.temperature)
-        elif barred is not None:
-            draw = _with_barred(draw, logits, barred, processors.temperature)
+        keys = fastrl_kernels.sample_keys(slots.seed, state.sample, state.num_generated)
+        way = self.from_head if self.from_head.takes(bucket) else self.from_logits
+        draw, values = way(state, seen, attention, keys)
 
         running = state.reason == RUNNING
         lost = draw.tokens < 0  # no distribution: a NaN among the logits, or no token left to draw

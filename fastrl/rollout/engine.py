@@ -105,6 +105,7 @@ class RolloutEngine:
         self._runner: StepRunner = GraphRunner() if self._captures else EagerRunner()
         self._check()
         self.model_runner.fuse_layers(self._shapes())
+        self.model_runner.fuse_draw(self._shapes())
 
     def _check(self) -> None:
         """

@@ -20,10 +20,12 @@ from fastrl.models.utils import evaluating
 from fastrl.models.value_head import PreTrainedModelWrapper
 from fastrl.rollout.attention import (
     CachedAttention,
+    DecodeAttention,
     PrefillDone,
     SlotCache,
     choose_decode_kernel,
 )
+from fastrl.rollout.fused_draw import FusedDraw
 from fastrl.rollout.fused_layers import FusedLayers, VariantsOf
 from fastrl.rollout.kv_cache import KVCache, LayerShape
 from fastrl.rollout.merged_adapters import MergedAdapters
@@ -60,6 +62,7 @@ class ModelRunner:
         self._logits: Tensor | None = None
         self._product = _head_product(self.language_model)
         self.fused_layers = FusedLayers(self.language_model)
+        self.fused_draw = FusedDraw(self.language_model)
         self.autocast_weights = AutocastWeightCache()
         self.packed_products = PackedProducts()
         self.merged_adapters = MergedAdapters(merge_adapters)
@@ -71,6 +74,7 @@ class ModelRunner:
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
         """Context of a rollout: no dropout, no gradients, the engine's attention."""
+        self.fused_draw.look()
         behind = self.language_model.get_output_embeddings().register_forward_hook(self._after_head)
         try:
             with (
@@ -116,12 +120,23 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [b, V] after tokens [b] at positions [b], and their values [b]."""
         logits = self._run(tokens.unsqueeze(1), positions.unsqueeze(1), attention, head=True)
-        values = None
-        if self.v_head is not None:
-            assert self._hidden is not None
-            values = self.v_head(self._hidden).flatten()
-        self._hidden = None
-        return logits.squeeze(1), values
+        hidden, self._hidden = self._hidden, None
+        return logits.squeeze(1), self._values(hidden)
+
+    def decode_hidden(
+        self, tokens: Tensor, positions: Tensor, attention: CachedAttention
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [b, H] that the head would get, in place of logits, and the values [b]."""
+        self._run(tokens.unsqueeze(1), positions.unsqueeze(1), attention, head=False)
+        hidden, self._hidden = self._hidden, None
+        assert hidden is not None
+        return hidden.squeeze(1), self._values(hidden)
+
+    def _values(self, hidden: Tensor | None) -> Tensor | None:
+        if self.v_head is None:
+            return None
+        assert hidden is not None
+        return self.v_head(hidden).flatten()
 
     def _run(
         self, tokens: Tensor, positions: Tensor, attention: CachedAttention, head: bool
@@ -174,6 +189,27 @@ class ModelRunner:
             return logits, attention.variants
 
         self.fused_layers.activate(decode)
+
+    def fuse_draw(self, layers: list[LayerShape]) -> None:
+        """Has decode steps of few rows draw from hidden states where that is faster, with a head
+        that is a plain product; on NVIDIA GPUs, for which it was counted.
+
+        Args:
+            layers: as :meth:`layer_shapes` gives them.
+        """
+        if explain(self.device).backend != "triton" or torch.version.hip is not None:
+            return
+        rows = 2
+        with self.opened():
+            if not self.fused_draw.ever_pays():
+                return
+            kv_cache = KVCache(layers, rows, rows, self.dtype, self.device)
+            positions = torch.zeros(rows, dtype=torch.long, device=self.device)
+            attention = DecodeAttention(choose_decode_kernel(kv_cache), kv_cache, positions, rows)
+            tokens = torch.arange(rows, device=self.device)
+            hidden, _ = self.decode_hidden(tokens, positions, attention)
+            logits, _ = self.decode(tokens, positions, attention)
+            self.fused_draw.activate(hidden, logits)
 
     @torch.no_grad()
     def layer_shapes(self) -> list[LayerShape]:

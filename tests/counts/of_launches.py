@@ -36,6 +36,12 @@ def _draw(dtype: torch.dtype, **options: Any) -> float:
     return launches(partial(kernels.sample_tokens, logits, keys, backend="triton", **options))
 
 
+def _draw_from_hidden() -> float:
+    hidden, weight = torch.randn(2, 16, dtype=BF16), torch.randn(200, 16, dtype=BF16)
+    op = partial(kernels.linear_sample, hidden, weight, torch.arange(2), backend="triton")
+    return launches(op)
+
+
 def _both_ways(forward: Callable[[], torch.Tensor]) -> float:
     """Of an op's forward and backward."""
     gradient = torch.ones_like(forward())
@@ -105,6 +111,7 @@ def _layer(autocast: bool, fused: bool = True) -> float:
 
 COUNTS = (
     Count("plain draw, bf16", "launches", 2, partial(_draw, BF16)),
+    Count("head and plain draw in one, bf16", "launches", 2, _draw_from_hidden),
     Count("top-k draw, bf16", "launches", 4, partial(_draw, BF16, top_k=50)),
     Count("top-p draw, bf16", "launches", 4, partial(_draw, BF16, top_p=0.9)),
     Count("top-k and top-p draw, bf16", "launches", 4, partial(_draw, BF16, top_k=50, top_p=0.9)),

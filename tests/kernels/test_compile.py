@@ -28,6 +28,7 @@ OPERATORS = {
     "linear_logprobs",
     "linear_nll_loss",
     "linear_ppo_loss",
+    "linear_sample",
     "sample_keys",
     "sample_tokens",
     "token_logprobs",
@@ -91,6 +92,11 @@ def loss(x: Inputs, **options: Any) -> tuple[Tensor, ...]:
 def _sampled(x: Inputs, **options: Any) -> Any:
     keys = ops.sample_keys(1, torch.arange(x.labels.numel(), device=x.labels.device), 3)
     return ops.sample_tokens(x.logits.flatten(0, 1), keys, **options)
+
+
+def _drawn(x: Inputs, **options: Any) -> Any:
+    keys = ops.sample_keys(1, torch.arange(x.labels.numel(), device=x.labels.device), 3)
+    return ops.linear_sample(x.hidden.flatten(0, 1), x.weight, keys, **options)
 
 
 def _attended(x: Inputs, **options: Any) -> Tensor:
@@ -162,6 +168,11 @@ CASES: dict[str, Callable[..., Any]] = {
         weights=x.old.exp(), denominator=x.temperature.sum().detach(), backend=b,
     ),
     "linear_ppo_loss": lambda x, b: loss(x, backend=b),
+    "linear_sample": lambda x, b: _drawn(x, backend=b),
+    "linear_sample with everything": lambda x, b: _drawn(
+        x, bias=x.bias, temperature=x.temperature.flatten(), softcap=3.0, logit_scale=0.5, backend=b
+    ),
+    "linear_sample number": lambda x, b: _drawn(x, temperature=x.half, backend=b),
     "linear_ppo_loss one chunk": lambda x, b: loss(x, workspace_bytes=None, backend=b),
     "linear_ppo_loss with everything": lambda x, b: loss(
         x, bias=x.bias, temperature=x.temperature, kl=ops.KLTerm(x.old + 1, 0.1), dual_clip=3.0,
@@ -272,7 +283,7 @@ def assert_same_bits(actual: list[Tensor], wanted: list[Tensor]) -> None:
 
 def test_every_op_has_a_case():
     functions = [name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))]
-    assert {op_of(case) for case in CASES} == {*functions} - {"explain"}
+    assert {op_of(case) for case in CASES} == {*functions} - {"explain", "linear_sample_pays"}
 
 
 @pytest.mark.parametrize(("case", "backend"), RUNS)

@@ -69,6 +69,8 @@ CALLS = {
     "linear_logprobs": "linear_logprobs(hidden, weight, labels, mask=mask, entropy=True)",
     "linear_nll_loss": "linear_nll_loss(hidden, weight, labels, mask=mask)[0]",
     "linear_ppo_loss": "linear_ppo_loss(hidden, weight, labels, old, old, mask)[0]",
+    "linear_sample": "linear_sample(torch.randn(3, 4), torch.randn(11, 4), torch.arange(3))[:2]",
+    "linear_sample_pays": "linear_sample_pays(32, 896, 151936, torch.bfloat16)",
     "losses": "losses.PPOLoss(cliprange=0.1)(new, old, old, mask)[0]",
     "masked_mean": "masked_mean(values, mask)",
     "masked_moments": "masked_moments(values, mask)",

@@ -57,6 +57,7 @@ OPCHECKS: dict[str, set[str]] = {
     "linear_nll_loss with everything": {"checked_labels", "linear_nll_loss"},
     "linear_ppo_loss": {"checked_labels", "linear_ppo_loss"},
     "linear_ppo_loss with everything": {"checked_labels", "linear_ppo_loss"},
+    "linear_sample with everything": {"linear_sample", "sample_keys"},
     "sample_keys tensors": {"sample_keys"},
     "sample_tokens tensors": {"sample_keys", "sample_tokens"},
     "token_logprobs": {"checked_labels", "token_logprobs", "token_logprobs_backward"},

@@ -8,6 +8,7 @@ from .gae import gae
 from .kl import kl_penalty, kl_rewards
 from .linear_logprobs import linear_logprobs
 from .linear_nll import linear_nll_loss
+from .linear_sample import linear_sample, linear_sample_pays
 from .logprob import token_logprobs
 from .moments import masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
 from .ppo_loss import linear_ppo_loss, ppo_loss
@@ -51,6 +52,8 @@ __all__ = [
     "linear_logprobs",
     "linear_nll_loss",
     "linear_ppo_loss",
+    "linear_sample",
+    "linear_sample_pays",
     "losses",
     "masked_mean",
     "masked_moments",

@@ -514,6 +514,52 @@ def _checked_shift(shift: int, labels: Tensor) -> int:
     return shift
 
 
+def checked_factors(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Hidden states [..., H], weight [V, H] and bias [V] of a head in one dtype, autocast's where
+    that is on, and the tensor that autocast cast the weight from.
+
+    Raises:
+        TypeError, ValueError: as the public ops do.
+    """
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if x is not None and type(x).__name__ == "DTensor":
+            raise TypeError(
+                f"{name} is a DTensor: pass {name}.full_tensor(), or call where the module that "
+                "owns it has gathered it. To those that score labels, a head whose rows processes "
+                "share is weight.to_local() with vocab_parallel=VocabParallel.of(weight)"
+            )
+    if weight.dim() != 2 or weight.shape[0] == 0:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be [V, H] with V > 0")
+    if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}: they must be "
+            "[..., H] and [V, H]"
+        )
+    check_float("hidden", hidden)
+    check_float("weight", weight)
+    kind, leaf = hidden.device.type, None
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, leaf = hidden.to(dtype), weight
+        if torch.compiler.is_compiling():
+            weight = weight.to(dtype)
+        elif weight.dtype != dtype:
+            # The gradient goes to the leaf as it is summed up, in fp32, not through the cast.
+            weight = result_like(weight, dtype).copy_(weight.detach())
+    if hidden.dtype != weight.dtype:
+        raise TypeError(f"hidden is {hidden.dtype}, weight {weight.dtype}: convert one of them")
+    check_device("weight", weight, "hidden", hidden)
+    if bias is not None:
+        check_float("bias", bias)
+        check_device("bias", bias, "hidden", hidden)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be ({len(weight)},)")
+        bias = bias.to(hidden.dtype)
+    return hidden, weight, bias, leaf
+
+
 def checked_head(
     hidden: Tensor,
     weight: Tensor,
@@ -533,41 +579,8 @@ def checked_head(
     Raises:
         TypeError, ValueError: as the public ops do.
     """
-    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if x is not None and type(x).__name__ == "DTensor":
-            raise TypeError(
-                f"{name} is a DTensor: pass {name}.full_tensor(), or call where the module that "
-                "owns it has gathered it. A head whose rows processes share is weight.to_local() "
-                "with vocab_parallel=VocabParallel.of(weight)"
-            )
-    if weight.dim() != 2 or weight.shape[0] == 0:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}: it must be [V, H] with V > 0")
-    if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"hidden has shape {tuple(hidden.shape)}, weight {tuple(weight.shape)}: they must be "
-            "[..., H] and [V, H]"
-        )
-    check_float("hidden", hidden)
-    check_float("weight", weight)
-    vocabulary = checked(vocab_parallel, weight)
-    kind, leaf = hidden.device.type, None
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        hidden, leaf = hidden.to(dtype), weight
-        if torch.compiler.is_compiling():
-            weight = weight.to(dtype)
-        elif weight.dtype != dtype:
-            # The gradient goes to the leaf as it is summed up, in fp32, not through the cast.
-            weight = result_like(weight, dtype).copy_(weight.detach())
-    if hidden.dtype != weight.dtype:
-        raise TypeError(f"hidden is {hidden.dtype}, weight {weight.dtype}: convert one of them")
-    check_device("weight", weight, "hidden", hidden)
-    if bias is not None:
-        check_float("bias", bias)
-        check_device("bias", bias, "hidden", hidden)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias has shape {tuple(bias.shape)}: it must be ({len(weight)},)")
-        bias = bias.to(hidden.dtype)
+    hidden, weight, bias, leaf = checked_factors(hidden, weight, bias)
+    vocabulary, kind = checked(vocab_parallel, weight), hidden.device.type
     check_labels_of(labels, "hidden", hidden)
     shift = _checked_shift(shift, labels)
     given, of_labels, of_hidden = labels, labels_name(shift), "hidden"

@@ -172,14 +172,20 @@ def _check_logits(logits: Tensor) -> None:
         raise ValueError(f"logits have shape {shape}: they must be [N, V] with V > 0")
 
 
-def _check_parameter(name: str, x: float | Tensor, logits: Tensor) -> None:
-    """Checks a parameter, but for the values of a tensor."""
+def check_keys(keys: Tensor) -> None:
+    """Checks the dtype of draws' keys."""
+    if keys.dtype not in (torch.int64, torch.uint64):
+        raise TypeError(f"keys must be int64 or uint64, got {keys.dtype}: see sample_keys")
+
+
+def check_sampling_parameter(name: str, x: float | Tensor, like_name: str, like: Tensor) -> None:
+    """Checks a parameter of the rows ``like``, but for the values of a tensor."""
     whole, holds, rule = _RULES[name]
     if isinstance(x, Tensor):
         if not (is_integer(x) if whole else x.is_floating_point()):
             kind = "integers" if whole else "floating-point"
             raise TypeError(f"{name} must be {kind}, got {x.dtype}: convert it first")
-        check_per_token(name, x, "logits", logits)
+        check_per_token(name, x, like_name, like)
         return
     if isinstance(x, bool) or not isinstance(x, int if whole else (int, float)):
         kind = "an integer" if whole else "a number"
@@ -312,11 +318,10 @@ def sample_tokens(
             key = layout(logits), layout(keys), parameters, kinds
     if key is None or _passed.get(key) is None:
         _check_logits(logits)
-        if keys.dtype not in (torch.int64, torch.uint64):
-            raise TypeError(f"keys must be int64 or uint64, got {keys.dtype}: see sample_keys")
+        check_keys(keys)
         check_per_token("keys", keys, "logits", logits)
         for name, value in parameters._asdict().items():
-            _check_parameter(name, value, logits)
+            check_sampling_parameter(name, value, "logits", logits)
         if key is not None:
             _passed.keep(key, True)
     chosen = choose(backend, logits)

@@ -26,7 +26,7 @@ from ..dispatch import interpreting
 from ..types import AttentionSettings
 from .launch import launcher
 from .logprob import LOG2E, LOWEST
-from .tiles import accurate_tanh, device_of, power_of_2, programs_for, target
+from .tiles import accurate_tanh, device_of, dot, power_of_2, programs_for, target
 
 SPLIT = 256  # tokens of a program
 _PARTS = 16  # splits that are merged at a time
@@ -64,14 +64,6 @@ def _load_tokens(ptr, tokens, low, high, stride, columns, D: tl.constexpr):
     if columns.shape[0] != D:
         mask = mask & (columns < D)[None, :]
     return tl.load(ptr + (tokens.to(tl.int64) * stride)[:, None] + columns[None, :], mask, 0.0)
-
-
-@triton.jit
-def _dot(a, b, acc, WIDE: tl.constexpr):
-    """acc + a·b; WIDE for Triton's interpreter, which would take bf16's bits for integers."""
-    if WIDE:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
-    return tl.dot(a, b, acc)
 
 
 @triton.jit
@@ -205,7 +197,7 @@ def _decode_attention_fwd_kernel(
         tokens = first + tl.arange(0, TILE)
         keys = _load_tokens(keys_ptr, tokens, low, high, key_token_stride, columns, D)
         if DOT:
-            x = _dot(query, tl.trans(keys), tl.zeros([HEADS, TILE], tl.float32), WIDE)
+            x = dot(query, tl.trans(keys), tl.zeros([HEADS, TILE], tl.float32), WIDE)
         else:
             x = tl.sum(query[:, None, :] * keys[None, :, :], 2)
         if inner is not None:
@@ -219,7 +211,7 @@ def _decode_attention_fwd_kernel(
         acc = acc * rescale[:, None]
         values = _load_tokens(values_ptr, tokens, low, high, value_token_stride, value_columns, DV)
         if DOT:
-            acc = _dot(e.to(values.dtype), values, acc, WIDE)
+            acc = dot(e.to(values.dtype), values, acc, WIDE)
         else:
             acc += tl.sum(e[:, :, None] * values[None, :, :], 1)
 

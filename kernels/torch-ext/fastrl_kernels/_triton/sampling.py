@@ -383,7 +383,7 @@ def exponential(state, counter):
 
 
 @triton.jit
-def _race_of_groups(state, weights, group_max, row_max, greedy, sound):
+def race_of_groups(state, weights, group_max, row_max, greedy, sound):
     """The group that wins, and a row's weight."""
     index = tl.arange(0, weights.shape[0])
     score = weights / exponential(state, index.to(tl.int64) + _FIRST_PART)
@@ -514,9 +514,9 @@ def _sample_draw_kernel(
             log_kept = tl.where(cut, tl.log(kept), log_sum)
             cutoff = tl.where(cut, lowest_kept, cutoff)
         else:
-            winner = _race_of_groups(state, weights, group_max, row_max, greedy, sound)
+            winner = race_of_groups(state, weights, group_max, row_max, greedy, sound)
     else:
-        winner = _race_of_groups(state, weights, group_max, row_max, greedy, sound)
+        winner = race_of_groups(state, weights, group_max, row_max, greedy, sound)
 
     first = winner * SIZE
     x = load_part(logits_ptr, row, row_stride, first, V, SIZE, TILE, VEC)

@@ -99,6 +99,14 @@ def accurate_tanh(x):
 
 
 @triton.jit
+def dot(a, b, acc, WIDE: tl.constexpr):
+    """acc + a·b; WIDE for Triton's interpreter, which would take bf16's bits for integers."""
+    if WIDE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
 def load_counted(ptr, at, counted, inside):
     """Loads fp32, and 0 where not counted, so that NaN there has no effect. The load
     itself is masked by bounds only, so that it stays a vector."""

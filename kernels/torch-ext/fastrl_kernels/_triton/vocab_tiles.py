@@ -44,7 +44,12 @@ def row_parameter(ptr, number, row):
 @triton.jit
 def sampling_temperature(temperature_ptr, temperature, row):
     """The row's temperature, 1 where it is 0, NaN where it is impossible; and whether it is 0."""
-    t = row_temperature(temperature_ptr, temperature, row)
+    return possible_temperature(row_temperature(temperature_ptr, temperature, row))
+
+
+@triton.jit
+def possible_temperature(t):
+    """``sampling_temperature`` of one or several."""
     greedy = (t >= 0) & (t < _COLDEST)
     possible = (t >= 0) & (t < float("inf"))
     return tl.where(greedy, 1.0, tl.where(possible, t, float("nan"))), greedy

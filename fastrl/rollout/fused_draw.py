@@ -1,0 +1,96 @@
+"""Decode steps that draw tokens as the LM head's product is computed, without logits."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastrl_kernels
+from fastrl.models.products import has_own_forward, is_packed
+from fastrl_kernels import SampledTokens, linear_sample_pays
+
+# Of log-probs, by the largest logit: what sums in another order round differently.
+_TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_ROWS = range(1, 65)  # of decode steps that may be faster so
+
+
+class FusedDraw:
+    """A model's LM head in one with the draw from it, where the model's logits are the head's
+    product and nobody else looks at them.
+
+    Attributes:
+        active: whether it was compared with the model's own way, and agreed.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.active = False
+        self._head: Any = None
+
+    def look(self) -> None:
+        """Looks at the model's head of now, before a rollout adds hooks of its own."""
+        head = self.model.get_output_embeddings()
+        self._head = head if _is_plain(head) else None
+
+    def pays(self, rows: int) -> bool:
+        """Whether a decode step of so many rows is faster so, with the weight of now."""
+        if self._head is None:
+            return False
+        vocabulary, hidden = self._head.weight.shape
+        return linear_sample_pays(rows, hidden, vocabulary, self._head.weight.dtype)
+
+    def ever_pays(self) -> bool:
+        """Whether there are steps for which it does."""
+        return any(map(self.pays, _ROWS))
+
+    def draw(self, hidden: Tensor, keys: Tensor, temperature: float) -> SampledTokens:
+        """Tokens of hidden states [b, H]."""
+        head = self._head
+        return fastrl_kernels.linear_sample(
+            hidden, head.weight, keys, bias=head.bias, temperature=temperature
+        )
+
+    def activate(self, hidden: Tensor, logits: Tensor) -> None:
+        """Compares a draw with the model's logits. It stays off where the model changes what its
+        head computes, and with a warning where log-probs differ.
+
+        Args:
+            hidden: [b, H] in front of the head, of a decode step.
+            logits: [b, V] of the same step.
+        """
+        head = self._head
+        product = F.linear(hidden.unsqueeze(1), head.weight, head.bias).squeeze(1)
+        if product.dtype != logits.dtype or not torch.equal(product, logits):
+            return
+        keys = torch.arange(len(hidden), device=hidden.device)
+        try:
+            found = self.draw(hidden, keys, 1.0)
+            at = found.tokens.clamp(min=0).unsqueeze(1)
+            expected = logits.float().log_softmax(-1).gather(1, at).squeeze(1)
+            difference = (found.logprobs - expected).abs().max() / logits.abs().max().float()
+            cause = f"differs from the model's own way by {difference:.1e} of the largest logit"
+            self.active = bool(difference <= _TOLERANCE[logits.dtype])
+        except Exception as error:  # a compiler's, say
+            cause = f"cannot run ({type(error).__name__}: {error})"
+        if not self.active:
+            warnings.warn(
+                f"the LM head fused with the draw {cause}: rollouts compute logits, which is "
+                "slower on a GPU",
+                stacklevel=4,
+            )
+
+
+def _is_plain(head: Any) -> bool:
+    """Whether a head does nothing but multiply, and nothing waits for its output."""
+    return (
+        type(head) is nn.Linear
+        and not has_own_forward(head)
+        and not is_packed(head)
+        and not nn.utils.parametrize.is_parametrized(head)
+        and not (head._forward_hooks or head._forward_pre_hooks)
+        and head._compiled_call_impl is None
+    )
