@@ -95,7 +95,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """
 SAME = """
 with nothing_launched() as launched:
-    from fastrl_kernels._triton import decode_attention, gae, logprob, ppo_loss, rms_norm
+    from fastrl_kernels._triton import decode_attention, gae, logprob, moments, rms_norm
 
     def of_logprob():
         return logprob._token_logprobs_fwd_kernel, logprob._launch_fwd, (

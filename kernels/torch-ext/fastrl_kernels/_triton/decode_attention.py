@@ -4,9 +4,8 @@ A program takes SPLIT tokens of one row, for the query heads that share a head o
 is done last merges what all of them found, in the order of the splits. Where splits begin depends
 on a row's length and window alone, hence so do its bits. Splits without a live token are left out.
 
-On AMD's GPUs a second kernel merges. There, a release by one wave need not wait for the stores of
-the others that its barrier has waited for (LLVM found so for gfx10 and later, whose barriers now do
-that for it; the code for gfx942 has no such wait), and no other release is to be had in Triton.
+On AMD's GPUs a second kernel merges: there a program may arrive before the stores of its later
+waves do, see ``last_program``.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from triton.runtime import driver
 
 from ..dispatch import interpreting
 from ..types import AttentionSettings
+from .last_program import arrives_last
 from .launch import launcher
 from .logprob import LOG2E, LOWEST
 from .tiles import accurate_tanh, device_of, dot, power_of_2, programs_for, target
@@ -230,22 +230,12 @@ def _decode_attention_fwd_kernel(
         tl.store(parts_ptr + number * DV + part, m, mask=there)
         tl.store(parts_ptr + number * (DV + 1) + part, exp_sum, mask=there)
         if arrivals_ptr is not None:
-            # Whoever finds that all others have arrived sees what they stored, by PTX's memory
-            # model. Each thread's stores come before the barrier, and that before the arrival, a
-            # release by one of the threads. The last arrival reads what those before it made of the
-            # counter, and so synchronises with each of them, as an acquire. It comes before its
-            # program's next barrier, and that before the loads of all its threads. Causality order
-            # is transitive over both, at the scope of the GPU.
-            tl.debug_barrier()
             arrivals_ptr += (row.to(tl.int64) * kv_heads + kv_head) * BLOCKS + block
-            arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
-            if arrived == live - 1:
-                tl.debug_barrier()
+            if arrives_last(arrivals_ptr, live):
                 _merge(
                     out_ptr, parts_ptr, number, first_head, block * HEADS, splits, live, factor,
                     GROUP, MERGED, DV, VALUE_WIDTH, PARTS, LOADED,
                 )  # fmt: skip
-                tl.store(arrivals_ptr, 0)  # for the next launch
 
 
 @triton.jit(do_not_specialize=_ARGUMENTS)

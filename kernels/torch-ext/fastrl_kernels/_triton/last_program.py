@@ -37,18 +37,23 @@ def arrives_last(arrived_ptr, programs):
     """Whether all ``programs`` that count on ``arrived_ptr`` have come to this line, and so what
     they stored before it can be read, with ``cache_modifier=".cg"``. The counter is 0 again then.
 
-    The barrier orders the stores of a program's threads before its atomic, of which one thread
-    takes care; the atomic's release makes them visible to all that read the counter later, and its
-    acquire what the others released. In PTX causality order is transitive over barriers and
-    synchronising atomics of one scope; on AMD the release writes back, and the acquire invalidates,
-    what caches of the chip's parts hold.
+    By PTX's memory model: each thread's stores come before the barrier, and that before the
+    arrival, a release by one of the threads. The last arrival reads what those before it made of
+    the counter, and so synchronises with each of them, as an acquire. It comes before its program's
+    next barrier, and that before the loads of all its threads. Causality order is transitive over
+    both, at the scope of the GPU.
+
+    On AMD's GPUs it holds for what a program's first warp stored alone, as it does of a tensor of
+    at most 32 elements: their barrier waits for no store (LLVM found so for gfx10 and later, where
+    barriers now do that for it; the code for gfx942 has no such wait). There it is the release in
+    front of the atomic that waits, for its own warp, the first, and that writes back what caches of
+    the chip's parts hold, as the acquire behind it invalidates them. A single program needs that,
+    too, for its other warps to see the stores.
     """
     tl.debug_barrier()
-    last = programs == 1
-    if programs > 1:
-        before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
-        last = before == programs - 1
-        if last:
-            tl.debug_barrier()
-            tl.store(arrived_ptr, 0)
+    before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
+    last = before == programs - 1
+    if last:
+        tl.debug_barrier()
+        tl.store(arrived_ptr, 0)
     return last
