@@ -37,18 +37,18 @@ def arrives_last(arrived_ptr, programs):
     """Whether all ``programs`` that count on ``arrived_ptr`` have come to this line, and so what
     they stored before it can be read, with ``cache_modifier=".cg"``. The counter is 0 again then.
 
-    The barrier orders the stores of a program's threads before its atomic, of which one thread
-    takes care; the atomic's release makes them visible to all that read the counter later, and its
-    acquire what the others released. In PTX causality order is transitive over barriers and
-    synchronising atomics of one scope; on AMD the release writes back, and the acquire invalidates,
-    what caches of the chip's parts hold.
+    What is to be read has to be stored by a program's first warp, as a tensor of at most 32
+    elements is. In PTX the barrier orders the stores of all threads before the atomic, of which one
+    takes care, and causality order is transitive over barriers and synchronising atomics of one
+    scope. But AMD's barrier waits for no store: there it is the release in front of the atomic
+    that does, for the warp that has the atomic, the first, and writes back what caches of the
+    chip's parts hold, as the acquire behind it invalidates them. A single program needs that, too,
+    for its other warps to see the stores.
     """
     tl.debug_barrier()
-    last = programs == 1
-    if programs > 1:
-        before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
-        last = before == programs - 1
-        if last:
-            tl.debug_barrier()
-            tl.store(arrived_ptr, 0)
+    before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu")
+    last = before == programs - 1
+    if last:
+        tl.debug_barrier()
+        tl.store(arrived_ptr, 0)
     return last
