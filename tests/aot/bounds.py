@@ -19,6 +19,7 @@ MOST_PER_BYTE: dict[str, float] = {
     "kl._kl_penalty_fwd_kernel": 6.6,
     "kl._kl_rewards_bwd_kernel": 2.5,
     "kl._kl_rewards_fwd_kernel": 5.5,
+    "linear_sample._linear_sample_draw_kernel": 13.0,
     "logprob._token_logprobs_bwd_kernel": 6.4,
     # 5.5 where rows are aligned, 6.6 where they are not; 7.8 took a logit at a time.
     "logprob._token_logprobs_fwd_kernel": 7.0,
