@@ -30,6 +30,7 @@ MOST_PER_BYTE: dict[str, float] = {
     "kl._kl_penalty_fwd_kernel": 6.6,
     "kl._kl_rewards_bwd_kernel": 2.5,
     "kl._kl_rewards_fwd_kernel": 5.5,
+    "linear_sample._linear_sample_draw_kernel": 13.0,
     # A softcap's tanh is two thirds of both: 3.5 and 5.4 without one, 7.9 with the entropy.
     "lm_head._lm_head_bwd_kernel": 15.0,
     "lm_head._lm_head_fwd_kernel": 29.0,
