@@ -479,6 +479,7 @@ def _stand_ins(device: PretendedDevice) -> dict[str, Any]:
         "CUDAGraph": Graph,
         "graph": lambda graph, *_, **__: device.capture(graph),
         "graph_pool_handle": lambda: (0, 0),
+        "is_current_stream_capturing": lambda: device.graph is not None,
     }
 
 

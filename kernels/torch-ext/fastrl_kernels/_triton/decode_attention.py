@@ -173,7 +173,6 @@ def _decode_attention_fwd_kernel(
     length, low, high = _live_tokens(lengths_ptr, row, span, window)
     start = (low // SPLIT + split) * SPLIT
     stop = tl.minimum(start + SPLIT, high)
-    live = tl.cdiv(high, SPLIT) - low // SPLIT  # splits
     if parts_ptr is not None:
         if (start >= stop) & (split > 0):  # the first stores the result of a row without tokens
             return
@@ -215,6 +214,15 @@ def _decode_attention_fwd_kernel(
         else:
             acc += tl.sum(e[:, :, None] * values[None, :, :], 1)
 
+    # Anew, so that the loop need not hold it all in registers.
+    at = tl.program_id(0).to(tl.int64)
+    row = at // (splits.to(tl.int64) * kv_heads * BLOCKS)
+    kv_head = at // BLOCKS % kv_heads
+    block = at % BLOCKS
+    split = at // (BLOCKS * kv_heads) % splits
+    member = (block * HEADS).to(tl.int32) + tl.arange(0, HEADS)
+    length, low, high = _live_tokens(lengths_ptr, row, span, window)
+    live = tl.cdiv(high, SPLIT) - low // SPLIT  # splits
     first_head = row.to(tl.int64) * (kv_heads * GROUP) + kv_head * GROUP
     there = member < GROUP
     part = (first_head + member) * splits + split
