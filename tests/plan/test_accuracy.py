@@ -44,8 +44,8 @@ from fastrl import SFTConfig
 from fastrl.plan.skeleton import Skeleton
 from fastrl.trainers.planning import plan_sft
 from fastrl.trainers.sft import SFTTrainer
-config = LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-                     num_attention_heads=32, vocab_size=32000)
+config = LlamaConfig(hidden_size=8192, intermediate_size=22016, num_hidden_layers=8,
+                     num_attention_heads=64, vocab_size=32000)
 args = SFTConfig(output_dir="x", per_device_train_batch_size=1)
 plan = plan_sft(SFTTrainer, Skeleton(config), args, 64)
 kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -327,15 +327,15 @@ def test_what_fits_fills_slots_passes_and_keys(folder, capsys):
 
 @pytest.mark.parametrize("method", ["sft", "reward", "dpo"])
 def test_batches_of_several_passes_are_planned_as_such(folder, capsys, method):
-    flags = ["--method", method, "--prompt-tokens", "64", "--response-tokens", "64"]
-    flags += ["--per-device-train-batch-size", "32", "--gpu-gib", "24"]
+    flags = ["--method", method, "--prompt-tokens", "16", "--response-tokens", "16"]
+    flags += ["--per-device-train-batch-size", "24"]
     whole = planned(capsys, folder, *flags)
-    parts = planned(capsys, folder, *flags, "--micro-batch-tokens", "512")
+    parts = planned(capsys, folder, *flags, "--gpu-gib", "24", "--micro-batch-tokens", "96")
     activations = [x["phases"]["update"]["by_kind"]["activations"] for x in (whole, parts)]
     assert activations[1] < 0.3 * activations[0]
     assert "--micro-batch-tokens " in " ".join(parts["advice"])
-    too_small = refused(capsys, folder, *flags, "--micro-batch-tokens", "100")
-    assert "micro_batch_tokens=100, but" in too_small
+    too_small = refused(capsys, folder, *flags, "--micro-batch-tokens", "25")
+    assert "micro_batch_tokens=25, but" in too_small
 
 
 def test_trainers_plan_themselves(tmp_path):
