@@ -6,11 +6,12 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 # One more than CI has cores: some tests wait for processes.
 JOBS ?= 3
 
-.PHONY: help demo test faults processes lint format docs aot counts gpu bench trl-parity hub clean
+.PHONY: help demo test thorough faults processes lint format docs aot counts gpu bench trl-parity hub clean
 
 help:
 	@echo "make demo    train a tiny language model with PPO, in minutes on two CPU cores"
 	@echo "make test    run the tests and the ahead-of-time gate of the kernels"
+	@echo "make thorough  what make test leaves out of its slower tests, and all kernels' options"
 	@echo "make faults  kill runs of every trainer at many instants, and resume them"
 	@echo "make processes  train on two and on four processes, by each launcher"
 	@echo "make lint    ruff and mypy"
@@ -43,6 +44,13 @@ demo: $(VENV)/.runtime
 # a half of the tests and then takes from the other's, so that most fixtures are set up once.
 test: export OMP_WAIT_POLICY ?= passive
 test: $(VENV)/.dev
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
+	$(BIN)/python -m tests.aot --quick
+
+# What `make test` leaves out.
+thorough: export THOROUGH = 1
+thorough: export OMP_WAIT_POLICY ?= passive
+thorough: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal $(PYTEST)
 	$(BIN)/python -m tests.aot
 

@@ -112,21 +112,23 @@ def cases(run: Run) -> list[Case]:
     ]
 
 
-def ask(what: str, job: PlanJob) -> dict[str, Any]:
-    """Bytes and seconds, from a process of its own."""
-    words = [sys.executable, "-m", "benchmarks.sides.plan", what, json.dumps(vars(job))]
+def ask(what: str, *jobs: PlanJob) -> list[dict[str, Any]]:
+    """Bytes and seconds of each, from one process of their own."""
+    shapes = [json.dumps(vars(job)) for job in jobs]
+    words = [sys.executable, "-m", "benchmarks.sides.plan", what, *shapes]
     environment = {**os.environ, "PYTHONPATH": f"{source_tree()}{os.pathsep}{ROOT}"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
     if done.returncode:
-        raise RuntimeError(f"{what}, {job.label}:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+        labels = ", ".join(job.label for job in jobs)
+        raise RuntimeError(f"{what}, {labels}:\n{done.stderr[-3000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(jobs) :]]
 
 
 def test_plan(measurement: Measurement, case: Case, run: Run) -> None:
     run.result("plan")["versions"] = results.versions("torch", "transformers", "accelerate", "peft")
-    found = ask("measured", case.of)
-    planned = ask("planned", case.of)
+    (found,) = ask("measured", case.of)
+    (planned,) = ask("planned", case.of)
 
     def turn() -> Seconds:  # once is enough
         return {"planning": planned["seconds"]}

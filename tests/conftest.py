@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests import quick_interpreter
+from tests import quick_interpreter, thorough
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -78,9 +78,10 @@ def _pytorch_path_on_cpu(request):
 _FIRST = {"processes", "faults"}
 
 
-def pytest_collection_modifyitems(items) -> None:
+def pytest_collection_modifyitems(config, items) -> None:
     """They come first: with several workers one of them has them all, and none is left with them at
     the end. Workers take from the ends of one another's lists."""
+    thorough.choose(config, items)
     items.sort(key=lambda item: _FIRST.isdisjoint(item.path.parts))
 
 

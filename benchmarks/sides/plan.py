@@ -1,8 +1,8 @@
-"""Memory of a training step, planned or measured: a process of its own for each.
+"""Memory of a training step, planned or measured, in a process of its own.
 
-`python -m benchmarks.sides.plan planned|measured JSON` prints the bytes. What is measured is all
-that torch's allocator gives from the making of the model to the end of the second optimizer step,
-by the profiler's memory events; nothing of the plan is used for it.
+`python -m benchmarks.sides.plan planned|measured JSON …` prints the bytes, a line each. What is
+measured is all that torch's allocator gives from the making of the model to the end of the second
+optimizer step, by the profiler's memory events; nothing of the plan is used for it.
 """
 
 from __future__ import annotations
@@ -204,13 +204,14 @@ def _ids(count: int, start: int) -> list[int]:
     return [2 + (start + i) % 400 for i in range(count)]
 
 
-def main(what: str, text: str) -> None:
-    shape = json.loads(text)
-    began = time.perf_counter()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-        warnings.simplefilter("ignore")
-        found = {"planned": planned, "measured": measured}[what](shape)
-    print(json.dumps({"bytes": found, "seconds": time.perf_counter() - began}))
+def main(what: str, *texts: str) -> None:
+    for text in texts:
+        shape = json.loads(text)
+        began = time.perf_counter()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            found = {"planned": planned, "measured": measured}[what](shape)
+        print(json.dumps({"bytes": found, "seconds": time.perf_counter() - began}))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Each target gets a process (kernels cache per device, and the interpreter must be off). sm_80
 compiles every specialisation of the calls. The other targets compile every shape (dtypes,
 alignments, tiles, formulas) with the most options that it comes with, and every value of every
-option at least once (`covering` in worker.py); with `--full`, everything.
+option at least once (`covering` in worker.py); with `--full`, everything, and with `--quick`, as
+in `make test`, of each kernel and dtype what has the most options (`fullest`).
 
 The gate fails on a spill, on more shared memory than the target has, on a narrow load in a main
 loop or more instructions per byte than its bound (`bounds.py`), on a call that raises, and on a
@@ -42,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--target", action="append", choices=TARGETS, help="only this target (repeatable)"
     )
     parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
-    parser.add_argument("--full", action="store_true", help="every specialisation on every target")
+    much = parser.add_mutually_exclusive_group()
+    much.add_argument("--full", action="store_true", help="every specialisation on every target")
+    much.add_argument(
+        "--quick", action="store_true", help="the fullest specialisation of each kernel and dtype"
+    )
     parser.add_argument("--json", type=Path, help="also write the reports to this file")
     parser.add_argument(
         "--verbose", action="store_true", help="offending assembly lines, and full tracebacks"
@@ -52,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     targets = list(dict.fromkeys(args.target or TARGETS))
     reports = []
-    for report in run_targets(targets, CALLS, args.op, args.full):
+    options = [f"--{name}" for name in ("full", "quick") if getattr(args, name)]
+    for report in run_targets(targets, CALLS, args.op, options):
         reports.append(report)
         _print_table(report.target, report.rows)
     for reason in dict.fromkeys(row.let_pass for report in reports for row in report.rows):
@@ -74,14 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_targets(
-    targets: Sequence[str], calls: str, ops: Sequence[str] = (), full: bool = False
+    targets: Sequence[str], calls: str, ops: Sequence[str] = (), options: Sequence[str] = ()
 ) -> Iterator[Report]:
     """One process per target, as many at a time as there are cores; reports in order."""
     with ThreadPoolExecutor(max_workers=min(len(targets), os.cpu_count() or 1)) as pool:
-        yield from pool.map(lambda target: _run_worker(target, calls, ops, full), targets)
+        yield from pool.map(lambda target: _run_worker(target, calls, ops, options), targets)
 
 
-def _run_worker(target: str, calls: str, ops: Sequence[str], full: bool) -> Report:
+def _run_worker(target: str, calls: str, ops: Sequence[str], options: Sequence[str]) -> Report:
     environment = {k: v for k, v in os.environ.items() if k not in _MISLEADING}
     # What this process can import, the worker can: a bare checkout has no installed packages.
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -89,7 +95,7 @@ def _run_worker(target: str, calls: str, ops: Sequence[str], full: bool) -> Repo
         out = Path(folder) / "report.json"
         command = [sys.executable, "-m", "tests.aot.worker", "--target", target]
         command += ["--calls", calls, "--out", str(out), *(f"--op={op}" for op in ops)]
-        command += ["--full"] if full else []
+        command += options
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if out.exists():
             return Report.from_json(json.loads(out.read_text(encoding="utf-8")))

@@ -6,7 +6,8 @@ specialisations that users hit. Kernels cache per device, not per target: one pr
 
 One target compiles all of them, the others what `covering` chooses: options that meet in one kernel
 are the front end's business, which is the same for all; registers, spills and access widths are
-each target's own, and follow from dtypes, tiles and from how many options are on.
+each target's own, and follow from dtypes, tiles and from how many options are on. A quick run takes
+what `fullest` chooses, on every target.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
@@ -42,6 +43,8 @@ from tests.aot.judge import judge
 KERNEL_NAMES = "_*_kernel"
 ABSENT = "constexpr None"  # an optional argument that is left out
 Arguments = Mapping[str, str]  # what a specialisation knows of each argument
+# Which of a kernel's specialisations stand for all of them.
+Choice = Callable[[Mapping[str, Arguments]], set[str]]
 
 
 @dataclass(frozen=True)
@@ -212,8 +215,8 @@ class Recorder:
         self._call: Compiled | None = None
         self._launches = 0
 
-    def choose(self, calls: Sequence[tuple[str, Compiled]]) -> None:
-        """Compile from now on only what covers the specialisations of these calls."""
+    def choose(self, calls: Sequence[tuple[str, Compiled]], standing_for: Choice) -> None:
+        """Compile from now on only what stands for the specialisations of these calls."""
         from triton import knobs
 
         found: dict[Any, dict[str, Arguments]] = defaultdict(dict)
@@ -226,7 +229,7 @@ class Recorder:
         for _, call in calls:
             with suppress(Exception), no_products():  # it will be raised again, and reported
                 call.call()
-        chosen = {function: covering(each) for function, each in found.items()}
+        chosen = {function: standing_for(each) for function, each in found.items()}
         knobs.runtime.jit_cache_hook = lambda *, key, fn, **_: key not in chosen[fn.jit_function]
 
     def install(self) -> None:
@@ -311,6 +314,17 @@ def covering(specialisations: Mapping[str, Arguments]) -> set[str]:
             chosen.add(key)
             seen |= new
     return chosen
+
+
+def fullest(specialisations: Mapping[str, Arguments]) -> set[str]:
+    """Of each dtype of a kernel's first tensor the specialisation with the most options."""
+    chosen: dict[str, tuple[int, str]] = {}
+    for key, arguments in specialisations.items():
+        dtype = next(iter(arguments.values())).split()[0]
+        left_out = list(arguments.values()).count(ABSENT)
+        if dtype not in chosen or left_out < chosen[dtype][0]:
+            chosen[dtype] = left_out, key
+    return {key for _, key in chosen.values()}
 
 
 def kernel_name(function: Any) -> str:
@@ -495,16 +509,19 @@ def _case_error(case: str, error: Exception) -> CaseError:
 
 
 def gate(
-    target: Target, calls: Sequence[tuple[str, Compiled]], package: str | None, full: bool
+    target: Target,
+    calls: Sequence[tuple[str, Compiled]],
+    package: str | None,
+    standing_for: Choice | None,
 ) -> Report:
-    """Compile the calls, or what covers them unless ``full``; with a package, also demand that each
-    of its kernels was among them."""
+    """Compile the calls, or what stands for them; with a package, also demand that each of its
+    kernels was among them."""
     start = time.monotonic()
     report = Report(target.name)
     recorder = Recorder(target)
     recorder.install()
-    if not full:
-        recorder.choose(calls)
+    if standing_for is not None:
+        recorder.choose(calls, standing_for)
     for op, call in calls:
         try:
             recorder.call(op, call)
@@ -527,6 +544,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", required=True, help="a module with PACKAGE and compiled()")
     parser.add_argument("--op", action="append", default=[], help="only this op (repeatable)")
     parser.add_argument("--full", action="store_true", help="compile every specialisation")
+    parser.add_argument("--quick", action="store_true", help="compile the fullest of each dtype")
     parser.add_argument("--out", type=Path, required=True, help="the report, as JSON")
     args = parser.parse_args(argv)
 
@@ -542,7 +560,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # With some ops left out, some kernels are left out too.
     target = TARGETS[args.target]
     package = None if args.op else module.PACKAGE
-    report = gate(target, calls, package, args.full or target.full)
+    standing_for = fullest if args.quick else None if args.full or target.full else covering
+    report = gate(target, calls, package, standing_for)
     args.out.write_text(json.dumps(asdict(report)), encoding="utf-8")
     return 0
 

@@ -1,0 +1,100 @@
+"""What `make thorough` runs and `make test` leaves out: further settings of tests that take
+seconds, and a few tests of whole programs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+ALONE = os.environ.get("THOROUGH") == "1"
+# Of these tests only the settings named are part of `make test`.
+_KEPT: dict[str, tuple[str, ...]] = {
+    "alignment/test_resumed_alignment.py::test_alignment_goes_on_from_any_checkpoint": (
+        *("dpo", "ppo", "online pairs"),
+    ),
+    "alignment/test_trainer.py::test_every_offline_loss_fits_32_pairs": (
+        *("dpo-offline-pairwise", "orpo-offline-pairwise", "kto-offline-pointwise"),
+    ),
+    "benchmarks/test_front_door.py::test_figures_with_sleeping_threads_are_not_saved": (),
+    "commands/test_resumed_jobs.py::test_a_run_that_was_cut_leaves_the_files_of_a_straight_one": (
+        *("sft", "online", "ppo"),
+    ),
+    "commands/test_errors.py::"
+    "test_an_error_in_a_reward_function_shows_its_lines_and_comes_last": (),
+    "data/test_one_encoder.py::test_a_row_of_chats": ("llama", "bpe with BOS"),
+    "data/test_one_encoder.py::test_a_row_of_texts": ("llama", "bpe with BOS"),
+    "device/test_iterations.py::test_ppo_trains_with_every_reference": (
+        *("copy", "trunk", "adapter", "full KL", "GRPO", "bf16", "offloaded optimizer"),
+    ),
+    "kernels/test_compile.py::test_triton_kernels_are_traced_without_a_graph_break": (),
+    "kernels/test_sampling.py::test_more_candidates_than_there_is_room_for": (
+        *("3-top-k beyond the groups", "3-top-p", "3-top-k, top-p"),
+    ),
+    "kernels/test_workspace.py::test_ten_live_graphs_keep_two_workspaces_of_logits": (
+        *("whole-torch", "whole-triton", "chunks-torch"),
+    ),
+    "plan/test_accuracy.py::test_planning_takes_no_memory_of_the_models_size": (),
+    "ppo/test_bandit.py::test_a_bandit_converges_to_the_tilted_reference": ("dtype0",),
+    "ppo/test_ledger_rows.py::test_a_run_with_a_ledger_is_the_run_without": ("engine",),
+    "ppo/test_reference_modes.py::test_the_update_is_the_same_to_the_last_bit_whatever_is_kept": (
+        *("none-gpt2", "none-gemma2", "host-gpt2", "host-llama", "some-gpt2", "some-opt"),
+    ),
+    "ppo/test_replay.py::test_all_samples_of_a_run_are_drawn_again": ("ppo", "grpo", "adapter"),
+    "ppo/test_resume.py::test_a_resumed_run_is_the_run_that_was_not_interrupted": (
+        *("ppo", "grpo", "an adapter", "shared layers", "weights in bf16", "gradient accumulation"),
+    ),
+    "ppo/test_seq2seq_ppo.py::test_rewards_rise": ("bart",),
+    "test_documents.py::test_the_quick_starts_commands_run_as_printed_on_its_own_lines": (),
+    "test_more_examples.py::test_sums_of_digits": ("grpo",),
+    "trainers/test_low_memory.py::test_small_steps_move_as_many_weights_in_bf16_as_in_float32": (
+        "sft",
+    ),
+    "trainers/test_resumed_trainers.py::test_reward_modelling_goes_on_from_any_checkpoint": (
+        "True",
+    ),
+    "trainers/test_resumed_trainers.py::test_sft_goes_on_from_any_checkpoint": (
+        *("packing", "an adapter", "a short last step"),
+    ),
+    "trainers/test_reward.py::test_loss_and_gradients_are_those_of_the_formula": (
+        *("False-None-roberta", "False-0.05-gpt2", "True-None-llama", "True-0.05-roberta"),
+    ),
+    "trl_parity/test_trl_1_16.py::test_a_trainer_computes_the_same_patched_and_not": (
+        *("sft", "dpo", "kto", "grpo"),
+    ),
+}
+
+
+def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves of the collected tests those that the run is for; all where some are asked for.
+
+    Raises:
+        pytest.UsageError: there is no test, or setting of it, of a name in this file.
+    """
+    if not ALONE and config.args != config.getini("testpaths"):
+        return
+    if config.args == config.getini("testpaths"):
+        _check({_parts(item.nodeid) for item in items})
+    others = [item for item in items if _is_thorough(*_parts(item.nodeid)) != ALONE]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        gone = set(others)
+        items[:] = [item for item in items if item not in gone]
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """A test and its setting, "" where it has none."""
+    test, _, setting = name.removeprefix("tests/").partition("[")
+    return test, setting.removesuffix("]")
+
+
+def _is_thorough(test: str, setting: str) -> bool:
+    return test in _KEPT and setting not in _KEPT[test]
+
+
+def _check(found: set[tuple[str, str]]) -> None:
+    tests = {test for test, _ in found}
+    settings = {(test, setting) for test, kept in _KEPT.items() for setting in kept}
+    unknown = [*(set(_KEPT) - tests), *(f"{test}[{x}]" for test, x in settings - found)]
+    if unknown:
+        raise pytest.UsageError(f"tests/thorough.py names what is not there: {sorted(unknown)}")
