@@ -100,6 +100,8 @@ def _shortened(config: PPOConfig) -> PPOConfig:
     fields |= {**_NOT_REHEARSED, "batch_size": size, "accelerator_kwargs": settings}
     fields |= {"ppo_epochs": min(config.ppo_epochs, 1), "forward_batch_size": None}
     fields |= {"optimize_cuda_cache": None}
+    if config.rollout_merge_adapter:  # which asks for it; without a rollout it is "recompute"
+        fields["old_logprobs"] = "auto"
     return PPOConfig(**fields)
 
 

@@ -335,7 +335,7 @@ def test_unknown_extras_are_refused(backend, device):
         ({"kl": KLTerm(FLOATS.to("meta"), 0.1)}, ValueError, "ref_logprobs is on meta"),
         ({"kl": KLTerm(FLOATS, 0.1, "k2")}, ValueError, "unknown kind 'k2'"),
         ({"kl": KLTerm(FLOATS, torch.tensor(0.1))}, TypeError, "must be Python numbers"),
-        ({"cliprange": -0.1}, ValueError, "clip ranges must not be negative"),
+        ({"cliprange": -0.1}, ValueError, "cliprange must be at least 0, got -0.1"),
         ({"dual_clip": 1.0}, ValueError, "dual_clip must be above 1"),
         ({"aggregate": "mean"}, ValueError, "unknown aggregate 'mean'"),
         ({"denominator": 0.0}, ValueError, "denominator must be above 0"),

@@ -484,8 +484,11 @@ def test_refusals(backend, device):
             ppo_loss(*(tensors or (x, x, x, mask)), **options, backend=backend)
 
     refused("dual_clip must be above 1, got 1.0", dual_clip=1.0)
-    refused("clip ranges must not be negative", cliprange=(0.2, -0.1))
-    refused("clip ranges must not be negative", value=ValueTerm(x, x, x, cliprange=-1.0))
+    refused("^cliprange must be at least 0, got -0.1", cliprange=(0.2, -0.1))
+    refused("^cliprange must be at least 0, got nan", cliprange=float("nan"))
+    refused(r"^value\.cliprange must be at least 0", value=ValueTerm(x, x, x, cliprange=-1.0))
+    refused(r"^value\.coef must be finite, got nan", value=ValueTerm(x, x, x, coef=float("nan")))
+    refused(r"^kl\.coef must be finite, got inf", kl=KLTerm(x, float("inf")))
     refused("unknown aggregate 'mean': choose one of token-mean", aggregate="mean")
     refused("unknown kind 'k2'", kl=KLTerm(x, 0.1, "k2"))
     refused("denominator must be above 0", denominator=0.0)

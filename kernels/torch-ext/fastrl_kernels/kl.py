@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -252,6 +253,8 @@ def kl_rewards(
         if coef.dim() != 0:
             raise ValueError(f"coef has shape {tuple(coef.shape)}: pass a float or a 0-d tensor")
         coef = by_tensor = coef.detach()
+    elif not -math.inf < coef < math.inf:
+        raise ValueError(f"coef must be finite, got {coef}")
     if not scores.is_floating_point():
         scores = scores.to(torch.float32)
     check_float("scores", scores)

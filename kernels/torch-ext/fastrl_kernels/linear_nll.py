@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -122,6 +123,8 @@ def linear_nll_loss(
             raise ValueError("denominator must be a number or a 0-d tensor without a gradient")
         total = denominator.to(token_weights)
     else:
+        if not 0 <= denominator < math.inf:
+            raise ValueError(f"denominator must be at least 0 and finite, got {denominator}")
         total = torch.full((), float(denominator), device=hidden.device)
     wanted = wanted_gradients(inputs.hidden, inputs.weight_leaf, inputs.bias)
     with torch.autocast(inputs.hidden.device.type, enabled=False):

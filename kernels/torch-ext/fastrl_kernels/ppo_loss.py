@@ -353,8 +353,16 @@ def _checked(
             raise TypeError(
                 "clip ranges and coefficients must be Python numbers: a tensor would wait"
             )
-    if low < 0 or high < 0 or value_cliprange < 0:
-        raise ValueError("clip ranges must not be negative")
+    for name, number in (
+        ("cliprange", low),
+        ("cliprange", high),
+        ("value.cliprange", value_cliprange),
+    ):
+        if not number >= 0:
+            raise ValueError(f"{name} must be at least 0, got {number}")
+    for name, number in (("value.coef", value_coef), ("kl.coef", kl_coef)):
+        if not -math.inf < number < math.inf:
+            raise ValueError(f"{name} must be finite, got {number}")
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip must be above 1, got {dual_clip}: the usual value is 3")
     check_choice("aggregate", aggregate, AGGREGATES)
