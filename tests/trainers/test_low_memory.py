@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,7 +166,8 @@ def test_a_step_that_is_not_finite_leaves_masters_alone(make_sft: Make) -> None:
 def test_a_missing_package_is_named_before_anything_is_done(
     kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizers.importlib.util, "find_spec", lambda name: None)
+    util = SimpleNamespace(find_spec=lambda name: None)
+    monkeypatch.setattr(optimizers, "importlib", SimpleNamespace(util=util))
     for name, package in (("adamw_bnb_8bit", "bitsandbytes"), ("adamw_torch_8bit", "torchao")):
         with pytest.raises(ImportError, match=rf"optim='{name}' needs .*pip install {package}"):
             kind(output_dir=str(tmp_path / "new"), optim=name, report_to="none")
@@ -248,7 +250,9 @@ def test_arguments_that_nothing_would_read_are_refused(name: str, given: str, sa
 def test_trainers_refuse_arguments_before_anything_is_loaded(
     kind: type, name: str, given: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizers.importlib.util, "find_spec", lambda name: object())
+    # For this module alone: transformers would keep in mind that it found everything.
+    util = SimpleNamespace(find_spec=lambda name: object())
+    monkeypatch.setattr(optimizers, "importlib", SimpleNamespace(util=util))
     settings = {"optim": name, "optim_args": given, "report_to": "none", "use_cpu": True}
     with pytest.raises(ValueError, match=said):
         kind(output_dir=str(tmp_path), **settings)
