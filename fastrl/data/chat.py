@@ -123,7 +123,7 @@ def marks_answers(tokenizer: Any) -> bool:
 
 
 def assistant_spans(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any, template: Mapping[str, Any]
+    messages: Sequence[dict[str, Any]], tokenizer: Any, template: Mapping[str, Any]
 ) -> list[tuple[int, int]]:
     """Where each of the assistant's turns begins and ends in the text of a conversation, in
     characters: from where the template asks for the answer to the end of its turn, without the

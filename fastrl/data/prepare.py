@@ -154,8 +154,8 @@ def check_ready(dataset: Any) -> None:
         )
     if "labels" not in columns and set(columns) & set(_MASKS):
         raise ValueError(
-            "skip_prepare_dataset makes no labels of the data set's masks, so that all tokens would "
-            "be learned: Add a 'labels' column (-100 for tokens that are not learned), or leave it "
+            "skip_prepare_dataset makes no labels of the data set's masks, so that all tokens "
+            "would be learned: Add a 'labels' column (-100 for tokens that are not learned), or leave it "
             "out"
         )
 
@@ -223,6 +223,7 @@ def _row_encoder(
         return ids, ids
 
     def messages(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
+        assert chats is not None
         said = row[chats]
         if isinstance(said, list) and chats == _SHAREGPT:
             said = [as_chatml(each) if isinstance(each, Mapping) else each for each in said]
@@ -322,8 +323,8 @@ def prepare_pairs(
         if not columns >= set(SIDES):
             raise ValueError(
                 f"the data set has columns {', '.join(columns_of(dataset))}: it needs chosen and "
-                f"rejected (texts or chats, with an optional prompt), {' and '.join(ID_COLUMNS)}, or "
-                f"{', '.join(TOKEN_COLUMNS)}"
+                f"rejected (texts or chats, with an optional prompt), {' and '.join(ID_COLUMNS)}, "
+                f"or {', '.join(TOKEN_COLUMNS)}"
             )
         roles = Roles("prompt" if "prompt" in columns else None, None, None, *SIDES)
         encoder = Encoder(tokenizer, add_eos=add_eos)

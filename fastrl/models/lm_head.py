@@ -123,7 +123,6 @@ class FusedHead:
             with _hooked_head(model, score), seen_by_fsdp(model, show):
                 yield lambda _out: _only(seen, model)
 
-
     def _logits(self, head: nn.Linear, hidden: Tensor) -> Tensor:
         logits = nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
         logits = logits.float() * self.transform.logit_scale

@@ -29,8 +29,8 @@ from fastrl.data.tables import is_stream
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.lm_head import Head, choose_head, corner_of
 from fastrl.models.load import load_language_model, with_adapter
-from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
 from fastrl.models.prompt_learning import virtual_tokens
+from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
 from fastrl.models.utils import evaluating
 from fastrl.plan.report import Plan
 from fastrl.plan.skeleton import Skeleton
@@ -128,8 +128,8 @@ class SFTConfig(SupervisedArguments):
         unknown = set(self.dataset_kwargs or ()) - {"skip_prepare_dataset"}
         if unknown:
             raise ValueError(
-                f"dataset_kwargs has {', '.join(sorted(unknown))}: skip_prepare_dataset is all that "
-                "it may hold; prepare the data set otherwise by dataset.map before"
+                f"dataset_kwargs has {', '.join(sorted(unknown))}: skip_prepare_dataset is all "
+                "that it may hold; prepare the data set otherwise by dataset.map before"
             )
 
 
@@ -221,12 +221,12 @@ class SFTTrainer(SupervisedTrainer):
         with_quantization(args, model, quantization_config)
         self._tokenizer = tokenizer_of(tokenizer, processing_class, model, args)
         self._settings, self._peft_config = args, peft_config
+        self._virtual: int | None = None
+        self.aux_loss_enabled, self.router_aux_loss_coef = False, 0.0
         if model is not None:
             model = self.prepare_model(
                 load_if_path(model, load_language_model, args, trainable=True)
             )
-        self._virtual = None if model is None else virtual_tokens(model)
-        self.aux_loss_enabled, self.router_aux_loss_coef = _aux_loss(model, args)
         completions, data_collator = _split_collator(data_collator)
         self._encoding = {
             "text_field": args.dataset_text_field,
@@ -319,6 +319,7 @@ class SFTTrainer(SupervisedTrainer):
         settle_model(model, self._tokenizer, self._settings, adapts)
         model = with_adapter(model, self._peft_config, self._settings)
         self._virtual = virtual_tokens(model)
+        self.aux_loss_enabled, self.router_aux_loss_coef = _aux_loss(model, self._settings)
         if hasattr(model, "add_model_tags"):
             model.add_model_tags([*self._tag_names])
         return model
@@ -440,9 +441,7 @@ class SFTTrainer(SupervisedTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if "rows" not in inputs:  # from a collator of the user
             inputs = {**inputs, **targets_of(inputs["labels"])}
-        request = ScoringRequest(
-            inputs["rows"], inputs["targets"], values=False, predictions=True
-        )
+        request = ScoringRequest(inputs["rows"], inputs["targets"], values=False, predictions=True)
         if not prediction_loss_only:
             loss, logits, labels = super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys
@@ -608,10 +607,10 @@ def _aux_loss(model: Any, args: Any) -> tuple[bool, float]:
     Raises:
         ValueError: a weight for a model that is no such mixture.
     """
-    config = None if model is None else model.config.get_text_config()
+    config = model.config.get_text_config()
     weight = args.router_aux_loss_coef
     if not hasattr(config, "output_router_logits"):
-        if weight and model is not None:
+        if weight:
             raise ValueError(
                 f"router_aux_loss_coef={weight}, but {type(model).__name__} is no mixture of "
                 "experts with a router's loss: leave it out"

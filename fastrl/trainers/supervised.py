@@ -181,8 +181,9 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         self._part: float | None = None  # of the batch that is learned from
         self._of_batch = 1.0  # the share of the pass that is computed
         self.metrics = LoggedMetrics()
-        if any(map(is_stream, _each(train_dataset, eval_dataset))):
-            settle_streams(args, train_dataset)
+        if is_stream(train_dataset) and args.max_steps <= 0:
+            raise ValueError("train_dataset is a stream, which has no length: set max_steps")
+        _keep_batches_whole(args)
         with args.main_process_first(desc="preparing the data"):
             train = None if train_dataset is None else self.prepare_data(train_dataset, True)
             if isinstance(eval_dataset, dict):
@@ -446,17 +447,17 @@ def _each(train: Any, evaluation: Any) -> list[Any]:
     return [train, *several]
 
 
-def settle_streams(args: Any, train_dataset: Any) -> None:
-    """Settings for data sets without a length: each process reads its share by itself, because
-    batches list their tokens by place, which a batch that accelerate cuts would not hold.
+def _keep_batches_whole(args: Any) -> None:
+    """Has each process read its share of a stream by itself: batches list tokens by their places,
+    which do not hold in a part that accelerate cuts out of a batch.
 
     Raises:
-        ValueError: no max_steps, or accelerate is to cut batches.
+        ValueError: accelerate is to cut batches.
     """
-    if is_stream(train_dataset) and args.max_steps <= 0:
-        raise ValueError("train_dataset is a stream, which has no length: set max_steps")
     if args.accelerator_config.dispatch_batches:
-        raise ValueError("accelerator_config: leave dispatch_batches out for streams")
+        raise ValueError(
+            "accelerator_config: leave dispatch_batches out, because batches cannot be cut"
+        )
     args.accelerator_config = copy.copy(args.accelerator_config)  # the caller's stays as it is
     args.accelerator_config.dispatch_batches = False
 
@@ -503,9 +504,7 @@ def with_quantization(args: Any, model: Any, config: Any) -> None:
         )
     given = args.model_init_kwargs or {}
     if given.get("quantization_config") is not None:
-        raise ValueError(
-            "quantization_config is given twice: leave it out of model_init_kwargs"
-        )
+        raise ValueError("quantization_config is given twice: leave it out of model_init_kwargs")
     args.model_init_kwargs = {**given, "quantization_config": config}
 
 
@@ -518,9 +517,7 @@ def length_limit(args: Any, model: Any, tokenizer: Any) -> int | None:
     return min((limit for limit in limits if limit is not None and limit < 10**9), default=None)
 
 
-def tokenizer_of(
-    tokenizer: Any, processing_class: Any, model: Any = None, args: Any = None
-) -> Any:
+def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None, args: Any = None) -> Any:
     """The tokenizer under its old or new name, or else the one saved with the model, whose EOS pads
     if it has no pad token; with the chat template and tokens that the settings name, see
     :mod:`fastrl.trainers.special_tokens`.
