@@ -80,6 +80,12 @@ def prepare_texts(
         columns = [_FORMATTED]
     else:
         columns = stream_columns(dataset) if streams else columns_of(dataset)
+    pictures = {"image", "images"} & set(columns)
+    if pictures:
+        raise ValueError(
+            f"the data set has a column {min(pictures)!r}, which would not be learned: models of "
+            "images are not trained here; remove the column to learn the texts alone"
+        )
     encode_whole, encode_cut = (
         _row_encoder(columns, encoder, text_field, completion_only, assistant_only)
         for encoder in (
@@ -155,8 +161,8 @@ def check_ready(dataset: Any) -> None:
     if "labels" not in columns and set(columns) & set(_MASKS):
         raise ValueError(
             "skip_prepare_dataset makes no labels of the data set's masks, so that all tokens "
-            "would be learned: Add a 'labels' column (-100 for tokens that are not learned), or leave it "
-            "out"
+            "would be learned: Add a 'labels' column (-100 for tokens that are not learned), or "
+            "leave it out"
         )
 
 

@@ -356,6 +356,11 @@ def test_reward_models_train_without_dropout_where_asked(make_reward: Make) -> N
     assert not any(dropouts)
 
 
+def test_images_are_refused(make_sft: Make) -> None:
+    with pytest.raises(ValueError, match="column 'images', which would not be learned"):
+        make_sft(data=[{"text": "w5 w6", "images": []}])
+
+
 def test_models_are_tagged_as_trls(make_sft: Make) -> None:
     assert make_sft().model.model_tags == ["fastrl", "trl", "sft"]
 
