@@ -37,6 +37,15 @@ class AlignmentConfig(SupervisedArguments):
     rollout_slots: int = setting_like(PPOConfig, "rollout_slots")
 
     def __post_init__(self) -> None:
+        for name in (
+            "trust_remote_code",
+            "chat_template_path",
+            "eos_token",
+            "pad_token",
+            "pad_to_multiple_of",
+        ):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not read here: set it on the tokenizer or the model")
         super().__post_init__()
         if self.reference not in REFERENCES:
             raise ValueError(

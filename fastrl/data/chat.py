@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 TextOrMessages = str | list[dict[str, Any]]
@@ -59,9 +62,18 @@ def as_text(said: TextOrMessages) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
 
 
-def render(messages: list[dict[str, Any]], tokenizer: Any, *, answered: bool = True) -> str:
+def render(
+    messages: list[dict[str, Any]],
+    tokenizer: Any,
+    *,
+    answered: bool = True,
+    template: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
     """Messages as the tokenizer's chat template writes them; unless ``answered``, up to where the
     assistant's answer begins.
+
+    Args:
+        template: further arguments of the chat template, such as ``tools``.
 
     Raises:
         ValueError: a tokenizer without a chat template.
@@ -72,8 +84,73 @@ def render(messages: list[dict[str, Any]], tokenizer: Any, *, answered: bool = T
             "template, and the data hold chat messages: set tokenizer.chat_template, or bring texts"
         )
     return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=not answered
+        messages, tokenize=False, add_generation_prompt=not answered, **template
     )
+
+
+def template_arguments(row: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """What the columns ``tools`` (a list, or its JSON) and ``chat_template_kwargs`` (a dict) of row
+    ``i`` hand to the chat template. Keys that are None are left out: tables fill in those that
+    other rows have.
+
+    Raises:
+        ValueError: a column of another type; names the row.
+    """
+    tools, others = row.get("tools"), row.get("chat_template_kwargs") or {}
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"column 'tools' of row {i} is not valid JSON: {error}") from error
+    if not isinstance(tools, list | None) or not isinstance(others, Mapping):
+        raise ValueError(
+            f"row {i}: column 'tools' must hold a list of tools (or its JSON), and "
+            "'chat_template_kwargs' a dict"
+        )
+    given = {name: x for name, x in others.items() if x is not None}
+    return {"tools": tools, **given} if tools else given
+
+
+def as_chatml(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with ``role`` and ``content``, which ShareGPT calls ``from`` and ``value``."""
+    names = {"from": "role", "value": "content"}
+    return {names.get(name, name): x for name, x in message.items()}
+
+
+def marks_answers(tokenizer: Any) -> bool:
+    """Whether the chat template says which part of its text the assistant generates."""
+    return bool(re.search(r"{%-?\s*generation\b", tokenizer.get_chat_template()))
+
+
+def assistant_spans(
+    messages: Sequence[dict[str, Any]], tokenizer: Any, template: Mapping[str, Any]
+) -> list[tuple[int, int]]:
+    """Where each of the assistant's turns begins and ends in the text of a conversation, in
+    characters: from where the template asks for the answer to the end of its turn, without the
+    blanks behind.
+
+    Raises:
+        ValueError: a template that writes a turn otherwise once others follow, so that the turns
+            cannot be found.
+    """
+    said, spans = list(messages), []
+    whole = render(said, tokenizer, template=template)
+    for i, message in enumerate(said):
+        if message["role"] != "assistant":
+            continue
+        front = render(said[:i], tokenizer, answered=False, template=template) if i else ""
+        alone = render(said[: i + 1], tokenizer, template=template)
+        content = message.get("content")
+        at = alone.rfind(content.strip()) if isinstance(content, str) else len(front)
+        ending = alone[max(at, len(front)) :].rstrip()
+        end = whole.find(ending, len(front))
+        if not i or not ending or not whole.startswith(front) or end < 0:
+            raise ValueError(
+                f"message {i}: the assistant's turn cannot be found in what the chat template "
+                "writes: mark it there with {% generation %} and {% endgeneration %}"
+            )
+        spans.append((len(front), end + len(ending)))
+    return spans
 
 
 def prompt_text(prompt: TextOrMessages, tokenizer: Any, name: str) -> str:

@@ -18,6 +18,7 @@ SIDES = ("chosen", "rejected")
 TOKEN_COLUMNS = tuple(
     f"{kind}_{side}" for side in SIDES for kind in ("input_ids", "attention_mask")
 )
+ID_COLUMNS = ("chosen_ids", "rejected_ids")  # the same, as TRL 1.x names them; without masks
 _SHOWN = 40  # tokens of a text in a warning
 
 
@@ -140,19 +141,30 @@ class DataCollatorForCompletionOnlyLM:
 @dataclass
 class TextCollator:
     """Pads ``input_ids`` and ``labels`` on the right, and lists the tokens to learn: ``rows`` [N]
-    are the flat positions b·T + t that predict them, ``targets`` [N] the tokens at t+1."""
+    are the flat positions b·T + t that predict them, ``targets`` [N] the tokens at t+1. Rows
+    without labels learn all their tokens.
+
+    Args:
+        pad_to_multiple_of: of the width T.
+    """
 
     tokenizer: Any
+    pad_to_multiple_of: int | None = None
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-        ids, labels = ([f[name] for f in features] for name in ("input_ids", "labels"))
-        batch = _batch(ids, labels, self.tokenizer)
+        ids = [f["input_ids"] for f in features]
+        labels = [f.get("labels", f["input_ids"]) for f in features]
+        batch = _batch(ids, labels, self.tokenizer, multiple=self.pad_to_multiple_of or 1)
         batch["labels"][:, 0] = IGNORED  # nothing predicts it
         return batch | targets_of(batch["labels"])
 
 
 def _batch(
-    ids: Sequence[Any], labels: Sequence[Any], tokenizer: Any, ignored: int = IGNORED
+    ids: Sequence[Any],
+    labels: Sequence[Any],
+    tokenizer: Any,
+    ignored: int = IGNORED,
+    multiple: int = 1,
 ) -> dict[str, Tensor]:
     """Padded on the right: ``input_ids``, ``attention_mask`` and ``labels``, [B, T]."""
     need_pad_token(map(len, ids), tokenizer.pad_token_id, tokenizer)
@@ -161,6 +173,10 @@ def _batch(
     )
     batch = pad(rows, tokenizer.pad_token_id, "right")
     batch["labels"] = nn.utils.rnn.pad_sequence(targets, True, ignored)
+    more = -batch["labels"].shape[1] % multiple
+    if more:
+        fill = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0, "labels": ignored}
+        batch = {k: nn.functional.pad(x, (0, more), value=fill[k]) for k, x in batch.items()}
     return batch
 
 
@@ -198,7 +214,9 @@ class RewardDataCollatorWithPadding:
             ValueError: columns that are missing.
         """
         missing = [name for name in TOKEN_COLUMNS if name not in features[0]]
-        if missing:
+        if all(name in features[0] for name in ID_COLUMNS):
+            features = [_with_masks(feature) for feature in features]
+        elif missing:
             raise ValueError(
                 f"the examples lack {', '.join(missing)}; they have {', '.join(features[0])}"
             )
@@ -227,6 +245,14 @@ class RewardDataCollatorWithPadding:
                 [torch.as_tensor(f["margin"], dtype=torch.float32) for f in features]
             )
         return batch
+
+
+def _with_masks(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of ``chosen_ids`` and ``rejected_ids`` by the names of the batch."""
+    sides: dict[str, Any] = {name: row[name] for name in ("margin",) if name in row}
+    for side, name in zip(SIDES, ID_COLUMNS, strict=True):
+        sides |= {f"input_ids_{side}": row[name], f"attention_mask_{side}": [1] * len(row[name])}
+    return sides
 
 
 def _used_width(mask: Tensor, multiple: int) -> int:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fastrl.data.chat import TextOrMessages, as_messages, is_blank, prompt_text, render
+from fastrl.data.chat import (
+    TextOrMessages,
+    as_messages,
+    assistant_spans,
+    is_blank,
+    marks_answers,
+    prompt_text,
+    render,
+)
 from fastrl.data.examples import Example, Response
 
 TRUNCATIONS = ("keep_end", "keep_start")
@@ -33,6 +41,7 @@ class Encoder:
         truncation: "keep_end" or "keep_start" of prompts that are too long.
         add_eos: end responses that are texts with EOS. Chat templates write their own; blanks
             behind it are left out, because no policy generates them.
+        template: further arguments of the chat template, such as ``tools``.
 
     Raises:
         ValueError: limits that leave no room, another truncation.
@@ -43,6 +52,7 @@ class Encoder:
     max_prompt_length: int | None = None
     truncation: str = "keep_end"
     add_eos: bool = True
+    template: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.truncation not in TRUNCATIONS:
@@ -79,7 +89,7 @@ class Encoder:
             ValueError: a chat template that does not put the prompt in front of the response; a
                 prompt without tokens.
         """
-        text = prompt if isinstance(prompt, str) else render(prompt, self.tokenizer, answered=False)
+        text = prompt if isinstance(prompt, str) else self._rendered(prompt, answered=False)
         made = [self._response(prompt, text, answer, finished) for answer in answers]
         front, ids, spans = self._prompt(text, chat=not isinstance(prompt, str))
         if not front and not ids:
@@ -99,6 +109,14 @@ class Encoder:
             responses.append(Response(cut, tuple(kept), finished and room == len(tokens)))
         messages = None if isinstance(prompt, str) else list(prompt)
         return Example(text, prompt_ids, tuple(responses), messages=messages, **others)
+
+    def with_template(self, template: Mapping[str, Any]) -> Encoder:
+        """The same encoder with further arguments of the chat template."""
+        if not template:
+            return self
+        other = copy.copy(self)  # with what has been found of the tokenizer
+        object.__setattr__(other, "template", template)
+        return other
 
     def joined(
         self, prompt: TextOrMessages, answer: TextOrMessages, *, finished: bool = True
@@ -123,14 +141,43 @@ class Encoder:
                 ids = _with_end(ids, self.tokenizer)
             learned = [True] * len(ids)
         else:
+            marks = assistant_only and marks_answers(self.tokenizer)
             made = self.tokenizer.apply_chat_template(
-                said, tokenize=True, return_dict=True, return_assistant_tokens_mask=assistant_only
+                said,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=marks,
+                **self.template,
             )
             ids = list(made["input_ids"])
             ids = ids[: self._end(ids)]
-            learned = [bool(x) for x in made["assistant_masks"]] if assistant_only else []
-            learned = learned[: len(ids)] or [True] * len(ids)
+            if marks:
+                learned = [bool(x) for x in made["assistant_masks"]][: len(ids)]
+            elif assistant_only:
+                spans = assistant_spans(said, self.tokenizer, self.template)
+                learned = self._within(said, spans)[: len(ids)]
+            else:
+                learned = [True] * len(ids)
         return ids[: self.max_length], learned[: self.max_length]
+
+    def behind(self, prompt: list[dict[str, Any]], whole: list[dict[str, Any]]) -> list[bool]:
+        """Which tokens of a whole conversation lie behind the prompt that it begins with."""
+        begin = len(self._rendered(prompt, answered=False))
+        return self._within(whole, [(begin, len(self._rendered(whole)))])
+
+    def _within(self, said: list[dict[str, Any]], parts: Sequence[tuple[int, int]]) -> list[bool]:
+        """Which tokens of a conversation begin within parts of its text."""
+        _, _, spans = _tokens(self.tokenizer, self._rendered(said))
+        if spans is None:
+            raise ValueError(
+                f"{type(self.tokenizer).__name__} does not tell where its tokens lie, by which the "
+                "assistant's turns are found: use a fast tokenizer, or a chat template that marks "
+                "them with {% generation %} and {% endgeneration %}"
+            )
+        return [any(a <= begin < b for a, b in parts) for begin, _ in spans]
+
+    def _rendered(self, messages: list[dict[str, Any]], *, answered: bool = True) -> str:
+        return render(messages, self.tokenizer, answered=answered, template=self.template)
 
     def _prompt_limit(self, longest: int) -> int | None:
         if self.max_prompt_length is not None or self.max_length is None:
@@ -155,7 +202,7 @@ class Encoder:
             if not finished:
                 return answer, _without_end(ids, self.tokenizer), spans
             return answer, _with_end(ids, self.tokenizer) if self.add_eos else ids, spans
-        whole = render([*as_messages(prompt), *answer], self.tokenizer)
+        whole = self._rendered([*as_messages(prompt), *answer])
         if not whole.startswith(prompt_text):
             raise ValueError(
                 f"the chat template writes {prompt_text!r} for the prompt, and something else in "

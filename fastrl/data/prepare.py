@@ -7,14 +7,31 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastrl.data.chat import has_role
-from fastrl.data.collators import IGNORED, SIDES, TOKEN_COLUMNS, DataCollatorForCompletionOnlyLM
+from fastrl.data.chat import as_chatml, has_role, template_arguments
+from fastrl.data.collators import (
+    ID_COLUMNS,
+    IGNORED,
+    SIDES,
+    TOKEN_COLUMNS,
+    DataCollatorForCompletionOnlyLM,
+)
 from fastrl.data.columns import ANSWERS, PAIRS, Roles, read_row
 from fastrl.data.encode import Encoder
-from fastrl.data.tables import ROW, as_dataset, columns_of, row_number
+from fastrl.data.tables import (
+    ROW,
+    as_dataset,
+    columns_of,
+    first_row,
+    is_stream,
+    row_number,
+    stream_columns,
+)
 
 _FORMATTED, _USEFUL, _CUT = "_text", "_useful", "_cut"  # columns in between
 _DEFAULT_FIELD = "text"
+_MASKS = ("completion_mask", "assistant_masks")  # columns beside input_ids: 1 where it is learned
+_SHAREGPT = "conversations"
+KEEP_START, KEEP_END = "keep_start", "keep_end"
 
 
 def prepare_texts(
@@ -29,29 +46,48 @@ def prepare_texts(
     append_eos: bool = True,
     completion_only: bool = True,
     assistant_only: bool = False,
+    truncation: str = KEEP_START,
 ) -> Any:
     """A data set with ``input_ids`` and ``labels``. Longer texts are cut at their ends; a prompt
     with a completion loses the prompt's beginning first, see :class:`Encoder`. Texts without a
-    token to learn are dropped. Warnings count those that are cut, and those that are dropped.
+    token to learn are dropped. Warnings count those that are cut, and those that are dropped; those
+    of a stream, which is prepared as it is read, are not known.
 
     Args:
+        dataset: see :func:`fastrl.data.tables.as_dataset`, or a stream (``IterableDataset``). Rows
+            have texts, messages (``messages``, or ShareGPT's ``conversations``), a prompt and a
+            completion, or ``input_ids`` with ``labels`` or the masks ``completion_mask`` and
+            ``assistant_masks``. ``tools`` and ``chat_template_kwargs`` go to the chat template.
         text_field: column of texts.
         formatting_func: makes a row's text, or a list of texts of a batch of rows.
         completions: finds the tokens to learn behind its response template.
         append_eos: end every text with EOS.
         completion_only: of rows with a prompt and a completion, learn the completion only.
-        assistant_only: of messages, learn the assistant's turns only.
+        assistant_only: of messages, learn the assistant's turns only; of a completion of messages
+            those that are in it.
+        truncation: "keep_start", or "keep_end" to cut texts at their beginnings.
 
     Raises:
         TypeError: not a data set, see :func:`fastrl.data.tables.as_dataset`; a column of another
             type.
         ValueError: columns that are missing, no text left.
     """
-    dataset = as_dataset(dataset)
+    streams = is_stream(dataset)
+    if not streams:
+        dataset = as_dataset(dataset)
     if formatting_func is not None:
         dataset, text_field = _formatted(dataset, formatting_func), _FORMATTED
+        columns = [_FORMATTED]
+    else:
+        columns = stream_columns(dataset) if streams else columns_of(dataset)
+    pictures = {"image", "images"} & set(columns)
+    if pictures:
+        raise ValueError(
+            f"the data set has a column {min(pictures)!r}, which would not be learned: models of "
+            "images are not trained here; remove the column to learn the texts alone"
+        )
     encode_whole, encode_cut = (
-        _row_encoder(columns_of(dataset), encoder, text_field, completion_only, assistant_only)
+        _row_encoder(columns, encoder, text_field, completion_only, assistant_only)
         for encoder in (
             Encoder(tokenizer, add_eos=append_eos),
             Encoder(tokenizer, max_length, add_eos=append_eos),
@@ -62,7 +98,9 @@ def prepare_texts(
         number = row_number(row, i)
         ids, labels = encode_whole(row, number)
         cut = max_length is not None and len(ids) > max_length
-        if cut:
+        if cut and truncation == KEEP_END:
+            ids, labels = ids[-max_length:], labels[-max_length:]  # type: ignore[operator]
+        elif cut:
             ids, labels = encode_cut(row, number)
             ids, labels = ids[:max_length], labels[:max_length]
         if completions is not None:
@@ -72,6 +110,9 @@ def prepare_texts(
         useful = any(label != IGNORED for label in labels[1:])
         return {"input_ids": ids, "labels": labels, _USEFUL: useful, _CUT: cut}
 
+    if streams:
+        prepared = dataset.map(prepare, with_indices=True, remove_columns=columns)
+        return prepared.filter(lambda row: row[_USEFUL]).remove_columns([_USEFUL, _CUT])
     prepared = dataset.map(
         prepare,
         with_indices=True,
@@ -105,10 +146,33 @@ def prepare_texts(
     return prepared.select(kept)
 
 
+def check_ready(dataset: Any) -> None:
+    """
+    Raises:
+        ValueError: rows that are taken as they are, and have no ``input_ids``; or masks without the
+            labels that would be made of them.
+    """
+    columns = stream_columns(dataset) if is_stream(dataset) else list(dataset[0])
+    if "input_ids" not in columns:
+        raise ValueError(
+            f"skip_prepare_dataset takes rows with input_ids and labels, and these have "
+            f"{', '.join(columns)}: leave it out"
+        )
+    if "labels" not in columns and set(columns) & set(_MASKS):
+        raise ValueError(
+            "skip_prepare_dataset makes no labels of the data set's masks, so that all tokens "
+            "would be learned: Add a 'labels' column (-100 for tokens that are not learned), or "
+            "leave it out"
+        )
+
+
 def _formatted(dataset: Any, formatting_func: Callable) -> Any:
     """A data set with one column, of the texts that the function makes of a row, or of a batch."""
-    errors = []
-    for batched, rows in ((False, dataset[0]), (True, dataset[:1])):
+    errors, streams = [], is_stream(dataset)
+    first = first_row(dataset) if streams else dataset[0]
+    columns = list(first) if streams else dataset.column_names
+    several = {name: [value] for name, value in first.items()} if streams else dataset[:1]
+    for batched, rows in ((False, first), (True, several)):
         try:
             made = formatting_func(rows)
         except Exception as error:  # the other convention's arguments
@@ -119,12 +183,12 @@ def _formatted(dataset: Any, formatting_func: Callable) -> Any:
             return dataset.map(
                 lambda rows: {_FORMATTED: formatting_func(rows)},
                 batched=batched,
-                remove_columns=dataset.column_names,
-                desc="formatting",
+                remove_columns=columns,
+                **({} if streams else {"desc": "formatting"}),
             )
     raise ValueError(
         "formatting_func must return a text for a row, or a list of texts for a batch of rows (a "
-        f"dict of lists); the data set has columns {', '.join(columns_of(dataset))}"
+        f"dict of lists); the data set has columns {', '.join(columns)}"
     ) from (errors[0] if errors else None)
 
 
@@ -142,6 +206,18 @@ def _row_encoder(
     """
     roles = Roles("prompt", "completion", None, None, None)
 
+    def tokens(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
+        ids, labels = row["input_ids"], row.get("labels")
+        masks = [row[name] for name in _MASKS if row.get(name) is not None]
+        if labels or not masks:
+            return ids, labels or ids
+        if any(len(mask) != len(ids) for mask in masks):
+            raise ValueError(
+                f"row {i}: input_ids has {len(ids)} tokens, its masks "
+                f"{', '.join(str(len(mask)) for mask in masks)}: make them of one length"
+            )
+        return ids, _labels(ids, [all(counts) for counts in zip(*masks, strict=True)])
+
     def text(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
         text = row[text_field]
         if not (text is None or isinstance(text, str)):
@@ -153,24 +229,40 @@ def _row_encoder(
         return ids, ids
 
     def messages(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
-        said = row["messages"]
+        assert chats is not None
+        said = row[chats]
+        if isinstance(said, list) and chats == _SHAREGPT:
+            said = [as_chatml(each) if isinstance(each, Mapping) else each for each in said]
         if not (isinstance(said, list) and all(has_role(message) for message in said)):
             raise TypeError(
-                f"column 'messages' of row {i} holds {str(said)[:60]!r}: it must hold chat "
+                f"column {chats!r} of row {i} holds {str(said)[:60]!r}: it must hold chat "
                 "messages (dicts with a role and a content)"
             )
-        ids, learned = encoder.alone(said, assistant_only)
+        templated = encoder.with_template(template_arguments(row, i))
+        ids, learned = templated.alone(said, assistant_only)
         return ids, _labels(ids, learned)
 
     def completion(row: dict[str, Any], i: int) -> tuple[list[int], list[int]]:
         prompt, (answer,) = read_row(row, i, roles, ANSWERS, alone=True)
         if not answer:
             return [], []
-        ids, border = encoder.joined(prompt, answer)
+        templated = encoder.with_template(template_arguments(row, i))
+        if assistant_only:
+            if isinstance(prompt, str) or isinstance(answer, str):
+                raise ValueError(f"assistant_only_loss needs messages, row {i} holds texts")
+            whole = [*prompt, *answer]
+            ids, learned = templated.alone(whole, True)
+            if completion_only:
+                behind = templated.behind(prompt, whole)
+                learned = [a and b for a, b in zip(learned, behind, strict=False)]
+            return ids, _labels(ids, learned)
+        ids, border = templated.joined(prompt, answer)
         learned = [at >= border or not completion_only for at in range(len(ids))]
         return ids, _labels(ids, learned)
 
-    if assistant_only and "messages" not in columns:
+    chats = next((name for name in ("messages", _SHAREGPT) if name in columns), None)
+    answers = {"prompt", "completion"} <= set(columns)
+    if assistant_only and not chats and not answers and "input_ids" not in columns:
         raise ValueError(
             f"assistant_only_loss needs messages, the data set has columns {', '.join(columns)}"
         )
@@ -178,10 +270,10 @@ def _row_encoder(
         return text
     if text_field == _DEFAULT_FIELD:
         if "input_ids" in columns:
-            return lambda row, i: (row["input_ids"], row.get("labels") or row["input_ids"])
-        if "messages" in columns:
+            return tokens
+        if chats:
             return messages
-        if {"prompt", "completion"} <= set(columns):
+        if answers:
             return completion
         if text_field in columns:
             return text
@@ -204,63 +296,88 @@ def prepare_pairs(
     *,
     add_eos: bool = False,
 ) -> Any:
-    """A data set with token columns, and ``margin`` if there is one. Pairs with an empty side, with
+    """A data set with ``chosen_ids`` and ``rejected_ids``, or the token columns that it had, and
+    ``margin`` if there is one. Pairs with an empty side, with
     equal sides, or with a side of more than ``max_length`` tokens are dropped, and counted in a
     warning.
 
     Args:
         dataset: with ``chosen`` and ``rejected``, texts or lists of chat messages, which may share
-            a ``prompt``; or with the token columns of :class:`RewardDataCollatorWithPadding`,
-            whose lengths are not checked.
+            a ``prompt``, with ``tools`` and ``chat_template_kwargs`` for the chat template; or with
+            ``chosen_ids`` and ``rejected_ids``, or the token columns of
+            :class:`RewardDataCollatorWithPadding`, whose lengths are not checked. A stream
+            (``IterableDataset``) is prepared as it is read, and counts nothing.
         add_eos: see :class:`Encoder`.
 
     Raises:
         TypeError: not a data set, see :func:`fastrl.data.tables.as_dataset`.
         ValueError: columns that are missing, a margin that is not one finite number, no pair left.
     """
-    dataset = as_dataset(dataset)
-    columns = set(dataset.column_names)
+    streams = is_stream(dataset)
+    if not streams:
+        dataset = as_dataset(dataset)
+    columns = set(stream_columns(dataset) if streams else dataset.column_names)
     margin = ["margin"] if "margin" in columns else []
-    if margin:
+    if margin and not streams:
         _check_margins(dataset)
-    if has_tokens(dataset):
-        dataset, max_length = dataset.select_columns([*TOKEN_COLUMNS, *margin]), None
+    tokens = token_columns(dataset)
+    if tokens:
+        dataset = dataset.select_columns([*tokens, *margin])
+        if tokens == TOKEN_COLUMNS:  # their lengths are the caller's
+            max_length = None
     else:
         if not columns >= set(SIDES):
             raise ValueError(
                 f"the data set has columns {', '.join(columns_of(dataset))}: it needs chosen and "
-                f"rejected (texts or chats, with an optional prompt), or {', '.join(TOKEN_COLUMNS)}"
+                f"rejected (texts or chats, with an optional prompt), {' and '.join(ID_COLUMNS)}, "
+                f"or {', '.join(TOKEN_COLUMNS)}"
             )
         roles = Roles("prompt" if "prompt" in columns else None, None, None, *SIDES)
         encoder = Encoder(tokenizer, add_eos=add_eos)
 
         def tokenise(row: Mapping[str, Any], i: int) -> dict[str, list[int]]:
-            prompt, answers = read_row(row, row_number(row, i), roles, PAIRS, alone=True)
-            tokens: dict[str, list[int]] = {}
-            for side, answer in zip(SIDES, answers, strict=True):
+            number = row_number(row, i)
+            prompt, answers = read_row(row, number, roles, PAIRS, alone=True)
+            templated = encoder.with_template(template_arguments(row, number))
+            return {
                 # An empty side stays empty, whatever its prompt: it is dropped.
-                ids = encoder.joined(prompt, answer)[0] if answer else []
-                tokens |= {f"input_ids_{side}": ids, f"attention_mask_{side}": [1] * len(ids)}
-            return tokens
+                name: templated.joined(prompt, answer)[0] if answer else []
+                for name, answer in zip(ID_COLUMNS, answers, strict=True)
+            }
 
-        dataset = dataset.map(
-            tokenise,
-            with_indices=True,
-            num_proc=num_proc,
-            remove_columns=[c for c in dataset.column_names if c not in margin],
-            desc="tokenising pairs",
-        )
+        others = [c for c in columns if c not in margin]
+        if streams:
+            dataset = dataset.map(tokenise, with_indices=True, remove_columns=others)
+        else:
+            dataset = dataset.map(
+                tokenise,
+                with_indices=True,
+                num_proc=num_proc,
+                remove_columns=others,
+                desc="tokenising pairs",
+            )
+    if streams:
+        return dataset.filter(lambda row: not _why_useless(row, max_length) and _has_margin(row))
     return _drop_useless(dataset, max_length, num_proc)
 
 
-def has_tokens(dataset: Any) -> bool:
-    """Whether a data set of pairs is already tokenised."""
-    return set(as_dataset(dataset).column_names) >= set(TOKEN_COLUMNS)
+def token_columns(dataset: Any) -> tuple[str, ...]:
+    """The columns of token ids that a data set of pairs has already; none of one with texts."""
+    columns = set(_pair_columns(dataset))
+    return next((names for names in (TOKEN_COLUMNS, ID_COLUMNS) if columns >= set(names)), ())
+
+
+def _pair_columns(dataset: Any) -> list[str]:
+    if is_stream(dataset):
+        return stream_columns(dataset)
+    return list(as_dataset(dataset).column_names)
 
 
 def missing_token_columns(dataset: Any) -> list[str]:
     """The columns that the collator needs and a tokenised data set lacks; [] of one with texts."""
-    columns = set(as_dataset(dataset).column_names)
+    columns = set(_pair_columns(dataset))
+    if columns >= set(ID_COLUMNS):
+        return []
     tokenised = any(name.startswith("input_ids_") for name in columns)
     return [name for name in TOKEN_COLUMNS if name not in columns] if tokenised else []
 
@@ -268,11 +385,20 @@ def missing_token_columns(dataset: Any) -> list[str]:
 def _check_margins(dataset: Any) -> None:
     numbers = dataset[ROW] if ROW in dataset.column_names else range(len(dataset))
     for i, margin in zip(numbers, dataset["margin"], strict=True):
-        number = margin[0] if isinstance(margin, list) and len(margin) == 1 else margin
-        if not isinstance(number, (int, float)) or not math.isfinite(number):
-            raise ValueError(
-                f"margin[{i}] is {margin}: margins must be finite numbers, or lists of one"
-            )
+        _check_margin(margin, f"margin[{i}]")
+
+
+def _check_margin(margin: Any, name: str) -> None:
+    number = margin[0] if isinstance(margin, list) and len(margin) == 1 else margin
+    if not isinstance(number, (int, float)) or not math.isfinite(number):
+        raise ValueError(f"{name} is {margin}: margins must be finite numbers, or lists of one")
+
+
+def _has_margin(row: Mapping[str, Any]) -> bool:
+    """True, of a row of a stream; an error for a margin that cannot be used."""
+    if "margin" in row:
+        _check_margin(row["margin"], "a row's margin")
+    return True
 
 
 def _drop_useless(dataset: Any, max_length: int | None, num_proc: int | None) -> Any:
@@ -305,7 +431,9 @@ def _drop_useless(dataset: Any, max_length: int | None, num_proc: int | None) ->
 
 def _why_useless(row: dict[str, Any], max_length: int | None) -> str:
     counted = []
-    for side in SIDES:
+    if ID_COLUMNS[0] in row:
+        counted = [row[name] for name in ID_COLUMNS]
+    for side in () if counted else SIDES:
         ids, mask = row[f"input_ids_{side}"], row[f"attention_mask_{side}"]
         if len(ids) != len(mask):
             raise ValueError(

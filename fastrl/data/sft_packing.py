@@ -6,15 +6,18 @@ import bisect
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 from fastrl.data.collators import IGNORED, targets_of
+from fastrl.data.tables import is_stream
 from fastrl.models.utils import evaluating
 
 _ROWS = ((5, 3, 6), (4, 7))  # lengths of the texts with which a model is checked
+BFD, BFD_SPLIT, WRAPPED = PACKINGS = ("bfd", "bfd_split", "wrapped")
 _TOLERANCE = 1e-4, 5e-2  # of logits: in fp32, and in lower precision
 
 
@@ -41,9 +44,56 @@ def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
     return [sorted(row) for row in rows]
 
 
+def packed(texts: Any, room: int, strategy: str) -> Any:
+    """A data set of packed rows.
+
+    Args:
+        texts: a data set or a stream with ``input_ids`` and ``labels``. A stream is packed in
+            groups of 1000 texts.
+        room: tokens in a row.
+        strategy: "bfd" (best fit, the longest text first), "bfd_split" (the same, of pieces of
+            texts that are longer than a row), or "wrapped" (all texts one after the other, cut
+            where a row is full: a row is one text, in which what comes later sees what was before).
+    """
+    if strategy == BFD_SPLIT:
+        texts = texts.map(partial(_pieces, room=room), batched=True)
+    if strategy == WRAPPED:
+        return texts.map(partial(_wrapped, room=room), batched=True)
+    if is_stream(texts):
+        return texts.map(partial(_packed_group, room=room), batched=True)
+    return PackedTexts(texts, room)
+
+
+def _pieces(texts: dict[str, list[Any]], room: int) -> dict[str, list[Any]]:
+    return {
+        name: [row[at : at + room] for row in texts[name] for at in range(0, len(row), room)]
+        for name in ("input_ids", "labels")
+    }
+
+
+def _wrapped(texts: dict[str, list[Any]], room: int) -> dict[str, list[Any]]:
+    joined = {name: [[x for row in rows for x in row]] for name, rows in texts.items()}
+    return _pieces(joined, room)
+
+
+def _packed_group(texts: dict[str, list[Any]], room: int) -> dict[str, list[Any]]:
+    groups = PackedTexts(_Columns(texts), room)
+    return groups[:]
+
+
+class _Columns(dict):
+    """Columns in memory, of which a list of indices takes rows."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, list):
+            return {name: [rows[i] for i in key] for name, rows in self.items()}
+        return super().__getitem__(key)
+
+
 class PackedTexts(Dataset):
     """A data set of packed rows: ``input_ids`` and ``labels`` of several texts one after the other,
-    and the texts' ``lengths``.
+    and the texts' ``seq_lengths``. As in a ``datasets.Dataset``, a name gives a column, and a slice
+    a dict of columns.
 
     Args:
         texts: a data set with ``input_ids`` and ``labels``.
@@ -62,12 +112,24 @@ class PackedTexts(Dataset):
         """Tokens of each row."""
         return [sum(self.lengths[i] for i in row) for row in self.rows]
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
+    @property
+    def column_names(self) -> list[str]:
+        return ["input_ids", "labels", "seq_lengths"]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            return [self._row(i)[index] for i in range(len(self))]
+        if isinstance(index, slice):
+            rows = [self._row(i) for i in range(len(self))[index]]
+            return {name: [row[name] for row in rows] for name in self.column_names}
+        return self._row(index)
+
+    def _row(self, index: int) -> dict[str, list[int]]:
         texts = self.texts[self.rows[index]]
         return {
             "input_ids": [token for ids in texts["input_ids"] for token in ids],
             "labels": [label for labels in texts["labels"] for label in (IGNORED, *labels[1:])],
-            "lengths": [len(ids) for ids in texts["input_ids"]],
+            "seq_lengths": [len(ids) for ids in texts["input_ids"]],
         }
 
 
@@ -79,13 +141,16 @@ class PackedCollator:
     Args:
         mask: add the attention mask [B, 1, T, T] that separates the texts, for models that do not
             derive it from the positions.
+        pad_to_multiple_of: of the width T.
     """
 
     tokenizer: Any
     mask: bool = False
+    pad_to_multiple_of: int | None = None
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
         width = max(len(f["input_ids"]) for f in features)
+        width += -width % (self.pad_to_multiple_of or 1)
         shape = len(features), width
         ids = torch.full(shape, self.tokenizer.pad_token_id)
         labels, positions, texts = (torch.full(shape, x) for x in (IGNORED, 0, -1))
@@ -94,12 +159,12 @@ class PackedCollator:
             ids[row, :end] = torch.as_tensor(feature["input_ids"])
             labels[row, :end] = torch.as_tensor(feature["labels"])
             # Padding is a text of its own.
-            parts = [*feature.get("lengths", [end]), width - end]
+            parts = [*feature.get("seq_lengths", [end]), width - end]
             positions[row] = torch.cat([torch.arange(n) for n in parts])
             texts[row] = torch.cat([torch.full((n,), i) for i, n in enumerate(parts)])
         labels[:, 0] = IGNORED  # nothing predicts it
         batch: dict[str, Any] = {"input_ids": ids, "position_ids": positions, "labels": labels}
-        lengths = [torch.tensor(f.get("lengths", [len(f["input_ids"])])) for f in features]
+        lengths = [torch.tensor(f.get("seq_lengths", [len(f["input_ids"])])) for f in features]
         batch["lengths"] = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
         if self.mask:
             same = texts[:, :, None] == texts[:, None, :]
@@ -114,11 +179,11 @@ class JoinedCollator:
     packed: PackedCollator
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        joined: dict[str, list[int]] = {"input_ids": [], "labels": [], "lengths": []}
+        joined: dict[str, list[int]] = {"input_ids": [], "labels": [], "seq_lengths": []}
         for feature in features:
             joined["input_ids"] += feature["input_ids"]
             joined["labels"] += [IGNORED, *feature["labels"][1:]]
-            joined["lengths"] += feature.get("lengths", [len(feature["input_ids"])])
+            joined["seq_lengths"] += feature.get("seq_lengths", [len(feature["input_ids"])])
         return self.packed([joined])
 
 
@@ -154,7 +219,7 @@ def _isolates(model: Any, collator: PackedCollator) -> bool:
     features = []
     for row, lengths in enumerate(rows):
         ids = [(row + 3 * i) % vocabulary for i in range(1, sum(lengths) + 1)]
-        features.append({"input_ids": ids, "labels": ids, "lengths": lengths})
+        features.append({"input_ids": ids, "labels": ids, "seq_lengths": lengths})
     batch = collator(features)
     inputs = {
         k: batch[k].to(model.device)

@@ -92,9 +92,45 @@ def as_dataset(dataset: Any) -> Dataset:
         raise TypeError(f"several data sets were passed: choose one of {', '.join(dataset)}")
     if len(dataset) == 0:
         raise ValueError("the data set is empty")
+    if getattr(dataset, "format", {"type": None})["type"] == "custom":
+        raise ValueError(
+            "the data set has a transform that runs as rows are read (Dataset.with_transform() or "
+            "set_transform()), which preparing it once would lose: apply it with dataset.map; or, "
+            "for SFT, pass dataset_kwargs={'skip_prepare_dataset': True} and have the transform "
+            "return trainer-ready rows (input_ids and labels)"
+        )
     if not isinstance(dataset, datasets.Dataset):
         dataset = datasets.Dataset.from_list([dataset[i] for i in range(len(dataset))])
     return dataset.with_format(None)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether it is a data set that is read in order, without a length."""
+    import datasets
+
+    return isinstance(dataset, datasets.IterableDataset)
+
+
+def stream_columns(stream: Any) -> list[str]:
+    """The names of a stream's columns, of its first row where it does not know them.
+
+    Raises:
+        ValueError: an empty stream.
+    """
+    if stream.column_names is not None:
+        return list(stream.column_names)
+    return list(first_row(stream))
+
+
+def first_row(stream: Any) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: an empty stream.
+    """
+    row = next(iter(stream), None)
+    if row is None:
+        raise ValueError("the data set is empty")
+    return row
 
 
 def open_rows(source: Any, split: str) -> Any:

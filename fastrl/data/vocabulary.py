@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fastrl.data.collators import SIDES
+from fastrl.data.collators import ID_COLUMNS, SIDES
 from fastrl.data.examples import Example
 
-_COLUMNS = ("input_ids", *(f"input_ids_{side}" for side in SIDES))
+_COLUMNS = ("input_ids", *ID_COLUMNS, *(f"input_ids_{side}" for side in SIDES))
 
 
 def embedding_rows(model: Any) -> int:

@@ -20,6 +20,7 @@ from fastrl.models.scoring import (
     ScoringRequest,
     TokenNLL,
     TokenScores,
+    predictions,
     score_logits,
 )
 from fastrl.models.sharding import of_fsdp, seen_by_fsdp
@@ -105,6 +106,13 @@ class FusedHead:
                     )
                     logprobs, entropies = scored if request.entropy else (scored, None)
                     scores = TokenScores(logprobs, entropies, None, None)
+                if request.predictions:
+
+                    def logits_of(part: slice) -> Tensor:
+                        return self._logits(head, hidden[part])
+
+                    found = predictions(logits_of, labels, len(head.weight))
+                    scores = scores._replace(predictions=found)
                 seen.append((scores, _unscaled(hidden, self.scale)))
                 return args[0][:, :0]
 
@@ -114,6 +122,12 @@ class FusedHead:
 
             with _hooked_head(model, score), seen_by_fsdp(model, show):
                 yield lambda _out: _only(seen, model)
+
+    def _logits(self, head: nn.Linear, hidden: Tensor) -> Tensor:
+        logits = nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+        logits = logits.float() * self.transform.logit_scale
+        cap = self.transform.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class RowHead:

@@ -168,9 +168,12 @@ def load_classifier(path: str | os.PathLike, **options: Any) -> Any:
     return model
 
 
-def load_tokenizer(path: str | os.PathLike) -> Any:
+def load_tokenizer(path: str | os.PathLike, *, trust_remote_code: bool = False) -> Any:
     """Loads the tokenizer of a model's folder, a run's folder or a Hub id, whose EOS pads where it
     has no pad token; that of the base where an adapter came without one.
+
+    Args:
+        trust_remote_code: run the Python code that the folder or id brings.
 
     Raises:
         FileNotFoundError: a folder without a model or without a tokenizer.
@@ -188,7 +191,7 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
     if folder.is_dir() and not _holds_a_tokenizer(model):
         raise FileNotFoundError(missing)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises bare Exceptions for files that it cannot read
         what = model if folder.is_dir() else f"{model!r}, which is no folder here,"
         raise ValueError(f"the tokenizer of {what} cannot be loaded: {_line(error)}") from error

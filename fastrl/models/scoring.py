@@ -6,12 +6,15 @@ the probability ratio would not be 1 where nothing changed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import fastrl_kernels
+
+_LOGITS_AT_A_TIME = 1 << 23  # of predictions
 
 
 class PolicyObjective(NamedTuple):
@@ -39,6 +42,13 @@ class TokenNLL(NamedTuple):
     denominator: Tensor  # []
 
 
+class Predictions(NamedTuple):
+    """What a model predicts where tokens are scored, without a gradient."""
+
+    entropies: Tensor  # [N], nats
+    correct: Tensor  # [N] bool: the label is the likeliest token
+
+
 class ScoringRequest(NamedTuple):
     """Tokens to score, and the results wanted of them.
 
@@ -53,6 +63,7 @@ class ScoringRequest(NamedTuple):
     values: bool = True
     logits: bool = False
     objective: PolicyObjective | TokenNLL | None = None
+    predictions: bool = False
 
 
 class TokenScores(NamedTuple):
@@ -68,6 +79,7 @@ class TokenScores(NamedTuple):
     logits: Tensor | None  # [N, V], before the temperature
     loss: Tensor | None = None  # []
     stats: fastrl_kernels.LossStats | None = None
+    predictions: Predictions | None = None
 
 
 class PassLimit(NamedTuple):
@@ -75,6 +87,26 @@ class PassLimit(NamedTuple):
 
     samples: int
     tokens: int | None = None
+
+
+@torch.no_grad()
+def predictions(logits_of: Callable[[slice], Tensor], labels: Tensor, width: int) -> Predictions:
+    """From the logits of a few rows at a time.
+
+    Args:
+        logits_of: [n, width] of a slice of the N rows.
+        labels: [N].
+    """
+    entropies, correct = [], []
+    some = max(1, _LOGITS_AT_A_TIME // width)
+    for begin in range(0, len(labels), some):
+        part = slice(begin, begin + some)
+        logits, targets = logits_of(part), labels[part]
+        entropies.append(fastrl_kernels.token_logprobs(logits, targets, entropy=True)[1])
+        correct.append(logits.argmax(-1) == targets)
+    if not correct:
+        return Predictions(labels.new_empty(0, dtype=torch.float32), labels.bool())
+    return Predictions(torch.cat(entropies), torch.cat(correct))
 
 
 def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
@@ -94,4 +126,8 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
         entropies = entropies if entropies is None else entropies.detach()
     if loss is not None:
         logprobs = logprobs.detach()
-    return TokenScores(logprobs, entropies, None, logits if request.logits else None, loss, stats)
+    found = None
+    if request.predictions:
+        found = predictions(lambda part: logits[part], request.labels, logits.shape[-1])
+    kept = logits if request.logits else None
+    return TokenScores(logprobs, entropies, None, kept, loss, stats, found)

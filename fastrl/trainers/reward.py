@@ -15,10 +15,11 @@ from torch import Tensor, nn
 import fastrl_kernels
 from fastrl.data import reads_eos
 from fastrl.data.choose_padding import rewards_of_samples
-from fastrl.data.collators import SIDES, RewardDataCollatorWithPadding, both_sides
+from fastrl.data.collators import ID_COLUMNS, SIDES, RewardDataCollatorWithPadding, both_sides
 from fastrl.data.encode import closes_texts, end_token
 from fastrl.data.padding_free import join_sides, unpadded
-from fastrl.data.prepare import has_tokens, missing_token_columns, prepare_pairs
+from fastrl.data.prepare import missing_token_columns, prepare_pairs, token_columns
+from fastrl.data.tables import is_stream
 from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.reward_head import rewards_at, score_head
 from fastrl.models.utils import evaluating
@@ -27,6 +28,7 @@ from fastrl.plan.skeleton import Skeleton
 from fastrl.run.model_card import REWARD
 from fastrl.trainers.passes import fill
 from fastrl.trainers.planning import plan_reward
+from fastrl.trainers.special_tokens import settle_model
 from fastrl.trainers.supervised import (
     SupervisedArguments,
     SupervisedTrainer,
@@ -36,9 +38,8 @@ from fastrl.trainers.supervised import (
     setting,
     settings_of,
     tokenizer_of,
+    with_quantization,
 )
-
-_CHOSEN = "input_ids_chosen"
 
 
 @dataclass
@@ -58,6 +59,7 @@ class RewardConfig(SupervisedArguments):
         "None: as the model was trained before, or else as its tokenizer ends texts.",
         None,
     )
+    disable_dropout: bool = setting("Train without dropout.", False)
     num_print_samples: int = setting("Pairs to show at each evaluation; -1 is all of them.", 4)
 
 
@@ -109,6 +111,11 @@ class RewardTrainer(SupervisedTrainer):
         compute_metrics: by default :func:`compute_accuracy`.
         max_length: in place of the configuration's.
         peft_config: adds an adapter to the model, which is prepared for it if it is quantised.
+        quantization_config: for loading the model by its path.
+
+    Logs ``accuracy``, ``margin`` (r_c - r_r), ``mean_reward`` and the means of batches'
+    ``min_reward`` and ``max_reward`` since the last log, and ``num_tokens``; in evaluation those of
+    all pairs.
 
     Raises:
         FileNotFoundError: a path without a model.
@@ -116,7 +123,7 @@ class RewardTrainer(SupervisedTrainer):
             token columns that the data collator cannot read.
     """
 
-    _tag_names: ClassVar[list[str]] = ["fastrl", "reward-trainer"]  # of the model on the Hub
+    _tag_names: ClassVar[list[str]] = ["fastrl", "trl", "reward-trainer"]  # of the model on the Hub
     args_class: ClassVar[type] = RewardConfig
     example: ClassVar[str] = "pair"
     method = REWARD
@@ -138,14 +145,22 @@ class RewardTrainer(SupervisedTrainer):
         peft_config: Any = None,
         *,
         processing_class: Any = None,
+        quantization_config: Any = None,
+        optimizer_cls_and_kwargs: Any = None,
     ):
+        if optimizer_cls_and_kwargs is not None:
+            raise TypeError(
+                "RewardTrainer does not take optimizer_cls_and_kwargs: pass optimizers=(optimizer, "
+                "None), or name it by optim"
+            )
         args = settings_of(args, RewardConfig, max_length=max_length)
+        with_quantization(args, model, quantization_config)
         self._own_collator = not isinstance(
             data_collator, RewardDataCollatorWithPadding | type(None)
         )
         self._tokenizer = None
         if not (self._own_collator and tokenizer is processing_class is None):
-            self._tokenizer = tokenizer_of(tokenizer, processing_class, model)
+            self._tokenizer = tokenizer_of(tokenizer, processing_class, model, args)
         self._settings, self._peft_config = args, peft_config
         self._append_eos = args.append_eos
         self._padding_free: bool | None = None
@@ -166,7 +181,10 @@ class RewardTrainer(SupervisedTrainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator or RewardDataCollatorWithPadding(self._tokenizer),
+            data_collator=data_collator
+            or RewardDataCollatorWithPadding(
+                self._tokenizer, pad_to_multiple_of=args.pad_to_multiple_of
+            ),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self._tokenizer,
@@ -213,6 +231,9 @@ class RewardTrainer(SupervisedTrainer):
         if config is not None and config.pad_token_id is None and self._tokenizer is not None:
             # A decoder's classifier finds each sequence's last token by it.
             config.pad_token_id = self._tokenizer.pad_token_id
+        if config is not None and self._tokenizer is not None:
+            adapts = self._peft_config is not None or hasattr(model, "peft_config")
+            settle_model(model, self._tokenizer, self._settings, adapts)
         if getattr(self._peft_config, "task_type", "SEQ_CLS") != "SEQ_CLS":
             warnings.warn(
                 "peft_config.task_type is not SEQ_CLS: the layer that computes the reward is "
@@ -220,6 +241,8 @@ class RewardTrainer(SupervisedTrainer):
                 stacklevel=3,
             )
         model = with_adapter(model, self._peft_config, self._settings)
+        if self._settings.disable_dropout:
+            without_dropout(model)
         if hasattr(model, "add_model_tags"):
             model.add_model_tags([*self._tag_names])
         return model
@@ -244,11 +267,10 @@ class RewardTrainer(SupervisedTrainer):
             self._settings.dataset_num_proc,
             add_eos=self._append_eos,
         )
-        if training and not has_tokens(dataset):
+        if training and not token_columns(dataset):
             end = end_token(self._tokenizer)  # also from a chat template
-            self._reads_eos = all(
-                ids[-1] == end for ids in pairs.select(range(min(len(pairs), 20)))[_CHOSEN]
-            )
+            first = pairs.take(20)
+            self._reads_eos = all(row[ID_COLUMNS[0]][-1] == end for row in first)
             if self._scores_at_eos and not self._reads_eos:
                 raise ValueError(
                     "an encoder–decoder scores a text at its EOS, and these have none: pass "
@@ -262,9 +284,10 @@ class RewardTrainer(SupervisedTrainer):
         reads_eos.save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
 
     def sizes(self, dataset: Any) -> Iterable[int]:
-        if self._own_collator:
+        if self._own_collator or is_stream(dataset):
             return ()
-        sides = (dataset[f"input_ids_{side}"] for side in SIDES)
+        names = token_columns(dataset)
+        sides = (dataset[name] for name in names if "mask" not in name)
         return (len(chosen) + len(rejected) for chosen, rejected in zip(*sides, strict=True))
 
     def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
@@ -298,9 +321,38 @@ class RewardTrainer(SupervisedTrainer):
         rewards = self._rewards(model, inputs)
         chosen, rejected = rewards.reshape(len(rewards), -1).chunk(2)
         losses = self._losses(chosen, rejected, inputs.get("margin"))
+        if self.model.training:
+            self._note(inputs, chosen.detach(), rejected.detach())
         if return_outputs:
             return losses.mean(), {"rewards_chosen": chosen, "rewards_rejected": rejected}
         return losses.mean() if self.share == 1 else losses.mean() * self.share
+
+    def _note(self, inputs: dict[str, Any], chosen: Tensor, rejected: Tensor) -> None:
+        """Adds a batch to the metrics of training."""
+        if not self.share:  # the batch does not count
+            return
+        for side in SIDES:
+            mask = inputs.get(f"attention_mask_{side}")
+            if isinstance(mask, Tensor):
+                self.metrics.add_tokens(mask.sum())
+        sides = torch.stack([chosen.float().mean(-1), rejected.float().mean(-1)])  # [2, B]
+        pairs, lead = float(len(chosen)), sides[0] - sides[1]
+        self.metrics.add("accuracy", (lead > 0).sum(), pairs)
+        self.metrics.add("margin", lead.sum(), pairs)
+        self.metrics.add("mean_reward", sides.sum(), 2 * pairs)
+        self.metrics.add("min_reward", sides.min())
+        self.metrics.add("max_reward", sides.max())
+
+    def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
+        chosen, rejected = columns.T
+        found = {
+            "accuracy": (chosen > rejected).double().mean(),
+            "margin": (chosen - rejected).mean(),
+            "mean_reward": columns.mean(),
+            "min_reward": columns.min(),
+            "max_reward": columns.max(),
+        }
+        return dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
 
     def _rewards(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Of all chosen sides, then of all rejected ones, [2B, labels]."""
@@ -350,10 +402,10 @@ class RewardTrainer(SupervisedTrainer):
             loss, rewards = self.compute_loss(model, inputs, return_outputs=True)
             chosen, rejected = rewards.values()
             losses = self._losses(chosen, rejected, inputs.get("margin"))
-        self.held_out(losses.mean(-1), torch.ones(len(losses), device=losses.device))
+        sides = [reward.float().mean(-1) for reward in rewards.values()]
+        self.held_out(losses.mean(-1), torch.ones(len(losses), device=losses.device), *sides)
         if prediction_loss_only:
             return loss.detach(), None, None
-        sides = [reward.float().mean(-1) for reward in rewards.values()]
         probabilities = torch.stack(sides, dim=-1).softmax(-1)
         return loss.detach(), probabilities, probabilities.new_zeros(len(probabilities))
 
@@ -404,9 +456,16 @@ class RewardTrainer(SupervisedTrainer):
                 if 0 <= num_print_samples <= len(rows):
                     break
         shown: Any = loader.dataset
-        rows = rows[: len(shown)]  # without those that are there twice
+        if not is_stream(shown):
+            rows = rows[: len(shown)]  # without those that are there twice
         if self.accelerator.is_main_process:
             _print_pairs(rows if num_print_samples < 0 else rows[:num_print_samples])
+
+
+def without_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
 
 
 def _print_pairs(rows: list[tuple[str, str, list[float]]]) -> None:

@@ -10,15 +10,26 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import DataCollatorForLanguageModeling
+from transformers.trainer_utils import IntervalStrategy
 
 from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.collators import DataCollatorForCompletionOnlyLM, TextCollator, targets_of
 from fastrl.data.padding_free import join_texts, right_padded
-from fastrl.data.prepare import prepare_texts
-from fastrl.data.sft_packing import JoinedCollator, PackedCollator, PackedTexts, choose_collator
+from fastrl.data.prepare import KEEP_END, KEEP_START, check_ready, prepare_texts
+from fastrl.data.sft_packing import (
+    BFD,
+    PACKINGS,
+    JoinedCollator,
+    PackedCollator,
+    PackedTexts,
+    choose_collator,
+    packed,
+)
+from fastrl.data.tables import is_stream
 from fastrl.models.attention import Attention, replaced
 from fastrl.models.lm_head import Head, choose_head, corner_of
 from fastrl.models.load import load_language_model, with_adapter
+from fastrl.models.prompt_learning import virtual_tokens
 from fastrl.models.scoring import ScoringRequest, TokenNLL, TokenScores, score_logits
 from fastrl.models.utils import evaluating
 from fastrl.plan.report import Plan
@@ -26,6 +37,7 @@ from fastrl.plan.skeleton import Skeleton
 from fastrl.run.model_card import SFT
 from fastrl.trainers.passes import fill
 from fastrl.trainers.planning import plan_sft
+from fastrl.trainers.special_tokens import settle_model
 from fastrl.trainers.supervised import (
     SupervisedArguments,
     SupervisedTrainer,
@@ -34,6 +46,7 @@ from fastrl.trainers.supervised import (
     setting,
     settings_of,
     tokenizer_of,
+    with_quantization,
 )
 
 # Keywords of TRL's classic SFTTrainer that have no effect here.
@@ -46,6 +59,12 @@ _IGNORED_KEYWORDS = (
 )
 _TARGETS = ("rows", "targets", "labels")
 _PLAIN = {"input_ids", "attention_mask", "use_cache"}
+# Keywords of TRL 1.x's that are not honoured, and what to use.
+_REFUSED = {
+    "compute_loss_func": "the loss is computed with the LM head; override compute_loss",
+    "optimizer_cls_and_kwargs": "pass optimizers=(optimizer, None), or name it by optim",
+}
+NLL, DFT = LOSS_TYPES = ("nll", "dft")
 
 
 @dataclass
@@ -61,23 +80,65 @@ class SFTConfig(SupervisedArguments):
         "Put several texts into a row of max_length tokens; none sees another.", False
     )
     eval_packing: bool | None = setting("The same for evaluation; None: as packing.", None)
-    append_eos: bool = setting("End every text with EOS.", True)
-    completion_only_loss: bool = setting("Learn completions, not their prompts.", True)
-    assistant_only_loss: bool = setting(
-        "Learn the assistant's turns in messages; needs a chat template that marks them.", False
+    packing_strategy: str = setting(
+        "How to pack: bfd (best fit, the longest text first), bfd_split (longer texts in pieces), "
+        "wrapped (texts one after the other, cut where a row is full; they see each other).",
+        BFD,
     )
+    truncation_mode: str = setting(
+        "What longer texts keep: keep_start (of a prompt with its completion, the completion), "
+        "keep_end.",
+        KEEP_START,
+    )
+    shuffle_dataset: bool = setting("Shuffle the data set before it is packed.", False)
+    dataset_kwargs: dict | str | None = setting(
+        "JSON; skip_prepare_dataset: true takes rows of input_ids and labels as they are.", None
+    )
+    append_eos: bool = setting("End every text with EOS.", True)
+    completion_only_loss: bool | None = setting(
+        "Learn completions, not their prompts; None is true.", True
+    )
+    assistant_only_loss: bool = setting("Learn the assistant's turns in messages.", False)
+    loss_type: str = setting(
+        "nll, or dft: -p log p with p held fixed (Dynamic Fine-Tuning, arXiv:2508.05629).", NLL
+    )
+    router_aux_loss_coef: float | None = setting(
+        "Weight of the loss that balances the experts of a mixture; None: the model's own, if its "
+        "configuration has output_router_logits, else none.",
+        None,
+    )
+
+    _VALID_DICT_FIELDS = [*SupervisedArguments._VALID_DICT_FIELDS, "dataset_kwargs"]  # noqa: RUF012
 
     def __post_init__(self) -> None:
         if self.max_seq_length is not None:
             self.max_length, self.max_seq_length = self.max_seq_length, None
         super().__post_init__()
+        if self.loss_type == "chunked_nll":  # TRL's older name of the same loss
+            self.loss_type = NLL
+        for name, choices in (
+            ("packing_strategy", PACKINGS),
+            ("truncation_mode", (KEEP_START, KEEP_END)),
+            ("loss_type", LOSS_TYPES),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(choices)}"
+                )
+        unknown = set(self.dataset_kwargs or ()) - {"skip_prepare_dataset"}
+        if unknown:
+            raise ValueError(
+                f"dataset_kwargs has {', '.join(sorted(unknown))}: skip_prepare_dataset is all "
+                "that it may hold; prepare the data set otherwise by dataset.map before"
+            )
 
 
 class SFTTrainer(SupervisedTrainer):
     """Trains a causal language model on texts.
 
     loss = -Σ log p(token) / tokens, over the tokens to learn: all of a text but its first, or its
-    completion; ``tokens`` is their number in a whole optimizer step. The LM head is fused with the
+    completion; ``tokens`` is their number in a whole optimizer step. With ``loss_type="dft"`` each
+    -log p is multiplied by p, held fixed (arXiv:2508.05629). The LM head is fused with the
     loss (``fastrl_kernels.linear_nll_loss``), and runs on these tokens only.
 
     Args:
@@ -86,13 +147,19 @@ class SFTTrainer(SupervisedTrainer):
         data_collator: a :class:`DataCollatorForCompletionOnlyLM`, or your own, which gets rows of
             ``input_ids`` and ``labels``.
         train_dataset, eval_dataset: with a column of texts (``dataset_text_field``), with
-            ``prompt`` and ``completion``, ``messages``, or ``input_ids``.
+            ``prompt`` and ``completion``, ``messages``, or ``input_ids``, see
+            :func:`fastrl.data.prepare.prepare_texts`; or a stream, with ``max_steps``.
         tokenizer, processing_class: the tokenizer, under its old or new name; by default the one
             saved with the model.
         peft_config: adds an adapter to the model, which is prepared for it if it is quantised.
         dataset_text_field, packing, max_seq_length, dataset_num_proc, eval_packing,
             neftune_noise_alpha, model_init_kwargs: in place of the configuration's.
         formatting_func: of a row, returns its text; or of a batch of rows, a list of texts.
+        quantization_config: for loading the model by its path.
+
+    Logs ``mean_token_accuracy`` and ``entropy`` (nats) of the tokens to learn: in training those of
+    the step that is logged, in evaluation of all; ``num_tokens`` that were trained on; and
+    ``aux_loss`` where the router's is on.
 
     Raises:
         FileNotFoundError: a path without a model.
@@ -101,6 +168,7 @@ class SFTTrainer(SupervisedTrainer):
     """
 
     args_class: ClassVar[type] = SFTConfig
+    _tag_names: ClassVar[list[str]] = ["fastrl", "trl", "sft"]  # of the model on the Hub
     example: ClassVar[str] = "text"
     method = SFT
 
@@ -128,9 +196,14 @@ class SFTTrainer(SupervisedTrainer):
         eval_packing: bool | None = None,
         neftune_noise_alpha: float | None = None,
         model_init_kwargs: dict | None = None,
+        quantization_config: Any = None,
         **ignored: Any,
     ):
         for name in ignored:
+            if name in _REFUSED:
+                if ignored[name] is None:
+                    continue
+                raise TypeError(f"SFTTrainer does not take {name}: {_REFUSED[name]}")
             if name not in _IGNORED_KEYWORDS:
                 raise TypeError(f"SFTTrainer has no argument {name!r}")
             warnings.warn(f"{name} has no effect: leave it out", FutureWarning, stacklevel=2)
@@ -145,8 +218,11 @@ class SFTTrainer(SupervisedTrainer):
             neftune_noise_alpha=neftune_noise_alpha,
             model_init_kwargs=model_init_kwargs,
         )
-        self._tokenizer = tokenizer_of(tokenizer, processing_class, model)
+        with_quantization(args, model, quantization_config)
+        self._tokenizer = tokenizer_of(tokenizer, processing_class, model, args)
         self._settings, self._peft_config = args, peft_config
+        self._virtual: int | None = None
+        self.aux_loss_enabled, self.router_aux_loss_coef = False, 0.0
         if model is not None:
             model = self.prepare_model(
                 load_if_path(model, load_language_model, args, trainable=True)
@@ -157,13 +233,19 @@ class SFTTrainer(SupervisedTrainer):
             "formatting_func": formatting_func,
             "completions": completions,
             "append_eos": args.append_eos,
-            "completion_only": args.completion_only_loss,
+            "completion_only": args.completion_only_loss in (None, True),
             "assistant_only": args.assistant_only_loss,
+            "truncation": args.truncation_mode,
         }
         self._max_length = length_limit(args, model, self._tokenizer)
         packs = args.packing or bool(args.eval_packing)
         if packs and data_collator is not None:
             raise ValueError("packing makes its own batches: leave out data_collator")
+        if packs and self._virtual is not None:
+            raise ValueError(
+                "prompt tuning puts its tokens in front of rows, not of the texts in them: leave "
+                "packing out, or use LoRA"
+            )
         if packs and self._max_length is None:
             raise ValueError("packing needs max_length: how many tokens a row holds")
         joins = completions is not None and completions.padding_free
@@ -178,7 +260,7 @@ class SFTTrainer(SupervisedTrainer):
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator or TextCollator(self._tokenizer),
+            data_collator=data_collator or TextCollator(self._tokenizer, args.pad_to_multiple_of),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self._tokenizer,
@@ -196,16 +278,17 @@ class SFTTrainer(SupervisedTrainer):
         if packs or joins:
             self._prepare_weights()
             autocast = self.compute_loss_context_manager()
-            packed = PackedCollator(self._tokenizer)
+            rows = PackedCollator(self._tokenizer)
             # That it pads is told only where it can pad: else an error says what to do.
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 padding_free = self._is_padding_free()
             if not padding_free:
-                packed = choose_collator(self.model, self._tokenizer, autocast)
+                rows = choose_collator(self.model, self._tokenizer, autocast)
+            rows.pad_to_multiple_of = args.pad_to_multiple_of
             for each in said:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-            self.data_collator = JoinedCollator(packed) if joins else packed
+            self.data_collator = JoinedCollator(rows) if joins else rows
         # transformers then passes the number of tokens to learn in a whole step, first tokens not
         # counted, and the loss is divided by it.
         self.model_accepts_loss_kwargs = self._loss_shifts_labels = True
@@ -232,9 +315,13 @@ class SFTTrainer(SupervisedTrainer):
                 f"{type(model).__name__} is no causal language model: load it with "
                 "AutoModelForCausalLM"
             )
+        adapts = self._peft_config is not None or hasattr(model, "peft_config")
+        settle_model(model, self._tokenizer, self._settings, adapts)
         model = with_adapter(model, self._peft_config, self._settings)
-        if any(c.is_prompt_learning for c in getattr(model, "peft_config", {}).values()):
-            raise ValueError("prompt tuning shifts the positions of tokens: use LoRA, say")
+        self._virtual = virtual_tokens(model)
+        self.aux_loss_enabled, self.router_aux_loss_coef = _aux_loss(model, self._settings)
+        if hasattr(model, "add_model_tags"):
+            model.add_model_tags([*self._tag_names])
         return model
 
     def prepare_data(self, dataset: Any, training: bool) -> Any:
@@ -243,16 +330,28 @@ class SFTTrainer(SupervisedTrainer):
         if isinstance(dataset, PackedTexts):
             return dataset
         args = self._settings
-        texts = prepare_texts(
-            dataset, self._tokenizer, self._max_length, args.dataset_num_proc, **self._encoding
-        )
+        if (args.dataset_kwargs or {}).get("skip_prepare_dataset", False):
+            check_ready(dataset)
+            return dataset
         packs = args.packing if training or args.eval_packing is None else args.eval_packing
-        return PackedTexts(texts, self._max_length) if packs and self._max_length else texts
+        whole = packs and args.packing_strategy != BFD
+        texts = prepare_texts(
+            dataset,
+            self._tokenizer,
+            None if whole else self._max_length,
+            args.dataset_num_proc,
+            **self._encoding,
+        )
+        if training and args.shuffle_dataset:
+            texts = texts.shuffle(seed=args.seed)
+        if packs and self._max_length:
+            return packed(texts, self._max_length, args.packing_strategy)
+        return texts
 
     def sizes(self, dataset: Any) -> Iterable[int]:
         if isinstance(dataset, PackedTexts):
             return dataset.sizes()
-        return map(len, dataset["input_ids"])
+        return () if is_stream(dataset) else map(len, dataset["input_ids"])
 
     def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
         labels = inputs["labels"]
@@ -289,19 +388,38 @@ class SFTTrainer(SupervisedTrainer):
         whole_step = num_items_in_batch is not None
         tokens = torch.as_tensor(num_items_in_batch if whole_step else len(inputs["rows"]))
         # In fp16 the loss must be scaled before its gradient is computed.
-        objective = None if self.args.fp16 else TokenNLL(tokens.clamp(min=1))
+        plain = not self.args.fp16 and self._settings.loss_type == NLL
+        objective = TokenNLL(tokens.clamp(min=1)) if plain else None
+        training = self.model.training
         request = ScoringRequest(
-            inputs["rows"], inputs["targets"], values=False, objective=objective
+            inputs["rows"],
+            inputs["targets"],
+            values=False,
+            objective=objective,
+            predictions=training and self._logs_this_step(),
         )
-        outputs = None
         if return_outputs:
             outputs = self._outputs(model, inputs)
             scores = score_logits(outputs.logits.flatten(0, 1)[request.rows], request)
         else:
-            scores = self._scores(model, inputs, request)
+            scores, outputs = self._scores(model, inputs, request)
         loss = scores.loss
         if loss is None:
-            loss = -scores.logprobs.sum() / tokens.clamp(min=1)
+            loss = self._losses(scores.logprobs).sum() / tokens.clamp(min=1)
+        if training:
+            self._note(inputs, scores)
+        if self.aux_loss_enabled:
+            aux = outputs["aux_loss"]
+            steps = self.current_gradient_accumulation_steps if whole_step else 1
+            if training:
+                self.metrics.add("aux_loss", aux.detach() * self._of_batch, self._of_batch)
+            own = self.router_aux_loss_coef * aux * self._of_batch / steps
+            # What follows multiplies the loss by the number of processes, or by the batch's share.
+            if whole_step and self.args.average_tokens_across_devices:
+                own = own / self.accelerator.num_processes
+            elif not whole_step:
+                own = own / self._of_batch
+            loss = loss + own
         if whole_step and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over them
         if not self.share:
@@ -323,38 +441,72 @@ class SFTTrainer(SupervisedTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if "rows" not in inputs:  # from a collator of the user
             inputs = {**inputs, **targets_of(inputs["labels"])}
-        request = ScoringRequest(inputs["rows"], inputs["targets"], values=False)
+        request = ScoringRequest(inputs["rows"], inputs["targets"], values=False, predictions=True)
         if not prediction_loss_only:
             loss, logits, labels = super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys
             )
             assert isinstance(logits, Tensor)
             scores = score_logits(logits.flatten(0, 1)[request.rows], request)
-            self._hold_out(inputs, -scores.logprobs)
+            self._hold_out(inputs, self._losses(scores.logprobs), scores)
             return loss, logits, labels
         with torch.no_grad(), self.compute_loss_context_manager():
-            scores = self._scores(model, inputs, request)
-        nll = -scores.logprobs
-        self._hold_out(inputs, nll)
-        return nll.sum() / max(len(nll), 1), None, None
+            scores, _ = self._scores(model, inputs, request)
+        losses = self._losses(scores.logprobs)
+        self._hold_out(inputs, losses, scores)
+        return losses.sum() / max(len(losses), 1), None, None
+
+    def _losses(self, logprobs: Tensor) -> Tensor:
+        """-log p of each token, [N]; by DFT multiplied by p, held fixed."""
+        return -logprobs * logprobs.detach().exp() if self._settings.loss_type == DFT else -logprobs
+
+    def _logs_this_step(self) -> bool:
+        """Whether what is computed now belongs to an optimizer step that is logged."""
+        args, step = self.args, self.state.global_step + 1
+        if args.logging_strategy == IntervalStrategy.NO:
+            return False
+        if step == self.state.max_steps or (step == 1 and args.logging_first_step):
+            return True
+        stepwise = args.logging_strategy == IntervalStrategy.STEPS
+        return stepwise and step % max(int(self.state.logging_steps), 1) == 0
+
+    def _note(self, inputs: dict[str, Any], scores: TokenScores) -> None:
+        """Adds a batch to the metrics of training."""
+        mask, lengths = inputs.get("attention_mask"), inputs.get("lengths")
+        if isinstance(lengths, Tensor):
+            self.metrics.add_tokens(lengths.sum())
+        elif isinstance(mask, Tensor) and mask.dim() == 2:
+            self.metrics.add_tokens(mask.sum())
+        else:
+            self.metrics.add_tokens(inputs["labels"].numel())
+        found = scores.predictions
+        if found is not None:
+            count = torch.as_tensor(float(len(found.correct)), device=found.correct.device)
+            self.metrics.add("entropy", found.entropies.sum(), count)
+            self.metrics.add("mean_token_accuracy", found.correct.sum(), count)
 
     def _scores(
         self, model: nn.Module, inputs: dict[str, Any], request: ScoringRequest
-    ) -> TokenScores:
-        """Scores of the requested tokens of a batch."""
+    ) -> tuple[TokenScores, Any]:
+        """Scores of the requested tokens of a batch, and the model's output."""
         given, attention, rows, _ = self._without_padding(inputs, request.rows)
+        if self._virtual:  # in front of each row's tokens
+            rows = rows + self._virtual * (rows // inputs["labels"].shape[1] + 1)
         head, plain = self._scoring_head(given), self._plain(model)
         with (
             replaced(plain, attention),
             head.scoring(plain, request._replace(rows=rows)) as results,
         ):
-            return results(model(**given, **head.options))[0]
+            outputs = model(**given, **head.options)
+            return results(outputs)[0], outputs
 
     def _outputs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """The model's output for a batch, with logits [B, T, V]; those of padding may be 0."""
         given, attention, _, places = self._without_padding(inputs, inputs["rows"])
         with replaced(self._plain(model), attention):
             outputs = model(**given)
+        if self._virtual:
+            outputs["logits"] = outputs.logits[:, self._virtual :]
         if places is not None:
             packed, shape = outputs.logits.squeeze(0), inputs["input_ids"].shape
             logits = packed.new_zeros(shape.numel(), packed.shape[-1]).index_copy(0, places, packed)
@@ -368,6 +520,8 @@ class SFTTrainer(SupervisedTrainer):
         where the rows [N] stand in them, and the places of packed tokens in the batch or None."""
         given = {k: v for k, v in inputs.items() if k not in _TARGETS} | {"use_cache": False}
         lengths = self._lengths(given, given.pop("lengths", None), rows)
+        if self.aux_loss_enabled:
+            given["output_router_logits"] = True
         if lengths is None:
             return given, None, rows, None
         model_pass, places = join_texts(given["input_ids"], rows, lengths)
@@ -417,16 +571,21 @@ class SFTTrainer(SupervisedTrainer):
         if self._padding_free is None:
             # The noise of NEFTune depends on the length of the row.
             noise = bool(self.args.neftune_noise_alpha)
-            self._padding_free = not noise and self.runs_packed(logprobs_of_labels)
+            rows = not noise and self._virtual is None
+            self._padding_free = rows and self.runs_packed(logprobs_of_labels)
         return self._padding_free
 
-    def _hold_out(self, inputs: dict[str, Any], nll: Tensor) -> None:
-        """Adds a batch to the evaluation, from -log π of its labels, [N]."""
+    def _hold_out(self, inputs: dict[str, Any], losses: Tensor, scores: TokenScores) -> None:
+        """Adds a batch to the evaluation, from the losses of its labels, [N]."""
         examples, width = inputs["labels"].shape
-        which = inputs["rows"] // width
-        sums = nll.new_zeros(examples).index_add(0, which, nll)
-        counts = nll.new_zeros(examples).index_add(0, which, torch.ones_like(nll))
-        self.held_out(sums, counts)
+        which, found = inputs["rows"] // width, scores.predictions
+        assert found is not None
+        columns = (losses, torch.ones_like(losses), found.entropies, found.correct.to(losses))
+        self.held_out(*(x.new_zeros(examples).index_add(0, which, x) for x in columns))
+
+    def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
+        entropy, accuracy = (columns.sum(0) / counts.sum().clamp(min=1)).tolist()
+        return {"entropy": entropy, "mean_token_accuracy": accuracy}
 
     def _scoring_head(self, inputs: dict[str, Any]) -> Head:
         """The model's LM head, found with a few tokens at the first use, when the model is on its
@@ -440,6 +599,27 @@ class SFTTrainer(SupervisedTrainer):
 
     def _plain(self, model: nn.Module) -> Any:
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
+
+
+def _aux_loss(model: Any, args: Any) -> tuple[bool, float]:
+    """Whether a mixture of experts' router has a loss of its own here, and that one's weight.
+
+    Raises:
+        ValueError: a weight for a model that is no such mixture.
+    """
+    config = model.config.get_text_config()
+    weight = args.router_aux_loss_coef
+    if not hasattr(config, "output_router_logits"):
+        if weight:
+            raise ValueError(
+                f"router_aux_loss_coef={weight}, but {type(model).__name__} is no mixture of "
+                "experts with a router's loss: leave it out"
+            )
+        return False, 0.0
+    if weight is None:
+        own = getattr(config, "router_aux_loss_coef", 0.0) or 0.0
+        weight = own if config.output_router_logits else 0.0
+    return weight != 0, weight
 
 
 def _split_collator(given: Any) -> tuple[DataCollatorForCompletionOnlyLM | None, Any]:

@@ -8,7 +8,7 @@ import itertools
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from transformers import TrainingArguments
 
 from fastrl.config import PPOConfig, setting, setting_like
 from fastrl.data.choose_padding import runs_packed
+from fastrl.data.tables import is_stream
 from fastrl.data.token_batch import TokenBatch
 from fastrl.data.vocabulary import check_table
 from fastrl.models.load import load_tokenizer
@@ -30,10 +31,12 @@ from fastrl.models.utils import check_trainable, context_length, model_identity
 from fastrl.run.checkpoints import describe_weights
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import ON_NONFINITE, FiniteStepsTrainer
+from fastrl.trainers.logged import LoggedMetrics
 from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.passes import check_sizes, on_all_processes, with_synchronised_last
 from fastrl.trainers.sharded import ShardedTrainer
 from fastrl.trainers.sharing import SharedBatches, share_batches
+from fastrl.trainers.special_tokens import settle_tokenizer
 
 
 @dataclass
@@ -49,6 +52,17 @@ class SupervisedArguments(TrainingArguments):
         True,
     )
     micro_batch_tokens: int | None = setting_like(PPOConfig, "micro_batch_tokens")
+    pad_to_multiple_of: int | str | None = setting(
+        "Pad batches to a multiple of so many tokens; None or auto: to their longest text.", None
+    )
+    trust_remote_code: bool = setting(
+        "Run the Python code that a model or tokenizer brings.", False
+    )
+    chat_template_path: str | None = setting(
+        "Take the chat template of a .jinja file, or of another tokenizer, with its EOS.", None
+    )
+    eos_token: str | None = setting("The token that ends texts; None: the tokenizer's.", None)
+    pad_token: str | None = setting("The token that pads; None: the tokenizer's.", None)
     dataset_num_proc: int | None = setting("Processes for preparing the data set.", None)
     model_init_kwargs: dict | str | None = setting(
         "Keyword arguments of from_pretrained (JSON), where the model is a path.", None
@@ -99,6 +113,12 @@ class SupervisedArguments(TrainingArguments):
         self._settle_checkpointing()
         super().__post_init__()
         self._settle_checkpointing()  # what was JSON has been parsed
+        if isinstance(self.pad_to_multiple_of, str):
+            self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
+            raise ValueError(
+                f"pad_to_multiple_of must be positive or None, got {self.pad_to_multiple_of}"
+            )
         _check_optimizer(self)
         if self.max_length is not None and self.max_length < 1:
             raise ValueError(f"max_length must be at least 1 or None, got {self.max_length}")
@@ -160,6 +180,10 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         self._parts: list[float] = []  # of the batches that were fetched, this process's parts
         self._part: float | None = None  # of the batch that is learned from
         self._of_batch = 1.0  # the share of the pass that is computed
+        self.metrics = LoggedMetrics()
+        if is_stream(train_dataset) and args.max_steps <= 0:
+            raise ValueError("train_dataset is a stream, which has no length: set max_steps")
+        _keep_batches_whole(args)
         with args.main_process_first(desc="preparing the data"):
             train = None if train_dataset is None else self.prepare_data(train_dataset, True)
             if isinstance(eval_dataset, dict):
@@ -168,18 +192,18 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
                 }
             else:
                 evaluation = None if eval_dataset is None else self.prepare_eval_data(eval_dataset)
-        if train is not None and args.micro_batch_tokens is not None:
+        if train is not None and args.micro_batch_tokens is not None and not is_stream(train):
             check_sizes(self.sizes(train), args.micro_batch_tokens, self.example)
         super().__init__(args=args, train_dataset=train, eval_dataset=evaluation, **rest)
-        several = evaluation.values() if isinstance(evaluation, dict) else (evaluation,)
-        for each in (train, *several):
+        for each in _each(train, evaluation):
             self._check_vocabulary(each)
         self.products = Products(self.processes)
         if self._trains:
             self.warn_of_lost_updates(self.model, stacklevel=3)
 
     def _check_vocabulary(self, dataset: Any) -> None:
-        if dataset is not None and self.processing_class is not None:
+        # A stream is not read ahead: torch refuses ids that have no embedding.
+        if dataset is not None and self.processing_class is not None and not is_stream(dataset):
             texts = getattr(dataset, "texts", dataset)  # of packed rows
             check_table(self.accelerator.unwrap_model(self.model), self.processing_class, texts)
 
@@ -204,7 +228,8 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         """As in ``Trainer``; several processes share the batches that one would draw."""
         loader = super().get_train_dataloader()
         if self.processes.count > 1:
-            sizes = list(self.sizes(self.train_dataset))
+            stream = is_stream(self.train_dataset)
+            sizes = [] if stream else list(self.sizes(self.train_dataset))
             self._shared = share_batches(loader, self.processes, sizes)
         return loader
 
@@ -236,6 +261,35 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         super()._save(output_dir, state_dict)
         folder = output_dir or str(self.args.output_dir)
         save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
+
+    def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
+        super().begin_training(resumed)
+        self.metrics = LoggedMetrics()
+        if resumed is not None and "metrics" in resumed["own"]:
+            self.metrics.load(resumed["own"]["metrics"], self.args.device)
+
+    def own_state(self) -> dict[str, Any]:
+        return {**super().own_state(), "metrics": self.metrics.state()}
+
+    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        joined = super().joined_state(states)
+        if "metrics" in joined:  # each process now has its part of the tokens
+            tokens = float(sum(float(state["metrics"]["tokens"]) for state in states))
+            joined["metrics"] = {**joined["metrics"], "tokens": tokens / self.processes.count}
+        return joined
+
+    def own_mark(self) -> dict[str, Any]:
+        return {**super().own_mark(), "metrics": self.metrics.state()}
+
+    def own_rewind(self, mark: Mapping[str, Any]) -> None:
+        super().own_rewind(mark)
+        self.metrics.load(mark["metrics"], self.args.device)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """With :attr:`metrics` of training."""
+        if "loss" in logs or "train_loss" in logs:
+            logs.update(self.metrics.logged(self.accelerator))
+        super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with self.products.on():
@@ -316,27 +370,44 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         :meth:`held_out`, and does not depend on batches and processes."""
         losses: list[Tensor] = []
         self._losses_so_far = losses
+        prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
         try:
             with self.products.on(self.model):
                 output = super().evaluation_loop(*args, **kwargs)
         finally:
             self._losses_so_far = None
         metrics: dict[str, float] = output.metrics or {}
-        for name in [name for name in metrics if losses and name.endswith("_loss")]:
-            total, count = torch.cat(losses).double().sum(0).tolist()
+        if not losses:
+            return output
+        table = torch.cat(losses).double()
+        for name in [name for name in metrics if name.endswith("_loss")]:
+            total, count = table[:, :2].sum(0).tolist()
             metrics[name] = total / max(count, 1)
+        if table.shape[1] > 2:
+            for name, value in self.held_out_metrics(table[:, 1], table[:, 2:]).items():
+                metrics.setdefault(f"{prefix}_{name}", value)
         return output
 
-    def held_out(self, sums: Tensor, counts: Tensor) -> None:
+    @abstractmethod
+    def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
+        """Metrics of an evaluation, from what :meth:`held_out` was given of all examples.
+
+        Args:
+            counts: [N].
+            columns: [N, K].
+        """
+
+    def held_out(self, sums: Tensor, counts: Tensor, *columns: Tensor) -> None:
         """Adds the losses of a batch's examples to those of the evaluation.
 
         Args:
             sums: of each example's losses, [B].
             counts: how many losses each example has, [B].
+            columns: for :meth:`held_out_metrics`, [B] each.
         """
         if self._losses_so_far is None:
             return
-        own = torch.stack([sums.float(), counts.float()], dim=-1)
+        own = torch.stack([x.float() for x in (sums, counts, *columns)], dim=-1)
         # Without those that are there twice, so that all processes have as many.
         self._losses_so_far.append(self.accelerator.gather_for_metrics(own).cpu())
 
@@ -362,6 +433,35 @@ def trained_identity(trainer: Any) -> dict[str, Any]:
     return {**model_identity(model, trainer.processing_class), "weights": describe_weights(trained)}
 
 
+def _multiple(text: str) -> int | None:
+    if text.lower() in ("auto", "none", "null"):
+        return None
+    if not text.isdigit():
+        raise ValueError(f"pad_to_multiple_of must be a number, None or 'auto', got {text!r}")
+    return int(text)
+
+
+def _each(train: Any, evaluation: Any) -> list[Any]:
+    """The data sets of training and evaluation, of which there may be several."""
+    several = evaluation.values() if isinstance(evaluation, dict) else (evaluation,)
+    return [train, *several]
+
+
+def _keep_batches_whole(args: Any) -> None:
+    """Has each process read its share of a stream by itself: batches list tokens by their places,
+    which do not hold in a part that accelerate cuts out of a batch.
+
+    Raises:
+        ValueError: accelerate is to cut batches.
+    """
+    if args.accelerator_config.dispatch_batches:
+        raise ValueError(
+            "accelerator_config: leave dispatch_batches out, because batches cannot be cut"
+        )
+    args.accelerator_config = copy.copy(args.accelerator_config)  # the caller's stays as it is
+    args.accelerator_config.dispatch_batches = False
+
+
 def _check_optimizer(args: TrainingArguments) -> None:
     check_optimizer(optimizer_name(args), arguments=args.optim_args, decay_is_a_setting=True)
 
@@ -384,7 +484,28 @@ def load_if_path(model: Any, load: Callable[..., Any], args: Any, **options: Any
     """A model loaded from its path by ``load``; a model as it is."""
     if not is_path(model):
         return model
+    if args.trust_remote_code:
+        options["trust_remote_code"] = True
     return load(model, **(options | (args.model_init_kwargs or {})))
+
+
+def with_quantization(args: Any, model: Any, config: Any) -> None:
+    """Hands a ``quantization_config`` to the model's loading.
+
+    Raises:
+        ValueError: a model that is loaded already, or a second configuration.
+    """
+    if config is None:
+        return
+    if not is_path(model):
+        raise ValueError(
+            "quantization_config is for a model that is loaded by its path: pass it to "
+            "from_pretrained"
+        )
+    given = args.model_init_kwargs or {}
+    if given.get("quantization_config") is not None:
+        raise ValueError("quantization_config is given twice: leave it out of model_init_kwargs")
+    args.model_init_kwargs = {**given, "quantization_config": config}
 
 
 def length_limit(args: Any, model: Any, tokenizer: Any) -> int | None:
@@ -396,9 +517,10 @@ def length_limit(args: Any, model: Any, tokenizer: Any) -> int | None:
     return min((limit for limit in limits if limit is not None and limit < 10**9), default=None)
 
 
-def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None) -> Any:
+def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None, args: Any = None) -> Any:
     """The tokenizer under its old or new name, or else the one saved with the model, whose EOS pads
-    if it has no pad token.
+    if it has no pad token; with the chat template and tokens that the settings name, see
+    :mod:`fastrl.trainers.special_tokens`.
 
     Raises:
         ValueError: no tokenizer, two of them, or one without a pad token.
@@ -410,7 +532,10 @@ def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None) -> An
         path = model if is_path(model) else getattr(model, "name_or_path", "")
         if not path:
             raise ValueError("pass the tokenizer as processing_class")
-        found = load_tokenizer(path)
+        trust = getattr(args, "trust_remote_code", False)
+        found = load_tokenizer(path, trust_remote_code=trust)
+    if args is not None:
+        settle_tokenizer(found, args)
     if found.pad_token_id is None:
         raise ValueError(
             f"{type(found).__name__} has no pad token: set tokenizer.pad_token = "

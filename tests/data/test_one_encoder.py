@@ -115,10 +115,10 @@ def every_door(tokenizer: Any, prompt: Any, answer: Any, limit: int) -> tuple[An
     before, whole = learned(tokenizer, row, None)
     assert (before, whole) == ([*example.prompt_ids], ids)
     (trained_on,) = prepare_pairs([pair], tokenizer, None, add_eos=True)
-    assert trained_on["input_ids_chosen"] == ids
+    assert trained_on["chosen_ids"] == ids
     assert scored(tokenizer, prompt, answer, True) == ids
     (trained_on,) = prepare_pairs([pair], tokenizer, None, add_eos=False)
-    assert trained_on["input_ids_chosen"] == scored(tokenizer, prompt, answer, False)
+    assert trained_on["chosen_ids"] == scored(tokenizer, prompt, answer, False)
     assert Prompts.from_list([prompt], tokenizer).ids[0].tolist() == [*example.prompt_ids]
     assert token_ids(prompt, tokenizer).tolist() == [*example.prompt_ids]
 

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 
 from fastrl import RewardDataCollatorWithPadding
-from fastrl.data.collators import TOKEN_COLUMNS
+from fastrl.data.collators import ID_COLUMNS
 from fastrl.data.prepare import prepare_pairs
 from tests.data.conftest import chat_tokenizer
 from tests.golden import tiny
@@ -29,9 +29,9 @@ def test_texts_become_token_columns_and_margins_stay() -> None:
         [{"prompt": "w5 ", "chosen": "w6", "rejected": "w7 w8", "margin": 0.5, "other": "x"}]
     )
     prepared = prepare_pairs(data, tiny.tokenizer(), None)
-    assert set(prepared.column_names) == {*TOKEN_COLUMNS, "margin"}
-    assert prepared[0]["input_ids_chosen"] == [5, 6]
-    assert prepared[0]["input_ids_rejected"] == [5, 7, 8]
+    assert set(prepared.column_names) == {*ID_COLUMNS, "margin"}
+    assert prepared[0]["chosen_ids"] == [5, 6]
+    assert prepared[0]["rejected_ids"] == [5, 7, 8]
     assert prepared[0]["margin"] == 0.5
 
 
@@ -45,8 +45,8 @@ def test_chats_go_through_the_template(prompt: Any) -> None:
     }
     row = {k: v for k, v in row.items() if v is not None}
     prepared = prepare_pairs([row], chat_tokenizer(), None)
-    assert prepared[0]["input_ids_chosen"] == [10, 5, 11, 6]
-    assert prepared[0]["input_ids_rejected"] == [10, 5, 11, 7]
+    assert prepared[0]["chosen_ids"] == [10, 5, 11, 6]
+    assert prepared[0]["rejected_ids"] == [10, 5, 11, 7]
 
 
 def test_whole_conversations_bring_their_prompt_along() -> None:
@@ -54,14 +54,14 @@ def test_whole_conversations_bring_their_prompt_along() -> None:
     sides = {"chosen": "w6", "rejected": "w7"}
     row = {k: [turn, {"role": "assistant", "content": v}] for k, v in sides.items()}
     prepared = prepare_pairs([{"prompt": "w5", **row}], chat_tokenizer(), None)
-    assert prepared[0]["input_ids_chosen"] == [10, 5, 11, 6]
-    assert prepared[0]["input_ids_rejected"] == [10, 5, 11, 7]
+    assert prepared[0]["chosen_ids"] == [10, 5, 11, 6]
+    assert prepared[0]["rejected_ids"] == [10, 5, 11, 7]
 
 
 def test_a_chat_with_text_answers_is_asked_for_its_answer() -> None:
     row = {"prompt": [{"role": "user", "content": "w5"}], "chosen": "w6", "rejected": "w7"}
     prepared = prepare_pairs([row], chat_tokenizer(), None)
-    assert prepared[0]["input_ids_chosen"] == [10, 5, 11, 6]
+    assert prepared[0]["chosen_ids"] == [10, 5, 11, 6]
 
 
 def test_special_tokens_are_not_added_twice() -> None:
@@ -73,8 +73,8 @@ def test_special_tokens_are_not_added_twice() -> None:
     )
     row = {"chosen": "w6 w7", "rejected": "<bos> w6"}
     prepared = prepare_pairs([row], tokenizer, None)
-    assert prepared[0]["input_ids_chosen"] == [0, 6, 7]
-    assert prepared[0]["input_ids_rejected"] == [0, 6]
+    assert prepared[0]["chosen_ids"] == [0, 6, 7]
+    assert prepared[0]["rejected_ids"] == [0, 6]
 
 
 def test_missing_columns_are_named_beside_those_that_are_there(make_reward: Make) -> None:
@@ -102,7 +102,7 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted() -> None:
     )
     with pytest.warns(UserWarning, match=said):
         prepared = prepare_pairs(data, tiny.tokenizer(), 10)
-    assert prepared["input_ids_chosen"][:] == [[5, 6]]
+    assert prepared["chosen_ids"][:] == [[5, 6]]
     with pytest.raises(ValueError, match="no pair is left of 1: 1 have equal sides"):
         prepare_pairs(data[3:4], tiny.tokenizer(), 10)
 
@@ -159,7 +159,6 @@ def test_token_columns_under_other_names_are_said_at_once_and_refused_in_trainin
         (Dataset.from_list([]), ValueError, "empty"),
         ([], ValueError, "empty"),
         (iter([{}]), TypeError, "without streaming"),
-        (pairs(2).to_iterable_dataset(), TypeError, "without streaming"),
         ({"train": pairs(2), "test": pairs(2)}, TypeError, "choose one of train, test"),
     ],
 )

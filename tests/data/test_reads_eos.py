@@ -13,7 +13,7 @@ from fastrl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer, Rew
 from fastrl.alignment import AlignmentConfig, BatchFactory, DatasLoader, Trainer
 from fastrl.alignment.annotator import RewardAnnotator
 from fastrl.alignment.responses import compare_responses, score_responses
-from fastrl.data.collators import TOKEN_COLUMNS
+from fastrl.data.collators import ID_COLUMNS
 from fastrl.data.encode import Encoder
 from fastrl.data.examples import Example, Response
 from fastrl.data.prepare import prepare_pairs
@@ -77,7 +77,7 @@ def test_whether_it_reads_eos_is_saved_with_the_model(
         model, given = str(base), {"peft_config": lora()}
     trainer = make_reward(model, [PAIR, PAIR], append_eos=append_eos, **given)
     ids = IDS + [EOS] * append_eos
-    assert trainer.train_dataset[0]["input_ids_chosen"] == ids
+    assert trainer.train_dataset[0]["chosen_ids"] == ids
     trainer.train()
     trainer.save_model(str(saved))
     trainer.processing_class.save_pretrained(saved)
@@ -87,7 +87,7 @@ def test_whether_it_reads_eos_is_saved_with_the_model(
     assert read_by(ClassifierReward(trainer.model, tiny.tokenizer()), ["w5 "], ["w6 w7"]) == [ids]
     # It is trained on as it was.
     again = make_reward(str(saved), [PAIR, PAIR], append_eos=None)
-    assert again.train_dataset[0]["input_ids_chosen"] == ids
+    assert again.train_dataset[0]["chosen_ids"] == ids
 
 
 def test_the_key_outlives_transformers(make_reward: Make, tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_without_a_record_a_text_is_read_as_its_tokenizer_writes_it(make_reward:
     row = {"prompt": text[0], "chosen": text[1], "rejected": "no"}
     model = reward_model("gpt2", vocab_size=len(tokenizer))
     trainer = make_reward(model, [row], processing_class=tokenizer)
-    ids = trainer.train_dataset[0]["input_ids_chosen"]
+    ids = trainer.train_dataset[0]["chosen_ids"]
     assert ids == tokenizer(text[0])["input_ids"][:-1] + tokenizer(text[1])["input_ids"][1:]
     assert read_by(ClassifierReward(model, tokenizer), *([x] for x in text)) == [ids]
 
@@ -249,7 +249,7 @@ def test_without_a_record_a_text_is_read_as_its_tokenizer_writes_it(make_reward:
 def test_of_ids_that_others_made_nothing_is_known(make_reward: Make) -> None:
     model = marked(True)
     rows = prepare_pairs([PAIR, PAIR], tiny.tokenizer(), None)
-    assert set(rows.column_names) == set(TOKEN_COLUMNS)
+    assert set(rows.column_names) == set(ID_COLUMNS)
     trainer = make_reward(model, rows)
     assert recorded(trainer.model) is None
     make_reward(model, [PAIR], eval_dataset=[PAIR]).evaluate(num_print_samples=0)
@@ -263,5 +263,5 @@ def test_a_chat_templates_eos_counts(make_reward: Make) -> None:
     chosen, rejected = ([{"role": "assistant", "content": word}] for word in ("w6", "w7"))
     row = {"prompt": "w5", "chosen": chosen, "rejected": rejected}
     trainer = make_reward(reward_model("gpt2"), [row], processing_class=tokenizer)
-    assert trainer.train_dataset[0]["input_ids_chosen"] == [10, 5, EOS, 11, 6, EOS]
+    assert trainer.train_dataset[0]["chosen_ids"] == [10, 5, EOS, 11, 6, EOS]
     assert recorded(trainer.model) is True

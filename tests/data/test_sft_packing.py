@@ -107,7 +107,7 @@ def test_a_neighbours_text_never_changes_a_loss(make_sft: Make, scored: Any, fam
     trainer = make_sft(model, texts(12), packing=True, max_length=30)
     score = scored(trainer)
     row, other = trainer.train_dataset[0], trainer.train_dataset[1]
-    first, second, *_ = row["lengths"]
+    first, second, *_ = row["seq_lengths"]
     before = score([row, other])
     changed = {**row, "input_ids": list(row["input_ids"])}
     for i in range(first, first + second):  # of the text in the middle, on both sides of which

@@ -145,9 +145,9 @@ def test_the_short_example_of_the_documentation_trains(
 
 def test_a_trained_model_is_tagged_for_the_hub(make_reward: Make) -> None:
     trainer = make_reward()
-    assert trainer.model.model_tags == trainer._tag_names == ["fastrl", "reward-trainer"]
+    assert trainer.model.model_tags == trainer._tag_names == ["fastrl", "trl", "reward-trainer"]
     twice = make_reward(trainer.model)
-    assert twice.model.model_tags == ["fastrl", "reward-trainer"]
+    assert twice.model.model_tags == ["fastrl", "trl", "reward-trainer"]
 
 
 def test_dropping_columns_is_not_this_trainers_way(make_reward: Make) -> None:

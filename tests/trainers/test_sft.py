@@ -185,7 +185,7 @@ def test_the_classic_keywords_are_taken(tmp_path: Path) -> None:
             num_of_sequences=8,
             **common,
         )
-    assert [row["lengths"] for row in trainer.train_dataset] == [[3, 3, 3], [3, 3, 3], [3, 3]]
+    assert [row["seq_lengths"] for row in trainer.train_dataset] == [[3, 3, 3], [3, 3, 3], [3, 3]]
     trainer.train()
     with pytest.raises(TypeError, match="no argument 'packed'"):
         SFTTrainer(tiny_models.language_model(), packed=True, **common)
