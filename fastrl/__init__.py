@@ -37,6 +37,8 @@ if TYPE_CHECKING:
         SFTTrainer,
         compute_accuracy,
     )
+    from fastrl.trl.dpo import DPOTrainer
+    from fastrl.trl.dpo_config import DPOConfig
 
 try:
     __version__ = metadata.version("fastrl-lm")
@@ -61,6 +63,8 @@ __all__ = [
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
     "CausalLMPolicy",
+    "DPOConfig",
+    "DPOTrainer",
     "DataCollatorForCompletionOnlyLM",
     "Evaluation",
     "GenerateEngine",
@@ -118,6 +122,8 @@ _HOMES = {
     "fastrl.run.callbacks": ("Evaluation", "TrainCallback", "TrainResult"),
     "fastrl.run.metrics": ("JsonlCallback",),
     "fastrl.run.progress": ("ProgressCallback",),
+    "fastrl.trl.dpo": ("DPOTrainer",),
+    "fastrl.trl.dpo_config": ("DPOConfig",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

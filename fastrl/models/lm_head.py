@@ -101,10 +101,13 @@ class FusedHead:
                         labels,
                         temperature=request.temperature,
                         entropy=request.entropy,
+                        extras=request.extras,
                         **options,
                     )
-                    logprobs, entropies = scored if request.entropy else (scored, None)
-                    scores = TokenScores(logprobs, entropies, None, None)
+                    logprobs, *others = scored if isinstance(scored, tuple) else (scored,)
+                    extras = others.pop() if request.extras else None
+                    entropies = others.pop() if request.entropy else None
+                    scores = TokenScores(logprobs, entropies, None, None, extras=extras)
                 seen.append((scores, _unscaled(hidden, self.scale)))
                 return args[0][:, :0]
 

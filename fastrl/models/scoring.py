@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
+from fastrl_kernels.types import Extras
 
 
 class PolicyObjective(NamedTuple):
@@ -53,6 +54,7 @@ class ScoringRequest(NamedTuple):
     values: bool = True
     logits: bool = False
     objective: PolicyObjective | TokenNLL | None = None
+    extras: tuple[str, ...] = ()  # names of fastrl_kernels' Extras; none beside an objective
 
 
 class TokenScores(NamedTuple):
@@ -68,6 +70,7 @@ class TokenScores(NamedTuple):
     logits: Tensor | None  # [N, V], before the temperature
     loss: Tensor | None = None  # []
     stats: fastrl_kernels.LossStats | None = None
+    extras: Extras | None = None  # [N] each, without gradients
 
 
 class PassLimit(NamedTuple):
@@ -94,4 +97,18 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
         entropies = entropies if entropies is None else entropies.detach()
     if loss is not None:
         logprobs = logprobs.detach()
-    return TokenScores(logprobs, entropies, None, logits if request.logits else None, loss, stats)
+    kept = logits if request.logits else None
+    extras = _extras(logits.detach(), request) if request.extras else None
+    return TokenScores(logprobs, entropies, None, kept, loss, stats, extras)
+
+
+def _extras(logits: Tensor, request: ScoringRequest) -> Extras:
+    """From logits [N, V], where the head cannot compute them as it goes."""
+    x = logits.float() / request.temperature
+    found = {
+        "log_sum_sq_probs": lambda: (2 * x.log_softmax(-1)).logsumexp(-1),
+        "mean_logit": lambda: x.mean(-1),
+        "is_top1": lambda: x.argmax(-1) == request.labels,
+    }
+    wanted = {name: found[name]() for name in request.extras}
+    return Extras(*map(wanted.get, Extras._fields))
