@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     )
     from fastrl.trl.dpo import DPOTrainer
     from fastrl.trl.dpo_config import DPOConfig
+    from fastrl.trl.kto import KTOTrainer
+    from fastrl.trl.kto_config import KTOConfig
 
 try:
     __version__ = metadata.version("fastrl-lm")
@@ -69,6 +71,8 @@ __all__ = [
     "Evaluation",
     "GenerateEngine",
     "JsonlCallback",
+    "KTOConfig",
+    "KTOTrainer",
     "LengthSampler",
     "PPOConfig",
     "PPOTrainer",
@@ -124,6 +128,8 @@ _HOMES = {
     "fastrl.run.progress": ("ProgressCallback",),
     "fastrl.trl.dpo": ("DPOTrainer",),
     "fastrl.trl.dpo_config": ("DPOConfig",),
+    "fastrl.trl.kto": ("KTOTrainer",),
+    "fastrl.trl.kto_config": ("KTOConfig",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

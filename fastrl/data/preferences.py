@@ -10,7 +10,6 @@ template.
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -135,7 +134,9 @@ class PairCollator:
         if self.max_length is not None:
             ends = self.truncation_mode == "keep_end"
             keep = slice(-self.max_length, None) if ends else slice(None, self.max_length)
-        ids = [torch.tensor([*prompt, *said][keep], dtype=torch.int64) for prompt, said in sequences]
+        ids = [
+            torch.tensor([*prompt, *said][keep], dtype=torch.int64) for prompt, said in sequences
+        ]
         masks = [
             torch.tensor(([0] * len(prompt) + [1] * len(said))[keep]) for prompt, said in sequences
         ]
@@ -255,7 +256,7 @@ def _encode(
             _text_ids(prompt + (said if said.endswith(end) else said + end), tokenizer)
             for said in completions
         ]
-    shared = min(len(os.path.commonprefix([alone, ids])) for ids in whole)
+    shared = min(_shared(alone, ids) for ids in whole)
     if shared < len(alone):
         warnings.warn(
             "the end of a prompt has other tokens in front of its completion than alone "
@@ -265,6 +266,12 @@ def _encode(
             stacklevel=2,
         )
     return alone[:shared], [ids[shared:] for ids in whole]
+
+
+def _shared(ids: list[int], others: list[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(ids), len(others)))
 
 
 def _text_ids(text: str, tokenizer: Any) -> list[int]:

@@ -126,9 +126,7 @@ class DPOTrainer(PreferenceTrainer):
         losses = torch.stack(pairs).sum(0)
         if not args.use_weighting:
             return losses
-        assert scored.scores.extras is not None
-        log_sum_sq = scored.scores.extras.log_sum_sq_probs
-        assert log_sum_sq is not None
+        log_sum_sq: Any = scored.extras.log_sum_sq_probs
         aligned = completions.spread(scored.scores.logprobs.detach() - log_sum_sq)
         of_side = torch.exp(aligned.sum(1) / completions.lengths).chunk(2)
         return losses * of_side[0] * of_side[1]
@@ -169,9 +167,9 @@ class DPOTrainer(PreferenceTrainer):
         count = torch.tensor(float(pairs), device=policy.device)
         is_chosen = torch.arange(2 * pairs, device=policy.device) < pairs
         parts = token_parts(scored, completions, {"chosen": is_chosen, "rejected": ~is_chosen})
-        assert scored.scores.extras is not None
         of_chosen = is_chosen[completions.places // completions.mask.shape[1]]
-        right = scored.scores.extras.is_top1 & of_chosen
+        is_top1: Any = scored.extras.is_top1
+        right = is_top1 & of_chosen
         parts["mean_token_accuracy"] = (right.sum(), of_chosen.sum())
         for k, name in enumerate(("chosen", "rejected")):
             parts[f"rewards/{name}"] = (rewards[k].sum(), count)

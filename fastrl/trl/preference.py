@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -32,6 +31,7 @@ from fastrl.trainers.supervised import (
 from fastrl.trl.completions import Completions
 from fastrl.trl.metric_means import MetricMeans
 from fastrl.trl.preference_config import PreferenceConfig
+from fastrl_kernels.types import Extras
 
 EXTRAS = ("mean_logit", "is_top1")
 MARGINS = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
@@ -50,6 +50,11 @@ class Scored(NamedTuple):
     scores: TokenScores
     output: Any
 
+    @property
+    def extras(self) -> Extras:
+        assert self.scores.extras is not None
+        return self.scores.extras
+
 
 class PreferenceTrainer(SupervisedTrainer):
     """A trainer that compares a policy's log-probs of completions with a reference's.
@@ -59,9 +64,11 @@ class PreferenceTrainer(SupervisedTrainer):
     that was trained before. See :class:`fastrl.ref_model.RefModel`.
     """
 
+    _tag_names: ClassVar[list[str]]  # of the model on the Hub
     config_class: ClassVar[type[PreferenceConfig]]
     collator_class: ClassVar[type[PairCollator]]
-    ref_columns: ClassVar[tuple[str, ...]]  # of precomputed log-probs, one for each [B]
+    short_name: ClassVar[str]  # of the method
+    ref_columns: tuple[str, ...]  # of precomputed log-probs, one for each [B]
 
     def __init__(
         self,
@@ -155,6 +162,11 @@ class PreferenceTrainer(SupervisedTrainer):
     # Models.
 
     def _settings_of(self, args: Any, model: Any) -> Any:
+        """The settings, by default those of the class.
+
+        Raises:
+            TypeError, ValueError: settings that the trainer cannot have.
+        """
         if args is None:
             name = str(model if is_path(model) else getattr(model, "name_or_path", "") or "model")
             args = self.config_class(f"{name.rstrip('/').rsplit('/', 1)[-1]}-{self.short_name}")
@@ -163,8 +175,6 @@ class PreferenceTrainer(SupervisedTrainer):
                 f"args must be a fastrl.{self.config_class.__name__}, got {type(args).__name__}"
             )
         return args
-
-    short_name: ClassVar[str]
 
     def _loaded(self, model: Any, args: Any, quantization_config: Any = None) -> Any:
         """A model; of a path the one that is saved there."""
@@ -481,9 +491,8 @@ def token_parts(
     Args:
         sides: by name, [B] bool, which completions are of it.
     """
-    assert scored.scores.entropies is not None and scored.scores.extras is not None
-    mean_logits = scored.scores.extras.mean_logit
-    assert mean_logits is not None
+    assert scored.scores.entropies is not None
+    mean_logits: Any = scored.extras.mean_logit
     count = torch.tensor(float(len(completions.rows)), device=mean_logits.device)
     parts = {"entropy": (scored.scores.entropies.detach().sum(), count)}
     sample = completions.places // completions.mask.shape[1]
