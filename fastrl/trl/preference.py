@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -426,22 +426,22 @@ class PreferenceTrainer(SupervisedTrainer):
     # Checkpoints.
 
     def own_state(self) -> dict[str, Any]:
-        state = {
-            **super().own_state(),
+        found: dict[str, Any] = {
             "metrics": self._metrics["train"].state(),
             "tokens": int(self._tokens_seen),
             "tokens_before": self._began_with,
         }
-        if self.args.sync_ref_model:
-            weights = self._reference.own_weights() if self._reference is not None else {}
-            state["reference"] = {name: x.detach().cpu() for name, x in weights.items()}
-        return state
+        if self.args.sync_ref_model and self._reference is not None:
+            weights = self._reference.own_weights()
+            found["reference"] = {name: x.detach().cpu() for name, x in weights.items()}
+        return {**super().own_state(), "preferences": found}
 
+    @torch.no_grad()
     def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
         super().begin_training(resumed)
         if resumed is None:
             return
-        own = resumed["own"]
+        own = resumed["own"]["preferences"]
         self._metrics["train"].load(own["metrics"], self.args.device)
         self._tokens_seen, self._began_with = own["tokens"], own["tokens_before"]
         if self.args.sync_ref_model and self._reference is not None:
@@ -449,25 +449,30 @@ class PreferenceTrainer(SupervisedTrainer):
             for name, x in own["reference"].items():
                 weights[name].copy_(x)
 
-    def joined_state(self, states: Any) -> dict[str, Any]:
+    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Tokens of all processes so far are those of the run before; its metrics since the last
         log are left out."""
-        first = states[0]
-        total = first["tokens_before"] + sum(state["tokens"] for state in states)
+        joined = super().joined_state(states)
+        every = [state["preferences"] for state in states]
+        total = every[0]["tokens_before"] + sum(own["tokens"] for own in every)
         empty = MetricMeans(MARGINS).state()
-        return {**first, "metrics": empty, "tokens": 0, "tokens_before": total}
+        joined["preferences"] = {
+            **every[0],
+            "metrics": empty,
+            "tokens": 0,
+            "tokens_before": total,
+        }
+        return joined
 
     def own_mark(self) -> dict[str, Any]:
-        return {
-            **super().own_mark(),
-            "batches": len(self._metrics["train"]),
-            "tokens": self._tokens_seen,
-        }
+        mark = {"batches": len(self._metrics["train"]), "tokens": self._tokens_seen}
+        return {**super().own_mark(), "preferences": mark}
 
     def own_rewind(self, mark: Mapping[str, Any]) -> None:
         super().own_rewind(mark)
-        self._metrics["train"].shorten(mark["batches"])
-        self._tokens_seen = mark["tokens"]
+        own = mark["preferences"]
+        self._metrics["train"].shorten(own["batches"])
+        self._tokens_seen = own["tokens"]
 
 
 class _Follow(TrainerCallback):

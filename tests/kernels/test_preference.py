@@ -198,17 +198,13 @@ def test_exo_is_least_where_the_policy_is_as_sure_as_the_labels():
     assert grad.abs() < 1e-8
 
 
-@pytest.mark.parametrize("kind", sorted(SORTED))
+@pytest.mark.parametrize("kind", ["aot", "aot_unpaired"])
 def test_optimal_transport_does_not_depend_on_the_order_of_examples(kind):
     tensors = list(batch("DPO").values())
-    mixed = [x[torch.randperm(97)] for x in tensors]
-    kind = kind.removeprefix("pairs: ")
-    if kind == "aot":  # pairs stay pairs
-        order, other = torch.randperm(97), torch.randperm(97)
-        mixed = [tensors[0][order], tensors[1][order], tensors[2][other], tensors[3][other]]
-    else:
-        order, other = torch.randperm(97), torch.randperm(97)
-        mixed = [tensors[0][order], tensors[1][other], tensors[2][order], tensors[3][other]]
+    one, other = torch.randperm(97), torch.randperm(97)
+    # A model's margins stay together, or the log-ratios of a side.
+    orders = (one, one, other, other) if kind == "aot" else (one, other, one, other)
+    mixed = [x[order] for x, order in zip(tensors, orders, strict=True)]
     expected = pair_loss(*tensors, kind=kind)
     torch.testing.assert_close(pair_loss(*mixed, kind=kind), expected, rtol=1e-5, atol=1e-5)
 
@@ -427,7 +423,7 @@ def test_rewards_by_hand():
 
 
 def test_a_nan_stays_where_it_is(device):
-    for case in CASES:
+    for case in CASES.keys() - SORTED:
         inputs = batch(case, device=device)
         inputs[CASES[case][1][0]][3] = torch.nan
         assert both(case)[0](**inputs).isnan().nonzero().tolist() == [[3]], case
