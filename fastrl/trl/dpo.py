@@ -14,7 +14,7 @@ from fastrl.run.model_card import DPO
 from fastrl.trainers.passes import fill
 from fastrl.trl.completions import Completions
 from fastrl.trl.dpo_config import SMOOTHED, DPOConfig
-from fastrl.trl.preference import EXTRAS, PreferenceTrainer, Scored, token_parts
+from fastrl.trl.preference import EXTRAS, PreferenceTrainer, CompletionScores, token_parts
 
 _REFS = ("ref_chosen_logps", "ref_rejected_logps")
 
@@ -114,7 +114,7 @@ class DPOTrainer(PreferenceTrainer):
         return losses, scored.output, self._pair_metrics(policy, reference, scored, completions)
 
     def _weighted_losses(
-        self, policy: Tensor, reference: Tensor, scored: Scored, completions: Completions
+        self, policy: Tensor, reference: Tensor, scored: CompletionScores, completions: Completions
     ) -> Tensor:
         """[B], the weighted sum of all losses."""
         args = self.args
@@ -132,7 +132,12 @@ class DPOTrainer(PreferenceTrainer):
         return losses * of_side[0] * of_side[1]
 
     def _losses_of(
-        self, name: str, policy: Tensor, reference: Tensor, scored: Scored, completions: Completions
+        self,
+        name: str,
+        policy: Tensor,
+        reference: Tensor,
+        scored: CompletionScores,
+        completions: Completions,
     ) -> Tensor:
         """[B], those of one of ``loss_type``."""
         args = self.args
@@ -158,7 +163,7 @@ class DPOTrainer(PreferenceTrainer):
 
     @torch.no_grad()
     def _pair_metrics(
-        self, policy: Tensor, reference: Tensor, scored: Scored, completions: Completions
+        self, policy: Tensor, reference: Tensor, scored: CompletionScores, completions: Completions
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Metrics by TRL's names, as sums and counts."""
         rewards = (self.args.beta * (policy - reference)).chunk(2)

@@ -15,7 +15,7 @@ from fastrl.run.model_card import KTO
 from fastrl.trainers.passes import fill
 from fastrl.trl.completions import Completions
 from fastrl.trl.kto_config import KTOConfig
-from fastrl.trl.preference import EXTRAS, PreferenceTrainer, Scored, token_parts
+from fastrl.trl.preference import EXTRAS, PreferenceTrainer, CompletionScores, token_parts
 
 _KL = "KL_"
 
@@ -129,7 +129,11 @@ class KTOTrainer(PreferenceTrainer):
 
 @torch.no_grad()
 def _metrics(
-    policy: Tensor, rewards: Tensor, desirable: Tensor, scored: Scored, completions: Completions
+    policy: Tensor,
+    rewards: Tensor,
+    desirable: Tensor,
+    scored: CompletionScores,
+    completions: Completions,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """By TRL's names, as sums and counts."""
     sides = {"chosen": desirable, "rejected": ~desirable}

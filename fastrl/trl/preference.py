@@ -37,7 +37,7 @@ EXTRAS = ("mean_logit", "is_top1")
 MARGINS = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 
 
-class Scored(NamedTuple):
+class CompletionScores(NamedTuple):
     """What a model says of a batch's completions.
 
     Attributes:
@@ -98,7 +98,7 @@ class PreferenceTrainer(SupervisedTrainer):
         self._peft_config = peft_config
         path = model
         model = self._loaded(model, args, quantization_config)
-        tokenizer = _tokenizer(processing_class, path, model)
+        tokenizer = _with_padding(processing_class, path, model)
         _set_padding(model, tokenizer)
         model = self.prepare_model_of(model, args)
         self._policy = CausalLMPolicy(model)
@@ -305,7 +305,7 @@ class PreferenceTrainer(SupervisedTrainer):
 
     def score(
         self, model: nn.Module, completions: Completions, extras: tuple[str, ...] = ()
-    ) -> Scored:
+    ) -> CompletionScores:
         """The policy's log-probs; with ``extras`` also entropies and those statistics."""
         given = {**completions.inputs, "use_cache": False}
         attention = given.pop("attention", None)
@@ -316,7 +316,7 @@ class PreferenceTrainer(SupervisedTrainer):
         with replaced(plain, attention), head.scoring(plain, request) as results:
             output = model(**given, **head.options)
             scores, _ = results(output)
-        return Scored(completions.spread(scores.logprobs), scores, output)
+        return CompletionScores(completions.spread(scores.logprobs), scores, output)
 
     @torch.no_grad()
     def ref_score(self, completions: Completions) -> Tensor:
@@ -489,7 +489,7 @@ class _Follow(TrainerCallback):
 
 
 def token_parts(
-    scored: Scored, completions: Completions, sides: Mapping[str, Tensor]
+    scored: CompletionScores, completions: Completions, sides: Mapping[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Sums and counts of entropies and mean logits over tokens.
 
@@ -520,7 +520,7 @@ def _router_loss(model: Any, asked: float | None) -> tuple[float, bool]:
     return coefficient, known and coefficient != 0
 
 
-def _tokenizer(processing_class: Any, path: Any, model: Any) -> Any:
+def _with_padding(processing_class: Any, path: Any, model: Any) -> Any:
     """The tokenizer, which pads with EOS unless it has a pad token."""
     if getattr(processing_class, "tokenizer", None) is not None:
         raise TypeError(

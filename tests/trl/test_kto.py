@@ -89,8 +89,8 @@ def test_a_step_and_its_metrics_follow_the_formula(tmp_path, kind, packed):
         "rewards/chosen": float(rewards[desirable].mean()),
         "rewards/rejected": float(rewards[~desirable].mean()),
         "rewards/margins": float(rewards[desirable].mean() - rewards[~desirable].mean()),
-        "logps/chosen": float(policy[desirable].mean()),
-        "logps/rejected": float(policy[~desirable].mean()),
+        "logps/chosen": float(policy[desirable].detach().mean()),
+        "logps/rejected": float(policy[~desirable].detach().mean()),
     }
     for name, value in expected.items():
         assert log[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
