@@ -14,7 +14,7 @@ from fastrl.run.model_card import DPO
 from fastrl.trainers.passes import fill
 from fastrl.trl.completions import Completions
 from fastrl.trl.dpo_config import SMOOTHED, DPOConfig
-from fastrl.trl.preference import EXTRAS, PreferenceTrainer, CompletionScores, token_parts
+from fastrl.trl.preference import EXTRAS, CompletionScores, PreferenceTrainer, token_parts
 
 _REFS = ("ref_chosen_logps", "ref_rejected_logps")
 

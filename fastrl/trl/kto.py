@@ -15,7 +15,7 @@ from fastrl.run.model_card import KTO
 from fastrl.trainers.passes import fill
 from fastrl.trl.completions import Completions
 from fastrl.trl.kto_config import KTOConfig
-from fastrl.trl.preference import EXTRAS, PreferenceTrainer, CompletionScores, token_parts
+from fastrl.trl.preference import EXTRAS, CompletionScores, PreferenceTrainer, token_parts
 
 _KL = "KL_"
 
