@@ -37,6 +37,10 @@ if TYPE_CHECKING:
         SFTTrainer,
         compute_accuracy,
     )
+    from fastrl.trl.dpo import DPOTrainer
+    from fastrl.trl.dpo_config import DPOConfig
+    from fastrl.trl.kto import KTOTrainer
+    from fastrl.trl.kto_config import KTOConfig
 
 try:
     __version__ = metadata.version("fastrl-lm")
@@ -61,10 +65,14 @@ __all__ = [
     "AutoModelForCausalLMWithValueHead",
     "AutoModelForSeq2SeqLMWithValueHead",
     "CausalLMPolicy",
+    "DPOConfig",
+    "DPOTrainer",
     "DataCollatorForCompletionOnlyLM",
     "Evaluation",
     "GenerateEngine",
     "JsonlCallback",
+    "KTOConfig",
+    "KTOTrainer",
     "LengthSampler",
     "PPOConfig",
     "PPOTrainer",
@@ -118,6 +126,10 @@ _HOMES = {
     "fastrl.run.callbacks": ("Evaluation", "TrainCallback", "TrainResult"),
     "fastrl.run.metrics": ("JsonlCallback",),
     "fastrl.run.progress": ("ProgressCallback",),
+    "fastrl.trl.dpo": ("DPOTrainer",),
+    "fastrl.trl.dpo_config": ("DPOConfig",),
+    "fastrl.trl.kto": ("KTOTrainer",),
+    "fastrl.trl.kto_config": ("KTOConfig",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

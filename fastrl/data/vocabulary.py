@@ -8,7 +8,11 @@ from typing import Any
 from fastrl.data.collators import ID_COLUMNS, SIDES
 from fastrl.data.examples import Example
 
-_COLUMNS = ("input_ids", *ID_COLUMNS, *(f"input_ids_{side}" for side in SIDES))
+_COLUMNS = (
+    "input_ids",
+    *(f"input_ids_{side}" for side in SIDES),
+    *("prompt_ids", *ID_COLUMNS, "completion_ids"),
+)
 
 
 def embedding_rows(model: Any) -> int:
@@ -48,7 +52,9 @@ def check_table(model: Any, tokenizer: Any, dataset: Any) -> None:
     """
     import pyarrow.compute as pc
 
-    columns = [name for name in _COLUMNS if name in getattr(dataset, "column_names", ())]
+    # A stream may not know its columns, nor can it be read here.
+    columns = [name for name in _COLUMNS if name in (getattr(dataset, "column_names", ()) or ())]
+    columns = columns if hasattr(dataset, "__len__") else []
     if not columns:
         return
     batches = dataset.select_columns(columns).with_format("arrow").iter(1000)

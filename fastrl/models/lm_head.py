@@ -20,7 +20,6 @@ from fastrl.models.scoring import (
     ScoringRequest,
     TokenNLL,
     TokenScores,
-    predictions,
     score_logits,
 )
 from fastrl.models.sharding import of_fsdp, seen_by_fsdp
@@ -80,7 +79,11 @@ class FusedHead:
                     loss, logprobs = fastrl_kernels.linear_nll_loss(
                         hidden, weight, labels, denominator=objective.denominator, **options
                     )
-                    scores = TokenScores(logprobs, None, None, None, loss)
+                    scores = TokenScores(logprobs, None, None, None)
+                    if request.entropy or request.extras:  # which the loss does not compute
+                        with torch.no_grad():
+                            scores = _token_scores(hidden, weight, request, options)
+                    scores = scores._replace(loss=loss)
                 elif objective is not None:
                     loss, stats = fastrl_kernels.linear_ppo_loss(
                         hidden,
@@ -96,23 +99,7 @@ class FusedHead:
                     )
                     scores = TokenScores(stats.logprobs, stats.entropies, None, None, loss, stats)
                 else:
-                    scored: Any = fastrl_kernels.linear_logprobs(
-                        hidden,
-                        weight,
-                        labels,
-                        temperature=request.temperature,
-                        entropy=request.entropy,
-                        **options,
-                    )
-                    logprobs, entropies = scored if request.entropy else (scored, None)
-                    scores = TokenScores(logprobs, entropies, None, None)
-                if request.predictions:
-
-                    def logits_of(part: slice) -> Tensor:
-                        return self._logits(head, hidden[part])
-
-                    found = predictions(logits_of, labels, len(head.weight))
-                    scores = scores._replace(predictions=found)
+                    scores = _token_scores(hidden, weight, request, options)
                 seen.append((scores, _unscaled(hidden, self.scale)))
                 return args[0][:, :0]
 
@@ -123,11 +110,24 @@ class FusedHead:
             with _hooked_head(model, score), seen_by_fsdp(model, show):
                 yield lambda _out: _only(seen, model)
 
-    def _logits(self, head: nn.Linear, hidden: Tensor) -> Tensor:
-        logits = nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
-        logits = logits.float() * self.transform.logit_scale
-        cap = self.transform.softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+def _token_scores(
+    hidden: Tensor, weight: Tensor, request: ScoringRequest, options: dict[str, Any]
+) -> TokenScores:
+    """Scores without a loss, of hidden states [N, D] and the head's weights [V, D]."""
+    scored: Any = fastrl_kernels.linear_logprobs(
+        hidden,
+        weight,
+        request.labels,
+        temperature=request.temperature,
+        entropy=request.entropy,
+        extras=request.extras,
+        **options,
+    )
+    logprobs, *others = scored if isinstance(scored, tuple) else (scored,)
+    extras = others.pop() if request.extras else None
+    entropies = others.pop() if request.entropy else None
+    return TokenScores(logprobs, entropies, None, None, extras=extras)
 
 
 class RowHead:

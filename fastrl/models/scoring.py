@@ -6,15 +6,13 @@ the probability ratio would not be 1 where nothing changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import fastrl_kernels
-
-_LOGITS_AT_A_TIME = 1 << 23  # of predictions
+from fastrl_kernels.types import Extras
 
 
 class PolicyObjective(NamedTuple):
@@ -42,13 +40,6 @@ class TokenNLL(NamedTuple):
     denominator: Tensor  # []
 
 
-class Predictions(NamedTuple):
-    """What a model predicts where tokens are scored, without a gradient."""
-
-    entropies: Tensor  # [N], nats
-    correct: Tensor  # [N] bool: the label is the likeliest token
-
-
 class ScoringRequest(NamedTuple):
     """Tokens to score, and the results wanted of them.
 
@@ -63,7 +54,7 @@ class ScoringRequest(NamedTuple):
     values: bool = True
     logits: bool = False
     objective: PolicyObjective | TokenNLL | None = None
-    predictions: bool = False
+    extras: tuple[str, ...] = ()  # names of fastrl_kernels' Extras; not with a PolicyObjective
 
 
 class TokenScores(NamedTuple):
@@ -79,7 +70,7 @@ class TokenScores(NamedTuple):
     logits: Tensor | None  # [N, V], before the temperature
     loss: Tensor | None = None  # []
     stats: fastrl_kernels.LossStats | None = None
-    predictions: Predictions | None = None
+    extras: Extras | None = None  # [N] each, without gradients
 
 
 class PassLimit(NamedTuple):
@@ -87,26 +78,6 @@ class PassLimit(NamedTuple):
 
     samples: int
     tokens: int | None = None
-
-
-@torch.no_grad()
-def predictions(logits_of: Callable[[slice], Tensor], labels: Tensor, width: int) -> Predictions:
-    """From the logits of a few rows at a time.
-
-    Args:
-        logits_of: [n, width] of a slice of the N rows.
-        labels: [N].
-    """
-    entropies, correct = [], []
-    some = max(1, _LOGITS_AT_A_TIME // width)
-    for begin in range(0, len(labels), some):
-        part = slice(begin, begin + some)
-        logits, targets = logits_of(part), labels[part]
-        entropies.append(fastrl_kernels.token_logprobs(logits, targets, entropy=True)[1])
-        correct.append(logits.argmax(-1) == targets)
-    if not correct:
-        return Predictions(labels.new_empty(0, dtype=torch.float32), labels.bool())
-    return Predictions(torch.cat(entropies), torch.cat(correct))
 
 
 def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
@@ -123,11 +94,21 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
         loss, stats = fastrl_kernels.ppo_loss(
             logprobs, objective.old_logprobs, objective.advantages, every, **objective.options
         )
-        entropies = entropies if entropies is None else entropies.detach()
     if loss is not None:
         logprobs = logprobs.detach()
-    found = None
-    if request.predictions:
-        found = predictions(lambda part: logits[part], request.labels, logits.shape[-1])
+        entropies = entropies if entropies is None else entropies.detach()
     kept = logits if request.logits else None
-    return TokenScores(logprobs, entropies, None, kept, loss, stats, found)
+    extras = _extras(logits.detach(), request) if request.extras else None
+    return TokenScores(logprobs, entropies, None, kept, loss, stats, extras)
+
+
+def _extras(logits: Tensor, request: ScoringRequest) -> Extras:
+    """From logits [N, V], where the head cannot compute them as it goes."""
+    x = logits.float() / request.temperature
+    found = {
+        "log_sum_sq_probs": lambda: (2 * x.log_softmax(-1)).logsumexp(-1),
+        "mean_logit": lambda: x.mean(-1),
+        "is_top1": lambda: x.argmax(-1) == request.labels,
+    }
+    wanted = {name: found[name]() for name in request.extras}
+    return Extras(*map(wanted.get, Extras._fields))

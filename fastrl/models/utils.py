@@ -73,6 +73,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
+def without_dropout(model: nn.Module | None) -> None:
+    """Sets all dropout of a model to 0."""
+    for module in () if model is None else model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
 def check_trainable(model: nn.Module, but: str = "") -> None:
     """Refuses a model without a trainable weight, and one in four bits without an adapter.
 

@@ -60,6 +60,8 @@ class Method:
 
 SFT = Method("supervised fine-tuning (SFT)", ("sft",))
 REWARD = Method("reward modelling on preference pairs", ("reward-model",))
+DPO = Method("direct preference optimisation (DPO)", ("trl", "dpo"))
+KTO = Method("Kahneman–Tversky optimisation (KTO)", ("trl", "kto"))
 _POLICY_GRADIENTS = {
     "PPO": Method("proximal policy optimisation (PPO)", ("ppo", "reinforcement-learning")),
     "GRPO": Method("group relative policy optimisation (GRPO)", ("grpo", "reinforcement-learning")),

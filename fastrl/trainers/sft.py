@@ -58,6 +58,7 @@ _IGNORED_KEYWORDS = (
     "dataset_kwargs",
 )
 _TARGETS = ("rows", "targets", "labels")
+_PREDICTIONS: dict[str, Any] = {"entropy": True, "extras": ("is_top1",)}
 _PLAIN = {"input_ids", "attention_mask", "use_cache"}
 # Keywords of TRL 1.x's that are not honoured, and what to use.
 _REFUSED = {
@@ -396,8 +397,9 @@ class SFTTrainer(SupervisedTrainer):
             inputs["targets"],
             values=False,
             objective=objective,
-            predictions=training and self._logs_this_step(),
         )
+        if training and self._logs_this_step():
+            request = request._replace(**_PREDICTIONS)
         if return_outputs:
             outputs = self._outputs(model, inputs)
             scores = score_logits(outputs.logits.flatten(0, 1)[request.rows], request)
@@ -441,7 +443,7 @@ class SFTTrainer(SupervisedTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if "rows" not in inputs:  # from a collator of the user
             inputs = {**inputs, **targets_of(inputs["labels"])}
-        request = ScoringRequest(inputs["rows"], inputs["targets"], values=False, predictions=True)
+        request = ScoringRequest(inputs["rows"], inputs["targets"], values=False, **_PREDICTIONS)
         if not prediction_loss_only:
             loss, logits, labels = super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys
@@ -479,11 +481,11 @@ class SFTTrainer(SupervisedTrainer):
             self.metrics.add_tokens(mask.sum())
         else:
             self.metrics.add_tokens(inputs["labels"].numel())
-        found = scores.predictions
-        if found is not None:
-            count = torch.as_tensor(float(len(found.correct)), device=found.correct.device)
-            self.metrics.add("entropy", found.entropies.sum(), count)
-            self.metrics.add("mean_token_accuracy", found.correct.sum(), count)
+        if scores.extras is not None:
+            entropies, correct = _predictions(scores)
+            count = torch.as_tensor(float(len(correct)), device=correct.device)
+            self.metrics.add("entropy", entropies.sum(), count)
+            self.metrics.add("mean_token_accuracy", correct.sum(), count)
 
     def _scores(
         self, model: nn.Module, inputs: dict[str, Any], request: ScoringRequest
@@ -578,9 +580,8 @@ class SFTTrainer(SupervisedTrainer):
     def _hold_out(self, inputs: dict[str, Any], losses: Tensor, scores: TokenScores) -> None:
         """Adds a batch to the evaluation, from the losses of its labels, [N]."""
         examples, width = inputs["labels"].shape
-        which, found = inputs["rows"] // width, scores.predictions
-        assert found is not None
-        columns = (losses, torch.ones_like(losses), found.entropies, found.correct.to(losses))
+        which = inputs["rows"] // width
+        columns = (losses, torch.ones_like(losses), *_predictions(scores))
         self.held_out(*(x.new_zeros(examples).index_add(0, which, x) for x in columns))
 
     def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
@@ -599,6 +600,15 @@ class SFTTrainer(SupervisedTrainer):
 
     def _plain(self, model: nn.Module) -> Any:
         return self.accelerator.unwrap_model(model, keep_torch_compile=False)
+
+
+def _predictions(scores: TokenScores) -> tuple[Tensor, Tensor]:
+    """Entropies, and 1 where the label is the likeliest token, [N] fp32 without gradients."""
+    entropies, extras = scores.entropies, scores.extras
+    assert entropies is not None
+    assert extras is not None
+    assert extras.is_top1 is not None
+    return entropies.detach(), extras.is_top1.float()
 
 
 def _aux_loss(model: Any, args: Any) -> tuple[bool, float]:

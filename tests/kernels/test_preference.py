@@ -11,15 +11,17 @@ from torch import Tensor
 
 from fastrl_kernels import (
     dpo_loss,
+    f_divergence_scores,
     ipo_loss,
     kto_loss,
     orpo_loss,
+    pair_loss,
     reference,
     reward_loss,
     simpo_loss,
     slic_loss,
 )
-from fastrl_kernels.preference import CERTAIN
+from fastrl_kernels.preference import CERTAIN, F_DIVERGENCES, PAIR_KINDS
 from tests.kernels.judge import DTYPES, judge, names
 from tests.kernels.launches import watched
 
@@ -38,6 +40,16 @@ CASES = {
     "rewards": (reward_loss, ("chosen", "rejected"), {}),
     "rewards with a margin": (reward_loss, ("chosen", "rejected", "margin"), {"center_coef": 0.1}),
 }
+SMOOTHING = {"exo_pair": 1e-3, "aot": 0.1, "aot_unpaired": 0.1, "robust": 0.2}
+CASES |= {
+    f"pairs: {kind}": (
+        pair_loss,
+        PAIRS,
+        {"kind": kind, "beta": 0.2, "label_smoothing": SMOOTHING.get(kind, 0.0)},
+    )
+    for kind in PAIR_KINDS
+}
+SORTED = {"pairs: aot", "pairs: aot_unpaired"}  # whose examples are compared with each other
 PER_CASE = pytest.mark.parametrize("case", CASES)
 
 
@@ -117,7 +129,7 @@ def test_extreme_margins_stay_finite_and_right(device, case, margin):
     assert all(x.isfinite().all() for x in judged.values())
 
 
-@PER_CASE
+@pytest.mark.parametrize("case", sorted(CASES.keys() - SORTED))
 def test_an_example_has_no_part_in_another(device, case):
     inputs = batch(case, device=device)
     op = both(case)[0]
@@ -151,6 +163,76 @@ def test_dpo_by_hand():
     slope = 0.5 * (1 - 0.8175745)
     for grad, sign in zip(grads, (-1, 1, 1, -1), strict=True):
         torch.testing.assert_close(grad, row(sign * slope))
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "robust"])
+def test_pairs_by_the_names_of_dpo_are_dpo(kind):
+    tensors = batch("DPO").values()
+    eps = {"sigmoid": 0.2, "hinge": 0.0, "robust": 0.2}[kind]
+    options = {"kind": kind, "label_smoothing": eps, "beta": 0.3}
+    for a, b in zip(
+        results(pair_loss, *tensors, **options), results(dpo_loss, *tensors, **options), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_pairs_by_hand():
+    # βr_w = 0.5·2 = 1, βr_l = 0.5·(-1) = -0.5; σ(1) = 0.7310586, σ(0.5) = 0.6224593
+    tensors = row(-10.0), row(-20.0), row(-12.0), row(-19.0)
+
+    def loss(kind: str) -> Tensor:
+        return pair_loss(*tensors, kind=kind, beta=0.5)
+
+    torch.testing.assert_close(loss("bco_pair"), row(-math.log(0.7310586) - math.log(0.6224593)))
+    torch.testing.assert_close(loss("apo_zero"), row(1 - 0.7310586 + 1 - 0.6224593))
+    torch.testing.assert_close(loss("sppo_hard"), row((2.0 - 1.0) ** 2 + (-1.0 + 1.0) ** 2))
+
+
+def test_exo_is_least_where_the_policy_is_as_sure_as_the_labels():
+    eps, beta = 0.05, 0.1
+    best = math.log((1 - eps) / eps) / beta
+    loss, grad, *_ = results(
+        pair_loss, *margins(row(best)), kind="exo_pair", label_smoothing=eps, beta=beta
+    )
+    assert loss.abs() < 1e-6
+    assert grad.abs() < 1e-8
+
+
+@pytest.mark.parametrize("kind", ["aot", "aot_unpaired"])
+def test_optimal_transport_does_not_depend_on_the_order_of_examples(kind):
+    tensors = list(batch("DPO").values())
+    one, other = torch.randperm(97), torch.randperm(97)
+    # A model's margins stay together, or the log-ratios of a side.
+    orders = (one, one, other, other) if kind == "aot" else (one, other, one, other)
+    mixed = [x[order] for x, order in zip(tensors, orders, strict=True)]
+    expected = pair_loss(*tensors, kind=kind)
+    torch.testing.assert_close(pair_loss(*mixed, kind=kind), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", PAIR_KINDS)
+@pytest.mark.parametrize("eps", [-0.1, 0.6, 1.0])
+def test_a_share_of_swapped_labels_is_one(kind, eps):
+    if kind == "exo_pair" and eps == 0.6:
+        return
+    with pytest.raises(ValueError, match="label_smoothing must be"):
+        pair_loss(*batch("DPO").values(), kind=kind, label_smoothing=eps)
+
+
+@pytest.mark.parametrize("divergence", F_DIVERGENCES)
+@pytest.mark.parametrize("alpha", [0.5, 2.0, 1.0])
+def test_scores_of_f_divergences_are_exact(device, divergence, alpha):
+    log_ratios = torch.linspace(-8, 8, 65, device=device)
+    options = {"divergence": divergence, "alpha": alpha}
+    op = functools.partial(f_divergence_scores, **options)
+    formula = functools.partial(reference.f_divergence_scores, **options)
+    judge(op, formula, {"log_ratios": log_ratios}, wrt=["log_ratios"])
+
+
+@pytest.mark.parametrize("divergence", F_DIVERGENCES)
+def test_scores_of_f_divergences_stay_finite(divergence):
+    scores, grad = results(f_divergence_scores, row(-1e4, 1e4), divergence=divergence)
+    assert scores.isfinite().all()
+    assert grad.isfinite().all()
 
 
 def test_at_the_reference_dpo_is_a_coin_flip():
@@ -341,7 +423,7 @@ def test_rewards_by_hand():
 
 
 def test_a_nan_stays_where_it_is(device):
-    for case in CASES:
+    for case in CASES.keys() - SORTED:
         inputs = batch(case, device=device)
         inputs[CASES[case][1][0]][3] = torch.nan
         assert both(case)[0](**inputs).isnan().nonzero().tolist() == [[3]], case

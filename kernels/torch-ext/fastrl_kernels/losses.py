@@ -25,6 +25,7 @@ __all__ = [
     "LinearPPOLoss",
     "ORPOLoss",
     "PPOLoss",
+    "PairLoss",
     "RewardLoss",
     "SLiCLoss",
     "SimPOLoss",
@@ -96,6 +97,13 @@ class IPOLoss(_Loss):
     ref_rejected), per example."""
 
     op = staticmethod(preference.ipo_loss)
+
+
+class PairLoss(_Loss):
+    """:func:`~fastrl_kernels.pair_loss` of (policy_chosen, policy_rejected, ref_chosen,
+    ref_rejected), per example; ``kind`` names it."""
+
+    op = staticmethod(preference.pair_loss)
 
 
 class SimPOLoss(_Loss):

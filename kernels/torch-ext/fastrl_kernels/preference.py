@@ -8,6 +8,8 @@ for the device. The mean over the batch, and any weights, are the caller's.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,15 +28,18 @@ from .checks import (
 # The public losses, for the package and for tests of every op.
 __all__ = [
     "dpo_loss",
+    "f_divergence_scores",
     "ipo_loss",
     "kto_loss",
     "orpo_loss",
+    "pair_loss",
     "reward_loss",
     "simpo_loss",
     "slic_loss",
 ]
 
 DPO_KINDS = ("sigmoid", "hinge", "robust")
+F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 # An fp32 log-prob is made of numbers next to 1, which are 2**-24 apart: closer to 0 is noise.
 CERTAIN = -(2.0**-24)
 
@@ -88,6 +93,11 @@ def _log_odds(logprobs: Tensor) -> Tensor:
     held = CERTAIN + (logprobs - logprobs.detach())
     logprobs = torch.where(logprobs > CERTAIN, held, logprobs)
     return logprobs - torch.log(-torch.expm1(logprobs))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """σ(x); autograd's own slope σ·(1 - σ) has no correct digit where σ is close to 1."""
+    return torch.where(x > 0, 1.0 - torch.sigmoid(-x), torch.sigmoid(x))
 
 
 def dpo_loss(
@@ -166,6 +176,216 @@ def ipo_loss(
     check_positive("beta", beta)
     margins = _margins(policy_chosen, policy_rejected, ref_chosen, ref_rejected)
     return (margins - 1.0 / (2.0 * beta)).square()
+
+
+class _Ratios(NamedTuple):
+    """What the rows of ``PAIR_KINDS`` read, [B] fp32 each."""
+
+    chosen: Tensor  # r_w = log π_w - log ref_w
+    rejected: Tensor  # r_l
+    policy_margin: Tensor  # log π_w - log π_l
+    ref_margin: Tensor  # log ref_w - log ref_l
+
+    @property
+    def margin(self) -> Tensor:
+        """h = r_w - r_l."""
+        return self.chosen - self.rejected
+
+
+class _Settings(NamedTuple):
+    beta: float
+    label_smoothing: float
+    tau: float
+
+
+def _smoothed(x: Tensor, label_smoothing: float) -> Tensor:
+    """(1-ε)·ℓ(x) + ε·ℓ(-x), with ℓ = -log σ."""
+    if label_smoothing == 0:
+        return -F.logsigmoid(x)
+    right, swapped = -F.logsigmoid(x), -F.logsigmoid(-x)
+    return (1.0 - label_smoothing) * right + label_smoothing * swapped
+
+
+def _robust(r: _Ratios, s: _Settings) -> Tensor:
+    x, eps = s.beta * r.margin, s.label_smoothing
+    return ((1.0 - eps) * -F.logsigmoid(x) + eps * F.logsigmoid(-x)) / (1.0 - 2.0 * eps)
+
+
+def _exo_pair(r: _Ratios, s: _Settings) -> Tensor:
+    x, eps = s.beta * r.margin, s.label_smoothing
+    right = _sigmoid(x) * (F.logsigmoid(x) - math.log1p(-eps))
+    return right + _sigmoid(-x) * (F.logsigmoid(-x) - math.log(eps))
+
+
+def _nca_pair(r: _Ratios, s: _Settings) -> Tensor:
+    w, l = s.beta * r.chosen, s.beta * r.rejected  # noqa: E741 - as the papers name it
+    return -F.logsigmoid(w) - 0.5 * F.logsigmoid(-w) - 0.5 * F.logsigmoid(-l)
+
+
+def _bco_pair(r: _Ratios, s: _Settings) -> Tensor:
+    return -F.logsigmoid(s.beta * r.chosen) - F.logsigmoid(-s.beta * r.rejected)
+
+
+def _sppo_hard(r: _Ratios, s: _Settings) -> Tensor:
+    goal = 0.5 / s.beta
+    return (r.chosen - goal).square() + (r.rejected + goal).square()
+
+
+def _aot(r: _Ratios, s: _Settings) -> Tensor:
+    gap = r.policy_margin.sort().values - r.ref_margin.sort().values
+    return _smoothed(s.beta * gap, s.label_smoothing)
+
+
+def _aot_unpaired(r: _Ratios, s: _Settings) -> Tensor:
+    gap = r.chosen.sort().values - r.rejected.sort().values
+    return _smoothed(s.beta * gap, s.label_smoothing)
+
+
+def _apo_zero(r: _Ratios, s: _Settings) -> Tensor:
+    return _sigmoid(-s.beta * r.chosen) + _sigmoid(s.beta * r.rejected)
+
+
+def _apo_down(r: _Ratios, s: _Settings) -> Tensor:
+    return _sigmoid(s.beta * r.chosen) + _sigmoid(-s.beta * r.margin)
+
+
+def _discopop(r: _Ratios, s: _Settings) -> Tensor:
+    x = s.beta * r.margin
+    # exp(-x) alone overflows where its share of the mixture is 0.
+    exponential = torch.exp(F.logsigmoid(x / s.tau) - x)
+    return -F.logsigmoid(x) * _sigmoid(-x / s.tau) + exponential
+
+
+PAIR_KINDS: dict[str, Callable[[_Ratios, _Settings], Tensor]] = {
+    "sigmoid": lambda r, s: _smoothed(s.beta * r.margin, s.label_smoothing),
+    "hinge": lambda r, s: torch.relu(1.0 - s.beta * r.margin),
+    "ipo": lambda r, s: (r.margin - 1.0 / (2.0 * s.beta)).square(),
+    "robust": _robust,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+}
+
+
+def pair_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    kind: str = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    tau: float = 0.05,
+) -> Tensor:
+    """A loss of preference pairs by its name, with r = log π - log ref, h = r_w - r_l, ℓ = -log σ,
+    ε = ``label_smoothing``:
+
+    "sigmoid": (1-ε)·ℓ(βh) + ε·ℓ(-βh); "hinge", "robust": see :func:`dpo_loss`; "ipo": see
+    :func:`ipo_loss`.
+    "exo_pair": the KL from (1-ε, ε) to (σ(βh), σ(-βh)).
+    "nca_pair": ℓ(βr_w) + ½·ℓ(-βr_w) + ½·ℓ(-βr_l).
+    "bco_pair": ℓ(βr_w) + ℓ(-βr_l).
+    "sppo_hard": (r_w - 1/(2β))² + (r_l + 1/(2β))².
+    "aot": "sigmoid" of the batch's sorted log π_w - log π_l, less its sorted log ref_w - log ref_l.
+    "aot_unpaired": "sigmoid" of the batch's sorted r_w, less its sorted r_l.
+    "apo_zero": σ(-βr_w) + σ(βr_l). "apo_down": σ(βr_w) + σ(-βh).
+    "discopop": m·exp(-βh) + (1-m)·ℓ(βh), with m = σ(βh/τ).
+
+    Args:
+        policy_chosen, policy_rejected, ref_chosen, ref_rejected: [B], see :func:`dpo_loss`.
+        kind: one of those names.
+        beta: β > 0.
+        label_smoothing: ε in [0, 0.5] for "sigmoid", "aot", "aot_unpaired"; [0, 0.5) for "robust";
+            (0, 1) for "exo_pair"; 0 for the others.
+        tau: τ > 0, for "discopop".
+
+    Returns:
+        [B] fp32; of "aot" and "aot_unpaired" in sorted order.
+
+    Raises:
+        TypeError, ValueError: see :func:`dpo_loss`.
+
+    Source: EXO is Ji et al., 2024 (arXiv:2402.00856), equation 16; NCA Chen et al., 2024
+    (arXiv:2402.05369); BCO Jung et al., 2024 (arXiv:2404.04656); SPPO Wu et al., 2024
+    (arXiv:2405.00675), with hard labels; AOT Melnyk et al., 2024 (arXiv:2406.05882); APO
+    D'Oosterlinck et al., 2024 (arXiv:2408.06266), equations 7 and 8; DiscoPOP Lu et al., 2024
+    (arXiv:2406.08414), equation 5.
+    """
+    check_choice("kind", kind, tuple(PAIR_KINDS))
+    check_positive("beta", beta)
+    check_positive("tau", tau)
+    _check_share(label_smoothing, kind)
+    policy_w, policy_l, ref_w, ref_l = _checked(
+        policy_chosen=policy_chosen,
+        policy_rejected=policy_rejected,
+        ref_chosen=ref_chosen,
+        ref_rejected=ref_rejected,
+    )
+    ratios = _Ratios(policy_w - ref_w, policy_l - ref_l, policy_w - policy_l, ref_w - ref_l)
+    return PAIR_KINDS[kind](ratios, _Settings(beta, label_smoothing, tau))
+
+
+def _check_share(label_smoothing: float, kind: str) -> None:
+    """``label_smoothing`` of :func:`pair_loss`."""
+    if kind in ("aot", "aot_unpaired"):
+        _check_label_smoothing(label_smoothing, "sigmoid")
+    elif kind in DPO_KINDS:
+        _check_label_smoothing(label_smoothing, kind)
+    elif isinstance(label_smoothing, Tensor):
+        raise TypeError("label_smoothing must be a Python number: reading a tensor would wait")
+    elif kind == "exo_pair":
+        if not 0 < label_smoothing < 1:
+            raise ValueError(
+                f"label_smoothing must be in (0, 1) for exo_pair, got {label_smoothing}"
+            )
+    elif label_smoothing != 0:
+        raise ValueError(f"label_smoothing must be 0 for {kind}, got {label_smoothing}")
+
+
+def f_divergence_scores(
+    log_ratios: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.5
+) -> Tensor:
+    """f'(t) at t = π/ref, up to a constant: what takes the place of log t in a loss of differences
+    when the divergence from the reference is another one.
+
+    "reverse_kl": log t. "forward_kl": 1 - 1/t. "js_divergence": log(2t/(1+t)).
+    "alpha_divergence": (t^(α-1) - 1)/(α-1), which is log t at α = 1.
+
+    Args:
+        log_ratios: [B] log t = log π - log ref; fp32, bf16 or fp16, differentiable.
+        divergence: one of those names.
+        alpha: α.
+
+    Returns:
+        [B] fp32. Powers are those of e^80 at most, with slope 0 above, which fp32 can hold.
+
+    Raises:
+        TypeError: a tensor that is not fp32, bf16 or fp16; a coefficient that is a tensor.
+        ValueError: a shape that is not [B], an unknown name, an α that is not finite.
+
+    Source: Wang et al., "Beyond reverse KL: generalizing direct preference optimization with
+    diverse divergence constraints", 2023 (arXiv:2309.16240).
+    """
+    check_choice("divergence", divergence, F_DIVERGENCES)
+    if isinstance(alpha, Tensor):
+        raise TypeError("alpha must be a Python number: reading a tensor would wait")
+    if not abs(alpha) < math.inf:
+        raise ValueError(f"alpha must be finite, got {alpha}")
+    (x,) = _checked(log_ratios=log_ratios)
+    if divergence == "forward_kl":
+        return -torch.expm1((-x).clamp(max=80.0))
+    if divergence == "js_divergence":
+        return math.log(2.0) + F.logsigmoid(x)
+    if divergence == "alpha_divergence" and abs(alpha - 1.0) >= 1e-6:
+        return torch.expm1(((alpha - 1.0) * x).clamp(max=80.0)) / (alpha - 1.0)
+    return x.clone()
 
 
 def simpo_loss(
@@ -294,8 +514,7 @@ def kto_loss(
     check_device("desirable", desirable, "policy", policy)
     gain = (policy - reference) - _baseline(kl, policy)
     x = beta * torch.where(desirable, -gain, gain)
-    # Autograd's slope σ·(1 - σ) has no correct digit where σ is close to 1.
-    missed = torch.where(x > 0, 1.0 - torch.sigmoid(-x), torch.sigmoid(x))
+    missed = _sigmoid(x)
     return torch.where(desirable, desirable_weight * missed, undesirable_weight * missed)
 
 

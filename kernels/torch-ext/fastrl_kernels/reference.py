@@ -513,6 +513,70 @@ def orpo_loss(mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float = 0.1) 
     return beta * F.softplus(log_odds(mean_rejected) - log_odds(mean_chosen), threshold=50)
 
 
+def pair_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    kind: str = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    tau: float = 0.05,
+) -> Tensor:
+    """Losses on w = β(log π_w - log ref_w), l = β(log π_l - log ref_l) and x = w - l."""
+    if kind in ("sigmoid", "hinge", "robust", "ipo"):
+        sides = (policy_chosen, policy_rejected, ref_chosen, ref_rejected)
+        if kind == "ipo":
+            return ipo_loss(*sides, beta=beta)
+        return dpo_loss(*sides, beta=beta, label_smoothing=label_smoothing, kind=kind)
+
+    def surprise(z: Tensor) -> Tensor:  # -log σ(z)
+        return F.softplus(-z, threshold=50)
+
+    w, l = beta * (policy_chosen - ref_chosen), beta * (policy_rejected - ref_rejected)  # noqa: E741
+    x = w - l
+    if kind == "exo_pair":
+        log_labels = math.log1p(-label_smoothing), math.log(label_smoothing)
+        first = torch.sigmoid(x) * (-surprise(x) - log_labels[0])
+        return first + torch.sigmoid(-x) * (-surprise(-x) - log_labels[1])
+    if kind == "nca_pair":
+        return surprise(w) + 0.5 * surprise(-w) + 0.5 * surprise(-l)
+    if kind == "bco_pair":
+        return surprise(w) + surprise(-l)
+    if kind == "sppo_hard":
+        return ((w - 0.5) / beta).square() + ((l + 0.5) / beta).square()
+    if kind == "apo_zero":
+        return torch.sigmoid(-w) + torch.sigmoid(l)
+    if kind == "apo_down":
+        return torch.sigmoid(w) + torch.sigmoid(-x)
+    if kind == "discopop":
+        mixed = torch.sigmoid(-x / tau) * surprise(x)
+        return mixed + torch.exp(-x - surprise(x / tau))
+    if kind == "aot":
+        ours, theirs = policy_chosen - policy_rejected, ref_chosen - ref_rejected
+        x = beta * (ours.sort().values - theirs.sort().values)
+    elif kind == "aot_unpaired":
+        x = w.sort().values - l.sort().values
+    else:
+        raise ValueError(kind)
+    return (1 - label_smoothing) * surprise(x) + label_smoothing * surprise(-x)
+
+
+def f_divergence_scores(
+    log_ratios: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.5
+) -> Tensor:
+    """f'(t) of the divergence at t = exp(log_ratios)."""
+    t = torch.exp(log_ratios)
+    if divergence == "forward_kl":
+        return 1 - 1 / t
+    if divergence == "js_divergence":
+        return torch.log(2 * t / (1 + t))
+    if divergence == "alpha_divergence" and alpha != 1:
+        return (t ** (alpha - 1) - 1) / (alpha - 1)
+    return torch.log(t)
+
+
 def slic_loss(
     policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float = 1.0, lam: float = 0.1
 ) -> Tensor:

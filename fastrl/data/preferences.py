@@ -1,0 +1,291 @@
+"""Rows of preferences as token ids, by the rules of TRL 1.x: a prompt's tokens are those that it
+has in front of the completions.
+
+Pairs have ``chosen`` and ``rejected``, with a ``prompt`` or behind one that both begin with;
+unpaired rows have ``prompt``, ``completion`` and ``label``. All are texts, or lists of messages.
+Where the rows have them, ``tools`` (a list, or JSON) and ``chat_template_kwargs`` go to the chat
+template.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastrl.data.chat import is_chat, is_message
+from fastrl.data.tables import is_stream
+
+PAIR = ("chosen", "rejected")
+OF_A_PAIR = ("prompt_ids", "chosen_ids", "rejected_ids")
+OF_A_COMPLETION = ("prompt_ids", "completion_ids", "label")
+_IMAGES = ("image", "images")
+
+
+def prepare_pairs_of_ids(
+    dataset: Any, tokenizer: Any, num_proc: int | None, longest_prompt: int | None
+) -> Any:
+    """The data set with ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``; one that has them
+    stays as it is.
+
+    Args:
+        dataset: a ``Dataset`` or an ``IterableDataset`` of pairs.
+        num_proc: processes; of a stream none.
+        longest_prompt: tokens; rows with a longer prompt are dropped.
+
+    Raises:
+        ValueError: other columns, images, no row, messages without a role or a content.
+    """
+    options = _map_options(dataset, num_proc)
+    row = _first(dataset)
+    if all(name in row for name in OF_A_PAIR):
+        return dataset
+    _check(row, PAIR)
+    if "prompt" not in row:
+        dataset = dataset.map(split_prompt, **options)
+    dataset = dataset.map(_encode_pair, fn_kwargs={"tokenizer": tokenizer}, **options)
+    return _within(dataset, longest_prompt, options)
+
+
+def prepare_completions_of_ids(
+    dataset: Any,
+    tokenizer: Any,
+    num_proc: int | None,
+    longest_prompt: int | None,
+    mismatched: int | None = None,
+) -> Any:
+    """The data set with ``prompt_ids``, ``completion_ids`` and ``label``; pairs become two rows
+    each.
+
+    Args:
+        mismatched: also ``KL_completion_ids``, the completion of the row before among so many
+            neighbours, the first row's that of the last.
+
+    Further arguments and errors are those of :func:`prepare_pairs_of_ids`.
+    """
+    options = _map_options(dataset, num_proc)
+    row = _first(dataset)
+    if not all(name in row for name in OF_A_COMPLETION):
+        if all(name in row for name in PAIR):
+            _check(row, PAIR)
+            if "prompt" not in row:
+                dataset = dataset.map(split_prompt, **options)
+            dataset = dataset.map(_unpair, batched=True, remove_columns=list(PAIR), **options)
+        else:
+            _check(row, ("prompt", "completion", "label"))
+        dataset = dataset.map(_encode_completion, fn_kwargs={"tokenizer": tokenizer}, **options)
+        dataset = _within(dataset, longest_prompt, options)
+    if mismatched is not None and "KL_completion_ids" not in row:
+        dataset = dataset.map(_rotate, batched=True, batch_size=mismatched, **options)
+    return dataset
+
+
+def split_prompt(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Prompt and completions of a pair whose sides begin with the prompt: what both begin with, but
+    for a blank in front of where they part, which is the completions'."""
+    chosen, rejected = row["chosen"], row["rejected"]
+    shortest = min(len(chosen), len(rejected))
+    sides = list(zip(chosen, rejected, strict=False))
+    same = next((i for i, (x, y) in enumerate(sides) if x != y), shortest - 1)
+    if isinstance(chosen, str) and chosen[same - 1 : same] == " ":
+        same -= 1
+    same = max(same, 0)
+    return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
+
+
+@dataclass
+class PairCollator:
+    """Makes batches of pairs, padded on the right: all chosen sequences, then all rejected ones.
+
+    Args:
+        pad_token_id: of padding.
+        max_length: of a sequence; longer ones are cut.
+        truncation_mode: what stays of them, "keep_start" or "keep_end".
+        pad_to_multiple_of: the batch's width is a multiple of it.
+
+    Calling it with rows gives ``input_ids``, ``attention_mask`` and ``completion_mask`` [2B, T],
+    and the reference's log-probs [B] where the rows have them.
+    """
+
+    pad_token_id: int
+    max_length: int | None = None
+    truncation_mode: str = "keep_start"
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        sides = [(row["prompt_ids"], row[f"{side}_ids"]) for side in PAIR for row in rows]
+        batch = self._padded(sides)
+        for name in ("ref_chosen_logps", "ref_rejected_logps"):
+            if name in rows[0]:
+                batch[name] = torch.tensor([row[name] for row in rows])
+        return batch
+
+    def _padded(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> dict[str, Any]:
+        keep = slice(None)
+        if self.max_length is not None:
+            ends = self.truncation_mode == "keep_end"
+            keep = slice(-self.max_length, None) if ends else slice(None, self.max_length)
+        ids = [
+            torch.tensor([*prompt, *said][keep], dtype=torch.int64) for prompt, said in sequences
+        ]
+        masks = [
+            torch.tensor(([0] * len(prompt) + [1] * len(said))[keep]) for prompt, said in sequences
+        ]
+        width, multiple = max(map(len, ids)), self.pad_to_multiple_of or 1
+        width = -(-width // multiple) * multiple
+
+        def pad(rows: list[Tensor], value: int) -> Tensor:
+            return torch.stack(
+                [torch.nn.functional.pad(x, (0, width - len(x)), value=value) for x in rows]
+            )
+
+        return {
+            "input_ids": pad(ids, self.pad_token_id),
+            "attention_mask": pad([torch.ones_like(x) for x in ids], 0),
+            "completion_mask": pad(masks, 0),
+        }
+
+
+@dataclass
+class CompletionCollator(PairCollator):
+    """Makes batches of single completions, padded on the right: ``input_ids``, ``attention_mask``
+    and ``completion_mask`` [B, T], and ``label`` [B] bool; the same of mismatched completions with
+    ``KL_`` in front, and the reference's log-probs, where the rows have them."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        batch = self._padded([(row["prompt_ids"], row["completion_ids"]) for row in rows])
+        if "KL_completion_ids" in rows[0]:
+            other = self._padded([(row["prompt_ids"], row["KL_completion_ids"]) for row in rows])
+            batch |= {f"KL_{name}": x for name, x in other.items()}
+        for name in ("ref_logps", "ref_KL_logps"):
+            if name in rows[0]:
+                batch[name] = torch.tensor([row[name] for row in rows])
+        batch["label"] = torch.tensor([bool(row["label"]) for row in rows])
+        return batch
+
+
+def _map_options(dataset: Any, num_proc: int | None) -> dict[str, Any]:
+    return {} if is_stream(dataset) else {"num_proc": num_proc}
+
+
+def _first(dataset: Any) -> Mapping[str, Any]:
+    row = next(iter(dataset), None)
+    if row is None:
+        raise ValueError("the data set has no row")
+    return row
+
+
+def _check(row: Mapping[str, Any], columns: Sequence[str]) -> None:
+    """
+    Raises:
+        ValueError: a row without these columns, or with images.
+    """
+    if any(name in row for name in _IMAGES):
+        raise ValueError("the data set has images, and only texts are learned from: leave them out")
+    missing = [name for name in columns if name not in row]
+    if missing:
+        raise ValueError(
+            f"the data set has columns {', '.join(row)}, and lacks {', '.join(missing)}: rename "
+            "them with dataset.rename_column"
+        )
+
+
+def _within(dataset: Any, longest_prompt: int | None, options: dict[str, Any]) -> Any:
+    if longest_prompt is None:
+        return dataset
+    kept = dataset.filter(_fits, fn_kwargs={"longest": longest_prompt}, **options)
+    if not is_stream(kept) and not len(kept):
+        raise ValueError(
+            f"no row is left of {len(dataset)}: all prompts are longer than {longest_prompt} "
+            "tokens: raise max_length"
+        )
+    return kept
+
+
+def _fits(row: Mapping[str, Any], longest: int) -> bool:
+    return len(row["prompt_ids"]) <= longest
+
+
+def _encode_pair(row: Mapping[str, Any], tokenizer: Any) -> dict[str, list[int]]:
+    prompt, sides = _encode(row, [row[side] for side in PAIR], tokenizer)
+    return dict(zip(OF_A_PAIR, [prompt, *sides], strict=True))
+
+
+def _encode_completion(row: Mapping[str, Any], tokenizer: Any) -> dict[str, list[int]]:
+    prompt, (completion,) = _encode(row, [row["completion"]], tokenizer)
+    return {"prompt_ids": prompt, "completion_ids": completion}
+
+
+def _unpair(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """All chosen sides, then all rejected ones."""
+    count = len(rows["chosen"])
+    others = {name: column * 2 for name, column in rows.items() if name not in PAIR}
+    both = [*rows["chosen"], *rows["rejected"]]
+    return {**others, "completion": both, "label": [True] * count + [False] * count}
+
+
+def _rotate(rows: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    completions = rows["completion_ids"]
+    return {"KL_completion_ids": [completions[-1], *completions[:-1]]}
+
+
+def _encode(
+    row: Mapping[str, Any], completions: Sequence[Any], tokenizer: Any
+) -> tuple[list[int], list[list[int]]]:
+    """The prompt's ids, and those of the completions behind it."""
+    prompt = row["prompt"]
+    if is_chat(prompt):
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        options = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
+        alone = _chat_ids(prompt, tokenizer, add_generation_prompt=True, **options)
+        whole = [_chat_ids([*prompt, *said], tokenizer, **options) for said in completions]
+    else:
+        end = tokenizer.eos_token or ""
+        alone = _text_ids(prompt, tokenizer)
+        whole = [
+            _text_ids(prompt + (said if said.endswith(end) else said + end), tokenizer)
+            for said in completions
+        ]
+    shared = min(_shared(alone, ids) for ids in whole)
+    if shared < len(alone):
+        warnings.warn(
+            "the end of a prompt has other tokens in front of its completion than alone "
+            f"({tokenizer.decode(alone[shared:])!r}): the completion begins where they part, so "
+            "that the model is trained on another context than it generates from; end prompts "
+            "where a token ends, or use a chat template that writes them alike in both cases",
+            stacklevel=2,
+        )
+    return alone[:shared], [ids[shared:] for ids in whole]
+
+
+def _shared(ids: list[int], others: list[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(ids), len(others)))
+
+
+def _text_ids(text: str, tokenizer: Any) -> list[int]:
+    return list(tokenizer(text=text)["input_ids"])
+
+
+def _chat_ids(messages: Sequence[Any], tokenizer: Any, **options: Any) -> list[int]:
+    for message in messages:
+        calls = isinstance(message, Mapping) and message.get("tool_calls")
+        if not calls and not is_message(message):
+            raise ValueError(
+                f"a chat holds {message!r:.80}: messages are dicts with a role and a content of "
+                "text"
+            )
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"the tokenizer ({type(tokenizer).__name__} {tokenizer.name_or_path!r}) has no chat "
+            "template, and the data hold chat messages: set tokenizer.chat_template, or bring texts"
+        )
+    made = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+    return list(made["input_ids"])

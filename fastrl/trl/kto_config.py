@@ -1,0 +1,50 @@
+"""Settings of KTOTrainer, by TRL 1.x's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastrl.config import setting
+from fastrl.trl.preference_config import PreferenceConfig
+
+LOSSES = ("kto", "apo_zero_unpaired")
+
+
+@dataclass
+class KTOConfig(PreferenceConfig):
+    """Settings of :class:`fastrl.KTOTrainer`: names, meanings and defaults of TRL 1.x's KTOConfig.
+
+    Raises:
+        ValueError: a value out of range, an unknown loss, another order of the data than the loss
+            needs.
+    """
+
+    train_sampling_strategy: str = setting(
+        "Order of the training data: random, sequential or group_by_length; kto needs sequential, "
+        "as each batch is compared with its own mismatched completions.",
+        "sequential",
+    )
+    loss_type: str = setting(f"One of {', '.join(LOSSES)}.", "kto")
+    desirable_weight: float = setting("Weight of desirable completions.", 1.0)
+    undesirable_weight: float = setting("Weight of undesirable completions.", 1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_type not in LOSSES:
+            raise ValueError(
+                f"unknown loss_type {self.loss_type!r}: choose one of {', '.join(LOSSES)}"
+            )
+        for name in ("desirable_weight", "undesirable_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.loss_type == "kto" and self.train_sampling_strategy != "sequential":
+            raise ValueError(
+                f"train_sampling_strategy={self.train_sampling_strategy!r} would take completions "
+                "away from the batch whose KL they estimate: leave it at 'sequential', or choose "
+                "loss_type='apo_zero_unpaired', which estimates none"
+            )
+        if self.loss_type == "kto" and self.micro_batch_tokens is not None:
+            raise ValueError(
+                "micro_batch_tokens splits batches, and the KL of kto is one of the whole batch: "
+                "leave it out, and lower per_device_train_batch_size"
+            )

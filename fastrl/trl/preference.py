@@ -1,0 +1,519 @@
+"""The base of DPOTrainer and KTOTrainer: models, reference, log-probs and metrics."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from fastrl.config import PPOConfig
+from fastrl.data.choose_padding import logprobs_of_labels
+from fastrl.data.preferences import PairCollator
+from fastrl.data.tables import is_stream
+from fastrl.models import CausalLMPolicy
+from fastrl.models.attention import replaced
+from fastrl.models.lm_head import Head, choose_head, corner_of
+from fastrl.models.load import load_language_model, with_adapter
+from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.utils import evaluating, without_dropout
+from fastrl.ref_model import RefModel, choose_ref_model
+from fastrl.trainers.special_tokens import settle_model
+from fastrl.trainers.supervised import (
+    SupervisedTrainer,
+    is_path,
+    length_limit,
+    load_if_path,
+    tokenizer_of,
+)
+from fastrl.trl.completions import Completions
+from fastrl.trl.metric_means import MetricMeans
+from fastrl.trl.preference_config import PreferenceConfig
+from fastrl_kernels.types import Extras
+
+EXTRAS = ("mean_logit", "is_top1")
+MARGINS = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
+
+
+class CompletionScores(NamedTuple):
+    """What a model says of a batch's completions.
+
+    Attributes:
+        logprobs: [B, T-1] fp32, 0 outside of the completions.
+        scores: of the tokens [N].
+        output: of the model's forward.
+    """
+
+    logprobs: Tensor
+    scores: TokenScores
+    output: Any
+
+    @property
+    def extras(self) -> Extras:
+        assert self.scores.extras is not None
+        return self.scores.extras
+
+
+class PreferenceTrainer(SupervisedTrainer):
+    """A trainer that compares a policy's log-probs of completions with a reference's.
+
+    The reference is ``ref_model``, or the policy as training begins: a frozen copy of it, or, of a
+    policy with an adapter, its base without the adapter, or with a frozen copy of the adapter where
+    that was trained before. See :class:`fastrl.ref_model.RefModel`.
+    """
+
+    _tag_names: ClassVar[list[str]]  # of the model on the Hub
+    config_class: ClassVar[type[PreferenceConfig]]
+    collator_class: ClassVar[type[PairCollator]]
+    short_name: ClassVar[str]  # of the method
+    ref_columns: tuple[str, ...]  # of precomputed log-probs, one for each [B]
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any = None,
+        args: Any = None,
+        data_collator: Callable | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ):
+        args = self._settings_of(args, model)
+        if train_dataset is None:
+            raise ValueError("train_dataset is required")
+        if ref_model is not None and ref_model is model:
+            raise ValueError(
+                "model and ref_model are the same object: leave out ref_model, and a copy is made"
+            )
+        self._peft_config = peft_config
+        path = model
+        model = self._loaded(model, args, quantization_config)
+        tokenizer = _with_padding(processing_class, path, model, args)
+        adapts = peft_config is not None or hasattr(model, "peft_config")
+        settle_model(model, tokenizer, args, adapts)
+        _set_padding(model, tokenizer)
+        model = self.prepare_model_of(model, args)
+        self._policy = CausalLMPolicy(model)
+        reference = None if ref_model is None else CausalLMPolicy(self._loaded(ref_model, args))
+        if args.disable_dropout:
+            for each in (model, reference):
+                without_dropout(each)
+        self._reference = self._choose_reference(args, reference)
+        coefficient, self.aux_loss_enabled = _router_loss(model, args.router_aux_loss_coef)
+        self.router_aux_loss_coef = coefficient
+        self._tokenizer = tokenizer
+        self._settings = args
+        self._max_length = length_limit(args, model, tokenizer)
+        self._head: Head | None = None
+        self._packs: bool | None = None
+        self._metrics = {name: MetricMeans(MARGINS) for name in ("train", "eval")}
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator or self._collator(args),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"one process with {self.args.n_gpu} GPUs would split batches without the loss's "
+                "knowledge: start one process per GPU (accelerate launch, torchrun)"
+            )
+        self.model_accepts_loss_kwargs = False  # the loss is a mean over the batch
+        if self._reference is not None:
+            self._reference.place(self._policy, self.accelerator)
+        if self.args.precompute_ref_log_probs:
+            self._precompute_all()
+        if self.args.sync_ref_model:
+            self.add_callback(_Follow(self._reference, self.args))
+        self.model.add_model_tags(self._tag_names)
+
+    # What subclasses add.
+
+    @abstractmethod
+    def prepare_rows(self, dataset: Any) -> Any:
+        """The data set as token ids."""
+
+    @abstractmethod
+    def ref_logprobs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """The reference's log-probs of a batch, one [B] for each of ``ref_columns``."""
+
+    @abstractmethod
+    def losses(
+        self, model: nn.Module, batch: Mapping[str, Any]
+    ) -> tuple[Tensor, Any, dict[str, tuple[Tensor, Tensor]]]:
+        """The loss of each example [B], the output of the model's forward, and metrics as sums and
+        counts."""
+
+    # Models.
+
+    def _settings_of(self, args: Any, model: Any) -> Any:
+        """The settings, by default those of the class.
+
+        Raises:
+            TypeError, ValueError: settings that the trainer cannot have.
+        """
+        if args is None:
+            name = str(model if is_path(model) else getattr(model, "name_or_path", "") or "model")
+            args = self.config_class(f"{name.rstrip('/').rsplit('/', 1)[-1]}-{self.short_name}")
+        if not isinstance(args, self.config_class):
+            raise TypeError(
+                f"args must be a fastrl.{self.config_class.__name__}, got {type(args).__name__}"
+            )
+        return args
+
+    def _loaded(self, model: Any, args: Any, quantization_config: Any = None) -> Any:
+        """A model; of a path the one that is saved there."""
+        if not is_path(model):
+            if quantization_config is not None:
+                raise ValueError(
+                    "quantization_config is for a model that the trainer loads: pass the model's "
+                    "path, or load the model with it"
+                )
+            return model
+        options: dict[str, Any] = {"trainable": True}
+        if args.trust_remote_code:
+            options["trust_remote_code"] = True
+        if quantization_config is not None:
+            if "quantization_config" in (args.model_init_kwargs or {}):
+                raise ValueError(
+                    "quantization_config is also in model_init_kwargs: give it in one place"
+                )
+            options["quantization_config"] = quantization_config
+        return load_if_path(model, load_language_model, args, **options)
+
+    def prepare_model_of(self, model: Any, args: Any) -> Any:
+        """The model, with an adapter if there is a peft_config."""
+        model = with_adapter(model, self._peft_config, args)
+        if hasattr(model, "peft_config") and args.gradient_checkpointing:
+            model.enable_input_require_grads()
+        return model
+
+    def prepare_model(self, model: Any) -> Any:
+        return self.prepare_model_of(model, self._settings)
+
+    def _choose_reference(self, args: Any, reference: CausalLMPolicy | None) -> RefModel | None:
+        """None where log-probs are computed before training by the policy itself."""
+        has_adapter = self._policy.is_peft_model
+        if args.precompute_ref_log_probs and reference is None and not has_adapter:
+            return None
+        follows = {}
+        if args.sync_ref_model:
+            follows = {
+                "sync_ref_every": args.ref_model_sync_steps,
+                "ref_ema": args.ref_model_mixup_alpha,
+            }
+        return choose_ref_model(PPOConfig(**follows), self._policy, reference)
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference as a model of its own; None where the policy's base is it, or its log-probs
+        are computed before training."""
+        if self._reference is None or self._reference.model is None:
+            return None
+        return self.accelerator.unwrap_model(self._reference.model).pretrained_model
+
+    # Data.
+
+    def prepare_data(self, dataset: Any, training: bool) -> Any:
+        if self._settings.precompute_ref_log_probs and is_stream(dataset):
+            raise ValueError(
+                "precompute_ref_log_probs=True is not supported with IterableDataset, which is "
+                "read once: load it without streaming, or leave it out"
+            )
+        rows = self.prepare_rows(dataset)
+        if hasattr(self, "products") and self._settings.precompute_ref_log_probs:
+            rows = self._with_ref_logprobs(rows, training)
+        return rows
+
+    @property
+    def _longest_prompt(self) -> int | None:
+        return None if self._max_length is None else self._max_length - 1
+
+    def _collator(self, args: Any) -> PairCollator:
+        return self.collator_class(
+            self._tokenizer.pad_token_id,
+            self._max_length,
+            getattr(args, "truncation_mode", "keep_start"),
+            args.pad_to_multiple_of,
+        )
+
+    def _precompute_all(self) -> None:
+        self.train_dataset = self._with_ref_logprobs(self.train_dataset, True)
+        held_out = self.eval_dataset
+        if isinstance(held_out, dict):
+            held_out = {name: self._with_ref_logprobs(x, False) for name, x in held_out.items()}
+            self._prepared.update(held_out.values())
+        elif held_out is not None:
+            held_out = self._with_ref_logprobs(held_out, False)
+            self._prepared.add(held_out)
+        self.eval_dataset = held_out
+
+    def _with_ref_logprobs(self, dataset: Any, training: bool) -> Any:
+        """The data set with the reference's log-probs as columns."""
+        if all(name in dataset.column_names for name in self.ref_columns):
+            return dataset
+        if self._reference is None and self.state.global_step > 0:
+            raise ValueError(
+                "Cannot compute reference log-probs for a dataset passed to evaluate() after "
+                "training has begun: with precompute_ref_log_probs the policy was its own "
+                "reference before. Pass the data as eval_dataset at construction, pass ref_model, "
+                "or leave precompute_ref_log_probs out"
+            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "precompute_ref_log_probs is for weights that are whole on each process: leave it "
+                "out with FSDP and DeepSpeed"
+            )
+        args = self.args
+        size = args.precompute_ref_batch_size or (
+            args.per_device_train_batch_size if training else args.per_device_eval_batch_size
+        )
+        batches = [range(i, min(i + size, len(dataset))) for i in range(0, len(dataset), size)]
+        own = self.processes.shares(batches)[self.processes.index]
+        found: dict[int, list[float]] = {}
+        with torch.no_grad(), evaluating(self._policy), self.accelerator.autocast():
+            for chosen in own:
+                batch = self.data_collator([dataset[i] for i in chosen])
+                columns = self.ref_logprobs(self._prepare_inputs(batch))
+                rows = torch.stack([x.float() for x in columns], dim=1).tolist()
+                found |= dict(zip(chosen, rows, strict=True))
+        known = {i: row for part in self.processes.objects(found) for i, row in part.items()}
+        table = [known[i] for i in range(len(dataset))]
+        for k, name in enumerate(self.ref_columns):
+            dataset = dataset.add_column(name, [row[k] for row in table])
+        return dataset
+
+    # Log-probs.
+
+    def completions(self, batch: Mapping[str, Any], prefix: str = "") -> Completions:
+        return Completions.of(batch, self._is_padding_free(), prefix)
+
+    def score(
+        self, model: nn.Module, completions: Completions, extras: tuple[str, ...] = ()
+    ) -> CompletionScores:
+        """The policy's log-probs; with ``extras`` also entropies and those statistics."""
+        given = {**completions.inputs, "use_cache": False}
+        attention = given.pop("attention", None)
+        if self.aux_loss_enabled and extras:
+            given["output_router_logits"] = True
+        head, plain = self._scoring_head(completions), self._plain(model)
+        request = completions.request(entropy=bool(extras), extras=extras)
+        with replaced(plain, attention), head.scoring(plain, request) as results:
+            output = model(**given, **head.options)
+            scores, _ = results(output)
+        return CompletionScores(completions.spread(scores.logprobs), scores, output)
+
+    @torch.no_grad()
+    def ref_score(self, completions: Completions) -> Tensor:
+        """The reference's log-probs [B, T-1]."""
+        request = completions.request()
+        if self._reference is not None:
+            scores = self._reference.score(dict(completions.inputs), request)
+        else:  # before training the policy is its own reference
+            scores = self._of_policy(completions, request)
+        return completions.spread(scores.logprobs)
+
+    def _of_policy(self, completions: Completions, request: ScoringRequest) -> TokenScores:
+        with evaluating(self._policy):
+            return self._policy(**completions.inputs, scoring=request)
+
+    def _scoring_head(self, completions: Completions) -> Head:
+        """The model's LM head, found with a few tokens at the first use, when the model is on its
+        device."""
+        if self._head is None:
+            model = self._plain(self.model)
+            ids = completions.inputs["input_ids"]
+            corner = {**corner_of({"input_ids": ids}), "use_cache": False}
+            with evaluating(model):
+                self._head = choose_head(model, corner)
+        return self._head
+
+    def _plain(self, model: nn.Module) -> Any:
+        return self.accelerator.unwrap_model(model, keep_torch_compile=False)
+
+    def _is_padding_free(self) -> bool:
+        """Whether the model runs batches without padding; found at the first use, when it is on its
+        device."""
+        if self._packs is None:
+            if self.args.padding_free and self.aux_loss_enabled:
+                warnings.warn(
+                    "batches stay padded: the load-balancing loss counts the tokens of each "
+                    "completion; router_aux_loss_coef=0 leaves it out",
+                    stacklevel=2,
+                )
+            self._packs = not self.aux_loss_enabled and self.runs_packed(logprobs_of_labels)
+        return self._packs
+
+    # Losses.
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The mean loss of a batch; with ``return_outputs`` also the model's output, with the
+        logits of all tokens."""
+        loss, _ = self._loss(model, inputs)
+        if not return_outputs:
+            return loss
+        names = ("input_ids", "attention_mask")
+        with torch.no_grad():
+            outputs = model(**{name: inputs[name] for name in names}, use_cache=False)
+        return loss, outputs
+
+    def _loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """The mean, with what experts add, and the loss of each example [B]."""
+        training = self.model.training
+        losses, output, parts = self.losses(model, inputs)
+        loss = losses.mean()
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * output.aux_loss
+            one = torch.ones((), device=loss.device)
+            parts = {**parts, "aux_loss": (output.aux_loss, one)}
+        self._metrics["train" if training else "eval"].add(parts)
+        if training:
+            self.metrics.add_tokens(inputs["attention_mask"].sum())
+        return (loss if self.share == 1 else loss * self.share), losses
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, Any, Any]:
+        """The loss; unless it alone is asked for, the logits of all tokens, and the tokens."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, losses = self._loss(model, inputs)
+            self.held_out(losses, torch.ones_like(losses))
+            if prediction_loss_only:
+                return loss.detach(), None, None
+            names = ("input_ids", "attention_mask")
+            logits = model(**{name: inputs[name] for name in names}, use_cache=False).logits
+        return loss.detach(), logits, inputs["input_ids"]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """With the metrics' means since the last log."""
+        mode = "train" if self.model.training else "eval"
+        found = self._metrics[mode].take(self.processes)
+        logs |= found if mode == "train" else {f"eval_{name}": x for name, x in found.items()}
+        super().log(logs, start_time)
+
+    def held_out_metrics(self, counts: Tensor, columns: Tensor) -> dict[str, float]:
+        """None: :meth:`log` adds those of the evaluation."""
+        return {}
+
+    # Checkpoints.
+
+    def own_state(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"metrics": self._metrics["train"].state()}
+        if self.args.sync_ref_model and self._reference is not None:
+            weights = self._reference.own_weights()
+            found["reference"] = {name: x.detach().cpu() for name, x in weights.items()}
+        return {**super().own_state(), "preferences": found}
+
+    @torch.no_grad()
+    def begin_training(self, resumed: Mapping[str, Any] | None) -> None:
+        super().begin_training(resumed)
+        if resumed is None:
+            return
+        own = resumed["own"]["preferences"]
+        self._metrics["train"].load(own["metrics"], self.args.device)
+        if self.args.sync_ref_model and self._reference is not None:
+            weights = self._reference.own_weights()
+            for name, x in own["reference"].items():
+                weights[name].copy_(x)
+
+    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Without the metrics since the last log."""
+        joined = super().joined_state(states)
+        empty = MetricMeans(MARGINS).state()
+        joined["preferences"] = {**states[0]["preferences"], "metrics": empty}
+        return joined
+
+    def own_mark(self) -> dict[str, Any]:
+        return {**super().own_mark(), "preferences": len(self._metrics["train"])}
+
+    def own_rewind(self, mark: Mapping[str, Any]) -> None:
+        super().own_rewind(mark)
+        self._metrics["train"].shorten(mark["preferences"])
+
+
+class _Follow(TrainerCallback):
+    """Moves the reference towards the policy."""
+
+    def __init__(self, reference: RefModel | None, args: Any):
+        assert reference is not None
+        self.reference, self.every = reference, args.ref_model_sync_steps
+        self.weight = args.ref_model_mixup_alpha
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self.every == 0:
+            self.reference.follow(self.weight)
+
+
+def token_parts(
+    scored: CompletionScores, completions: Completions, sides: Mapping[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Sums and counts of entropies and mean logits over tokens.
+
+    Args:
+        sides: by name, [B] bool, which completions are of it.
+    """
+    assert scored.scores.entropies is not None
+    mean_logits: Any = scored.extras.mean_logit
+    count = torch.tensor(float(len(completions.rows)), device=mean_logits.device)
+    parts = {"entropy": (scored.scores.entropies.detach().sum(), count)}
+    sample = completions.places // completions.mask.shape[1]
+    for name, which in sides.items():
+        of_side = which[sample]
+        parts[f"logits/{name}"] = ((mean_logits * of_side).sum(), of_side.sum())
+    return parts
+
+
+def _router_loss(model: Any, asked: float | None) -> tuple[float, bool]:
+    """The weight of experts' load-balancing loss, and whether there is one."""
+    config = model.config.get_text_config()
+    known = hasattr(config, "output_router_logits")
+    if asked and not known:
+        raise ValueError(
+            f"router_aux_loss_coef={asked}, but {type(model).__name__} has no experts that say how "
+            "they are chosen: leave it out"
+        )
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0) if asked is None else asked
+    return coefficient, known and coefficient != 0
+
+
+def _with_padding(processing_class: Any, path: Any, model: Any, args: Any) -> Any:
+    """The tokenizer, which pads with EOS unless it has a pad token."""
+    if getattr(processing_class, "tokenizer", None) is not None:
+        raise TypeError(
+            f"processing_class is a {type(processing_class).__name__}, and only texts are learned "
+            "from: pass its tokenizer"
+        )
+    if processing_class is not None and processing_class.pad_token is None:
+        processing_class.pad_token = processing_class.eos_token
+    return tokenizer_of(None, processing_class, path if is_path(path) else model, args)
+
+
+def _set_padding(model: Any, tokenizer: Any) -> None:
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id

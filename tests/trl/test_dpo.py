@@ -1,0 +1,341 @@
+"""DPOTrainer: one step against float64 formulas, metrics, references, data, settings, resuming."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from fastrl import DPOConfig, DPOTrainer
+from fastrl.trl.dpo_config import LOSSES
+from fastrl_kernels import reference as formulas
+from tests import tiny_models
+from tests.golden import tiny
+from tests.resuming import assert_resumes
+from tests.trainers.conftest import GRADIENT_STEP, SETTINGS, pairs
+
+pytestmark = pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+PAIRS = 4
+
+
+def trainer(folder: Path, model: Any = None, **settings: Any) -> DPOTrainer:
+    given = {
+        name: settings.pop(name)
+        for name in ("ref_model", "peft_config", "eval_dataset", "train_dataset")
+        if name in settings
+    }
+    given.setdefault("train_dataset", pairs(PAIRS))
+    common = {**SETTINGS, "logging_steps": 1, "gradient_checkpointing": False, **settings}
+    return DPOTrainer(
+        tiny_models.language_model("llama") if model is None else model,
+        args=DPOConfig(output_dir=str(folder), **common),
+        processing_class=tiny.tokenizer(),
+        **given,
+    )
+
+
+def token_logprobs(model: Any, rows: Any, side: str) -> list[Tensor]:
+    """Of each row's completion, in float64, one row at a time."""
+    found = []
+    for row in rows:
+        ids = torch.tensor([row["prompt_ids"] + row[f"{side}_ids"]])
+        logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        every = logprobs.gather(1, ids[0, 1:, None])[:, 0]
+        found.append(every[len(row["prompt_ids"]) - 1 :])
+    return found
+
+
+def expected_loss(policy: Any, ref: Any, rows: Any, kind: str, settings: dict) -> Tensor:
+    """By the papers' formulas, in float64."""
+    tokens = [token_logprobs(policy, rows, side) for side in ("chosen", "rejected")]
+    with torch.no_grad():
+        theirs = [token_logprobs(ref, rows, side) for side in ("chosen", "rejected")]
+    if kind == "sft":
+        return -torch.cat(tokens[0]).mean()
+    sums = [torch.stack([x.sum() for x in side]) for side in (*tokens, *theirs)]
+    lengths = [torch.tensor([len(x) for x in side]) for side in tokens]
+    divergence = settings.get("f_divergence_type", "reverse_kl")
+    per_token = kind in ("ipo", "sigmoid_norm")
+    if per_token or divergence != "reverse_kl":
+        ratios = [sums[0] - sums[2], sums[1] - sums[3]]
+        scores = [formulas.f_divergence_scores(x, divergence=divergence) for x in ratios]
+        if per_token:
+            scores = [x / n for x, n in zip(scores, lengths, strict=True)]
+        sums = [*scores, torch.zeros(len(rows)), torch.zeros(len(rows))]
+    name = {"sigmoid_norm": "sigmoid"}.get(kind, kind)
+    smoothing = settings.get("label_smoothing", 0.0)
+    return formulas.pair_loss(*sums, kind=name, beta=0.5, label_smoothing=smoothing).mean()
+
+
+def one_step(
+    tmp_path: Path, kind: str, peft: bool = False, **settings: Any
+) -> tuple[DPOTrainer, Any, Tensor]:
+    """A trainer after a step of gradient descent by 1, the model as the formula moves it in
+    float64, and the formula's loss."""
+    model = tiny_models.language_model("llama")
+    other = tiny_models.language_model("llama", perturbation=0.05)
+    given = {"loss_type": [kind], "beta": 0.5, **settings}
+    made = trainer(tmp_path, model, ref_model=other, **GRADIENT_STEP, **given)
+    exact, exact_ref = copy.deepcopy(model).double(), copy.deepcopy(other).double()
+    loss = expected_loss(exact, exact_ref, made.train_dataset, kind, settings)
+    loss.backward()
+    made.train()
+    return made, exact, loss.detach()
+
+
+def assert_step(made: DPOTrainer, before: Any, loss: Tensor) -> None:
+    found = made.state.log_history[0]["loss"]
+    assert found == pytest.approx(float(loss), rel=2e-5, abs=2e-5)
+    moved = dict(made.model.named_parameters())
+    scale = max(float(p.grad.abs().max()) for p in before.parameters())
+    for name, p in before.named_parameters():
+        # fp32 activations of two layers: errors of some 1e-5 of the largest gradient.
+        difference = (p.data - p.grad - moved[name].double()).abs().max()
+        assert difference <= 2e-4 * scale + 1e-6, name
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_step_follows_the_formula(tmp_path, kind):
+    smoothing = {"exo_pair": 1e-3, "robust": 0.1, "aot": 0.1}.get(kind, 0.0)
+    assert_step(*one_step(tmp_path, kind, label_smoothing=smoothing))
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
+def test_a_step_follows_the_formula_of_another_divergence(tmp_path, divergence):
+    assert_step(*one_step(tmp_path, "sigmoid", f_divergence_type=divergence))
+
+
+def test_a_step_without_padding_is_the_same(tmp_path):
+    assert_step(*one_step(tmp_path, "sigmoid", padding_free=True))
+
+
+def test_a_batch_in_several_passes_is_the_same(tmp_path):
+    assert_step(*one_step(tmp_path, "sigmoid", padding_free=True, micro_batch_tokens=40))
+
+
+def test_losses_are_added_by_their_weights(tmp_path):
+    made = trainer(
+        tmp_path, max_steps=1, loss_type=["sigmoid", "sft"], loss_weights=[0.5, 2.0], beta=0.1
+    )
+    model = tiny_models.language_model("llama").double()
+    nll = expected_loss(model, model, made.train_dataset, "sft", {}).detach()
+    made.train()
+    expected = 0.5 * math.log(2) + 2.0 * float(nll)  # the policy is its reference
+    assert made.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_tokens_behind_the_shorter_completion_count_less(tmp_path):
+    made = trainer(tmp_path, ld_alpha=0.25, ref_model=tiny_models.language_model("llama", 0.05))
+    made.train()
+    rows, model = made.train_dataset, tiny_models.language_model("llama").double()
+    with torch.no_grad():
+        sides = [token_logprobs(model, rows, side) for side in ("chosen", "rejected")]
+    sums = []
+    for w, l in zip(*sides, strict=True):  # noqa: E741
+        n = min(len(w), len(l))
+        sums.append(float(w[:n].sum() + 0.25 * w[n:].sum()))
+    assert made.state.log_history[0]["logps/chosen"] == pytest.approx(
+        sum(sums) / len(sums), rel=1e-5
+    )
+
+
+def test_pairs_are_weighed_by_their_probability(tmp_path):
+    made = trainer(tmp_path, use_weighting=True)
+    made.train()
+    rows, model = made.train_dataset, tiny_models.language_model("llama").double()
+    weights = torch.ones(len(rows), dtype=torch.float64)
+    for side in ("chosen", "rejected"):
+        for i, row in enumerate(rows):
+            ids = torch.tensor([row["prompt_ids"] + row[f"{side}_ids"]])
+            with torch.no_grad():
+                logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+            own = logprobs.gather(1, ids[0, 1:, None])[:, 0]
+            aligned = (own - (2 * logprobs).logsumexp(-1))[len(row["prompt_ids"]) - 1 :]
+            weights[i] *= aligned.mean().exp()
+    expected = float(weights.mean()) * math.log(2)
+    assert made.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_metrics_are_those_of_the_formulas(tmp_path):
+    model, other = tiny_models.language_model("llama"), tiny_models.language_model("llama", 0.05)
+    made = trainer(tmp_path, model, ref_model=other, beta=0.5)
+    rows, exact = made.train_dataset, copy.deepcopy(model).double()
+    said: dict[str, list[float]] = {"entropy": [], "top": [], "chosen": [], "rejected": []}
+    with torch.no_grad():
+        logps = [torch.stack([x.sum() for x in token_logprobs(exact, rows, s)])
+                 for s in ("chosen", "rejected")]  # fmt: skip
+        refs = [torch.stack([x.sum() for x in token_logprobs(other.double(), rows, s)])
+                for s in ("chosen", "rejected")]  # fmt: skip
+        for side in ("chosen", "rejected"):
+            for row in rows:
+                ids = torch.tensor([row["prompt_ids"] + row[f"{side}_ids"]])
+                logits = exact(input_ids=ids).logits[0, len(row["prompt_ids"]) - 1 : -1]
+                p = logits.softmax(-1)
+                said["entropy"] += (-(p * p.log()).sum(-1)).tolist()
+                said[side] += logits.mean(-1).tolist()
+                if side == "chosen":
+                    own = torch.tensor(row["chosen_ids"])
+                    said["top"] += (logits.argmax(-1) == own).double().tolist()
+    other.float()
+    made.train()
+    log = made.state.log_history[0]
+    rewards = [0.5 * (x - y) for x, y in zip(logps, refs, strict=True)]
+
+    def mean(x: Any) -> float:
+        return float(torch.as_tensor(x, dtype=torch.float64).mean())
+
+    expected = {
+        "rewards/chosen": mean(rewards[0]),
+        "rewards/rejected": mean(rewards[1]),
+        "rewards/margins": mean(rewards[0] - rewards[1]),
+        "rewards/accuracies": mean((rewards[0] > rewards[1]).double()),
+        "logps/chosen": mean(logps[0]),
+        "logps/rejected": mean(logps[1]),
+        "logits/chosen": mean(said["chosen"]),
+        "logits/rejected": mean(said["rejected"]),
+        "entropy": mean(said["entropy"]),
+        "mean_token_accuracy": mean(said["top"]),
+        "num_tokens": sum(
+            2 * len(r["prompt_ids"]) + len(r["chosen_ids"]) + len(r["rejected_ids"]) for r in rows
+        ),
+    }
+    for name, value in expected.items():
+        assert log[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+
+
+@pytest.mark.parametrize("way", ["precomputed", "adapter", "given"])
+def test_a_reference_is_what_the_policy_began_as(tmp_path, way):
+    """Without a step away from it, every reward is 0 and the loss log 2."""
+    settings: dict[str, Any] = {"learning_rate": 0.0}
+    if way == "precomputed":
+        settings["precompute_ref_log_probs"] = True
+    if way == "adapter":
+        settings["peft_config"] = tiny_models.lora(
+            target_modules=["q_proj"], fan_in_fan_out=False, init_lora_weights=True
+        )
+    if way == "given":
+        settings["ref_model"] = tiny_models.language_model("llama")
+    made = trainer(tmp_path, eval_dataset=pairs(3, seed=1), **settings)
+    made.train()
+    assert made.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert made.state.log_history[0]["rewards/chosen"] == pytest.approx(0, abs=1e-5)
+    assert made.evaluate()["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert (made.ref_model is None) == (way != "given")
+
+
+def test_a_reference_that_follows_moves_by_its_part_of_the_way(tmp_path):
+    made = trainer(
+        tmp_path,
+        sync_ref_model=True,
+        ref_model_sync_steps=1,
+        ref_model_mixup_alpha=0.25,
+        learning_rate=0.1,
+    )
+    before = {name: p.clone() for name, p in made.ref_model.named_parameters()}
+    made.train()
+    for name, p in made.model.named_parameters():
+        expected = 0.25 * p.data + 0.75 * before[name]
+        torch.testing.assert_close(made.ref_model.get_parameter(name), expected)
+
+
+# Sides that begin alike within a word part there, in the middle of a token.
+@pytest.mark.filterwarnings("ignore:the end of a prompt")
+def test_prompts_in_front_of_both_sides_are_found(tmp_path):
+    rows = [{k: row["prompt"] + row[k] for k in ("chosen", "rejected")} for row in pairs(PAIRS)]
+    explicit, implicit = trainer(tmp_path), trainer(tmp_path, train_dataset=Dataset.from_list(rows))
+    explicit.train()
+    implicit.train()
+    for one, other in zip(explicit.train_dataset, implicit.train_dataset, strict=True):
+        shared = len(other["prompt_ids"]) - len(one["prompt_ids"])
+        assert shared >= 0  # completions may begin alike
+        whole = [r["prompt_ids"] + r["chosen_ids"] for r in (one, other)]
+        assert whole[0] == whole[1]
+
+
+def test_a_stream_is_learned_from_and_evaluated(tmp_path):
+    stream = pairs(PAIRS).to_iterable_dataset()
+    made = trainer(tmp_path, train_dataset=stream, eval_dataset={"held_out": stream})
+    expected = trainer(tmp_path)
+    made.train()
+    expected.train()
+    assert made.state.log_history[0]["loss"] == pytest.approx(
+        expected.state.log_history[0]["loss"], rel=1e-6
+    )
+    assert "eval_held_out_loss" in made.evaluate()
+
+
+def test_long_sequences_are_cut_and_long_prompts_dropped(tmp_path):
+    rows = [
+        {"prompt_ids": [5] * 3, "chosen_ids": [6] * 9, "rejected_ids": [7] * 2},
+        {"prompt_ids": [5] * 8, "chosen_ids": [6], "rejected_ids": [7]},
+    ]
+    texts = [{"prompt": "w5 " * n, "chosen": "w6 " * 9, "rejected": "w7"} for n in (3, 8)]
+    assert len(trainer(tmp_path, train_dataset=Dataset.from_list(texts), max_length=8)
+               .train_dataset) == 1  # fmt: skip
+    made = trainer(tmp_path, max_length=8)
+    batch = made.data_collator(rows[:1])
+    assert batch["input_ids"].shape == (2, 8)
+    assert batch["completion_mask"].sum(1).tolist() == [5, 2]
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):
+    settings = {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "logging_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 1,
+    }
+
+    def make(folder: Path) -> DPOTrainer:
+        return trainer(folder, train_dataset=pairs(6), eval_dataset=pairs(2, seed=1), **settings)
+
+    assert_resumes(make, tmp_path, (0, 2))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a loss": ({"loss_type": "sigmoidal"}, "unknown loss_type 'sigmoidal'"),
+    "weights": ({"loss_weights": [1.0, 2.0]}, "loss_weights has 2 weights and loss_type 1"),
+    "ld_alpha": ({"ld_alpha": 1.5}, "ld_alpha must be in"),
+    "a divergence": ({"f_divergence_type": "tv"}, "unknown f_divergence_type 'tv'"),
+    "its losses": (
+        {"f_divergence_type": "forward_kl", "loss_type": "bco_pair"},
+        "bco_pair is none",
+    ),
+    "weighting": ({"use_weighting": True, "loss_type": "aot"}, "use_weighting weighs pairs"),
+    "exo": ({"loss_type": "exo_pair"}, "label_smoothing must be in"),
+    "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True is not supported by DPOConfig"),
+    "pad_token": ({"pad_token": "w3"}, "set pad_token of the tokenizer"),
+    "beta": ({"beta": 0.0}, "beta must be positive"),
+    "a moving reference": (
+        {"sync_ref_model": True, "precompute_ref_log_probs": True},
+        "choose one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_settings_that_cannot_be_are_refused(tmp_path, name):
+    settings, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        DPOConfig(output_dir=str(tmp_path), use_cpu=True, **settings)
+
+
+def test_data_that_cannot_be_used_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="lacks rejected"):
+        trainer(tmp_path, train_dataset=Dataset.from_list([{"prompt": "w3", "chosen": "w4"}]))
+    stream = pairs(2).to_iterable_dataset()
+    with pytest.raises(ValueError, match="not supported with IterableDataset"):
+        trainer(tmp_path, train_dataset=stream, precompute_ref_log_probs=True)
+    model = tiny_models.language_model("llama")
+    with pytest.raises(ValueError, match="the same object"):
+        trainer(tmp_path, model, ref_model=model)

@@ -1,0 +1,168 @@
+"""KTOTrainer: one step against float64 formulas, its KL, metrics, data, resuming."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from fastrl import KTOConfig, KTOTrainer
+from fastrl_kernels import reference as formulas
+from tests import tiny_models
+from tests.golden import tiny
+from tests.resuming import assert_resumes
+from tests.trainers.conftest import GRADIENT_STEP, SETTINGS, pairs
+
+LABELS = (True, False, True, True)
+
+
+def completions(labels: Any = LABELS, seed: int = 0) -> Dataset:
+    rows = pairs(len(labels), seed)
+    return Dataset.from_list(
+        [
+            {"prompt": row["prompt"], "completion": row["chosen"], "label": label}
+            for row, label in zip(rows, labels, strict=True)
+        ]
+    )
+
+
+def trainer(folder: Path, model: Any = None, **settings: Any) -> KTOTrainer:
+    given = {
+        name: settings.pop(name)
+        for name in ("ref_model", "eval_dataset", "train_dataset")
+        if name in settings
+    }
+    given.setdefault("train_dataset", completions())
+    common = {**SETTINGS, "logging_steps": 1, "gradient_checkpointing": False, **settings}
+    return KTOTrainer(
+        tiny_models.language_model("llama") if model is None else model,
+        args=KTOConfig(output_dir=str(folder), **common),
+        processing_class=tiny.tokenizer(),
+        **given,
+    )
+
+
+def sums(model: Any, rows: Any, column: str) -> Tensor:
+    """[B] log-probs of whole completions, in float64, one row at a time."""
+    found = []
+    for row in rows:
+        ids = torch.tensor([row["prompt_ids"] + row[column]])
+        logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        every = logprobs.gather(1, ids[0, 1:, None])[:, 0]
+        found.append(every[len(row["prompt_ids"]) - 1 :].sum())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["kto", "apo_zero_unpaired"])
+def test_a_step_and_its_metrics_follow_the_formula(tmp_path, kind, packed):
+    model = tiny_models.language_model("llama")
+    other = tiny_models.language_model("llama", perturbation=0.05)
+    options = {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.5}
+    made = trainer(
+        tmp_path, model, ref_model=other, loss_type=kind, padding_free=packed,
+        **GRADIENT_STEP, **options,
+    )  # fmt: skip
+    rows, desirable = made.train_dataset, torch.tensor(LABELS)
+    exact, theirs = copy.deepcopy(model).double(), copy.deepcopy(other).double()
+    policy = sums(exact, rows, "completion_ids")
+    with torch.no_grad():
+        ref = sums(theirs, rows, "completion_ids")
+        kl = torch.zeros(())
+        if kind == "kto":
+            of_both = (sums(each, rows, "KL_completion_ids") for each in (exact, theirs))
+            ours, others = of_both
+            kl = (ours - others).mean()
+    loss = formulas.kto_loss(policy, ref, desirable, kl, **options).mean()
+    loss.backward()
+    made.train()
+    log = made.state.log_history[0]
+    rewards = 0.5 * (policy.detach() - ref)
+    expected = {
+        "loss": float(loss.detach()),
+        "kl": max(0.0, float(kl)),
+        "rewards/chosen": float(rewards[desirable].mean()),
+        "rewards/rejected": float(rewards[~desirable].mean()),
+        "rewards/margins": float(rewards[desirable].mean() - rewards[~desirable].mean()),
+        "logps/chosen": float(policy[desirable].detach().mean()),
+        "logps/rejected": float(policy[~desirable].detach().mean()),
+    }
+    for name, value in expected.items():
+        assert log[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+    moved = dict(made.model.named_parameters())
+    scale = max(float(p.grad.abs().max()) for p in exact.parameters())
+    for name, p in exact.named_parameters():
+        # fp32 activations of two layers: errors of some 1e-5 of the largest gradient.
+        difference = (p.data - p.grad - moved[name].double()).abs().max()
+        assert difference <= 2e-4 * scale + 1e-6, name
+
+
+def test_prompts_are_compared_with_the_completion_of_the_row_before_in_their_batch(tmp_path):
+    made = trainer(
+        tmp_path, per_device_train_batch_size=3, train_dataset=completions([True, False] * 3)
+    )
+    own, other = (made.train_dataset[name] for name in ("completion_ids", "KL_completion_ids"))
+    assert [*other] == [own[i] for i in (2, 0, 1, 5, 3, 4)]
+
+
+def test_pairs_become_two_completions(tmp_path):
+    made = trainer(tmp_path, train_dataset=pairs(3))
+    assert list(made.train_dataset["label"]) == [True] * 3 + [False] * 3
+    assert made.train_dataset[0]["prompt_ids"] == made.train_dataset[3]["prompt_ids"]
+
+
+def test_batches_of_one_kind_leave_out_the_other_kinds_metrics(tmp_path):
+    made = trainer(tmp_path, train_dataset=completions([True] * 4))
+    made.train()
+    assert "rewards/chosen" in made.state.log_history[0]
+    assert not {"rewards/rejected", "rewards/margins"} & set(made.state.log_history[0])
+
+
+@pytest.mark.parametrize("kind", ["kto", "apo_zero_unpaired"])
+def test_a_reference_computed_before_gives_the_same_loss(tmp_path, kind):
+    logs = []
+    for precompute in (False, True):
+        made = trainer(
+            tmp_path, loss_type=kind, precompute_ref_log_probs=precompute, max_steps=3,
+            learning_rate=1e-2, eval_dataset=completions(seed=1), save_strategy="no",
+        )  # fmt: skip
+        made.train()
+        logs.append((made.state.log_history[2]["loss"], made.evaluate()["eval_loss"]))
+    assert logs[0] == pytest.approx(logs[1], rel=1e-4)
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):
+    def make(folder: Path) -> KTOTrainer:
+        return trainer(
+            folder, train_dataset=completions([True, False, True] * 2), max_steps=4,
+            save_strategy="steps", save_steps=1, logging_steps=2, learning_rate=1e-2,
+            per_device_train_batch_size=2,
+        )  # fmt: skip
+
+    assert_resumes(make, tmp_path, (0, 2))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "a loss": ({"loss_type": "bco"}, "unknown loss_type 'bco'"),
+    "an order": ({"train_sampling_strategy": "random"}, "train_sampling_strategy='random' would"),
+    "a weight": ({"desirable_weight": -1.0}, "desirable_weight must be at least 0"),
+    "passes": ({"micro_batch_tokens": 99}, "the KL of kto is one of the whole batch"),
+    "single examples": ({"per_device_train_batch_size": 1}, "must be at least 2 for kto"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_settings_that_cannot_be_are_refused(tmp_path, name):
+    settings, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, **settings)
+
+
+def test_completions_without_a_label_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="lacks label"):
+        trainer(tmp_path, train_dataset=completions().remove_columns("label"))
