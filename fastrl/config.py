@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastrl.core import flatten_dict
+from fastrl_kernels.policy_losses import POLICY_LOSSES, RATIO_LEVELS
 from fastrl_kernels.types import AGGREGATES
 
 REFERENCES = ("auto", "copy", "adapter", "trunk", "offload", "none")
@@ -277,6 +278,35 @@ class PPOConfig:
     lam: float = setting("λ of generalised advantage estimation.", 0.95)
     cliprange: float = setting("Clip range of the probability ratio.", 0.2)
     cliprange_high: float | None = setting("Clip range of the ratio above 1, if it differs.", None)
+    policy_loss: str = setting(
+        "The policy's objective: clip (PPO's), cispo (the ratio, at most 1 + cliprange_high, as a "
+        "constant weight of log π; no lower bound), sapo (a sigmoid of the ratio in place of the "
+        "clip).",
+        "clip",
+    )
+    ratio_level: str = setting(
+        "Whose probability ratio the objective reads: token, sequence (GSPO: the geometric mean "
+        "over a response), sequence-token (GSPO-token: its value, with the token's gradient).",
+        "token",
+    )
+    delta: float | None = setting(
+        "With policy_loss clip: the most that a ratio counts outside of the clip, such as 4, so "
+        "that with a negative advantage the loss is bounded, too.",
+        None,
+    )
+    sapo_temperature_pos: float = setting(
+        "With policy_loss sapo: temperature where the advantage is positive.", 1.0
+    )
+    sapo_temperature_neg: float = setting("With policy_loss sapo: temperature elsewhere.", 1.05)
+    entropy_coef: float = setting(
+        "Coefficient of an entropy bonus: this times the entropy is taken off each token's loss.",
+        0.0,
+    )
+    top_entropy_quantile: float = setting(
+        "Share of the tokens, those of the highest entropies of a forward, that get a policy "
+        "gradient; 1: all.",
+        1.0,
+    )
     loss_aggregate: str = setting(
         "How the loss sums over tokens: token-mean, seq-mean-token-mean (a mean of samples' means; "
         "GRPO's own), seq-mean-token-sum, seq-mean-token-sum-norm (over samples times a fixed "
@@ -391,6 +421,8 @@ class PPOConfig:
             "target_kl",
             "ratio_threshold",
             "temperature",
+            "sapo_temperature_pos",
+            "sapo_temperature_neg",
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -429,6 +461,8 @@ class PPOConfig:
             ("advantage", ADVANTAGES),
             ("kl_penalty", KL_PENALTIES),
             ("kl_in", KL_PLACES),
+            ("policy_loss", tuple(POLICY_LOSSES)),
+            ("ratio_level", tuple(RATIO_LEVELS)),
             ("loss_aggregate", AGGREGATES),
             ("loss_denominator", LOSS_DENOMINATORS),
             ("on_nonfinite", ON_NONFINITE),
@@ -455,12 +489,33 @@ class PPOConfig:
         high = self.cliprange_high
         if high is not None and not 0 <= high < math.inf:
             raise ValueError(f"cliprange_high must be 0 or more and finite, or None, got {high}")
+        self._check_policy_loss()
         if self.kl_in == "loss" and self.kl_penalty == "full":
             raise ValueError(
                 "kl_penalty='full' with kl_in='loss', whose term is estimated from the sampled "
                 "tokens: choose another kl_penalty, or kl_in='reward'"
             )
         self._check_groups()
+
+    def _check_policy_loss(self) -> None:
+        if self.delta is not None:
+            if self.policy_loss != "clip":
+                raise ValueError(
+                    f"delta is for policy_loss='clip', not {self.policy_loss!r}: leave it out"
+                )
+            high = self.cliprange if self.cliprange_high is None else self.cliprange_high
+            if not self.delta > 1 + high:
+                raise ValueError(
+                    f"delta must be above 1 + cliprange_high = {1 + high}, got {self.delta}: the "
+                    "usual value is 4"
+                )
+        if not math.isfinite(self.entropy_coef):
+            raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef}")
+        if not 0 < self.top_entropy_quantile <= 1:
+            raise ValueError(
+                f"top_entropy_quantile must lie in (0, 1], got {self.top_entropy_quantile}: 1 is "
+                "all tokens"
+            )
 
     def _check_groups(self) -> None:
         size, asked = self.group_size, f"advantage={self.advantage!r}"

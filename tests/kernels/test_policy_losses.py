@@ -1,4 +1,4 @@
-"""The policy losses beside the clipped one, and ratios of sequences, against float64 and formulas."""
+"""Policy losses beside the clipped one, and ratios of sequences, in float64 and by formulas."""
 
 from __future__ import annotations
 
