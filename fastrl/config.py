@@ -21,7 +21,13 @@ REFERENCE_ADAPTERS = ("off", "start", "auto")
 KL_PENALTIES = ("kl", "abs", "mse", "full")
 ROLLOUT_BACKENDS = ("engine", "generate")
 OLD_LOGPROBS = ("auto", "rollout", "recompute")
-METHODS = {"gae": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO", "rloo": "RLOO"}
+METHODS = {
+    "gae": "PPO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "rloo": "RLOO",
+    "reinforce++": "REINFORCE++",
+}
 ADVANTAGES = tuple(METHODS)
 KL_PLACES = ("reward", "loss")
 LOSS_DENOMINATORS = ("auto", "minibatch", "step")
@@ -266,11 +272,31 @@ class PPOConfig:
     advantage: str = setting(
         "How advantages are estimated: gae (by a value function), or from the other responses to "
         "the same prompt: grpo ((R - mean) / deviation), dr_grpo (R - mean), rloo (R - the others' "
-        "mean).",
+        "mean), or from all of the batch: reinforce++ (the rewards to come, whitened).",
         "gae",
     )
     group_size: int = setting(
-        "Responses to each prompt: 1 with gae, else 2 or more; divides batch_size.", 1
+        "Responses to each prompt: 1 with gae, any with reinforce++, else 2 or more; divides "
+        "batch_size.",
+        1,
+    )
+    dynamic_sampling_rounds: int = setting(
+        "In train(): how often at most groups whose scores are all equal are replaced by groups of "
+        "new prompts, in a step (DAPO); 0: never.",
+        0,
+    )
+    overlong_buffer: int | None = setting(
+        "In train(): the last tokens of max_new_tokens, over which overlong_penalty grows (DAPO's "
+        "soft punishment).",
+        None,
+    )
+    overlong_penalty: float = setting(
+        "With overlong_buffer: what is taken off the score of a response of max_new_tokens.", 1.0
+    )
+    mask_truncated_completions: bool = setting(
+        "Learn nothing from responses that were cut at their longest; their scores still count "
+        "in their groups.",
+        False,
     )
 
     # PPO
@@ -377,6 +403,11 @@ class PPOConfig:
         return self.advantage == "gae"
 
     @property
+    def compares_groups(self) -> bool:
+        """Whether responses are compared with the others to their prompt."""
+        return self.advantage in ("grpo", "dr_grpo", "rloo")
+
+    @property
     def method(self) -> str:
         """The algorithm's name."""
         return METHODS[self.advantage]
@@ -435,6 +466,8 @@ class PPOConfig:
             "trunk_cache_gib",
             "trunk_cache_host_gib",
             "sync_ref_every",
+            "dynamic_sampling_rounds",
+            "overlong_penalty",
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more and finite, got {getattr(self, name)}")
@@ -447,6 +480,7 @@ class PPOConfig:
             "micro_batch_tokens",
             "rollout_kv_cache_gib",
             "loss_norm_length",
+            "overlong_buffer",
             "max_kl",
             "max_ratio",
         ):
@@ -519,6 +553,11 @@ class PPOConfig:
 
     def _check_groups(self) -> None:
         size, asked = self.group_size, f"advantage={self.advantage!r}"
+        if self.dynamic_sampling_rounds and not self.compares_groups:
+            raise ValueError(
+                f"dynamic_sampling_rounds replaces groups without spread, but {asked} has no "
+                "groups: choose another advantage (grpo, dr_grpo, rloo), or set it to 0"
+            )
         if self.needs_values:
             if size != 1:
                 raise ValueError(
@@ -526,7 +565,7 @@ class PPOConfig:
                     f"another advantage ({', '.join(ADVANTAGES[1:])})"
                 )
             return
-        if size < 2:
+        if size < 2 and self.compares_groups:
             raise ValueError(
                 f"{asked} with group_size={size}: a group of one has nothing to be compared with; "
                 "set group_size to 2 or more (8 is usual)"
@@ -536,7 +575,7 @@ class PPOConfig:
                 f"batch_size ({self.batch_size}) must be a multiple of group_size ({size}): change "
                 "one of the two"
             )
-        if self.gamma != 1:
+        if self.gamma != 1 and self.compares_groups:
             raise ValueError(f"gamma={self.gamma}, but {asked} takes plain sums of rewards: set 1")
         if self.whiten_rewards:
             raise ValueError(f"whiten_rewards is for advantage='gae', not {asked}: turn it off")

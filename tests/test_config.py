@@ -62,6 +62,8 @@ def test_defaults_are_those_of_trl():
     ours |= {"advantage", "group_size", "kl_in", "cliprange_high", "loss_aggregate"}
     ours |= {"loss_norm_length", "temperature", "loss_denominator", "on_nonfinite", "ddp_timeout"}
     ours |= {"policy_loss", "ratio_level", "delta", "entropy_coef", "top_entropy_quantile"}
+    ours |= {"dynamic_sampling_rounds", "overlong_buffer", "overlong_penalty"}
+    ours |= {"mask_truncated_completions"}
     ours |= {"sapo_temperature_pos", "sapo_temperature_neg"}
     ours |= {"padding_free", "micro_batch_tokens"}
     ours |= {"max_kl", "max_ratio", "optim", "optim_args", "master_weights"}
@@ -109,6 +111,8 @@ GRPO = {"advantage": "grpo", "group_size": 4, "batch_size": 8}
         ({"advantage": "ppo"}, "unknown advantage 'ppo': choose one of gae, grpo, dr_grpo, rloo"),
         ({"policy_loss": "gspo"}, "unknown policy_loss 'gspo': choose one of clip, cispo, sapo"),
         ({"ratio_level": "word"}, "unknown ratio_level 'word': choose one of token, sequence"),
+        ({"dynamic_sampling_rounds": 1}, "but advantage='gae' has no groups: choose another"),
+        ({"overlong_buffer": 0}, "overlong_buffer must be positive or None, got 0"),
         ({"delta": 1.1}, "delta must be above 1 \\+ cliprange_high = 1.2, got 1.1"),
         ({"delta": 4.0, "policy_loss": "sapo"}, "delta is for policy_loss='clip', not 'sapo'"),
         ({"entropy_coef": math.nan}, "entropy_coef must be finite, got nan"),

@@ -140,10 +140,10 @@ _VALUE_STATS = (
 class UpdateLoss:
     """The loss of a mini-batch, and its statistics.
 
-    Σ_t w_t·[max(-A·ρ, -A·clip(ρ, 1 - low, 1 + high)) - entropy_coef·H + vf_coef·½·max((v-R)², (clip(v, v_old ±
-    c) - R)²) + KL term] / denominator over the response tokens; without a value function the second
-    is absent. Another ``policy_loss`` takes the place of the maximum. The policy's part, with the
-    KL term and the entropies H, is computed by the LM head's kernel.
+    Σ_t w_t·[max(-A·ρ, -A·clip(ρ, 1 - low, 1 + high)) + vf_coef·½·max((v-R)², (clip(v, v_old ±
+    c) - R)²) + KL term - entropy_coef·H] / denominator over the response tokens; without a value
+    function the second is absent. Another ``policy_loss`` takes the place of the maximum. The
+    policy's part, with the KL term and the entropies H, is computed by the LM head's kernel.
 
     Attributes:
         aggregate: gives w and the denominator.
