@@ -251,14 +251,10 @@ class RolloutOutput:
 
     def take(self, indices: Sequence[int]) -> RolloutOutput:
         """Some of the samples, in this order; the statistics are those of all."""
-        columns = {name: getattr(self, name) for name in _COLUMNS}
-        return replace(
-            self,
-            **{
-                name: None if each is None else [each[i] for i in indices]
-                for name, each in columns.items()
-            },
-        )
+        columns: dict[str, Any] = {name: getattr(self, name) for name in _COLUMNS}
+        for name, each in columns.items():
+            columns[name] = None if each is None else [each[i] for i in indices]
+        return replace(self, **columns)
 
     def logprobs_at(self, temperature: float) -> list[Tensor] | None:
         """Log-probs log softmax(z/T) of the tokens; None where none were computed at this T."""

@@ -339,8 +339,9 @@ def aggregation_weights(
 def _sequence_means(x: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
     """Of x's rows, or of sequences one after the other: the mean over counted tokens, at each."""
     if lengths is not None:
-        parts = zip(*(y.flatten().split(lengths.tolist()) for y in (x, mask)), strict=True)
-        return torch.cat([_sequence_means(*part, None) for part in parts]).view(x.shape)
+        sizes = lengths.tolist()
+        parts = zip(x.flatten().split(sizes), mask.flatten().split(sizes), strict=True)
+        return torch.cat([_sequence_means(a, b, None) for a, b in parts]).view(x.shape)
     mean = torch.where(mask, x, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return torch.where(mask, mean, 0.0)
 
