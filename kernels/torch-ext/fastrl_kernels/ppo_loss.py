@@ -374,7 +374,8 @@ def _apply(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """The loss and LossStats' tensor, of checked arguments."""
-    constants = with_sequences(logprobs, constants, settings)
+    if settings.objective is not PPO_CLIP:
+        constants = with_sequences(logprobs, constants, settings)
     return applied(_PPOLoss, logprobs, values, constants, settings, _PASSES.of(backend))
 
 

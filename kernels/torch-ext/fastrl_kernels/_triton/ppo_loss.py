@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..dispatch import Backend
+from ..policy_losses import PPO_CLIP
 from ..sequence_ratios import over_sequences, token_weights
 from ..types import LOG_RATIO_LIMIT, LossStats
 from .kl import kl_slope, kl_value
@@ -276,6 +277,7 @@ def _ppo_loss_fwd_kernel(
 
 _launch_fwd = launcher(_ppo_loss_fwd_kernel)
 _FLAT = 1, TILE, 0
+_AS_PPO = "clip", None, None, None, False
 _ROW_MEANS = "seq-mean-token-mean"
 _BY_ROWS = ("seq-mean-token-sum", _ROW_MEANS)
 
@@ -310,8 +312,11 @@ def _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, want
     ref_logprobs, denominator, token_weights, _, sequence_log_ratios = others
     low, high, dual_clip, aggregate, number, value_cliprange, value_coef, *others = settings
     kl_coef, kl_kind, objective = others
-    policy_loss, _, delta, (above, below) = objective
-    above, below = (float(above), float(below)) if policy_loss == "sapo" else (None, None)
+    policy_loss, delta, above, below, kl_apart = _AS_PPO
+    if objective is not PPO_CLIP:
+        policy_loss, _, delta, soft = objective
+        above, below = map(float, soft) if policy_loss == "sapo" else (None, None)
+        kl_apart = objective.joins_slopes
     out, arrived, loss, stats = outputs
     programs, shape, tile = tiles
     # Constants as numbers: a whole one would be compiled for by itself.
@@ -320,7 +325,7 @@ def _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, want
         ref_logprobs, token_weights, sequence_log_ratios, out, arrived, denominator, loss, stats,
         *shape, float(low), float(high), dual_clip and float(dual_clip), delta and float(delta),
         above, below, float(value_cliprange), float(value_coef), float(kl_coef),
-        number and float(number), *wanted, kl_kind, policy_loss, objective.joins_slopes, by_rows,
+        number and float(number), *wanted, kl_kind, policy_loss, kl_apart, by_rows,
         aggregate == _ROW_MEANS, *tile,
     )  # fmt: skip
 
@@ -385,7 +390,8 @@ def forward(logprobs, values, constants, settings, wanted):
         outputs = out, arrival_counters(logprobs), loss, stats
         constants = _contiguous(constants)
         _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, wanted)
-    if wanted[0] and settings.objective.joins_slopes:
+    objective = settings.objective
+    if objective is not PPO_CLIP and wanted[0] and objective.joins_slopes:
         n = logprobs.numel()
         own = out[tiles[0] * STATS :][:n].view(logprobs.shape)
         weights = token_weights(constants, settings)
