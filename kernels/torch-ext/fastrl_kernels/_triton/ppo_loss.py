@@ -141,9 +141,8 @@ def _ppo_loss_fwd_kernel(
     low,  # the ratio's bounds
     high,
     dual_clip,  # or None
-    delta,  # or None: the most that a ratio weighs outside of the clip
-    soft_above,  # "sapo": τ where A > 0, and elsewhere; else None
-    soft_below,
+    delta,  # or None: the most that a ratio weighs outside of the clip; "sapo": τ where A > 0
+    soft_below,  # "sapo": τ elsewhere; else None
     value_cliprange,
     value_coef,
     kl_coef,
@@ -201,7 +200,7 @@ def _ppo_loss_fwd_kernel(
             slope = -advantages * bounded
             loss = slope * logprobs
         elif POLICY_LOSS == "sapo":
-            above = tl.cast(soft_above, tl.float32)
+            above = tl.cast(delta, tl.float32)
             soft = tl.where(advantages > 0, above, tl.cast(soft_below, tl.float32))
             far = exact_exp(-soft * tl.abs(ratio - 1.0))  # at most 1
             share = tl.div_rn(tl.where(ratio > 1.0, 1.0, far), 1.0 + far)
@@ -277,7 +276,7 @@ def _ppo_loss_fwd_kernel(
 
 _launch_fwd = launcher(_ppo_loss_fwd_kernel)
 _FLAT = 1, TILE, 0
-_AS_PPO = "clip", None, None, None, False
+_AS_PPO = "clip", None, None, False
 _ROW_MEANS = "seq-mean-token-mean"
 _BY_ROWS = ("seq-mean-token-sum", _ROW_MEANS)
 
@@ -312,10 +311,11 @@ def _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, want
     ref_logprobs, denominator, token_weights, _, sequence_log_ratios = others
     low, high, dual_clip, aggregate, number, value_cliprange, value_coef, *others = settings
     kl_coef, kl_kind, objective = others
-    policy_loss, delta, above, below, kl_apart = _AS_PPO
+    policy_loss, delta, below, kl_apart = _AS_PPO
     if objective is not PPO_CLIP:
         policy_loss, _, delta, soft = objective
-        above, below = map(float, soft) if policy_loss == "sapo" else (None, None)
+        if policy_loss == "sapo":
+            delta, below = soft[0], float(soft[1])
         kl_apart = objective.joins_slopes
     out, arrived, loss, stats = outputs
     programs, shape, tile = tiles
@@ -324,9 +324,8 @@ def _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, want
         programs, logprobs, old_logprobs, advantages, mask, weights, values, old_values, returns,
         ref_logprobs, token_weights, sequence_log_ratios, out, arrived, denominator, loss, stats,
         *shape, float(low), float(high), dual_clip and float(dual_clip), delta and float(delta),
-        above, below, float(value_cliprange), float(value_coef), float(kl_coef),
-        number and float(number), *wanted, kl_kind, policy_loss, kl_apart, by_rows,
-        aggregate == _ROW_MEANS, *tile,
+        below, float(value_cliprange), float(value_coef), float(kl_coef), number and float(number),
+        *wanted, kl_kind, policy_loss, kl_apart, by_rows, aggregate == _ROW_MEANS, *tile,
     )  # fmt: skip
 
 
