@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastrl.core import flatten_dict
+from fastrl_kernels.policy_losses import POLICY_LOSSES, RATIO_LEVELS
 from fastrl_kernels.types import AGGREGATES
 
 REFERENCES = ("auto", "copy", "adapter", "trunk", "offload", "none")
@@ -20,7 +21,13 @@ REFERENCE_ADAPTERS = ("off", "start", "auto")
 KL_PENALTIES = ("kl", "abs", "mse", "full")
 ROLLOUT_BACKENDS = ("engine", "generate")
 OLD_LOGPROBS = ("auto", "rollout", "recompute")
-METHODS = {"gae": "PPO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO", "rloo": "RLOO"}
+METHODS = {
+    "gae": "PPO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "rloo": "RLOO",
+    "reinforce++": "REINFORCE++",
+}
 ADVANTAGES = tuple(METHODS)
 KL_PLACES = ("reward", "loss")
 LOSS_DENOMINATORS = ("auto", "minibatch", "step")
@@ -265,11 +272,31 @@ class PPOConfig:
     advantage: str = setting(
         "How advantages are estimated: gae (by a value function), or from the other responses to "
         "the same prompt: grpo ((R - mean) / deviation), dr_grpo (R - mean), rloo (R - the others' "
-        "mean).",
+        "mean), or from all of the batch: reinforce++ (the rewards to come, whitened).",
         "gae",
     )
     group_size: int = setting(
-        "Responses to each prompt: 1 with gae, else 2 or more; divides batch_size.", 1
+        "Responses to each prompt: 1 with gae, any with reinforce++, else 2 or more; divides "
+        "batch_size.",
+        1,
+    )
+    dynamic_sampling_rounds: int = setting(
+        "In train(): how often at most groups whose scores are all equal are replaced by groups of "
+        "new prompts, in a step (DAPO); 0: never.",
+        0,
+    )
+    overlong_buffer: int | None = setting(
+        "In train(): the last tokens of max_new_tokens, over which overlong_penalty grows (DAPO's "
+        "soft punishment).",
+        None,
+    )
+    overlong_penalty: float = setting(
+        "With overlong_buffer: what is taken off the score of a response of max_new_tokens.", 1.0
+    )
+    mask_truncated_completions: bool = setting(
+        "Learn nothing from responses that were cut at their longest; their scores still count "
+        "in their groups.",
+        False,
     )
 
     # PPO
@@ -277,6 +304,35 @@ class PPOConfig:
     lam: float = setting("λ of generalised advantage estimation.", 0.95)
     cliprange: float = setting("Clip range of the probability ratio.", 0.2)
     cliprange_high: float | None = setting("Clip range of the ratio above 1, if it differs.", None)
+    policy_loss: str = setting(
+        "The policy's objective: clip (PPO's), cispo (the ratio, at most 1 + cliprange_high, as a "
+        "constant weight of log π; no lower bound), sapo (a sigmoid of the ratio in place of the "
+        "clip).",
+        "clip",
+    )
+    ratio_level: str = setting(
+        "Whose probability ratio the objective reads: token, sequence (GSPO: the geometric mean "
+        "over a response), sequence-token (GSPO-token: its value, with the token's gradient).",
+        "token",
+    )
+    delta: float | None = setting(
+        "With policy_loss clip: the most that a ratio counts outside of the clip, such as 4, so "
+        "that with a negative advantage the loss is bounded, too.",
+        None,
+    )
+    sapo_temperature_pos: float = setting(
+        "With policy_loss sapo: temperature where the advantage is positive.", 1.0
+    )
+    sapo_temperature_neg: float = setting("With policy_loss sapo: temperature elsewhere.", 1.05)
+    entropy_coef: float = setting(
+        "Coefficient of an entropy bonus: this times the entropy is taken off each token's loss.",
+        0.0,
+    )
+    top_entropy_quantile: float = setting(
+        "Share of the tokens, those of the highest entropies of a forward, that get a policy "
+        "gradient; 1: all.",
+        1.0,
+    )
     loss_aggregate: str = setting(
         "How the loss sums over tokens: token-mean, seq-mean-token-mean (a mean of samples' means; "
         "GRPO's own), seq-mean-token-sum, seq-mean-token-sum-norm (over samples times a fixed "
@@ -347,6 +403,11 @@ class PPOConfig:
         return self.advantage == "gae"
 
     @property
+    def compares_groups(self) -> bool:
+        """Whether responses are compared with the others to their prompt."""
+        return self.advantage in ("grpo", "dr_grpo", "rloo")
+
+    @property
     def method(self) -> str:
         """The algorithm's name."""
         return METHODS[self.advantage]
@@ -391,6 +452,8 @@ class PPOConfig:
             "target_kl",
             "ratio_threshold",
             "temperature",
+            "sapo_temperature_pos",
+            "sapo_temperature_neg",
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -403,6 +466,8 @@ class PPOConfig:
             "trunk_cache_gib",
             "trunk_cache_host_gib",
             "sync_ref_every",
+            "dynamic_sampling_rounds",
+            "overlong_penalty",
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more and finite, got {getattr(self, name)}")
@@ -415,6 +480,7 @@ class PPOConfig:
             "micro_batch_tokens",
             "rollout_kv_cache_gib",
             "loss_norm_length",
+            "overlong_buffer",
             "max_kl",
             "max_ratio",
         ):
@@ -429,6 +495,8 @@ class PPOConfig:
             ("advantage", ADVANTAGES),
             ("kl_penalty", KL_PENALTIES),
             ("kl_in", KL_PLACES),
+            ("policy_loss", tuple(POLICY_LOSSES)),
+            ("ratio_level", tuple(RATIO_LEVELS)),
             ("loss_aggregate", AGGREGATES),
             ("loss_denominator", LOSS_DENOMINATORS),
             ("on_nonfinite", ON_NONFINITE),
@@ -455,6 +523,7 @@ class PPOConfig:
         high = self.cliprange_high
         if high is not None and not 0 <= high < math.inf:
             raise ValueError(f"cliprange_high must be 0 or more and finite, or None, got {high}")
+        self._check_policy_loss()
         if self.kl_in == "loss" and self.kl_penalty == "full":
             raise ValueError(
                 "kl_penalty='full' with kl_in='loss', whose term is estimated from the sampled "
@@ -462,8 +531,33 @@ class PPOConfig:
             )
         self._check_groups()
 
+    def _check_policy_loss(self) -> None:
+        if self.delta is not None:
+            if self.policy_loss != "clip":
+                raise ValueError(
+                    f"delta is for policy_loss='clip', not {self.policy_loss!r}: leave it out"
+                )
+            high = self.cliprange if self.cliprange_high is None else self.cliprange_high
+            if not self.delta > 1 + high:
+                raise ValueError(
+                    f"delta must be above 1 + cliprange_high = {1 + high}, got {self.delta}: the "
+                    "usual value is 4"
+                )
+        if not math.isfinite(self.entropy_coef):
+            raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef}")
+        if not 0 < self.top_entropy_quantile <= 1:
+            raise ValueError(
+                f"top_entropy_quantile must lie in (0, 1], got {self.top_entropy_quantile}: 1 is "
+                "all tokens"
+            )
+
     def _check_groups(self) -> None:
         size, asked = self.group_size, f"advantage={self.advantage!r}"
+        if self.dynamic_sampling_rounds and not self.compares_groups:
+            raise ValueError(
+                f"dynamic_sampling_rounds replaces groups without spread, but {asked} has no "
+                "groups: choose another advantage (grpo, dr_grpo, rloo), or set it to 0"
+            )
         if self.needs_values:
             if size != 1:
                 raise ValueError(
@@ -471,7 +565,7 @@ class PPOConfig:
                     f"another advantage ({', '.join(ADVANTAGES[1:])})"
                 )
             return
-        if size < 2:
+        if size < 2 and self.compares_groups:
             raise ValueError(
                 f"{asked} with group_size={size}: a group of one has nothing to be compared with; "
                 "set group_size to 2 or more (8 is usual)"
@@ -481,7 +575,7 @@ class PPOConfig:
                 f"batch_size ({self.batch_size}) must be a multiple of group_size ({size}): change "
                 "one of the two"
             )
-        if self.gamma != 1:
+        if self.gamma != 1 and self.compares_groups:
             raise ValueError(f"gamma={self.gamma}, but {asked} takes plain sums of rewards: set 1")
         if self.whiten_rewards:
             raise ValueError(f"whiten_rewards is for advantage='gae', not {asked}: turn it off")

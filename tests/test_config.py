@@ -1,6 +1,7 @@
 """PPOConfig: the defaults of TRL 0.11, and one clear error per mistake."""
 
 import dataclasses
+import math
 import sys
 
 import pytest
@@ -60,7 +61,10 @@ def test_defaults_are_those_of_trl():
     ours = {"old_logprobs", "num_shared_layers", "sync_ref_every", "ref_ema"}
     ours |= {"advantage", "group_size", "kl_in", "cliprange_high", "loss_aggregate"}
     ours |= {"loss_norm_length", "temperature", "loss_denominator", "on_nonfinite", "ddp_timeout"}
-    ours |= {"max_kl", "max_ratio"}
+    ours |= {"policy_loss", "ratio_level", "delta", "entropy_coef", "top_entropy_quantile"}
+    ours |= {"dynamic_sampling_rounds", "overlong_buffer", "overlong_penalty"}
+    ours |= {"mask_truncated_completions"}
+    ours |= {"sapo_temperature_pos", "sapo_temperature_neg"}
     ours |= {"padding_free", "micro_batch_tokens"}
     ours |= {"max_kl", "max_ratio", "optim", "optim_args", "master_weights"}
     ours |= {"offload_optimizer", "activation_offloading"}
@@ -105,6 +109,15 @@ GRPO = {"advantage": "grpo", "group_size": 4, "batch_size": 8}
     ("settings", "message"),
     [
         ({"advantage": "ppo"}, "unknown advantage 'ppo': choose one of gae, grpo, dr_grpo, rloo"),
+        ({"policy_loss": "gspo"}, "unknown policy_loss 'gspo': choose one of clip, cispo, sapo"),
+        ({"ratio_level": "word"}, "unknown ratio_level 'word': choose one of token, sequence"),
+        ({"dynamic_sampling_rounds": 1}, "but advantage='gae' has no groups: choose another"),
+        ({"overlong_buffer": 0}, "overlong_buffer must be positive or None, got 0"),
+        ({"delta": 1.1}, "delta must be above 1 \\+ cliprange_high = 1.2, got 1.1"),
+        ({"delta": 4.0, "policy_loss": "sapo"}, "delta is for policy_loss='clip', not 'sapo'"),
+        ({"entropy_coef": math.nan}, "entropy_coef must be finite, got nan"),
+        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile must lie in"),
+        ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be positive, got 0.0"),
         ({"kl_in": "score"}, "unknown kl_in 'score': choose one of reward, loss"),
         ({"loss_aggregate": "mean"}, "unknown loss_aggregate 'mean': choose one of token-mean"),
         ({"group_size": 4}, "group_size=4, but advantage='gae' compares no responses"),

@@ -303,6 +303,9 @@ def _compiled_ppo_loss() -> Iterator[Compiled]:
         "mse, dual clip": partial(call, kl="mse", dual_clip=3.0),
         "k3+, weights": partial(call, kl="k3+", weighted=True),
         "kl, denominator tensor": partial(call, kl="kl", value=True, denominator=on_device),
+        "delta": partial(call, objective=kernels.PolicyLoss(delta=4.0)),
+        "cispo": partial(call, kl="k3", objective=kernels.PolicyLoss("cispo")),
+        "sapo": partial(call, kl="k3", objective=kernels.PolicyLoss("sapo")),
     }
     yield from _compiled(
         calls | {f"all, {name}": partial(everything, aggregate=name) for name in aggregates}

@@ -156,6 +156,17 @@ class Prompts:
             self.name_of,
         )
 
+    def joined(self, others: Prompts) -> Prompts:
+        """These, and others of the same table behind them."""
+        return Prompts(
+            [*self.said, *others.said],
+            [*self.texts, *others.texts],
+            [*self.ids, *others.ids],
+            {name: [*values, *others.columns[name]] for name, values in self.columns.items()},
+            [*self.rows, *others.rows],
+            self.name_of,
+        )
+
     def repeated(self, times: int) -> Prompts:
         """Each prompt ``times`` times in a row."""
         return self.take([i for i in range(len(self)) for _ in range(times)])

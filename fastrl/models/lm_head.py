@@ -94,7 +94,7 @@ class FusedHead:
                         torch.ones_like(labels, dtype=torch.bool),
                         temperature=request.temperature,
                         entropy=request.entropy,
-                        **objective.options,
+                        **objective.linear_options,
                         **options,
                     )
                     scores = TokenScores(stats.logprobs, stats.entropies, None, None, loss, stats)

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 import fastrl_kernels
+from fastrl_kernels.policy_losses import PPO_CLIP, of_top_entropy
+from fastrl_kernels.ppo_loss import inverse_of
 from fastrl_kernels.types import Extras
 
 
 class PolicyObjective(NamedTuple):
-    """The clipped objective of the requested rows, as a mean over them unless weighted.
+    """The policy's objective of the requested rows, as a mean over them unless weighted.
 
     Other aggregates, over sequences, are weights of tokens and a denominator.
     """
@@ -27,10 +29,19 @@ class PolicyObjective(NamedTuple):
     kl: fastrl_kernels.KLTerm | None = None  # its reference's log-probs [N]
     token_weights: Tensor | None = None  # [N]
     denominator: Tensor | float | None = None  # None: N
+    objective: fastrl_kernels.PolicyLoss = PPO_CLIP
+    lengths: Tensor | None = None  # [S] of responses, where their ratios are those of sequences
+    entropy_coef: float = 0.0  # of a bonus, in each token's loss
+    top_entropy: float = 1.0  # the share of tokens that learn, those of the highest entropies
 
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the kernels' losses."""
+        return dict(zip(self._fields[2:-2], self[2:-2], strict=True))
+
+    @property
+    def linear_options(self) -> dict[str, Any]:
+        """Of the kernels' loss that computes entropies itself."""
         return dict(zip(self._fields[2:], self[2:], strict=True))
 
 
@@ -90,16 +101,37 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
     if isinstance(objective, TokenNLL):
         loss = -logprobs.sum() / objective.denominator
     elif objective is not None:
-        every = torch.ones_like(request.labels, dtype=torch.bool)
-        loss, stats = fastrl_kernels.ppo_loss(
-            logprobs, objective.old_logprobs, objective.advantages, every, **objective.options
-        )
+        loss, stats = _policy_loss(logprobs, entropies, objective)
     if loss is not None:
         logprobs = logprobs.detach()
         entropies = entropies if entropies is None else entropies.detach()
     kept = logits if request.logits else None
     extras = _extras(logits.detach(), request) if request.extras else None
     return TokenScores(logprobs, entropies, None, kept, loss, stats, extras)
+
+
+def _policy_loss(
+    logprobs: Tensor, entropies: Tensor | None, objective: PolicyObjective
+) -> tuple[Tensor, fastrl_kernels.LossStats]:
+    every, weights = torch.ones_like(logprobs, dtype=torch.bool), None
+    if objective.top_entropy < 1:
+        assert entropies is not None
+        weights = of_top_entropy(entropies.detach(), every, objective.top_entropy).float()
+    loss, stats = fastrl_kernels.ppo_loss(
+        logprobs,
+        objective.old_logprobs,
+        objective.advantages,
+        every,
+        weights=weights,
+        **objective.options,
+    )
+    if objective.entropy_coef:
+        assert entropies is not None
+        of_tokens, denominator = objective.token_weights, objective.denominator
+        total = (entropies if of_tokens is None else entropies * of_tokens).sum()
+        by = torch.as_tensor(max(len(logprobs), 1) if denominator is None else denominator)
+        loss = loss - objective.entropy_coef * total * inverse_of(by)
+    return loss, stats
 
 
 def _extras(logits: Tensor, request: ScoringRequest) -> Extras:

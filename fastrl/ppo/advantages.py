@@ -58,6 +58,30 @@ class GAE:
         return {}
 
 
+class BatchReturns:
+    """Sums of the rewards to come, Σ_{u≥t} γ^{u-t}·r_u, whitened over the batch's tokens; no values
+    are learned (Hu et al., "REINFORCE++", 2025). The KL belongs in the rewards."""
+
+    def __init__(self, config: PPOConfig):
+        self.gamma = config.gamma
+
+    def check(self, queries: Sequence[Tensor]) -> None:
+        """Any order is right."""
+
+    def __call__(
+        self, values: Tensor, rewards: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Values (zeros), advantages and returns, each [B, T-1]."""
+        values = torch.zeros_like(rewards)
+        advantages, returns = fastrl_kernels.gae(
+            rewards, values, mask, gamma=self.gamma, lam=1.0, whiten=True
+        )
+        return values, advantages, returns
+
+    def statistics(self, scores: Tensor) -> dict[str, Tensor]:
+        return {}
+
+
 class GroupBaseline:
     """Advantages over the other responses to the same prompt; no values are learned.
 
@@ -155,4 +179,6 @@ def make_advantages(config: PPOConfig) -> Advantages:
     """By ``PPOConfig.advantage``."""
     if config.advantage == "gae":
         return GAE(config)
+    if config.advantage == "reinforce++":
+        return BatchReturns(config)
     return GroupBaseline(config.group_size, _GROUP_BASELINES[config.advantage])

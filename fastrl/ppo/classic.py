@@ -97,7 +97,7 @@ class ClassicMethods:
         ``PPOConfig.temperature``.
 
         Each of the two losses has its own gradient. ``step()`` computes both in one pass, to the
-        same numbers. A KL term (``kl_in="loss"``) is not part of them.
+        same numbers. A KL term (``kl_in="loss"``) and what entropies do are not part of them.
         """
         update = self.update.gradient.loss
         mask = torch.atleast_2d(mask.bool())
@@ -113,6 +113,8 @@ class ClassicMethods:
             update.cliprange,
             token_weights=None if weights is None else flat(weights[:, None]),
             denominator=self.aggregate.denominator(mask.sum(-1), weights),
+            objective=update.policy_loss,
+            lengths=update.lengths(mask),
         )
         policy_loss, policy_stats = fastrl_kernels.ppo_loss(
             new,

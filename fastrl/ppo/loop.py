@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fastrl.data.chat import as_answer
 from fastrl.data.prompts import Prompts, PromptStream, read_eval_prompts
 from fastrl.data.tables import LONG_PROMPTS
 from fastrl.data.vocabulary import check_vocabulary
 from fastrl.models.layout import EncoderDecoder
+from fastrl.ppo.dynamic_sampling import make_resampling
 from fastrl.ppo.experience import check_tokens
 from fastrl.ppo.guards import check_divergence
 from fastrl.ppo.ledger import RewardedSamples, ScoredSamples, open_ledger, recordable
 from fastrl.ppo.nonfinite import check_a_sample_is_left, samples_left_out
+from fastrl.ppo.overlong import make_overlong
 from fastrl.ppo.saving import Saving, evaluations_as_tree, evaluations_from_tree
 from fastrl.rewards.weighted import RewardBatch, RewardFunctions, Rewards
 from fastrl.rollout import RolloutOutput, draw_seed
@@ -86,9 +89,11 @@ class Loop:
             on_nonfinite=config.on_nonfinite,
             shared=self.processes.count > 1,
         )
+        self.resampling = make_resampling(config, self.processes)
         self.steps, self.eval_every = steps, eval_every
         self.missing_eos_penalty = missing_eos_penalty
         self.generation_kwargs = rollouts.arguments.of_training(generation_kwargs)
+        self.overlong = make_overlong(config, self.generation_kwargs)
         # max_length in its place counts the prompt.
         new_tokens = self.generation_kwargs.get("max_new_tokens") or 1
         room = (rollouts.layout, new_tokens, long_prompts)
@@ -263,17 +268,27 @@ class Loop:
         new = PromptStream(len(prompts), self.trainer.config.seed)
         stream = streams.setdefault(prompts.fingerprint, new)
         with stream.kept_on_error():
-            return self._step(prompts.take(stream.take(self.prompts_per_step)))
+            return self._step(stream.take(self.prompts_per_step), stream)
 
-    def _step(self, batch: Prompts) -> tuple[dict[str, float], ScoredSamples]:
-        """A step on the prompts of all processes; each samples and scores its share."""
+    def _step(
+        self, chosen: list[int], stream: PromptStream
+    ) -> tuple[dict[str, float], ScoredSamples]:
+        """A step on the prompts of all processes; each samples and scores its share.
+
+        Args:
+            chosen: their numbers.
+            stream: has further ones.
+        """
         size, weights_version = self.trainer.config.group_size, self.trainer.update.optimizer_steps
         seed = self.processes.from_main(draw_seed())
-        own = self._sampled(batch, size, seed)
-        scores = own.rewards.total.float()
-        if self.missing_eos_penalty is not None:
-            missing = torch.tensor([r not in ("eos", "stop") for r in own.rollout.finish_reasons])
-            scores = scores - self.missing_eos_penalty * missing
+        own, chosen, resampled = self.resampling(
+            self._sampled(self.prompts.take(chosen), size, seed),
+            chosen,
+            stream.take,
+            lambda more, keys: self._drawn(self.prompts.take(more), size, seed, keys),
+            self._scores,
+        )
+        batch, scores = self.prompts.take(chosen), self._scores(own)
         stats = self.trainer.step(
             own.prompts.ids, own.rollout.sequences, list(scores), rollout=own.rollout
         )
@@ -282,6 +297,7 @@ class Loop:
             **scalars(stats),
             **samples.rollout.stats,
             **samples.rewards.statistics(),
+            **resampled,
             "time/reward": samples.seconds,
             "time/step": samples.rollout.stats["time/rollout"]
             + samples.seconds
@@ -290,15 +306,38 @@ class Loop:
         scores = torch.cat(self.processes.objects(scores))
         return metrics, ScoredSamples(samples, weights_version, scores)
 
+    def _scores(self, samples: RewardedSamples) -> Tensor:
+        """Rewards less the penalties for how a response ended, and for its length, [B] fp32."""
+        scores = samples.rewards.total.float()
+        if self.missing_eos_penalty is not None:
+            reasons = samples.rollout.finish_reasons
+            missing = torch.tensor([reason not in ("eos", "stop") for reason in reasons])
+            scores = scores - self.missing_eos_penalty * missing
+        if self.overlong is not None:
+            scores = scores - self.overlong(list(map(len, samples.rollout.sequences)))
+        return scores
+
     def _sampled(self, batch: Prompts, size: int, seed: int | None) -> RewardedSamples:
         """This process's share of a batch of prompts, each with ``size`` responses, rewarded."""
-        shares = self.processes.shares(range(len(batch)))
-        own = shares[self.processes.index]
+        own = self.processes.shares(range(len(batch)))[self.processes.index]
+        drawn = self._drawn(batch.take(own), size, seed, own)
+        assert drawn is not None
+        return drawn
+
+    def _drawn(
+        self, prompts: Prompts, size: int, seed: int | None, keys: Sequence[int]
+    ) -> RewardedSamples | None:
+        """``size`` responses to each of this process's prompts, rewarded; None of no prompts.
+
+        Args:
+            keys: of the draws for each prompt.
+        """
         # What waits for all processes comes first: work that is broken off must not be within it.
         with self.trainer.rollouts.ready(), self.processes.shared_work():
-            prompts = batch.take(own)
+            if not len(prompts):
+                return None
             rollout = self.trainer.rollouts.sample(
-                prompts.ids, self.generation_kwargs, size, seed, own
+                prompts.ids, self.generation_kwargs, size, seed, keys
             )
             prompts = prompts.repeated(size)
             begin = time.perf_counter()

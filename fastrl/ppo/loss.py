@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+import fastrl_kernels
 from fastrl.config import PPOConfig
 from fastrl.data.token_batch import ModelPass, TokenBatch
 from fastrl.models.host_memory import to_device
@@ -139,8 +141,9 @@ class UpdateLoss:
     """The loss of a mini-batch, and its statistics.
 
     Σ_t w_t·[max(-A·ρ, -A·clip(ρ, 1 - low, 1 + high)) + vf_coef·½·max((v-R)², (clip(v, v_old ±
-    c) - R)²) + KL term] / denominator over the response tokens; without a value function the second
-    is absent. The policy's part, with the KL term, is computed by the LM head's kernel.
+    c) - R)²) + KL term - entropy_coef·H] / denominator over the response tokens; without a value
+    function the second is absent. Another ``policy_loss`` takes the place of the maximum. The
+    policy's part, with the KL term and the entropies H, is computed by the LM head's kernel.
 
     Attributes:
         aggregate: gives w and the denominator.
@@ -151,7 +154,15 @@ class UpdateLoss:
 
     def __init__(self, config: PPOConfig):
         high = config.cliprange if config.cliprange_high is None else config.cliprange_high
-        self.cliprange = (config.cliprange, high)
+        low = math.inf if config.policy_loss == "cispo" else config.cliprange
+        self.cliprange = (low, high)
+        self.policy_loss = fastrl_kernels.PolicyLoss(
+            config.policy_loss,
+            config.ratio_level,
+            config.delta,
+            (config.sapo_temperature_pos, config.sapo_temperature_neg),
+        )
+        self.entropy_terms = (config.entropy_coef, config.top_entropy_quantile)
         self.aggregate = Aggregate(config)
         self.has_values = config.needs_values
         self.cliprange_value, self.vf_coef = config.cliprange_value, config.vf_coef
@@ -181,6 +192,10 @@ class UpdateLoss:
             return [whole / len(minibatches)] * len(minibatches)
         return list(map(self.aggregate.denominator, lengths, weights))
 
+    def lengths(self, mask: Tensor) -> Tensor | None:
+        """The numbers of response tokens, [B], where ratios are those of whole responses."""
+        return None if self.policy_loss.ratio_level == "token" else mask.sum(-1)
+
     def request(
         self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor
     ) -> ScoringRequest:
@@ -191,7 +206,15 @@ class UpdateLoss:
             lengths = tokens.mask.sum(-1)
             weights = weights.repeat_interleave(lengths, output_size=len(old.logprobs))
         objective = PolicyObjective(
-            old.logprobs, old.advantages, self.cliprange, old.kl, weights, denominator
+            old.logprobs,
+            old.advantages,
+            self.cliprange,
+            old.kl,
+            weights,
+            denominator,
+            self.policy_loss,
+            self.lengths(tokens.mask),
+            *self.entropy_terms,
         )
         return scoring_request(
             tokens,

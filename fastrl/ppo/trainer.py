@@ -317,7 +317,7 @@ class PPOTrainer(ClassicMethods):
                 responses,
                 data.check_scores(scores, size),
                 response_masks,
-                data.check_weights(weights, size, self.current_device),
+                self._weights(data.check_weights(weights, size, self.current_device), rollout),
                 self.rollouts.logprobs(queries, responses, rollout),
                 self._nan_samples(queries, rollout),
                 None if rollout is None else rollout.finish_reasons,
@@ -336,6 +336,23 @@ class PPOTrainer(ClassicMethods):
         result["ppo/nan_samples"] = float(len(given.nan))
         result["ppo/nonfinite_samples"] += float(len(nonfinite))
         return result
+
+    def _weights(self, weights: Tensor | None, rollout: RolloutOutput | None) -> Tensor | None:
+        """The samples' weights, 0 where ``mask_truncated_completions`` leaves them out.
+
+        Raises:
+            ValueError: it is not known how the responses ended.
+        """
+        if not self.config.mask_truncated_completions:
+            return weights
+        if rollout is None:
+            raise ValueError(
+                "mask_truncated_completions needs to know how responses ended: pass rollout= to "
+                "step(), or turn it off"
+            )
+        whole = torch.tensor([float(reason != "length") for reason in rollout.finish_reasons])
+        whole = to_device(whole, self.current_device)
+        return whole if weights is None else whole * weights
 
     def _step(self, given: StepInput) -> dict[str, Any]:
         """The algorithm of :meth:`step`, on the samples of all processes. What is computed from

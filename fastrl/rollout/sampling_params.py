@@ -249,6 +249,13 @@ class RolloutOutput:
         }
         return replace(parts[0], **{name: column(name) for name in _COLUMNS}, stats=stats)
 
+    def take(self, indices: Sequence[int]) -> RolloutOutput:
+        """Some of the samples, in this order; the statistics are those of all."""
+        columns: dict[str, Any] = {name: getattr(self, name) for name in _COLUMNS}
+        for name, each in columns.items():
+            columns[name] = None if each is None else [each[i] for i in indices]
+        return replace(self, **columns)
+
     def logprobs_at(self, temperature: float) -> list[Tensor] | None:
         """Log-probs log softmax(z/T) of the tokens; None where none were computed at this T."""
         if temperature == 1:

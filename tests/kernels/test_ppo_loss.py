@@ -445,7 +445,8 @@ def test_coefficients_and_clip_ranges_compile_once():
     from fastrl_kernels._triton import ppo_loss as module
 
     assert constants(module) == {
-        "DLOGPROBS", "DVALUES", "KL_KIND", "BY_ROWS", "ROW_MEANS", "ROWS", "STEPS", "WIDE", "BLOCK",
+        "DLOGPROBS", "DVALUES", "KL_KIND", "POLICY_LOSS", "KL_APART", "BY_ROWS", "ROW_MEANS",
+            "ROWS", "STEPS", "WIDE", "BLOCK",
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from .linear_nll import linear_nll_loss
 from .linear_sample import linear_sample, linear_sample_pays
 from .logprob import token_logprobs
 from .moments import masked_mean, masked_moments, masked_var, masked_whiten, merge_moments
+from .policy_losses import PolicyLoss
 from .ppo_loss import linear_ppo_loss, ppo_loss
 from .preference import *  # noqa: F403
 from .rms_norm import rms_norm
@@ -39,6 +40,7 @@ __all__ = [
     "LiveTokens",
     "LossStats",
     "Moments",
+    "PolicyLoss",
     "SampledTokens",
     "ValueTerm",
     "VocabParallel",

@@ -115,9 +115,15 @@ class _WholeChunk:
     """Up to ``longest`` rows of all logits, by the op's backend."""
 
     def __init__(
-        self, inputs: HeadInputs, statistics: RowStatistics, gradients: HeadGradients, longest: int
+        self,
+        inputs: HeadInputs,
+        statistics: RowStatistics,
+        gradients: HeadGradients,
+        longest: int,
+        entropies_learn: bool,
     ) -> None:
         self.inputs, self.statistics, self.gradients = inputs, statistics, gradients
+        self._once = gradients.wanted and not entropies_learn
         dtype = inputs.head.chunk_dtype(inputs.hidden)
         self._workspace = Workspace(inputs.hidden, longest, len(inputs.weight), dtype)
         self._logits: Tensor
@@ -125,10 +131,10 @@ class _WholeChunk:
     def score(self, rows: slice) -> None:
         self._logits = self._workspace.chunk(rows.stop - rows.start)
         self.inputs.fill(self._logits, rows)
-        self.inputs.statistics(self._logits, rows, self.statistics, once=self.gradients.wanted)
+        self.inputs.statistics(self._logits, rows, self.statistics, once=self._once)
 
     def backward(self, rows: slice, upstream: RowGradients) -> None:
-        self.inputs.gradients_(self._logits, rows, 0, self.statistics, upstream, once=True)
+        self.inputs.gradients_(self._logits, rows, 0, self.statistics, upstream, once=self._once)
         self.gradients.add(self._logits, rows)
 
     def release(self) -> None:
@@ -144,12 +150,19 @@ class HeadPass:
     Args:
         entropy: also compute entropies.
         wanted: which gradients, by hidden states, weight and bias.
+        entropies_learn: the loss has a derivative by entropies, too.
     """
 
-    def __init__(self, inputs: HeadInputs, entropy: bool, wanted: tuple[bool, ...]) -> None:
-        self.inputs = inputs
+    def __init__(
+        self,
+        inputs: HeadInputs,
+        entropy: bool,
+        wanted: tuple[bool, ...],
+        entropies_learn: bool = False,
+    ) -> None:
+        self.inputs, self._entropies_learn = inputs, entropies_learn
         self.statistics = RowStatistics.empty(inputs.hidden, len(inputs.hidden), entropy, ())
-        self._in_pieces = suits(inputs)
+        self._in_pieces = suits(inputs) and not entropies_learn
         dtype = inputs.weight.dtype if self._in_pieces else inputs.head.chunk_dtype(inputs.hidden)
         self._chunks = inputs.row_chunks(dtype.itemsize, _bytes_of_sum(inputs, wanted))
         self._gradients = HeadGradients(
@@ -169,10 +182,18 @@ class HeadPass:
         """Whether any gradient is wanted."""
         return self._gradients.wanted
 
+    @property
+    def chunks(self) -> int:
+        """In how many chunks it goes through the rows."""
+        return len(self._chunks)
+
     def __iter__(self) -> Iterator[slice]:
         longest = max((rows.stop - rows.start for rows in self._chunks), default=0)
-        make = ChunkInPieces if self._in_pieces else _WholeChunk
-        self._chunk = make(self.inputs, self.statistics, self._gradients, longest)
+        of_chunk = self.inputs, self.statistics, self._gradients, longest
+        if self._in_pieces:
+            self._chunk = ChunkInPieces(*of_chunk)
+        else:
+            self._chunk = _WholeChunk(*of_chunk, self._entropies_learn)
         for rows in self._chunks:
             self._chunk.score(rows)
             self.inputs.join_(rows, self.statistics)
@@ -180,13 +201,14 @@ class HeadPass:
         self._chunk.release()
         self._chunk = None
 
-    def backward(self, rows: slice, slopes: Tensor) -> None:
+    def backward(self, rows: slice, slopes: Tensor, of_entropies: Tensor | None = None) -> None:
         """Adds the rows' part to the gradients.
 
         Args:
             slopes: [r] d loss/d log π, NaN where the log-prob is.
+            of_entropies: [r] d loss/d H, with ``entropies_learn``.
         """
-        self._chunk.backward(rows, RowGradients(slopes, None))
+        self._chunk.backward(rows, RowGradients(slopes, of_entropies))
 
     def per_token(self, x: Tensor) -> Tensor:
         """[N] in the labels' shape, 0 where a token does not count."""

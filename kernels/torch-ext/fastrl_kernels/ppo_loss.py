@@ -21,7 +21,7 @@ from .checks import (
 from .dispatch import Backend, Passes, choose
 from .first_order import first_order
 from .head_pass import HandOut, HeadPass, save_gradients, scaled_gradients, wanted_gradients
-from .kl import kl_slope, kl_value, masked_difference
+from .kl import kl_value, masked_difference
 from .lm_head import (
     HEAD_ARGUMENTS,
     HEAD_SCHEMA,
@@ -33,6 +33,9 @@ from .lm_head import (
     split_head,
 )
 from .operators import applied, new, operator, or_empty
+from .policy_losses import PPO_CLIP, PolicyLoss, of_top_entropy
+from .sequence_ratios import kl_slopes, over_sequences, with_sequences
+from .sequence_ratios import token_weights as token_weights_of
 from .types import (
     AGGREGATES,
     KL_KINDS,
@@ -65,46 +68,34 @@ def inverse_of(denominator: Tensor) -> Tensor:
     return torch.where(denominator == 0, 0.0, 1.0 / denominator)
 
 
-def _token_weights(constants: PPOConstants, settings: PPOSettings) -> Tensor | None:
-    """Weights of tokens, [..., T] or [..., 1], without the denominator; None where all are 1."""
-    mask, given = constants.mask, constants.token_weights
-    weights = None if given is None else torch.where(mask, given.float(), 0.0)
-    if settings.aggregate != "seq-mean-token-mean":
-        return weights
-    by_rows = mask.sum(-1, keepdim=True).clamp(min=1).to(torch.float32).reciprocal()
-    return by_rows if weights is None else by_rows * weights
-
-
 class _PolicyTerms(NamedTuple):
     """Terms of the loss per token, without token weights and denominator."""
 
-    loss: Tensor  # the clipped objective
+    loss: Tensor  # the objective
     kl: Tensor | None  # the KL term without its coefficient
-    slope: Tensor  # d/d log π of both, 0 where masked
-    log_ratio: Tensor
+    slope: Tensor  # d/d log ρ of the objective, not masked
+    log_ratio: Tensor  # the tokens' own
+    level: Tensor  # the log-ratio that the objective reads
     ratio: Tensor
     is_clipped: Tensor  # bool
 
 
 def _policy_terms(logprobs: Tensor, constants: PPOConstants, settings: PPOSettings) -> _PolicyTerms:
-    """The clipped objective and the KL term per token, and their derivative by log π.
+    """The objective and the KL term per token, and the objective's derivative by log ρ.
 
     Inside the clip range both branches are equal, and the derivative is that of the ratio. Exactly
     at a bound (probability 0) it is the unclipped branch's.
     """
     mask = constants.mask
-    log_ratio = masked_difference(logprobs, constants.old_logprobs, mask)
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    log_ratio = level = masked_difference(logprobs, constants.old_logprobs, mask)
+    if constants.sequence_log_ratios is not None:
+        level = torch.where(mask, constants.sequence_log_ratios, 0.0)
+    ratio = level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     advantages = torch.where(mask, constants.advantages.float(), 0.0)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(settings.low, settings.high)
-    is_clipped = clipped > unclipped
-    loss = torch.where(is_clipped, clipped, unclipped)
-    slope = torch.where(is_clipped, 0.0, unclipped)
-    if settings.dual_clip is not None:
-        bound = -advantages * settings.dual_clip
-        beyond = (advantages < 0) & (loss > bound)
-        loss, slope = torch.where(beyond, bound, loss), torch.where(beyond, 0.0, slope)
+    given = torch.where(mask, logprobs.float(), 0.0)
+    loss, slope, is_clipped = _OBJECTIVES[settings.objective.kind](
+        ratio, advantages, given, settings
+    )
     if constants.weights is not None:
         weights = torch.where(mask, constants.weights.float(), 0.0)
         loss, slope = loss * weights, slope * weights
@@ -112,9 +103,64 @@ def _policy_terms(logprobs: Tensor, constants: PPOConstants, settings: PPOSettin
     if constants.ref_logprobs is not None:
         d = masked_difference(logprobs, constants.ref_logprobs, mask)
         kl = kl_value(d, settings.kl_kind)
-        slope = slope + settings.kl_coef * kl_slope(d, settings.kl_kind)
-    slope = torch.where(mask, slope, 0.0)
-    return _PolicyTerms(loss, kl, slope, log_ratio, ratio, is_clipped)
+    return _PolicyTerms(loss, kl, slope, log_ratio, level, ratio, is_clipped)
+
+
+def _clip(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, settings: PPOSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    unclipped = slope = -advantages * ratio
+    delta = settings.objective.delta
+    if delta is not None:
+        slope = torch.where(ratio > delta, 0.0, unclipped)
+        unclipped = torch.where(ratio > delta, -advantages * delta, unclipped)
+    clipped = -advantages * ratio.clamp(settings.low, settings.high)
+    is_clipped = clipped > unclipped
+    loss = torch.where(is_clipped, clipped, unclipped)
+    slope = torch.where(is_clipped, 0.0, slope)
+    if settings.dual_clip is not None:
+        bound = -advantages * settings.dual_clip
+        beyond = (advantages < 0) & (loss > bound)
+        loss, slope = torch.where(beyond, bound, loss), torch.where(beyond, 0.0, slope)
+    return loss, slope, is_clipped
+
+
+def _cispo(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, settings: PPOSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    slope = -advantages * ratio.clamp(settings.low, settings.high)
+    return slope * logprobs, slope, (ratio < settings.low) | (ratio > settings.high)
+
+
+def _sapo(
+    ratio: Tensor, advantages: Tensor, logprobs: Tensor, settings: PPOSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    above, below = settings.objective.sapo_temperatures
+    soft = torch.where(advantages > 0, above, below)
+    share = (soft * (ratio - 1)).sigmoid()
+    others = (soft * (1 - ratio)).sigmoid()  # 1 - share, without cancellation
+    loss, slope = -advantages * share * 4 / soft, -advantages * 4 * share * others * ratio
+    return loss, slope, torch.zeros_like(ratio, dtype=torch.bool)
+
+
+# Each gives the loss, its derivative by log ρ (of "cispo" by log π), and where it is clipped.
+_OBJECTIVES = {"clip": _clip, "cispo": _cispo, "sapo": _sapo}
+
+
+def _slopes(
+    slopes: Tensor,
+    logprobs: Tensor,
+    weights: Tensor | None,
+    constants: PPOConstants,
+    settings: PPOSettings,
+) -> Tensor:
+    """The gradient of the sum by log-probs, from the objective's derivatives."""
+    if settings.objective.joins_slopes:
+        weighted = slopes if weights is None else slopes * weights
+        return over_sequences(weighted, logprobs, weights, constants, settings)
+    of_kl = kl_slopes(logprobs, constants, settings)
+    slopes = torch.where(constants.mask, slopes if of_kl is None else slopes + of_kl, 0.0)
+    return slopes if weights is None else slopes * weights
 
 
 def _value_error(
@@ -144,12 +190,13 @@ def _torch_forward(
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """The loss, LossStats' tensor, and its gradients by log-probs and values where wanted."""
     mask = constants.mask
-    token_weights = _token_weights(constants, settings)
+    token_weights = token_weights_of(constants, settings)
 
     def total(x: Tensor) -> Tensor:
         return (x if token_weights is None else x * token_weights).sum()
 
-    loss, kl, slope, log_ratio, ratio, is_clipped = _policy_terms(logprobs, constants, settings)
+    terms = _policy_terms(logprobs, constants, settings)
+    loss, kl, slope, log_ratio, level, ratio, is_clipped = terms
     stats = {
         "policy_loss": total(loss),
         "clipfrac": is_clipped.sum(),
@@ -158,7 +205,7 @@ def _torch_forward(
         "approx_kl": 0.5 * log_ratio.square().sum(),
         "policy_kl": -log_ratio.sum(),
         "mean_ratio": torch.where(mask, ratio, 0.0).sum(),
-        "clamped_ratios": (log_ratio.abs() > LOG_RATIO_LIMIT).sum(),
+        "clamped_ratios": (level.abs() > LOG_RATIO_LIMIT).sum(),
         "tokens": mask.sum(),
     }
     objective = stats["policy_loss"]
@@ -178,8 +225,8 @@ def _torch_forward(
     denominator = _denominator(constants, settings)
     numbers, inverse = _normalised(stats, denominator), inverse_of(denominator)
 
+    slope = _slopes(slope, logprobs, token_weights, constants, settings)
     if token_weights is not None:
-        slope = slope * token_weights
         value_slope = None if value_slope is None else value_slope * token_weights
     gradients = (
         torch.where(mask, slope * inverse, 0.0) if wanted[0] else None,
@@ -252,6 +299,8 @@ def ppo_loss(
     token_weights: Tensor | None = None,
     aggregate: str = "token-mean",
     denominator: float | Tensor | None = None,
+    objective: PolicyLoss = PPO_CLIP,
+    lengths: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, LossStats]:
     """Σ_t w_t·v_t·[ u_t·max(-A_t·ρ_t, -A_t·clip(ρ_t, 1 - low, 1 + high)) + value, KL terms ].
@@ -278,6 +327,11 @@ def ppo_loss(
         denominator: replaces Σ mask, the number of rows that count (twice), or rows · T: a float,
             or a 0-d tensor on the same device (read there). For data-parallel ranks and
             accumulated micro-batches. A tensor of 0 gives loss and gradients 0.
+        objective: another loss in the place of the maximum, or ratios of whole sequences: a
+            :class:`PolicyLoss`, whose kinds are the rows of ``POLICY_LOSSES``.
+        lengths: [S] int64, for ratios of sequences where these are no rows: the numbers of tokens
+            of sequences that lie one after the other, all of them together as many as there are.
+            Their sum is checked on CPUs.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -288,13 +342,14 @@ def ppo_loss(
         TypeError: tensors not floating point, a mask that is not boolean, or a coefficient that
             is a tensor.
         ValueError: another tensor requires a gradient; negative clip ranges; dual_clip ≤ 1; a
-            denominator ≤ 0; an unknown kind or aggregate; shapes or devices that differ.
+            denominator ≤ 0; an unknown kind or aggregate; an argument that an objective does not
+            have; shapes or devices that differ.
 
     Source: Schulman et al., "Proximal policy optimization algorithms", 2017, equation 7.
     """
     values, constants, settings = _checked(
         logprobs, old_logprobs, advantages, mask, cliprange, value, kl, dual_clip, weights,
-        token_weights, aggregate, denominator,
+        token_weights, aggregate, denominator, objective, lengths,
     )  # fmt: skip
     loss, numbers = _apply(
         logprobs, values, constants, settings, choose(backend, logprobs, values, *constants)
@@ -319,6 +374,8 @@ def _apply(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """The loss and LossStats' tensor, of checked arguments."""
+    if settings.objective is not PPO_CLIP:
+        constants = with_sequences(logprobs, constants, settings)
     return applied(_PPOLoss, logprobs, values, constants, settings, _PASSES.of(backend))
 
 
@@ -335,6 +392,8 @@ def _checked(
     token_weights: Tensor | None,
     aggregate: str,
     denominator: float | Tensor | None,
+    objective: PolicyLoss,
+    lengths: Tensor | None,
 ) -> tuple[Tensor | None, PPOConstants, PPOSettings]:
     if type(cliprange) is float:
         low = high = cliprange
@@ -366,6 +425,10 @@ def _checked(
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip must be above 1, got {dual_clip}: the usual value is 3")
     check_choice("aggregate", aggregate, AGGREGATES)
+    if objective is not PPO_CLIP:
+        objective.check(dual_clip)
+    if lengths is not None:
+        _check_lengths(lengths, logprobs, aggregate)
     if denominator is not None:
         if isinstance(denominator, Tensor):
             given, denominator = denominator, None
@@ -395,13 +458,31 @@ def _checked(
         check_like("values", values, "logprobs", logprobs)
     constants = PPOConstants(
         old_logprobs, advantages, mask, weights, old_values, returns, ref_logprobs, given,
-        token_weights,
+        token_weights, lengths,
     )  # fmt: skip
     settings = PPOSettings(
         1.0 - low, 1.0 + high, dual_clip, aggregate, denominator, value_cliprange, value_coef,
-        kl_coef, kind,
+        kl_coef, kind, objective,
     )  # fmt: skip
     return values, constants, settings
+
+
+def _check_lengths(lengths: Tensor, logprobs: Tensor, aggregate: str) -> None:
+    if lengths.dtype != torch.int64 or lengths.dim() != 1:
+        raise TypeError(
+            f"lengths must be int64 [S], one of each sequence, got {lengths.dtype} "
+            f"{tuple(lengths.shape)}"
+        )
+    if aggregate in ("seq-mean-token-sum", "seq-mean-token-mean"):
+        raise ValueError(
+            f"aggregate={aggregate!r} is of rows, and with lengths these are no sequences: pass "
+            "token_weights and a denominator"
+        )
+    # On a GPU the sum would wait.
+    if lengths.device.type == "cpu" and int(lengths.sum()) != logprobs.numel():
+        raise ValueError(
+            f"lengths add up to {int(lengths.sum())}, but logprobs has {logprobs.numel()} tokens"
+        )
 
 
 def _check_constants(logprobs: Tensor, *tensors: Tensor | None) -> None:
@@ -416,6 +497,71 @@ def _check_constants(logprobs: Tensor, *tensors: Tensor | None) -> None:
             check_constant(name, tensor)
 
 
+class EntropyTerms(NamedTuple):
+    """What the loss from hidden states makes of entropies."""
+
+    coef: float = 0.0  # -coef·H is added to each token's loss
+    top_share: float = 1.0  # of the tokens that learn: those of the highest entropies
+
+    @property
+    def reads(self) -> bool:
+        return self.coef != 0 or self.top_share < 1
+
+    def check(self) -> None:
+        """
+        Raises:
+            TypeError: a tensor in place of a number.
+            ValueError: a coefficient that is not finite, or a share outside of (0, 1].
+        """
+        if any(isinstance(number, Tensor) for number in self):
+            raise TypeError(
+                "entropy_coef and top_entropy must be Python numbers: a tensor would wait"
+            )
+        if not math.isfinite(self.coef):
+            raise ValueError(f"entropy_coef must be finite, got {self.coef}")
+        if not 0 < self.top_share <= 1:
+            raise ValueError(f"top_entropy must lie in (0, 1], got {self.top_share}: 1 is all")
+
+
+def _all_slopes(
+    inputs: HeadInputs,
+    head: HeadPass,
+    constants: PPOConstants,
+    settings: PPOSettings,
+    entropies: EntropyTerms,
+    passes: Any,
+) -> Tensor:
+    """The gradient of the sum by log-probs [..., T], where a token's depends on others: on its
+    sequence's, or on the entropies of all. With several chunks of rows these are scored first,
+    which computes logits once more."""
+    scored = head
+    if head.chunks > 1:
+        scored = HeadPass(inputs, entropies.top_share < 1, (False,) * 3)
+        for _ in scored:
+            pass
+    logprobs, mask = scored.statistics.logprobs.view(constants.mask.shape), constants.mask
+    if entropies.top_share < 1:
+        assert scored.statistics.entropies is not None
+        constants = _of_top(constants, scored.statistics.entropies.view(mask.shape), entropies)
+    with_ratios = with_sequences(logprobs, constants, settings)
+    weights = token_weights_of(constants, settings)
+    if passes is None:
+        slopes = _policy_terms(logprobs, with_ratios, settings).slope
+        return _slopes(slopes, logprobs, weights, with_ratios, settings)
+    slopes = passes.policy_slopes(logprobs, with_ratios, settings)
+    if settings.objective.joins_slopes:
+        return _slopes(slopes, logprobs, weights, with_ratios, settings)
+    return slopes if weights is None else slopes * weights
+
+
+def _of_top(constants: PPOConstants, entropies: Tensor, terms: EntropyTerms) -> PPOConstants:
+    """With an importance weight of 0 for tokens that are to learn nothing."""
+    top = of_top_entropy(entropies, constants.mask, terms.top_share).float()
+    return constants._replace(
+        weights=top if constants.weights is None else top * constants.weights.float()
+    )
+
+
 @torch.no_grad()
 def _linear_forward(
     inputs: HeadInputs,
@@ -423,6 +569,7 @@ def _linear_forward(
     settings: PPOSettings,
     entropy: bool,
     wanted: tuple[bool, ...],
+    terms: EntropyTerms,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor | None, ...]]:
     """The loss, its statistics, log-probs and entropies, and the wanted gradients of the loss by
     hidden states, weight and bias. The weight of a token does not depend on its log-prob."""
@@ -431,44 +578,73 @@ def _linear_forward(
         from ._triton import ppo_loss
 
         passes = ppo_loss
-    weights = inverse_of(_denominator(constants, settings))
-    by_tokens = _token_weights(constants, settings)
-    weights = weights if by_tokens is None else weights * by_tokens
+    inverse = inverse_of(_denominator(constants, settings))
+    by_tokens = token_weights_of(constants, settings)
+    weights = inverse if by_tokens is None else inverse * by_tokens
     weights = weights.expand(constants.mask.shape).reshape(-1)
     flat = [x if x is None or x.dim() == 0 else x.reshape(-1) for x in constants]
-    head = HeadPass(inputs, entropy, wanted)
+    of_others = settings.objective.ratio_level != "token" or terms.top_share < 1
+    of_entropies = None
+    if terms.coef:
+        of_entropies = torch.where(inputs.counted, -terms.coef * weights, 0.0)
+    head = HeadPass(inputs, entropy or terms.reads, wanted, terms.coef != 0)
+    every: Tensor | None = None
     for rows in head:
-        if head.wanted:
+        if not head.wanted:
+            continue
+        if of_others:
+            if every is None:
+                every = _all_slopes(inputs, head, constants, settings, terms, passes)
+                every = (every * inverse).reshape(-1)
+            slopes = every[rows]
+        else:
             logprobs = head.statistics.logprobs[rows]
             part = PPOConstants(*(x if x is None or x.dim() == 0 else x[rows] for x in flat))  # type: ignore[arg-type]
             if passes is None:
-                slopes = _policy_terms(logprobs, part, settings).slope
+                slopes = _slopes(
+                    _policy_terms(logprobs, part, settings).slope, logprobs, None, part, settings
+                )
             else:
                 slopes = passes.policy_slopes(logprobs, part, settings)
-            head.backward(rows, slopes.mul_(weights[rows]))
+            slopes = slopes.mul_(weights[rows])
+        head.backward(rows, slopes, None if of_entropies is None else of_entropies[rows])
     logprobs, entropies = head.per_token(head.statistics.logprobs), head.statistics.entropies
-    loss, numbers = _apply(logprobs, None, constants, settings, inputs.backend)
     entropies = None if entropies is None else head.per_token(entropies)
-    return loss, numbers, logprobs, entropies, head.gradients()
+    if terms.top_share < 1:
+        assert entropies is not None
+        constants = _of_top(constants, entropies, terms)
+    loss, numbers = _apply(logprobs, None, constants, settings, inputs.backend)
+    if terms.coef:
+        assert entropies is not None
+        loss -= terms.coef * (entropies * weights.view(entropies.shape)).sum()
+        numbers[LossStats.NAMES.index("loss")] = loss
+    return loss, numbers, logprobs, entropies if entropy else None, head.gradients()
 
 
 @operator(
     f"({HEAD_SCHEMA}, Tensor old_logprobs, Tensor advantages, Tensor mask, Tensor? weights, "
-    "Tensor? ref_logprobs, Tensor? denominator, Tensor? token_weights, float low, float high, "
-    "float? dual_clip, str aggregate, float? denominator_number, float kl_coef, str kl_kind, "
-    "bool entropy, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "Tensor? ref_logprobs, Tensor? denominator, Tensor? token_weights, Tensor? lengths, float low, "
+    "float high, float? dual_clip, str aggregate, float? denominator_number, float kl_coef, "
+    "str kl_kind, str objective, str ratio_level, float? delta, float[] sapo_temperatures, "
+    "float entropy_coef, float top_entropy, bool entropy, bool[] wanted) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _linear_ppo_loss(*arguments: Any) -> tuple[Tensor, ...]:
     """The results, and the wanted gradients of the loss by the first three arguments."""
     inputs, others = split_head(arguments)
-    old_logprobs, advantages, mask, weights, *tensors = others[:7]
-    low, high, dual_clip, aggregate, number, kl_coef, kl_kind, entropy, wanted = others[7:]
+    old_logprobs, advantages, mask, weights, *tensors = others[:8]
+    low, high, dual_clip, aggregate, number, kl_coef, kl_kind, *others = others[8:]
+    kind, level, delta, soft, coef, top, entropy, wanted = others
     constants = PPOConstants(old_logprobs, advantages, mask, weights, None, None, *tensors)
-    settings = PPOSettings(low, high, dual_clip, aggregate, number, 0.0, 0.0, kl_coef, kl_kind)
+    settings = PPOSettings(
+        low, high, dual_clip, aggregate, number, 0.0, 0.0, kl_coef, kl_kind,
+        PolicyLoss(kind, level, delta, (soft[0], soft[1])),
+    )  # fmt: skip
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         *results, entropies, gradients = _linear_forward(
-            inputs._replace(shape=mask.shape), constants, settings, entropy, tuple(wanted)
-        )
+            inputs._replace(shape=mask.shape), constants, settings, entropy, tuple(wanted),
+            EntropyTerms(coef, top),
+        )  # fmt: skip
     results.append(or_empty(entropies, results[0]))
     return *results, *(or_empty(x, inputs.hidden) for x in gradients)
 
@@ -494,13 +670,14 @@ def _compiled(
     settings: PPOSettings,
     entropy: bool,
     wanted: tuple[bool, ...],
+    terms: EntropyTerms,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     c = constants
-    low, high, dual_clip, aggregate, number, _, _, kl_coef, kl_kind = settings
+    low, high, dual_clip, aggregate, number, _, _, kl_coef, kl_kind, objective = settings
     loss, numbers, logprobs, entropies, *_ = _linear_ppo_loss(
         *flat_head(inputs), c.old_logprobs, c.advantages, c.mask, c.weights, c.ref_logprobs,
-        c.denominator, c.token_weights, low, high, dual_clip, aggregate, number, kl_coef, kl_kind,
-        entropy, wanted,
+        c.denominator, c.token_weights, c.lengths, low, high, dual_clip, aggregate, number, kl_coef,
+        kl_kind, *objective[:3], list(objective.sapo_temperatures), *terms, entropy, wanted,
     )  # fmt: skip
     return loss, numbers.detach(), logprobs.detach(), entropies.detach() if entropy else None
 
@@ -524,7 +701,11 @@ def linear_ppo_loss(
     token_weights: Tensor | None = None,
     aggregate: str = "token-mean",
     denominator: float | Tensor | None = None,
+    objective: PolicyLoss = PPO_CLIP,
+    lengths: Tensor | None = None,
     entropy: bool = False,
+    entropy_coef: float = 0.0,
+    top_entropy: float = 1.0,
     shift: bool | int = False,
     vocab_parallel: VocabParallel | None = None,
     workspace_bytes: int | None = None,
@@ -549,7 +730,15 @@ def linear_ppo_loss(
             ``workspace_bytes`` and these.
         old_logprobs, advantages, mask, cliprange, kl, dual_clip, weights, token_weights, aggregate,
             denominator: as for ``ppo_loss``, per token [..., T]. A label of -100 counts as masked.
-        entropy: also compute entropies, as a statistic without a gradient.
+        objective, lengths: as for ``ppo_loss``. Where the ratios are those of sequences, and with
+            several chunks of rows, log-probs are computed in a pass of their own first.
+        entropy: also compute entropies, as a statistic.
+        entropy_coef: adds -entropy_coef·H to each token's loss, with token weights, aggregation and
+            denominator as all that it adds; the gradient goes through the entropies H. On CPUs
+            logits are then computed a whole chunk at a time.
+        top_entropy: only this share of the counted tokens, those of the highest entropies, has the
+            policy's objective; the others' is 0, with their KL term and entropy as they are. With
+            several chunks of rows it needs a pass of its own, too.
         shift: as for ``linear_logprobs``; whatever is per token, but hidden states and labels, is
             [..., T - n] then.
         vocab_parallel: as for ``linear_logprobs``. Each chunk of rows is one exchange, and the
@@ -558,7 +747,7 @@ def linear_ppo_loss(
 
     Returns:
         The loss, 0-d fp32, differentiable with respect to ``hidden``, ``weight`` and ``bias``; and
-        its :class:`LinearLossStats`, detached. For a value loss or an entropy bonus, add their own.
+        its :class:`LinearLossStats`, detached. For a value loss, add its own.
 
     Raises:
         TypeError, ValueError: as ``linear_logprobs`` and ``ppo_loss``.
@@ -573,20 +762,23 @@ def linear_ppo_loss(
     check_like("old_logprobs", old_logprobs, labels_name(shift), inputs.scored)
     _, constants, settings = _checked(
         old_logprobs, old_logprobs, advantages, inputs.scored, cliprange, None, kl, dual_clip,
-        weights, token_weights, aggregate, denominator,
+        weights, token_weights, aggregate, denominator, objective, lengths,
     )  # fmt: skip
     for name, tensor in constants._asdict().items():
         if tensor is not None:
             check_device(name, tensor, "hidden", hidden)
+    terms = EntropyTerms(entropy_coef, top_entropy)
+    if terms.reads:
+        terms.check()
     wanted = wanted_gradients(inputs.hidden, inputs.weight_leaf, inputs.bias)
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         if torch.compiler.is_compiling():
             loss, numbers, logprobs, entropies = _compiled(
-                inputs, constants, settings, entropy, wanted
+                inputs, constants, settings, entropy, wanted, terms
             )
         else:
             loss, numbers, logprobs, entropies, gradients = _linear_forward(
-                inputs, constants, settings, entropy, wanted
+                inputs, constants, settings, entropy, wanted, terms
             )
             loss = HandOut.apply(
                 inputs.hidden, inputs.weight_leaf, inputs.bias, loss, gradients, inputs.head,

@@ -336,6 +336,16 @@ def aggregation_weights(
     return ones / (total if denominator is None else denominator)
 
 
+def _sequence_means(x: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
+    """Of x's rows, or of sequences one after the other: the mean over counted tokens, at each."""
+    if lengths is not None:
+        sizes = lengths.tolist()
+        parts = zip(x.flatten().split(sizes), mask.flatten().split(sizes), strict=True)
+        return torch.cat([_sequence_means(a, b, None) for a, b in parts]).view(x.shape)
+    mean = torch.where(mask, x, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(mask, mean, 0.0)
+
+
 def ppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -350,6 +360,8 @@ def ppo_loss(
     token_weights: Tensor | None = None,
     aggregate: str = "token-mean",
     denominator: float | Tensor | None = None,
+    objective: tuple = ("clip", "token", None, (1.0, 1.05)),
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate (Schulman et al., 2017), clipped value loss, KL term; and statistics."""
     low, high = cliprange if isinstance(cliprange, tuple) else (cliprange, cliprange)
@@ -358,19 +370,36 @@ def ppo_loss(
     if token_weights is not None:
         w = w * torch.where(mask, token_weights, zero)
     log_ratio = torch.where(mask, logprobs - old_logprobs, zero)
+    kind, ratio_level, delta, (above, below) = objective
+    level = log_ratio
+    if ratio_level != "token":
+        mean = _sequence_means(log_ratio, mask, lengths)
+        level = (
+            mean if ratio_level == "sequence" else mean.detach() + log_ratio - log_ratio.detach()
+        )
     # The value is clamped; the gradient of the surrogate is that of a ratio of the clamped size.
-    limited = log_ratio + (log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) - log_ratio).detach()
+    limited = level + (level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) - level).detach()
     ratio = limited.exp()
     a = torch.where(mask, advantages, zero)
-    unclipped, clipped = -a * ratio, -a * ratio.clamp(1 - low, 1 + high)
-    surrogate = torch.maximum(unclipped, clipped)
-    if dual_clip is not None:
-        surrogate = torch.where(a < 0, torch.minimum(surrogate, -a * dual_clip), surrogate)
+    is_clipped = torch.zeros_like(mask)
+    if kind == "cispo":  # MiniMax-M1, 2025
+        weight = ratio.detach().clamp(1 - low, 1 + high)
+        surrogate = -weight * a * torch.where(mask, logprobs, zero)
+        is_clipped = mask & (weight != ratio)
+    elif kind == "sapo":  # Gao et al., 2025
+        soft = torch.where(a > 0, above, below).to(a.dtype)
+        surrogate = -a * torch.sigmoid(soft * (ratio - 1)) * 4 / soft
+    else:
+        bounded = ratio if delta is None else ratio.clamp(max=delta)
+        unclipped, clipped = -a * bounded, -a * ratio.clamp(1 - low, 1 + high)
+        surrogate = torch.maximum(unclipped, clipped)
+        is_clipped = mask & (clipped > unclipped)
+        if dual_clip is not None:
+            surrogate = torch.where(a < 0, torch.minimum(surrogate, -a * dual_clip), surrogate)
     if weights is not None:
         surrogate = surrogate * torch.where(mask, weights, zero)
     policy_loss = (w * surrogate).sum()
     loss = policy_loss
-    is_clipped = mask & (clipped > unclipped)
     stats = {
         "policy_loss": policy_loss,
         "clipfrac": masked_mean(is_clipped.to(w.dtype), mask),
@@ -379,7 +408,7 @@ def ppo_loss(
         "approx_kl": 0.5 * masked_mean(log_ratio.square(), mask),
         "policy_kl": masked_mean(-log_ratio, mask),
         "mean_ratio": masked_mean(ratio, mask),
-        "clamped_ratios": (mask & (log_ratio.abs() > LOG_RATIO_LIMIT)).sum().to(w.dtype),
+        "clamped_ratios": (mask & (level.abs() > LOG_RATIO_LIMIT)).sum().to(w.dtype),
         "tokens": mask.sum().to(w.dtype),
     }
     for name in ("value_loss", "value_clipfrac", "value_mean", "value_error", "kl_loss"):
@@ -419,6 +448,8 @@ def linear_ppo_loss(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     entropy: bool = False,
+    entropy_coef: float = 0.0,
+    top_entropy: float = 1.0,
     shift: int = 0,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -430,7 +461,20 @@ def linear_ppo_loss(
         hidden, weight, labels, bias=bias, temperature=temperature, softcap=softcap,
         logit_scale=logit_scale, mask=mask, entropy=True,
     )  # fmt: skip
+    if top_entropy < 1:
+        threshold = torch.quantile(entropies.detach()[counted], 1 - top_entropy)
+        chosen = (entropies.detach() >= threshold).to(logprobs.dtype)
+        given = options.get("weights")
+        options = {**options, "weights": chosen if given is None else chosen * given}
     loss, stats = ppo_loss(logprobs, old_logprobs, advantages, counted, **options)
+    if entropy_coef:
+        w = aggregation_weights(
+            counted, options.get("aggregate", "token-mean"), options.get("denominator")
+        ).to(logprobs.dtype)
+        if options.get("token_weights") is not None:
+            w = w * options["token_weights"]
+        loss = loss - entropy_coef * torch.where(counted, w * entropies, 0.0).sum()
+        stats["loss"] = loss.detach()
     mean = masked_mean(entropies, counted)
     per_token = {"logprobs": logprobs, "entropies": entropies}
     stats |= {k: x.detach() for k, x in per_token.items() if entropy or k == "logprobs"}

@@ -7,6 +7,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from .policy_losses import PPO_CLIP, PolicyLoss
+
 IGNORE_LABEL = -100
 KL_KINDS = ("kl", "abs", "mse", "k3", "k3+")
 AGGREGATES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -134,6 +136,8 @@ class PPOConstants(NamedTuple):
     ref_logprobs: Tensor | None
     denominator: Tensor | None
     token_weights: Tensor | None = None
+    lengths: Tensor | None = None  # [S], of sequences, where they are not rows
+    sequence_log_ratios: Tensor | None = None  # in place of the tokens' own, known before a pass
 
 
 class PPOSettings(NamedTuple):
@@ -148,6 +152,7 @@ class PPOSettings(NamedTuple):
     value_coef: float
     kl_coef: float
     kl_kind: str
+    objective: PolicyLoss = PPO_CLIP
 
 
 class LossStats:

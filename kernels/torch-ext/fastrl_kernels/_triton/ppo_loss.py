@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 from ..dispatch import Backend
+from ..policy_losses import PPO_CLIP
+from ..sequence_ratios import over_sequences, token_weights
 from ..types import LOG_RATIO_LIMIT, LossStats
 from .kl import kl_slope, kl_value
 from .last_program import arrival_counters, arrives_last
@@ -128,6 +130,7 @@ def _ppo_loss_fwd_kernel(
     returns_ptr,
     ref_logprobs_ptr,  # or None
     token_weights_ptr,  # or None
+    sequence_log_ratios_ptr,  # or None: log-ratios of the tokens' sequences, in place of their own
     out_ptr,  # fp32, see _gradients: sums of programs, and the gradient of the sum of all
     arrived_ptr,  # [1] int32: programs that have written theirs; 0 before and after
     denominator_ptr,  # see _store_loss, as to the next two
@@ -138,6 +141,8 @@ def _ppo_loss_fwd_kernel(
     low,  # the ratio's bounds
     high,
     dual_clip,  # or None
+    delta,  # or None: the most that a ratio weighs outside of the clip; "sapo": τ where A > 0
+    soft_below,  # "sapo": τ elsewhere; else None
     value_cliprange,
     value_coef,
     kl_coef,
@@ -145,6 +150,8 @@ def _ppo_loss_fwd_kernel(
     DLOGPROBS: tl.constexpr,  # which gradients are wanted
     DVALUES: tl.constexpr,
     KL_KIND: tl.constexpr,
+    POLICY_LOSS: tl.constexpr,  # of POLICY_LOSSES
+    KL_APART: tl.constexpr,  # the gradient by log-probs is without the KL term's
     BY_ROWS: tl.constexpr,  # count rows
     ROW_MEANS: tl.constexpr,  # a token weighs 1 / counted tokens of its row, not 1
     ROWS: tl.constexpr,
@@ -182,18 +189,41 @@ def _ppo_loss_fwd_kernel(
         logprobs = load_counted(logprobs_ptr, at, counted, inside)
         log_ratio = logprobs - load_counted(old_logprobs_ptr, at, counted, inside)
         advantages = load_counted(advantages_ptr, at, counted, inside)
+        level = log_ratio
+        if sequence_log_ratios_ptr is not None:
+            level = load_counted(sequence_log_ratios_ptr, at, counted, inside)
         # A log-prob of NaN is to show: a plain minimum or maximum would pick the other number.
-        ratio = exact_exp(tl.clamp(log_ratio, -_LIMIT, _LIMIT, tl.PropagateNan.ALL))
-        unclipped = -advantages * ratio
-        clipped = -advantages * tl.minimum(tl.maximum(ratio, low), high)
-        is_clipped = clipped > unclipped
-        loss = tl.where(is_clipped, clipped, unclipped)
-        slope = tl.where(is_clipped, 0.0, unclipped)
-        if dual_clip is not None:
-            bound = -advantages * tl.cast(dual_clip, tl.float32)
-            beyond = (advantages < 0) & (loss > bound)
-            loss = tl.where(beyond, bound, loss)
-            slope = tl.where(beyond, 0.0, slope)
+        ratio = exact_exp(tl.clamp(level, -_LIMIT, _LIMIT, tl.PropagateNan.ALL))
+        if POLICY_LOSS == "cispo":
+            is_clipped = (ratio < low) | (ratio > high)
+            bounded = tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
+            slope = -advantages * bounded
+            loss = slope * logprobs
+        elif POLICY_LOSS == "sapo":
+            above = tl.cast(delta, tl.float32)
+            soft = tl.where(advantages > 0, above, tl.cast(soft_below, tl.float32))
+            far = exact_exp(-soft * tl.abs(ratio - 1.0))  # at most 1
+            share = tl.div_rn(tl.where(ratio > 1.0, 1.0, far), 1.0 + far)
+            loss = -advantages * tl.div_rn(4.0 * share, soft)
+            bell = tl.div_rn(4.0 * far, (1.0 + far) * (1.0 + far))
+            slope = -advantages * bell * ratio
+            is_clipped = ratio != ratio
+        else:
+            unclipped = -advantages * ratio
+            slope = unclipped
+            if delta is not None:
+                most = tl.cast(delta, tl.float32)
+                slope = tl.where(ratio > most, 0.0, unclipped)
+                unclipped = tl.where(ratio > most, -advantages * most, unclipped)
+            clipped = -advantages * tl.minimum(tl.maximum(ratio, low), high)
+            is_clipped = clipped > unclipped
+            loss = tl.where(is_clipped, clipped, unclipped)
+            slope = tl.where(is_clipped, 0.0, slope)
+            if dual_clip is not None:
+                bound = -advantages * tl.cast(dual_clip, tl.float32)
+                beyond = (advantages < 0) & (loss > bound)
+                loss = tl.where(beyond, bound, loss)
+                slope = tl.where(beyond, 0.0, slope)
         if weights_ptr is not None:
             weights = load_counted(weights_ptr, at, counted, inside)
             loss *= weights
@@ -205,12 +235,13 @@ def _ppo_loss_fwd_kernel(
         sums = _with_sum(sums, _APPROX_KL, 0.5 * log_ratio * log_ratio)
         sums = _with_sum(sums, _POLICY_KL, -log_ratio)
         sums = _with_sum(sums, _MEAN_RATIO, tl.where(counted, ratio, 0.0))
-        sums = _with_sum(sums, _CLAMPED_RATIOS, tl.abs(log_ratio) > _LIMIT)
+        sums = _with_sum(sums, _CLAMPED_RATIOS, tl.abs(level) > _LIMIT)
         sums = _with_sum(sums, _TOKENS, counted)
 
         if ref_logprobs_ptr is not None:
             d = logprobs - load_counted(ref_logprobs_ptr, at, counted, inside)
-            slope += tl.cast(kl_coef, tl.float32) * kl_slope(d, KL_KIND)
+            if not KL_APART:
+                slope += tl.cast(kl_coef, tl.float32) * kl_slope(d, KL_KIND)
             sums = _with_sum(sums, _KL_LOSS, kl_value(d, KL_KIND) * weight)
         if DLOGPROBS:
             tl.store(dlogprobs_ptr + at, tl.where(counted, slope * weight, 0.0), mask=inside)
@@ -245,6 +276,7 @@ def _ppo_loss_fwd_kernel(
 
 _launch_fwd = launcher(_ppo_loss_fwd_kernel)
 _FLAT = 1, TILE, 0
+_AS_PPO = "clip", None, None, False
 _ROW_MEANS = "seq-mean-token-mean"
 _BY_ROWS = ("seq-mean-token-sum", _ROW_MEANS)
 
@@ -276,17 +308,24 @@ def _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, want
     """``outputs`` are the kernel's tensors from ``out_ptr`` to ``stats_ptr``, but for the
     denominator."""
     old_logprobs, advantages, mask, weights, old_values, returns, *others = constants
-    ref_logprobs, denominator, token_weights = others
-    low, high, dual_clip, aggregate, number, value_cliprange, value_coef, kl_coef, kind = settings
+    ref_logprobs, denominator, token_weights, _, sequence_log_ratios = others
+    low, high, dual_clip, aggregate, number, value_cliprange, value_coef, *others = settings
+    kl_coef, kl_kind, objective = others
+    policy_loss, delta, below, kl_apart = _AS_PPO
+    if objective is not PPO_CLIP:
+        policy_loss, _, delta, soft = objective
+        if policy_loss == "sapo":
+            delta, below = soft[0], float(soft[1])
+        kl_apart = objective.joins_slopes
     out, arrived, loss, stats = outputs
     programs, shape, tile = tiles
     # Constants as numbers: a whole one would be compiled for by itself.
     _launch_fwd(
         programs, logprobs, old_logprobs, advantages, mask, weights, values, old_values, returns,
-        ref_logprobs, token_weights, out, arrived, denominator, loss, stats, *shape, float(low),
-        float(high), dual_clip and float(dual_clip), float(value_cliprange), float(value_coef),
-        float(kl_coef), number and float(number), *wanted, kind, by_rows, aggregate == _ROW_MEANS,
-        *tile,
+        ref_logprobs, token_weights, sequence_log_ratios, out, arrived, denominator, loss, stats,
+        *shape, float(low), float(high), dual_clip and float(dual_clip), delta and float(delta),
+        below, float(value_cliprange), float(value_coef), float(kl_coef), number and float(number),
+        *wanted, kl_kind, policy_loss, kl_apart, by_rows, aggregate == _ROW_MEANS, *tile,
     )  # fmt: skip
 
 
@@ -298,7 +337,8 @@ def _contiguous(constants):
 
 
 def policy_slopes(logprobs, constants, settings):
-    """The gradient of the sum by log-probs; tokens weigh 1 times their importance weight."""
+    """The gradient of the sum by log-probs; tokens weigh 1 times their importance weight. Where the
+    ratios are those of sequences it is each token's own, without the KL term's."""
     logprobs = logprobs.contiguous()
     constants = _contiguous(constants._replace(token_weights=None, denominator=None))
     settings = settings._replace(denominator=None, aggregate="token-mean")
@@ -349,6 +389,12 @@ def forward(logprobs, values, constants, settings, wanted):
         outputs = out, arrival_counters(logprobs), loss, stats
         constants = _contiguous(constants)
         _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, wanted)
+    objective = settings.objective
+    if objective is not PPO_CLIP and wanted[0] and objective.joins_slopes:
+        n = logprobs.numel()
+        own = out[tiles[0] * STATS :][:n].view(logprobs.shape)
+        weights = token_weights(constants, settings)
+        own.copy_(over_sequences(own, logprobs, weights, constants, settings))
     return loss, stats, (out,)
 
 
