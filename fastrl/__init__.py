@@ -37,6 +37,8 @@ if TYPE_CHECKING:
         SFTTrainer,
         compute_accuracy,
     )
+    from fastrl.trl.grpo import GRPOConfig, GRPOTrainer
+    from fastrl.trl.rloo import RLOOConfig, RLOOTrainer
 
 try:
     __version__ = metadata.version("fastrl-lm")
@@ -63,12 +65,16 @@ __all__ = [
     "CausalLMPolicy",
     "DataCollatorForCompletionOnlyLM",
     "Evaluation",
+    "GRPOConfig",
+    "GRPOTrainer",
     "GenerateEngine",
     "JsonlCallback",
     "LengthSampler",
     "PPOConfig",
     "PPOTrainer",
     "ProgressCallback",
+    "RLOOConfig",
+    "RLOOTrainer",
     "RewardConfig",
     "RewardDataCollatorWithPadding",
     "RewardTrainer",
@@ -113,6 +119,8 @@ _HOMES = {
         "SFTTrainer",
         "compute_accuracy",
     ),
+    "fastrl.trl.grpo": ("GRPOConfig", "GRPOTrainer"),
+    "fastrl.trl.rloo": ("RLOOConfig", "RLOOTrainer"),
     "fastrl.ppo": ("PPOTrainer",),
     "fastrl.ppo.guards": ("TrainingDiverged",),
     "fastrl.run.callbacks": ("Evaluation", "TrainCallback", "TrainResult"),

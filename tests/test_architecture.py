@@ -29,6 +29,7 @@ LAYERS = (
     {"ref_model", "rewards"},
     {"ppo", "trainers"},
     {"alignment"},
+    {"trl"},
     {"demo", "commands"},
     {"cli"},
     {"__main__"},

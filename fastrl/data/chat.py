@@ -59,9 +59,11 @@ def as_text(said: TextOrMessages) -> str:
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in said)
 
 
-def render(messages: list[dict[str, Any]], tokenizer: Any, *, answered: bool = True) -> str:
+def render(
+    messages: list[dict[str, Any]], tokenizer: Any, *, answered: bool = True, **options: Any
+) -> str:
     """Messages as the tokenizer's chat template writes them; unless ``answered``, up to where the
-    assistant's answer begins.
+    assistant's answer begins. ``options`` are further arguments of the template.
 
     Raises:
         ValueError: a tokenizer without a chat template.
@@ -72,7 +74,7 @@ def render(messages: list[dict[str, Any]], tokenizer: Any, *, answered: bool = T
             "template, and the data hold chat messages: set tokenizer.chat_template, or bring texts"
         )
     return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=not answered
+        messages, tokenize=False, add_generation_prompt=not answered, **options
     )
 
 

@@ -1,0 +1,1 @@
+"""Trainers by TRL 1.x's names, arguments and settings."""
