@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import math
-import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +25,7 @@ from fastrl.trl.policy_loss import (
     ratios_of,
 )
 
+_LOGGER = logging.getLogger(__name__)
 _EPS = 1e-4  # added to deviations
 _SUMS_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
 
@@ -107,15 +108,13 @@ class GRPOTrainer(OnlineTrainer):
         self._last_entropy = math.inf  # of the last step
         self._entropy_of_step: Tensor | None = None  # its sum and tokens in the step so far
         if args.importance_sampling_level == "sequence" and args.loss_type in _SUMS_TOKENS:
-            warnings.warn(
-                f"importance_sampling_level='sequence' with loss_type={args.loss_type!r}, which "
-                "sums tokens, weights each response by its length: GSPO is loss_type='grpo'",
-                stacklevel=2,
+            _LOGGER.warning(
+                "importance_sampling_level='sequence' with loss_type=%r, which sums tokens, "
+                "weights each sequence by its completion length: GSPO is loss_type='grpo'",
+                args.loss_type,
             )
         if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
-            warnings.warn(
-                "loss_type='luspo' is meant for importance_sampling_level='sequence'", stacklevel=2
-            )
+            _LOGGER.warning("loss_type='luspo' is meant for importance_sampling_level='sequence'")
 
     def advantages_of(
         self, judged: Judged, kl: Tensor | None, group: int, mode: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import time
 import warnings
@@ -45,6 +46,7 @@ from fastrl.trl.metrics import CompletionsTable, MetricLists
 from fastrl.trl.policy_loss import PolicyTokens
 from fastrl.trl.reward_functions import RewardFunctions
 
+_LOGGER = logging.getLogger(__name__)
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 _OF_ROLLOUTS = ("prompt_ids", "completion_ids", "logprobs")
 
@@ -278,11 +280,11 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     # Data.
 
     def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["prompt"]
+        self._signature_columns: Any = ["prompt"]
 
     def get_train_dataloader(self) -> Any:
         args = self.args
-        data = self.train_dataset
+        data: Any = self.train_dataset
         prompts = args.generation_batch_size // self.num_generations
         uses = args.steps_per_generation * self.num_iterations
         if not hasattr(data, "__len__"):
@@ -301,13 +303,17 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         return self._get_dataloader(data, "Training", size, sampler_fn=sampler, is_training=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, str):
             data = self.eval_dataset[data]
         if data is None:
             raise ValueError("evaluation needs an eval_dataset")
         args, group = self.args, self.num_generations_eval
         workers = args.dataloader_num_workers
+
+        def in_order(rows: Any) -> GroupSampler:
+            return GroupSampler(rows, group, seed=args.seed)
+
         try:
             if not hasattr(data, "__len__"):
                 _refuse_dispatch(args)
@@ -318,7 +324,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 data,
                 "Evaluation",
                 args.eval_batch_size,
-                sampler_fn=lambda rows: GroupSampler(rows, group, seed=args.seed),
+                sampler_fn=in_order,
             )
         finally:
             args.dataloader_num_workers = workers
@@ -375,7 +381,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             self._responder.before_update()
         return self._buffer[self._step % steps]
 
-    def compute_loss(
+    def compute_loss(  # type: ignore[override]
         self,
         model: nn.Module,
         inputs: Completions,
@@ -531,10 +537,10 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             i = int(unjudged.nonzero()[0, 0])
             row = {name: values[i] for name, values in columns.items()}
             row |= {"prompt": prompts[i], "completion": found.completions[i]}
-            warnings.warn(
-                f"All reward functions returned None for the following kwargs:\n{row}\nNothing is "
+            _LOGGER.warning(
+                "All reward functions returned None for the following kwargs:\n%s\nNothing is "
                 "learned from such responses: let one function return a number",
-                stacklevel=2,
+                row,
             )
         by_function = self._gathered(own)
         rewards = (by_function * self.reward_weights).nansum(1)
@@ -903,14 +909,13 @@ def _check_data(train: Any, evaluation: Any, args: Any) -> None:
     if any(isinstance(data, IterableDataset) for data in (train, *held_out)):
         _refuse_dispatch(args)
         args.accelerator_config.dispatch_batches = False
-    if isinstance(train, IterableDataset):
-        if args.dataloader_num_workers:
-            warnings.warn(
-                "dataloader_num_workers is set to 0, as several workers would break the groups of "
-                "a stream",
-                stacklevel=4,
-            )
-            args.dataloader_num_workers = 0
+    if isinstance(train, IterableDataset) and args.dataloader_num_workers:
+        warnings.warn(
+            "dataloader_num_workers is set to 0, as several workers would break the groups of "
+            "a stream",
+            stacklevel=4,
+        )
+        args.dataloader_num_workers = 0
     columns = train.column_names
     if columns is not None and "prompt" not in columns:
         raise ValueError(f"train_dataset needs a column prompt, it has {', '.join(columns)}")

@@ -86,7 +86,7 @@ class OnlineConfig(SupervisedArguments):
         None, "pass prefix_allowed_tokens_fn in generation_kwargs"
     )
     vllm_server_base_url: str | None = refused(None, _ENGINE)
-    vllm_server_host: str = refused("0.0.0.0", _ENGINE)  # noqa: S104 - TRL's default
+    vllm_server_host: str = refused("0.0.0.0", _ENGINE)
     vllm_server_port: int = refused(8000, _ENGINE)
     vllm_server_timeout: float = refused(240.0, _ENGINE)
     vllm_group_port: int = refused(51216, _ENGINE)

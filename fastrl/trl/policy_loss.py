@@ -43,7 +43,7 @@ class Ratios(NamedTuple):
 
 
 def ratios_of(tokens: PolicyTokens, level: str) -> Ratios:
-    """ρ_t = π(y_t)/π_old(y_t), or (GSPO) the geometric mean of a response's, exp(mean_t log ρ_t)."""
+    """ρ_t = π(y_t)/π_old(y_t), or (GSPO) a response's geometric mean, exp(mean_t log ρ_t)."""
     log_ratio = tokens.logprobs - tokens.old
     if level == "token":
         ratio = log_ratio.exp()

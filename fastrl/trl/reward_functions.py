@@ -167,7 +167,8 @@ def _tokenizer(model: Any, given: Any) -> Any:
 
 def _name(function: Any, asked: Any) -> str:
     if isinstance(function, nn.Module):
-        path = asked if isinstance(asked, str) else str(function.config._name_or_path)
+        config: Any = function.config
+        path = asked if isinstance(asked, str) else str(config._name_or_path)
         return PurePath(path).name or type(function).__name__
     unwrapped: Callable[..., Any] = function
     while isinstance(unwrapped, functools.partial):
