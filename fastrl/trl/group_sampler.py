@@ -49,7 +49,7 @@ class GroupSampler(Sampler[int]):
 
 
 def in_groups(stream: Any, size: int, prompts: int = 1, uses: int = 1) -> Any:
-    """The rows of a ``datasets.IterableDataset`` in the order of :class:`GroupSampler`, unshuffled."""
+    """The rows of a ``datasets.IterableDataset`` in :class:`GroupSampler`'s order, unshuffled."""
 
     def repeat(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         count = len(next(iter(batch.values())))
