@@ -711,7 +711,8 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     while loader is not None:
         if isinstance(loader, SeedableRandomSampler):
             loader.set_epoch(epoch)
-        loader = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+        batches = getattr(loader, "batch_sampler", None)  # a stream's has no length, nor truth
+        loader = getattr(loader, "sampler", None) if batches is None else batches
 
 
 def data_checksum(rows: Any) -> str:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from fastrl.data.chat import has_role, is_chat
 from fastrl.models.sharding import whole_weights
 from fastrl.ppo.rollouts import GenerateBackend, Request, make_backend
 from fastrl.rollout import RolloutOutput
@@ -18,7 +17,7 @@ from fastrl.rollout import RolloutOutput
 _GENERATE = GenerationMixin.generate
 
 
-class ResponseSampler:
+class PolicySampler:
     """Samples responses of a policy that is being trained.
 
     Where ``model.generate`` is not transformers' own, that is called, for all prompts at once.
@@ -78,48 +77,6 @@ class ResponseSampler:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self._backend.reserve(state["rooms"])
-
-
-def encode_prompts(
-    prompts: Sequence[Any], tokenizer: Any, chat_template_kwargs: Mapping[str, Any]
-) -> list[Tensor]:
-    """Token ids of texts, or of chats by the tokenizer's template up to where the answer begins.
-
-    Raises:
-        ValueError: a prompt that is neither; messages without a role; a tokenizer without a chat
-            template.
-    """
-    encoded: list[Tensor] = []
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            ids = tokenizer(text=prompt)["input_ids"]
-        elif is_chat(prompt):
-            for message in prompt:
-                if not has_role(message):
-                    raise ValueError(
-                        f"prompt {i} holds {message!r:.80}: chat messages are dicts with a role "
-                        "and a content"
-                    )
-            if tokenizer.chat_template is None:
-                raise ValueError(
-                    f"prompt {i} is a chat, and the tokenizer has no chat template: set "
-                    "tokenizer.chat_template, or bring texts"
-                )
-            ids = tokenizer.apply_chat_template(
-                prompt,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **chat_template_kwargs,
-            )["input_ids"]
-        else:
-            raise ValueError(
-                f"prompt {i} is {prompt!r:.80}: the column prompt holds texts, or lists of messages"
-            )
-        if not len(ids):
-            raise ValueError(f"prompt {i} is empty: it needs at least one token")
-        encoded.append(torch.tensor(ids, dtype=torch.long))
-    return encoded
 
 
 def _own_generate(model: Any) -> bool:

@@ -27,7 +27,7 @@ class GRPOConfig(OnlineConfig):
     multi_objective_aggregation: str = setting(
         "Several rewards: sum_then_normalize, or normalize_then_sum.", "sum_then_normalize"
     )
-    loss_type: str = setting("The loss, see the table in docs/trl.md.", "dapo")
+    loss_type: str = setting("The loss, see the table in docs/grpo.md.", "dapo")
     use_bias_correction_kl: bool = setting("Multiply the KL by the ratio.", True)
     top_entropy_quantile: float = setting(
         "Share of the tokens, those of highest entropy, that the policy's loss is of.", 1.0

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 
 from fastrl.core import set_seed
 from fastrl.data.chat import as_answer
+from fastrl.data.chat_prompts import encode_prompts
 from fastrl.data.choose_padding import logprobs_of_labels, runs_packed
 from fastrl.data.padding_free import PaddingFree
 from fastrl.data.token_batch import Padded, Padding
@@ -40,7 +41,7 @@ from fastrl.trainers.low_memory import LowMemoryTrainer
 from fastrl.trainers.sharded import ShardedTrainer
 from fastrl.trainers.supervised import load_if_path, settings_of, tokenizer_of, trained_identity
 from fastrl.trl.completions import Completions
-from fastrl.trl.generation import ResponseSampler, encode_prompts
+from fastrl.trl.generation import PolicySampler
 from fastrl.trl.group_sampler import GroupSampler, in_groups
 from fastrl.trl.metrics import CompletionsTable, MetricLists
 from fastrl.trl.policy_loss import PolicyTokens
@@ -189,7 +190,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self.products = Products(self.processes)
         ends = end_tokens(self.accelerator.unwrap_model(self.model), self._tokenizer).tolist()
         self._ends = {*ends, self._tokenizer.pad_token_id}
-        self._responder = ResponseSampler(
+        self._responder = PolicySampler(
             self.args, self._tokenizer, ends, self._autocast, self.processes_index
         )
         self.model.add_model_tags([*self._tag_names, "fastrl"])

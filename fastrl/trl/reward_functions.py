@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastrl.data.chat import render
+from fastrl.data.chat_prompts import classifier_inputs
 from fastrl.models.load import load_classifier, load_tokenizer
 from fastrl.rewards.calls import EventLoop, is_async
 from fastrl.rewards.functions import read_rewards
@@ -77,7 +77,7 @@ class RewardFunctions:
                 )
         self.functions = [load_classifier(f, **load) if isinstance(f, str) else f for f in given]
         self.processing_classes = [
-            _tokenizer(function, tokenizer) if isinstance(function, nn.Module) else tokenizer
+            _reader_of(function, tokenizer) if isinstance(function, nn.Module) else tokenizer
             for function, tokenizer in zip(self.functions, tokenizers, strict=True)
         ]
         self.names = [
@@ -140,23 +140,13 @@ class RewardFunctions:
         self, k: int, prompts: Sequence[Any], completions: Sequence[Any]
     ) -> list[float]:
         model, tokenizer = self.functions[k], self.processing_classes[k]
-        texts = [
-            p + c if isinstance(p, str) else render([*p, *c], tokenizer, **self._chat)
-            for p, c in zip(prompts, completions, strict=True)
-        ]
-        inputs = tokenizer(
-            text=texts,
-            return_tensors="pt",
-            padding=True,
-            padding_side="right",
-            add_special_tokens=False,
-        )
+        inputs = classifier_inputs(prompts, completions, tokenizer, **self._chat)
         device = next(model.parameters()).device
         logits = model(**{name: x.to(device) for name, x in inputs.items()}).logits
         return logits[:, 0].float().tolist()
 
 
-def _tokenizer(model: Any, given: Any) -> Any:
+def _reader_of(model: Any, given: Any) -> Any:
     found = load_tokenizer(model.config._name_or_path) if given is None else given
     if found.pad_token_id is None:
         found.pad_token = found.eos_token
