@@ -304,9 +304,10 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         return self._get_dataloader(data, "Training", size, sampler_fn=sampler, is_training=True)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        held_out: Any = self.eval_dataset
+        data: Any = held_out if eval_dataset is None else eval_dataset
         if isinstance(data, str):
-            data = self.eval_dataset[data]
+            data = held_out[data]
         if data is None:
             raise ValueError("evaluation needs an eval_dataset")
         args, group = self.args, self.num_generations_eval
