@@ -33,6 +33,7 @@ from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.scoring import ScoringRequest, TokenScores
 from fastrl.models.utils import check_trainable, evaluating
 from fastrl.ppo.old_logprobs import AUDITED, LOW_PRECISION, TOLERANCES
+from fastrl.ref_model.adapter import trained_before
 from fastrl.ref_model.copy import frozen_copy, mix
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.model_card import OwnModelCard
@@ -241,7 +242,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 raise ValueError(
                     "an adapter on lm_head is not supported: leave 'lm_head' out of target_modules"
                 )
-            if not fresh and args.beta != 0:
+            # An adapter that is new changes nothing: its reference is the model without it.
+            if not fresh and args.beta != 0 and trained_before(model):
                 _copy_adapter(model)
             if args.gradient_checkpointing:
                 model.enable_input_require_grads()

@@ -299,3 +299,19 @@ def test_a_stream_of_prompts_is_learned_from(tmp_path: Path) -> None:
     trainer = make(tmp_path, train_dataset=stream, max_steps=2, dataloader_num_workers=0)
     trainer.train()
     assert trainer.state.global_step == 2
+
+
+@pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+def test_an_adapter_alone_is_trained_beside_its_base(tmp_path: Path) -> None:
+    trainer = make(
+        tmp_path, beta=0.1, learning_rate=1e-2, max_steps=2, peft_config=tiny_models.lora()
+    )
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    assert trainer.ref_model is None
+    for name, weight in trainer.model.named_parameters():
+        assert "lora_B" not in name or not torch.equal(weight, before[name])
+        assert "lora_" in name or torch.equal(weight, before[name])
+    first, second = (row["kl"] for row in trainer.state.log_history[:2])
+    assert first == pytest.approx(0, abs=1e-6)
+    assert second > 1e-6
