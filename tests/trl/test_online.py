@@ -304,7 +304,11 @@ def test_a_stream_of_prompts_is_learned_from(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
 def test_an_adapter_alone_is_trained_beside_its_base(tmp_path: Path) -> None:
     trainer = make(
-        tmp_path, beta=0.1, learning_rate=1e-2, max_steps=2, peft_config=tiny_models.lora()
+        tmp_path,
+        beta=0.1,
+        learning_rate=1e-2,
+        max_steps=2,
+        peft_config=tiny_models.lora(init_lora_weights=True),
     )
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
