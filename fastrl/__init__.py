@@ -39,8 +39,10 @@ if TYPE_CHECKING:
     )
     from fastrl.trl.dpo import DPOTrainer
     from fastrl.trl.dpo_config import DPOConfig
+    from fastrl.trl.grpo import GRPOConfig, GRPOTrainer
     from fastrl.trl.kto import KTOTrainer
     from fastrl.trl.kto_config import KTOConfig
+    from fastrl.trl.rloo import RLOOConfig, RLOOTrainer
 
 try:
     __version__ = metadata.version("fastrl-lm")
@@ -69,6 +71,8 @@ __all__ = [
     "DPOTrainer",
     "DataCollatorForCompletionOnlyLM",
     "Evaluation",
+    "GRPOConfig",
+    "GRPOTrainer",
     "GenerateEngine",
     "JsonlCallback",
     "KTOConfig",
@@ -77,6 +81,8 @@ __all__ = [
     "PPOConfig",
     "PPOTrainer",
     "ProgressCallback",
+    "RLOOConfig",
+    "RLOOTrainer",
     "RewardConfig",
     "RewardDataCollatorWithPadding",
     "RewardTrainer",
@@ -121,6 +127,8 @@ _HOMES = {
         "SFTTrainer",
         "compute_accuracy",
     ),
+    "fastrl.trl.grpo": ("GRPOConfig", "GRPOTrainer"),
+    "fastrl.trl.rloo": ("RLOOConfig", "RLOOTrainer"),
     "fastrl.ppo": ("PPOTrainer",),
     "fastrl.ppo.guards": ("TrainingDiverged",),
     "fastrl.run.callbacks": ("Evaluation", "TrainCallback", "TrainResult"),

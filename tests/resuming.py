@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.weights import assert_same_weights
 
-TIMES = ("runtime", "per_second", "time/", "perf/")
+TIMES = ("runtime", "per_second", "time/", "perf/", "step_time")
 Make = Callable[[Path], Any]
 
 

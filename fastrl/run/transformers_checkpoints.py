@@ -711,7 +711,7 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     while loader is not None:
         if isinstance(loader, SeedableRandomSampler):
             loader.set_epoch(epoch)
-        batches = getattr(loader, "batch_sampler", None)  # which may have no length to ask for
+        batches = getattr(loader, "batch_sampler", None)  # a stream's has no length, nor truth
         loader = getattr(loader, "sampler", None) if batches is None else batches
 
 

@@ -1,0 +1,87 @@
+"""Responses of the policy to a trainer's prompts: by the rollout engine or ``model.generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+
+from fastrl.models.sharding import whole_weights
+from fastrl.ppo.rollouts import GenerateBackend, Request, make_backend
+from fastrl.rollout import RolloutOutput
+
+_GENERATE = GenerationMixin.generate
+
+
+class PolicySampler:
+    """Samples responses of a policy that is being trained.
+
+    Where ``model.generate`` is not transformers' own, that is called, for all prompts at once.
+
+    Args:
+        args: an :class:`fastrl.trl.online_config.OnlineConfig`.
+        ends: ids of the tokens that end a response.
+        autocast: makes the context in which the model runs.
+        process: the number of this process.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        tokenizer: Any,
+        ends: Sequence[int],
+        autocast: Callable[[], AbstractContextManager],
+        process: int,
+    ):
+        self.tokenizer = tokenizer
+        self.arguments = {**args.generation_arguments, "pad_token_id": tokenizer.pad_token_id}
+        self.arguments.setdefault("eos_token_id", list(ends))
+        self._backend = make_backend(args, tokenizer, autocast, process)
+        self._plain = GenerateBackend(tokenizer, autocast, process)
+
+    def __call__(
+        self, wrapped: Any, model: Any, prompts: Sequence[Tensor], group: int, first: int
+    ) -> RolloutOutput:
+        """A response to each prompt; those of a group share a prefill.
+
+        Args:
+            wrapped: the model as accelerate has prepared it.
+            group: how many prompts in a row may be the same.
+            first: the number of the first prompt, in the batch of all processes.
+        """
+        same = len(prompts) % group == 0 and all(
+            torch.equal(prompts[i], prompts[i - i % group]) for i in range(len(prompts))
+        )
+        size = group if same else 1
+        request = Request(
+            prompts[::size],
+            [(first + i) // size for i in range(0, len(prompts), size)],
+            self.arguments,
+            len(prompts),
+            samples=size,
+        )
+        with whole_weights(wrapped):
+            backend = self._plain if _own_generate(model) else self._backend
+            return backend(model, request)
+
+    def before_update(self) -> None:
+        self._backend.before_update()
+
+    def state(self) -> dict[str, Any]:
+        """What the bits of later responses depend on besides the weights."""
+        return {"rooms": self._backend.rooms()}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        self._backend.reserve(state["rooms"])
+
+
+def _own_generate(model: Any) -> bool:
+    """Whether a model's ``generate`` was replaced, on it or on its class."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if "generate" in vars(model) or "generate" in vars(inner):
+        return True
+    return getattr(type(inner), "generate", None) is not _GENERATE

@@ -1,0 +1,60 @@
+"""The order of prompts: each as often as it has responses, and again for each use of these."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+
+class GroupSampler(Sampler[int]):
+    """Indices of a data set in chunks of ``prompts`` of them: each index ``size`` times in a row,
+    and the whole chunk ``uses`` times, as TRL's RepeatSampler has it. A chunk that would not be
+    full is left out.
+
+    The order of epoch e is that of the seed plus e, so that it does not depend on what was drawn
+    before.
+    """
+
+    def __init__(
+        self,
+        data: Sized,
+        size: int,
+        prompts: int = 1,
+        uses: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+    ):
+        self.count, self.size, self.prompts, self.uses = len(data), size, prompts, uses
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(self.count))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.count, generator=generator).tolist()
+        for start in range(0, self.count - self.prompts + 1, self.prompts):
+            chunk = [i for i in order[start : start + self.prompts] for _ in range(self.size)]
+            for _ in range(self.uses):
+                yield from chunk
+
+    def __len__(self) -> int:
+        return self.count // self.prompts * self.prompts * self.size * self.uses
+
+
+def in_groups(stream: Any, size: int, prompts: int = 1, uses: int = 1) -> Any:
+    """The rows of a ``datasets.IterableDataset`` in :class:`GroupSampler`'s order, unshuffled."""
+
+    def repeat(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        count = len(next(iter(batch.values())))
+        rows = list(range(count)) if count == prompts else []
+        order = [i for _ in range(uses) for i in rows for _ in range(size)]
+        return {name: [copy.deepcopy(column[i]) for i in order] for name, column in batch.items()}
+
+    return stream.map(repeat, batched=True, batch_size=prompts)

@@ -1,0 +1,286 @@
+"""GRPOTrainer: group relative policy optimisation and its kin, by TRL 1.x's interface."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from fastrl.ppo.advantages import centred, standardised
+from fastrl.run.model_card import policy_gradient
+from fastrl.trl.grpo_config import GRPOConfig
+from fastrl.trl.online import Judged, OnlineTrainer, nanstd
+from fastrl.trl.policy_loss import (
+    LOSS_TYPES,
+    PolicyTokens,
+    Ratios,
+    aggregated,
+    high_of,
+    kl_of,
+    ratios_of,
+)
+from fastrl.trl.sampled import SampledResponses
+
+_LOGGER = logging.getLogger(__name__)
+_EPS = 1e-4  # added to deviations
+_SUMS_TOKENS = ("bnpo", "dr_grpo", "dapo", "cispo")
+
+
+class GRPOTrainer(OnlineTrainer):
+    """Trains a causal language model on the rewards of its own responses (Shao et al.,
+    "DeepSeekMath", 2024), by the names, arguments and logs of TRL 1.x.
+
+    Advantages are A = (R - mean R) / (std R + 1e-4) over the responses to a prompt. The loss is
+    ``args.loss_type``'s, see :data:`fastrl.trl.policy_loss.LOSS_TYPES`, plus beta times the KL to
+    the reference model.
+
+    Args:
+        model: a causal LM, a PEFT model around one, or its path or Hub id.
+        reward_funcs: one or a list of functions, sequence classifiers, or their paths, see
+            :class:`fastrl.trl.reward_functions.RewardFunctions`.
+        args: a :class:`GRPOConfig`.
+        train_dataset, eval_dataset: ``datasets`` with a column ``prompt`` of texts or of chats;
+            other columns go to the reward functions. ``eval_dataset`` may be a dict of them.
+        processing_class: the tokenizer; by default the one saved with the model.
+        reward_processing_classes: of the classifiers among ``reward_funcs``.
+        callbacks, optimizers: as of transformers' Trainer.
+        quantization_config: for a model that is loaded here.
+        peft_config: adds an adapter; the reference is then the model without it.
+        rollout_func: of the prompts and this trainer, returns ``prompt_ids``, ``completion_ids``
+            and ``logprobs``, and further columns for reward functions; in place of sampling.
+        tools, environment_factory: not supported.
+
+    Raises:
+        ValueError, TypeError: what cannot be honoured, named with what to do.
+    """
+
+    config: ClassVar[type] = GRPOConfig
+    _tag_names: ClassVar[list[str]] = ["trl", "grpo"]
+    method = policy_gradient("GRPO")
+    needs_old: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ):
+        for name, value in (("tools", tools), ("environment_factory", environment_factory)):
+            if value:
+                raise ValueError(
+                    f"{name} is not supported by GRPOTrainer: run the conversation in a "
+                    "rollout_func, whose env_mask marks the tokens that the policy wrote"
+                )
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            quantization_config,
+            peft_config,
+            rollout_func,
+        )
+        args = self.args
+        assert args is not None
+        self.loss_type, self.scale_rewards = args.loss_type, args.scale_rewards
+        self.tools: list = []
+        self.entropy_coef, self.use_adaptive_entropy = args.entropy_coef, args.use_adaptive_entropy
+        self._last_entropy = math.inf  # of the last step
+        self._entropy_of_step: Tensor | None = None  # its sum and tokens in the step so far
+        if args.importance_sampling_level == "sequence" and args.loss_type in _SUMS_TOKENS:
+            _LOGGER.warning(
+                "importance_sampling_level='sequence' with loss_type=%r, which sums tokens, "
+                "weights each sequence by its completion length: GSPO is loss_type='grpo'",
+                args.loss_type,
+            )
+        if args.loss_type == "luspo" and args.importance_sampling_level != "sequence":
+            _LOGGER.warning("loss_type='luspo' is meant for importance_sampling_level='sequence'")
+
+    def advantages_of(
+        self, judged: Judged, kl: Tensor | None, group: int, mode: str
+    ) -> tuple[Tensor, Tensor]:
+        if self.args.multi_objective_aggregation == "normalize_then_sum":
+            each = [standardised(*_groups(column, group)) for column in judged.by_function.t()]
+            parts = torch.stack([x.flatten() for x in each], 1)
+            parts = torch.where(judged.by_function.isnan(), 0.0, parts)
+            rewards = (parts * self.reward_weights).sum(1)
+            rewards[judged.rewards.isnan()] = torch.nan
+            std = torch.tensor(nanstd(rewards)).nan_to_num().expand_as(rewards)
+            advantages = (rewards - rewards.nanmean()) / (std + _EPS)
+            return advantages.nan_to_num(nan=0.0), torch.isclose(std, torch.zeros_like(std))
+        rewards = judged.rewards
+        groups, counts = _groups(rewards, group)
+        spread = torch.stack(
+            [torch.tensor(nanstd(row)).nan_to_num() for row in rewards.view(-1, group)]
+        ).repeat_interleave(group)
+        if self.scale_rewards == "group":
+            advantages = standardised(groups, counts)
+        else:
+            advantages = centred(groups, counts)
+            if self.scale_rewards == "batch":
+                spread = torch.tensor(nanstd(rewards)).nan_to_num().expand_as(rewards)
+                advantages = advantages / (spread.view(-1, group) + _EPS)
+        advantages = torch.where(counts, advantages, 0.0).flatten()
+        return advantages, torch.isclose(spread, torch.zeros_like(spread))
+
+    def policy_loss(self, tokens: PolicyTokens, part: SampledResponses, mode: str) -> Tensor:
+        args, metrics = self.args, self._metrics[mode]
+        kind = LOSS_TYPES[args.loss_type]
+        ratios = ratios_of(tokens, args.importance_sampling_level)
+        per_token = kind.of_token(ratios.tokens, tokens.advantages[tokens.of], tokens, args)
+        if args.off_policy_mask_threshold is not None:
+            per_token = per_token * self._on_policy(tokens)
+        chosen = None
+        if args.top_entropy_quantile < 1:
+            every = torch.ones_like(tokens.entropies)
+            chosen = self.get_high_entropy_mask(
+                tokens.entropies.detach(), every, 1 - args.top_entropy_quantile
+            )
+            per_token = per_token * chosen
+        if self.beta:
+            kl = kl_of(tokens, ratios.tokens, args.use_bias_correction_kl)
+            per_token = per_token + self.beta * kl
+            metrics["kl"].append(self._mean_of_tokens(kl))
+        uses = args.steps_per_generation if mode == "train" else 1
+        generated = torch.tensor(part.generated / self.accelerator.num_processes / uses)
+        loss = aggregated(per_token, tokens, kind.aggregate, self.max_completion_length, generated)
+        if self.entropy_coef != 0 or self.use_adaptive_entropy:
+            loss = self._with_entropy(loss, tokens, chosen, mode)
+        self._note_clips(kind.clips, ratios, tokens, mode)
+        return loss
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """Tokens whose entropy is at least that quantile of all processes' tokens, as bool.
+
+        Args:
+            entropies, mask: [B, T] or [N]; 1 for tokens that count.
+            threshold: the quantile, in [0, 1].
+        """
+        counts = mask.bool()
+        absent = -1e9  # entropies are not negative
+        own = self.accelerator.pad_across_processes(
+            entropies[counts].float(), dim=0, pad_index=absent
+        )
+        every = self.accelerator.gather(own)
+        every = every[every != absent]
+        if not len(every):
+            return torch.zeros_like(counts)
+        return (entropies * mask.float() >= torch.quantile(every, threshold)) & counts
+
+    @staticmethod
+    def get_off_policy_mask(
+        advantages: Tensor,
+        per_token_logps: Tensor,
+        sampling_per_token_logps: Tensor,
+        mask: Tensor,
+        off_policy_threshold: float,
+    ) -> Tensor:
+        """1 for responses to keep, [B, 1]: of an advantage that is not negative, or of
+        mean_t(log π_sampled - log π) up to the threshold (DeepSeek-V3.2).
+
+        Args:
+            advantages: [B, 1].
+            per_token_logps, sampling_per_token_logps, mask: [B, T].
+        """
+        kl = (sampling_per_token_logps - per_token_logps.detach()).nan_to_num(nan=0.0) * mask
+        mean = kl.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        return ((advantages >= 0) | (mean <= off_policy_threshold)).to(mask.dtype)
+
+    def _on_policy(self, tokens: PolicyTokens) -> Tensor:
+        """That mask of the tokens, [N]."""
+        sizes = tokens.counts.tolist()
+        columns = (tokens.logprobs, tokens.old, torch.ones_like(tokens.old))
+        new, old, mask = (pad_sequence(list(x.split(sizes)), batch_first=True) for x in columns)
+        threshold = self.args.off_policy_mask_threshold
+        kept = self.get_off_policy_mask(tokens.advantages[:, None], new, old, mask, threshold)
+        return kept[tokens.of, 0]
+
+    def _with_entropy(
+        self, loss: Tensor, tokens: PolicyTokens, chosen: Tensor | None, mode: str
+    ) -> Tensor:
+        """The loss less the coefficient times the mean entropy of the tokens that it is of."""
+        args, metrics = self.args, self._metrics[mode]
+        chosen = torch.ones_like(tokens.entropies) if chosen is None else chosen.float()
+        total, count = (tokens.entropies * chosen).sum(), chosen.sum()
+        metrics["policy_loss"].append(self._mean_of_all(loss))
+        coef = self.entropy_coef
+        if self.use_adaptive_entropy and self._last_entropy > args.entropy_target:
+            coef = 0.0
+        loss = loss - coef * total / count.clamp(min=1)
+        if mode != "train":
+            return loss
+        ends_step = self.accelerator.sync_gradients
+        if self.use_adaptive_entropy:
+            own = torch.stack([total, count]).detach()
+            before = self._entropy_of_step
+            self._entropy_of_step = own if before is None else before + own
+            if ends_step:
+                every = self._sum_of_all(self._entropy_of_step)
+                self._last_entropy = float(every[0] / every[1].clamp(min=1))
+                self._entropy_of_step = None
+                below = self._last_entropy <= args.entropy_target
+                step = args.entropy_coef_delta if below else -args.entropy_coef_delta
+                self.entropy_coef = min(
+                    max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max
+                )
+        if ends_step:
+            metrics["entropy_coef"].append(self.entropy_coef)
+        return loss
+
+    def _note_clips(self, clips: bool, ratios: Ratios, tokens: PolicyTokens, mode: str) -> None:
+        args, metrics = self.args, self._metrics[mode]
+        rho, advantages = ratios.units.detach(), ratios.advantages
+        if args.loss_type == "cispo":
+            cut = (rho > high_of(args)) & (advantages > 0)
+            metrics["cispo_clip_ratio"].append(self._mean_of_tokens(cut))
+        if not clips:
+            return
+        if args.delta is not None:
+            rho = rho.clamp(max=args.delta)
+        low = ((rho < 1 - args.epsilon) & (advantages < 0)).float()
+        high = ((rho > 1 + high_of(args)) & (advantages > 0)).float()
+        for name, cut in (("low", low), ("high", high), ("region", low + high)):
+            metrics[f"clip_ratio/{name}_mean"].append(self._mean_of_tokens(cut))
+        for name, cut, extreme in (("low_min", low, torch.min), ("high_max", high, torch.max)):
+            per_response = cut if ratios.by_sequence else tokens.sum(cut) / tokens.counts
+            every = self._gathered(per_response)
+            known = every[~every.isnan()]
+            metrics[f"clip_ratio/{name}"].append(float(extreme(known)) if len(known) else math.nan)
+
+    def own_state(self) -> dict[str, Any]:
+        entropy = [self.entropy_coef, self._last_entropy]
+        return {**super().own_state(), "entropy": entropy}
+
+    def begin_training(self, resumed: Any) -> None:
+        super().begin_training(resumed)
+        if resumed is not None:
+            self.entropy_coef, self._last_entropy = resumed["own"]["entropy"]
+
+
+def _groups(rewards: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Rewards less the first known one of each group, 0 where there is none, and which there are,
+    [groups, size]: equal rewards are exactly 0."""
+    groups = rewards.view(-1, size)
+    counts = ~groups.isnan()
+    first = groups.gather(-1, counts.int().argmax(-1, keepdim=True))
+    return torch.where(counts, groups - first, 0.0), counts

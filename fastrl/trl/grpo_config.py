@@ -1,0 +1,80 @@
+"""Settings of GRPOTrainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastrl.config import setting
+from fastrl.trl.fields import refused
+from fastrl.trl.online_config import OnlineConfig
+from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES
+
+SCALES = ("group", "batch", "none")
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
+_SAMPLER = "log-probs come from the same weights as the responses: there is nothing to correct"
+
+
+@dataclass
+class GRPOConfig(OnlineConfig):
+    """Settings of :class:`GRPOTrainer`; names, meanings and defaults are TRL 1.x's."""
+
+    delta: float | None = setting("Upper bound of the ratio itself, for both signs.", None)
+    importance_sampling_level: str = setting("The ratio: of a token, or of a sequence.", "token")
+    scale_rewards: str | bool = setting(
+        "What advantages are divided by: the deviation of the group or of the batch, or none.",
+        "group",
+    )
+    multi_objective_aggregation: str = setting(
+        "Several rewards: sum_then_normalize, or normalize_then_sum.", "sum_then_normalize"
+    )
+    loss_type: str = setting("The loss, see the table in docs/grpo.md.", "dapo")
+    use_bias_correction_kl: bool = setting("Multiply the KL by the ratio.", True)
+    top_entropy_quantile: float = setting(
+        "Share of the tokens, those of highest entropy, that the policy's loss is of.", 1.0
+    )
+    entropy_coef: float = setting("Coefficient of the mean entropy, which is added.", 0.0)
+    use_adaptive_entropy: bool = setting("Adapt that coefficient to entropy_target.", False)
+    entropy_coef_min: float = setting("Its least value.", 0.0)
+    entropy_coef_max: float = setting("Its greatest value.", 1.0)
+    entropy_coef_delta: float = setting("Its change at each step.", 0.005)
+    entropy_target: float = setting("The entropy below which the bonus acts, in nats.", 0.2)
+    off_policy_mask_threshold: float | None = setting(
+        "Leave out responses of negative advantage whose mean KL to the policy that sampled them "
+        "exceeds this, in nats.",
+        None,
+    )
+    sapo_temperature_neg: float = setting("Of loss_type='sapo', for negative advantages.", 1.05)
+    sapo_temperature_pos: float = setting("Of loss_type='sapo', for positive advantages.", 1.0)
+    cast_lm_head_to_fp32: bool = refused(
+        False, "log-probs are computed in fp32 from the head's products; load the model in float32"
+    )
+    vespo_k_pos: float = refused(2.0, "loss_type='vespo' is not supported")
+    vespo_lambda_pos: float = refused(3.0, "loss_type='vespo' is not supported")
+    vespo_k_neg: float = refused(3.0, "loss_type='vespo' is not supported")
+    vespo_lambda_neg: float = refused(2.0, "loss_type='vespo' is not supported")
+    max_tool_calling_iterations: int | None = refused(None, "tools are not supported")
+    vllm_importance_sampling_correction: bool = refused(True, _SAMPLER)
+    vllm_importance_sampling_mode: str = refused("sequence_mask", _SAMPLER)
+    vllm_importance_sampling_clip_max: float | None = refused(3.0, _SAMPLER)
+    vllm_importance_sampling_clip_min: float | None = refused(None, _SAMPLER)
+    vllm_importance_sampling_cap: float | None = refused(None, _SAMPLER)
+    log_completions_hub_repo: str | None = refused(None, "upload the folder completions yourself")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        for name, known in (
+            ("scale_rewards", SCALES),
+            ("multi_objective_aggregation", AGGREGATIONS),
+            ("importance_sampling_level", LEVELS),
+            ("loss_type", tuple(LOSS_TYPES)),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(known)}"
+                )
+        if not 0 < self.top_entropy_quantile <= 1:
+            raise ValueError(
+                f"top_entropy_quantile must lie in (0, 1], got {self.top_entropy_quantile}"
+            )
+        super().__post_init__()

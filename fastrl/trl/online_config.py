@@ -1,0 +1,177 @@
+"""Settings that GRPO and RLOO share, by TRL 1.x's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fastrl.config import PPOConfig, setting, setting_like
+from fastrl.trainers.supervised import SupervisedArguments
+from fastrl.trl.fields import check_refused, refused
+
+_ENGINE = "the rollout engine generates in this process: leave it out"
+_LENGTH = "set max_completion_length, and cut prompts in the data set"
+
+
+@dataclass
+class OnlineConfig(SupervisedArguments):
+    """Settings of trainers that learn from responses which they sample themselves, beside those of
+    ``transformers.TrainingArguments``; names, meanings and defaults are TRL 1.x's."""
+
+    learning_rate: float = setting("Learning rate at the start.", 1e-6)
+    logging_steps: float = setting("Steps between two logs; below 1: a share of all steps.", 10)
+    gradient_checkpointing: bool | None = setting(  # type: ignore[assignment]
+        "Compute layers again in the backward pass, in place of keeping their activations.", True
+    )
+    trust_remote_code: bool = setting("Run code that comes with a model.", False)
+    disable_dropout: bool = setting("Set all dropout of the model to 0.", False)
+    router_aux_loss_coef: float | None = setting(
+        "Weight of the load-balancing loss of mixtures of experts; None: the model's own.", None
+    )
+    shuffle_dataset: bool | None = setting("Draw prompts in random order.", True)
+
+    num_generations: int = setting("Responses to each prompt.", 8)
+    num_generations_eval: int | None = setting("The same in evaluation; None: as many.", None)
+    max_completion_length: int = setting("Longest response, in tokens.", 512)
+    generation_batch_size: int | None = setting(
+        "Responses that are generated at a time, by all processes; None: by steps_per_generation.",
+        None,
+    )
+    steps_per_generation: int | None = setting(
+        "Batches of per_device_train_batch_size that are generated at a time; None: "
+        "gradient_accumulation_steps.",
+        None,
+    )
+    num_iterations: int = setting("How often each response is learned from.", 1)
+    temperature: float = setting("T of the policy softmax(logits / T).", 1.0)
+    top_p: float = setting("Sample from the fewest tokens of at least this probability.", 1.0)
+    top_k: int = setting("Sample from the likeliest tokens; 0: from all.", 0)
+    min_p: float | None = setting("Least probability, over that of the likeliest token.", None)
+    repetition_penalty: float = setting("Divides logits of tokens that occurred; 1: none.", 1.0)
+    generation_kwargs: dict | str | None = setting(
+        "Further arguments of model.generate (JSON); they come first.", None
+    )
+    chat_template_kwargs: dict | str | None = setting(
+        "Further arguments of the chat template (JSON).", None
+    )
+    pad_to_multiple_of: int | str | None = setting(
+        "TRL's; batches have no padding here, so that it changes nothing.", "auto"
+    )
+    rollout_backend: str = setting_like(PPOConfig, "rollout_backend")
+    rollout_slots: int = setting_like(PPOConfig, "rollout_slots")
+    rollout_kv_cache_gib: float | None = setting_like(PPOConfig, "rollout_kv_cache_gib")
+    rollout_sleep: bool = setting_like(PPOConfig, "rollout_sleep")
+    rollout_merge_adapter: bool = setting_like(PPOConfig, "rollout_merge_adapter")
+
+    beta: float = setting("Coefficient of the KL to the reference model; 0: there is none.", 0.0)
+    epsilon: float = setting("Bound of the clipped ratio below 1.", 0.2)
+    epsilon_high: float | None = setting("The same above 1; None: as epsilon.", None)
+    reward_weights: list[float] | None = setting("Of each reward function; None: 1.", None)
+    mask_truncated_completions: bool = setting("Learn nothing from responses that are cut.", False)
+    sync_ref_model: bool = setting("Move the reference model towards the policy.", False)
+    ref_model_mixup_alpha: float = setting("Its way towards the policy, each time.", 0.6)
+    ref_model_sync_steps: int = setting("Steps from one time to the next.", 512)
+    log_completions: bool = setting("Print and save prompts with their responses.", False)
+    num_completions_to_print: int | None = setting("How many are printed; None: all.", None)
+    log_unique_prompts: bool = setting("Log one response to each prompt to trackers.", False)
+
+    max_length: int | None = refused(None, _LENGTH)
+    dataset_num_proc: int | None = refused(None, "prompts are encoded as they are used")
+    micro_batch_tokens: int | None = refused(None, "lower per_device_train_batch_size")
+    use_vllm: bool = refused(False, _ENGINE)
+    vllm_mode: str = refused("colocate", _ENGINE)
+    vllm_model_impl: str = refused("vllm", _ENGINE)
+    vllm_enable_sleep_mode: bool = refused(False, "set rollout_sleep")
+    vllm_structured_outputs_regex: str | None = refused(
+        None, "pass prefix_allowed_tokens_fn in generation_kwargs"
+    )
+    vllm_server_base_url: str | None = refused(None, _ENGINE)
+    vllm_server_host: str = refused("0.0.0.0", _ENGINE)
+    vllm_server_port: int = refused(8000, _ENGINE)
+    vllm_server_timeout: float = refused(240.0, _ENGINE)
+    vllm_group_port: int = refused(51216, _ENGINE)
+    vllm_gpu_memory_utilization: float = refused(0.3, "set rollout_kv_cache_gib")
+    vllm_max_model_length: int | None = refused(None, _LENGTH)
+    vllm_tensor_parallel_size: int = refused(1, _ENGINE)
+    use_transformers_continuous_batching: bool = refused(False, "the rollout engine batches so")
+    transformers_continuous_batching_config: dict | str | None = refused(None, "set rollout_slots")
+    use_transformers_paged: bool = refused(False, "the rollout engine batches so")
+    cache_implementation: str | None = refused(None, "the rollout engine has a cache of its own")
+    ds3_gather_for_generation: bool = refused(True, "use FSDP2 in place of DeepSpeed")
+    log_multimodal: bool = refused(True, "there are no images to log")
+
+    _VALID_DICT_FIELDS = [  # noqa: RUF012 - not a field
+        *SupervisedArguments._VALID_DICT_FIELDS,
+        "generation_kwargs",
+        "chat_template_kwargs",
+    ]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_refused(self)
+        if self.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size would break groups of num_generations responses: leave it "
+                "out, and lower per_device_train_batch_size"
+            )
+        for name in ("num_generations", "max_completion_length", "num_iterations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}")
+        if self.num_generations < 2:
+            raise ValueError(
+                "num_generations must be at least 2, as advantages compare the responses to a "
+                f"prompt, got {self.num_generations}"
+            )
+        self._settle_batches()
+
+    def _settle_batches(self) -> None:
+        """Sets ``generation_batch_size`` and ``steps_per_generation``, one from the other."""
+        step = self.per_device_train_batch_size * self.world_size
+        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+            if self.generation_batch_size != step * self.steps_per_generation:
+                raise ValueError(
+                    "generation_batch_size and steps_per_generation can not both be set: leave one "
+                    "of them out"
+                )
+        elif self.generation_batch_size is not None:
+            if self.generation_batch_size % step:
+                raise ValueError(
+                    f"generation_batch_size ({self.generation_batch_size}) must be divisible by "
+                    f"the batch of all processes ({step})"
+                )
+            self.steps_per_generation = self.generation_batch_size // step
+        else:
+            if self.steps_per_generation is None:
+                self.steps_per_generation = self.gradient_accumulation_steps
+            self.generation_batch_size = step * self.steps_per_generation
+        if self.generation_batch_size % self.num_generations:
+            raise ValueError(
+                f"generation_batch_size ({self.generation_batch_size}) must be divisible by "
+                f"num_generations ({self.num_generations}), so that it holds whole groups"
+            )
+        evaluated = self.num_generations_eval or self.num_generations
+        if self.do_eval and str(getattr(self.eval_strategy, "value", self.eval_strategy)) != "no":
+            size = self.per_device_eval_batch_size * self.world_size
+            if size % evaluated:
+                raise ValueError(
+                    f"per_device_eval_batch_size × processes ({size}) must be divisible by "
+                    f"num_generations_eval ({evaluated}), so that it holds whole groups"
+                )
+
+    @property
+    def generation_arguments(self) -> dict[str, Any]:
+        """Arguments of ``model.generate``."""
+        own: dict[str, Any] = {
+            "max_new_tokens": self.max_completion_length,
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "repetition_penalty": self.repetition_penalty,
+        }
+        if self.min_p is not None:
+            own["min_p"] = self.min_p
+        given = self.generation_kwargs
+        return {**own, **(given if isinstance(given, dict) else {})}

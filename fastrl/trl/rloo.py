@@ -1,0 +1,98 @@
+"""RLOOTrainer: REINFORCE with a leave-one-out baseline, by TRL 1.x's interface."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fastrl.ppo.advantages import leave_one_out
+from fastrl.run.model_card import policy_gradient
+from fastrl.trl.grpo import _groups
+from fastrl.trl.online import Judged, OnlineTrainer, nanstd
+from fastrl.trl.policy_loss import PolicyTokens, high_of
+from fastrl.trl.rloo_config import RLOOConfig
+from fastrl.trl.sampled import SampledResponses
+
+
+class RLOOTrainer(OnlineTrainer):
+    """Trains a causal language model on the rewards of its own responses, with the mean of the
+    others' rewards as baseline (Ahmadian et al., "Back to basics", 2024), by the names, arguments
+    and logs of TRL 1.x.
+
+    R' = clip(R) - beta·Σ_t (log π_old - log π_ref); A is R' less the mean R' of the other responses
+    to the prompt. The loss is the mean over responses of -min(ρ·A, clip(ρ, 1 - ε, 1 + ε_high)·A),
+    ρ = Π_t π(y_t)/π_old(y_t). Arguments are those of :class:`fastrl.trl.grpo.GRPOTrainer`, with a
+    :class:`RLOOConfig`, but for ``tools``, ``rollout_func`` and ``environment_factory``.
+    """
+
+    config: ClassVar[type] = RLOOConfig
+    _tag_names: ClassVar[list[str]] = ["trl", "rloo"]
+    method = policy_gradient("RLOO")
+    needs_old: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any,
+        args: RLOOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ):
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            quantization_config,
+            peft_config,
+        )
+
+    def advantages_of(
+        self, judged: Judged, kl: Tensor | None, group: int, mode: str
+    ) -> tuple[Tensor, Tensor]:
+        rewards = judged.rewards
+        if self.args.reward_clip_range is not None:
+            rewards = rewards.clamp(*self.args.reward_clip_range)
+        if kl is not None:
+            rewards = rewards - self.beta * kl
+        groups, counts = _groups(rewards, group)
+        several = counts.sum(-1, keepdim=True) > 1
+        advantages = torch.where(counts & several, leave_one_out(groups, counts), torch.nan)
+        advantages = advantages.flatten()
+        if self.args.normalize_advantages:
+            advantages = (advantages - advantages.nanmean()) / (nanstd(advantages) + 1e-4)
+        spread = torch.tensor([nanstd(row) for row in rewards.view(-1, group)]).nan_to_num()
+        return advantages.nan_to_num(nan=0.0), torch.isclose(spread, torch.zeros_like(spread))
+
+    def _kl_metric(self, learnable: SampledResponses) -> list[float]:
+        assert learnable.old is not None
+        assert learnable.ref is not None
+        of_tokens = learnable.learned(learnable.old) - learnable.learned(learnable.ref)
+        return [self._mean_of_tokens(of_tokens)]
+
+    def policy_loss(self, tokens: PolicyTokens, part: SampledResponses, mode: str) -> Tensor:
+        args, metrics, advantages = self.args, self._metrics[mode], tokens.advantages
+        ratio = tokens.sum(tokens.logprobs - tokens.old).exp()
+        near = ratio.clamp(1 - args.epsilon, 1 + high_of(args))
+        loss = -torch.min(ratio * advantages, near * advantages).mean()
+        low = self._gathered(((ratio < 1 - args.epsilon) & (advantages < 0)).float())
+        high = self._gathered(((ratio > 1 + high_of(args)) & (advantages > 0)).float())
+        metrics["clip_ratio/low_mean"].append(float(low.mean()))
+        metrics["clip_ratio/low_min"].append(float(low.min()))
+        metrics["clip_ratio/high_mean"].append(float(high.mean()))
+        metrics["clip_ratio/high_max"].append(float(high.max()))
+        metrics["clip_ratio/region_mean"].append(float((low + high).mean()))
+        return loss

@@ -1,0 +1,24 @@
+"""Settings of RLOOTrainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastrl.config import setting
+from fastrl.trl.online_config import OnlineConfig
+
+
+@dataclass
+class RLOOConfig(OnlineConfig):
+    """Settings of :class:`RLOOTrainer`; names, meanings and defaults are TRL 1.x's."""
+
+    num_generations: int = setting("Responses to each prompt.", 2)
+    beta: float = setting("Coefficient of the KL in the reward; 0: there is none.", 0.05)
+    normalize_advantages: bool = setting("Standardise advantages over the batch.", False)
+    reward_clip_range: tuple[float, float] | None = setting("Bounds of the reward.", None)
+
+    def __post_init__(self) -> None:
+        bounds = self.reward_clip_range
+        if bounds is not None and not (len(bounds) == 2 and bounds[0] < bounds[1]):
+            raise ValueError(f"reward_clip_range must be (low, high), got {bounds}")
+        super().__post_init__()

@@ -1,0 +1,323 @@
+"""GRPOTrainer and RLOOTrainer: one step against its formula, rewards of all kinds, resumed runs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+
+from fastrl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from fastrl.trl.group_sampler import GroupSampler, in_groups
+from fastrl.trl.policy_loss import PolicyTokens
+from fastrl.trl.sampled import SampledResponses
+from tests import tiny_models
+from tests.golden import tiny
+from tests.resuming import assert_resumes, with_dropout
+
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 6,
+    "max_steps": 1,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": None,
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+# One step changes every weight by its gradient.
+GRADIENT_STEP: dict[str, Any] = {
+    "optim": "sgd",
+    "learning_rate": 1.0,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+}
+KINDS: dict[str, tuple[type, type]] = {
+    "grpo": (GRPOTrainer, GRPOConfig),
+    "rloo": (RLOOTrainer, RLOOConfig),
+}
+
+
+def prompts(count: int = 8) -> Dataset:
+    return Dataset.from_dict(
+        {"prompt": [f"w{3 + i} w4 w{5 + i}" for i in range(count)], "index": list(range(count))}
+    )
+
+
+def small_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that differs within a group."""
+    return [sum(token % 7 for token in ids) / 7 for ids in completion_ids]
+
+
+def make(folder: Path, kind: str = "grpo", rewards: Any = small_tokens, **settings: Any) -> Any:
+    trainer, config = KINDS[kind]
+    own = {k: settings.pop(k) for k in ("eval_dataset", "peft_config") if k in settings}
+    data = settings.pop("train_dataset", None)
+    return trainer(
+        settings.pop("model", None) or tiny_models.language_model(),
+        reward_funcs=rewards,
+        args=config(output_dir=str(folder), **{**SETTINGS, **settings}),
+        train_dataset=prompts() if data is None else data,
+        processing_class=tiny.tokenizer(),
+        **own,
+    )
+
+
+def logprobs(model: Any, of: SampledResponses, i: int) -> Tensor:
+    """Of a response's tokens, from all logits, in the model's dtype."""
+    ids = torch.cat([of.prompt_ids[i], of.completion_ids[i]])
+    logits = model(ids[None]).logits[0, len(of.prompt_ids[i]) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, of.completion_ids[i][:, None])[:, 0]
+
+
+def advantages(rewards: Tensor, kind: str) -> Tensor:
+    """Of one group."""
+    if kind == "grpo":
+        return (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
+
+
+def loss_of(
+    model: Any, start: Any, of: SampledResponses, name: str, beta: float, **args: Any
+) -> Tensor:
+    """The loss as its formula has it; the old policy is the model as the step begins."""
+    rewards = torch.tensor(small_tokens([x.tolist() for x in of.completion_ids])).double()
+    ref = [logprobs(start, of, i).detach() for i in range(len(of))]
+    if name == "rloo":
+        kl = torch.stack([(x - r).sum() for x, r in zip(ref, ref, strict=True)])
+        a = advantages(rewards - beta * kl, "rloo")
+        sums = [logprobs(model, of, i) - ref[i] for i in range(len(of))]
+        return -torch.stack([x.sum().exp() * a[i] for i, x in enumerate(sums)]).mean()
+    a = advantages(rewards, "grpo")
+    losses = []
+    for i in range(len(of)):
+        new = logprobs(model, of, i)
+        ratio = (new - ref[i]).exp()
+        if args.get("importance_sampling_level") == "sequence":
+            ratio = (new - ref[i]).mean().exp().expand_as(new)
+        each = -ratio * a[i]
+        if name == "cispo":
+            each = -min(1.0, 0.2) * a[i] * new
+        if name == "sapo":
+            tau = 1.0 if a[i] > 0 else 1.05
+            each = -4 * torch.sigmoid(tau * (ratio - 1)) / tau * a[i]
+        r = ref[i] - new
+        losses.append(each + beta * (r.exp() - r - 1) * ratio)
+    tokens = sum(map(len, losses))
+    if name in ("grpo", "sapo"):
+        return torch.stack([x.mean() for x in losses]).mean()
+    if name == "luspo":
+        return torch.stack([x.sum() for x in losses]).mean()
+    if name == "dr_grpo":
+        return torch.cat(losses).sum() / (len(of) * SETTINGS["max_completion_length"])
+    return torch.cat(losses).sum() / tokens  # bnpo; dapo and cispo with one batch in a step
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("grpo", {}),
+        ("bnpo", {}),
+        ("dr_grpo", {}),
+        ("dapo", {"beta": 0.1}),
+        ("cispo", {}),
+        ("sapo", {}),
+        ("luspo", {"importance_sampling_level": "sequence"}),
+        ("grpo", {"importance_sampling_level": "sequence"}),
+        ("rloo", {"beta": 0.1}),
+    ],
+)
+def test_a_step_follows_the_formula(name: str, settings: dict, tmp_path: Path) -> None:
+    kind = "rloo" if name == "rloo" else "grpo"
+    own = {} if name == "rloo" else {"loss_type": name}
+    trainer = make(tmp_path, kind, **GRADIENT_STEP, **own, **settings)
+    start = copy.deepcopy(trainer.model)
+    trainer.train()
+    exact = copy.deepcopy(start).double().eval()
+    loss = loss_of(
+        exact, copy.deepcopy(exact), trainer._buffer[0], name, **{"beta": 0.0, **settings}
+    )
+    loss.backward()
+    found = dict(trainer.model.named_parameters())
+    for weight_name, weight in start.named_parameters():
+        gradient = dict(exact.named_parameters())[weight_name].grad
+        step = (weight - found[weight_name]).double()
+        # The step is a difference of two fp32 weights.
+        rounding = 4 * torch.finfo(torch.float32).eps * weight.detach().abs().max()
+        torch.testing.assert_close(
+            step, gradient, rtol=1e-3, atol=float(rounding + 1e-4 * gradient.abs().max())
+        )
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_has_trls_names(kind: str, tmp_path: Path) -> None:
+    trainer = make(tmp_path, kind, beta=0.1, eval_dataset=prompts(2))
+    trainer.train()
+    named = {
+        *("loss", "grad_norm", "learning_rate", "reward", "reward_std", "frac_reward_zero_std"),
+        *("num_tokens", "kl", "entropy", "step_time", "rewards/small_tokens/mean"),
+        *("rewards/small_tokens/std", "clip_ratio/low_mean", "clip_ratio/low_min"),
+        *("clip_ratio/high_mean", "clip_ratio/high_max", "clip_ratio/region_mean"),
+        *(f"completions/{x}_length" for x in ("mean", "min", "max", "mean_terminated")),
+        *("completions/min_terminated_length", "completions/clipped_ratio"),
+    }
+    assert named <= trainer.state.log_history[0].keys()
+    assert {f"eval_{name}" for name in ("loss", "reward", "entropy")} <= trainer.evaluate().keys()
+    assert {"trl", kind, "fastrl"} <= set(trainer.model.model_tags)
+
+
+def test_rewards_of_all_kinds_are_weighted(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    async def later(completions: list[str], **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    def some(completions: list[str], index: list[int], **given: Any) -> list[float | None]:
+        seen.update(given, index=index)
+        given["log_extra"]("place", list(range(len(completions))))
+        given["log_metric"]("answers", 4.0)
+        return [None, *[2.0] * (len(completions) - 1)]
+
+    trainer = make(
+        tmp_path, rewards=[small_tokens, later, some], reward_weights=[0.0, 1.0, 3.0],
+        shuffle_dataset=False, log_completions=True,
+    )  # fmt: skip
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["reward"] == pytest.approx((1 + 3 * 7) / 4)
+    assert logged["rewards/some/mean"] == 2.0
+    assert logged["answers"] == 4.0
+    assert seen["index"] == [0] * 4
+    assert seen["trainer_state"] is trainer.state
+    table = Dataset.from_parquet(str(tmp_path / "completions" / "completions_00001.parquet"))
+    assert {"step", "prompt", "completion", "later", "some", "advantage", "place"} <= set(
+        table.column_names
+    )
+
+
+def test_what_no_function_judges_is_not_learned(tmp_path: Path, caplog: Any) -> None:
+    trainer = make(tmp_path, rewards=lambda completions, **_: [None] * len(completions))
+    before = copy.deepcopy(trainer.model)
+    trainer.train()
+    assert "All reward functions returned None" in caplog.text
+    for old, new in zip(before.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_from_any_checkpoint(kind: str, tmp_path: Path) -> None:
+    def again(folder: Path) -> Any:
+        return make(
+            folder, kind, model=with_dropout(tiny_models.language_model()), beta=0.1,
+            max_steps=6, learning_rate=1e-2, logging_steps=2, save_strategy="steps", save_steps=1,
+            num_iterations=2, steps_per_generation=2, sync_ref_model=True, ref_model_sync_steps=2,
+            eval_dataset=prompts(2),
+        )  # fmt: skip
+
+    assert_resumes(again, tmp_path, (0, 2))
+
+
+def test_groups_are_repeated_in_order() -> None:
+    order = GroupSampler(range(7), size=2, prompts=3, uses=2, shuffle=False)
+    once = [0, 0, 1, 1, 2, 2]
+    second = [3, 3, 4, 4, 5, 5]
+    assert list(order) == once * 2 + second * 2
+    assert len(order) == len(list(order))
+    stream = IterableDataset.from_generator(lambda: ({"x": i} for i in range(7)))
+    assert [row["x"] for row in in_groups(stream, 2, 3, 2)] == list(order)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"use_vllm": True}, "use_vllm"),
+        ({"max_length": 3}, "max_length"),
+        ({"num_generations": 3}, "num_generations"),
+        ({"num_generations": 1}, "num_generations"),
+        ({"loss_type": "other"}, "loss_type"),
+        ({"generation_batch_size": 6}, "generation_batch_size"),
+    ],
+)
+def test_settings_that_are_not_honoured_are_named(
+    settings: dict, named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        GRPOConfig(output_dir=str(tmp_path), **{**SETTINGS, **settings})
+
+
+def test_bad_rewards_and_prompts_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="returned 1 rewards for 4"):
+        make(tmp_path, rewards=lambda **_: [1.0]).train()
+    with pytest.raises(ValueError, match="reward weights"):
+        make(tmp_path, reward_weights=[1.0, 2.0])
+    chats = Dataset.from_list([{"prompt": [{"content": "w3"}]}] * 2)
+    with pytest.raises(ValueError, match="a role"):
+        make(tmp_path, train_dataset=chats).train()
+    with pytest.raises(ValueError, match="train_dataset"):
+        GRPOTrainer(tiny_models.language_model(), small_tokens, GRPOConfig(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "cispo", "sapo"])
+def test_losses_far_from_the_old_policy(name: str, tmp_path: Path) -> None:
+    trainer = make(tmp_path, loss_type=name, beta=0.1, delta=1.5, epsilon_high=0.3)
+    counts = torch.tensor([3, 0, 2])
+    new, old, ref = (torch.randn(3, 5, dtype=torch.float64) * 0.5 - 2).unbind()
+    new.requires_grad_()
+    a = torch.tensor([0.7, -1.0, -0.4], dtype=torch.float64)
+    of = torch.arange(3).repeat_interleave(counts)
+    tokens = PolicyTokens(new, torch.ones(5).double(), old, a, of, counts, ref)
+    part = SampledResponses([], [], [], a, generated=5.0)
+    found = trainer.policy_loss(tokens, part, "train")
+    each = []
+    for t in range(5):
+        ratio, advantage = (new[t] - old[t]).exp(), a[of[t]]
+        if name == "cispo":
+            loss = -ratio.detach().clamp(max=0.3) * advantage * new[t]
+        elif name == "sapo":
+            tau = 1.0 if advantage > 0 else 1.05
+            loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+        else:
+            loss = -min(ratio.clamp(max=1.5) * advantage, ratio.clamp(0.8, 1.3) * advantage)
+        r = ref[t] - new[t]
+        each.append(loss + 0.1 * (r.exp() - r - 1) * ratio)
+    if name in ("grpo", "sapo"):
+        expected = (sum(each[:3]) / 3 + sum(each[3:]) / 2) / 3
+    else:
+        expected = sum(each) / 5
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(x, new, retain_graph=True)[0] for x in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_stream_of_prompts_is_learned_from(tmp_path: Path) -> None:
+    stream = IterableDataset.from_generator(lambda: iter(prompts()))
+    trainer = make(tmp_path, train_dataset=stream, max_steps=2, dataloader_num_workers=0)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+def test_an_adapter_alone_is_trained_beside_its_base(tmp_path: Path) -> None:
+    trainer = make(
+        tmp_path,
+        beta=0.1,
+        learning_rate=1e-2,
+        max_steps=2,
+        peft_config=tiny_models.lora(init_lora_weights=True),
+    )
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    assert trainer.ref_model is None
+    for name, weight in trainer.model.named_parameters():
+        assert "lora_B" not in name or not torch.equal(weight, before[name])
+        assert "lora_" in name or torch.equal(weight, before[name])
+    first, second = (row["kl"] for row in trainer.state.log_history[:2])
+    assert first == pytest.approx(0, abs=1e-6)
+    assert second > 1e-6
