@@ -55,6 +55,20 @@ def group(monkeypatch) -> Callable[[int], GroupOfThreads]:
     return make
 
 
+def test_processes_that_have_left_their_group_are_refused(group):
+    threads = group(1)
+
+    def process(_: int) -> None:
+        given = VocabParallel(0, 9)
+        inputs = {**batch(2, 9), "vocab_parallel": given}
+        linear_logprobs(**inputs)
+        threads.group.WORLD = object()  # another default group, of the same size
+        with pytest.raises(RuntimeError, match="process group of vocab_parallel has been destr"):
+            linear_logprobs(**inputs)
+
+    threads.run(process)
+
+
 def own(inputs: Inputs, start: int, stop: int) -> Inputs:
     """A process's inputs."""
     return {k: x[start:stop] if k in ("weight", "bias") else x for k, x in inputs.items()}

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_per_token, check_positive
+from .argument_types import explains_types
+from .checks import check_count, check_per_token, check_positive
 from .dispatch import choose, device_kind
 from .lm_head import DEFAULT_WORKSPACE_BYTES, WORKSPACE_BYTES, checked_factors, row_chunks
 from .operators import joined, new, operator, split
@@ -34,7 +35,16 @@ def linear_sample_pays(rows: int, hidden: int, vocabulary: int, dtype: torch.dty
         hidden: H.
         vocabulary: V.
         dtype: of the head.
+
+    Raises:
+        TypeError: sizes that are not integers, or a dtype that is none.
+        ValueError: a negative size, V = 0.
     """
+    check_count("rows", rows)
+    check_count("hidden", hidden)
+    check_count("vocabulary", vocabulary, least=1)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
     saves = hidden <= _HIDDEN_PER_ROW * rows + _HIDDEN_OF_LAUNCHES / vocabulary
     half = dtype in (torch.bfloat16, torch.float16)
     return half and 0 < rows <= _MOST_ROWS and saves and part_size(vocabulary) >= LEAST_GROUP
@@ -117,6 +127,7 @@ def _(
     return torch.empty_like(keys), *(new(hidden, keys.shape[0]) for _ in range(5))
 
 
+@explains_types
 @torch.no_grad()
 def linear_sample(
     hidden: Tensor,

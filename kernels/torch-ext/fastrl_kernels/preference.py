@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .argument_types import explains_types
 from .checks import (
     check_choice,
     check_constant,
@@ -90,6 +91,7 @@ def _log_odds(logprobs: Tensor) -> Tensor:
     return logprobs - torch.log(-torch.expm1(logprobs))
 
 
+@explains_types
 def dpo_loss(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -146,6 +148,7 @@ def dpo_loss(
     return (1.0 - label_smoothing) * loss + label_smoothing * flipped
 
 
+@explains_types
 def ipo_loss(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -168,6 +171,7 @@ def ipo_loss(
     return (margins - 1.0 / (2.0 * beta)).square()
 
 
+@explains_types
 def simpo_loss(
     mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float = 10.0, gamma: float = 3.0
 ) -> Tensor:
@@ -195,6 +199,7 @@ def simpo_loss(
     return -F.logsigmoid(beta * (mean_w - mean_l) - gamma)
 
 
+@explains_types
 def orpo_loss(mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float = 0.1) -> Tensor:
     """The odds-ratio term -β·log σ(logit p_w - logit p_l), with logit p = log p - log(1 - p).
 
@@ -222,6 +227,7 @@ def orpo_loss(mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float = 0.1) 
     return -beta * F.logsigmoid(_log_odds(mean_w) - _log_odds(mean_l))
 
 
+@explains_types
 def slic_loss(
     policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float = 1.0, lam: float = 0.1
 ) -> Tensor:
@@ -249,6 +255,7 @@ def slic_loss(
     return torch.relu(beta - (chosen - rejected)) - lam * chosen
 
 
+@explains_types
 def kto_loss(
     policy: Tensor,
     reference: Tensor,
@@ -313,6 +320,7 @@ def _baseline(kl: float | Tensor, policy: Tensor) -> float | Tensor:
     return kl.detach().float().clamp(min=0.0)
 
 
+@explains_types
 def reward_loss(
     chosen: Tensor,
     rejected: Tensor,
