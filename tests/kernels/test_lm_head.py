@@ -23,7 +23,7 @@ from tests.kernels.launches import (
 from tests.kernels.test_linear_logprobs import LEAVES, assert_same_bits, batch, run, with_holes
 
 BF16, FP32 = torch.bfloat16, torch.float32
-EXTRAS = ("log_sum_sq_probs", "mean_logit", "is_top1")
+EXTRAS = Extras._fields
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def _logits(
     return x if transform.outer == 1.0 else x.float().mul_(transform.outer)
 
 
-def _from_logits(
+def _run(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -69,7 +69,14 @@ def _from_logits(
     transform: LogitTransform,
     backend: str,
 ) -> SampledTokens:
-    """``sample_tokens`` of the logits, of as many rows at a time as a workspace holds."""
+    """``linear_sample`` of checked arguments: by its kernels, or ``sample_tokens`` of the logits of
+    as many rows at a time as a workspace holds."""
+    if backend == "triton":
+        from ._triton import linear_sample as triton
+
+        # Tensor cores would round fp32 factors.
+        if weight.dtype != torch.float32 and part_size(len(weight)) >= LEAST_GROUP:
+            return triton.linear_sample(hidden, weight, bias, keys, temperature, transform)
     budget = WORKSPACE_BYTES.get(device_kind(hidden), DEFAULT_WORKSPACE_BYTES)
     chunks = row_chunks(len(hidden), len(weight), hidden.element_size(), budget)
     found = [
@@ -82,25 +89,6 @@ def _from_logits(
         for rows in chunks or [slice(0, 0)]
     ]
     return found[0] if len(found) == 1 else SampledTokens(*map(torch.cat, zip(*found, strict=True)))
-
-
-def _run(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    keys: Tensor,
-    temperature: float | Tensor,
-    transform: LogitTransform,
-    backend: str,
-) -> SampledTokens:
-    """``linear_sample`` of checked arguments."""
-    if backend == "triton":
-        from ._triton import linear_sample as triton
-
-        # Tensor cores would round fp32 factors.
-        if weight.dtype != torch.float32 and part_size(len(weight)) >= LEAST_GROUP:
-            return triton.linear_sample(hidden, weight, bias, keys, temperature, transform)
-    return _from_logits(hidden, weight, bias, keys, temperature, transform, backend)
 
 
 @operator()

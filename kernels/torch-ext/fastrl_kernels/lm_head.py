@@ -229,17 +229,6 @@ class PlannedHead(TorchHead):
         return hidden.dtype
 
     @staticmethod
-    def fill(
-        x: Tensor,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        transform: LogitTransform,
-        library: type[Library],
-    ) -> None:
-        library.multiply(x, hidden, weight, bias)
-
-    @staticmethod
     def statistics(
         x: Tensor,
         labels: Tensor,
