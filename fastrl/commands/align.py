@@ -10,6 +10,7 @@ from fastrl.alignment.losses import LOSSES, Loss, make_loss
 from fastrl.alignment.losses.base import describe_losses
 from fastrl.alignment.tasks import TASKS, Task, find_task
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
+from fastrl.commands.memory import most_in_a_pass
 from fastrl.config import parse_json, setting, setting_like
 from fastrl.run.folder import RunFolder
 from fastrl.trainers.supervised import length_limit
@@ -237,11 +238,14 @@ def _train(job: AlignJob, flags: AlignFlags, folder: RunFolder) -> dict[str, Any
 
 def _longest(job: AlignJob, flags: AlignFlags) -> tuple[int, int]:
     """Tokens of the longest prompt and response, for a plan: responses have max_new_tokens online,
-    else half of max_length."""
-    whole = flags.max_length or 1024
-    response = min(job.max_new_tokens if job.learning_task.online else whole // 2, whole - 2)
-    prompt = job.max_prompt_length or whole - response
-    return max(2, prompt), max(2, response if job.learning_task.online else whole - prompt)
+    else half of max_length, or of what a pass holds."""
+    task = job.learning_task
+    together = task.generations if job.make_loss().learns == "reward model" else 1
+    whole = most_in_a_pass(flags.max_length or 1024, flags.micro_batch_tokens, together)
+    response = min(job.max_new_tokens if task.online else whole // 2, whole - 2)
+    room = whole - (response if task.online else 2)
+    prompt = min(job.max_prompt_length or whole - response, room)
+    return max(2, prompt), max(2, response if task.online else whole - prompt)
 
 
 def _check_dropout(job: AlignJob, flags: AlignFlags, loss: Loss) -> None:

@@ -12,6 +12,18 @@ from fastrl.plan.report import GIB, Plan, gib
 from fastrl.run.launcher import process_count
 
 
+def longest_text(rows: Any, *columns: str) -> int:
+    """Tokens of the longest text in columns of token ids, for a plan."""
+    lengths = (len(row[column]) for row in rows for column in columns)
+    return max(2, max(lengths, default=2))
+
+
+def most_in_a_pass(tokens: int, micro_batch_tokens: int | None, texts: int) -> int:
+    """Tokens of each text of an example, for a plan: no more than a pass holds with as many texts,
+    as the trainer has refused longer examples."""
+    return tokens if micro_batch_tokens is None else min(tokens, micro_batch_tokens // texts)
+
+
 class RunMemory:
     """Prints a run's plan and, on a GPU, what it took.
 
@@ -32,7 +44,9 @@ class RunMemory:
             self.plan = make_plan()
         except Exception as error:  # the run itself may be sound
             line = " ".join(str(error).split())
-            print(f"no plan of memory: {type(error).__name__}: {line}", file=sys.stderr)
+            # A ValueError says what is wrong with settings; others are named.
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            print(f"no plan of memory: {kind}{line}", file=sys.stderr)
             return
         said = self.plan.line()
         if on_gpu:

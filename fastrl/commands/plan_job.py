@@ -124,6 +124,16 @@ class PlanJob:
         return bool(self._task.generations == 2)
 
     @property
+    def learns_a_reward_model(self) -> bool:
+        """Whether the model that is trained is a classifier, which reads all texts of an example
+        at once."""
+        from fastrl.alignment.losses import LOSSES
+
+        if self.method in FLAGS_OF:
+            return self.method == "reward"
+        return LOSSES[self.method].learns == "reward model"
+
+    @property
     def _task(self) -> Any:
         """Of preference learning."""
         from fastrl.alignment.losses import LOSSES

@@ -82,13 +82,26 @@ class PlannedRun:
     def _check_lengths(self) -> None:
         """
         Raises:
-            ValueError: the run would cut samples of these lengths.
+            ValueError: lengths of no sample; the run would cut samples of these lengths, or refuse
+                them. By the names of the flags.
         """
+        job = self.job
+        lengths = {"--prompt-tokens": job.prompt_tokens, "--response-tokens": job.response_tokens}
+        self.skeleton.check_tokens(**lengths)
+        whole = f"{' + '.join(lengths)} = {self._sample}"
         most = getattr(self.flags, "max_length", None)
         if most is not None and self._sample > most:
             raise ValueError(
-                f"prompt_tokens + response_tokens = {self._sample} are more than max_length={most},"
-                " to which the run cuts: raise max_length, or lower them"
+                f"{whole} are more than --max-length={most}, to which the run cuts: raise that, or "
+                "lower them"
+            )
+        texts = 2 if job.learns_pairs and job.learns_a_reward_model else 1
+        of_a_pass = self.flags.micro_batch_tokens
+        if of_a_pass is not None and texts * self._sample > of_a_pass:
+            pair = f", and a pair has {texts * self._sample}" if texts == 2 else ""
+            raise ValueError(
+                f"{whole}{pair}: more than --micro-batch-tokens={of_a_pass}, which a pass may "
+                "have. Raise that, or lower them"
             )
 
     def dials(self) -> list[Dial]:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit, held_out_accuracy
+from fastrl.commands.memory import longest_text, most_in_a_pass
 from fastrl.config import setting, setting_like
+from fastrl.data.collators import ID_COLUMNS, SIDES
 from fastrl.run.folder import RunFolder
 from fastrl.trainers.reward import RewardConfig
 
@@ -40,7 +42,6 @@ def _train(job: RewardJob, flags: RewardFlags, folder: RunFolder) -> dict[str, A
     from fastrl.data.reads_eos import load_from_adapter
     from fastrl.models.load import load_reward_model
     from fastrl.trainers.reward import RewardTrainer
-    from fastrl.trainers.supervised import length_limit
 
     peft_config = job.lora_config("SEQ_CLS")
     train, held_out, tokenizer = job.begin(flags)
@@ -69,5 +70,11 @@ def _train(job: RewardJob, flags: RewardFlags, folder: RunFolder) -> dict[str, A
         description="reward",
         title=f"{job.model}: rewards from {job.dataset}",
         results=results,
-        make_plan=lambda: trainer.plan(length_limit(flags, trainer.model, tokenizer) or 512),
+        make_plan=lambda: trainer.plan(_longest(trainer, flags)),
     )
+
+
+def _longest(trainer: Any, flags: RewardFlags) -> int:
+    """Tokens of each text of a pair, for a plan."""
+    longest = longest_text(trainer.train_dataset, *ID_COLUMNS)
+    return most_in_a_pass(longest, flags.micro_batch_tokens, len(SIDES))

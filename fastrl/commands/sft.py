@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastrl.commands.fit import CommandFlags, FitJob, essential_flags, fit
+from fastrl.commands.memory import longest_text
 from fastrl.config import setting, setting_like
 from fastrl.run.folder import RunFolder
 from fastrl.trainers.sft import SFTConfig
@@ -71,11 +72,5 @@ def _train(job: SFTJob, flags: SFTFlags, folder: RunFolder) -> dict[str, Any]:
         description="SFT",
         title=f"{job.model}: SFT on {job.dataset}",
         results=results,
-        make_plan=lambda: trainer.plan(longest_text(trainer.train_dataset)),
+        make_plan=lambda: trainer.plan(longest_text(trainer.train_dataset, "input_ids")),
     )
-
-
-def longest_text(rows: Any) -> int:
-    """Tokens of the longest row, for a plan."""
-    lengths = (len(row["input_ids"]) for row in rows)
-    return max(2, max(lengths, default=2))

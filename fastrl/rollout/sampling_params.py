@@ -28,7 +28,7 @@ class SamplingParams:
         temperature: 0 is greedy.
         top_k, top_p, min_p: truncations, in this order; 0, 1 and 0 switch them off.
         n: samples per prompt.
-        seed: of the draws; None takes one from torch's own generator.
+        seed: of the draws, in [0, 2⁶⁴); None takes one from torch's own generator.
         min_new_tokens: tokens before which no response ends.
         repetition_penalty: logits of tokens that occurred, in the prompt too (but not in what an
             encoder reads), are divided by it where positive and multiplied where negative.
@@ -70,6 +70,8 @@ class SamplingParams:
             raise ValueError(
                 f"repetition_penalty must be positive, got {self.repetition_penalty}: 1 is none"
             )
+        if self.seed is not None and not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed must be in [0, 2**64), got {self.seed}")
         check_stop(self.stop)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,26 @@ class MetricsCallback(TrainerCallback):
             log_table(self.accelerator, "eval/samples", self.evaluations[-1], state.global_step)
 
 
+# What a line about an evaluation shows, in its order, by the metrics' names.
+_SHOWN = {
+    "loss": "loss",
+    "accuracy": "accuracy",
+    "rewards/accuracies": "accuracy",
+    "reward": "reward",
+    "win_rate": "win rate",
+}
+
+
+def _held_out(metrics: Mapping[str, float]) -> str:
+    """The metrics of an evaluation in a few words, with standard errors where there are some."""
+    words = []
+    for name, word in _SHOWN.items():
+        value, sem = (metrics.get(f"eval_{name}{end}") for end in ("", "_sem"))
+        if value is not None:
+            words.append(f"{word} {value:.3f}" + ("" if sem is None else f" ± {sem:.3f}"))
+    return ", ".join(words)
+
+
 class LossProgress(TrainerCallback):
     """A progress bar with the loss, and a line for each evaluation."""
 
@@ -64,10 +84,9 @@ class LossProgress(TrainerCallback):
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any
     ) -> None:
-        if self.bar is not None and metrics:
-            shown = {k: metrics.get(f"eval_{k}") for k in ("loss", "accuracy")}
-            text = ", ".join(f"{k} {v:.3f}" for k, v in shown.items() if v is not None)
-            tqdm.write(f"{self.description} step {state.global_step}: held-out {text}")
+        shown = _held_out(metrics or {})
+        if self.bar is not None and shown:
+            tqdm.write(f"{self.description} step {state.global_step}: held-out {shown}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.bar is not None:

@@ -1,6 +1,7 @@
 """``fastrl align`` from end to end, on tiny models and local files."""
 
 import json
+import re
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -76,6 +77,8 @@ def test_every_task_leaves_a_model_metrics_and_a_report(task, folder, tmp_path, 
     assert ("Held-out prompts, before and after" in shown) == (
         "online" in task or "inforce" in task
     )
+    word = "win rate" if "win_rate" in told else told.removeprefix("held_out_")
+    assert re.search(rf" step \d+: held-out .*{word} -?\d\.\d\d\d", shown)
 
 
 @pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
@@ -94,6 +97,16 @@ def test_loss_coefficients_weights_and_an_adapter_are_flags(folder, tmp_path):
     assert rows[0]["loss"] == pytest.approx(0.5 * (1 / (2 * 0.5)) ** 2)  # the weight, and h = 0
     assert rows[0]["weights"] == 0.5
     assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
+
+
+@pytest.mark.parametrize(("loss", "most"), [("dpo", 32), ("kto", 32), ("bradley-terry", 64)])
+def test_rows_shorter_than_the_longest_allowed_are_planned(loss, most, folder, tmp_path, capsys):
+    flags = {"plan": "true", "max-steps": 1, "eval-examples": 0, "micro-batch-tokens": most}
+    flags |= {"loss": loss, "max-length": 128, "model": folder / "lm"}
+    assert cli.main(arguments(folder, tmp_path / "run", **flags)) == 0
+    said = capsys.readouterr().err
+    assert "planned memory: " in said
+    assert "no plan" not in said
 
 
 @pytest.mark.parametrize(

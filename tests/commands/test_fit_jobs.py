@@ -66,6 +66,15 @@ def test_a_run_leaves_a_model_metrics_and_a_report(command, folder, tmp_path, ca
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_rows_shorter_than_the_longest_allowed_are_planned(command, folder, tmp_path, capsys):
+    flags = {"plan": "true", "max-steps": 1, "eval-examples": 0, "micro-batch-tokens": 64}
+    assert cli.main(arguments(command, folder, tmp_path / "run", **flags)) == 0
+    said = capsys.readouterr().err
+    assert "planned memory: " in said
+    assert "no plan" not in said
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_without_held_out_examples_all_are_trained_on(command, folder, tmp_path):
     flags = {"eval-examples": 0, "max-steps": 1}
     assert cli.main(arguments(command, folder, tmp_path / "run", **flags)) == 0

@@ -1,9 +1,9 @@
 """`python -m tests.counts`: what a GPU will charge for, counted without one, beside the goals.
 
 Launches come from Triton's interpreter and torch's dispatcher, bytes from tensors without memory,
-waits from a pretended device. `--json FILE` saves the figures,
-and `--before FILE` shows saved ones beside them: by default those of the commit with which counting
-began.
+waits from a pretended device, instructions per byte and times from `benchmarks/results/
+predictions.json`. `--json FILE` saves the figures, and `--before FILE` shows saved ones beside
+them: by default those of the commit with which counting began.
 """
 
 from __future__ import annotations

@@ -1,5 +1,11 @@
 """All that is counted."""
 
-from tests.counts import of_device, of_heads, of_launches, of_python
+from tests.counts import of_device, of_heads, of_instructions, of_launches, of_python
 
-COUNTS = (*of_launches.COUNTS, *of_heads.COUNTS, *of_python.COUNTS, *of_device.COUNTS)
+COUNTS = (
+    *of_launches.COUNTS,
+    *of_heads.COUNTS,
+    *of_instructions.COUNTS,
+    *of_python.COUNTS,
+    *of_device.COUNTS,
+)

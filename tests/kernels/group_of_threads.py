@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy
@@ -25,6 +26,7 @@ class GroupOfThreads:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.group = SimpleNamespace(WORLD=self)
         self.sent: list[tuple[str, int]] = []
         self._here = threading.local()
         self._turn = threading.Lock()

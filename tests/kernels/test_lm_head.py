@@ -23,7 +23,7 @@ from tests.kernels.launches import (
 from tests.kernels.test_linear_logprobs import LEAVES, assert_same_bits, batch, run, with_holes
 
 BF16, FP32 = torch.bfloat16, torch.float32
-EXTRAS = ("log_sum_sq_probs", "mean_logit", "is_top1")
+EXTRAS = Extras._fields
 
 
 @pytest.mark.parametrize(
@@ -314,9 +314,11 @@ def test_what_is_refused_and_why(op, change, error, message, autocast):
 
 
 def test_unknown_extras_are_refused(backend, device):
-    for extras in (("is_top1", "is_top5"), "is_top1"):
-        with pytest.raises(ValueError, match=r"unknown extras .*: choose from log_sum_sq_probs"):
-            linear_logprobs(**batch(2, 9, device=device), extras=extras, backend=backend)
+    inputs = batch(2, 9, device=device)
+    with pytest.raises(ValueError, match=r"unknown extras .*: choose from log_sum_sq_probs"):
+        linear_logprobs(**inputs, extras=("is_top1", "is_top5"), backend=backend)
+    with pytest.raises(TypeError, match=r"extras must be a tuple of names.*\('is_top1',\)"):
+        linear_logprobs(**inputs, extras="is_top1", backend=backend)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def key_of(*parts):
     return state
 
 
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**63, 2**64 - 1, 2**70 + 3])
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
 def test_keys_are_those_of_the_definition(device, seed):
     assert key_of(0) == 0xE220A8397B1DCDAF  # splitmix64's first output from seed 0, as published
     ids = [0, 1, -5, 2**40, 2**63 - 1]
@@ -36,6 +36,15 @@ def test_keys_are_those_of_the_definition(device, seed):
         assert keys.dtype == torch.int64
         expected = [key_of(seed, i, j) for i, j in zip(ids, indices, strict=True)]
         assert [key % 2**64 for key in keys.tolist()] == expected
+
+
+def test_numbers_that_would_share_keys_with_others_are_refused(device):
+    ids = torch.arange(3, device=device)
+    for outside in (-1, 2**64):
+        with pytest.raises(ValueError, match=r"seed must be in \[0, 2\*\*64\), got"):
+            sample_keys(outside, ids, 0)
+        with pytest.raises(ValueError, match="token_index must be in"):
+            sample_keys(0, ids, outside)
 
 
 def test_keys_depend_on_all_three_and_on_nothing_else(device):

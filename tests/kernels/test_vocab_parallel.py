@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastrl_kernels import (
+    Extras,
     KLTerm,
     VocabParallel,
     linear_logprobs,
@@ -28,7 +29,7 @@ from tests.kernels.judge import assert_close_to_exact, names, results
 from tests.kernels.test_linear_logprobs import LEAVES, Inputs, batch, temperatures, with_holes
 
 BF16, FP32 = torch.bfloat16, torch.float32
-EXTRAS = ("log_sum_sq_probs", "mean_logit", "is_top1")
+EXTRAS = Extras._fields
 CUTS = {"2": (0, 190, 507), "3": (0, 1, 320, 507)}
 Join = Callable[..., "Shared"]
 
@@ -53,6 +54,20 @@ def group(monkeypatch) -> Callable[[int], GroupOfThreads]:
         return threads
 
     return make
+
+
+def test_processes_that_have_left_their_group_are_refused(group):
+    threads = group(1)
+
+    def process(_: int) -> None:
+        given = VocabParallel(0, 9)
+        inputs = {**batch(2, 9), "vocab_parallel": given}
+        linear_logprobs(**inputs)
+        threads.group.WORLD = object()  # another default group, of the same size
+        with pytest.raises(RuntimeError, match="process group of vocab_parallel has been destr"):
+            linear_logprobs(**inputs)
+
+    threads.run(process)
 
 
 def own(inputs: Inputs, start: int, stop: int) -> Inputs:

@@ -212,9 +212,23 @@ def test_an_unknown_architecture_says_what_is_a_guess(tmp_path, capsys):
         (["--load-in-4bit", "true"], "--lora-r 16"),
         (["--lora-r", "4", "--bnb-4bit-quant-type", "fp4"], "set load_in_4bit, too"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
-        (["--prompt-tokens", "400", "--response-tokens", "400"], "context of 512"),
-        (["--method", "sft", "--max-length", "100"], "max_length=100"),
-        (["--prompt-tokens", "1"], "prompt_tokens"),
+        (
+            ["--method", "sft", "--prompt-tokens", "400", "--response-tokens", "400"],
+            "--prompt-tokens=400 + --response-tokens=400 are more than the model's context of 512",
+        ),
+        (
+            ["--method", "sft", "--max-length", "100"],
+            "--prompt-tokens + --response-tokens = 512 are more than --max-length=100",
+        ),
+        (
+            ["--method", "dpo", "--micro-batch-tokens", "511"],
+            "--prompt-tokens + --response-tokens = 512: more than --micro-batch-tokens=511",
+        ),
+        (
+            ["--method", "reward", "--micro-batch-tokens", "1023"],
+            "512, and a pair has 1024: more than --micro-batch-tokens=1023",
+        ),
+        (["--prompt-tokens", "1"], "--prompt-tokens must be a number of 2 or more, got 1"),
         (["--reference", "adapter"], "reference='adapter'"),
     ],
 )
@@ -342,7 +356,7 @@ def test_batches_of_several_passes_are_planned_as_such(folder, capsys, method):
     assert activations[1] < 0.3 * activations[0]
     assert "--micro-batch-tokens " in " ".join(parts["advice"])
     too_small = refused(capsys, folder, *flags, "--micro-batch-tokens", "25")
-    assert "micro_batch_tokens=25, but" in too_small
+    assert "more than --micro-batch-tokens=25" in too_small
 
 
 def test_trainers_plan_themselves(tmp_path):

@@ -43,12 +43,18 @@ def is_plain(x: Tensor) -> bool:
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
 
 
 def check_float(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in FLOAT_DTYPES:
-        allowed = ", ".join(str(d).removeprefix("torch.") for d in FLOAT_DTYPES)
-        raise TypeError(f"{name} must be {allowed}, got {tensor.dtype}: convert it first")
+        raise TypeError(f"{name} must be {_FLOATS}, got {tensor.dtype}: convert it first")
+
+
+def check_float_dtype(name: str, dtype: torch.dtype) -> None:
+    """The dtype of a result."""
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be {_FLOATS}, got {dtype}: convert the result instead")
 
 
 def check_same_shape(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
@@ -103,6 +109,15 @@ def check_positive(name: str, number: float, *, or_zero: bool = False) -> float:
         wanted = "at least 0" if or_zero else "positive"
         raise ValueError(f"{name} must be {wanted} and finite, got {number}")
     return float(number)
+
+
+def check_count(name: str, number: int, *, least: int = 0) -> int:
+    """An integer of at least so many."""
+    if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
+        raise TypeError(f"{name} must be an integer, got {type(number).__name__}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
 
 
 def check_constant(name: str, tensor: Tensor) -> None:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .checks import Passed, check_device, check_float, check_positive, is_plain, layout
+from .argument_types import explains_types
+from .checks import Passed, check_count, check_device, check_float, check_positive, is_plain, layout
 from .dispatch import choose
 from .types import AttentionSettings
 
@@ -194,10 +195,10 @@ def _checked(
     span: int | None,
 ) -> AttentionSettings:
     tokens = keys.shape[1]
-    span = tokens if span is None else span
+    span = tokens if span is None else check_count("span", span)
     if not 1 <= span <= tokens:
         raise ValueError(f"span must be in [1, {tokens}], the tokens of a slot, got {span}")
-    if window is not None and window < 1:
+    if window is not None and check_count("window", window) < 1:
         raise ValueError(f"window must be positive, or None for all tokens, got {window}")
     return AttentionSettings(
         span,
@@ -210,6 +211,7 @@ def _checked(
 _passed = Passed()
 
 
+@explains_types
 def decode_attention(
     query: Tensor,
     keys: Tensor,

@@ -72,8 +72,13 @@ def explain(device: torch.device | str, backend: str = "auto") -> Choice:
     forces that backend.
 
     Raises:
+        TypeError: a device that is none.
         ValueError: an unknown backend, or "triton" where it cannot run.
     """
+    if not isinstance(device, torch.device | str):
+        raise TypeError(
+            f"device must be a torch.device or a string, got {type(device).__name__}: pass x.device"
+        )
     device = torch.device(device)
     asked_by = f"backend={backend!r}"
     if backend == "auto" and os.environ.get(BACKEND_VARIABLE, "auto") != "auto":

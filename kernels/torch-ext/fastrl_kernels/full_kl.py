@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._cpu.row_chunks import chunks, wide, zero_rows
+from .argument_types import explains_types
 from .checks import (
     check_constant,
     check_device,
@@ -175,6 +176,7 @@ def _full_kl_gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 _full_kl.register_autograd(_full_kl_gradients, setup_context=_save_full_kl)
 
 
+@explains_types
 def full_kl(
     logits: Tensor,
     ref_logits: Tensor,

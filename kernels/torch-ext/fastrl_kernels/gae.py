@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ._cpu.scan import Job, Steps, few_rows_at_a_time
+from .argument_types import explains_types
 from .checks import check_float, check_like, check_mask
 from .dispatch import Backend, choose
 from .first_order import first_order
@@ -126,6 +127,7 @@ class _GAE(torch.autograd.Function):
         return *gradients, *(None,) * 7
 
 
+@explains_types
 def gae(
     rewards: Tensor,
     values: Tensor,

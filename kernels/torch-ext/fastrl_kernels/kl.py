@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .argument_types import explains_types
 from .checks import check_choice, check_float, check_like, check_mask
 from .dispatch import Backend, Passes, choose
 from .first_order import first_order
@@ -172,6 +173,7 @@ def _rewards_in_triton() -> Backend:
 _REWARDS = Passes(Backend(_rewards_forward, _rewards_backward), _rewards_in_triton)
 
 
+@explains_types
 def kl_penalty(
     logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -208,6 +210,7 @@ def kl_penalty(
     return applied(_KLPenalty, logprobs, ref_logprobs, mask, kind, passes)
 
 
+@explains_types
 def kl_rewards(
     logprobs: Tensor,
     ref_logprobs: Tensor,

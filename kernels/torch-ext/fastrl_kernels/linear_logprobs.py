@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._cpu.head_pieces import ChunkInPieces, suits
+from .argument_types import explains_types
 from .first_order import first_order
 from .gemm import library_for
 from .lm_head import (
@@ -376,6 +377,7 @@ def _compiled(
     return logprobs, entropies, *(None if x is None else x.detach() for x in others)
 
 
+@explains_types
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -445,6 +447,8 @@ def linear_logprobs(
     Source: chunked heads are due to Hsu et al., 2024 (arXiv:2410.10989) and Wijmans et al., 2024
     (arXiv:2411.09009).
     """
+    if isinstance(extras, str):
+        raise TypeError(f"extras must be a tuple of names, got a string: pass ({extras!r},)")
     unknown = [name for name in extras if name not in Extras._fields]
     if unknown:
         raise ValueError(f"unknown extras {unknown}: choose from {', '.join(Extras._fields)}")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .argument_types import explains_types
 from .checks import check_constant, check_device, check_like
 from .head_pass import HandOut, HeadPass, save_gradients, scaled_gradients, wanted_gradients
 from .lm_head import (
@@ -61,6 +62,7 @@ def _(hidden: Tensor, *others: Any) -> tuple[Tensor, ...]:
 _linear_nll_loss.register_autograd(scaled_gradients, setup_context=save_gradients)
 
 
+@explains_types
 def linear_nll_loss(
     hidden: Tensor,
     weight: Tensor,

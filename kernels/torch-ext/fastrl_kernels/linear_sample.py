@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_per_token, check_positive
+from .argument_types import explains_types
+from .checks import check_count, check_per_token, check_positive
 from .dispatch import choose, device_kind
 from .lm_head import DEFAULT_WORKSPACE_BYTES, WORKSPACE_BYTES, checked_factors, row_chunks
 from .operators import joined, new, operator, split
@@ -34,7 +35,16 @@ def linear_sample_pays(rows: int, hidden: int, vocabulary: int, dtype: torch.dty
         hidden: H.
         vocabulary: V.
         dtype: of the head.
+
+    Raises:
+        TypeError: sizes that are not integers, or a dtype that is none.
+        ValueError: a negative size, V = 0.
     """
+    check_count("rows", rows)
+    check_count("hidden", hidden)
+    check_count("vocabulary", vocabulary, least=1)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
     saves = hidden <= _HIDDEN_PER_ROW * rows + _HIDDEN_OF_LAUNCHES / vocabulary
     half = dtype in (torch.bfloat16, torch.float16)
     return half and 0 < rows <= _MOST_ROWS and saves and part_size(vocabulary) >= LEAST_GROUP
@@ -50,7 +60,7 @@ def _logits(
     return x if transform.outer == 1.0 else x.float().mul_(transform.outer)
 
 
-def _from_logits(
+def _run(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -59,7 +69,14 @@ def _from_logits(
     transform: LogitTransform,
     backend: str,
 ) -> SampledTokens:
-    """``sample_tokens`` of the logits, of as many rows at a time as a workspace holds."""
+    """``linear_sample`` of checked arguments: by its kernels, or ``sample_tokens`` of the logits of
+    as many rows at a time as a workspace holds."""
+    if backend == "triton":
+        from ._triton import linear_sample as triton
+
+        # Tensor cores would round fp32 factors.
+        if weight.dtype != torch.float32 and part_size(len(weight)) >= LEAST_GROUP:
+            return triton.linear_sample(hidden, weight, bias, keys, temperature, transform)
     budget = WORKSPACE_BYTES.get(device_kind(hidden), DEFAULT_WORKSPACE_BYTES)
     chunks = row_chunks(len(hidden), len(weight), hidden.element_size(), budget)
     found = [
@@ -72,25 +89,6 @@ def _from_logits(
         for rows in chunks or [slice(0, 0)]
     ]
     return found[0] if len(found) == 1 else SampledTokens(*map(torch.cat, zip(*found, strict=True)))
-
-
-def _run(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    keys: Tensor,
-    temperature: float | Tensor,
-    transform: LogitTransform,
-    backend: str,
-) -> SampledTokens:
-    """``linear_sample`` of checked arguments."""
-    if backend == "triton":
-        from ._triton import linear_sample as triton
-
-        # Tensor cores would round fp32 factors.
-        if weight.dtype != torch.float32 and part_size(len(weight)) >= LEAST_GROUP:
-            return triton.linear_sample(hidden, weight, bias, keys, temperature, transform)
-    return _from_logits(hidden, weight, bias, keys, temperature, transform, backend)
 
 
 @operator()
@@ -117,6 +115,7 @@ def _(
     return torch.empty_like(keys), *(new(hidden, keys.shape[0]) for _ in range(5))
 
 
+@explains_types
 @torch.no_grad()
 def linear_sample(
     hidden: Tensor,

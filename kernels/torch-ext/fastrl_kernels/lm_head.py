@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ._cpu.row_chunks import FLOOR, blocks, rows_at_a_time
 from .checks import (
+    check_count,
     check_device,
     check_float,
     check_labels_of,
@@ -226,17 +227,6 @@ class PlannedHead(TorchHead):
     @staticmethod
     def chunk_dtype(hidden: Tensor) -> torch.dtype:
         return hidden.dtype
-
-    @staticmethod
-    def fill(
-        x: Tensor,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        transform: LogitTransform,
-        library: type[Library],
-    ) -> None:
-        library.multiply(x, hidden, weight, bias)
 
     @staticmethod
     def statistics(
@@ -596,8 +586,8 @@ def checked_head(
     transform = LogitTransform(softcap, check_positive("logit_scale", logit_scale))
     if workspace_bytes is None:
         workspace_bytes = WORKSPACE_BYTES.get(device_kind(hidden), DEFAULT_WORKSPACE_BYTES)
-    elif workspace_bytes < 1:
-        raise ValueError(f"workspace_bytes must be at least 1, got {workspace_bytes}")
+    else:
+        check_count("workspace_bytes", workspace_bytes, least=1)
     chosen = choose(backend, hidden, weight, labels)
     if check_labels or (chosen == "torch" and kind == "cpu"):
         if not shift:

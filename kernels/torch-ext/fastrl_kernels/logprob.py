@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._cpu.row_chunks import FLOOR, chunks, wide, zero_rows
+from .argument_types import explains_types
 from .checks import (
     check_device,
     check_labels_of,
@@ -221,6 +222,7 @@ def _token_logprobs_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
 _token_logprobs.register_autograd(_token_logprobs_gradients, setup_context=_save_token_logprobs)
 
 
+@explains_types
 def token_logprobs(
     logits: Tensor,
     labels: Tensor,

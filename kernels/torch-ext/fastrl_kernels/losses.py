@@ -8,12 +8,19 @@ given to the call as well, and comes before what the module was made with.
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import preference
+from .argument_types import misfit
+from .checks import check_choice
+from .dispatch import BACKENDS
 from .linear_nll import linear_nll_loss
 from .ppo_loss import linear_ppo_loss, ppo_loss
 
@@ -32,30 +39,83 @@ __all__ = [
 ]
 
 
+def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+def _examples(count: int) -> list[Any]:
+    return [_zeros(1)] * count
+
+
+def _tokens() -> list[Any]:
+    """Old log-probs, advantages and a mask."""
+    return [*[_zeros(*_TOKENS)] * 2, _zeros(*_TOKENS, dtype=torch.bool)]
+
+
+def _scored_tokens() -> list[Any]:
+    """Hidden states, weight and labels."""
+    return [_zeros(*_TOKENS, 1), _zeros(1, 1), _zeros(*_TOKENS, dtype=torch.int64)]
+
+
+_TOKENS = 1, 2
+
+
+def _with_zeros(setting: Any) -> Any:
+    """A term of a loss with zeros in place of its tensors; other settings as they are."""
+    if not hasattr(setting, "_fields"):
+        return setting
+    return type(setting)(*(_zeros(*_TOKENS) if isinstance(x, Tensor) else x for x in setting))
+
+
 class _Loss(nn.Module):
     """An op whose keyword arguments may be given beforehand."""
 
     op: ClassVar[Callable[..., Any]]
+    trial: ClassVar[Callable[[], list[Any]]]  # the smallest arguments that the op takes
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *given: Any, **settings: Any) -> None:
         """
         Args:
             settings: keyword arguments of the op.
 
         Raises:
-            TypeError: one that the op does not have.
+            TypeError: one that the op does not have, or of another type.
+            ValueError: as the op's, but for what depends on its tensors.
         """
         super().__init__()
         op = type(self).op
         known = [
             p.name for p in inspect.signature(op).parameters.values() if p.kind is p.KEYWORD_ONLY
         ]
+        if given:
+            raise TypeError(
+                f"{type(self).__name__} takes settings by their names, such as {known[0]}=…: "
+                "tensors are the call's"
+            )
         if unknown := sorted(settings.keys() - set(known)):
             raise TypeError(
                 f"{type(self).__name__} has no setting {', '.join(unknown)}: {op.__name__} takes "
                 f"{', '.join(known)}"
             )
         self.settings = settings
+        self._judge(settings)
+
+    @classmethod
+    def _judge(cls, settings: dict[str, Any]) -> None:
+        """Refuses settings before training, with the op's own errors: it is called on zeros."""
+        hints = typing.get_type_hints(cls.op)
+        for name, setting in settings.items():
+            if message := misfit(name, setting, hints[name]):
+                raise TypeError(message)
+        check_choice("backend", settings.get("backend", "auto"), BACKENDS)
+        # What depends on devices, processes or the shapes of tensors is judged at the call.
+        left_out = {name for name, setting in settings.items() if isinstance(setting, Tensor)}
+        left_out |= {"backend", "shift", "vocab_parallel"}
+        tried = {name: _with_zeros(settings[name]) for name in settings.keys() - left_out}
+        if "backend" in hints:
+            tried["backend"] = "torch"
+        with torch.no_grad(), unset_fake_temporarily():
+            cls.op(*cls.trial(), **tried)
 
     def forward(self, *tensors: Any, **settings: Any) -> Any:
         """The op's results."""
@@ -70,6 +130,7 @@ class PPOLoss(_Loss):
     its ``LossStats``."""
 
     op = staticmethod(ppo_loss)
+    trial = staticmethod(lambda: [_zeros(*_TOKENS), *_tokens()])
 
 
 class LinearPPOLoss(_Loss):
@@ -77,12 +138,14 @@ class LinearPPOLoss(_Loss):
     mask): the loss and its ``LinearLossStats``."""
 
     op = staticmethod(linear_ppo_loss)
+    trial = staticmethod(lambda: [*_scored_tokens(), *_tokens()])
 
 
 class LinearNLLLoss(_Loss):
     """:func:`~fastrl_kernels.linear_nll_loss` of (hidden, weight, labels)."""
 
     op = staticmethod(linear_nll_loss)
+    trial = staticmethod(_scored_tokens)
 
 
 class DPOLoss(_Loss):
@@ -90,6 +153,7 @@ class DPOLoss(_Loss):
     ref_rejected), per example."""
 
     op = staticmethod(preference.dpo_loss)
+    trial = staticmethod(partial(_examples, 4))
 
 
 class IPOLoss(_Loss):
@@ -97,6 +161,7 @@ class IPOLoss(_Loss):
     ref_rejected), per example."""
 
     op = staticmethod(preference.ipo_loss)
+    trial = staticmethod(partial(_examples, 4))
 
 
 class PairLoss(_Loss):
@@ -104,33 +169,39 @@ class PairLoss(_Loss):
     ref_rejected), per example; ``kind`` names it."""
 
     op = staticmethod(preference.pair_loss)
+    trial = staticmethod(partial(_examples, 4))
 
 
 class SimPOLoss(_Loss):
     """:func:`~fastrl_kernels.simpo_loss` of (mean_chosen, mean_rejected), per example."""
 
     op = staticmethod(preference.simpo_loss)
+    trial = staticmethod(partial(_examples, 2))
 
 
 class ORPOLoss(_Loss):
     """:func:`~fastrl_kernels.orpo_loss` of (mean_chosen, mean_rejected), per example."""
 
     op = staticmethod(preference.orpo_loss)
+    trial = staticmethod(partial(_examples, 2))
 
 
 class SLiCLoss(_Loss):
     """:func:`~fastrl_kernels.slic_loss` of (policy_chosen, policy_rejected), per example."""
 
     op = staticmethod(preference.slic_loss)
+    trial = staticmethod(partial(_examples, 2))
 
 
 class KTOLoss(_Loss):
     """:func:`~fastrl_kernels.kto_loss` of (policy, reference, desirable, kl), per example."""
 
     op = staticmethod(preference.kto_loss)
+    trial = staticmethod(lambda: [*_examples(2), _zeros(1, dtype=torch.bool), 0.0])
 
 
 class RewardLoss(_Loss):
     """:func:`~fastrl_kernels.reward_loss` of (chosen, rejected, margin=None), per example."""
 
     op = staticmethod(preference.reward_loss)
+    trial = staticmethod(partial(_examples, 2))

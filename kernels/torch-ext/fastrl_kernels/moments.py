@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .argument_types import explains_types
 from .checks import check_float, check_mask
 from .dispatch import Backend, Passes, choose
 from .first_order import first_order
@@ -138,6 +139,7 @@ def _measure_on(backend: str, values: Tensor, mask: Tensor) -> Measure:
     return _measure
 
 
+@explains_types
 def masked_mean(values: Tensor, mask: Tensor, *, backend: str = "auto") -> Tensor:
     """Mean over counted elements: Σ_{mask} x / Σ mask; 0 where nothing counts.
 
@@ -156,6 +158,7 @@ def masked_mean(values: Tensor, mask: Tensor, *, backend: str = "auto") -> Tenso
     return _MaskedMean.apply(values, mask, _measure_on(backend, values, mask))
 
 
+@explains_types
 def masked_var(
     values: Tensor, mask: Tensor, unbiased: bool = True, *, backend: str = "auto"
 ) -> Tensor:
@@ -167,6 +170,7 @@ def masked_var(
     return _MaskedVar.apply(values, mask, unbiased, _measure_on(backend, values, mask))
 
 
+@explains_types
 def masked_whiten(
     values: Tensor,
     mask: Tensor,
@@ -202,6 +206,7 @@ def masked_whiten(
     return applied(_MaskedWhiten, values, mask, shift_mean, given, passes)
 
 
+@explains_types
 def masked_moments(values: Tensor, mask: Tensor, *, backend: str = "auto") -> Moments:
     """Count, mean and Σ(x - mean)² over counted elements, each a 0-d fp32 tensor; no gradient.
 
@@ -211,6 +216,7 @@ def masked_moments(values: Tensor, mask: Tensor, *, backend: str = "auto") -> Mo
     return Moments(measured.count, measured.mean + measured.low, measured.m2)
 
 
+@explains_types
 def merge_moments(moments: Moments) -> Moments:
     """Of P disjoint parts: n = Σ n_i, μ = Σ n_i·μ_i / n, M2 = Σ (M2_i + n_i·(μ_i - μ)²).
 

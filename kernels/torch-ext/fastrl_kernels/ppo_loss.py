@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .argument_types import explains_types
 from .checks import (
     FLOAT_DTYPES,
     check_choice,
@@ -285,6 +286,7 @@ class _PPOLoss(torch.autograd.Function):
         return *gradients, None, None, None
 
 
+@explains_types
 def ppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -410,7 +412,8 @@ def _checked(
     for number in (low, high, dual_clip, value_cliprange, value_coef, kl_coef):
         if type(number) is not float and isinstance(number, Tensor):
             raise TypeError(
-                "clip ranges and coefficients must be Python numbers: a tensor would wait"
+                "cliprange, dual_clip, value.cliprange, value.coef and kl.coef must be Python "
+                "numbers: a tensor would wait"
             )
     for name, number in (
         ("cliprange", low),
@@ -682,6 +685,7 @@ def _compiled(
     return loss, numbers.detach(), logprobs.detach(), entropies.detach() if entropy else None
 
 
+@explains_types
 def linear_ppo_loss(
     hidden: Tensor,
     weight: Tensor,

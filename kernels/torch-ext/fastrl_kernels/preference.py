@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .argument_types import explains_types
 from .checks import (
     check_choice,
     check_constant,
@@ -100,6 +101,7 @@ def _sigmoid(x: Tensor) -> Tensor:
     return torch.where(x > 0, 1.0 - torch.sigmoid(-x), torch.sigmoid(x))
 
 
+@explains_types
 def dpo_loss(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -156,6 +158,7 @@ def dpo_loss(
     return (1.0 - label_smoothing) * loss + label_smoothing * flipped
 
 
+@explains_types
 def ipo_loss(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -273,6 +276,7 @@ PAIR_KINDS: dict[str, Callable[[_Ratios, _Settings], Tensor]] = {
 }
 
 
+@explains_types
 def pair_loss(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -349,6 +353,7 @@ def _check_share(label_smoothing: float, kind: str) -> None:
         raise ValueError(f"label_smoothing must be 0 for {kind}, got {label_smoothing}")
 
 
+@explains_types
 def f_divergence_scores(
     log_ratios: Tensor, *, divergence: str = "reverse_kl", alpha: float = 0.5
 ) -> Tensor:
@@ -388,6 +393,7 @@ def f_divergence_scores(
     return x.clone()
 
 
+@explains_types
 def simpo_loss(
     mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float = 10.0, gamma: float = 3.0
 ) -> Tensor:
@@ -415,6 +421,7 @@ def simpo_loss(
     return -F.logsigmoid(beta * (mean_w - mean_l) - gamma)
 
 
+@explains_types
 def orpo_loss(mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float = 0.1) -> Tensor:
     """The odds-ratio term -β·log σ(logit p_w - logit p_l), with logit p = log p - log(1 - p).
 
@@ -442,6 +449,7 @@ def orpo_loss(mean_chosen: Tensor, mean_rejected: Tensor, *, beta: float = 0.1) 
     return -beta * F.logsigmoid(_log_odds(mean_w) - _log_odds(mean_l))
 
 
+@explains_types
 def slic_loss(
     policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float = 1.0, lam: float = 0.1
 ) -> Tensor:
@@ -469,6 +477,7 @@ def slic_loss(
     return torch.relu(beta - (chosen - rejected)) - lam * chosen
 
 
+@explains_types
 def kto_loss(
     policy: Tensor,
     reference: Tensor,
@@ -532,6 +541,7 @@ def _baseline(kl: float | Tensor, policy: Tensor) -> float | Tensor:
     return kl.detach().float().clamp(min=0.0)
 
 
+@explains_types
 def reward_loss(
     chosen: Tensor,
     rejected: Tensor,

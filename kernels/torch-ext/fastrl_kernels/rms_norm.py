@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import check_device, check_float, check_positive, check_same_shape
+from .argument_types import explains_types
+from .checks import check_device, check_float, check_float_dtype, check_positive, check_same_shape
 from .dispatch import choose
 
 
@@ -26,6 +27,7 @@ def torch_rms_norm(
     return (weight * normed.to(total.dtype)).to(dtype), total
 
 
+@explains_types
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -48,7 +50,7 @@ def rms_norm(
         weight: [H] fp32, bf16 or fp16.
         residual: [..., H], to which x is added first.
         eps: ε > 0.
-        dtype: of the result; by default the wider of those of s and w.
+        dtype: of the result, fp32, bf16 or fp16; by default the wider of those of s and w.
         backend: "auto", "triton" or "torch"; see ``explain``.
 
     Returns:
@@ -76,7 +78,9 @@ def rms_norm(
         check_device("residual", residual, "x", x)
         if residual.dtype != wide:
             wide = torch.promote_types(wide, residual.dtype)
-    if dtype is None:
+    if dtype is not None:
+        check_float_dtype("dtype", dtype)
+    else:
         same = unit_offset or weight.dtype == wide
         dtype = wide if same else torch.promote_types(wide, weight.dtype)
     if choose(backend, x) == "triton":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .argument_types import explains_types
 from .operators import joined, operator, split
 
 # The increment and the two multipliers of splitmix64, as signed integers.
@@ -60,6 +61,7 @@ def _(seed: Tensor | None, _: int, ids: Tensor, token_index: Tensor | None, __: 
     return hashed(joined(seed, 0), ids, joined(token_index, 0))
 
 
+@explains_types
 def sample_keys(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tensor) -> Tensor:
     """The key of each draw, a hash of (seed, sample id, token index) and of nothing else:
 
@@ -70,15 +72,17 @@ def sample_keys(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tenso
     key, and for one seed, no two samples share what their keys are made of.
 
     Args:
-        seed: an integer, of which 64 bits count, or an int64 tensor that broadcasts.
+        seed: an integer in [0, 2⁶⁴), or an int64 tensor of its bits that broadcasts.
         sample_ids: [N] integers; whatever tells one sample from the others.
-        token_index: of the token to draw, within its sample: an integer, or integers [N].
+        token_index: of the token to draw, within its sample: an integer in [0, 2⁶⁴), or integers
+            [N].
 
     Returns:
         [N] int64, the bit patterns of unsigned integers; on the device of ``sample_ids``.
 
     Raises:
         TypeError: anything but integers, or sample ids that are no tensor.
+        ValueError: a number out of its range.
 
     Source: Steele, Lea and Flood, 2014, "Fast splittable pseudorandom number generators"; mix is
     variant 13 of Stafford, as in ``java.util.SplittableRandom``.
@@ -89,6 +93,8 @@ def sample_keys(seed: int | Tensor, sample_ids: Tensor, token_index: int | Tenso
         if not (is_integer(x) if isinstance(x, Tensor) else isinstance(x, int)):
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"{name} must be integers, got {got}")
+        if isinstance(x, int) and not 0 <= x < 1 << 64:
+            raise ValueError(f"{name} must be in [0, 2**64), got {x}: others would share its keys")
     if not torch.compiler.is_compiling():
         return hashed(seed, sample_ids, token_index)
     # An operator's integers are signed.

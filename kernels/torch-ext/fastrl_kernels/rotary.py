@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .argument_types import explains_types
 from .checks import Passed, check_device, check_float, check_positive, is_plain, layout
 from .dispatch import choose
 from .rms_norm import torch_rms_norm
@@ -92,6 +93,7 @@ def _check(inputs: RotaryInputs) -> None:
 _passed = Passed()
 
 
+@explains_types
 def rotate_and_store(
     query: Tensor,
     key: Tensor,

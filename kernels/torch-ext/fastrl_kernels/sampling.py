@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._cpu.row_chunks import FLOOR, rows_at_a_time
 from ._cpu.top_p import MANY, last_below, lowest_by_buckets, tempered
+from .argument_types import explains_types
 from .checks import Passed, check_float, check_per_token, is_plain, layout
 from .dispatch import choose
 from .operators import joined, new, operator, split
@@ -255,6 +256,7 @@ _passed = Passed()
 _NUMBERS = set(itertools.product((int, float), (int,), (int, float), (int, float)))
 
 
+@explains_types
 def sample_tokens(
     logits: Tensor,
     keys: Tensor,

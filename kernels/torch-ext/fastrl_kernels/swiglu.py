@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .argument_types import explains_types
 from .checks import check_device, check_float, check_same_shape
 from .dispatch import choose
 
 
+@explains_types
 def swiglu(gate: Tensor, up: Tensor, *, backend: str = "auto") -> Tensor:
     """silu(g) · u, with silu(g) = g·σ(g) in fp32, rounded to its dtype, as the product is.
 

@@ -95,6 +95,9 @@ class VocabParallel:
         ValueError, on all processes: ranges that are empty, overlap, leave out rows, or do not
             begin at 0.
         RuntimeError: no process group has been initialised, or this process is not in the group.
+
+    Once the processes have left their default group (``destroy_process_group``), ops refuse it with
+    a RuntimeError, also where they have joined another: make a new one then.
     """
 
     start: int
@@ -104,6 +107,7 @@ class VocabParallel:
     widest: int = field(init=False, repr=False)
     key: str = field(init=False, repr=False)
     _order: tuple[int, ...] = field(init=False, repr=False)  # processes, by their columns
+    _world: Any = field(init=False, repr=False)  # the default group, which ``group`` is part of
 
     shared: ClassVar[bool] = True
 
@@ -134,6 +138,7 @@ class VocabParallel:
             "widest": max(stop - start for start, stop in ranges),
             "key": f"vocabulary {next(_numbers)}",
             "_order": tuple(order),
+            "_world": dist.group.WORLD,
         }
         for name, value in found_by_all.items():
             object.__setattr__(self, name, value)
@@ -165,6 +170,17 @@ class VocabParallel:
         each = -(-weight.shape[0] // processes)  # as torch.chunk
         start = min(mesh.get_local_rank(cut[0]) * each, weight.shape[0])
         return cls(start, start + rows, mesh.get_group(cut[0]))
+
+    def check_group(self) -> None:
+        """
+        Raises:
+            RuntimeError: the processes have left the group that they agreed on ranges in.
+        """
+        if not dist.is_initialized() or dist.group.WORLD is not self._world:
+            raise RuntimeError(
+                "the process group of vocab_parallel has been destroyed: make a new VocabParallel "
+                "after torch.distributed.init_process_group"
+            )
 
     def _gathered(self, x: Tensor) -> list[Tensor]:
         """x of each process."""
@@ -275,6 +291,7 @@ def checked(given: Any, weight: Tensor) -> Vocabulary:
     Raises:
         TypeError: not a ``VocabParallel``.
         ValueError: a weight that has not the rows [start, stop).
+        RuntimeError: its processes have left their group.
     """
     if given is None:
         return WholeVocabulary(weight.shape[0])
@@ -287,6 +304,7 @@ def checked(given: Any, weight: Tensor) -> Vocabulary:
             f"weight has {weight.shape[0]} rows, vocab_parallel has {given.start} to {given.stop}: "
             "pass this process's rows of the weight"
         )
+    given.check_group()
     return given
 
 
