@@ -288,7 +288,10 @@ class RewardTrainer(SupervisedTrainer):
             return ()
         names = token_columns(dataset)
         sides = (dataset[name] for name in names if "mask" not in name)
-        return (len(chosen) + len(rejected) for chosen, rejected in zip(*sides, strict=True))
+        pairs = zip(*(map(len, side) for side in sides), strict=True)
+        if not self._settings.padding_free:
+            return (2 * max(pair) for pair in pairs)
+        return map(sum, pairs)
 
     def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
         masks = [inputs.get(f"attention_mask_{side}") for side in SIDES]

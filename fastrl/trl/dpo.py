@@ -69,10 +69,13 @@ class DPOTrainer(PreferenceTrainer):
             return ()
         most = self._max_length or 10**9
         columns = (dataset[name] for name in OF_A_PAIR)
-        return (
-            min(len(p) + len(c), most) + min(len(p) + len(r), most)
+        pairs = (
+            (min(len(p) + len(c), most), min(len(p) + len(r), most))
             for p, c, r in zip(*columns, strict=True)
         )
+        if not self._settings.padding_free:
+            return (2 * max(pair) for pair in pairs)
+        return map(sum, pairs)
 
     def micro_batches(self, inputs: Any, most: int) -> list[tuple[Any, float]]:
         mask = inputs["attention_mask"]

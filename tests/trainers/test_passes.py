@@ -137,6 +137,9 @@ def test_a_text_that_no_pass_holds_is_refused_before_training(
         make_sft(data=texts(8), micro_batch_tokens=longest - 1, max_length=longest - 1)
     with pytest.raises(ValueError, match=r"=23, but pair 4 of the training data has 24 tokens"):
         make_reward(data=pairs(8), micro_batch_tokens=23)
+    # Padded, each text of a pair is as wide as the longer one.
+    with pytest.raises(ValueError, match=r"=24, but pair \d of the training data has \d+ tokens"):
+        make_reward(data=pairs(8), micro_batch_tokens=24, padding_free=False)
     with pytest.raises(ValueError, match=r"micro_batch_tokens must be positive or None, got 0"):
         make_sft(micro_batch_tokens=0)
 
