@@ -307,7 +307,7 @@ class PPOConfig:
     policy_loss: str = setting(
         "The policy's objective: clip (PPO's), cispo (the ratio, at most 1 + cliprange_high, as a "
         "constant weight of log π; no lower bound), sapo (a sigmoid of the ratio in place of the "
-        "clip).",
+        "clip), vespo (a smooth weight of log π by the whole response's ratio).",
         "clip",
     )
     ratio_level: str = setting(
@@ -324,6 +324,12 @@ class PPOConfig:
         "With policy_loss sapo: temperature where the advantage is positive.", 1.0
     )
     sapo_temperature_neg: float = setting("With policy_loss sapo: temperature elsewhere.", 1.05)
+    vespo_k_pos: float = setting(
+        "With policy_loss vespo: power k of the ratio where the advantage is 0 or more.", 2.0
+    )
+    vespo_lambda_pos: float = setting("With policy_loss vespo: decay λ there.", 3.0)
+    vespo_k_neg: float = setting("With policy_loss vespo: power k elsewhere.", 3.0)
+    vespo_lambda_neg: float = setting("With policy_loss vespo: decay λ elsewhere.", 2.0)
     entropy_coef: float = setting(
         "Coefficient of an entropy bonus: this times the entropy is taken off each token's loss.",
         0.0,
@@ -454,6 +460,8 @@ class PPOConfig:
             "temperature",
             "sapo_temperature_pos",
             "sapo_temperature_neg",
+            "vespo_lambda_pos",
+            "vespo_lambda_neg",
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -468,6 +476,8 @@ class PPOConfig:
             "sync_ref_every",
             "dynamic_sampling_rounds",
             "overlong_penalty",
+            "vespo_k_pos",
+            "vespo_k_neg",
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more and finite, got {getattr(self, name)}")
@@ -543,6 +553,11 @@ class PPOConfig:
                     f"delta must be above 1 + cliprange_high = {1 + high}, got {self.delta}: the "
                     "usual value is 4"
                 )
+        if self.policy_loss == "vespo" and self.ratio_level != "token":
+            raise ValueError(
+                f"ratio_level={self.ratio_level!r}, but policy_loss='vespo' has a ratio of whole "
+                "responses of its own: leave ratio_level at 'token'"
+            )
         if not math.isfinite(self.entropy_coef):
             raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef}")
         if not 0 < self.top_entropy_quantile <= 1:

@@ -161,6 +161,8 @@ class UpdateLoss:
             config.ratio_level,
             config.delta,
             (config.sapo_temperature_pos, config.sapo_temperature_neg),
+            (config.vespo_k_pos, config.vespo_k_neg),
+            (config.vespo_lambda_pos, config.vespo_lambda_neg),
         )
         self.entropy_terms = (config.entropy_coef, config.top_entropy_quantile)
         self.aggregate = Aggregate(config)
@@ -194,7 +196,7 @@ class UpdateLoss:
 
     def lengths(self, mask: Tensor) -> Tensor | None:
         """The numbers of response tokens, [B], where ratios are those of whole responses."""
-        return None if self.policy_loss.ratio_level == "token" else mask.sum(-1)
+        return mask.sum(-1) if self.policy_loss.reads_sequences else None
 
     def request(
         self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor
