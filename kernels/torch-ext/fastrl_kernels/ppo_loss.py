@@ -637,7 +637,8 @@ def _linear_forward(
     "Tensor? ref_logprobs, Tensor? denominator, Tensor? token_weights, Tensor? lengths, float low, "
     "float high, float? dual_clip, str aggregate, float? denominator_number, float kl_coef, "
     "str kl_kind, str objective, str ratio_level, float? delta, float[] sapo_temperatures, "
-    "float[] vespo_powers, float[] vespo_decays, float entropy_coef, float top_entropy, bool entropy, bool[] wanted) "
+    "float[] vespo_powers, float[] vespo_decays, float entropy_coef, float top_entropy, "
+    "bool entropy, bool[] wanted) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _linear_ppo_loss(*arguments: Any) -> tuple[Tensor, ...]:
