@@ -65,6 +65,7 @@ def test_defaults_are_those_of_trl():
     ours |= {"dynamic_sampling_rounds", "overlong_buffer", "overlong_penalty"}
     ours |= {"mask_truncated_completions"}
     ours |= {"sapo_temperature_pos", "sapo_temperature_neg"}
+    ours |= {"sampler_correction", "sampler_correction_min", "sampler_correction_max"}
     ours |= {"vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"}
     ours |= {"padding_free", "micro_batch_tokens"}
     ours |= {"max_kl", "max_ratio", "optim", "optim_args", "master_weights"}

@@ -356,7 +356,9 @@ def _vespo_weights(
         counts = torch.cat([x.sum().expand(len(x)) for x in parts]).view(mask.shape)
     means = _sequence_means(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), mask, lengths)
     log_w = (means * counts).clamp(math.log(1e-8), LOG_RATIO_LIMIT)
-    k, decay = (torch.where(a >= 0, *pair).to(a.dtype) for pair in (powers, decays))
+    (k_above, k_below), (above, below) = powers, decays
+    k = torch.where(a >= 0, k_above, k_below).to(a.dtype)
+    decay = torch.where(a >= 0, above, below).to(a.dtype)
     return (decay + k * log_w - decay * log_w.exp()).exp()
 
 
