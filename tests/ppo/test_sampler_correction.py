@@ -261,6 +261,7 @@ def test_the_trainers_own_rollouts_have_weights_of_1(given):
     scores = [torch.tensor(float(i)) for i in range(4)]
     result = trainer.step(queries, out.sequences, scores, rollout=out if given else None)
     assert result["sampler/cut_share"] == 0
+    assert result["rollout/reused"] == 0, "the policy's own log-probs are computed"
     # rounding of log-probs of about 5
     assert result["sampler/weight_max"] == pytest.approx(1, abs=1e-5)
     assert result["sampler/weight_min"] == pytest.approx(1, abs=1e-5)
@@ -284,9 +285,12 @@ def test_a_sample_that_is_left_out_has_no_weight():
     rollout, *_ = of_another_engine(exact, queries, responses)
     rollout.logprobs[2] = rollout.logprobs[2] - 15
     scores[2] = torch.tensor(torch.nan)
-    with pytest.warns(UserWarning, match=r"scores\[2\] is nan"):
+    rollout.finish_reasons[1] = "nan"  # at its first token
+    for column in (responses, rollout.sequences, rollout.logprobs):
+        column[1] = column[1][:0]
+    with pytest.warns(UserWarning, match=r"scores\[2\] is nan|NaN logits"):
         result = make_trainer(**settings).step(queries, responses, scores, rollout=rollout)
-    assert result["ppo/nonfinite_samples"] == 1
+    assert (result["ppo/nan_samples"], result["ppo/nonfinite_samples"]) == (1, 1)
     assert result["sampler/difference_max"] < 3
 
 
