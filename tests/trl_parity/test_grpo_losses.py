@@ -268,7 +268,7 @@ def test_what_entropies_decide_is_trls(name: str) -> None:
     compare(make_batch(), *ENTROPIES[name], fused=True)
 
 
-@pytest.mark.parametrize(("name", "kind"), product(CORRECTED, KINDS))
+@pytest.mark.parametrize(("name", "kind"), [*product(CORRECTED, KINDS)])
 def test_a_loss_with_the_samplers_weights_is_trls(name: str, kind: str) -> None:
     compare(make_batch(), *LOSSES[name], kind)
 
