@@ -203,7 +203,6 @@ CORRECTED = (
     "luspo of tokens",
     "cispo",
     "sapo",
-    "vespo",
     "delta",
     "gspo",
 )
