@@ -10,7 +10,9 @@ import torch
 
 from fastrl import PPOConfig, PPOTrainer
 from fastrl.ppo.sampler_correction import sampler_weights
+from fastrl.ppo.step_input import StepInput
 from fastrl.rollout import RolloutOutput
+from fastrl.run.processes import OneProcess
 from tests import tiny_models
 from tests.golden import tiny
 from tests.ppo.test_policy_gradients import by_formula, groups, make_trainer
@@ -308,6 +310,35 @@ def test_tokens_that_do_not_count_are_in_no_weight():
     )
     assert result["sampler/cut_share"] == 0
     assert result["sampler/difference_max"] < 0.1
+
+
+class TwoProcesses(OneProcess):
+    """Of which the other has a given sample."""
+
+    count = 2
+
+    def __init__(self, other):
+        self.other = other
+
+    def objects(self, own):
+        return [own, self.other]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_log_probs_of_all_processes_lie_one_after_the_other(known):
+    def own(token):
+        response = torch.tensor([token, token])
+        sampled = [torch.full((2,), -float(token))] if known or token == 1 else None
+        return StepInput(
+            [response], [response], torch.zeros(1), None, None, None, (), ["eos"], sampled
+        )
+
+    joined = own(1).of_all(TwoProcesses(own(2)))
+    assert [r.tolist() for r in joined.responses] == [[1, 1], [2, 2]]
+    if known:
+        assert [x.tolist() for x in joined.sampled] == [[-1, -1], [-2, -2]]
+    else:
+        assert joined.sampled is None
 
 
 @pytest.mark.parametrize("case", ["none", "no log-probs", "temperature", "length"])
