@@ -21,6 +21,10 @@ REFERENCE_ADAPTERS = ("off", "start", "auto")
 KL_PENALTIES = ("kl", "abs", "mse", "full")
 ROLLOUT_BACKENDS = ("engine", "generate")
 OLD_LOGPROBS = ("auto", "rollout", "recompute")
+SAMPLER_CORRECTIONS = (
+    *("off", "token-truncate", "token-mask"),
+    *("sequence-truncate", "sequence-mask"),
+)
 METHODS = {
     "gae": "PPO",
     "grpo": "GRPO",
@@ -192,6 +196,15 @@ class PPOConfig:
         "scored again agree with it).",
         "auto",
     )
+    sampler_correction: str = setting(
+        "Where another engine samples the responses: importance weights π/π_sampler of the "
+        "policy's loss, from log-probs before the update, which are computed anew. Of tokens or of "
+        "whole responses, held within bounds or set to 0 beyond them: token-truncate, token-mask, "
+        "sequence-truncate, sequence-mask; off: none.",
+        "off",
+    )
+    sampler_correction_max: float | None = setting("Upper bound of these weights.", 3.0)
+    sampler_correction_min: float | None = setting("Lower bound of these weights.", None)
     rollout_slots: int = setting("Samples that the engine generates at a time, at most.", 64)
     rollout_kv_cache_gib: float | None = setting(
         "Memory for the engine's keys and values; fewer samples at a time if they do not fit.",
@@ -307,7 +320,7 @@ class PPOConfig:
     policy_loss: str = setting(
         "The policy's objective: clip (PPO's), cispo (the ratio, at most 1 + cliprange_high, as a "
         "constant weight of log π; no lower bound), sapo (a sigmoid of the ratio in place of the "
-        "clip).",
+        "clip), vespo (a smooth weight of log π by the whole response's ratio).",
         "clip",
     )
     ratio_level: str = setting(
@@ -324,6 +337,12 @@ class PPOConfig:
         "With policy_loss sapo: temperature where the advantage is positive.", 1.0
     )
     sapo_temperature_neg: float = setting("With policy_loss sapo: temperature elsewhere.", 1.05)
+    vespo_k_pos: float = setting(
+        "With policy_loss vespo: power k of the ratio where the advantage is 0 or more.", 2.0
+    )
+    vespo_lambda_pos: float = setting("With policy_loss vespo: decay λ there.", 3.0)
+    vespo_k_neg: float = setting("With policy_loss vespo: power k elsewhere.", 3.0)
+    vespo_lambda_neg: float = setting("With policy_loss vespo: decay λ elsewhere.", 2.0)
     entropy_coef: float = setting(
         "Coefficient of an entropy bonus: this times the entropy is taken off each token's loss.",
         0.0,
@@ -454,6 +473,8 @@ class PPOConfig:
             "temperature",
             "sapo_temperature_pos",
             "sapo_temperature_neg",
+            "vespo_lambda_pos",
+            "vespo_lambda_neg",
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -468,6 +489,8 @@ class PPOConfig:
             "sync_ref_every",
             "dynamic_sampling_rounds",
             "overlong_penalty",
+            "vespo_k_pos",
+            "vespo_k_neg",
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more and finite, got {getattr(self, name)}")
@@ -492,6 +515,7 @@ class PPOConfig:
         for name, choices in (
             ("rollout_backend", ROLLOUT_BACKENDS),
             ("old_logprobs", OLD_LOGPROBS),
+            ("sampler_correction", SAMPLER_CORRECTIONS),
             ("advantage", ADVANTAGES),
             ("kl_penalty", KL_PENALTIES),
             ("kl_in", KL_PLACES),
@@ -524,6 +548,7 @@ class PPOConfig:
         if high is not None and not 0 <= high < math.inf:
             raise ValueError(f"cliprange_high must be 0 or more and finite, or None, got {high}")
         self._check_policy_loss()
+        self._check_sampler_correction()
         if self.kl_in == "loss" and self.kl_penalty == "full":
             raise ValueError(
                 "kl_penalty='full' with kl_in='loss', whose term is estimated from the sampled "
@@ -543,12 +568,49 @@ class PPOConfig:
                     f"delta must be above 1 + cliprange_high = {1 + high}, got {self.delta}: the "
                     "usual value is 4"
                 )
+        if self.policy_loss == "vespo" and self.ratio_level != "token":
+            raise ValueError(
+                f"ratio_level={self.ratio_level!r}, but policy_loss='vespo' has a ratio of whole "
+                "responses of its own: leave ratio_level at 'token'"
+            )
         if not math.isfinite(self.entropy_coef):
             raise ValueError(f"entropy_coef must be finite, got {self.entropy_coef}")
         if not 0 < self.top_entropy_quantile <= 1:
             raise ValueError(
                 f"top_entropy_quantile must lie in (0, 1], got {self.top_entropy_quantile}: 1 is "
                 "all tokens"
+            )
+
+    def _check_sampler_correction(self) -> None:
+        kind = self.sampler_correction
+        if kind == "off":
+            return
+        asked = f"sampler_correction={kind!r}"
+        least, most = self.sampler_correction_min, self.sampler_correction_max
+        for name in ("sampler_correction_min", "sampler_correction_max"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, or None, got {value}")
+        if least is not None and most is not None and not least < most:
+            raise ValueError(
+                f"sampler_correction_min ({least}) must be below sampler_correction_max ({most})"
+            )
+        if least is None and most is None and kind.endswith("truncate"):
+            raise ValueError(f"{asked} without a bound: set sampler_correction_max (3 is usual)")
+        if self.old_logprobs == "rollout":
+            raise ValueError(
+                f"{asked} with old_logprobs='rollout', which takes the sampler's log-probs for the "
+                "policy's own: set old_logprobs to 'auto' or 'recompute'"
+            )
+        if self.rollout_merge_adapter:
+            raise ValueError(
+                f"{asked} computes all log-probs anew, and rollout_merge_adapter compares those of "
+                "the rollout: turn one of them off"
+            )
+        if self.policy_loss == "vespo" and kind.startswith("sequence"):
+            raise ValueError(
+                f"{asked} with policy_loss='vespo', whose ratio of whole responses takes the "
+                "weights of its tokens: choose token-truncate or token-mask"
             )
 
     def _check_groups(self) -> None:

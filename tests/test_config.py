@@ -65,6 +65,8 @@ def test_defaults_are_those_of_trl():
     ours |= {"dynamic_sampling_rounds", "overlong_buffer", "overlong_penalty"}
     ours |= {"mask_truncated_completions"}
     ours |= {"sapo_temperature_pos", "sapo_temperature_neg"}
+    ours |= {"sampler_correction", "sampler_correction_min", "sampler_correction_max"}
+    ours |= {"vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"}
     ours |= {"padding_free", "micro_batch_tokens"}
     ours |= {"max_kl", "max_ratio", "optim", "optim_args", "master_weights"}
     ours |= {"offload_optimizer", "activation_offloading"}
@@ -118,6 +120,12 @@ GRPO = {"advantage": "grpo", "group_size": 4, "batch_size": 8}
         ({"entropy_coef": math.nan}, "entropy_coef must be finite, got nan"),
         ({"top_entropy_quantile": 0.0}, "top_entropy_quantile must lie in"),
         ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg must be positive, got 0.0"),
+        ({"vespo_lambda_pos": 0.0}, "vespo_lambda_pos must be positive, got 0.0"),
+        ({"vespo_k_neg": -1.0}, "vespo_k_neg must be 0 or more"),
+        (
+            {"policy_loss": "vespo", "ratio_level": "sequence"},
+            "ratio_level='sequence', but policy_loss='vespo' has a ratio of whole responses",
+        ),
         ({"kl_in": "score"}, "unknown kl_in 'score': choose one of reward, loss"),
         ({"loss_aggregate": "mean"}, "unknown loss_aggregate 'mean': choose one of token-mean"),
         ({"group_size": 4}, "group_size=4, but advantage='gae' compares no responses"),

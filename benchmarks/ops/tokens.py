@@ -306,6 +306,7 @@ def _compiled_ppo_loss() -> Iterator[Compiled]:
         "delta": partial(call, objective=kernels.PolicyLoss(delta=4.0)),
         "cispo": partial(call, kl="k3", objective=kernels.PolicyLoss("cispo")),
         "sapo": partial(call, kl="k3", objective=kernels.PolicyLoss("sapo")),
+        "vespo": partial(call, kl="k3", objective=kernels.PolicyLoss("vespo")),
     }
     yield from _compiled(
         calls | {f"all, {name}": partial(everything, aggregate=name) for name in aggregates}

@@ -31,6 +31,7 @@ class PolicyObjective(NamedTuple):
     denominator: Tensor | float | None = None  # None: N
     objective: fastrl_kernels.PolicyLoss = PPO_CLIP
     lengths: Tensor | None = None  # [S] of responses, where their ratios are those of sequences
+    weights: Tensor | None = None  # [N], importance weights of the objective alone
     entropy_coef: float = 0.0  # of a bonus, in each token's loss
     top_entropy: float = 1.0  # the share of tokens that learn, those of the highest entropies
 
@@ -113,17 +114,17 @@ def score_logits(logits: Tensor, request: ScoringRequest) -> TokenScores:
 def _policy_loss(
     logprobs: Tensor, entropies: Tensor | None, objective: PolicyObjective
 ) -> tuple[Tensor, fastrl_kernels.LossStats]:
-    every, weights = torch.ones_like(logprobs, dtype=torch.bool), None
+    every, options = torch.ones_like(logprobs, dtype=torch.bool), objective.options
     if objective.top_entropy < 1:
         assert entropies is not None
-        weights = of_top_entropy(entropies.detach(), every, objective.top_entropy).float()
+        top = of_top_entropy(entropies.detach(), every, objective.top_entropy).float()
+        options["weights"] = top if objective.weights is None else top * objective.weights
     loss, stats = fastrl_kernels.ppo_loss(
         logprobs,
         objective.old_logprobs,
         objective.advantages,
         every,
-        weights=weights,
-        **objective.options,
+        **options,
     )
     if objective.entropy_coef:
         assert entropies is not None

@@ -49,6 +49,7 @@ class Experience:
     returns: Tensor
     kl: fastrl_kernels.KLTerm | None = None  # to add to the loss
     weights: Tensor | None = None  # [B], of each sample's tokens; None: 1
+    sampler_weights: Tensor | None = None  # importance weights of the policy's loss; None: 1
 
     def of_tokens(self, samples: Sequence[int], columns: slice, mask: Tensor) -> Experience:
         """Of some samples' response tokens, each [N].
@@ -73,7 +74,7 @@ class Experience:
         return self._of(to_device(torch.as_tensor(list(samples)), device), lambda x: x[where])
 
     def _of(self, samples: Tensor, pick: Callable[[Tensor], Tensor]) -> Experience:
-        kl, weights = self.kl, self.weights
+        kl, weights, of_sampler = self.kl, self.weights, self.sampler_weights
         return Experience(
             pick(self.logprobs),
             pick(self.values),
@@ -81,6 +82,7 @@ class Experience:
             pick(self.returns),
             None if kl is None else kl._replace(ref_logprobs=pick(kl.ref_logprobs)),
             None if weights is None else weights[samples],
+            None if of_sampler is None else pick(of_sampler),
         )
 
 

@@ -142,13 +142,15 @@ class UpdateLoss:
 
     Σ_t w_t·[max(-A·ρ, -A·clip(ρ, 1 - low, 1 + high)) + vf_coef·½·max((v-R)², (clip(v, v_old ±
     c) - R)²) + KL term - entropy_coef·H] / denominator over the response tokens; without a value
-    function the second is absent. Another ``policy_loss`` takes the place of the maximum. The
+    function the second is absent. Another ``policy_loss`` takes the place of the maximum, which
+    importance weights of the sampler multiply; those of "vespo" are factors of its ratio. The
     policy's part, with the KL term and the entropies H, is computed by the LM head's kernel.
 
     Attributes:
         aggregate: gives w and the denominator.
         per_step: whether all mini-batches of an optimizer step have one denominator.
         temperature: T of the policy softmax(logits / T).
+        in_ratio: whether importance weights of the sampler are factors of the objective's ratio.
         names: the classic names of its statistics.
     """
 
@@ -161,7 +163,10 @@ class UpdateLoss:
             config.ratio_level,
             config.delta,
             (config.sapo_temperature_pos, config.sapo_temperature_neg),
+            (config.vespo_k_pos, config.vespo_k_neg),
+            (config.vespo_lambda_pos, config.vespo_lambda_neg),
         )
+        self.in_ratio = config.policy_loss == "vespo"
         self.entropy_terms = (config.entropy_coef, config.top_entropy_quantile)
         self.aggregate = Aggregate(config)
         self.has_values = config.needs_values
@@ -194,7 +199,7 @@ class UpdateLoss:
 
     def lengths(self, mask: Tensor) -> Tensor | None:
         """The numbers of response tokens, [B], where ratios are those of whole responses."""
-        return None if self.policy_loss.ratio_level == "token" else mask.sum(-1)
+        return mask.sum(-1) if self.policy_loss.reads_sequences else None
 
     def request(
         self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor
@@ -205,8 +210,13 @@ class UpdateLoss:
         if weights is not None:  # of tokens; with output_size it does not wait for the device
             lengths = tokens.mask.sum(-1)
             weights = weights.repeat_interleave(lengths, output_size=len(old.logprobs))
+        old_logprobs, of_sampler = old.logprobs, old.sampler_weights
+        if of_sampler is not None and self.in_ratio:
+            # The response's ratio is taken to the sampler: w·Π_t u_t, u at least 1e-8 as in TRL.
+            old_logprobs = old_logprobs - of_sampler.clamp(min=1e-8).log()
+            of_sampler = None
         objective = PolicyObjective(
-            old.logprobs,
+            old_logprobs,
             old.advantages,
             self.cliprange,
             old.kl,
@@ -214,6 +224,7 @@ class UpdateLoss:
             denominator,
             self.policy_loss,
             self.lengths(tokens.mask),
+            of_sampler,
             *self.entropy_terms,
         )
         return scoring_request(

@@ -107,6 +107,15 @@ def zero_left_out(
     ]
 
 
+def without_logprobs(
+    sampled: Sequence[Tensor] | None, responses: Sequence[Tensor], left_out: Sequence[int]
+) -> list[Tensor] | None:
+    """The sampler's log-probs of each response, zeros for samples of which no token counts."""
+    if sampled is None:
+        return None
+    return [torch.zeros(len(responses[i])) if i in left_out else x for i, x in enumerate(sampled)]
+
+
 def _joined(batch: TokenBatch, rollout: Sequence[LogprobsAndValues]) -> LogprobsAndValues:
     """Of all responses, [N], in the order of ``batch.rows()``."""
     mask = batch.mask_of_responses()

@@ -30,6 +30,7 @@ _NOT_REHEARSED: dict[str, Any] = {
     "push_to_hub_if_best_kwargs": {},
     "optimize_device_cache": False,
     "old_logprobs": "recompute",
+    "sampler_correction": "off",
 }
 
 

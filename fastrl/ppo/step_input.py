@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastrl.data.batch import to_host, without_tokens
 from fastrl.ppo.experience import LogprobsAndValues
-from fastrl.ppo.old_logprobs import zero_left_out
+from fastrl.ppo.old_logprobs import without_logprobs, zero_left_out
 from fastrl.run.processes import Processes
 
 
@@ -27,6 +27,7 @@ class StepInput:
     logprobs: Sequence[LogprobsAndValues] | None  # of the rollout; None where they are not known
     nan: Sequence[int] = ()  # samples that ended in NaN logits
     finish_reasons: Sequence[str] | None = None
+    sampled: Sequence[Tensor] | None = None  # the sampler's log-probs, where they are wanted
 
     def of_all(self, processes: Processes) -> StepInput:
         """The samples of all processes, in the processes' order."""
@@ -40,6 +41,7 @@ class StepInput:
             masks=None if self.masks is None else to_host(self.masks),
             weights=None if self.weights is None else self.weights.cpu(),
             logprobs=None if known is None else [_on_host(each) for each in known],
+            sampled=None if self.sampled is None else to_host(self.sampled),
         )
         parts = processes.objects(own)
         first = [sum(len(part.queries) for part in parts[:i]) for i in range(len(parts))]
@@ -52,6 +54,7 @@ class StepInput:
             _all([part.logprobs for part in parts]),
             [first[i] + j for i, part in enumerate(parts) for j in part.nan],
             _all([part.finish_reasons for part in parts]),
+            _all([part.sampled for part in parts]),
         )
 
     def without(self, left_out: Sequence[int]) -> StepInput:
@@ -62,8 +65,14 @@ class StepInput:
         scores = self.scores.clone()
         scores[list(left_out)] = torch.nan
         responses, masks = without_tokens(self.queries, self.responses, self.masks, left_out)
-        logprobs = zero_left_out(self.logprobs, responses, left_out)
-        return replace(self, scores=scores, responses=responses, masks=masks, logprobs=logprobs)
+        return replace(
+            self,
+            scores=scores,
+            responses=responses,
+            masks=masks,
+            logprobs=zero_left_out(self.logprobs, responses, left_out),
+            sampled=without_logprobs(self.sampled, responses, left_out),
+        )
 
     def _masks_if(self, parts: Sequence[StepInput]) -> Sequence[Tensor] | None:
         """All tokens count where another process has masks, and this one none."""

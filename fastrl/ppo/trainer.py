@@ -52,6 +52,7 @@ from fastrl.ppo.nonfinite import (
 from fastrl.ppo.old_logprobs import OldLogprobs
 from fastrl.ppo.planning import plan_ppo
 from fastrl.ppo.rollouts import Rollouts
+from fastrl.ppo.sampler_correction import make_sampler_correction
 from fastrl.ppo.saving import make_saving
 from fastrl.ppo.score_scaling import RunningMoments, ScoreTransform
 from fastrl.ppo.setup import (
@@ -228,8 +229,10 @@ class PPOTrainer(ClassicMethods):
             config.temperature,
             self.processes,
         )
+        self.sampler_correction = make_sampler_correction(config)
         # The KL over the vocabulary needs the policy's logits, and hence its forward.
-        kind = "recompute" if self._kl_penalty.needs_logits else config.old_logprobs
+        recomputes = self._kl_penalty.needs_logits or self.sampler_correction.recomputes
+        kind = "recompute" if recomputes else config.old_logprobs
         self.score_or_reuse = OldLogprobs(kind, self.scorer)
         self.rollouts = Rollouts(
             config,
@@ -284,7 +287,9 @@ class PPOTrainer(ClassicMethods):
                 loss, and are skipped by the advantages.
             rollout: the output that the responses come from; its log-probs and values may serve as
                 the old ones (``PPOConfig.old_logprobs``). Responses that this trainer's own
-                generate() returned with the current weights are recognised without it.
+                generate() returned with the current weights are recognised without it. Of another
+                engine: a :class:`RolloutOutput` with its log-probs, at the policy's temperature,
+                by which ``PPOConfig.sampler_correction`` weights the loss.
             weights: ``batch_size`` numbers of 0 or more that multiply each sample's part of the
                 loss: 2 counts like the sample twice, 0 like none. None: 1.
 
@@ -312,15 +317,17 @@ class PPOTrainer(ClassicMethods):
             size = self.config.batch_size
             data.check_batch_size(queries, responses, size)
             queries, responses, response_masks = data.on_host(queries, responses, response_masks)
+            known = self.rollouts.logprobs(queries, responses, rollout)
             own = StepInput(
                 queries,
                 responses,
                 data.check_scores(scores, size),
                 response_masks,
                 self._weights(data.check_weights(weights, size, self.current_device), rollout),
-                self.rollouts.logprobs(queries, responses, rollout),
+                known,
                 self._nan_samples(queries, rollout),
                 None if rollout is None else rollout.finish_reasons,
+                self.sampler_correction.sampled(rollout, known),
             )
         given = own.of_all(self.processes)
         check_a_sample_is_left(len(given.nan), len(given.queries))
@@ -368,6 +375,7 @@ class PPOTrainer(ClassicMethods):
         check_tokens(most, batch.prompt_lengths, batch.response_lengths)
         self.advantages.check(given.queries)
         self.score_or_reuse.check(given.logprobs)
+        self.sampler_correction.check(given.sampled)
 
         final_scores, moments = self.transform_scores(given.scores)
         self._push_if_best(final_scores)
@@ -378,6 +386,9 @@ class PPOTrainer(ClassicMethods):
             with clock("forward_pass"):
                 scored, reuse_stats = self.score_or_reuse(batch, given.logprobs)
                 self.rollouts.compared(reuse_stats)
+                sampler_weights, sampler_stats = self.sampler_correction(
+                    batch, scored.logprobs, given.sampled
+                )
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
                     final_scores.nan_to_num(), *scored.kl_operands, batch.mask
@@ -394,6 +405,7 @@ class PPOTrainer(ClassicMethods):
                     returns,
                     self.kl_place.term(scored.ref_logprobs, self.kl_ctl.value),
                     self.aggregate.weights(batch.mask, given.weights),
+                    sampler_weights,
                 )
                 try:
                     record = self.update(batch, experience)
@@ -403,6 +415,7 @@ class PPOTrainer(ClassicMethods):
         with clock("calc_stats"):
             result = self.record_step_stats(
                 kl_coef=self.kl_ctl.value,
+                sampler=sampler_stats,
                 batch=batch,
                 scored=scored,
                 scores=final_scores,
@@ -689,11 +702,14 @@ class PPOTrainer(ClassicMethods):
         keep = (*arguments, *_LOOP_COLUMNS) if self.config.remove_unused_columns else None
         return data.make_dataloader(dataset, self.config.prompts_per_step, data_collator, keep)
 
-    def record_step_stats(self, kl_coef: float, **step: Any) -> dict[str, Any]:
-        """Statistics of a step, fetched from the device in one transfer."""
+    def record_step_stats(
+        self, kl_coef: float, sampler: Mapping[str, Tensor] | None = None, **step: Any
+    ) -> dict[str, Any]:
+        """Statistics of a step, those of the ``sampler`` [] among them, fetched from the device in
+        one transfer."""
         batch, record = step["batch"], step["record"]
         of_groups = self.advantages.statistics(step["scores"])
-        on_device = {**stats.device_stats(**step), **of_groups}
+        on_device = {**stats.device_stats(**step), **of_groups, **(sampler or {})}
         result: dict[str, Any] = {
             name: value.item() if value.ndim == 0 else value
             for name, value in stats.fetch(on_device).items()

@@ -260,7 +260,7 @@ class RolloutOutput:
 
     def logprobs_at(self, temperature: float) -> list[Tensor] | None:
         """Log-probs log softmax(z/T) of the tokens; None where none were computed at this T."""
-        if temperature == 1:
+        if temperature == 1 and self.logprobs_t1 is not None:
             return self.logprobs_t1
         return self.logprobs if temperature == self.temperature else None
 

@@ -23,6 +23,7 @@ OBJECTIVES = {
     "sequence-token": (PolicyLoss(ratio_level="sequence-token"), {"cliprange": (0.02, 0.03)}),
     "cispo, sequence": (PolicyLoss("cispo", "sequence"), {"cliprange": (0.02, 0.03)}),
     "sapo, sequence": (PolicyLoss("sapo", "sequence"), {}),
+    "vespo": (PolicyLoss("vespo", vespo_powers=(0.4, 0.2), vespo_decays=(0.03, 0.05)), {}),
 }
 EACH = pytest.mark.parametrize("name", OBJECTIVES)
 
@@ -37,7 +38,7 @@ def test_loss_gradients_and_statistics(backend, device, name, aggregate):
         batch(device=device), backend, terms=terms, aggregate=aggregate, objective=objective,
         **options,
     )  # fmt: skip
-    assert "sapo" in name or 0.01 < stats["clipfrac"] < 0.99
+    assert name[:4] in ("sapo", "vesp") or 0.01 < stats["clipfrac"] < 0.99
 
 
 @EACH
@@ -101,6 +102,10 @@ def formula(name: str, ratio, a, logprobs):
     if name == "sapo":
         tau = torch.where(a > 0, 1.0, 1.05)
         return -(torch.sigmoid(tau * (ratio - 1)) * 4 / tau) * a
+    if name == "vespo":  # its ratio is that of the sequence
+        k, decay = torch.where(a >= 0, 2.0, 3.0), torch.where(a >= 0, 3.0, 2.0)
+        w = ratio.detach()
+        return -(w**k * torch.exp(decay * (1 - w))) * a * logprobs
     return -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
 
 
@@ -112,6 +117,7 @@ def formula(name: str, ratio, a, logprobs):
         ("sapo", PolicyLoss("sapo"), 0.2),
         ("clip", PolicyLoss(), 0.2),
         ("clip", PolicyLoss(ratio_level="sequence"), 0.2),
+        ("vespo", PolicyLoss("vespo"), 0.2),
     ],
 )
 def test_trls_formulas(backend, device, name, objective, cliprange):
@@ -129,6 +135,8 @@ def test_trls_formulas(backend, device, name, objective, cliprange):
     log_ratio = exact - old.double()
     if objective.ratio_level == "sequence":
         log_ratio = ((log_ratio * mask).sum(-1) / mask.sum(-1)).unsqueeze(-1).expand(5, 12)
+    if name == "vespo":
+        log_ratio = (log_ratio * mask).sum(-1, keepdim=True).expand(5, 12)
     per_token = formula(name, log_ratio.exp(), advantages.double(), exact)
     expected = (per_token * mask).sum() / mask.sum()
     loss.backward()
@@ -158,6 +166,21 @@ def test_the_token_form_is_the_sequences_where_a_response_has_one_advantage(back
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)  # a mean of equal numbers
 
 
+def test_weights_of_sequences_far_away_are_zero_or_bounded(backend, device):
+    """VESPO's log w is held in [log 1e-8, 20]: e^20 weighs nothing, and neither bound is NaN."""
+    logprobs = torch.tensor([[-1.0, -2.0], [-30.0, -30.0], [-1.0, -1.0]], device=device)
+    old = torch.tensor([[-40.0, -50.0], [-1.0, -1.0], [-1.0, -1.0]], device=device)
+    leaf = logprobs.clone().requires_grad_()
+    ones = torch.ones_like(old)
+    objective = PolicyLoss("vespo", vespo_powers=(0.5, 0.5))
+    loss, _ = ppo_loss(leaf, old, ones, ones > 0, objective=objective, backend=backend)
+    loss.backward()
+    weights = [0.0, 1e-8**0.5 * math.exp(3 * (1 - 1e-8)), 1.0]
+    for row, weight in zip(leaf.grad.cpu(), weights, strict=True):
+        # log φ of about 10 in fp32
+        torch.testing.assert_close(row, torch.full((2,), -weight / 6), rtol=2e-6, atol=0)
+
+
 def test_a_nan_shows(backend, device):
     for objective, _ in OBJECTIVES.values():
         tensors = batch((2, 5), device=device)
@@ -180,6 +203,26 @@ def test_a_nan_shows(backend, device):
             {"objective": PolicyLoss("sapo", sapo_temperatures=(1.0, 0.0))},
             ValueError,
             "sapo_temperatures must be positive",
+        ),
+        (
+            {"objective": PolicyLoss("sapo", sapo_temperatures=(1.0, math.nan))},
+            ValueError,
+            "sapo_temperatures must be positive",
+        ),
+        (
+            {"objective": PolicyLoss("vespo", vespo_powers=(1.0, -1.0))},
+            ValueError,
+            "vespo_powers must be 0 or more",
+        ),
+        (
+            {"objective": PolicyLoss("vespo", vespo_decays=(1.0, 0.0))},
+            ValueError,
+            "vespo_decays must be positive",
+        ),
+        (
+            {"objective": PolicyLoss("vespo", "sequence")},
+            ValueError,
+            "ratio_level='sequence', but the policy loss 'vespo'",
         ),
         ({"objective": PolicyLoss(delta=torch.tensor(2.0))}, TypeError, "delta must be a number"),
         ({"lengths": torch.tensor([3, 8])}, ValueError, "lengths add up to 11, but logprobs has"),

@@ -255,10 +255,13 @@ def _model():
     return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
 
 
-def test_a_trainer_plans_itself_and_stays_as_it_is():
+@pytest.mark.parametrize("settings", [{}, {"sampler_correction": "token-mask"}], ids=str)
+def test_a_trainer_plans_itself_and_stays_as_it_is(settings):
     torch.manual_seed(0)
     policy = AutoModelForCausalLMWithValueHead.from_pretrained(_model())
-    config = PPOConfig(batch_size=4, mini_batch_size=2, accelerator_kwargs={"cpu": True})
+    config = PPOConfig(
+        batch_size=4, mini_batch_size=2, accelerator_kwargs={"cpu": True}, **settings
+    )
     trainer = PPOTrainer(config, policy, tokenizer=blank_tokenizer())
     weights = {name: p.clone() for name, p in policy.named_parameters()}
     state, draws = trainer.accelerator.state, torch.get_rng_state()

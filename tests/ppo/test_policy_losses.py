@@ -14,6 +14,7 @@ from tests.ppo.test_policy_gradients import by_formula, groups, make_trainer
 CASES = {
     "cispo": {"policy_loss": "cispo", "cliprange_high": 0.005},
     "sapo": {"policy_loss": "sapo", "sapo_temperature_neg": 1.7},
+    "vespo": {"policy_loss": "vespo"},
     "delta": {"cliprange": 0.003, "delta": 1.006},
     "gspo": {
         "ratio_level": "sequence", "cliprange": 3e-4, "cliprange_high": 4e-4,
@@ -50,6 +51,9 @@ def objective(settings, ratio, a, logprobs):
     if kind == "sapo":
         soft = 1.0 if a > 0 else settings["sapo_temperature_neg"]
         return -a * torch.sigmoid(soft * (ratio - 1)) * 4 / soft
+    if kind == "vespo":
+        w, (k, decay) = ratio.detach().prod(), (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+        return -(w**k) * torch.exp(decay * (1 - w)) * a * logprobs
     plain = ratio.clamp(max=settings["delta"]) if "delta" in settings else ratio
     return torch.maximum(-a * plain, -a * ratio.clamp(1 - low, 1 + high))
 
@@ -91,7 +95,7 @@ def test_a_step_follows_the_formulas_gradient(case, fused, monkeypatch):
             model, None, optimizer, ppo_epochs=2, init_kl_coef=0.0, group_size=4, **settings
         )
     result = trainer.step(*batch)
-    if case not in ("sapo", *(name for name in CASES if "entropy" in name)):
+    if case not in ("sapo", "vespo", *(name for name in CASES if "entropy" in name)):
         assert 0 < result["ppo/policy/clipfrac"] < 0.9, "both branches count"
 
     exact = tiny_models.language_model("gpt2").double()
@@ -111,7 +115,9 @@ def test_a_step_follows_the_formulas_gradient(case, fused, monkeypatch):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=3e-5, msg=name)
 
 
-@pytest.mark.parametrize("settings", [{}, {"policy_loss": "sapo"}, {"ratio_level": "sequence"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"policy_loss": "sapo"}, {"policy_loss": "vespo"}, {"ratio_level": "sequence"}]
+)
 def test_a_responses_ratio_is_the_same_in_mini_batches_of_any_parts(settings):
     """Forwards of a sample each give the gradient of one of all."""
     moved = []

@@ -97,11 +97,12 @@ def check(output, make, steps=range(1, STEPS + 1), begun_at=lambda step: (step -
         ({**PPO, "schedule": True}, (1, 2, 3, 4, 5)),
         (GRPO, (1, 2, 3, 4, 5)),
         ({"old_logprobs": "recompute", "rollout_sleep": True}, (4,)),
+        ({"sampler_correction": "sequence-truncate"}, (4,)),
         ({"policy": with_adapter}, (4,)),
         ({"rollout_backend": "generate"}, (4,)),
         ({"policy": lambda: seq2seq_models.policy("bart")}, (4,)),
     ],
-    ids=["ppo", "grpo", "recomputed", "adapter", "generate", "encoder-decoder"],
+    ids=["ppo", "grpo", "recomputed", "sampler", "adapter", "generate", "encoder-decoder"],
 )
 def test_all_samples_of_a_run_are_drawn_again(tmp_path, settings, steps):
     """From its checkpoints, and from its beginning."""

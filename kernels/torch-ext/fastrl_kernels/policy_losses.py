@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,12 @@ POLICY_LOSSES = {
         "Gao et al., 2025 (SAPO)",
         ("sapo_temperatures",),
     ),
+    "vespo": LossRow(
+        "-sg[φ(w)]·A·log π, φ(w) = w^k·exp(λ·(1 - w)), w = Π_t ρ_t of the response, k and λ by A's "
+        "sign",
+        "Shen et al., 2026 (VESPO)",
+        ("vespo_powers", "vespo_decays", "lengths"),
+    ),
 }
 RATIO_LEVELS = {
     "token": LossRow("ρ_t = π(y_t)/π_old(y_t)", "Schulman et al., 2017 (PPO)", ()),
@@ -58,6 +65,13 @@ class PolicyLoss(NamedTuple):
     ratio_level: str = "token"
     delta: float | None = None  # δ, above which a ratio is cut before it is multiplied with A
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)  # τ where A > 0, and elsewhere
+    vespo_powers: tuple[float, float] = (2.0, 3.0)  # k where A ≥ 0, and elsewhere
+    vespo_decays: tuple[float, float] = (3.0, 2.0)  # λ likewise
+
+    @property
+    def reads_sequences(self) -> bool:
+        """Whether a token's objective depends on the log-probs of all tokens of its sequence."""
+        return self.ratio_level != "token" or self.kind == "vespo"
 
     @property
     def joins_slopes(self) -> bool:
@@ -68,8 +82,8 @@ class PolicyLoss(NamedTuple):
         """
         Raises:
             TypeError: a tensor in place of a number.
-            ValueError: an unknown kind or level; δ ≤ 1 or temperatures that are not positive; an
-                argument that the kind does not have.
+            ValueError: an unknown kind or level; δ ≤ 1, temperatures or decays that are not
+                positive, negative powers; an argument or a level that the kind does not have.
         """
         for name, value, choices in (
             ("policy loss", self.kind, POLICY_LOSSES),
@@ -77,15 +91,26 @@ class PolicyLoss(NamedTuple):
         ):
             if value not in choices:
                 raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
-        for number in (self.delta, *self.sapo_temperatures):
+        shapes = (*self.sapo_temperatures, *self.vespo_powers, *self.vespo_decays)
+        for number in (self.delta, *shapes):
             if isinstance(number, Tensor):
                 raise TypeError(
-                    "delta and temperatures must be Python numbers: a tensor would wait"
+                    "delta, temperatures, powers and decays must be Python numbers: a tensor would "
+                    "wait"
                 )
         if self.delta is not None and not self.delta > 1:
             raise ValueError(f"delta must be above 1, got {self.delta}: the usual value is 4")
-        if not min(self.sapo_temperatures) > 0:
+        if not all(x > 0 for x in self.sapo_temperatures):
             raise ValueError(f"sapo_temperatures must be positive, got {self.sapo_temperatures}")
+        if not all(0 <= x < math.inf for x in self.vespo_powers):
+            raise ValueError(f"vespo_powers must be 0 or more, got {self.vespo_powers}")
+        if not all(0 < x < math.inf for x in self.vespo_decays):
+            raise ValueError(f"vespo_decays must be positive, got {self.vespo_decays}")
+        if self.kind == "vespo" and self.ratio_level != "token":
+            raise ValueError(
+                f"ratio_level={self.ratio_level!r}, but the policy loss 'vespo' has a ratio of "
+                "whole sequences of its own: leave the level at 'token'"
+            )
         known = POLICY_LOSSES[self.kind].arguments
         for name, given in (("delta", self.delta), ("dual_clip", dual_clip)):
             if given is not None and name not in known:
@@ -107,18 +132,32 @@ def sequence_means(x: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
     Returns:
         [..., T]; 0 where no token of the sequence counts.
     """
+    counts = sequence_sums(torch.ones_like(x), mask, lengths)
+    means = sequence_sums(x, mask, lengths) / counts.clamp(min=1)
+    return at_tokens(means, x, lengths)
+
+
+def sequence_sums(x: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
+    """The sum of x over the counted tokens of each sequence, always in the same order.
+
+    Args:
+        x, mask, lengths: as for :func:`sequence_means`.
+
+    Returns:
+        [..., 1] of rows, [S] with ``lengths``.
+    """
     x = torch.where(mask, x, 0.0)
     if lengths is None:
-        means = x.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-        return means.expand(x.shape)
-    counts = _segment_sums(mask.flatten().to(x.dtype), lengths)
-    means = _segment_sums(x.flatten(), lengths) / counts.clamp(min=1)
-    return means.repeat_interleave(lengths, output_size=x.numel()).view(x.shape)
+        return x.sum(-1, keepdim=True)
+    return torch.segment_reduce(x.flatten(), "sum", lengths=lengths, unsafe=True, initial=0)
 
 
-def _segment_sums(x: Tensor, lengths: Tensor) -> Tensor:
-    """[S], always in the same order."""
-    return torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True, initial=0)
+def at_tokens(of_sequences: Tensor, like: Tensor, lengths: Tensor | None) -> Tensor:
+    """Numbers of sequences, as :func:`sequence_sums` returns them, at each of their tokens:
+    [..., T] as ``like`` is."""
+    if lengths is None:
+        return of_sequences.expand(like.shape)
+    return of_sequences.repeat_interleave(lengths, output_size=like.numel()).view(like.shape)
 
 
 def of_top_entropy(entropies: Tensor, mask: Tensor, share: float) -> Tensor:

@@ -76,7 +76,7 @@ class _PolicyTerms(NamedTuple):
     kl: Tensor | None  # the KL term without its coefficient
     slope: Tensor  # d/d log ρ of the objective, not masked
     log_ratio: Tensor  # the tokens' own
-    level: Tensor  # the log-ratio that the objective reads
+    level: Tensor  # the log-ratio of the objective's ratio
     ratio: Tensor
     is_clipped: Tensor  # bool
 
@@ -89,14 +89,17 @@ def _policy_terms(logprobs: Tensor, constants: PPOConstants, settings: PPOSettin
     """
     mask = constants.mask
     log_ratio = level = masked_difference(logprobs, constants.old_logprobs, mask)
-    if constants.sequence_log_ratios is not None:
-        level = torch.where(mask, constants.sequence_log_ratios, 0.0)
-    ratio = level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    kind, of_sequences = settings.objective.kind, constants.of_sequences
+    if of_sequences is not None:
+        of_sequences = torch.where(mask, of_sequences, 0.0)
+        level = log_ratio if kind == "vespo" else of_sequences
+    ratio = read = level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if kind == "vespo":
+        assert of_sequences is not None
+        read = of_sequences.exp()
     advantages = torch.where(mask, constants.advantages.float(), 0.0)
     given = torch.where(mask, logprobs.float(), 0.0)
-    loss, slope, is_clipped = _OBJECTIVES[settings.objective.kind](
-        ratio, advantages, given, settings
-    )
+    loss, slope, is_clipped = _OBJECTIVES[kind](read, advantages, given, settings)
     if constants.weights is not None:
         weights = torch.where(mask, constants.weights.float(), 0.0)
         loss, slope = loss * weights, slope * weights
@@ -144,8 +147,16 @@ def _sapo(
     return loss, slope, torch.zeros_like(ratio, dtype=torch.bool)
 
 
-# Each gives the loss, its derivative by log ρ (of "cispo" by log π), and where it is clipped.
-_OBJECTIVES = {"clip": _clip, "cispo": _cispo, "sapo": _sapo}
+def _vespo(
+    weights: Tensor, advantages: Tensor, logprobs: Tensor, settings: PPOSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    slope = -advantages * weights
+    return slope * logprobs, slope, torch.zeros_like(slope, dtype=torch.bool)
+
+
+# Each gives the loss, its derivative by log ρ (where ρ is a constant weight by log π), and where it
+# is clipped, from ρ, or from φ(w).
+_OBJECTIVES = {"clip": _clip, "cispo": _cispo, "sapo": _sapo, "vespo": _vespo}
 
 
 def _slopes(
@@ -586,7 +597,7 @@ def _linear_forward(
     weights = inverse if by_tokens is None else inverse * by_tokens
     weights = weights.expand(constants.mask.shape).reshape(-1)
     flat = [x if x is None or x.dim() == 0 else x.reshape(-1) for x in constants]
-    of_others = settings.objective.ratio_level != "token" or terms.top_share < 1
+    of_others = settings.objective.reads_sequences or terms.top_share < 1
     of_entropies = None
     if terms.coef:
         of_entropies = torch.where(inputs.counted, -terms.coef * weights, 0.0)
@@ -629,7 +640,8 @@ def _linear_forward(
     "Tensor? ref_logprobs, Tensor? denominator, Tensor? token_weights, Tensor? lengths, float low, "
     "float high, float? dual_clip, str aggregate, float? denominator_number, float kl_coef, "
     "str kl_kind, str objective, str ratio_level, float? delta, float[] sapo_temperatures, "
-    "float entropy_coef, float top_entropy, bool entropy, bool[] wanted) "
+    "float[] vespo_powers, float[] vespo_decays, float entropy_coef, float top_entropy, "
+    "bool entropy, bool[] wanted) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _linear_ppo_loss(*arguments: Any) -> tuple[Tensor, ...]:
@@ -637,11 +649,11 @@ def _linear_ppo_loss(*arguments: Any) -> tuple[Tensor, ...]:
     inputs, others = split_head(arguments)
     old_logprobs, advantages, mask, weights, *tensors = others[:8]
     low, high, dual_clip, aggregate, number, kl_coef, kl_kind, *others = others[8:]
-    kind, level, delta, soft, coef, top, entropy, wanted = others
+    kind, level, delta, soft, powers, decays, coef, top, entropy, wanted = others
     constants = PPOConstants(old_logprobs, advantages, mask, weights, None, None, *tensors)
     settings = PPOSettings(
         low, high, dual_clip, aggregate, number, 0.0, 0.0, kl_coef, kl_kind,
-        PolicyLoss(kind, level, delta, (soft[0], soft[1])),
+        PolicyLoss(kind, level, delta, tuple(soft), tuple(powers), tuple(decays)),
     )  # fmt: skip
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         *results, entropies, gradients = _linear_forward(
@@ -680,7 +692,7 @@ def _compiled(
     loss, numbers, logprobs, entropies, *_ = _linear_ppo_loss(
         *flat_head(inputs), c.old_logprobs, c.advantages, c.mask, c.weights, c.ref_logprobs,
         c.denominator, c.token_weights, c.lengths, low, high, dual_clip, aggregate, number, kl_coef,
-        kl_kind, *objective[:3], list(objective.sapo_temperatures), *terms, entropy, wanted,
+        kl_kind, *objective[:3], *map(list, objective[3:]), *terms, entropy, wanted,
     )  # fmt: skip
     return loss, numbers.detach(), logprobs.detach(), entropies.detach() if entropy else None
 

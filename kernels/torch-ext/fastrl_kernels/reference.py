@@ -346,6 +346,22 @@ def _sequence_means(x: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
     return torch.where(mask, mean, 0.0)
 
 
+def _vespo_weights(
+    log_ratio: Tensor, a: Tensor, mask: Tensor, lengths: Tensor | None, powers: tuple, decays: tuple
+) -> Tensor:
+    """φ(w) = w^k·e^(λ(1 - w)), w = Π_t ρ_t of the sequence, clamped as in TRL 1.16."""
+    counts = mask.sum(-1, keepdim=True).expand(mask.shape)
+    if lengths is not None:
+        parts = mask.flatten().split(lengths.tolist())
+        counts = torch.cat([x.sum().expand(len(x)) for x in parts]).view(mask.shape)
+    means = _sequence_means(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), mask, lengths)
+    log_w = (means * counts).clamp(math.log(1e-8), LOG_RATIO_LIMIT)
+    (k_above, k_below), (above, below) = powers, decays
+    k = torch.where(a >= 0, k_above, k_below).to(a.dtype)
+    decay = torch.where(a >= 0, above, below).to(a.dtype)
+    return (decay + k * log_w - decay * log_w.exp()).exp()
+
+
 def ppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -360,7 +376,7 @@ def ppo_loss(
     token_weights: Tensor | None = None,
     aggregate: str = "token-mean",
     denominator: float | Tensor | None = None,
-    objective: tuple = ("clip", "token", None, (1.0, 1.05)),
+    objective: tuple = ("clip", "token", None, (1.0, 1.05), (2.0, 3.0), (3.0, 2.0)),
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped surrogate (Schulman et al., 2017), clipped value loss, KL term; and statistics."""
@@ -370,7 +386,7 @@ def ppo_loss(
     if token_weights is not None:
         w = w * torch.where(mask, token_weights, zero)
     log_ratio = torch.where(mask, logprobs - old_logprobs, zero)
-    kind, ratio_level, delta, (above, below) = objective
+    kind, ratio_level, delta, (above, below), powers, decays = objective
     level = log_ratio
     if ratio_level != "token":
         mean = _sequence_means(log_ratio, mask, lengths)
@@ -389,6 +405,9 @@ def ppo_loss(
     elif kind == "sapo":  # Gao et al., 2025
         soft = torch.where(a > 0, above, below).to(a.dtype)
         surrogate = -a * torch.sigmoid(soft * (ratio - 1)) * 4 / soft
+    elif kind == "vespo":  # 2026
+        weight = _vespo_weights(log_ratio.detach(), a, mask, lengths, powers, decays)
+        surrogate = -weight * a * torch.where(mask, logprobs, zero)
     else:
         bounded = ratio if delta is None else ratio.clamp(max=delta)
         unclipped, clipped = -a * bounded, -a * ratio.clamp(1 - low, 1 + high)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from .kl import kl_slope, masked_difference
-from .policy_losses import sequence_means
-from .types import PPOConstants, PPOSettings
+from .policy_losses import PolicyLoss, at_tokens, sequence_means, sequence_sums
+from .types import LOG_RATIO_LIMIT, PPOConstants, PPOSettings
+
+_LEAST_LOG_WEIGHT = math.log(1e-8)
 
 
 def token_weights(constants: PPOConstants, settings: PPOSettings) -> Tensor | None:
@@ -23,13 +27,41 @@ def token_weights(constants: PPOConstants, settings: PPOSettings) -> Tensor | No
 def with_sequences(
     logprobs: Tensor, constants: PPOConstants, settings: PPOSettings
 ) -> PPOConstants:
-    """The constants with the log-ratios of sequences, where the objective reads them."""
-    if settings.objective.ratio_level == "token":
+    """The constants with what the objective reads of whole sequences."""
+    objective = settings.objective
+    if not objective.reads_sequences:
         return constants
+    mask, lengths = constants.mask, constants.lengths
     with torch.no_grad():
-        own = masked_difference(logprobs, constants.old_logprobs, constants.mask)
-        means = sequence_means(own, constants.mask, constants.lengths)
-    return constants._replace(sequence_log_ratios=means)
+        own = masked_difference(logprobs, constants.old_logprobs, mask)
+        if objective.kind == "vespo":
+            found = log_gamma_weights(own, constants.advantages, mask, lengths, objective)
+        else:
+            found = sequence_means(own, mask, lengths)
+    return constants._replace(of_sequences=found)
+
+
+def log_gamma_weights(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, lengths: Tensor | None, loss: PolicyLoss
+) -> Tensor:
+    """log φ(w) = λ + k·log w - λ·w of each token's sequence, log w = Σ_t log ρ_t.
+
+    A token's log ρ is clamped to ±20, log w to [log 1e-8, 20], as in TRL 1.16.
+
+    Args:
+        log_ratio: [..., T] fp32, log ρ of the tokens.
+        advantages: [..., T], whose sign chooses k and λ.
+        mask, lengths: as for :func:`fastrl_kernels.policy_losses.sequence_means`.
+
+    Returns:
+        [..., T].
+    """
+    near = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_w = sequence_sums(near, mask, lengths).clamp(_LEAST_LOG_WEIGHT, LOG_RATIO_LIMIT)
+    (k_above, k_below), (above, below) = loss.vespo_powers, loss.vespo_decays
+    good = at_tokens(above + k_above * log_w - above * log_w.exp(), log_ratio, lengths)
+    bad = at_tokens(below + k_below * log_w - below * log_w.exp(), log_ratio, lengths)
+    return torch.where(advantages >= 0, good, bad)
 
 
 def kl_slopes(logprobs: Tensor, constants: PPOConstants, settings: PPOSettings) -> Tensor | None:

@@ -137,7 +137,9 @@ class PPOConstants(NamedTuple):
     denominator: Tensor | None
     token_weights: Tensor | None = None
     lengths: Tensor | None = None  # [S], of sequences, where they are not rows
-    sequence_log_ratios: Tensor | None = None  # in place of the tokens' own, known before a pass
+    # Of each token's sequence, known before a pass: the log-ratio in place of the token's own; of
+    # the policy loss "vespo" log φ.
+    of_sequences: Tensor | None = None
 
 
 class PPOSettings(NamedTuple):

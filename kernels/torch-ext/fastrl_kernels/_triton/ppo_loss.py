@@ -130,7 +130,7 @@ def _ppo_loss_fwd_kernel(
     returns_ptr,
     ref_logprobs_ptr,  # or None
     token_weights_ptr,  # or None
-    sequence_log_ratios_ptr,  # or None: log-ratios of the tokens' sequences, in place of their own
+    of_sequences_ptr,  # or None: log-ratios of sequences, in place of the tokens'; "vespo": log φ
     out_ptr,  # fp32, see _gradients: sums of programs, and the gradient of the sum of all
     arrived_ptr,  # [1] int32: programs that have written theirs; 0 before and after
     denominator_ptr,  # see _store_loss, as to the next two
@@ -190,8 +190,8 @@ def _ppo_loss_fwd_kernel(
         log_ratio = logprobs - load_counted(old_logprobs_ptr, at, counted, inside)
         advantages = load_counted(advantages_ptr, at, counted, inside)
         level = log_ratio
-        if sequence_log_ratios_ptr is not None:
-            level = load_counted(sequence_log_ratios_ptr, at, counted, inside)
+        if of_sequences_ptr is not None and POLICY_LOSS != "vespo":
+            level = load_counted(of_sequences_ptr, at, counted, inside)
         # A log-prob of NaN is to show: a plain minimum or maximum would pick the other number.
         ratio = exact_exp(tl.clamp(level, -_LIMIT, _LIMIT, tl.PropagateNan.ALL))
         if POLICY_LOSS == "cispo":
@@ -207,6 +207,10 @@ def _ppo_loss_fwd_kernel(
             loss = -advantages * tl.div_rn(4.0 * share, soft)
             bell = tl.div_rn(4.0 * far, (1.0 + far) * (1.0 + far))
             slope = -advantages * bell * ratio
+            is_clipped = ratio != ratio
+        elif POLICY_LOSS == "vespo":
+            slope = -advantages * exact_exp(load_counted(of_sequences_ptr, at, counted, inside))
+            loss = slope * logprobs
             is_clipped = ratio != ratio
         else:
             unclipped = -advantages * ratio
@@ -308,12 +312,12 @@ def _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, want
     """``outputs`` are the kernel's tensors from ``out_ptr`` to ``stats_ptr``, but for the
     denominator."""
     old_logprobs, advantages, mask, weights, old_values, returns, *others = constants
-    ref_logprobs, denominator, token_weights, _, sequence_log_ratios = others
+    ref_logprobs, denominator, token_weights, _, of_sequences = others
     low, high, dual_clip, aggregate, number, value_cliprange, value_coef, *others = settings
     kl_coef, kl_kind, objective = others
     policy_loss, delta, below, kl_apart = _AS_PPO
     if objective is not PPO_CLIP:
-        policy_loss, _, delta, soft = objective
+        policy_loss, _, delta, soft, *_ = objective
         if policy_loss == "sapo":
             delta, below = soft[0], float(soft[1])
         kl_apart = objective.joins_slopes
@@ -322,7 +326,7 @@ def _launch(logprobs, values, constants, settings, by_rows, tiles, outputs, want
     # Constants as numbers: a whole one would be compiled for by itself.
     _launch_fwd(
         programs, logprobs, old_logprobs, advantages, mask, weights, values, old_values, returns,
-        ref_logprobs, token_weights, sequence_log_ratios, out, arrived, denominator, loss, stats,
+        ref_logprobs, token_weights, of_sequences, out, arrived, denominator, loss, stats,
         *shape, float(low), float(high), dual_clip and float(dual_clip), delta and float(delta),
         below, float(value_cliprange), float(value_coef), float(kl_coef), number and float(number),
         *wanted, kl_kind, policy_loss, kl_apart, by_rows, aggregate == _ROW_MEANS, *tile,

@@ -1,0 +1,221 @@
+"""Importance weights of responses that another engine sampled than the one that learns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fastrl.config import PPOConfig
+from fastrl.data.token_batch import TokenBatch
+from fastrl.models.host_memory import to_device
+from fastrl.ppo.experience import LogprobsAndValues
+from fastrl.rollout import RolloutOutput
+from fastrl_kernels.policy_losses import at_tokens, sequence_sums
+from fastrl_kernels.types import LOG_RATIO_LIMIT
+
+
+class SamplerStats(NamedTuple):
+    """What :func:`sampler_weights` found, [] fp32 each; NaN where no token counts."""
+
+    weight_mean: Tensor  # of the weights as they are used, over tokens, or over sequences
+    weight_min: Tensor
+    weight_max: Tensor
+    cut_share: Tensor  # of weights that a bound has changed
+    difference_mean: Tensor  # |log π_old - log π_sampler| of tokens, nats
+    difference_max: Tensor
+    unknown_share: Tensor  # of tokens without a log-prob of the sampler
+
+
+@torch.no_grad()
+def sampler_weights(
+    logprobs: Tensor,
+    sampled: Tensor,
+    mask: Tensor,
+    kind: str,
+    least: float | None = None,
+    most: float | None = 3.0,
+    lengths: Tensor | None = None,
+) -> tuple[Tensor, SamplerStats]:
+    """w = π_old/π_sampler of each token, or its product over each sequence, kept within bounds.
+
+    "token-truncate": w_t = clip(π_old(y_t)/π_sampler(y_t), least, most). "token-mask": the same
+    ratio, and 0 outside of [least, most]. "sequence-truncate" and "sequence-mask": likewise of
+    Π_t π_old(y_t)/π_sampler(y_t) over the sequence's counted tokens, at each of its tokens.
+
+    Log-ratios are held within ±20 before they are exponentiated. A log-prob of NaN is one that the
+    sampler did not give: such a token has the ratio 1.
+
+    Args:
+        logprobs: [..., T] fp32, of the policy before its update, as the trainer computes them.
+        sampled: [..., T] fp32, of the engine that sampled the tokens, at the same temperature.
+        mask: [..., T] bool, True = counts.
+        kind: one of ``SAMPLER_CORRECTIONS`` but "off".
+        least, most: the bounds; None: there is none.
+        lengths: [S] int64, of sequences that lie one after the other; None: they are the rows.
+
+    Returns:
+        the weights [..., T], without a gradient, and their statistics.
+
+    Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
+    2025 (truncated); TRL 1.16's GRPOTrainer (the four kinds).
+    """
+    level, limit = kind.split("-")
+    unknown = mask & sampled.isnan()
+    difference = torch.where(mask & ~unknown, logprobs.float() - sampled.float(), 0.0)
+    if level == "sequence":
+        ones = torch.ones_like(difference)
+        counted = sequence_sums(ones, mask, lengths) > 0
+        log_ratio = sequence_sums(difference, mask, lengths)
+    else:
+        counted, log_ratio = mask, difference
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    low = torch.zeros_like(counted) if least is None else ratio < least
+    high = torch.zeros_like(counted) if most is None else ratio > most
+    if limit == "truncate":
+        weights = ratio.clamp(least, most) if (least, most) != (None, None) else ratio
+    else:
+        weights = torch.where(low | high, 0.0, ratio)
+    tokens = mask.sum()
+    found = SamplerStats(
+        *_moments(weights, counted),
+        _share(low | high, counted),
+        difference.abs().sum() / (tokens - unknown.sum()),
+        _moments(difference.abs(), mask)[2],
+        _share(unknown, mask),
+    )
+    return at_tokens(weights, difference, lengths) if level == "sequence" else weights, found
+
+
+def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, least and greatest where the mask is True; NaN where it nowhere is, or x is NaN."""
+    x, mask = (
+        torch.cat([x.flatten(), x.new_zeros(1)]),
+        torch.cat([mask.flatten(), mask.new_zeros(1)]),
+    )
+    mean = torch.where(mask, x, 0.0).sum() / mask.sum()
+    nothing = mean * 0
+    least, most = (torch.where(mask, x, far) for far in (torch.inf, -torch.inf))
+    return (
+        mean,
+        torch.where(mask.any(), least.amin(), nothing),
+        torch.where(mask.any(), most.amax(), nothing),
+    )
+
+
+def _share(chosen: Tensor, mask: Tensor) -> Tensor:
+    return (chosen & mask).sum() / mask.sum().float()
+
+
+class SamplerCorrection(Protocol):
+    """What a step does about responses that another engine sampled.
+
+    Attributes:
+        recomputes: whether old log-probs have to be the policy's own, computed by the trainer.
+    """
+
+    recomputes: bool
+
+    def sampled(
+        self, rollout: RolloutOutput | None, known: Sequence[LogprobsAndValues] | None
+    ) -> list[Tensor] | None:
+        """The sampler's log-probs of each response, where they are wanted and known.
+
+        Args:
+            rollout: that the responses come from, where it was given.
+            known: what this trainer's own rollouts found, where these are its responses.
+
+        Raises:
+            ValueError: log-probs of another length than their response.
+        """
+
+    def check(self, sampled: Sequence[Tensor] | None) -> None:
+        """
+        Raises:
+            ValueError: log-probs are wanted and not known.
+        """
+
+    def __call__(
+        self, batch: TokenBatch, logprobs: Tensor, sampled: Sequence[Tensor] | None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Weights [B, T-1] of the policy's loss, None where all are 1; and statistics.
+
+        Args:
+            logprobs: [B, T-1], of the policy before its update.
+        """
+
+
+class NoCorrection:
+    """Responses are taken for the policy's own."""
+
+    recomputes = False
+
+    def sampled(
+        self, rollout: RolloutOutput | None, known: Sequence[LogprobsAndValues] | None
+    ) -> list[Tensor] | None:
+        return None
+
+    def check(self, sampled: Sequence[Tensor] | None) -> None:
+        """Nothing is wanted."""
+
+    def __call__(
+        self, batch: TokenBatch, logprobs: Tensor, sampled: Sequence[Tensor] | None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return None, {}
+
+
+class ImportanceWeights:
+    """The policy's loss is weighted by :func:`sampler_weights`.
+
+    Args:
+        config: its ``sampler_correction``, with bounds, and the temperature of the policy.
+    """
+
+    recomputes = True
+
+    def __init__(self, config: PPOConfig):
+        self.kind, self.temperature = config.sampler_correction, config.temperature
+        self.least, self.most = config.sampler_correction_min, config.sampler_correction_max
+
+    def sampled(
+        self, rollout: RolloutOutput | None, known: Sequence[LogprobsAndValues] | None
+    ) -> list[Tensor] | None:
+        if rollout is None:
+            return None if known is None else [each.logprobs for each in known]
+        found = rollout.logprobs_at(self.temperature)
+        if found is None:
+            return None
+        found = [torch.as_tensor(x, dtype=torch.float32).cpu() for x in found]
+        lengths = [len(x) for x in found], [len(x) for x in rollout.sequences]
+        if lengths[0] != lengths[1]:
+            raise ValueError(
+                f"the rollout has log-probs of {lengths[0]} tokens for sequences of {lengths[1]}: "
+                "give one for each token"
+            )
+        return found
+
+    def check(self, sampled: Sequence[Tensor] | None) -> None:
+        if sampled is None:
+            raise ValueError(
+                f"sampler_correction={self.kind!r} needs the log-probs with which the responses "
+                f"were sampled, at temperature {self.temperature}: pass step() a rollout= with "
+                "logprobs and temperature, or set sampler_correction='off'"
+            )
+
+    def __call__(
+        self, batch: TokenBatch, logprobs: Tensor, sampled: Sequence[Tensor] | None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        assert sampled is not None
+        on_host = torch.cat([x.cpu() for x in sampled]).float()[batch.mask_of_responses()]
+        of_sampler = batch.scatter(to_device(on_host, logprobs.device), batch.rows())
+        mask = batch.mask.bool()
+        weights, found = sampler_weights(
+            logprobs, of_sampler, mask, self.kind, self.least, self.most
+        )
+        return weights, {f"sampler/{name}": x for name, x in found._asdict().items()}
+
+
+def make_sampler_correction(config: PPOConfig) -> SamplerCorrection:
+    return NoCorrection() if config.sampler_correction == "off" else ImportanceWeights(config)
