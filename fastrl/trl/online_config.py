@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastrl.config import PPOConfig, setting, setting_like
+from fastrl.config import PPOConfig, check_refused, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
-from fastrl.trl.fields import check_refused, refused
 
 _ENGINE = "the rollout engine generates in this process: leave it out"
 _LENGTH = "set max_completion_length, and cut prompts in the data set"
@@ -24,6 +23,7 @@ class OnlineConfig(SupervisedArguments):
         "Compute layers again in the backward pass, in place of keeping their activations.", True
     )
     trust_remote_code: bool = setting("Run code that comes with a model.", False)
+    remove_unused_columns: bool = setting_like(SupervisedArguments, "remove_unused_columns", False)
     disable_dropout: bool = setting("Set all dropout of the model to 0.", False)
     router_aux_loss_coef: float | None = setting(
         "Weight of the load-balancing loss of mixtures of experts; None: the model's own.", None
