@@ -530,7 +530,10 @@ def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None, args:
         if not path:
             raise ValueError("pass the tokenizer as processing_class")
         trust = getattr(args, "trust_remote_code", False)
-        found = load_tokenizer(path, trust_remote_code=trust)
+        # That of the model, whose tokens it has to write.
+        options = (getattr(args, "model_init_kwargs", None) or {}) if is_path(model) else {}
+        revision = options.get("revision")
+        found = load_tokenizer(path, trust_remote_code=trust, revision=revision)
     if args is not None:
         settle_tokenizer(found, args)
     if found.pad_token_id is None:

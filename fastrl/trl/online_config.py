@@ -9,6 +9,7 @@ from fastrl.config import PPOConfig, check_refused, refused, setting, setting_li
 from fastrl.trainers.supervised import SupervisedArguments
 
 _ENGINE = "the rollout engine generates in this process: leave it out"
+_TOKENIZER = "the tokenizer (processing_class)"
 _LENGTH = "set max_completion_length, and cut prompts in the data set"
 
 
@@ -76,6 +77,9 @@ class OnlineConfig(SupervisedArguments):
     log_unique_prompts: bool = setting("Log one response to each prompt to trackers.", False)
 
     max_length: int | None = refused(None, _LENGTH)
+    chat_template_path: str | None = refused(None, f"set chat_template of {_TOKENIZER}")
+    eos_token: str | None = refused(None, f"set eos_token of {_TOKENIZER}")
+    pad_token: str | None = refused(None, f"set pad_token of {_TOKENIZER}")
     dataset_num_proc: int | None = refused(None, "prompts are encoded as they are used")
     micro_batch_tokens: int | None = refused(None, "lower per_device_train_batch_size")
     use_vllm: bool = refused(False, _ENGINE)

@@ -314,7 +314,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "weighting": ({"use_weighting": True, "loss_type": "aot"}, "use_weighting weighs pairs"),
     "exo": ({"loss_type": "exo_pair"}, "label_smoothing must be in"),
     "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True is not supported by DPOConfig"),
-    "pad_token": ({"pad_token": "w3"}, "set pad_token of the tokenizer"),
     "beta": ({"beta": 0.0}, "beta must be positive"),
     "a moving reference": (
         {"sync_ref_model": True, "precompute_ref_log_probs": True},
