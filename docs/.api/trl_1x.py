@@ -45,7 +45,8 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "learning_rate": _CLASSIC,
         "logging_steps": _CLASSIC,
         "gradient_checkpointing": _CLASSIC,
-        "padding_free": "with any attention that it is right for, and with the same loss",
+        "padding_free": "with any attention that it is right for, to the same loss; `max_length` "
+        "holds, which TRL refuses beside it",
         "pad_to_multiple_of": _PADDING,
         "completion_only_loss": "on is TRL's unset: texts without prompts are learned whole",
         "max_length": _LIMITS,
