@@ -412,3 +412,14 @@ def test_a_tokenizer_is_of_its_models_revision(
         args = SFTConfig(str(tmp_path), use_cpu=True, report_to=None, model_init_kwargs=options)
         SFTTrainer(str(tmp_path / "model"), args, train_dataset=texts())
         assert asked.pop() == expected
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_token_ids_of_pairs_may_have_their_older_names(make_reward: Make, streams: bool) -> None:
+    rows = {"chosen_ids": [[3, 4], [5, 6]], "rejected_ids": [[7], [8]]}
+    older = {name.replace("_ids", "_input_ids"): column for name, column in rows.items()}
+    data = Dataset.from_dict(older)
+    with pytest.warns(FutureWarning, match="call them chosen_ids and rejected_ids"):
+        trainer = make_reward(data=data.to_iterable_dataset() if streams else data)
+    assert list(trainer.train_dataset) == list(Dataset.from_dict(rows))
+    trainer.train()
