@@ -46,6 +46,7 @@ OPTIMIZERS = (
     *("paged_ademamix_32bit", "stable_adamw", "grokadamw"),
 )
 REFERENCE_DTYPES = ("auto", "float32", "bfloat16")
+_REFUSED = "Not supported: "  # before the remedy, in a setting's help
 _JSON_FIELDS = (
     "tracker_kwargs",
     "accelerator_kwargs",
@@ -76,6 +77,44 @@ def setting_like(kind: Any, name: str, default: Any = dataclasses.MISSING) -> An
     like = kind.__dataclass_fields__[name]
     default = like.default if default is dataclasses.MISSING else default
     return setting(like.metadata["help"], default)
+
+
+class _Remedy(str):
+    """The help of a setting that is not honoured. Parsers of command lines hand all of a field's
+    metadata to argparse, so that no key of its own can mark it."""
+
+
+def refused(default: Any, remedy: str) -> Any:
+    """A dataclass field for a setting of TRL that is not honoured.
+
+    Args:
+        default: TRL's, the only value that :func:`check_refused` lets pass.
+        remedy: what to use in its place.
+    """
+    return field(default=default, metadata={"help": _Remedy(f"{_REFUSED}{remedy}.")})
+
+
+def refusals(config: Any) -> dict[str, tuple[Any, str]]:
+    """The settings of a configuration that are not honoured: their defaults and remedies."""
+    found = {}
+    for each in dataclasses.fields(config):
+        text = each.metadata.get("help")
+        if isinstance(text, _Remedy):
+            found[each.name] = (each.default, text[len(_REFUSED) : -1])
+    return found
+
+
+def check_refused(config: Any) -> None:
+    """
+    Raises:
+        ValueError: a setting that is not honoured, named with its remedy.
+    """
+    for name, (default, remedy) in refusals(config).items():
+        value = getattr(config, name)
+        if value != default:
+            raise ValueError(
+                f"{name}={value!r} is not supported by {type(config).__name__}: {remedy}"
+            )
 
 
 @dataclass

@@ -204,9 +204,9 @@ def _train(job: AlignJob, flags: AlignFlags, folder: RunFolder) -> dict[str, Any
     _check_dropout(job, flags, loss)
     train, held_out, tokenizer = job.begin(flags)
     model = (
-        load_reward_model(job.model, **job.model_options())
+        load_reward_model(job.model, **job.loading(flags))
         if loss.learns == "reward model"
-        else load_language_model(job.model, **job.model_options(), trainable=True)
+        else load_language_model(job.model, **job.loading(flags), trainable=True)
     )
     flags.max_length = length_limit(flags, model, tokenizer)
     factory, eval_factory = _factories(job, flags, train, held_out, tokenizer)

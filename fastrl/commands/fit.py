@@ -112,6 +112,15 @@ class FitJob(TrainingJob):
         shuffled = table.shuffle(seed=seed)
         return (shuffled.select(range(count, len(table))), shuffled.select(range(count)))
 
+    def loading(self, flags: Any) -> dict[str, Any]:
+        """``from_pretrained``'s options for the model, those of ``--model-init-kwargs`` last.
+
+        Raises:
+            as :meth:`model_options`.
+        """
+        trust = {"trust_remote_code": flags.trust_remote_code}  # unless said, transformers asks
+        return {**self.model_options(), **trust, **(flags.model_init_kwargs or {})}
+
     @contextmanager
     def claimed(self, flags: Any) -> Iterator[RunFolder]:
         """Context in which the run's folder is its own, entered before data and models are loaded.
@@ -151,7 +160,12 @@ class FitJob(TrainingJob):
         train, held_out = self.load(flags.seed)
         if held_out is None:
             flags.eval_strategy = type(flags.eval_strategy)("no")
-        return train, held_out, load_tokenizer(model)
+        tokenizer = load_tokenizer(
+            model,
+            trust_remote_code=flags.trust_remote_code,
+            revision=(flags.model_init_kwargs or {}).get("revision"),
+        )
+        return train, held_out, tokenizer
 
 
 def _help_of(name: str, text: str) -> Any:

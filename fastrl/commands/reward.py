@@ -45,7 +45,7 @@ def _train(job: RewardJob, flags: RewardFlags, folder: RunFolder) -> dict[str, A
 
     peft_config = job.lora_config("SEQ_CLS")
     train, held_out, tokenizer = job.begin(flags)
-    model = load_reward_model(job.model, **job.model_options())
+    model = load_reward_model(job.model, **job.loading(flags))
     load_from_adapter(model, job.model)
     trainer = RewardTrainer(
         model,

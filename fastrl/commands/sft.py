@@ -49,7 +49,7 @@ def _train(job: SFTJob, flags: SFTFlags, folder: RunFolder) -> dict[str, Any]:
     peft_config = job.lora_config("CAUSAL_LM")
     train, held_out, tokenizer = job.begin(flags)
     trainer = SFTTrainer(
-        load_language_model(job.model, **job.model_options(), trainable=True),
+        load_language_model(job.model, **job.loading(flags), trainable=True),
         flags,
         None
         if job.response_template is None

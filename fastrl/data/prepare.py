@@ -31,6 +31,7 @@ _FORMATTED, _USEFUL, _CUT = "_text", "_useful", "_cut"  # columns in between
 _DEFAULT_FIELD = "text"
 _MASKS = ("completion_mask", "assistant_masks")  # columns beside input_ids: 1 where it is learned
 _SHAREGPT = "conversations"
+_OLDER_ID_COLUMNS = ("chosen_input_ids", "rejected_input_ids")  # of pairs, once TRL's
 KEEP_START, KEEP_END = "keep_start", "keep_end"
 
 
@@ -359,6 +360,20 @@ def prepare_pairs(
     if streams:
         return dataset.filter(lambda row: not _why_useless(row, max_length) and _has_margin(row))
     return _drop_useless(dataset, max_length, num_proc)
+
+
+def with_new_names(dataset: Any) -> Any:
+    """A data set of pairs whose token ids have TRL's older names with the newer ones."""
+    if not set(_pair_columns(dataset)) >= set(_OLDER_ID_COLUMNS):
+        return dataset
+    warnings.warn(
+        f"columns {' and '.join(_OLDER_ID_COLUMNS)} have newer names: call them "
+        f"{' and '.join(ID_COLUMNS)}",
+        FutureWarning,
+        stacklevel=6,
+    )
+    dataset = dataset if is_stream(dataset) else as_dataset(dataset)
+    return dataset.rename_columns(dict(zip(_OLDER_ID_COLUMNS, ID_COLUMNS, strict=True)))
 
 
 def token_columns(dataset: Any) -> tuple[str, ...]:

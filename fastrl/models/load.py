@@ -168,21 +168,25 @@ def load_classifier(path: str | os.PathLike, **options: Any) -> Any:
     return model
 
 
-def load_tokenizer(path: str | os.PathLike, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(
+    path: str | os.PathLike, *, trust_remote_code: bool = False, revision: str | None = None
+) -> Any:
     """Loads the tokenizer of a model's folder, a run's folder or a Hub id, whose EOS pads where it
     has no pad token; that of the base where an adapter came without one.
 
     Args:
         trust_remote_code: run the Python code that the folder or id brings.
+        revision: of a Hub id, a branch, tag or commit; None: the newest.
 
     Raises:
         FileNotFoundError: a folder without a model or without a tokenizer.
         ValueError: one that cannot be read, or an unknown id.
     """
-    checkpoint = _Checkpoint(path, {})
+    options = {} if revision is None else {"revision": revision}
+    checkpoint = _Checkpoint(path, options)
     model = checkpoint.folder
     if checkpoint.adapter is not None and not _holds_a_tokenizer(model):
-        model = checkpoint.base()
+        model, options = checkpoint.base(), {}
     folder = Path(model)
     missing = (
         f"{model} has no tokenizer: save one there with tokenizer.save_pretrained({model!r}), or "
@@ -191,7 +195,9 @@ def load_tokenizer(path: str | os.PathLike, *, trust_remote_code: bool = False) 
     if folder.is_dir() and not _holds_a_tokenizer(model):
         raise FileNotFoundError(missing)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model, trust_remote_code=trust_remote_code, **options
+        )
     except Exception as error:  # tokenizers raises bare Exceptions for files that it cannot read
         what = model if folder.is_dir() else f"{model!r}, which is no folder here,"
         raise ValueError(f"the tokenizer of {what} cannot be loaded: {_line(error)}") from error

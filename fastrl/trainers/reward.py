@@ -18,7 +18,12 @@ from fastrl.data.choose_padding import rewards_of_samples
 from fastrl.data.collators import ID_COLUMNS, SIDES, RewardDataCollatorWithPadding, both_sides
 from fastrl.data.encode import closes_texts, end_token
 from fastrl.data.padding_free import join_sides, unpadded
-from fastrl.data.prepare import missing_token_columns, prepare_pairs, token_columns
+from fastrl.data.prepare import (
+    missing_token_columns,
+    prepare_pairs,
+    token_columns,
+    with_new_names,
+)
 from fastrl.data.tables import is_stream
 from fastrl.models.load import load_reward_model, with_adapter
 from fastrl.models.reward_head import rewards_at, score_head
@@ -251,6 +256,7 @@ class RewardTrainer(SupervisedTrainer):
         """Token columns, see :func:`fastrl.data.prepare.prepare_pairs`."""
         if self._own_collator:
             return dataset
+        dataset = with_new_names(dataset)
         missing = missing_token_columns(dataset)
         if missing:
             warnings.warn(

@@ -18,6 +18,7 @@ from fastrl.data.padding_free import join_texts, right_padded
 from fastrl.data.prepare import KEEP_END, KEEP_START, check_ready, prepare_texts
 from fastrl.data.sft_packing import (
     BFD,
+    BFD_SPLIT,
     PACKINGS,
     JoinedCollator,
     PackedCollator,
@@ -115,8 +116,11 @@ class SFTConfig(SupervisedArguments):
         if self.max_seq_length is not None:
             self.max_length, self.max_seq_length = self.max_seq_length, None
         super().__post_init__()
-        if self.loss_type == "chunked_nll":  # TRL's older name of the same loss
+        # TRL's older names of the same.
+        if self.loss_type == "chunked_nll":
             self.loss_type = NLL
+        if self.packing_strategy == "bfd-requeue":
+            self.packing_strategy = BFD_SPLIT
         for name, choices in (
             ("packing_strategy", PACKINGS),
             ("truncation_mode", (KEEP_START, KEEP_END)),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
-from fastrl.config import PPOConfig, setting, setting_like
+from fastrl.config import PPOConfig, check_refused, setting, setting_like
 from fastrl.data.choose_padding import runs_packed
 from fastrl.data.tables import is_stream
 from fastrl.data.token_batch import TokenBatch
@@ -92,8 +92,10 @@ class SupervisedArguments(TrainingArguments):
     activation_checkpointing_kwargs: dict | str | None = setting(
         "The same as gradient_checkpointing_kwargs, likewise.", None
     )
-    # The data sets' columns are these trainers' own, not arguments of the model.
-    remove_unused_columns: bool = setting("Drop columns that the model does not take.", False)
+    remove_unused_columns: bool = setting(
+        "transformers'; columns are these trainers' own, so that it changes nothing.",
+        True,
+    )
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012 - not a field, there and here
         *TrainingArguments._VALID_DICT_FIELDS,
@@ -161,12 +163,6 @@ class SupervisedTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteSt
         if args.label_smoothing_factor:
             raise ValueError(
                 f"{type(self).__name__} does not smooth labels: leave label_smoothing_factor at 0"
-            )
-        if args.remove_unused_columns and isinstance(args, SupervisedArguments):
-            warnings.warn(
-                "remove_unused_columns=True is ignored: the data sets' columns are this trainer's "
-                "own, not arguments of the model; leave it out",
-                stacklevel=3,
             )
         self._trains = train_dataset is not None
         if self._trains and rest.get("model") is not None:
@@ -474,6 +470,7 @@ def settings_of(args: Any, kind: type, **keywords: Any) -> Any:
         if not hasattr(args, field.name):
             setattr(args, field.name, field.default)
     _check_optimizer(args)  # of transformers' own arguments nobody has done so
+    check_refused(args)  # again: scripts set attributes of parsed arguments
     for name, value in keywords.items():
         if value is not None:
             setattr(args, name, value)
@@ -533,7 +530,10 @@ def tokenizer_of(tokenizer: Any, processing_class: Any, model: Any = None, args:
         if not path:
             raise ValueError("pass the tokenizer as processing_class")
         trust = getattr(args, "trust_remote_code", False)
-        found = load_tokenizer(path, trust_remote_code=trust)
+        # That of the model, whose tokens it has to write.
+        options = (getattr(args, "model_init_kwargs", None) or {}) if is_path(model) else {}
+        revision = options.get("revision")
+        found = load_tokenizer(path, trust_remote_code=trust, revision=revision)
     if args is not None:
         settle_tokenizer(found, args)
     if found.pad_token_id is None:

@@ -6,7 +6,6 @@ import warnings
 from dataclasses import dataclass
 
 from fastrl.config import setting
-from fastrl.trl.fields import refused
 from fastrl.trl.preference_config import PreferenceConfig
 from fastrl_kernels.preference import F_DIVERGENCES, PAIR_KINDS
 
@@ -49,8 +48,6 @@ class DPOConfig(PreferenceConfig):
     )
     use_weighting: bool = setting("Weigh pairs by the policy's probability of them (WPO).", False)
     discopop_tau: float = setting("Temperature of discopop's mixture.", 0.05)
-
-    pad_token: str | None = refused(None, "set pad_token of the tokenizer (processing_class)")
 
     def __post_init__(self) -> None:
         if isinstance(self.loss_type, str):

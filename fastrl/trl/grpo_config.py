@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastrl.config import setting
-from fastrl.trl.fields import refused
+from fastrl.config import refused, setting
 from fastrl.trl.online_config import OnlineConfig
 from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES
 
@@ -20,7 +19,7 @@ class GRPOConfig(OnlineConfig):
 
     delta: float | None = setting("Upper bound of the ratio itself, for both signs.", None)
     importance_sampling_level: str = setting("The ratio: of a token, or of a sequence.", "token")
-    scale_rewards: str | bool = setting(
+    scale_rewards: str = setting(
         "What advantages are divided by: the deviation of the group or of the batch, or none.",
         "group",
     )
@@ -61,7 +60,7 @@ class GRPOConfig(OnlineConfig):
     log_completions_hub_repo: str | None = refused(None, "upload the folder completions yourself")
 
     def __post_init__(self) -> None:
-        if isinstance(self.scale_rewards, bool):
+        if isinstance(self.scale_rewards, bool):  # as older scripts have it
             self.scale_rewards = "group" if self.scale_rewards else "none"
         for name, known in (
             ("scale_rewards", SCALES),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastrl.config import PPOConfig, setting, setting_like
+from fastrl.config import PPOConfig, check_refused, refused, setting, setting_like
 from fastrl.trainers.supervised import SupervisedArguments
-from fastrl.trl.fields import check_refused, refused
 
 _ENGINE = "the rollout engine generates in this process: leave it out"
+_TOKENIZER = "the tokenizer (processing_class)"
 _LENGTH = "set max_completion_length, and cut prompts in the data set"
 
 
@@ -24,6 +24,7 @@ class OnlineConfig(SupervisedArguments):
         "Compute layers again in the backward pass, in place of keeping their activations.", True
     )
     trust_remote_code: bool = setting("Run code that comes with a model.", False)
+    remove_unused_columns: bool = setting_like(SupervisedArguments, "remove_unused_columns", False)
     disable_dropout: bool = setting("Set all dropout of the model to 0.", False)
     router_aux_loss_coef: float | None = setting(
         "Weight of the load-balancing loss of mixtures of experts; None: the model's own.", None
@@ -75,7 +76,13 @@ class OnlineConfig(SupervisedArguments):
     num_completions_to_print: int | None = setting("How many are printed; None: all.", None)
     log_unique_prompts: bool = setting("Log one response to each prompt to trackers.", False)
 
+    use_liger_kernel: bool = refused(
+        False, "log-probs are computed in chunks without it: leave it out"
+    )
     max_length: int | None = refused(None, _LENGTH)
+    chat_template_path: str | None = refused(None, f"set chat_template of {_TOKENIZER}")
+    eos_token: str | None = refused(None, f"set eos_token of {_TOKENIZER}")
+    pad_token: str | None = refused(None, f"set pad_token of {_TOKENIZER}")
     dataset_num_proc: int | None = refused(None, "prompts are encoded as they are used")
     micro_batch_tokens: int | None = refused(None, "lower per_device_train_batch_size")
     use_vllm: bool = refused(False, _ENGINE)

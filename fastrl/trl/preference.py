@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from fastrl.config import PPOConfig
+from fastrl.config import PPOConfig, check_refused
 from fastrl.data.choose_padding import logprobs_of_labels
 from fastrl.data.preferences import PairCollator
 from fastrl.data.tables import is_stream
@@ -173,6 +173,7 @@ class PreferenceTrainer(SupervisedTrainer):
             raise TypeError(
                 f"args must be a fastrl.{self.config_class.__name__}, got {type(args).__name__}"
             )
+        check_refused(args)  # again: scripts set attributes of parsed arguments
         return args
 
     def _loaded(self, model: Any, args: Any, quantization_config: Any = None) -> Any:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-from fastrl.config import setting
+from fastrl.config import check_refused, refused, setting
 from fastrl.trainers.supervised import SupervisedArguments
-from fastrl.trl.fields import check_refused, refused
 
 
 @dataclass

@@ -15,7 +15,8 @@ class RLOOConfig(OnlineConfig):
     num_generations: int = setting("Responses to each prompt.", 2)
     beta: float = setting("Coefficient of the KL in the reward; 0: there is none.", 0.05)
     normalize_advantages: bool = setting("Standardise advantages over the batch.", False)
-    reward_clip_range: tuple[float, float] | None = setting("Bounds of the reward.", None)
+    # Not a tuple, which no parser of command lines knows.
+    reward_clip_range: list[float] | None = setting("Bounds of the reward, low and high.", None)
 
     def __post_init__(self) -> None:
         bounds = self.reward_clip_range

@@ -1,6 +1,7 @@
 """``fastrl sft`` and ``fastrl reward`` from end to end, on tiny models and local files."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -121,3 +122,49 @@ def test_a_yaml_file_holds_the_flags_and_help_explains_them(command, folder, tmp
     assert "--eval-examples" in out
     assert "--max-length" in out
     assert "--output-dir" not in out
+
+
+OWN_CODE = """
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
+
+class OwnConfig(GPT2Config):
+    model_type = "own"
+
+class OwnLM(GPT2LMHeadModel):
+    config_class = OwnConfig
+
+class OwnClassifier(GPT2ForSequenceClassification):
+    config_class = OwnConfig
+"""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_models_own_code_runs_where_it_is_trusted(command, folder, tmp_path, capsys, monkeypatch):
+    """By the flag, and by nothing else."""
+    modules = tmp_path / "modules"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(str(modules))
+    own = tmp_path / "own"
+    shutil.copytree(folder / COMMANDS[command][0], own)
+    (own / "own.py").write_text(OWN_CODE)
+    config = json.loads((own / "config.json").read_text())
+    classes = {
+        "AutoConfig": "own.OwnConfig",
+        "AutoModelForCausalLM": "own.OwnLM",
+        "AutoModelForSequenceClassification": "own.OwnClassifier",
+    }
+    config |= {"model_type": "own", "auto_map": classes}
+    (own / "config.json").write_text(json.dumps(config))
+    given = {"model": own, "max-steps": 1, "eval-examples": 0}
+    assert cli.main(arguments(command, folder, tmp_path / "without", **given)) != 0
+    assert "trust_remote_code" in capsys.readouterr().err
+    trusted = {**given, "trust-remote-code": "true"}
+    assert cli.main(arguments(command, folder, tmp_path / "with", **trusted)) == 0
+    assert (tmp_path / "with" / "model" / "own.py").exists()
+
+
+def test_model_init_kwargs_reach_the_model(folder, tmp_path):
+    given = {"model-init-kwargs": '{"dtype": "bfloat16"}', "max-steps": 1, "eval-examples": 0}
+    assert cli.main(arguments("sft", folder, tmp_path / "run", **given)) == 0
+    saved = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert saved["dtype"] == "bfloat16"

@@ -150,9 +150,12 @@ def test_a_trained_model_is_tagged_for_the_hub(make_reward: Make) -> None:
     assert twice.model.model_tags == ["fastrl", "trl", "reward-trainer"]
 
 
-def test_dropping_columns_is_not_this_trainers_way(make_reward: Make) -> None:
-    with pytest.warns(UserWarning, match="remove_unused_columns=True is ignored"):
-        trainer = make_reward(remove_unused_columns=True)
+@pytest.mark.parametrize("drops", [False, True])
+def test_columns_are_the_trainers_own_whatever_is_to_be_dropped(
+    make_reward: Make, drops: bool
+) -> None:
+    trainer = make_reward(remove_unused_columns=drops)
+    assert "chosen_ids" in trainer.train_dataset.column_names
     trainer.train()
 
 

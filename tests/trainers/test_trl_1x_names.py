@@ -387,3 +387,39 @@ def test_the_routers_loss_is_added_with_its_weight(make_sft: Make) -> None:
     assert losses[1] - losses[0] == pytest.approx(0.5 * float(aux), rel=1e-4)
     trainer.train()
     assert trainer.state.log_history[0]["aux_loss"] > 0
+
+
+def test_a_tokenizer_is_of_its_models_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastrl import SFTConfig, SFTTrainer
+    from fastrl.models import load
+
+    tiny_models.language_model().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    asked: list[dict[str, Any]] = []
+    find = load.AutoTokenizer.from_pretrained
+
+    def record(path: Any, **options: Any) -> Any:
+        asked.append(options)
+        return find(path, **options)
+
+    monkeypatch.setattr(load.AutoTokenizer, "from_pretrained", record)
+    for options, expected in (
+        ({"revision": "v2"}, {"trust_remote_code": False, "revision": "v2"}),
+        (None, {"trust_remote_code": False}),
+    ):
+        args = SFTConfig(str(tmp_path), use_cpu=True, report_to=None, model_init_kwargs=options)
+        SFTTrainer(str(tmp_path / "model"), args, train_dataset=texts())
+        assert asked.pop() == expected
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_token_ids_of_pairs_may_have_their_older_names(make_reward: Make, streams: bool) -> None:
+    rows = {"chosen_ids": [[3, 4], [5, 6]], "rejected_ids": [[7], [8]]}
+    older = {name.replace("_ids", "_input_ids"): column for name, column in rows.items()}
+    data = Dataset.from_dict(older)
+    with pytest.warns(FutureWarning, match="call them chosen_ids and rejected_ids"):
+        trainer = make_reward(data=data.to_iterable_dataset() if streams else data)
+    assert list(trainer.train_dataset) == list(Dataset.from_dict(rows))
+    trainer.train()

@@ -302,6 +302,13 @@ def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path):
     assert_resumes(make, tmp_path, (0, 2))
 
 
+def test_pad_token_is_the_tokenizers_and_the_models(tmp_path):
+    made = trainer(tmp_path, pad_token="w51")
+    assert made.processing_class.pad_token == "w51"
+    assert made.model.config.pad_token_id == made.processing_class.pad_token_id == 51
+    assert made.data_collator.pad_token_id == 51
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a loss": ({"loss_type": "sigmoidal"}, "unknown loss_type 'sigmoidal'"),
     "weights": ({"loss_weights": [1.0, 2.0]}, "loss_weights has 2 weights and loss_type 1"),
@@ -314,7 +321,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "weighting": ({"use_weighting": True, "loss_type": "aot"}, "use_weighting weighs pairs"),
     "exo": ({"loss_type": "exo_pair"}, "label_smoothing must be in"),
     "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True is not supported by DPOConfig"),
-    "pad_token": ({"pad_token": "w3"}, "set pad_token of the tokenizer"),
     "beta": ({"beta": 0.0}, "beta must be positive"),
     "a moving reference": (
         {"sync_ref_model": True, "precompute_ref_log_probs": True},

@@ -1,0 +1,243 @@
+"""The tables of docs/trl_1x.md: each setting and argument of TRL 1.16, and what it is here.
+
+    python docs/.api/trl_1x.py          writes them into the page (`make docs` does)
+    python docs/.api/trl_1x.py --trl    reads TRL's names and defaults anew, from the installed one
+
+They come from the dataclasses and signatures; what is not to be seen there, how a setting differs
+from TRL's, stands here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import TrainingArguments
+
+import fastrl
+from fastrl.config import refusals
+from fastrl.trl.policy_loss import LOSS_TYPES
+
+PAGE = Path(__file__).parents[1] / "trl_1x.md"
+NAMES = Path(__file__).with_suffix(".json")  # TRL's: settings with defaults, and arguments
+METHODS = ("SFT", "Reward", "DPO", "KTO", "GRPO", "RLOO")
+_BLOCK = re.compile(
+    r"^(<!-- (settings|arguments): (\w+) -->\n)(?:(?!<!-- end -->).*\n)*(?=<!-- end -->)",
+    re.MULTILINE,
+)
+
+_CLASSIC = "transformers' default, as in TRL's classic trainers"
+_NEW_TOKENS = "new tokens beside an adapter are refused: TRL trains their embeddings"
+_ENGINE = "for the rollout engine, or `model.generate` where it cannot run the model"
+_LIMITS = "at most the limits of model and tokenizer, too"
+_PADDING = "no multiple: TRL's `auto` is one on Neuron alone"
+# How a setting differs, by trainer; those of "all" hold wherever there is such a setting.
+DIFFERENT: dict[str, dict[str, str]] = {
+    "all": {
+        "bf16": "unset, it is on for float32 weights on GPUs that can, else off; TRL's is on",
+    },
+    "SFT": {
+        "learning_rate": _CLASSIC,
+        "logging_steps": _CLASSIC,
+        "gradient_checkpointing": _CLASSIC,
+        "padding_free": "with any attention that it is right for, to the same loss; `max_length` "
+        "holds, which TRL refuses beside it",
+        "pad_to_multiple_of": _PADDING,
+        "completion_only_loss": "on is TRL's unset: texts without prompts are learned whole",
+        "max_length": _LIMITS,
+        "truncation_mode": "`keep_start` of a prompt with its completion keeps the completion",
+        "dataset_kwargs": "other keys than `skip_prepare_dataset` are refused",
+        "router_aux_loss_coef": "unset, it is the model's own if its configuration has "
+        "`output_router_logits`",
+        "chat_template_path": _NEW_TOKENS,
+        "packing": "with any attention that can keep texts apart; else refused",
+    },
+    "Reward": {
+        "learning_rate": _CLASSIC,
+        "logging_steps": _CLASSIC,
+        "gradient_checkpointing": _CLASSIC,
+        "disable_dropout": "as in TRL's classic trainer",
+        "max_length": f"as in TRL's classic trainer; {_LIMITS}",
+        "pad_to_multiple_of": _PADDING,
+        "chat_template_path": _NEW_TOKENS,
+    },
+    "DPO": {
+        "pad_to_multiple_of": _PADDING,
+        "max_length": _LIMITS,
+        "beta": "0 is refused: nothing would be learned",
+        "padding_free": "honoured, where TRL 1.16 warns and pads",
+        "precompute_ref_log_probs": "refused with FSDP and DeepSpeed",
+    },
+    "KTO": {
+        "pad_to_multiple_of": _PADDING,
+        "max_length": _LIMITS,
+        "beta": "0 is refused: nothing would be learned",
+        "precompute_ref_log_probs": "refused with FSDP and DeepSpeed",
+    },
+    "GRPO": {
+        "pad_to_multiple_of": "changes nothing: batches have no padding",
+        "remove_unused_columns": "changes nothing: all columns go to the reward functions",
+        "generation_kwargs": _ENGINE,
+        "log_completions": "rows are printed as lines, and saved in `completions/`",
+        "num_generations": "at least 2, in evaluation alone, too",
+        "top_entropy_quantile": "0 is refused",
+    },
+    "RLOO": {
+        "pad_to_multiple_of": "changes nothing: batches have no padding",
+        "remove_unused_columns": "changes nothing: all columns go to the reward functions",
+        "generation_kwargs": _ENGINE,
+        "log_completions": "rows are printed as lines, and saved in `completions/`",
+        "num_generations": "at least 2, in evaluation alone, too",
+    },
+}
+if "vespo" not in LOSS_TYPES:
+    DIFFERENT["GRPO"]["loss_type"] = f"without `vespo`: {', '.join(f'`{x}`' for x in LOSS_TYPES)}"
+
+_OVERRIDE = "refused: override `compute_loss`; the loss is computed with the LM head"
+_OPTIMIZERS = "refused: pass `optimizers=(optimizer, None)`, or name it by `optim`"
+_ROLLOUTS = "refused: converse in a `rollout_func`, whose `env_mask` marks the policy's tokens"
+_REWARDS = "functions (async, too), sequence classifiers or their paths, one or a list"
+_TOKENIZER = "a tokenizer, no processor of images"
+# The same of arguments; a sentence that begins with "refused" is checked by the tests.
+ARGUMENTS: dict[str, dict[str, str]] = {
+    "SFT": {
+        "processing_class": f"{_TOKENIZER}; one without a pad token is refused",
+        "compute_loss_func": _OVERRIDE,
+        "optimizer_cls_and_kwargs": _OPTIMIZERS,
+        "formatting_func": "of a row, or of a batch of rows, a list of texts",
+    },
+    "Reward": {
+        "model": "one with several labels is trained, with a warning: TRL refuses it",
+        "processing_class": f"{_TOKENIZER}; one without a pad token is refused",
+        "optimizer_cls_and_kwargs": _OPTIMIZERS,
+    },
+    "DPO": {"processing_class": _TOKENIZER, "peft_config": "prompt learning is refused"},
+    "KTO": {"processing_class": _TOKENIZER, "peft_config": "prompt learning is refused"},
+    "GRPO": {
+        "reward_funcs": _REWARDS,
+        "processing_class": _TOKENIZER,
+        "peft_config": "prompt learning, and adapters on `lm_head`, are refused",
+        "tools": _ROLLOUTS,
+        "environment_factory": _ROLLOUTS,
+    },
+    "RLOO": {
+        "reward_funcs": _REWARDS,
+        "processing_class": _TOKENIZER,
+        "peft_config": "prompt learning, and adapters on `lm_head`, are refused",
+    },
+}
+
+
+class Setting(NamedTuple):
+    """A setting of TRL's."""
+
+    name: str
+    theirs: str  # default, as Python writes it
+    ours: str
+    note: str  # how it differs; "" where it does not
+    remedy: str  # "" unless it is refused
+
+
+def default_of(field: Any) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return repr(field.default_factory())
+    return repr(field.default)
+
+
+def read_trl() -> dict[str, Any]:
+    """Of the installed TRL: each configuration's settings beyond transformers' and those with a
+    default of its own, and each trainer's arguments."""
+    import trl
+
+    common = {f.name: default_of(f) for f in dataclasses.fields(TrainingArguments)}
+    settings, arguments = {}, {}
+    for method in METHODS:
+        fields = dataclasses.fields(getattr(trl, f"{method}Config"))
+        own = {f.name: default_of(f) for f in fields}
+        settings[method] = {n: d for n, d in own.items() if common.get(n) != d or n == "bf16"}
+        parameters = inspect.signature(getattr(trl, f"{method}Trainer").__init__).parameters
+        arguments[method] = [name for name in parameters if name != "self"]
+    return {"settings": settings, "arguments": arguments}
+
+
+def trl_names() -> dict[str, Any]:
+    return json.loads(NAMES.read_text(encoding="utf-8"))
+
+
+def settings(method: str) -> list[Setting]:
+    """TRL's settings, in its order.
+
+    Raises:
+        KeyError: one that the configuration here lacks.
+    """
+    config = getattr(fastrl, f"{method}Config")
+    fields = {f.name: default_of(f) for f in dataclasses.fields(config)}
+    theirs = dict(trl_names()["settings"][method])
+    refused = refusals(config)
+    notes = {**DIFFERENT["all"], **DIFFERENT[method]}
+    for field in dataclasses.fields(TrainingArguments):  # what transformers has and we refuse
+        if field.name in refused:
+            theirs.setdefault(field.name, default_of(field))
+    return [
+        Setting(n, d, fields[n], notes.get(n, ""), refused.get(n, ("", ""))[1])
+        for n, d in theirs.items()
+    ]
+
+
+def own_settings(method: str) -> list[str]:
+    """Settings that TRL and transformers do not have."""
+    others = {f.name for f in dataclasses.fields(TrainingArguments)}
+    others |= {"activation_checkpointing", "activation_checkpointing_kwargs"}  # of newer ones
+    others |= set(trl_names()["settings"][method])
+    config = getattr(fastrl, f"{method}Config")
+    refused = refusals(config)
+    names = [f.name for f in dataclasses.fields(config)]
+    return [name for name in names if name not in others and name not in refused]
+
+
+def settings_table(method: str) -> str:
+    every = settings(method)
+    refused = [s for s in every if s.remedy]
+    differing = [s for s in every if not s.remedy and (s.note or s.ours != s.theirs)]
+    same = [s for s in every if s not in refused and s not in differing]
+    lines = [f"**As in TRL**: {', '.join(f'`{s.name}`' for s in same)}.", ""]
+    lines += ["| differs | default in TRL | default here | how |", "| --- | --- | --- | --- |"]
+    for s in differing:
+        ours = "the same" if s.ours == s.theirs else f"`{s.ours}`"
+        lines.append(f"| `{s.name}` | `{s.theirs}` | {ours} | {s.note} |")
+    if refused:
+        lines += [
+            "",
+            "| refused, but for TRL's default | default | instead |",
+            "| --- | --- | --- |",
+        ]
+        lines += [f"| `{s.name}` | `{s.theirs}` | {s.remedy} |" for s in refused]
+    lines += ["", f"**Here alone**: {', '.join(f'`{n}`' for n in own_settings(method))}."]
+    return "\n".join(lines) + "\n"
+
+
+def arguments_table(_: str) -> str:
+    lines = ["| trainer | as in TRL | with a difference |", "| --- | --- | --- |"]
+    for method in METHODS:
+        notes = ARGUMENTS[method]
+        same = [f"`{n}`" for n in trl_names()["arguments"][method] if n not in notes]
+        others = [f"`{name}`: {note}" for name, note in notes.items()]
+        lines.append(f"| `{method}Trainer` | {', '.join(same)} | {'; '.join(others)} |")
+    return "\n".join(lines) + "\n"
+
+
+def render(page: str) -> str:
+    """The page with its tables."""
+    tables = {"settings": settings_table, "arguments": arguments_table}
+    return _BLOCK.sub(lambda match: match[1] + tables[match[2]](match[3]), page)
+
+
+if __name__ == "__main__":
+    if "--trl" in sys.argv[1:]:
+        NAMES.write_text(json.dumps(read_trl(), indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
