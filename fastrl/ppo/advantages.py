@@ -18,6 +18,8 @@ EPS = 1e-4  # added to a group's standard deviation
 class Advantages(Protocol):
     """Advantages and returns from rewards, with a value function or a group as baseline."""
 
+    per_token: bool  # whether it matters which tokens of a response the rewards are of
+
     def check(self, queries: Sequence[Tensor]) -> None:
         """
         Raises:
@@ -35,6 +37,8 @@ class Advantages(Protocol):
 
 class GAE:
     """Generalised advantage estimates, whitened over the batch (Schulman et al., 2016)."""
+
+    per_token = True
 
     def __init__(self, config: PPOConfig):
         self.gamma, self.lam = config.gamma, config.lam
@@ -61,6 +65,8 @@ class GAE:
 class BatchReturns:
     """Sums of the rewards to come, Σ_{u≥t} γ^{u-t}·r_u, whitened over the batch's tokens; no values
     are learned (Hu et al., "REINFORCE++", 2025). The KL belongs in the rewards."""
+
+    per_token = True
 
     def __init__(self, config: PPOConfig):
         self.gamma = config.gamma
@@ -95,6 +101,8 @@ class GroupBaseline:
             responses count, both [groups, size]: advantages [groups, size]. Where a response does
             not count R is 0, and its advantage is not read.
     """
+
+    per_token = False
 
     def __init__(self, size: int, advantages_of: Callable[[Tensor, Tensor], Tensor]):
         self.size, self.advantages_of = size, advantages_of

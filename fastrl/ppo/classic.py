@@ -163,19 +163,22 @@ class ClassicMethods:
         masks: list[Tensor] | None = None,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
         """The checks of :meth:`step` under TRL's name; returns the arguments on the device, scores
-        as 0-D tensors.
+        as 0-D tensors unless they are per token.
 
         Raises:
             ValueError: as step() does.
         """
-        self.nonfinite.scores(data.check_scores(scores, batch_size), (), self._name_in(queries))
         data.check_batch_size(queries, responses, batch_size)
+        starts = self.batches.starts(responses)
+        totals, of_tokens = data.check_scores(scores, batch_size, responses, masks, starts)
+        self.nonfinite.scores(totals, (), self._name_in(queries))
         self.batches(queries, responses, masks)
 
         def on_device(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensor.to(self.current_device) for tensor in tensors]
 
-        flat = [score.reshape(()) for score in on_device(scores)]
+        flat = on_device(scores)
+        flat = [score.reshape(()) for score in flat] if of_tokens is None else flat
         masks = None if masks is None else on_device(masks)
         return on_device(queries), on_device(responses), flat, masks
 

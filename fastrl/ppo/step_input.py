@@ -27,9 +27,14 @@ class StepInput:
     logprobs: Sequence[LogprobsAndValues] | None  # of the rollout; None where they are not known
     nan: Sequence[int] = ()  # samples that ended in NaN logits
     finish_reasons: Sequence[str] | None = None
+    token_scores: Sequence[Tensor] | None = None  # of the responses' tokens, whose sums scores are
 
     def of_all(self, processes: Processes) -> StepInput:
-        """The samples of all processes, in the processes' order."""
+        """The samples of all processes, in the processes' order.
+
+        Raises:
+            ValueError: in some processes scores are per token, in others not.
+        """
         if processes.count == 1:
             return self
         known = self.logprobs
@@ -52,6 +57,7 @@ class StepInput:
             _all([part.logprobs for part in parts]),
             [first[i] + j for i, part in enumerate(parts) for j in part.nan],
             _all([part.finish_reasons for part in parts]),
+            _all([part._token_scores_if(parts) for part in parts]),
         )
 
     def without(self, left_out: Sequence[int]) -> StepInput:
@@ -63,13 +69,35 @@ class StepInput:
         scores[list(left_out)] = torch.nan
         responses, masks = without_tokens(self.queries, self.responses, self.masks, left_out)
         logprobs = zero_left_out(self.logprobs, responses, left_out)
-        return replace(self, scores=scores, responses=responses, masks=masks, logprobs=logprobs)
+        of_tokens = self.token_scores
+        if of_tokens is not None:
+            zeros = {i: torch.zeros(len(responses[i])) for i in left_out}
+            of_tokens = [zeros.get(i, own) for i, own in enumerate(of_tokens)]
+        return replace(
+            self,
+            scores=scores,
+            responses=responses,
+            masks=masks,
+            logprobs=logprobs,
+            token_scores=of_tokens,
+        )
 
     def _masks_if(self, parts: Sequence[StepInput]) -> Sequence[Tensor] | None:
         """All tokens count where another process has masks, and this one none."""
         if self.masks is None and any(part.masks is not None for part in parts):
             return [torch.ones_like(response) for response in self.responses]
         return self.masks
+
+    def _token_scores_if(self, parts: Sequence[StepInput]) -> Sequence[Tensor] | None:
+        """One score for each response is one for each token, where all have one token."""
+        if self.token_scores is None and any(part.token_scores is not None for part in parts):
+            if any(len(response) != 1 for response in self.responses):
+                raise ValueError(
+                    "in one process scores are numbers for each token, in another one number for "
+                    "each response: pass the same kind in all"
+                )
+            return list(self.scores.view(-1, 1))
+        return self.token_scores
 
 
 def _on_host(known: LogprobsAndValues) -> LogprobsAndValues:

@@ -279,7 +279,10 @@ class PPOTrainer(ClassicMethods):
         Args:
             queries, responses: ``batch_size`` 1-D tensors of token ids; with a ``group_size`` the
                 responses to a query lie one after the other, each with that query.
-            scores: ``batch_size`` tensors of one number each.
+            scores: ``batch_size`` tensors of one number each, which is added to the reward of the
+                last token that counts; or 1-D tensors with a number for each token of a response,
+                added to the rewards of these. What is said of a sample's score below is said of
+                their sum, which is all that a group's baseline reads.
             response_masks: for each response, which of its tokens count; others get no reward, no
                 loss, and are skipped by the advantages.
             rollout: the output that the responses come from; its log-probs and values may serve as
@@ -312,15 +315,21 @@ class PPOTrainer(ClassicMethods):
             size = self.config.batch_size
             data.check_batch_size(queries, responses, size)
             queries, responses, response_masks = data.on_host(queries, responses, response_masks)
+            starts = self.batches.starts(responses)
+            totals, of_tokens = data.check_scores(scores, size, responses, response_masks, starts)
+            if not self.advantages.per_token:
+                of_tokens = None
+            self.transform_scores.check(of_tokens is not None)
             own = StepInput(
                 queries,
                 responses,
-                data.check_scores(scores, size),
+                totals,
                 response_masks,
                 self._weights(data.check_weights(weights, size, self.current_device), rollout),
                 self.rollouts.logprobs(queries, responses, rollout),
                 self._nan_samples(queries, rollout),
                 None if rollout is None else rollout.finish_reasons,
+                of_tokens,
             )
         given = own.of_all(self.processes)
         check_a_sample_is_left(len(given.nan), len(given.queries))
@@ -380,7 +389,9 @@ class PPOTrainer(ClassicMethods):
                 self.rollouts.compared(reuse_stats)
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
-                    final_scores.nan_to_num(), *scored.kl_operands, batch.mask
+                    self._placed(given, final_scores, moments, batch),
+                    *scored.kl_operands,
+                    batch.mask,
                 )
             with clock("compute_advantages"):
                 values, advantages, returns = self.compute_advantages(
@@ -430,12 +441,13 @@ class PPOTrainer(ClassicMethods):
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """-β·KL per token, the score added at each row's last counted token.
+        """-β·KL per token, the score added at each row's last counted token, or scores of tokens
+        added to each.
 
         With ``kl_in="loss"`` β is 0 here.
 
         Args:
-            scores: [B], on any device.
+            scores: [B], or those of tokens [B, T-1], on any device.
             logprobs, ref_logprobs: [B, T-1]; with ``kl_penalty="full"`` log-probs of the whole
                 vocabulary [B, T-1, V], or the KL itself and zeros.
             masks: [B, T-1].
@@ -444,8 +456,13 @@ class PPOTrainer(ClassicMethods):
             rewards, their part without the score, and the KL penalties, each [B, T-1].
         """
         coef = self.kl_place.reward_coef(self.kl_ctl.value)
-        scores = scores.to(logprobs.device)
-        return self._kl_penalty.rewards(scores, logprobs, ref_logprobs, masks.bool(), coef)
+        scores, masks = scores.to(logprobs.device), masks.bool()
+        if scores.dim() == 1:
+            return self._kl_penalty.rewards(scores, logprobs, ref_logprobs, masks, coef)
+        none = scores.new_zeros(len(scores))
+        found = self._kl_penalty.rewards(none, logprobs, ref_logprobs, masks, coef)
+        rewards, non_score_rewards, kls = found
+        return rewards + torch.where(masks, scores, 0.0), non_score_rewards, kls
 
     def compute_advantages(
         self, values: Tensor, rewards: Tensor, mask: Tensor
@@ -531,8 +548,9 @@ class PPOTrainer(ClassicMethods):
 
         Args:
             reward_fn: ``reward_fn(prompts, completions, completion_ids, **columns)`` returns one
-                number per completion; ``columns`` are the other columns of ``dataset``. For a
-                prompt of chat messages it gets these as they are, and the completion as
+                number per completion, or for each a list of one number for each of its
+                ``completion_ids``; ``columns`` are the other columns of ``dataset``. For a prompt
+                of chat messages it gets these as they are, and the completion as
                 ``[{"role": "assistant", "content": text}]``, as in TRL 1.x. It may be an
                 ``async def``, and return None for a completion that it does not judge. Or a list or
                 a dict (by name) of such functions: the reward is their weighted sum.
@@ -767,6 +785,20 @@ class PPOTrainer(ClassicMethods):
         no_scores = torch.zeros(len(batch), device=self.current_device)
         _, _, kls = self.compute_rewards(no_scores, *scored.kl_operands, batch.mask)
         return float(kls.sum(-1).mean())
+
+    def _placed(
+        self, given: StepInput, scores: Tensor, moments: RunningMoments, batch: TokenBatch
+    ) -> Tensor:
+        """The scores as :meth:`compute_rewards` takes them, 0 for samples without one.
+
+        Args:
+            scores: [B], transformed; ``moments`` are those that they come with.
+        """
+        if given.token_scores is None:
+            return scores.nan_to_num()
+        counted = torch.cat(list(given.token_scores))[batch.mask_of_responses()]
+        on_device = to_device(self.transform_scores.of_tokens(counted, moments), scores.device)
+        return batch.scatter(on_device, batch.rows())
 
     def _nan_samples(self, queries: list[Tensor], rollout: RolloutOutput | None) -> list[int]:
         """Indices of samples that ended in NaN logits."""
