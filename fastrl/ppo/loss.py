@@ -225,20 +225,28 @@ class UpdateLoss:
             objective=objective,
         )
 
-    def __call__(self, old: Experience, request: ScoringRequest, new: TokenScores) -> MinibatchLoss:
+    def __call__(
+        self,
+        old: Experience,
+        request: ScoringRequest,
+        new: TokenScores,
+        policy_coef: float = 1.0,
+    ) -> MinibatchLoss:
         """The loss of a mini-batch.
 
         Args:
             old: its experience.
             request: from :meth:`request`, for this mini-batch.
             new: the model's scores for it.
+            policy_coef: of the policy's part.
         """
         objective = request.objective
         assert isinstance(objective, PolicyObjective)
         assert new.loss is not None
         assert new.stats is not None
         value_loss, stats = self.value_loss(new, objective, old.values, old.returns)
-        loss = new.loss + self.vf_coef * value_loss
+        policy_loss = new.loss if policy_coef == 1 else policy_coef * new.loss
+        loss = policy_loss + self.vf_coef * value_loss
         stats["ppo/loss/total"] = loss.detach()
         ratios = (new.logprobs - old.logprobs).exp()
         return MinibatchLoss(loss, stats, new.stats.mean_ratio, ratios, old.advantages)

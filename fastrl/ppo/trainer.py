@@ -68,6 +68,7 @@ from fastrl.ppo.setup import (
 from fastrl.ppo.state import TrainerState, deciding
 from fastrl.ppo.step_input import StepInput
 from fastrl.ppo.update import GradientStep, PPOUpdate
+from fastrl.ppo.warmup import CriticWarmup
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.weighted import RewardFunctions
 from fastrl.rollout import RolloutOutput
@@ -257,6 +258,7 @@ class PPOTrainer(ClassicMethods):
         )
         self._positions = self.scorer.positions, gradient.positions
         self.update = PPOUpdate(config, gradient)
+        self.warmup = CriticWarmup(config)
         self.experience: LastExperience | None = None
         self.current_step = 0
         self._streams: dict[str, PromptStream] = {}  # by the prompts' fingerprint
@@ -378,6 +380,7 @@ class PPOTrainer(ClassicMethods):
         self.advantages.check(given.queries)
         self.score_or_reuse.check(given.logprobs)
 
+        learning = self.warmup.learning(self.current_step)
         final_scores, moments = self.transform_scores(given.scores)
         self._push_if_best(final_scores)
         final_scores = to_device(final_scores, self.current_device)
@@ -407,7 +410,7 @@ class PPOTrainer(ClassicMethods):
                     self.aggregate.weights(batch.mask, given.weights),
                 )
                 try:
-                    record = self.update(batch, experience)
+                    record = self.update(batch, experience, learning)
                 except NonFiniteExperience as error:
                     error.samples = self.nonfinite.experience(batch, scored, rewards)
                     raise
@@ -426,12 +429,15 @@ class PPOTrainer(ClassicMethods):
         result.update(stats.timing_stats(clock.seconds(), batch))
         result.update(stats.position_stats(self._positions, self.processes))
         result.update(reuse_stats)
+        result.update(self.warmup.statistics(learning))
         self._warn_of_negative_kl(result["objective/kl"])
 
         # Last, so that an exception leaves all of it unchanged.
         self.experience = LastExperience(batch.response_mask, experience)
         self.running.become(moments)
-        self.kl_ctl.update(result["objective/kl"], self.config.batch_size * self.processes.count)
+        if learning.policy_learns:
+            size = self.config.batch_size * self.processes.count
+            self.kl_ctl.update(result["objective/kl"], size)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.current_step += 1

@@ -23,6 +23,7 @@ from fastrl.ppo.experience import Experience, shares_of
 from fastrl.ppo.loss import Minibatch, MinibatchLoss, UpdateLoss
 from fastrl.ppo.memory import MicroBatches, PositionCount
 from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers
+from fastrl.ppo.warmup import ALL_LEARNS, Learning
 from fastrl.run.processes import OneProcess, Processes
 
 
@@ -85,6 +86,9 @@ class GradientStep:
             without a look for the samples that make them so.
         processes: each of which computes its share of every mini-batch. All have the same
             mini-batches, and read the same numbers, and so decide the same.
+
+    Attributes:
+        learning: what learns, policy and value function or one of them.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class GradientStep:
         self.loss = loss
         self.nonfinite = nonfinite or NonFiniteNumbers(config.on_nonfinite)
         self.processes = processes or OneProcess()
+        self.learning: Learning = ALL_LEARNS
         self.positions = PositionCount()
         self.micro_batches = MicroBatches(
             "the update",
@@ -228,6 +233,7 @@ class GradientStep:
             largest,
             self.discard,
         )
+        self.learning.keep(self.accelerator.unwrap_model(self.model))
         return self._read(losses, experience)
 
     def _again(self, minibatches: Sequence[Minibatch]) -> Gradient:
@@ -249,7 +255,8 @@ class GradientStep:
                 last = minibatch is minibatches[-1] and i == len(parts) - 1
                 with self._accumulating(last):
                     scores = self.model(**model_pass.inputs, scoring=request)
-                    found.append(self.loss(part.old, request, scores))
+                    coef = self.learning.policy_coef
+                    found.append(self.loss(part.old, request, scores, coef))
                     loss = found[-1].loss
                     self.add(loss if i < counts else loss * 0, len(minibatches))
             joined = self.loss.joined(found[: counts or 1], own.old)
@@ -431,8 +438,13 @@ class PPOUpdate:
         self.shuffle = np.random.RandomState(config.seed)
         self.optimizer_steps = 0  # begun so far
 
-    def __call__(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
+    def __call__(
+        self, batch: TokenBatch, experience: Experience, learning: Learning = ALL_LEARNS
+    ) -> UpdateRecord:
         """
+        Args:
+            learning: what learns in this step.
+
         Raises:
             NonFiniteExperience: a number of the experience is not finite; nothing has changed then.
             FloatingPointError: with ``on_nonfinite="raise"``, a loss or gradient is not; with
@@ -440,6 +452,7 @@ class PPOUpdate:
         """
         order = self.shuffle.get_state()
         record = UpdateRecord(self.gradient.loss.names)
+        self.gradient.learning = learning
         unread: Tensor | None = (experience.logprobs + experience.returns).sum()
         try:
             with self._memory_saved():

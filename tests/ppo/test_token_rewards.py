@@ -17,6 +17,7 @@ from fastrl.run.ledger import read_ledger
 from tests import seq2seq_models, tiny_models
 from tests.golden import tiny
 from tests.ppo.conftest import BATCH, make_batch, make_policy, make_trainer, perturbed
+from tests.ppo.exact_ppo import exact_step
 
 TEXTS = ["w3 w4", "w5 w6 w7", "w8", "w9 w10", "w11 w12", "w13 w14 w15 w16"]
 SAMPLING = {"max_new_tokens": 6, "top_k": 0}
@@ -35,64 +36,6 @@ def per_token(responses: list[Tensor], seed: int = 3) -> list[Tensor]:
 def batch_of_tokens(**changes: Any) -> dict[str, Any]:
     batch = make_batch()
     return {**batch, "scores": per_token(batch["responses"]), **changes}
-
-
-def scored(model: Any, query: Tensor, response: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probs and values of a response's tokens by a model in float64, without fastrl's heads."""
-    out = model.pretrained_model(torch.cat([query, response])[None], output_hidden_states=True)
-    where = slice(len(query) - 1, -1)
-    logprobs = out.logits[0, where].log_softmax(-1).gather(-1, response[:, None])[:, 0]
-    return logprobs, model.v_head.summary(out.hidden_states[-1][0, where])[:, 0]
-
-
-def exact_step(
-    policy: Any,
-    reference: Any,
-    batch: dict[str, Any],
-    *,
-    rate: float,
-    coef: float = 0.3,
-    gamma: float = 1.0,
-    lam: float = 0.95,
-    vf_coef: float = 0.1,
-    epochs: int = 1,
-    clip: float = 0.2,
-) -> None:
-    """A step with SGD on the whole batch by the formulas alone, response by response, in
-    float64."""
-    given = list(zip(batch["queries"], batch["responses"], batch["scores"], strict=True))
-    advantages, returns, old = [], [], []
-    with torch.no_grad():
-        for query, response, scores in given:
-            logprobs, values = scored(policy, query, response)
-            rewards = scores.double() - coef * (logprobs - scored(reference, query, response)[0])
-            next_value = next_advantage = torch.zeros((), dtype=torch.float64)
-            found: list[Tensor] = []
-            for r, v in zip(rewards.flip(0), values.flip(0), strict=True):
-                next_advantage = r + gamma * next_value - v + gamma * lam * next_advantage
-                next_value = v
-                found.insert(0, next_advantage)
-            advantages.append(torch.stack(found))
-            returns.append(advantages[-1] + values)
-            old.append((logprobs, values))
-    flat = torch.cat(advantages)
-    whitened = ((flat - flat.mean()) / (flat.var() + 1e-8).sqrt()).split(list(map(len, advantages)))
-    for _ in range(epochs):
-        policy.zero_grad()
-        losses = []
-        for (query, response, _), a, ret, (old_lp, old_v) in zip(
-            given, whitened, returns, old, strict=True
-        ):
-            logprobs, values = scored(policy, query, response)
-            ratio = (logprobs - old_lp).exp()
-            loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - clip, 1 + clip))
-            near = values.clamp(old_v - clip, old_v + clip)
-            value_loss = 0.5 * torch.maximum((values - ret).square(), (near - ret).square())
-            losses.append(loss + vf_coef * value_loss)
-        torch.cat(losses).mean().backward()
-        with torch.no_grad():
-            for p in policy.parameters():
-                p -= rate * p.grad
 
 
 def sgd_trainer(rate: float, epochs: int, **settings: Any) -> PPOTrainer:
