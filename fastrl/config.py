@@ -315,6 +315,14 @@ class PPOConfig:
     critic_warmup_steps: int = setting(
         "First steps in which the value function alone learns; the policy stays as it is.", 0
     )
+    critic: str | None = setting(
+        "A model of its own that learns the values, in place of a value head on the policy: path "
+        "or Hub id of a reward model, or of a language model, which gets a new head.",
+        None,
+    )
+    critic_learning_rate: float | None = setting(
+        "With a critic of its own: its learning rate, if it differs from learning_rate.", None
+    )
     cliprange: float = setting("Clip range of the probability ratio.", 0.2)
     cliprange_high: float | None = setting("Clip range of the ratio above 1, if it differs.", None)
     policy_loss: str = setting(
@@ -500,6 +508,7 @@ class PPOConfig:
             "max_kl",
             "max_ratio",
             "lam_length_alpha",
+            "critic_learning_rate",
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -582,7 +591,7 @@ class PPOConfig:
                     f"another advantage ({', '.join(ADVANTAGES[1:])})"
                 )
             return
-        for name in ("lam_value", "lam_length_alpha", "critic_warmup_steps"):
+        for name in ("lam_value", "lam_length_alpha", "critic_warmup_steps", "critic"):
             if getattr(self, name) != PPOConfig.__dataclass_fields__[name].default:
                 raise ValueError(
                     f"{name} is of a value function, and {asked} learns none: leave it out, or "

@@ -17,7 +17,7 @@ from fastrl.data.batch import BatchMaker
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.utils import evaluating
 from fastrl.ppo.experience import Scorer, scored_in_parts
-from fastrl.ppo.loss import Aggregate
+from fastrl.ppo.loss import Aggregate, UpdateLoss
 from fastrl.ppo.nonfinite import NonFiniteNumbers
 from fastrl.ppo.update import PPOUpdate
 from fastrl.run import metrics
@@ -98,8 +98,17 @@ class ClassicMethods:
 
         Each of the two losses has its own gradient. ``step()`` computes both in one pass, to the
         same numbers. A KL term (``kl_in="loss"``) and what entropies do are not part of them.
+
+        Raises:
+            ValueError: a critic of its own learns the values.
         """
+        if self.update.critic is not None:
+            raise ValueError(
+                "the policy's and the critic's losses are minimised apart, and this is that of "
+                "one model: call step()"
+            )
         update = self.update.gradient.loss
+        assert isinstance(update, UpdateLoss)
         mask = torch.atleast_2d(mask.bool())
         weights = self.aggregate.weights(mask, None)
 

@@ -6,7 +6,8 @@ import inspect
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fastrl.data.choose_padding import choose_padding
 from fastrl.data.prompts import PromptStream
 from fastrl.data.token_batch import TokenBatch
 from fastrl.models import PreTrainedModelWrapper
+from fastrl.models.critic import Critic
 from fastrl.models.host_memory import to_device
 from fastrl.models.master_weights import handles_rounding
 from fastrl.models.optimizers import (
@@ -39,6 +41,7 @@ from fastrl.plan.skeleton import Skeleton
 from fastrl.ppo import stats
 from fastrl.ppo.advantages import make_advantages
 from fastrl.ppo.classic import ClassicMethods
+from fastrl.ppo.critic import CriticLearner, checked_critic
 from fastrl.ppo.experience import Experience, LastExperience, Scorer, check_tokens
 from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
 from fastrl.ppo.loop import Loop
@@ -123,6 +126,9 @@ class PPOTrainer(ClassicMethods):
         lr_scheduler: stepped once per step(); wrapped by accelerate afterwards.
         training_data_collator: pads model inputs in place of the trainer; gets dicts of
             ``input_ids`` and ``attention_mask``.
+        critic: a model of its own that learns the values, by an optimizer of its own, so that the
+            policy needs no value head; in place of ``PPOConfig.critic``: a sequence classifier with
+            one label (a reward model, say) or its path.
 
     Attributes:
         autocast_by_default: the mixed precision, where nobody has said any; None: accelerate's own.
@@ -130,6 +136,7 @@ class PPOTrainer(ClassicMethods):
         reference: the reference policy, of which ``ref_model`` is the model.
         scorer: runs policy and reference over a batch.
         update: minimises the clipped loss over a batch's experience.
+        critic: learns the values where the policy's value head does not; else None.
         experience: what the last step learned from; None before the first.
         kl_ctl: the KL coefficient; ``running``: the moments of all scores so far.
 
@@ -151,13 +158,19 @@ class PPOTrainer(ClassicMethods):
         num_shared_layers: int | None = None,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         training_data_collator: Callable | None = None,
+        critic: Critic | PreTrainedModel | str | Path | None = None,
     ):
         config = config or PPOConfig()
+        has_critic = critic is not None
         if isinstance(config, PPOConfig):
             check_optimizer(config.optim, optimizer, config.optim_args)
-        model, ref_model = checked_policies(config, model, ref_model, tokenizer, lr_scheduler)
+            has_critic = has_critic or config.critic is not None
+        model, ref_model = checked_policies(
+            config, model, ref_model, tokenizer, lr_scheduler, has_critic
+        )
         warn_of_a_single_response(config)
         set_seed(config.seed)
+        critic_model = checked_critic(config, critic, model, tokenizer)
         self.config = config
         self.tokenizer: Any = tokenizer
         self.is_encoder_decoder = model.is_encoder_decoder
@@ -208,6 +221,17 @@ class PPOTrainer(ClassicMethods):
         self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
         self.kl_place = make_kl_place(config)
         self.advantages = make_advantages(config)
+        loss = UpdateLoss(config, has_values=config.needs_values and critic_model is None)
+        self.aggregate = loss.aggregate
+        self.nonfinite = NonFiniteNumbers(
+            config.on_nonfinite, lambda ids: self.tokenizer.decode(ids)
+        )
+        self.critic: CriticLearner | None = None
+        if critic_model is not None:
+            self.critic = CriticLearner(
+                config, critic_model, self.accelerator, loss, self.nonfinite, self.processes
+            )
+        values_model = None if self.critic is None else self.critic.model
         precision = precision_of(model, self.accelerator)
         check_merging(config, model, precision)
         choose_heads(self.current_device, self.model, self.ref_model)
@@ -217,6 +241,7 @@ class PPOTrainer(ClassicMethods):
             precision,
             self.model,
             self.ref_model,
+            values_model,
             anywhere=self.processes.any,
         )
         self.batches = make_batches(model, tokenizer, training_data_collator, self.padding)
@@ -228,6 +253,7 @@ class PPOTrainer(ClassicMethods):
             precision,
             config.temperature,
             self.processes,
+            values_model,
         )
         # The KL over the vocabulary needs the policy's logits, and hence its forward.
         kind = "recompute" if self._kl_penalty.needs_logits else config.old_logprobs
@@ -242,11 +268,6 @@ class PPOTrainer(ClassicMethods):
             self.accelerator,
             self.processes,
         )
-        loss = UpdateLoss(config)
-        self.aggregate = loss.aggregate
-        self.nonfinite = NonFiniteNumbers(
-            config.on_nonfinite, lambda ids: self.tokenizer.decode(ids)
-        )
         gradient = GradientStep(
             config,
             self.accelerator,
@@ -257,7 +278,7 @@ class PPOTrainer(ClassicMethods):
             self.processes,
         )
         self._positions = self.scorer.positions, gradient.positions
-        self.update = PPOUpdate(config, gradient)
+        self.update = PPOUpdate(config, gradient, self.critic)
         self.warmup = CriticWarmup(config)
         self.experience: LastExperience | None = None
         self.current_step = 0
@@ -377,6 +398,8 @@ class PPOTrainer(ClassicMethods):
         batch = self.make_batch(given.queries, given.responses, given.masks)
         most = self.config.micro_batch_tokens
         check_tokens(most, batch.prompt_lengths, batch.response_lengths)
+        if self.critic is not None:
+            self.critic.unwrapped.check_lengths(batch.lengths)
         self.advantages.check(given.queries)
         self.score_or_reuse.check(given.logprobs)
 
@@ -386,7 +409,7 @@ class PPOTrainer(ClassicMethods):
         final_scores = to_device(final_scores, self.current_device)
         self.rollouts.before_update()
         clock = start_clock(self.current_device)
-        with evaluating(self.model), PPODecorators.empty_device_cache():
+        with self._evaluating(), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
                 scored, reuse_stats = self.score_or_reuse(batch, given.logprobs)
                 self.rollouts.compared(reuse_stats)
@@ -717,7 +740,8 @@ class PPOTrainer(ClassicMethods):
         """Statistics of a step, fetched from the device in one transfer."""
         batch, record = step["batch"], step["record"]
         of_groups = self.advantages.statistics(step["scores"])
-        on_device = {**stats.device_stats(**step), **of_groups}
+        of_update = stats.device_stats(**step, vf_coef=self.config.vf_coef)
+        on_device = {**of_update, **of_groups}
         result: dict[str, Any] = {
             name: value.item() if value.ndim == 0 else value
             for name, value in stats.fetch(on_device).items()
@@ -725,10 +749,13 @@ class PPOTrainer(ClassicMethods):
         result.update(stats.host_stats(batch, record))
         result["objective/kl_coef"] = kl_coef
         result["ppo/learning_rate"] = learning_rate_of(self.optimizer)
+        if self.critic is not None:
+            result.update(self.critic.statistics())
         return result
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Saves model with value head, tokenizer, and a model card where there is none.
+        """Saves model with value head, tokenizer, and a model card where there is none; a critic of
+        its own in ``critic/``.
 
         Raises:
             ValueError: layers that are shared with the reference have changed.
@@ -742,6 +769,8 @@ class PPOTrainer(ClassicMethods):
         card = Path(save_directory) / "README.md"
         own = card.read_bytes() if card.exists() else None
         self._unwrapped.save_pretrained(save_directory, state_dict=state_dict)
+        if self.critic is not None:
+            self.critic.save_pretrained(save_directory)
         self.tokenizer.save_pretrained(save_directory)
         # PEFT writes a card of its own.
         if own is None:
@@ -786,11 +815,21 @@ class PPOTrainer(ClassicMethods):
         if not queries:
             return math.nan
         batch = self.make_batch(list(queries), list(responses), None)
-        with evaluating(self.model):
+        with self._evaluating():
             scored = self.scorer(batch)
         no_scores = torch.zeros(len(batch), device=self.current_device)
         _, _, kls = self.compute_rewards(no_scores, *scored.kl_operands, batch.mask)
         return float(kls.sum(-1).mean())
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Context in which policy and critic are in evaluation mode."""
+        with evaluating(self.model):
+            if self.critic is None:
+                yield
+            else:
+                with evaluating(self.critic.model):
+                    yield
 
     def _placed(
         self, given: StepInput, scores: Tensor, moments: RunningMoments, batch: TokenBatch

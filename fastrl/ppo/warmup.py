@@ -32,7 +32,7 @@ class AllLearns:
 
 
 class ValuesLearn:
-    """The value head alone, of a policy that has one.
+    """The value function alone: a critic of its own, or the value head of the policy.
 
     An optimizer leaves weights without a gradient as they are, and their moments too; a gradient of
     0 would not do for that, because of moments and weight decay.

@@ -259,3 +259,198 @@ def test_settings_out_of_range_are_refused(settings, message) -> None:
 def test_without_a_value_function_they_are_refused(settings) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(settings))} is of a value function"):
         PPOConfig(advantage="rloo", group_size=2, **settings)
+
+
+def classifier(dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    """A reward model of the policies' vocabulary, wider than they are."""
+    from transformers import AutoModelForSequenceClassification, LlamaConfig
+
+    torch.manual_seed(2)
+    sizes = {
+        "vocab_size": tiny.VOCABULARY, "hidden_size": 24, "intermediate_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 48, "num_labels": 1, "pad_token_id": tiny.PAD,
+    }  # fmt: skip
+    config = LlamaConfig(**{**sizes, **settings})
+    return AutoModelForSequenceClassification.from_config(config).to(dtype)
+
+
+def values_of(model: Any, query: Tensor, response: Tensor) -> tuple[None, Tensor]:
+    hidden = model.model(torch.cat([query, response])[None]).last_hidden_state
+    return None, model.score(hidden)[0, len(query) - 1 : -1, 0]
+
+
+def critic_trainer(critic: Any = None, policy: Any = None, **settings: Any) -> PPOTrainer:
+    settings = {"batch_size": BATCH, "mini_batch_size": 2, "learning_rate": 1e-3, **settings}
+    critic = classifier() if critic is None else critic
+    policy = policy or tiny_models.language_model()
+    return PPOTrainer(PPOConfig(**settings), policy, None, tiny.tokenizer(), critic=critic)
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_step_with_a_critic_follows_the_formulas_in_float64(warmup, padding_free) -> None:
+    critic, policy = classifier(), make_policy()
+    settings = {
+        "batch_size": BATCH, "mini_batch_size": BATCH, "ppo_epochs": 2, "init_kl_coef": 0.3,
+        "adap_kl_ctrl": False, "critic_warmup_steps": warmup, "padding_free": padding_free,
+        "optim": "sgd", "learning_rate": RATE, "critic_learning_rate": RATE, "vf_coef": 0.5,
+    }  # fmt: skip
+    config, reference = PPOConfig(**settings), perturbed(make_policy())
+    trainer = PPOTrainer(config, policy, reference, tiny.tokenizer(), critic=critic)
+    before, critics, batch = weights(policy), weights(critic), batch_of_tokens()
+    stats = trainer.step(**batch)
+
+    own, exact_critic = make_policy().double().eval(), classifier(torch.float64).eval()
+    exact_step(
+        own, perturbed(make_policy()).double().eval(), batch, rate=RATE, epochs=2, vf_coef=0.5,
+        critic=values_of, critic_model=exact_critic, learns=lambda _: not warmup,
+    )  # fmt: skip
+    assert_moved_alike(policy, before, own)
+    assert_moved_alike(critic, critics, exact_critic)
+    assert torch.equal(policy.v_head.summary.weight, before["v_head.summary.weight"])
+    assert any(not torch.equal(x, critics[k]) for k, x in weights(critic).items() if "mlp" in k)
+    moved = [k for k, x in weights(policy).items() if not torch.equal(x, before[k])]
+    assert bool(moved) == (not warmup)
+    assert stats["ppo/critic/optimizer_steps"] == 2
+    assert stats["ppo/optimizer_steps"] == (0 if warmup else 2)
+    assert stats["ppo/critic/learning_rate"] == RATE
+    total = 0.5 * stats["ppo/loss/value"] + (0 if warmup else stats["ppo/loss/policy"])
+    assert stats["ppo/loss/total"] == pytest.approx(total, rel=1e-5)
+    assert math.isfinite(stats["ppo/val/explained_variance"])
+
+
+def test_a_critic_in_parts_of_a_mini_batch_learns_the_same() -> None:
+    batch = make_batch()
+    whole, parts = critic_trainer(), critic_trainer(micro_batch_tokens=20)
+    stats, in_parts = whole.step(**batch), parts.step(**batch)
+    for name in ("ppo/loss/value", "ppo/val/var", "ppo/returns/var", "ppo/val/vpred"):
+        assert in_parts[name] == pytest.approx(stats[name], rel=1e-4), name
+    expected = weights(whole.critic.unwrapped)
+    for name, x in weights(parts.critic.unwrapped).items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_values_come_from_the_critic_where_log_probs_come_from_the_rollout(tmp_path) -> None:
+    trainer = critic_trainer(old_logprobs="rollout")
+    seen: list[Tensor] = []
+    compute = trainer.compute_advantages
+    trainer.compute_advantages = lambda v, *a: seen.append(v) or compute(v, *a)  # type: ignore[method-assign]
+    expected = classifier().eval()
+    result = trainer.train(
+        lengths, prompts=TEXTS, steps=1, output=tmp_path, progress=False, eval_prompts=TEXTS[:2],
+        generation_kwargs={"max_new_tokens": 5, "top_k": 0},
+    )  # fmt: skip
+    assert result.history[0]["rollout/reused"] == 1
+    from fastrl.run.ledger import read_ledger
+
+    for i, row in enumerate(read_ledger(tmp_path / "ledger").to_pylist()):
+        pair = torch.tensor(row["prompt_ids"]), torch.tensor(row["completion_ids"])
+        with torch.no_grad():
+            values = values_of(expected, *pair)[1]
+        begin = len(pair[0]) - 1
+        got = seen[0][i][begin : begin + len(values)]
+        torch.testing.assert_close(got, values, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_run_with_a_critic_is_resumed_bit_for_bit(tmp_path, stop: int) -> None:
+    classifier().save_pretrained(tmp_path / "reward")
+
+    def train(output: Any, steps: int, **arguments: Any) -> PPOTrainer:
+        config = PPOConfig(
+            batch_size=BATCH, mini_batch_size=2, learning_rate=1e-3, critic_warmup_steps=2,
+            critic=str(tmp_path / "reward"), critic_learning_rate=3e-3,
+        )  # fmt: skip
+        trainer = PPOTrainer(config, tiny_models.language_model(), None, tiny.tokenizer())
+        trainer.train(
+            lengths, prompts=TEXTS, steps=steps, output=output, progress=False,
+            generation_kwargs={"max_new_tokens": 5, "top_k": 0}, **arguments,
+        )  # fmt: skip
+        return trainer
+
+    whole = train(tmp_path / "whole", 4)
+    train(tmp_path / "two", stop)
+    two = train(tmp_path / "two", 4, resume=True)
+    for one, other in ((whole.model, two.model), (whole.critic.unwrapped, two.critic.unwrapped)):
+        expected = weights(one)
+        assert all(torch.equal(x, expected[name]) for name, x in weights(other).items())
+    whole.save_pretrained(tmp_path / "saved")
+    again = critic_trainer(critic=str(tmp_path / "saved" / "critic"))
+    expected = weights(whole.critic.unwrapped)
+    assert all(torch.equal(x, expected[k]) for k, x in weights(again.critic.unwrapped).items())
+
+
+def test_a_checkpoint_with_a_critic_is_not_that_of_a_trainer_without(unchanged) -> None:
+    state = critic_trainer().state_dict()
+    trainer = make_trainer(policy=tiny_models.policy())
+    with unchanged(trainer), pytest.raises(ValueError, match="had a critic of its own: make the"):
+        trainer.load_state_dict(state)
+    with pytest.raises(ValueError, match="had no critic of its own"):
+        critic_trainer().load_state_dict(trainer.state_dict())
+
+
+@pytest.mark.parametrize("after", ["policy", "critic"])
+def test_an_error_in_an_update_leaves_no_gradient_behind(after: str) -> None:
+    trainer = critic_trainer()
+    learner = trainer.critic if after == "critic" else trainer.update
+    begun = trainer.update.shuffle.get_state()[1].tolist()
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = learner.gradient.optimizer.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step(**make_batch())
+    handle.remove()
+    for model in (trainer.model, trainer.critic.model):
+        assert all(p.grad is None for p in model.parameters())
+    assert trainer.update.shuffle.get_state()[1].tolist() == begun
+    trainer.step(**make_batch())
+
+
+def test_values_that_are_not_finite_leave_the_sample_out() -> None:
+    critic = classifier()
+    with torch.no_grad():
+        critic.model.embed_tokens.weight[11] = math.nan
+    batch = make_batch()
+    for name in ("queries", "responses"):
+        batch[name] = [torch.where(ids == 11, 12, ids) for ids in batch[name]]
+    batch["responses"][2][0] = 11
+    with pytest.warns(UserWarning, match=r"its values, prompt .*left out of the step"):
+        stats = critic_trainer(critic).step(**batch)
+    assert stats["ppo/nonfinite_samples"] == 1
+
+
+def without_pad_head() -> Any:
+    from transformers import AutoModelForSequenceClassification, BertConfig
+
+    config = BertConfig(
+        vocab_size=tiny.VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, num_labels=1,
+    )  # fmt: skip
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("critic", "settings", "error", "message"),
+    [
+        (tiny_models.language_model, {}, ValueError, "has no head that gives each token one"),
+        (lambda: classifier(num_labels=2), {}, ValueError, "has no head that gives each token one"),
+        (without_pad_head, {}, ValueError, "reads both ways|has no head"),
+        (lambda: classifier(vocab_size=5), {}, ValueError, "the critic knows 5 tokens"),
+        (lambda: classifier().requires_grad_(False), {}, ValueError, "nothing of the model can be"),
+        (lambda: 3, {}, TypeError, "critic must be a path, or a sequence classifier"),
+        (classifier, {"advantage": "rloo", "group_size": 2}, ValueError, "critic is for values"),
+    ],
+    ids=["language model", "labels", "encoder", "vocabulary", "frozen", "number", "groups"],
+)
+def test_what_cannot_be_a_critic_is_refused(critic, settings, error, message) -> None:
+    with pytest.raises(error, match=message):
+        critic_trainer(critic(), **settings)
+
+
+def test_a_sample_beyond_the_critics_context_is_refused(unchanged) -> None:
+    trainer = critic_trainer(classifier(max_position_embeddings=8))
+    with unchanged(trainer), pytest.raises(ValueError, match="beyond the critic's context of 8"):
+        trainer.step(**make_batch())
