@@ -721,7 +721,8 @@ class PPOTrainer(ClassicMethods):
         kind = torch.device(self.current_device).type
         skeleton = Skeleton.of(self._unwrapped)
         lengths = prompt_tokens, response_tokens
-        return plan_ppo(type(self), skeleton, self.config, *lengths, kind)
+        critic = None if self.critic is None else Skeleton.of(self.critic.unwrapped)
+        return plan_ppo(type(self), skeleton, self.config, *lengths, kind, critic=critic)
 
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> Any:
         """Makes a shuffled loader of whole batches of ``batch_size / group_size`` samples.
