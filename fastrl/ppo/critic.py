@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from torch import Tensor
 
 from fastrl.config import PPOConfig
 from fastrl.models.critic import Critic
@@ -23,10 +25,11 @@ from fastrl.models.optimizers import (
     make_optimizer,
     set_learning_rate,
 )
+from fastrl.models.sharding import gathered_state_dict, spread
 from fastrl.models.utils import model_identity, warn_of_lost_updates
 from fastrl.ppo.loss import UpdateLoss, ValueLoss
 from fastrl.ppo.nonfinite import NonFiniteNumbers
-from fastrl.ppo.setup import prepared
+from fastrl.ppo.setup import loads_once, prepared
 from fastrl.ppo.update import GradientStep
 from fastrl.run.checkpoints import BadCheckpoint, check_weights, describe_weights
 from fastrl.run.processes import Processes
@@ -86,9 +89,6 @@ class CriticLearner:
         model: the model as accelerate has wrapped it; ``unwrapped``: without that.
         gradient: of its value loss, along which the optimizer steps.
         optimizer_steps: begun so far.
-
-    Raises:
-        ValueError: FSDP, which spreads one model.
     """
 
     def __init__(
@@ -100,14 +100,10 @@ class CriticLearner:
         nonfinite: NonFiniteNumbers,
         processes: Processes,
     ):
-        if accelerator.is_fsdp2:
-            raise ValueError(
-                "a critic of its own is not for FSDP2: start with DDP (accelerate launch without "
-                "--use_fsdp), or let the policy's value head learn the values"
-            )
         rate = config.learning_rate
         rate = rate if config.critic_learning_rate is None else config.critic_learning_rate
-        optimizer = make_optimizer(critic, config.optim, rate, config.optim_args)
+        fused = not loads_once(accelerator)
+        optimizer = make_optimizer(critic, config.optim, rate, config.optim_args, fused)
         if not config.master_weights:
             warn_of_lost_updates(critic, "set master_weights, or load the critic in float32")
         optimizer = keep_state(
@@ -115,9 +111,11 @@ class CriticLearner:
             master_weights=config.master_weights,
             on_host=config.offload_optimizer,
             device=accelerator.device,
+            spread=accelerator.is_fsdp2,
         )
         self.config, self.unwrapped = config, critic
-        self.model, self.optimizer = prepared(accelerator, critic, optimizer)
+        with _own_layers(accelerator, critic):
+            self.model, self.optimizer = prepared(accelerator, critic, optimizer)
         self.gradient = GradientStep(
             config, accelerator, self.model, self.optimizer, ValueLoss(config, loss), nonfinite,
             processes,
@@ -130,7 +128,9 @@ class CriticLearner:
         return f"{found['model']} {found['frozen weights']}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last complete step; tensors are not copies."""
+        """The state after the last complete step; tensors are not copies, and spread over processes
+        as the critic has them."""
+        spread(self.unwrapped)
         return {
             "weights": trained_weights(self.unwrapped),
             "optimizer": optimizer_state(self.optimizer, self.unwrapped),
@@ -142,6 +142,7 @@ class CriticLearner:
         Raises:
             BadCheckpoint: the state of another critic.
         """
+        spread(self.unwrapped)
         own = trained_weights(self.unwrapped)
         check_weights(describe_weights(state["weights"]), describe_weights(own))
 
@@ -159,9 +160,41 @@ class CriticLearner:
     def statistics(self) -> dict[str, float]:
         return {"ppo/critic/learning_rate": learning_rate_of(self.optimizer)}
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Saves the critic in a model's folder."""
-        self.unwrapped.save_pretrained(Path(folder) / FOLDER)
+    def gathered(self, *, keep: bool) -> dict[str, Tensor] | None:
+        """The classifier's weights, where they are spread over processes, all of which must ask for
+        them; else None.
+
+        Args:
+            keep: whether this process keeps them.
+        """
+        found = gathered_state_dict(self.unwrapped, keep=keep)
+        prefix = "pretrained_model."
+        return None if found is None else {k.removeprefix(prefix): x for k, x in found.items()}
+
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor] | None) -> None:
+        """Saves the critic in a model's folder.
+
+        Args:
+            state_dict: as :meth:`gathered` returned it.
+        """
+        self.unwrapped.save_pretrained(Path(folder) / FOLDER, state_dict=state_dict)
+
+
+@contextmanager
+def _own_layers(accelerator: Accelerator, critic: Critic) -> Iterator[None]:
+    """Context in which FSDP spreads the critic by its own kind of layers, where it has none of the
+    policy's."""
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    names = None if plugin is None else plugin.transformer_cls_names_to_wrap
+    kinds = {type(module).__name__ for module in critic.modules()}
+    if plugin is None or not names or kinds & {*names}:
+        yield
+        return
+    plugin.transformer_cls_names_to_wrap = None
+    try:
+        yield
+    finally:
+        plugin.transformer_cls_names_to_wrap = names
 
 
 def check_states_critic(critic: CriticLearner | None, state: Mapping[str, Any]) -> None:

@@ -765,13 +765,16 @@ class PPOTrainer(ClassicMethods):
         state_dict = gathered_state_dict(self._unwrapped, keep=self.processes.is_main)
         if state_dict is None:
             state_dict = self.accelerator.get_state_dict(self.model)
+        of_critic = None
+        if self.critic is not None:
+            of_critic = self.critic.gathered(keep=self.processes.is_main)
         if not self.accelerator.is_main_process:
             return
         card = Path(save_directory) / "README.md"
         own = card.read_bytes() if card.exists() else None
         self._unwrapped.save_pretrained(save_directory, state_dict=state_dict)
         if self.critic is not None:
-            self.critic.save_pretrained(save_directory)
+            self.critic.save_pretrained(save_directory, of_critic)
         self.tokenizer.save_pretrained(save_directory)
         # PEFT writes a card of its own.
         if own is None:

@@ -62,8 +62,8 @@ def _reward_of_tokens(completion_ids: list[list[int]], **_: Any) -> list[list[fl
     return [[(token % 5) / 5 - 0.3 for token in ids] for ids in completion_ids]
 
 
-def with_critic(**settings: Any) -> dict[str, Any]:
-    """Rewards of tokens, and values of a model of its own, which learns alone in the first step."""
+def critic_trainer() -> PPOTrainer:
+    """Whose values are of a model of its own, which learns alone in the first step."""
     torch.manual_seed(3)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_labels": 1}
@@ -71,17 +71,21 @@ def with_critic(**settings: Any) -> dict[str, Any]:
         vocab_size=tiny.VOCABULARY, pad_token_id=tiny.PAD, **sizes, **heads
     )
     model = transformers.LlamaForSequenceClassification(config)
-    trainer = PPOTrainer(
-        PPOConfig(
-            **sizes_of_steps(), optim="sgd", learning_rate=0.1, critic_warmup_steps=1, **settings
-        ),
+    return PPOTrainer(
+        PPOConfig(**sizes_of_steps(), optim="sgd", learning_rate=0.1, critic_warmup_steps=1),
         tiny_models.language_model("gpt2"),
         None,
         tiny.tokenizer(),
         critic=model,
     )
+
+
+def with_critic(trainer: PPOTrainer | None = None) -> dict[str, Any]:
+    """Rewards of tokens, and values of a critic of its own."""
+    trainer = trainer or critic_trainer()
     found = policy_gradient(_reward_of_tokens, trainer=trainer)
-    return found | {"critic": weights_of(model)}
+    assert trainer.critic is not None
+    return found | {"critic": weights_of(trainer.critic.unwrapped)}
 
 
 def sizes_of_steps() -> dict[str, int]:
