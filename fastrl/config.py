@@ -354,6 +354,27 @@ class PPOConfig:
     # PPO
     gamma: float = setting("Discount γ.", 1.0)
     lam: float = setting("λ of generalised advantage estimation.", 0.95)
+    lam_value: float | None = setting(
+        "λ of the returns that the value function learns, where it differs from that of the "
+        "advantages; 1 (no bias) is usual for long responses whose reward comes at the end (VAPO).",
+        None,
+    )
+    lam_length_alpha: float | None = setting(
+        "α of a λ for each response of l tokens, 1 - 1/(α·l) and at least 0, in place of lam for "
+        "the advantages (VAPO; 0.05 is its value).",
+        None,
+    )
+    critic_warmup_steps: int = setting(
+        "First steps in which the value function alone learns; the policy stays as it is.", 0
+    )
+    critic: str | None = setting(
+        "A model of its own that learns the values, in place of a value head on the policy: path "
+        "or Hub id of a reward model, or of a language model, which gets a new head.",
+        None,
+    )
+    critic_learning_rate: float | None = setting(
+        "With a critic of its own: its learning rate, if it differs from learning_rate.", None
+    )
     cliprange: float = setting("Clip range of the probability ratio.", 0.2)
     cliprange_high: float | None = setting("Clip range of the ratio above 1, if it differs.", None)
     policy_loss: str = setting(
@@ -530,12 +551,15 @@ class PPOConfig:
             "overlong_penalty",
             "vespo_k_pos",
             "vespo_k_neg",
+            "critic_warmup_steps",
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more and finite, got {getattr(self, name)}")
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        if self.lam_value is not None and not 0 <= self.lam_value <= 1:
+            raise ValueError(f"lam_value must lie in [0, 1] or be None, got {self.lam_value}")
         for name in (
             "max_grad_norm",
             "score_clip",
@@ -545,6 +569,8 @@ class PPOConfig:
             "overlong_buffer",
             "max_kl",
             "max_ratio",
+            "lam_length_alpha",
+            "critic_learning_rate",
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -666,6 +692,12 @@ class PPOConfig:
                     f"another advantage ({', '.join(ADVANTAGES[1:])})"
                 )
             return
+        for name in ("lam_value", "lam_length_alpha", "critic_warmup_steps", "critic"):
+            if getattr(self, name) != PPOConfig.__dataclass_fields__[name].default:
+                raise ValueError(
+                    f"{name} is of a value function, and {asked} learns none: leave it out, or "
+                    "choose advantage='gae'"
+                )
         if size < 2 and self.compares_groups:
             raise ValueError(
                 f"{asked} with group_size={size}: a group of one has nothing to be compared with; "

@@ -63,7 +63,8 @@ def test_defaults_are_those_of_trl():
     ours |= {"loss_norm_length", "temperature", "loss_denominator", "on_nonfinite", "ddp_timeout"}
     ours |= {"policy_loss", "ratio_level", "delta", "entropy_coef", "top_entropy_quantile"}
     ours |= {"dynamic_sampling_rounds", "overlong_buffer", "overlong_penalty"}
-    ours |= {"mask_truncated_completions"}
+    ours |= {"mask_truncated_completions", "lam_value", "lam_length_alpha"}
+    ours |= {"critic", "critic_learning_rate", "critic_warmup_steps"}
     ours |= {"sapo_temperature_pos", "sapo_temperature_neg"}
     ours |= {"sampler_correction", "sampler_correction_min", "sampler_correction_max"}
     ours |= {"vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"}

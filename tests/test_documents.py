@@ -370,11 +370,18 @@ def assert_described(keys: Any) -> None:
         {},
         {"rollout_backend": "generate", "kl_in": "loss"},
         {"advantage": "grpo", "group_size": 2},
+        {"critic_warmup_steps": 2},
+        {"critic": "model"},
     ],
-    ids=["ppo", "generate", "grpo"],
+    ids=["ppo", "generate", "grpo", "warm-up", "critic"],
 )
-def test_every_statistic_of_ppo_is_described(settings: dict[str, Any]) -> None:
+def test_every_statistic_of_ppo_is_described(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
     evaluations = []
+    if "critic" in settings:
+        tiny_models.language_model().save_pretrained(tmp_path / "model")
+        monkeypatch.chdir(tmp_path)
 
     class Keep(TrainCallback):
         def on_eval(self, trainer: Any, step: int, evaluation: Any) -> None:

@@ -376,7 +376,8 @@ def make_trainer(job: PPOJob, config: PPOConfig, tokenizer: Any) -> PPOTrainer:
     from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
     from fastrl.ppo import PPOTrainer
 
-    kind = AutoModelForCausalLMWithValueHead if config.needs_values else CausalLMPolicy
+    own_values = config.needs_values and config.critic is None
+    kind = AutoModelForCausalLMWithValueHead if own_values else CausalLMPolicy
     set_seed(config.seed)  # of a new value head or adapter, whatever was drawn before
     model = kind.from_pretrained(
         job.model,

@@ -102,6 +102,10 @@ class BatchMaker(ABC):
         """Responses and masks without a decoder's start token."""
         return responses, response_masks
 
+    def starts(self, responses: Sequence[Tensor]) -> int:
+        """Tokens in front of each response that :meth:`own` leaves out: 0, or a start token."""
+        return 0
+
     def _warn_of_prompts(self, queries: Sequence[Tensor], responses: Sequence[Tensor]) -> None:  # noqa: B027
         """Warns of responses that begin with their query, of models that read both as one."""
 
@@ -180,8 +184,7 @@ class EncoderDecoderBatches(BatchMaker):
     def own(
         self, responses: Sequence[Tensor], response_masks: Sequence[Tensor] | None = None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-        # The start token alone is a response: BART's is also its EOS.
-        if not all(len(r) > 1 and int(r[0]) == self.layout.start for r in responses):
+        if not self.starts(responses):
             return responses, response_masks
         self._warn(
             f"all responses begin with the decoder's start token ({self.layout.start}), as "
@@ -190,6 +193,12 @@ class EncoderDecoderBatches(BatchMaker):
         )
         masks = None if response_masks is None else [mask[1:] for mask in response_masks]
         return [r[1:] for r in responses], masks
+
+    def starts(self, responses: Sequence[Tensor]) -> int:
+        # The start token alone is a response: BART's is also its EOS.
+        return int(
+            all(r.dim() == 1 and len(r) > 1 and int(r[0]) == self.layout.start for r in responses)
+        )
 
 
 def make_batches(
@@ -286,22 +295,68 @@ def check_batch_size(queries: Any, responses: Any, batch_size: int) -> None:
             raise ValueError(f"{name} has {len(tensors)} elements, batch_size is {batch_size}")
 
 
-def check_scores(scores: Any, batch_size: int) -> Tensor:
-    """Scores as one fp32 tensor [batch_size] on the CPU; they may be NaN or infinite.
+def check_scores(
+    scores: Any,
+    batch_size: int,
+    responses: Sequence[Tensor],
+    masks: Sequence[Tensor] | None = None,
+    starts: int = 0,
+) -> tuple[Tensor, list[Tensor] | None]:
+    """The responses' scores, and those of their tokens where scores are per token; they may be NaN
+    or infinite.
+
+    Args:
+        scores: tensors of one number each; or one 1-D tensor for each response, with a number for
+            each of its tokens.
+        masks: which tokens of the responses count.
+        starts: tokens in front of each response that are not its own, as of its mask.
+
+    Returns:
+        scores, or their sums, [batch_size] fp32 on the CPU; and None, or tensors [L] fp32 on the
+        CPU.
 
     Raises:
-        ValueError: not ``batch_size`` tensors of one number each; names the element.
+        ValueError: not ``batch_size`` tensors of one number each, nor of one number for each token;
+            some of both; a score of a token that does not count; names the element.
     """
     _check_list_of_tensors("scores", scores)
     if len(scores) != batch_size:
         raise ValueError(f"scores has {len(scores)} elements, batch_size is {batch_size}")
     for i, score in enumerate(scores):
-        if score.dim() > 1 or score.numel() != 1:
+        if score.dim() > 1:
             raise ValueError(
-                f"scores[{i}] must be one number (0-D, or 1-D of one element), got shape "
-                f"{tuple(score.shape)}"
+                f"scores[{i}] must be one number (0-D), or a number for each token of its response "
+                f"(1-D), got shape {tuple(score.shape)}"
             )
-    return torch.stack([s.detach().reshape(()).float() for s in scores]).cpu()
+    if all(score.numel() == 1 for score in scores):
+        return torch.stack([s.detach().reshape(()).float() for s in scores]).cpu(), None
+    flat = torch.cat([score.detach().reshape(-1).float() for score in scores]).cpu()
+    of_tokens = list(flat.split([score.numel() for score in scores]))
+    first = next(i for i, score in enumerate(scores) if score.numel() != 1)
+    for i, (own, response) in enumerate(zip(of_tokens, responses, strict=True)):
+        if scores[i].dim() == 0:
+            raise ValueError(
+                f"scores[{i}] is one number, and scores[{first}] has shape "
+                f"{tuple(scores[first].shape)}: pass one number for each response, or one for each "
+                "token of each response"
+            )
+        length = response.numel() - starts
+        if len(own) != length:
+            without = " without its start token" if starts else ""
+            raise ValueError(
+                f"scores[{i}] has {len(own)} numbers, responses[{i}] has {length} tokens{without}: "
+                "pass one number for each token, or one for the whole response"
+            )
+    for i, (own, mask) in enumerate(zip(of_tokens, masks or (), strict=False)):
+        if not isinstance(mask, Tensor) or mask[starts:].shape != own.shape:
+            continue  # the checks of the batch refuse it
+        lost = (~mask[starts:].cpu().bool() & (own != 0)).nonzero()[:, 0].tolist()
+        if lost:
+            raise ValueError(
+                f"scores[{i}][{lost[0]}] is {float(own[lost[0]])}, but response_masks[{i}]"
+                " leaves that token out: set it to 0, or add it to a token that counts"
+            )
+    return torch.stack([own.double().sum().float() for own in of_tokens]), of_tokens
 
 
 def without_tokens(

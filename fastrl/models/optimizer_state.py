@@ -84,6 +84,14 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, state: Mapping[str, A
     inner.load_state_dict({"state": moments, "param_groups": groups})
 
 
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Weights that are trained, by name, and buffers that are saved with a model."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    stored = nn.Module.state_dict(model)  # a wrapper's own leaves out the language model's
+    buffers = {name: b for name, b in model.named_buffers() if name in stored}
+    return {**parameters, **buffers}
+
+
 @torch.no_grad()
 def copy_weights(targets: Mapping[str, Tensor], sources: Mapping[str, Any]) -> None:
     """Copies weights by name, each of which may be whole, or spread over processes or files."""

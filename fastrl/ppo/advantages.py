@@ -18,6 +18,8 @@ EPS = 1e-4  # added to a group's standard deviation
 class Advantages(Protocol):
     """Advantages and returns from rewards, with a value function or a group as baseline."""
 
+    per_token: bool  # whether it matters which tokens of a response the rewards are of
+
     def check(self, queries: Sequence[Tensor]) -> None:
         """
         Raises:
@@ -35,6 +37,8 @@ class Advantages(Protocol):
 
 class GAE:
     """Generalised advantage estimates, whitened over the batch (Schulman et al., 2016)."""
+
+    per_token = True
 
     def __init__(self, config: PPOConfig):
         self.gamma, self.lam = config.gamma, config.lam
@@ -58,9 +62,66 @@ class GAE:
         return {}
 
 
+class DecoupledGAE:
+    """Generalised advantage estimates, whitened, and returns by another λ (Yue et al., "VAPO",
+    2025): A by ``lam``, or by 1 - 1/(α·l) for a response of l tokens, and R by ``lam_value``."""
+
+    per_token = True
+
+    def __init__(self, config: PPOConfig):
+        self.gamma, self.lam, self.alpha = config.gamma, config.lam, config.lam_length_alpha
+        self.lam_value = config.lam if config.lam_value is None else config.lam_value
+        self.whiten_rewards = config.whiten_rewards
+
+    def check(self, queries: Sequence[Tensor]) -> None:
+        """Any order is right."""
+
+    def __call__(
+        self, values: Tensor, rewards: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        values = torch.where(mask, values, 0.0)
+        if self.whiten_rewards:
+            rewards = fastrl_kernels.masked_whiten(rewards, mask, shift_mean=False)
+        _, returns = fastrl_kernels.gae(rewards, values, mask, gamma=self.gamma, lam=self.lam_value)
+        return values, self._advantages(values, rewards, mask), returns
+
+    def _advantages(self, values: Tensor, rewards: Tensor, mask: Tensor) -> Tensor:
+        lam = self.lam if self.alpha is None else 0.0  # with 0 these are δ_t
+        found, _ = fastrl_kernels.gae(
+            rewards, values, mask, gamma=self.gamma, lam=lam, whiten=self.alpha is None
+        )
+        if self.alpha is None:
+            return found
+        lam_of_each = (1 - 1 / (self.alpha * mask.sum(-1).clamp(min=1))).clamp(min=0)
+        sums = discounted_sums(found, mask, self.gamma * lam_of_each)
+        return fastrl_kernels.masked_whiten(sums, mask)
+
+    def statistics(self, scores: Tensor) -> dict[str, Tensor]:
+        return {}
+
+
+def discounted_sums(x: Tensor, mask: Tensor, discounts: Tensor) -> Tensor:
+    """Σ_{k≥0} a^k·x_(t+k) over the counted steps from t on, with a discount a for each row, in
+    ⌈log₂ T⌉ passes over [B, T]: each adds up twice as many steps as the one before.
+
+    Args:
+        x: [B, T], 0 where the mask [B, T] is False.
+        discounts: [B], in [0, 1].
+    """
+    order = (~mask).long().argsort(dim=-1, stable=True)  # counted steps first
+    sums, discount, steps = x.gather(-1, order), discounts[:, None], 1
+    while steps < sums.shape[-1]:
+        later = torch.nn.functional.pad(sums[:, steps:], (0, steps))
+        sums = sums + discount * later
+        discount, steps = discount.square(), 2 * steps
+    return torch.zeros_like(sums).scatter(-1, order, sums)
+
+
 class BatchReturns:
     """Sums of the rewards to come, Σ_{u≥t} γ^{u-t}·r_u, whitened over the batch's tokens; no values
     are learned (Hu et al., "REINFORCE++", 2025). The KL belongs in the rewards."""
+
+    per_token = True
 
     def __init__(self, config: PPOConfig):
         self.gamma = config.gamma
@@ -95,6 +156,8 @@ class GroupBaseline:
             responses count, both [groups, size]: advantages [groups, size]. Where a response does
             not count R is 0, and its advantage is not read.
     """
+
+    per_token = False
 
     def __init__(self, size: int, advantages_of: Callable[[Tensor, Tensor], Tensor]):
         self.size, self.advantages_of = size, advantages_of
@@ -178,7 +241,8 @@ _GROUP_BASELINES = {"grpo": standardised, "dr_grpo": centred, "rloo": leave_one_
 def make_advantages(config: PPOConfig) -> Advantages:
     """By ``PPOConfig.advantage``."""
     if config.advantage == "gae":
-        return GAE(config)
+        same = config.lam_value in (None, config.lam) and config.lam_length_alpha is None
+        return GAE(config) if same else DecoupledGAE(config)
     if config.advantage == "reinforce++":
         return BatchReturns(config)
     return GroupBaseline(config.group_size, _GROUP_BASELINES[config.advantage])

@@ -17,7 +17,7 @@ from fastrl.data.batch import BatchMaker
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.utils import evaluating
 from fastrl.ppo.experience import Scorer, scored_in_parts
-from fastrl.ppo.loss import Aggregate
+from fastrl.ppo.loss import Aggregate, UpdateLoss
 from fastrl.ppo.nonfinite import NonFiniteNumbers
 from fastrl.ppo.update import PPOUpdate
 from fastrl.run import metrics
@@ -98,8 +98,17 @@ class ClassicMethods:
 
         Each of the two losses has its own gradient. ``step()`` computes both in one pass, to the
         same numbers. A KL term (``kl_in="loss"``) and what entropies do are not part of them.
+
+        Raises:
+            ValueError: a critic of its own learns the values.
         """
+        if self.update.critic is not None:
+            raise ValueError(
+                "the policy's and the critic's losses are minimised apart, and this is that of "
+                "one model: call step()"
+            )
         update = self.update.gradient.loss
+        assert isinstance(update, UpdateLoss)
         mask = torch.atleast_2d(mask.bool())
         weights = self.aggregate.weights(mask, None)
 
@@ -163,19 +172,22 @@ class ClassicMethods:
         masks: list[Tensor] | None = None,
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor] | None]:
         """The checks of :meth:`step` under TRL's name; returns the arguments on the device, scores
-        as 0-D tensors.
+        as 0-D tensors unless they are per token.
 
         Raises:
             ValueError: as step() does.
         """
-        self.nonfinite.scores(data.check_scores(scores, batch_size), (), self._name_in(queries))
         data.check_batch_size(queries, responses, batch_size)
+        starts = self.batches.starts(responses)
+        totals, of_tokens = data.check_scores(scores, batch_size, responses, masks, starts)
+        self.nonfinite.scores(totals, (), self._name_in(queries))
         self.batches(queries, responses, masks)
 
         def on_device(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensor.to(self.current_device) for tensor in tensors]
 
-        flat = [score.reshape(()) for score in on_device(scores)]
+        flat = on_device(scores)
+        flat = [score.reshape(()) for score in flat] if of_tokens is None else flat
         masks = None if masks is None else on_device(masks)
         return on_device(queries), on_device(responses), flat, masks
 

@@ -133,6 +133,7 @@ def with_groups(
             {name: rewards.seconds[name] + more.seconds[name] for name in rewards.seconds},
             rewards.nonfinite + more.nonfinite,
             rewards.retries + more.retries,
+            [(*rewards.of_tokens, *more.of_tokens)[i] for i in order],
         ),
         seconds=samples.seconds + drawn.seconds,
     )

@@ -111,7 +111,11 @@ class Scorer:
     softmax(logits / temperature). Where memory runs out, half as many are run at a time.
 
     Each of several processes runs its share of the batch, in as many passes as the others, and
-    returns all of it."""
+    returns all of it.
+
+    Args:
+        critic: gives the values, in the same passes, where that is not the policy's value head.
+    """
 
     def __init__(
         self,
@@ -122,6 +126,7 @@ class Scorer:
         precision: torch.dtype = torch.float32,
         temperature: float = 1.0,
         processes: Processes | None = None,
+        critic: nn.Module | None = None,
     ):
         self.policy = policy
         self.reference = reference
@@ -130,6 +135,7 @@ class Scorer:
         self.precision = precision
         self.temperature = temperature
         self.processes = processes or OneProcess()
+        self.critic = critic
         self.slices = MicroBatches("scoring", "lower mini_batch_size")
         self.positions = PositionCount()
 
@@ -162,13 +168,14 @@ class Scorer:
         tokens = batch.response_mask.sum(-1).tolist()
         rows = batch.rows_of(i for share in order for i in share)
         counts = [sum(tokens[i] for i in share) for share in order]
-        scored = {
-            name: batch.scatter(self.processes.joined(x, counts), rows) for name, x in found.items()
-        }
+        scored: dict[str, Tensor] = {}
         if rollout is not None:
             scored |= {
                 name: batch.scatter(x, batch.rows()) for name, x in rollout._asdict().items()
             }
+        scored |= {
+            name: batch.scatter(self.processes.joined(x, counts), rows) for name, x in found.items()
+        }
         return Scored(**scored)
 
     def policy_scores(self, batch: TokenBatch) -> LogprobsAndValues:
@@ -179,7 +186,14 @@ class Scorer:
     def _score_reference(self, part: TokenBatch) -> dict[str, Tensor]:
         model_pass = part.model_pass
         request = self._request(part, model_pass, values=False)
-        return {"ref_logprobs": self.reference.score(model_pass.inputs, request).logprobs}
+        scored = {"ref_logprobs": self.reference.score(model_pass.inputs, request).logprobs}
+        return {**scored, **self._values(model_pass, request)}
+
+    def _values(self, model_pass: ModelPass, request: ScoringRequest) -> dict[str, Tensor]:
+        """By the critic, if there is one."""
+        if self.critic is None:
+            return {}
+        return {"values": self.critic(**model_pass.inputs, scoring=request).values}
 
     def _score(self, part: TokenBatch) -> dict[str, Tensor]:
         model_pass = part.model_pass
@@ -196,7 +210,7 @@ class Scorer:
             scored["kls"] = fastrl_kernels.full_kl(
                 policy.logits, reference.logits, temperature=self.temperature
             )
-        return scored
+        return {**scored, **self._values(model_pass, request)}
 
     def _request(self, part: TokenBatch, model_pass: ModelPass, **options: Any) -> ScoringRequest:
         return scoring_request(part, model_pass, temperature=self.temperature, **options)

@@ -67,6 +67,7 @@ class ScoredSamples:
     samples: RewardedSamples
     weights_version: int  # steps of the optimizer before the rollout
     scores: Tensor  # [B], the rewards less penalties: what step() got
+    token_scores: Sequence[Tensor] | None  # of the responses' tokens, where it got these
 
     @property
     def shown(self) -> Samples:
@@ -204,6 +205,7 @@ def ledger_columns(
         "advantages": Lists(*experience.advantages()),
         "reward": rewards.total.numpy(),
         "score": samples.scores.numpy(),
+        "token_scores": _lists(samples.token_scores, np.float32),
         **{f"{PER_FUNCTION}{name}": x.numpy() for name, x in rewards.by_function.items()},
     }
 

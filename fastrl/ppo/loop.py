@@ -289,8 +289,9 @@ class Loop:
             self._scores,
         )
         batch, scores = self.prompts.take(chosen), self._scores(own)
+        of_tokens = self._scores_of_tokens(own)
         stats = self.trainer.step(
-            own.prompts.ids, own.rollout.sequences, list(scores), rollout=own.rollout
+            own.prompts.ids, own.rollout.sequences, of_tokens or list(scores), rollout=own.rollout
         )
         samples = own.of_all(self.processes, batch.repeated(size))
         metrics = {
@@ -304,18 +305,43 @@ class Loop:
             + stats["time/ppo/total"],
         }
         scores = torch.cat(self.processes.objects(scores))
-        return metrics, ScoredSamples(samples, weights_version, scores)
+        if of_tokens is not None:
+            of_tokens = [each for part in self.processes.objects(of_tokens) for each in part]
+        return metrics, ScoredSamples(samples, weights_version, scores, of_tokens)
 
     def _scores(self, samples: RewardedSamples) -> Tensor:
         """Rewards less the penalties for how a response ended, and for its length, [B] fp32."""
-        scores = samples.rewards.total.float()
+        return samples.rewards.total.float() - self._penalties(samples)
+
+    def _scores_of_tokens(self, samples: RewardedSamples) -> list[Tensor] | None:
+        """The same of each response's tokens, [L] fp32 each; penalties, and rewards of whole
+        responses, are the last token's. None where no reward is of tokens, in any process."""
+        rewards = samples.rewards
+        dense = any(each is not None for each in rewards.of_tokens)
+        if not (self.trainer.advantages.per_token and self.processes.any(dense)):
+            return None
+        scores, penalties = self._scores(samples), self._penalties(samples)
+        found = []
+        for i, response in enumerate(samples.rollout.sequences):
+            of_tokens, given = torch.zeros(len(response)), rewards.of_tokens[i]
+            if given is None:
+                of_tokens[-1:] = scores[i]
+            else:
+                of_tokens.copy_(given)
+                of_tokens[-1] -= penalties[i]
+            found.append(of_tokens)
+        return found
+
+    def _penalties(self, samples: RewardedSamples) -> Tensor:
+        """For how a response ended, and for its length, [B] fp32."""
+        penalties = torch.zeros(len(samples.rollout.sequences))
         if self.missing_eos_penalty is not None:
             reasons = samples.rollout.finish_reasons
             missing = torch.tensor([reason not in ("eos", "stop") for reason in reasons])
-            scores = scores - self.missing_eos_penalty * missing
+            penalties += self.missing_eos_penalty * missing
         if self.overlong is not None:
-            scores = scores - self.overlong(list(map(len, samples.rollout.sequences)))
-        return scores
+            penalties += self.overlong(list(map(len, samples.rollout.sequences)))
+        return penalties
 
     def _sampled(self, batch: Prompts, size: int, seed: int | None) -> RewardedSamples:
         """This process's share of a batch of prompts, each with ``size`` responses, rewarded."""

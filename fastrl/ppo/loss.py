@@ -99,9 +99,14 @@ class MinibatchLoss(NamedTuple):
 
     loss: Tensor  # []
     stats: dict[str, Tensor]  # [] each, by their classic names
-    mean_ratio: Tensor  # []
-    ratios: Tensor  # [N], of the response tokens
+    mean_ratio: Tensor  # [], 0 of a critic
+    ratios: Tensor  # [N], of the response tokens; [0] of a critic
     advantages: Tensor  # [N]
+
+    @property
+    def policy_kl(self) -> Tensor:
+        """Mean of old - new log-prob, []; 0 of a critic."""
+        return self.stats.get("ppo/policy/policykl", torch.zeros_like(self.mean_ratio))
 
 
 # Statistics that add up over the parts of a mini-batch: sums over one denominator, and counts.
@@ -146,6 +151,9 @@ class UpdateLoss:
     importance weights of the sampler multiply; those of "vespo" are factors of its ratio. The
     policy's part, with the KL term and the entropies H, is computed by the LM head's kernel.
 
+    Args:
+        has_values: whether it has the value term; by default where the configuration learns values.
+
     Attributes:
         aggregate: gives w and the denominator.
         per_step: whether all mini-batches of an optimizer step have one denominator.
@@ -154,7 +162,7 @@ class UpdateLoss:
         names: the classic names of its statistics.
     """
 
-    def __init__(self, config: PPOConfig):
+    def __init__(self, config: PPOConfig, has_values: bool | None = None):
         high = config.cliprange if config.cliprange_high is None else config.cliprange_high
         low = math.inf if config.policy_loss == "cispo" else config.cliprange
         self.cliprange = (low, high)
@@ -169,7 +177,7 @@ class UpdateLoss:
         self.in_ratio = config.policy_loss == "vespo"
         self.entropy_terms = (config.entropy_coef, config.top_entropy_quantile)
         self.aggregate = Aggregate(config)
-        self.has_values = config.needs_values
+        self.has_values = config.needs_values if has_values is None else has_values
         self.cliprange_value, self.vf_coef = config.cliprange_value, config.vf_coef
         kind = config.loss_denominator  # "auto" is TRL's for GAE
         self.per_step = kind == "step" or (kind == "auto" and not config.needs_values)
@@ -236,20 +244,28 @@ class UpdateLoss:
             objective=objective,
         )
 
-    def __call__(self, old: Experience, request: ScoringRequest, new: TokenScores) -> MinibatchLoss:
+    def __call__(
+        self,
+        old: Experience,
+        request: ScoringRequest,
+        new: TokenScores,
+        policy_coef: float = 1.0,
+    ) -> MinibatchLoss:
         """The loss of a mini-batch.
 
         Args:
             old: its experience.
             request: from :meth:`request`, for this mini-batch.
             new: the model's scores for it.
+            policy_coef: of the policy's part.
         """
         objective = request.objective
         assert isinstance(objective, PolicyObjective)
         assert new.loss is not None
         assert new.stats is not None
         value_loss, stats = self.value_loss(new, objective, old.values, old.returns)
-        loss = new.loss + self.vf_coef * value_loss
+        policy_loss = new.loss if policy_coef == 1 else policy_coef * new.loss
+        loss = policy_loss + self.vf_coef * value_loss
         stats["ppo/loss/total"] = loss.detach()
         ratios = (new.logprobs - old.logprobs).exp()
         return MinibatchLoss(loss, stats, new.stats.mean_ratio, ratios, old.advantages)
@@ -260,29 +276,7 @@ class UpdateLoss:
         Args:
             old: the whole mini-batch's experience.
         """
-        if len(parts) == 1:
-            return parts[0]
-        loss = parts[0].loss
-        counts = torch.tensor([len(part.ratios) for part in parts], dtype=loss.dtype)
-        tokens = to_device(counts, loss.device)
-
-        def mean(of_parts: Sequence[Tensor]) -> Tensor:
-            return (tokens * torch.stack(list(of_parts))).sum() / tokens.sum()
-
-        stats = {}
-        for name in parts[0].stats:
-            of_parts = [part.stats[name] for part in parts]
-            stats[name] = torch.stack(of_parts).sum() if name in _SUMS else mean(of_parts)
-        _, stats["ppo/returns/var"] = _moments(old.returns)
-        if self.has_values:
-            _, stats["ppo/val/var"] = _moments(old.values)
-        return MinibatchLoss(
-            torch.stack([part.loss.detach() for part in parts]).sum(),
-            stats,
-            mean([part.mean_ratio for part in parts]),
-            torch.cat([part.ratios for part in parts]),
-            torch.cat([part.advantages for part in parts]),
-        )
+        return _joined(parts, old, self.has_values)
 
     def share(
         self, own: MinibatchLoss, old: Experience, whole: Experience, counts: float
@@ -295,16 +289,7 @@ class UpdateLoss:
             old, whole: experience of the part, and of the mini-batch.
             counts: 1; 0 where the part is only there for others to wait for.
         """
-        part = counts * len(old.logprobs) / len(whole.logprobs)
-        stats = {k: x * (counts if k in _SUMS else part) for k, x in own.stats.items()}
-        # The parts' shares of the tokens add up to 1.
-        stats["ppo/returns/var"] = _moments(whole.returns)[1] * part
-        if self.has_values:
-            stats["ppo/val/var"] = _moments(whole.values)[1] * part
-        ratios = own.ratios if counts else own.ratios[:0]
-        return MinibatchLoss(
-            own.loss.detach() * counts, stats, own.mean_ratio * part, ratios, whole.advantages
-        )
+        return _share(own, old, whole, counts, self.has_values)
 
     def value_loss(
         self, new: TokenScores, objective: PolicyObjective, old_values: Tensor, returns: Tensor
@@ -331,25 +316,136 @@ class UpdateLoss:
             stats["ppo/loss/kl"] = new.stats.kl_loss
         if not self.has_values:
             return torch.zeros_like(returns_mean), stats
-        values, weights, denominator = new.values, objective.token_weights, objective.denominator
-        assert isinstance(values, Tensor)
-        assert isinstance(denominator, Tensor)
-        c = self.cliprange_value
-        near = torch.clamp(values, old_values - c, old_values + c)
-        error, near_error = (values - returns).square(), (near - returns).square()
-        clips = near_error > error
-        losses = 0.5 * torch.where(clips, near_error, error)
-        total = (losses if weights is None else weights * losses).sum()
-        loss = total * torch.where(denominator == 0, 0.0, 1.0 / denominator)
-        values_mean, values_var = _moments(old_values)
-        return loss, stats | {
-            "ppo/loss/value": loss.detach(),
-            "ppo/val/vpred": values.detach().mean(),
-            "ppo/val/error": error.detach().mean(),
-            "ppo/val/clipfrac": clips.float().mean(),
-            "ppo/val/mean": values_mean,
-            "ppo/val/var": values_var,
-        }
+        loss, value_stats = clipped_value_loss(
+            new.values, objective, old_values, returns, self.cliprange_value
+        )
+        return loss, stats | value_stats
+
+
+class ValueLoss:
+    """The loss of a critic of its own, vf_coef × the value term of :class:`UpdateLoss`, and its
+    statistics.
+
+    Args:
+        policy: of the policy, with the same denominators.
+    """
+
+    names = (*_VALUE_STATS, "ppo/returns/mean", "ppo/returns/var")
+
+    def __init__(self, config: PPOConfig, policy: UpdateLoss):
+        self.policy = policy
+        self.denominators = policy.denominators
+        self.cliprange_value, self.vf_coef = config.cliprange_value, config.vf_coef
+
+    def request(
+        self, minibatch: Minibatch, model_pass: ModelPass, denominator: Tensor
+    ) -> ScoringRequest:
+        """The critic's request for values; the objective has weights and denominator alone."""
+        return self.policy.request(minibatch, model_pass, denominator)._replace(values=True)
+
+    def __call__(
+        self,
+        old: Experience,
+        request: ScoringRequest,
+        new: TokenScores,
+        policy_coef: float = 1.0,
+    ) -> MinibatchLoss:
+        """The loss of a mini-batch; arguments are those of :class:`UpdateLoss`, of whose ratios it
+        has none."""
+        objective = request.objective
+        assert isinstance(objective, PolicyObjective)
+        loss, stats = clipped_value_loss(
+            new.values, objective, old.values, old.returns, self.cliprange_value
+        )
+        stats["ppo/returns/mean"], stats["ppo/returns/var"] = _moments(old.returns)
+        loss = self.vf_coef * loss
+        none = torch.zeros_like(stats["ppo/loss/value"])
+        return MinibatchLoss(loss, stats, none, old.returns[:0], old.advantages)
+
+    def joined(self, parts: Sequence[MinibatchLoss], old: Experience) -> MinibatchLoss:
+        """As :meth:`UpdateLoss.joined`."""
+        return _joined(parts, old, has_values=True)
+
+    def share(
+        self, own: MinibatchLoss, old: Experience, whole: Experience, counts: float
+    ) -> MinibatchLoss:
+        """As :meth:`UpdateLoss.share`."""
+        return _share(own, old, whole, counts, has_values=True)
+
+
+def clipped_value_loss(
+    values: Tensor | None,
+    objective: PolicyObjective,
+    old_values: Tensor,
+    returns: Tensor,
+    cliprange: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Σ_t w_t·½·max((v-R)², (clip(v, v_old ± c) - R)²) / denominator, and statistics.
+
+    Args:
+        values, old_values, returns: [N].
+        objective: has w and the denominator, a tensor, where 0 gives 0.
+        cliprange: c.
+    """
+    weights, denominator = objective.token_weights, objective.denominator
+    assert isinstance(values, Tensor)
+    assert isinstance(denominator, Tensor)
+    near = torch.clamp(values, old_values - cliprange, old_values + cliprange)
+    error, near_error = (values - returns).square(), (near - returns).square()
+    clips = near_error > error
+    losses = 0.5 * torch.where(clips, near_error, error)
+    total = (losses if weights is None else weights * losses).sum()
+    loss = total * torch.where(denominator == 0, 0.0, 1.0 / denominator)
+    values_mean, values_var = _moments(old_values)
+    return loss, {
+        "ppo/loss/value": loss.detach(),
+        "ppo/val/vpred": values.detach().mean(),
+        "ppo/val/error": error.detach().mean(),
+        "ppo/val/clipfrac": clips.float().mean(),
+        "ppo/val/mean": values_mean,
+        "ppo/val/var": values_var,
+    }
+
+
+def _joined(parts: Sequence[MinibatchLoss], old: Experience, has_values: bool) -> MinibatchLoss:
+    if len(parts) == 1:
+        return parts[0]
+    loss = parts[0].loss
+    counts = torch.tensor([len(part.advantages) for part in parts], dtype=loss.dtype)
+    tokens = to_device(counts, loss.device)
+
+    def mean(of_parts: Sequence[Tensor]) -> Tensor:
+        return (tokens * torch.stack(list(of_parts))).sum() / tokens.sum()
+
+    stats = {}
+    for name in parts[0].stats:
+        of_parts = [part.stats[name] for part in parts]
+        stats[name] = torch.stack(of_parts).sum() if name in _SUMS else mean(of_parts)
+    _, stats["ppo/returns/var"] = _moments(old.returns)
+    if has_values:
+        _, stats["ppo/val/var"] = _moments(old.values)
+    return MinibatchLoss(
+        torch.stack([part.loss.detach() for part in parts]).sum(),
+        stats,
+        mean([part.mean_ratio for part in parts]),
+        torch.cat([part.ratios for part in parts]),
+        torch.cat([part.advantages for part in parts]),
+    )
+
+
+def _share(
+    own: MinibatchLoss, old: Experience, whole: Experience, counts: float, has_values: bool
+) -> MinibatchLoss:
+    part = counts * len(old.logprobs) / len(whole.logprobs)
+    stats = {k: x * (counts if k in _SUMS else part) for k, x in own.stats.items()}
+    # The parts' shares of the tokens add up to 1.
+    stats["ppo/returns/var"] = _moments(whole.returns)[1] * part
+    if has_values:
+        stats["ppo/val/var"] = _moments(whole.values)[1] * part
+    ratios = own.ratios if counts else own.ratios[:0]
+    return MinibatchLoss(
+        own.loss.detach() * counts, stats, own.mean_ratio * part, ratios, whole.advantages
+    )
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -107,13 +107,13 @@ def zero_left_out(
     ]
 
 
-def without_logprobs(
-    sampled: Sequence[Tensor] | None, responses: Sequence[Tensor], left_out: Sequence[int]
+def with_zeros(
+    column: Sequence[Tensor] | None, responses: Sequence[Tensor], left_out: Sequence[int]
 ) -> list[Tensor] | None:
-    """The sampler's log-probs of each response, zeros for samples of which no token counts."""
-    if sampled is None:
+    """Numbers of each response's tokens, zeros for samples of which no token counts."""
+    if column is None:
         return None
-    return [torch.zeros(len(responses[i])) if i in left_out else x for i, x in enumerate(sampled)]
+    return [torch.zeros(len(responses[i])) if i in left_out else x for i, x in enumerate(column)]
 
 
 def _joined(batch: TokenBatch, rollout: Sequence[LogprobsAndValues]) -> LogprobsAndValues:

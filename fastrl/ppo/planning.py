@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from fastrl.config import PPOConfig, json_object
 from fastrl.models import AutoModelForCausalLMWithValueHead, CausalLMPolicy
@@ -31,6 +33,8 @@ _NOT_REHEARSED: dict[str, Any] = {
     "optimize_device_cache": False,
     "old_logprobs": "recompute",
     "sampler_correction": "off",
+    "critic": None,  # is built, not read
+    "critic_warmup_steps": 0,
 }
 
 
@@ -42,6 +46,7 @@ def plan_ppo(
     response_tokens: int,
     device: str = "cpu",
     rollouts: bool = True,
+    critic: Skeleton | None = None,
 ) -> Plan:
     """The memory of a PPOTrainer, whose prompts and responses all have their greatest length.
 
@@ -51,19 +56,28 @@ def plan_ppo(
     Args:
         trainer_class: is rehearsed.
         rollouts: whether the trainer generates its responses itself.
+        critic: of a trainer that has a critic of its own; None: as the configuration says.
 
     Raises:
         ValueError: settings that the trainer refuses; lengths beyond the model's context.
+        FileNotFoundError: a critic without a configuration.
     """
     skeleton.check_tokens(prompt_tokens=prompt_tokens, response_tokens=response_tokens)
     rehearsed = _shortened(config)
+    if critic is None and config.critic is not None:
+        critic = Skeleton.read(config.critic, str(skeleton.dtype))
     with rehearsal(device) as found:
         base = skeleton.build()
-        kind = AutoModelForCausalLMWithValueHead if config.needs_values else CausalLMPolicy
+        own_values = config.needs_values and critic is None
+        kind = AutoModelForCausalLMWithValueHead if own_values else CausalLMPolicy
         policy = kind.from_pretrained(base)
-        trainer = trainer_class(rehearsed, policy, tokenizer=blank_tokenizer())
+        values = None if critic is None else _critic(critic)
+        trainer = trainer_class(rehearsed, policy, tokenizer=blank_tokenizer(), critic=values)
         found.notes += skeleton.guesses
         found.follow(trainer._unwrapped, trainer.optimizer)
+        if trainer.critic is not None:
+            found.notes += [] if critic is None else critic.guesses
+            found.follow(trainer.critic.unwrapped, trainer.critic.optimizer)
         found.loaded(trainer.reference, trainer._unwrapped)
         _generate(trainer, found, config, prompt_tokens, response_tokens, rollouts)
         _steps(trainer, rehearsed, prompt_tokens, response_tokens)
@@ -85,6 +99,13 @@ def plan_ppo(
                 "reference": trainer.reference.mode,
             },
         )
+
+
+def _critic(skeleton: Skeleton) -> Any:
+    """The classifier with one label that a critic is."""
+    skeleton = dataclasses.replace(skeleton, config=copy.deepcopy(skeleton.config))
+    skeleton.config.num_labels, skeleton.config.pad_token_id = 1, 0
+    return skeleton.build(AutoModelForSequenceClassification)
 
 
 def _shortened(config: PPOConfig) -> PPOConfig:

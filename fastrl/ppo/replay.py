@@ -24,7 +24,10 @@ from fastrl.run.machine import differences, machine, other_draws, remedies, vers
 if TYPE_CHECKING:
     from fastrl.ppo.trainer import PPOTrainer
 
-_WALKED = ("prompt_ids", "completion_ids", "finish_reason", "score", "logprobs", "values")
+_WALKED = (
+    *("prompt_ids", "completion_ids", "finish_reason", "score", "token_scores"),
+    *("logprobs", "values"),
+)
 _CHECKED = ("weights_version", "advantages")
 
 
@@ -198,7 +201,8 @@ def _walk(trainer: PPOTrainer, ledger: Path, step: int, tolerance: float) -> str
     version, now = rows[0]["weights_version"], trainer.update.optimizer_steps
     rollout = _recorded(rows, trainer.config.temperature)
     queries = [torch.tensor(row["prompt_ids"]) for row in rows]
-    scores = list(torch.tensor([row["score"] for row in rows], dtype=torch.float32))
+    given = "score" if rows[0]["token_scores"] is None else "token_scores"
+    scores = [torch.tensor(row[given], dtype=torch.float32) for row in rows]
     trainer.step(queries, rollout.sequences, scores, rollout=rollout)
     if version != now:
         return f"step {step}: {now} optimizer steps were taken before it, {version} in the run"

@@ -149,13 +149,13 @@ class SavedInFolder:
     def step(self) -> Iterator[None]:
         """Saves the state if the block raises an exception."""
         trainer, begun = self.trainer, random_state()
-        steps, updates = trainer.current_step, trainer.update.optimizer_steps
+        steps, updates = trainer.current_step, trainer.update.steps_begun
         try:
             yield
         except (Exception, Stopped) as error:
             random = [random_state()]  # of other processes it is not known after the update
             if trainer.current_step == steps:
-                if trainer.update.optimizer_steps != updates:
+                if trainer.update.steps_begun != updates:
                     warnings.warn(
                         f"step {steps + 1} failed within its update, so that its state is not "
                         f"saved: {self._newest()}",

@@ -55,6 +55,28 @@ class ScoreTransform:
         self.clip = config.score_clip
         self.running = running
 
+    def check(self, per_token: bool) -> None:
+        """
+        Raises:
+            ValueError: the scores are per token, and a number is to be taken off whole scores, or
+                these are to be clipped.
+        """
+        if per_token and (self.shift or self.clip is not None):
+            name = "score_clip" if self.clip is not None else "use_score_norm"
+            raise ValueError(
+                f"{name} changes the score of a whole response, and scores are per token: leave it "
+                "out (use_score_scaling alone divides them by the deviation of their sums), or "
+                "change the scores before step()"
+            )
+
+    def of_tokens(self, scores: Tensor, moments: RunningMoments) -> Tensor:
+        """Scales scores of tokens, [...] fp32, as their sums were.
+
+        Args:
+            moments: that come with the sums.
+        """
+        return scores / (moments.std + torch.finfo(scores.dtype).eps) if self.scale else scores
+
     def __call__(self, scores: Tensor) -> tuple[Tensor, RunningMoments]:
         """Transforms scores [B], fp32 on the CPU; returns them and the moments that include them.
         NaN, for a missing score, stays."""

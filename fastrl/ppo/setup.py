@@ -41,12 +41,20 @@ _DDP = tuple(t for t in DistributedType if t.name.startswith("MULTI_"))
 
 
 def checked_policies(
-    config: Any, model: Any, ref_model: Any, tokenizer: Any, scheduler: Any
+    config: Any,
+    model: Any,
+    ref_model: Any,
+    tokenizer: Any,
+    scheduler: Any,
+    has_critic: bool = False,
 ) -> tuple[PreTrainedModelWrapper, PreTrainedModelWrapper | None]:
     """Checks policy and reference, and prepares them for the configured advantage.
 
-    Where no values are learned, plain causal language models become policies without values, and a
-    value head is frozen.
+    Where the policy learns no values, plain causal language models become policies without values,
+    and a value head is frozen.
+
+    Args:
+        has_critic: whether a model of its own learns the values.
 
     Raises:
         TypeError: names the argument of PPOTrainer that has a wrong type.
@@ -54,12 +62,13 @@ def checked_policies(
     """
     if not isinstance(config, PPOConfig):
         raise TypeError(f"config must be a PPOConfig, got {type(config).__name__}")
-    if not config.needs_values:
+    learns_values = config.needs_values and not has_critic
+    if not learns_values:
         model, ref_model = _without_values(model), _without_values(ref_model)
-    _check_types(config, model, ref_model, tokenizer, scheduler)
-    if not config.needs_values and model.v_head is not None:
+    _check_types(learns_values, model, ref_model, tokenizer, scheduler)
+    if not learns_values and model.v_head is not None:
         model.v_head.requires_grad_(False)
-    check_trainable(model.pretrained_model, " but the value head" if config.needs_values else "")
+    check_trainable(model.pretrained_model, " but the value head" if learns_values else "")
     dropout = adapter_dropout(model.pretrained_model)
     if dropout:
         warnings.warn(
@@ -89,7 +98,7 @@ def _without_values(model: Any) -> Any:
 
 
 def _check_types(
-    config: PPOConfig, model: Any, ref_model: Any, tokenizer: Any, scheduler: Any
+    learns_values: bool, model: Any, ref_model: Any, tokenizer: Any, scheduler: Any
 ) -> None:
     if not isinstance(model, PreTrainedModelWrapper):
         two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
@@ -98,7 +107,7 @@ def _check_types(
             f"model must be an {wanted.__name__}, got {type(model).__name__}: wrap it with "
             f"{wanted.__name__}.from_pretrained(model)"
         )
-    if config.needs_values and not model.has_values:
+    if learns_values and not model.has_values:
         raise TypeError(
             f"model is a {type(model).__name__}, which has no values, and advantage='gae' needs "
             "them: pass an AutoModelForCausalLMWithValueHead, or choose another advantage (grpo, "

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
 from fastrl.config import PPOConfig
 from fastrl.data.prompts import PromptStream
 from fastrl.models.optimizer_state import (
@@ -19,10 +17,12 @@ from fastrl.models.optimizer_state import (
     load_optimizer_state,
     optimizer_groups,
     optimizer_state,
+    trained_weights,
 )
 from fastrl.models.optimizers import set_learning_rate
 from fastrl.models.sharding import spread
 from fastrl.models.utils import checksum, model_identity
+from fastrl.ppo.critic import check_states_critic
 from fastrl.ppo.memory import MicroBatches
 from fastrl.ppo.score_scaling import RunningMoments
 from fastrl.run.checkpoints import (
@@ -49,7 +49,7 @@ _FREE = frozenset(
         "tracker_kwargs", "project_kwargs", "tracker_project_name", "push_to_hub_if_best_kwargs",
         "compare_steps", "steps", "total_ppo_epochs", "optimize_device_cache", "dataset_num_proc",
         "rollout_slots", "rollout_kv_cache_gib", "ddp_timeout", "offload_optimizer",
-        "activation_offloading",
+        "activation_offloading", "critic",
     }
 )  # fmt: skip
 
@@ -75,12 +75,14 @@ class TrainerState:
         trainer = self.trainer
         spread(trainer._unwrapped)
         scheduler, best = trainer.lr_scheduler, trainer._best_mean_score
+        critic = {} if trainer.critic is None else {"critic": trainer.critic.state_dict()}
         return {
+            **critic,
             "identity": self.identity,
             "config": deciding(trainer.config.to_dict()),
             "step": trainer.current_step,
             "optimizer_steps": trainer.update.optimizer_steps,
-            "policy": _trained(trainer._unwrapped),
+            "policy": trained_weights(trainer._unwrapped),
             "optimizer": optimizer_state(trainer.optimizer, trainer._unwrapped),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "kl_coef": trainer.kl_ctl.value,
@@ -105,10 +107,12 @@ class TrainerState:
         trainer = self.trainer
         spread(trainer._unwrapped)
         self._check(state)
-        copy_weights(_trained(trainer._unwrapped), state["policy"])
+        copy_weights(trained_weights(trainer._unwrapped), state["policy"])
         if self._reference_moves:
             copy_weights(trainer.reference.own_weights(), state["reference"])
         load_optimizer_state(trainer.optimizer, trainer._unwrapped, state["optimizer"])
+        if trainer.critic is not None:
+            trainer.critic.load_state_dict(state["critic"])
         if trainer.lr_scheduler is not None:
             trainer.lr_scheduler.load_state_dict(dict(state["scheduler"]))
         trainer.kl_ctl.value = state["kl_coef"]
@@ -134,7 +138,9 @@ class TrainerState:
         """What must be the same in the run that resumes."""
         trainer = self.trainer
         reference = {} if self._reference_moves else trainer.reference.own_weights()
+        critic = {} if trainer.critic is None else {"critic": trainer.critic.identity()}
         return {
+            **critic,
             "method": trainer.config.method,
             **model_identity(trainer._unwrapped, trainer.tokenizer),
             "reference": f"{trainer.reference.mode} {checksum(reference)}",
@@ -178,9 +184,10 @@ class TrainerState:
         restore_random_state(states[processes.index])
 
     @property
-    def _micro_batches(self) -> tuple[MicroBatches, MicroBatches]:
+    def _micro_batches(self) -> list[MicroBatches]:
         """Sizes that are smaller where memory ran out."""
-        return self.trainer.scorer.slices, self.trainer.update.gradient.micro_batches
+        gradients = [learner.gradient for learner in self.trainer.update.learners]
+        return [self.trainer.scorer.slices, *(each.micro_batches for each in gradients)]
 
     @property
     def _reference_moves(self) -> bool:
@@ -193,9 +200,10 @@ class TrainerState:
             raise BadCheckpoint(
                 f"resume: this is no checkpoint of PPOTrainer: it lacks {', '.join(missing)}"
             )
+        check_states_critic(trainer.critic, state)
         check_identity(state["identity"], self.identity)
         self._check_processes(_processes_of(state), state["config"]["batch_size"])
-        policy = _trained(trainer._unwrapped)
+        policy = trained_weights(trainer._unwrapped)
         check_weights(describe_weights(state["policy"]), describe_weights(policy))
         if (trainer.lr_scheduler is None) != (state["scheduler"] is None):
             had = "no" if state["scheduler"] is None else "a"
@@ -230,14 +238,6 @@ def _processes_of(state: Mapping[str, Any]) -> int:
     return state.get("processes", len(state["random"]))
 
 
-def _trained(model: nn.Module) -> dict[str, Tensor]:
-    """Weights that are trained, by name, and buffers that are saved with a model."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    stored = nn.Module.state_dict(model)  # a wrapper's own leaves out the language model's
-    buffers = {name: b for name, b in model.named_buffers() if name in stored}
-    return {**parameters, **buffers}
-
-
 def deciding(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Those of ``PPOConfig.to_dict`` that decide what is computed, as JSON has them."""
     found = {k: v for k, v in settings.items() if k.split("/")[0] not in _FREE}
@@ -255,3 +255,5 @@ def _apply_changed_settings(trainer: PPOTrainer, before: Mapping[str, Any]) -> N
     changed = warn_of_changed_settings(before, deciding(trainer.config.to_dict()))
     if "learning_rate" in changed and trainer.lr_scheduler is None:
         set_learning_rate(trainer.optimizer, trainer.config.learning_rate)
+    if trainer.critic is not None and {"learning_rate", "critic_learning_rate"} & {*changed}:
+        trainer.critic.follow_settings()

@@ -36,6 +36,7 @@ def device_stats(
     kls: Tensor,
     experience: Experience,
     record: UpdateRecord,
+    vf_coef: float = 0.0,
 ) -> dict[str, Tensor]:
     """Statistics that are computed on the device, log-probs and distributions among them.
 
@@ -60,6 +61,11 @@ def device_stats(
         "ppo/policy/ratio": torch.cat([scores[:0], *record.ratios]),
     }
     stats.update(record.means(scores.device))
+    if record.critic is not None:
+        stats.update(record.critic.means(scores.device))
+        value_loss = vf_coef * stats["ppo/loss/value"]
+        alone = not record.minibatches  # in the critic's warm-up, or where no policy loss is finite
+        stats["ppo/loss/total"] = value_loss + (0 if alone else stats["ppo/loss/total"])
     if "ppo/val/error" in stats:
         variance = stats["ppo/returns/var"]
         stats["ppo/val/var_explained"] = torch.where(
@@ -94,10 +100,20 @@ def host_stats(batch: TokenBatch, record: UpdateRecord) -> dict[str, Any]:
     stats["ppo/nonfinite_steps"] = float(record.nonfinite_steps)
     stats["ppo/nonfinite_samples"] = float(len(record.left_out))
     stats["ppo/policy/ratio_max"] = record.max_ratio
-    norms = [norm for norm in record.norms if not math.isnan(norm)]
-    stats["ppo/grad_norm"] = sum(norms) / len(norms) if norms else math.nan
+    stats["ppo/grad_norm"] = _mean_norm(record)
+    if record.critic is not None:
+        stats["ppo/nonfinite_minibatches"] += record.critic.nonfinite
+        stats["ppo/nonfinite_steps"] += record.critic.nonfinite_steps
+        stats["ppo/critic/optimizer_steps"] = float(record.critic.optimizer_steps)
+        stats["ppo/critic/grad_norm"] = _mean_norm(record.critic)
     stats["ppo/early_stopped"] = float(record.stopped_early)
     return stats
+
+
+def _mean_norm(record: UpdateRecord) -> float:
+    """NaN where none is known."""
+    norms = [norm for norm in record.norms if not math.isnan(norm)]
+    return sum(norms) / len(norms) if norms else math.nan
 
 
 def finish_stats(batch: TokenBatch, finish_reasons: Sequence[str] | None) -> dict[str, float]:

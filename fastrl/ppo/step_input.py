@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastrl.data.batch import to_host, without_tokens
 from fastrl.ppo.experience import LogprobsAndValues
-from fastrl.ppo.old_logprobs import without_logprobs, zero_left_out
+from fastrl.ppo.old_logprobs import with_zeros, zero_left_out
 from fastrl.run.processes import Processes
 
 
@@ -28,9 +28,14 @@ class StepInput:
     nan: Sequence[int] = ()  # samples that ended in NaN logits
     finish_reasons: Sequence[str] | None = None
     sampled: Sequence[Tensor] | None = None  # the sampler's log-probs, where they are wanted
+    token_scores: Sequence[Tensor] | None = None  # of the responses' tokens, whose sums scores are
 
     def of_all(self, processes: Processes) -> StepInput:
-        """The samples of all processes, in the processes' order."""
+        """The samples of all processes, in the processes' order.
+
+        Raises:
+            ValueError: in some processes scores are per token, in others not.
+        """
         if processes.count == 1:
             return self
         known = self.logprobs
@@ -55,6 +60,7 @@ class StepInput:
             [first[i] + j for i, part in enumerate(parts) for j in part.nan],
             _all([part.finish_reasons for part in parts]),
             _all([part.sampled for part in parts]),
+            _all([part._token_scores_if(parts) for part in parts]),
         )
 
     def without(self, left_out: Sequence[int]) -> StepInput:
@@ -71,7 +77,8 @@ class StepInput:
             responses=responses,
             masks=masks,
             logprobs=zero_left_out(self.logprobs, responses, left_out),
-            sampled=without_logprobs(self.sampled, responses, left_out),
+            sampled=with_zeros(self.sampled, responses, left_out),
+            token_scores=with_zeros(self.token_scores, responses, left_out),
         )
 
     def _masks_if(self, parts: Sequence[StepInput]) -> Sequence[Tensor] | None:
@@ -79,6 +86,17 @@ class StepInput:
         if self.masks is None and any(part.masks is not None for part in parts):
             return [torch.ones_like(response) for response in self.responses]
         return self.masks
+
+    def _token_scores_if(self, parts: Sequence[StepInput]) -> Sequence[Tensor] | None:
+        """One score for each response is one for each token, where all have one token."""
+        if self.token_scores is None and any(part.token_scores is not None for part in parts):
+            if any(len(response) != 1 for response in self.responses):
+                raise ValueError(
+                    "in one process scores are numbers for each token, in another one number for "
+                    "each response: pass the same kind in all"
+                )
+            return list(self.scores.view(-1, 1))
+        return self.token_scores
 
 
 def _on_host(known: LogprobsAndValues) -> LogprobsAndValues:

@@ -6,7 +6,8 @@ import inspect
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fastrl.data.choose_padding import choose_padding
 from fastrl.data.prompts import PromptStream
 from fastrl.data.token_batch import TokenBatch
 from fastrl.models import PreTrainedModelWrapper
+from fastrl.models.critic import Critic
 from fastrl.models.host_memory import to_device
 from fastrl.models.master_weights import handles_rounding
 from fastrl.models.optimizers import (
@@ -39,6 +41,7 @@ from fastrl.plan.skeleton import Skeleton
 from fastrl.ppo import stats
 from fastrl.ppo.advantages import make_advantages
 from fastrl.ppo.classic import ClassicMethods
+from fastrl.ppo.critic import CriticLearner, checked_critic
 from fastrl.ppo.experience import Experience, LastExperience, Scorer, check_tokens
 from fastrl.ppo.kl import make_kl_controller, make_kl_penalty, make_kl_place
 from fastrl.ppo.loop import Loop
@@ -69,6 +72,7 @@ from fastrl.ppo.setup import (
 from fastrl.ppo.state import TrainerState, deciding
 from fastrl.ppo.step_input import StepInput
 from fastrl.ppo.update import GradientStep, PPOUpdate
+from fastrl.ppo.warmup import CriticWarmup
 from fastrl.ref_model import choose_ref_model
 from fastrl.rewards.weighted import RewardFunctions
 from fastrl.rollout import RolloutOutput
@@ -123,6 +127,9 @@ class PPOTrainer(ClassicMethods):
         lr_scheduler: stepped once per step(); wrapped by accelerate afterwards.
         training_data_collator: pads model inputs in place of the trainer; gets dicts of
             ``input_ids`` and ``attention_mask``.
+        critic: a model of its own that learns the values, by an optimizer of its own, so that the
+            policy needs no value head; in place of ``PPOConfig.critic``: a sequence classifier with
+            one label (a reward model, say) or its path.
 
     Attributes:
         autocast_by_default: the mixed precision, where nobody has said any; None: accelerate's own.
@@ -130,6 +137,7 @@ class PPOTrainer(ClassicMethods):
         reference: the reference policy, of which ``ref_model`` is the model.
         scorer: runs policy and reference over a batch.
         update: minimises the clipped loss over a batch's experience.
+        critic: learns the values where the policy's value head does not; else None.
         experience: what the last step learned from; None before the first.
         kl_ctl: the KL coefficient; ``running``: the moments of all scores so far.
 
@@ -151,13 +159,19 @@ class PPOTrainer(ClassicMethods):
         num_shared_layers: int | None = None,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         training_data_collator: Callable | None = None,
+        critic: Critic | PreTrainedModel | str | Path | None = None,
     ):
         config = config or PPOConfig()
+        has_critic = critic is not None
         if isinstance(config, PPOConfig):
             check_optimizer(config.optim, optimizer, config.optim_args)
-        model, ref_model = checked_policies(config, model, ref_model, tokenizer, lr_scheduler)
+            has_critic = has_critic or config.critic is not None
+        model, ref_model = checked_policies(
+            config, model, ref_model, tokenizer, lr_scheduler, has_critic
+        )
         warn_of_a_single_response(config)
         set_seed(config.seed)
+        critic_model = checked_critic(config, critic, model, tokenizer)
         self.config = config
         self.tokenizer: Any = tokenizer
         self.is_encoder_decoder = model.is_encoder_decoder
@@ -208,6 +222,17 @@ class PPOTrainer(ClassicMethods):
         self._kl_penalty = make_kl_penalty(config.kl_penalty, self.reference)
         self.kl_place = make_kl_place(config)
         self.advantages = make_advantages(config)
+        loss = UpdateLoss(config, has_values=config.needs_values and critic_model is None)
+        self.aggregate = loss.aggregate
+        self.nonfinite = NonFiniteNumbers(
+            config.on_nonfinite, lambda ids: self.tokenizer.decode(ids)
+        )
+        self.critic: CriticLearner | None = None
+        if critic_model is not None:
+            self.critic = CriticLearner(
+                config, critic_model, self.accelerator, loss, self.nonfinite, self.processes
+            )
+        values_model = None if self.critic is None else self.critic.model
         precision = precision_of(model, self.accelerator)
         check_merging(config, model, precision)
         choose_heads(self.current_device, self.model, self.ref_model)
@@ -217,6 +242,7 @@ class PPOTrainer(ClassicMethods):
             precision,
             self.model,
             self.ref_model,
+            values_model,
             anywhere=self.processes.any,
         )
         self.batches = make_batches(model, tokenizer, training_data_collator, self.padding)
@@ -228,6 +254,7 @@ class PPOTrainer(ClassicMethods):
             precision,
             config.temperature,
             self.processes,
+            values_model,
         )
         self.sampler_correction = make_sampler_correction(config)
         # The KL over the vocabulary needs the policy's logits, and hence its forward.
@@ -244,11 +271,6 @@ class PPOTrainer(ClassicMethods):
             self.accelerator,
             self.processes,
         )
-        loss = UpdateLoss(config)
-        self.aggregate = loss.aggregate
-        self.nonfinite = NonFiniteNumbers(
-            config.on_nonfinite, lambda ids: self.tokenizer.decode(ids)
-        )
         gradient = GradientStep(
             config,
             self.accelerator,
@@ -259,7 +281,8 @@ class PPOTrainer(ClassicMethods):
             self.processes,
         )
         self._positions = self.scorer.positions, gradient.positions
-        self.update = PPOUpdate(config, gradient)
+        self.update = PPOUpdate(config, gradient, self.critic)
+        self.warmup = CriticWarmup(config)
         self.experience: LastExperience | None = None
         self.current_step = 0
         self._streams: dict[str, PromptStream] = {}  # by the prompts' fingerprint
@@ -282,7 +305,10 @@ class PPOTrainer(ClassicMethods):
         Args:
             queries, responses: ``batch_size`` 1-D tensors of token ids; with a ``group_size`` the
                 responses to a query lie one after the other, each with that query.
-            scores: ``batch_size`` tensors of one number each.
+            scores: ``batch_size`` tensors of one number each, which is added to the reward of the
+                last token that counts; or 1-D tensors with a number for each token of a response,
+                added to the rewards of these. What is said of a sample's score below is said of
+                their sum, which is all that a group's baseline reads.
             response_masks: for each response, which of its tokens count; others get no reward, no
                 loss, and are skipped by the advantages.
             rollout: the output that the responses come from; its log-probs and values may serve as
@@ -318,16 +344,22 @@ class PPOTrainer(ClassicMethods):
             data.check_batch_size(queries, responses, size)
             queries, responses, response_masks = data.on_host(queries, responses, response_masks)
             known = self.rollouts.logprobs(queries, responses, rollout)
+            starts = self.batches.starts(responses)
+            totals, of_tokens = data.check_scores(scores, size, responses, response_masks, starts)
+            if not self.advantages.per_token:
+                of_tokens = None
+            self.transform_scores.check(of_tokens is not None)
             own = StepInput(
                 queries,
                 responses,
-                data.check_scores(scores, size),
+                totals,
                 response_masks,
                 self._weights(data.check_weights(weights, size, self.current_device), rollout),
                 known,
                 self._nan_samples(queries, rollout),
                 None if rollout is None else rollout.finish_reasons,
                 self.sampler_correction.sampled(rollout, known),
+                of_tokens,
             )
         given = own.of_all(self.processes)
         check_a_sample_is_left(len(given.nan), len(given.queries))
@@ -373,16 +405,19 @@ class PPOTrainer(ClassicMethods):
         batch = self.make_batch(given.queries, given.responses, given.masks)
         most = self.config.micro_batch_tokens
         check_tokens(most, batch.prompt_lengths, batch.response_lengths)
+        if self.critic is not None:
+            self.critic.unwrapped.check_lengths(batch.lengths)
         self.advantages.check(given.queries)
         self.score_or_reuse.check(given.logprobs)
         self.sampler_correction.check(given.sampled)
 
+        learning = self.warmup.learning(self.current_step)
         final_scores, moments = self.transform_scores(given.scores)
         self._push_if_best(final_scores)
         final_scores = to_device(final_scores, self.current_device)
         self.rollouts.before_update()
         clock = start_clock(self.current_device)
-        with evaluating(self.model), PPODecorators.empty_device_cache():
+        with self._evaluating(), PPODecorators.empty_device_cache():
             with clock("forward_pass"):
                 scored, reuse_stats = self.score_or_reuse(batch, given.logprobs)
                 self.rollouts.compared(reuse_stats)
@@ -391,7 +426,9 @@ class PPOTrainer(ClassicMethods):
                 )
             with clock("compute_rewards"):
                 rewards, non_score_rewards, kls = self.compute_rewards(
-                    final_scores.nan_to_num(), *scored.kl_operands, batch.mask
+                    self._placed(given, final_scores, moments, batch),
+                    *scored.kl_operands,
+                    batch.mask,
                 )
             with clock("compute_advantages"):
                 values, advantages, returns = self.compute_advantages(
@@ -408,7 +445,7 @@ class PPOTrainer(ClassicMethods):
                     sampler_weights,
                 )
                 try:
-                    record = self.update(batch, experience)
+                    record = self.update(batch, experience, learning)
                 except NonFiniteExperience as error:
                     error.samples = self.nonfinite.experience(batch, scored, rewards)
                     raise
@@ -428,12 +465,15 @@ class PPOTrainer(ClassicMethods):
         result.update(stats.timing_stats(clock.seconds(), batch))
         result.update(stats.position_stats(self._positions, self.processes))
         result.update(reuse_stats)
+        result.update(self.warmup.statistics(learning))
         self._warn_of_negative_kl(result["objective/kl"])
 
         # Last, so that an exception leaves all of it unchanged.
         self.experience = LastExperience(batch.response_mask, experience)
         self.running.become(moments)
-        self.kl_ctl.update(result["objective/kl"], self.config.batch_size * self.processes.count)
+        if learning.policy_learns:
+            size = self.config.batch_size * self.processes.count
+            self.kl_ctl.update(result["objective/kl"], size)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.current_step += 1
@@ -443,12 +483,13 @@ class PPOTrainer(ClassicMethods):
     def compute_rewards(
         self, scores: Tensor, logprobs: Tensor, ref_logprobs: Tensor, masks: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """-β·KL per token, the score added at each row's last counted token.
+        """-β·KL per token, the score added at each row's last counted token, or scores of tokens
+        added to each.
 
         With ``kl_in="loss"`` β is 0 here.
 
         Args:
-            scores: [B], on any device.
+            scores: [B], or those of tokens [B, T-1], on any device.
             logprobs, ref_logprobs: [B, T-1]; with ``kl_penalty="full"`` log-probs of the whole
                 vocabulary [B, T-1, V], or the KL itself and zeros.
             masks: [B, T-1].
@@ -457,8 +498,13 @@ class PPOTrainer(ClassicMethods):
             rewards, their part without the score, and the KL penalties, each [B, T-1].
         """
         coef = self.kl_place.reward_coef(self.kl_ctl.value)
-        scores = scores.to(logprobs.device)
-        return self._kl_penalty.rewards(scores, logprobs, ref_logprobs, masks.bool(), coef)
+        scores, masks = scores.to(logprobs.device), masks.bool()
+        if scores.dim() == 1:
+            return self._kl_penalty.rewards(scores, logprobs, ref_logprobs, masks, coef)
+        none = scores.new_zeros(len(scores))
+        found = self._kl_penalty.rewards(none, logprobs, ref_logprobs, masks, coef)
+        rewards, non_score_rewards, kls = found
+        return rewards + torch.where(masks, scores, 0.0), non_score_rewards, kls
 
     def compute_advantages(
         self, values: Tensor, rewards: Tensor, mask: Tensor
@@ -544,8 +590,9 @@ class PPOTrainer(ClassicMethods):
 
         Args:
             reward_fn: ``reward_fn(prompts, completions, completion_ids, **columns)`` returns one
-                number per completion; ``columns`` are the other columns of ``dataset``. For a
-                prompt of chat messages it gets these as they are, and the completion as
+                number per completion, or for each a list of one number for each of its
+                ``completion_ids``; ``columns`` are the other columns of ``dataset``. For a prompt
+                of chat messages it gets these as they are, and the completion as
                 ``[{"role": "assistant", "content": text}]``, as in TRL 1.x. It may be an
                 ``async def``, and return None for a completion that it does not judge. Or a list or
                 a dict (by name) of such functions: the reward is their weighted sum.
@@ -687,7 +734,8 @@ class PPOTrainer(ClassicMethods):
         kind = torch.device(self.current_device).type
         skeleton = Skeleton.of(self._unwrapped)
         lengths = prompt_tokens, response_tokens
-        return plan_ppo(type(self), skeleton, self.config, *lengths, kind)
+        critic = None if self.critic is None else Skeleton.of(self.critic.unwrapped)
+        return plan_ppo(type(self), skeleton, self.config, *lengths, kind, critic=critic)
 
     def prepare_dataloader(self, dataset: Any, data_collator: Any = None) -> Any:
         """Makes a shuffled loader of whole batches of ``batch_size / group_size`` samples.
@@ -709,7 +757,8 @@ class PPOTrainer(ClassicMethods):
         one transfer."""
         batch, record = step["batch"], step["record"]
         of_groups = self.advantages.statistics(step["scores"])
-        on_device = {**stats.device_stats(**step), **of_groups, **(sampler or {})}
+        of_update = stats.device_stats(**step, vf_coef=self.config.vf_coef)
+        on_device = {**of_update, **of_groups, **(sampler or {})}
         result: dict[str, Any] = {
             name: value.item() if value.ndim == 0 else value
             for name, value in stats.fetch(on_device).items()
@@ -717,10 +766,13 @@ class PPOTrainer(ClassicMethods):
         result.update(stats.host_stats(batch, record))
         result["objective/kl_coef"] = kl_coef
         result["ppo/learning_rate"] = learning_rate_of(self.optimizer)
+        if self.critic is not None:
+            result.update(self.critic.statistics())
         return result
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """Saves model with value head, tokenizer, and a model card where there is none.
+        """Saves model with value head, tokenizer, and a model card where there is none; a critic of
+        its own in ``critic/``.
 
         Raises:
             ValueError: layers that are shared with the reference have changed.
@@ -729,11 +781,16 @@ class PPOTrainer(ClassicMethods):
         state_dict = gathered_state_dict(self._unwrapped, keep=self.processes.is_main)
         if state_dict is None:
             state_dict = self.accelerator.get_state_dict(self.model)
+        of_critic = None
+        if self.critic is not None:
+            of_critic = self.critic.gathered(keep=self.processes.is_main)
         if not self.accelerator.is_main_process:
             return
         card = Path(save_directory) / "README.md"
         own = card.read_bytes() if card.exists() else None
         self._unwrapped.save_pretrained(save_directory, state_dict=state_dict)
+        if self.critic is not None:
+            self.critic.save_pretrained(save_directory, of_critic)
         self.tokenizer.save_pretrained(save_directory)
         # PEFT writes a card of its own.
         if own is None:
@@ -778,11 +835,35 @@ class PPOTrainer(ClassicMethods):
         if not queries:
             return math.nan
         batch = self.make_batch(list(queries), list(responses), None)
-        with evaluating(self.model):
+        with self._evaluating():
             scored = self.scorer(batch)
         no_scores = torch.zeros(len(batch), device=self.current_device)
         _, _, kls = self.compute_rewards(no_scores, *scored.kl_operands, batch.mask)
         return float(kls.sum(-1).mean())
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Context in which policy and critic are in evaluation mode."""
+        with evaluating(self.model):
+            if self.critic is None:
+                yield
+            else:
+                with evaluating(self.critic.model):
+                    yield
+
+    def _placed(
+        self, given: StepInput, scores: Tensor, moments: RunningMoments, batch: TokenBatch
+    ) -> Tensor:
+        """The scores as :meth:`compute_rewards` takes them, 0 for samples without one.
+
+        Args:
+            scores: [B], transformed; ``moments`` are those that they come with.
+        """
+        if given.token_scores is None:
+            return scores.nan_to_num()
+        counted = torch.cat(list(given.token_scores))[batch.mask_of_responses()]
+        on_device = to_device(self.transform_scores.of_tokens(counted, moments), scores.device)
+        return batch.scatter(on_device, batch.rows())
 
     def _nan_samples(self, queries: list[Tensor], rollout: RolloutOutput | None) -> list[int]:
         """Indices of samples that ended in NaN logits."""

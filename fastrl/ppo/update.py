@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn import ModuleList
 
 from fastrl.config import PPOConfig
 from fastrl.data.token_batch import TokenBatch
@@ -20,10 +21,14 @@ from fastrl.models.activation_checkpointing import all_layers, checkpointed
 from fastrl.models.activation_offloading import activation_offloading
 from fastrl.models.scoring import PassLimit
 from fastrl.ppo.experience import Experience, shares_of
-from fastrl.ppo.loss import Minibatch, MinibatchLoss, UpdateLoss
+from fastrl.ppo.loss import Minibatch, MinibatchLoss, UpdateLoss, ValueLoss
 from fastrl.ppo.memory import MicroBatches, PositionCount
 from fastrl.ppo.nonfinite import NonFiniteExperience, NonFiniteNumbers
+from fastrl.ppo.warmup import ALL_LEARNS, Learning
 from fastrl.run.processes import OneProcess, Processes
+
+if TYPE_CHECKING:
+    from fastrl.ppo.critic import CriticLearner
 
 
 class Blame(NamedTuple):
@@ -85,6 +90,9 @@ class GradientStep:
             without a look for the samples that make them so.
         processes: each of which computes its share of every mini-batch. All have the same
             mini-batches, and read the same numbers, and so decide the same.
+
+    Attributes:
+        learning: what learns, policy and value function or one of them.
     """
 
     def __init__(
@@ -93,7 +101,7 @@ class GradientStep:
         accelerator: Accelerator,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss: UpdateLoss,
+        loss: UpdateLoss | ValueLoss,
         nonfinite: NonFiniteNumbers | None = None,
         processes: Processes | None = None,
     ):
@@ -104,6 +112,7 @@ class GradientStep:
         self.loss = loss
         self.nonfinite = nonfinite or NonFiniteNumbers(config.on_nonfinite)
         self.processes = processes or OneProcess()
+        self.learning: Learning = ALL_LEARNS
         self.positions = PositionCount()
         self.micro_batches = MicroBatches(
             "the update",
@@ -228,6 +237,7 @@ class GradientStep:
             largest,
             self.discard,
         )
+        self.learning.keep(self.accelerator.unwrap_model(self.model))
         return self._read(losses, experience)
 
     def _again(self, minibatches: Sequence[Minibatch]) -> Gradient:
@@ -249,7 +259,8 @@ class GradientStep:
                 last = minibatch is minibatches[-1] and i == len(parts) - 1
                 with self._accumulating(last):
                     scores = self.model(**model_pass.inputs, scoring=request)
-                    found.append(self.loss(part.old, request, scores))
+                    coef = self.learning.policy_coef
+                    found.append(self.loss(part.old, request, scores, coef))
                     loss = found[-1].loss
                     self.add(loss if i < counts else loss * 0, len(minibatches))
             joined = self.loss.joined(found[: counts or 1], own.old)
@@ -304,10 +315,7 @@ class GradientStep:
         """Losses, mean ratios and policy KLs of mini-batches, and the gradient's norm: the step's
         one host read. Every process reads the same numbers, and so decides the same."""
         norm = self._gradient_norm()
-        of_each = [
-            (each.loss.detach(), each.mean_ratio, each.stats["ppo/policy/policykl"])
-            for each in losses
-        ]
+        of_each = [(each.loss.detach(), each.mean_ratio, each.policy_kl) for each in losses]
         also = norm.new_zeros(()) if experience is None else experience
         shares = torch.stack([norm.new_zeros(()), *(x for each in of_each for x in each)])
         numbers = torch.cat([self.processes.sums(shares)[1:], torch.stack([also, norm])])
@@ -354,6 +362,7 @@ class UpdateRecord:
     nonfinite: int = 0  # mini-batches whose loss is not finite
     nonfinite_steps: int = 0  # optimizer steps left out for their gradient
     stopped_early: bool = False
+    critic: UpdateRecord | None = None  # of a critic of its own
 
     def add(self, outcome: StepOutcome) -> None:
         for minibatch in outcome.minibatches:
@@ -377,6 +386,8 @@ class UpdateRecord:
             return
         self.minibatches = list(processes.sums(torch.stack(self.minibatches)))
         lengths = processes.objects([len(ratios) for ratios in self.ratios])
+        if not any(map(any, lengths)):  # of a critic
+            return
         self.ratios = [
             processes.joined(own, list(of_each))
             for own, of_each in zip(self.ratios, zip(*lengths, strict=True), strict=True)
@@ -419,11 +430,16 @@ class PPOUpdate:
 
     An exception leaves no gradient behind, and the order of the samples as it was before the call;
     optimizer steps that were taken stay.
+
+    Args:
+        critic: learns the values, from the same mini-batches after the policy, by steps of its own.
     """
 
-    def __init__(self, config: PPOConfig, gradient: GradientStep):
+    def __init__(
+        self, config: PPOConfig, gradient: GradientStep, critic: CriticLearner | None = None
+    ):
         self.config = config
-        self.gradient = gradient
+        self.gradient, self.critic = gradient, critic
         self.accelerator = gradient.accelerator
         self.offloading = activation_offloading(
             config.activation_offloading, self.accelerator.device, self.accelerator.is_fsdp2
@@ -431,8 +447,13 @@ class PPOUpdate:
         self.shuffle = np.random.RandomState(config.seed)
         self.optimizer_steps = 0  # begun so far
 
-    def __call__(self, batch: TokenBatch, experience: Experience) -> UpdateRecord:
+    def __call__(
+        self, batch: TokenBatch, experience: Experience, learning: Learning = ALL_LEARNS
+    ) -> UpdateRecord:
         """
+        Args:
+            learning: what learns in this step.
+
         Raises:
             NonFiniteExperience: a number of the experience is not finite; nothing has changed then.
             FloatingPointError: with ``on_nonfinite="raise"``, a loss or gradient is not; with
@@ -440,26 +461,39 @@ class PPOUpdate:
         """
         order = self.shuffle.get_state()
         record = UpdateRecord(self.gradient.loss.names)
+        learners: list[tuple[PPOUpdate | CriticLearner, UpdateRecord]] = [(self, record)]
+        if self.critic is None:
+            self.gradient.learning = learning
+        else:
+            # Samples that either leaves out are left out by both.
+            names = self.critic.gradient.loss.names
+            record.critic = UpdateRecord(names, left_out=record.left_out)
+            learners = [*(learners if learning.policy_learns else []), (self.critic, record.critic)]
         unread: Tensor | None = (experience.logprobs + experience.returns).sum()
         try:
             with self._memory_saved():
                 for indices in self._optimizer_steps(set(batch.counting()), record.left_out):
                     minibatches = [Minibatch.of(batch, experience, sorted(i)) for i in indices]
-                    outcome = self.gradient(minibatches, unread)
-                    if not outcome.finite_experience:
-                        raise NonFiniteExperience
-                    unread = None
-                    record.add(outcome)
-                    if outcome.moved_too_far:
+                    for learner, own in learners:
+                        outcome = learner.gradient(minibatches, unread)
+                        if not outcome.finite_experience:
+                            raise NonFiniteExperience
+                        unread = None
+                        own.add(outcome)
+                        if outcome.moved_too_far:
+                            break
+                        if outcome.taken:
+                            self._optimizer_step(own, learner)
+                    if record.stopped_early:
                         break
-                    if outcome.taken:
-                        self._optimizer_step(record)
         except BaseException:
             self.shuffle.set_state(order)
-            self.gradient.discard()
+            for each in self.learners:
+                each.gradient.discard()
             raise
-        record.gather(self.gradient.processes)
-        record.warn(self.config.ratio_threshold)
+        for _, own in learners:
+            own.gather(self.gradient.processes)
+            own.warn(self.config.ratio_threshold)
         return record
 
     def minimise(self, loss: Tensor) -> bool:
@@ -511,23 +545,40 @@ class PPOUpdate:
         groups = self.shuffle.permutation(samples // size).tolist()
         return [group * size + i for group in groups for i in range(size)]
 
-    def _optimizer_step(self, record: UpdateRecord) -> None:
+    def _optimizer_step(
+        self, record: UpdateRecord, learner: PPOUpdate | CriticLearner | None = None
+    ) -> None:
+        """A step of the policy, or of the critic."""
+        learner = learner or self
+        gradient = learner.gradient
         if self.accelerator.scaler is not None and self.config.max_grad_norm is not None:
-            self.gradient.clip()
-        optimizer = self.gradient.optimizer
-        self.optimizer_steps += 1
+            gradient.clip()
+        optimizer = gradient.optimizer
+        learner.optimizer_steps += 1
         optimizer.step()
         record.optimizer_steps += not getattr(optimizer, "step_was_skipped", False)
-        self.gradient.zero()
+        gradient.zero()
+
+    @property
+    def learners(self) -> list[PPOUpdate | CriticLearner]:
+        """What steps along gradients: the policy, and a critic of its own."""
+        return [self] if self.critic is None else [self, self.critic]
+
+    @property
+    def steps_begun(self) -> int:
+        """Of all optimizers."""
+        return sum(learner.optimizer_steps for learner in self.learners)
 
     def _memory_saved(self) -> ExitStack:
         """Context in which activations are recomputed, and wait in host memory, where
         ``gradient_checkpointing`` and ``activation_offloading`` ask for it."""
-        unwrapped: Any = self.accelerator.unwrap_model(self.gradient.model)
+        models = [self.accelerator.unwrap_model(each.gradient.model) for each in self.learners]
         saved = ExitStack()
         if self.config.gradient_checkpointing:
-            saved.enter_context(checkpointed(all_layers(unwrapped.pretrained_model)))
-        saved.enter_context(self.offloading(unwrapped))
+            for unwrapped in models:
+                saved.enter_context(checkpointed(all_layers(unwrapped.pretrained_model)))
+        # One context: of two, the inner one alone would see what is saved.
+        saved.enter_context(self.offloading(models[0] if len(models) == 1 else ModuleList(models)))
         return saved
 
 

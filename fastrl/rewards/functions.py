@@ -1,10 +1,11 @@
 """Reward functions by name: a sequence classifier, or a Python function.
 
 A reward function is called as ``reward_fn(prompts, completions, completion_ids, **columns)`` and
-returns one number per completion; ``columns`` are the other columns of the data set. Prompts and
-completions are texts; where prompts are chats, both are lists of messages, as in TRL 1.x. It may be
-an ``async def``, and return None for a completion that it does not judge. A run calls its functions
-through :class:`fastrl.rewards.weighted.Rewards`.
+returns one number per completion, or for each a list of one number for each of its tokens;
+``columns`` are the other columns of the data set. Prompts and completions are texts; where prompts
+are chats, both are lists of messages, as in TRL 1.x. It may be an ``async def``, and return None
+for a completion that it does not judge. A run calls its functions through
+:class:`fastrl.rewards.weighted.Rewards`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fastrl.rewards.classifier import ClassifierReward
 from fastrl.user_code import named, running
 
-_Returned = Sequence[float | None]
+_Returned = Sequence[float | Sequence[float] | Tensor | None]
 RewardFunction = Callable[..., _Returned | Awaitable[_Returned]]
 
 
@@ -90,6 +94,61 @@ def read_rewards(returned: Any, completions: Sequence[int], who: str) -> list[fl
         except (TypeError, ValueError, RuntimeError):  # as in as_number
             raise _not_finite(reward, i, who) from None
     return rewards
+
+
+def read_token_rewards(
+    returned: Any, completions: Sequence[int], lengths: Sequence[int] | None, who: str
+) -> list[float | Tensor | None]:
+    """Reads the rewards that a function returned for some completions, or for their tokens.
+
+    Args:
+        completions: their numbers, for messages.
+        lengths: the tokens of each; None: they are not known, and rewards are of completions.
+        who: the function's name, for messages.
+
+    Returns:
+        as :func:`read_rewards`; or, for completions of which the function returned a list, an array
+        or a tensor with a number for each token, these [L] fp64.
+
+    Raises:
+        ValueError: as :func:`read_rewards`; numbers for completions beside numbers for tokens, not
+            one number for each token; names the first that is wrong.
+    """
+    of_tokens = [] if not hasattr(returned, "__len__") else list(map(_is_of_tokens, returned))
+    if lengths is None or not any(of_tokens) or len(returned) != len(completions):
+        return list(read_rewards(returned, completions, who))
+    first = completions[of_tokens.index(True)]
+    rewards: list[float | Tensor | None] = []
+    for i, length, reward in zip(completions, lengths, returned, strict=True):
+        if reward is None:
+            rewards.append(None)
+            continue
+        try:
+            numbers = torch.as_tensor(reward, dtype=torch.float64).detach().cpu()
+        except (TypeError, ValueError, RuntimeError):
+            raise _not_finite(reward, i, who) from None
+        if numbers.dim() == 0:
+            raise ValueError(
+                f"{who} returned one number for completion {i}, and several for completion {first}:"
+                " it must return one number for each completion, or for each a list of one number "
+                "for each token"
+            )
+        if numbers.shape != (length,):
+            raise ValueError(
+                f"{who} returned rewards of shape {tuple(numbers.shape)} for completion {i}, which "
+                f"has {length} tokens: it must return one number for each of its completion_ids, "
+                "or one for the whole completion"
+            )
+        rewards.append(numbers)
+    return rewards
+
+
+def _is_of_tokens(reward: Any) -> bool:
+    """Whether a function's reward of a completion is a list, or an array that is not one number."""
+    if isinstance(reward, (list, tuple)):
+        return True
+    shape = getattr(reward, "shape", ())
+    return len(shape) > 0 and math.prod(shape) != 1
 
 
 def check_rewards(rewards: Any, count: int, who: str = "reward_fn") -> list[float]:

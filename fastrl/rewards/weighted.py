@@ -26,7 +26,7 @@ from fastrl.rewards.calls import (
     is_async,
 )
 from fastrl.rewards.classifier import ClassifierReward
-from fastrl.rewards.functions import RewardFunction, as_number, read_rewards
+from fastrl.rewards.functions import RewardFunction, as_number, read_token_rewards
 from fastrl.run.processes import Processes
 from fastrl.user_code import name_of, running
 
@@ -48,6 +48,9 @@ class RewardBatch:
         seconds: how long each function took, by its name.
         nonfinite: samples left out because a reward of theirs was not finite.
         retries: calls that were repeated.
+        of_tokens: of each sample, the same sum for each token, [L] fp64, where a function returned
+            rewards of tokens, their sum being the ``total``; those of functions that returned one
+            number are added to the last token. None: no function did.
     """
 
     total: Tensor
@@ -55,6 +58,7 @@ class RewardBatch:
     seconds: dict[str, float]
     nonfinite: int
     retries: int
+    of_tokens: Sequence[Tensor | None]
 
     def of_all(self, processes: Processes) -> RewardBatch:
         """The rewards of the samples of all processes, in the processes' order."""
@@ -66,6 +70,7 @@ class RewardBatch:
             {name: max(part.seconds[name] for part in parts) for name in names},
             sum(part.nonfinite for part in parts),
             sum(part.retries for part in parts),
+            [each for part in parts for each in part.of_tokens],
         )
 
     def statistics(self) -> dict[str, float]:
@@ -110,9 +115,11 @@ class Rewards:
     """Reward functions of a run, called as ``reward_fn(prompts=, completions=, completion_ids=,
     **columns)``; their weighted sum is the reward.
 
-    As in TRL 1.x a function may be an ``async def``, and may return None for a sample that it does
-    not judge, which is then left out of that sample's sum. Async functions run after the others,
-    at the same time, on one event loop; so do their calls with a ``reward_batch_size``.
+    A function returns a number for each completion, or for each a list, an array or a 1-D tensor
+    with a number for each token. As in TRL 1.x it may be an ``async def``, and may return None for
+    a sample that it does not judge, which is then left out of that sample's sum. Async functions
+    run after the others, at the same time, on one event loop; so do their calls with a
+    ``reward_batch_size``.
 
     Args:
         reward_fn: a function, a list of functions, or a dict of functions by name. In a list their
@@ -213,10 +220,10 @@ class Rewards:
             left_out: indices of samples that no function is asked about.
 
         Raises:
-            ValueError: not one number or None for each completion; None from every function for one
-                of them; a reward that is not finite, unless ``on_nonfinite`` allows it, or of every
-                sample, but where they are ``shared``. Names the function, the completion and its
-                prompt.
+            ValueError: not one number, one for each token, or None for each completion; None from
+                every function for one of them; a reward that is not finite, unless
+                ``on_nonfinite`` allows it, or of every sample, but where they are ``shared``.
+                Names the function, the completion and its prompt.
             TimeoutError: a call took longer than ``reward_timeout``, and so did its retries.
             Exception: what a function raised in the last of its attempts.
         """
@@ -227,7 +234,9 @@ class Rewards:
             given["completion_ids"] = completion_ids
 
         self._repeated = 0
-        rewards: dict[str, list[float | None]] = {n: [None] * len(prompts) for n in self.names}
+        rewards: dict[str, list[float | Tensor | None]]
+        rewards = {n: [None] * len(prompts) for n in self.names}
+        lengths = None if completion_ids is None else list(map(len, completion_ids))
         seconds = dict.fromkeys(self.names, 0.0)
         together: list[_Call] = []
         for function in self._functions:
@@ -237,11 +246,11 @@ class Rewards:
                 continue
             begin = time.perf_counter()
             for call in calls:
-                _keep(self._answer(call), call, rewards)
+                _keep(self._answer(call), call, lengths, rewards)
             seconds[function.name] = time.perf_counter() - begin
         begin = time.perf_counter()
         for call, (answer, end) in zip(together, self._answers(together), strict=True):
-            _keep(answer, call, rewards)
+            _keep(answer, call, lengths, rewards)
             seconds[call.function.name] = max(seconds[call.function.name], end - begin)
         return self._summed(rewards, seconds, prompts, asked)
 
@@ -310,12 +319,12 @@ class Rewards:
 
     def _summed(
         self,
-        rewards: dict[str, list[float | None]],
+        rewards: dict[str, list[float | Tensor | None]],
         seconds: dict[str, float],
         prompts: Sequence[Any],
         asked: list[int],
     ) -> RewardBatch:
-        known = [[math.nan if r is None else r for r in row] for row in rewards.values()]
+        known = [[math.nan if r is None else _sum(r) for r in row] for row in rewards.values()]
         values = torch.tensor(known, dtype=torch.float64)  # [K, B], as all here
         judged = torch.tensor(
             [[r is not None for r in row] for row in rewards.values()], dtype=torch.bool
@@ -335,7 +344,14 @@ class Rewards:
         total[nonfinite | ~judged.any(0)] = math.nan
         values[wrong] = math.nan
         by_function = dict(zip(self.names, values, strict=True))
-        return RewardBatch(total, by_function, seconds, int(nonfinite.sum()), self._repeated)
+        weighted = list(zip((f.weight for f in self._functions), rewards.values(), strict=True))
+        of_tokens = [
+            _of_tokens([(weight, row[i]) for weight, row in weighted], total[i])
+            for i in range(len(prompts))
+        ]
+        return RewardBatch(
+            total, by_function, seconds, int(nonfinite.sum()), self._repeated, of_tokens
+        )
 
     def _check_finite(
         self, wrong: Tensor, values: Tensor, prompts: Sequence[Any], asked: list[int]
@@ -457,10 +473,39 @@ def _calls(
     ]
 
 
-def _keep(answer: Any, call: _Call, rewards: dict[str, list[float | None]]) -> None:
-    found = read_rewards(answer, call.samples, call.function.who)
+def _keep(
+    answer: Any,
+    call: _Call,
+    lengths: Sequence[int] | None,
+    rewards: dict[str, list[float | Tensor | None]],
+) -> None:
+    own = None if lengths is None else [lengths[i] for i in call.samples]
+    found = read_token_rewards(answer, call.samples, own, call.function.who)
     for i, reward in zip(call.samples, found, strict=True):
         rewards[call.function.name][i] = reward
+
+
+def _sum(reward: float | Tensor) -> float:
+    return float(reward.sum()) if isinstance(reward, Tensor) else reward
+
+
+def _of_tokens(
+    rewards: Sequence[tuple[float, float | Tensor | None]], total: Tensor
+) -> Tensor | None:
+    """The weighted sum of a sample's rewards for each of its tokens; None where all are numbers.
+
+    Args:
+        rewards: weights and rewards by the functions.
+        total: what it adds up to; NaN where the sample is left out.
+    """
+    dense = [weight * r for weight, r in rewards if isinstance(r, Tensor)]
+    if not dense or not len(dense[0]):
+        return None
+    found = torch.stack(dense).sum(0)
+    for weight, r in rewards:
+        if r is not None and not isinstance(r, Tensor):
+            found[-1] += weight * r
+    return found.fill_(math.nan) if total.isnan() else found
 
 
 def _pause_after(attempt: int) -> float:

@@ -37,6 +37,7 @@ _REMEDIES = {
     "data": "resume with the data set, and the settings of its tokens and lengths, that the run "
     "began with",
     "frozen weights": "make the trainer from the model that the run began with",
+    "critic": "make the trainer with the critic that the run began with",
     "reference": "make the trainer from the model (and reference) that the run began with",
 }
 

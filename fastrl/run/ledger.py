@@ -23,7 +23,10 @@ FORMAT = 1
 PER_FUNCTION = "reward/"  # begins the names of columns, one per reward function
 _NAME = re.compile(r"steps-(\d+)-(\d+)\.parquet")
 _FACTS = b"fastrl"  # key of the files' metadata
-_NOT_REPEATED = ("prompt_ids", "completion", "completion_ids", "logprobs", "values", "advantages")
+_NOT_REPEATED = (
+    *("prompt_ids", "completion", "completion_ids", "logprobs", "values", "advantages"),
+    "token_scores",
+)
 
 
 @functools.cache
@@ -52,6 +55,7 @@ def fields() -> dict[str, pa.DataType]:
         "advantages": numbers,  # empty of a sample that was left out of the step
         "reward": pa.float32(),
         "score": pa.float32(),  # the reward less penalties
+        "token_scores": numbers,  # of the completion's tokens; null where only the sum was given
     }
 
 

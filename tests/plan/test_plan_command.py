@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from fastrl import (
     AutoModelForCausalLMWithValueHead,
@@ -56,6 +56,31 @@ def test_a_plan_has_the_bytes_of_each_kind_by_phase(folder, capsys):
     # 4 samples of 64 tokens at most: two layers of keys and values of two heads of 16.
     assert update["by_kind"]["KV cache"] == 2 * 2 * 4 * 64 * 2 * 16 * 4
     assert plan["peak"] == max(phase["total"] for phase in plan["phases"].values())
+
+
+def test_a_critic_of_its_own_is_counted(tmp_path, folder, capsys):
+    critic = LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
+    critic.save_pretrained(tmp_path / "critic")
+    plain = planned(capsys, folder, *FLAGS)["phases"]["update"]["by_kind"]
+    found = planned(capsys, folder, *FLAGS, "--critic", tmp_path / "critic")["phases"]
+    torch.manual_seed(0)
+    policy = PPOTrainer(
+        PPOConfig(batch_size=4, accelerator_kwargs={"cpu": True}),
+        _model(),
+        tokenizer=blank_tokenizer(),
+        critic=LlamaForSequenceClassification(critic_config(critic)),
+    )
+    weights = sum(p.nbytes for p in policy.critic.unwrapped.parameters())
+    own = found["update"]["by_kind"]
+    assert own["parameters"] - plain["parameters"] == pytest.approx(weights, rel=0.01)
+    assert own["optimizer"] - plain["optimizer"] == pytest.approx(2 * weights, rel=0.01)
+    of_trainer = policy.plan(16, 16).phases["update"].by_kind
+    assert of_trainer["parameters"] == own["parameters"]
+    assert of_trainer["optimizer"] == own["optimizer"]
+
+
+def critic_config(config):
+    return LlamaConfig(**{**config.to_dict(), "num_labels": 1, "pad_token_id": 0})
 
 
 @pytest.mark.parametrize("method", ["grpo", "sft", "reward", "dpo"])

@@ -53,7 +53,7 @@ CASES = {
     "NaN score": (put("scores", 3, torch.tensor(NAN)), r"scores\[3\] is nan \(prompt 'w"),
     "infinite score": (put("scores", 0, torch.tensor(-INF)), r"scores\[0\] is -inf"),
     "2-D score": (put("scores", 0, torch.ones(1, 1)), r"scores\[0\] must be one number"),
-    "two scores": (put("scores", 0, torch.ones(2)), r"scores\[0\] must be one number"),
+    "two scores": (put("scores", 0, torch.ones(2)), r"scores\[0\] has 2 numbers, responses\[0\]"),
     "mask length": (
         make_batch() | {"response_masks": [torch.ones(2)] * 4},
         r"response_masks\[0\] has shape",

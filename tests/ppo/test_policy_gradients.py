@@ -312,6 +312,8 @@ def reference(advantage):
 class _Fixed:
     """Advantages that are given, and returns to learn."""
 
+    per_token = True
+
     def __init__(self, advantages):
         self.advantages = torch.tensor(advantages)[:, None]
 

@@ -58,12 +58,45 @@ def weights_of(model: Any) -> dict[str, Tensor]:
     return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
 
 
+def _reward_of_tokens(completion_ids: list[list[int]], **_: Any) -> list[list[float]]:
+    return [[(token % 5) / 5 - 0.3 for token in ids] for ids in completion_ids]
+
+
+def critic_trainer() -> PPOTrainer:
+    """Whose values are of a model of its own, which learns alone in the first step."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_labels": 1}
+    config = transformers.LlamaConfig(
+        vocab_size=tiny.VOCABULARY, pad_token_id=tiny.PAD, **sizes, **heads
+    )
+    model = transformers.LlamaForSequenceClassification(config)
+    return PPOTrainer(
+        PPOConfig(**sizes_of_steps(), optim="sgd", learning_rate=0.1, critic_warmup_steps=1),
+        tiny_models.language_model("gpt2"),
+        None,
+        tiny.tokenizer(),
+        critic=model,
+    )
+
+
+def with_critic(trainer: PPOTrainer | None = None) -> dict[str, Any]:
+    """Rewards of tokens, and values of a critic of its own."""
+    trainer = trainer or critic_trainer()
+    found = policy_gradient(_reward_of_tokens, trainer=trainer)
+    assert trainer.critic is not None
+    return found | {"critic": weights_of(trainer.critic.unwrapped)}
+
+
+def sizes_of_steps() -> dict[str, int]:
+    """16 samples a step, in mini-batches of 8, both of all processes, twice."""
+    world = process_count()
+    return {"batch_size": 16 // world, "mini_batch_size": 8 // world, "ppo_epochs": 2}
+
+
 def make_trainer(policy: Any = None, step: float = 0.1, **settings: Any) -> PPOTrainer:
     """Of 16 samples a step, in mini-batches of 8, both of all processes."""
-    world = process_count()
-    config = PPOConfig(
-        **{"batch_size": 16 // world, "mini_batch_size": 8 // world, "ppo_epochs": 2, **settings}
-    )
+    config = PPOConfig(**{**sizes_of_steps(), **settings})
     torch.manual_seed(0)
     policy = policy or tiny_models.policy("gpt2")
     trained = [p for p in policy.parameters() if p.requires_grad]
@@ -130,10 +163,13 @@ def _set_kind(kind: DistributedType) -> None:
 
 
 def policy_gradient(
-    reward: Any = reward, prompts: list[str] = PROMPTS, **settings: Any
+    reward: Any = reward,
+    prompts: list[str] = PROMPTS,
+    trainer: PPOTrainer | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Three steps of PPO on samples of uneven lengths."""
-    trainer = make_trainer(**settings)
+    trainer = trainer or make_trainer(**settings)
     keeper = Keeper()
     result = trainer.train(
         reward,
@@ -160,6 +196,10 @@ JOBS: dict[str, Callable[[], dict[str, Any]]] = {
     "ppo, rewards that are not finite": lambda: policy_gradient(
         _nan_now_and_then, on_nonfinite="zero-sample"
     ),
+    "ppo, rewards of tokens and the critic's warm-up": lambda: policy_gradient(
+        _reward_of_tokens, critic_warmup_steps=1, lam_value=1.0, lam_length_alpha=0.3
+    ),
+    "ppo, a critic of its own": with_critic,
     "grpo": lambda: policy_gradient(advantage="grpo", group_size=4, kl_in="loss"),
     "grpo, in passes of few tokens": lambda: policy_gradient(
         advantage="grpo", group_size=4, micro_batch_tokens=24

@@ -22,6 +22,7 @@ from fastrl import (
     SFTTrainer,
 )
 from fastrl.data.columns import PAIRS
+from fastrl.models.critic import Critic
 from fastrl.models.load import load_language_model
 from fastrl.models.master_weights import MASTER
 from fastrl.models.sharding import own_share, spread, whole
@@ -32,11 +33,13 @@ from tests.processes import fitted
 from tests.processes.jobs import (
     PROMPTS,
     Keeper,
+    critic_trainer,
     fsdp,
     make_trainer,
     reward,
     train,
     weights_of,
+    with_critic,
 )
 from tests.processes.launch import keep
 from tests.trainers.conftest import texts
@@ -317,7 +320,32 @@ POLICIES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+def own_critic(folder: Path) -> dict[str, Any]:
+    """PPO with a critic of its own, which is spread as well; saved, loaded, and in a checkpoint."""
+    several = process_count() > 1
+    with fsdp() if several else nullcontext():
+        trainer = critic_trainer()
+        assert trainer.critic is not None
+        found = with_critic(trainer)
+        spread(trainer.critic.unwrapped)
+        parameters = list(trainer.critic.unwrapped.parameters())
+        assert all(isinstance(p, DTensor) == several for p in parameters)
+        saved = folder / f"critic-{process_count()}"
+        trainer.save_pretrained(saved)
+        trainer.save_checkpoint(saved)
+        with torch.no_grad():
+            for p in parameters:
+                p.zero_()
+        trainer.load_checkpoint(saved)
+        again = weights_of(trainer.critic.unwrapped)
+        assert all(torch.equal(x, again[name]) for name, x in found["critic"].items())
+        loaded = weights_of(Critic.from_pretrained(saved / "critic"))
+        assert all(torch.equal(x, loaded[name]) for name, x in found["critic"].items())
+    return {"done": found}
+
+
 JOBS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "ppo, a critic of its own": own_critic,
     "checkpoints": checkpoints,
     "weights that one process loads": loaded_once,
     "refusals": refusals,

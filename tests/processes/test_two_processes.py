@@ -33,6 +33,8 @@ def test_several_processes_do_what_one_does(alone, together, count, name):
         assert_close(one, other)
         for parameter, value in each[0]["weights"].items():
             assert torch.equal(value, other["weights"][parameter]), parameter
+        for parameter, value in each[0].get("critic", {}).items():
+            assert torch.equal(value, other["critic"][parameter]), parameter
 
 
 @pytest.mark.parametrize("name", JOBS)

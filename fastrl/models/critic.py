@@ -1,0 +1,117 @@
+"""A critic: a model of its own that estimates values."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from fastrl.models.attention import Attention, replaced
+from fastrl.models.load import check_causal, load_reward_model
+from fastrl.models.reward_head import score_head
+from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.utils import check_trainable, context_length
+
+_HOW = "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
+
+
+class Critic(nn.Module):
+    """V(h_t) = w·h_t, in fp32, of the last hidden states of a model without a language-model head.
+
+    The model is a sequence classifier with one label, as reward models are: a trained one, whose
+    rewards of unfinished responses are then the first values, or a language model with a new head.
+
+    Args:
+        pretrained_model: the classifier, or a PEFT model around one.
+
+    Raises:
+        TypeError: another kind of model.
+        ValueError: more labels than one, a head that does not score each token, an encoder whose
+            attention is bidirectional, nothing that can be trained.
+    """
+
+    is_encoder_decoder = False
+
+    def __init__(self, pretrained_model: Any):
+        super().__init__()
+        name = type(pretrained_model).__name__
+        if not isinstance(pretrained_model, PreTrainedModel) and not hasattr(
+            pretrained_model, "peft_config"
+        ):
+            raise TypeError(
+                f"critic must be a path, or a sequence classifier of {_HOW}, got {name}"
+            )
+        check_causal(pretrained_model)
+        if score_head(pretrained_model) is None or pretrained_model.config.num_labels != 1:
+            raise ValueError(
+                f"critic: {name} has no head that gives each token one number: pass a reward model "
+                f"or a language model as {_HOW}"
+            )
+        check_trainable(pretrained_model)
+        self.pretrained_model: Any = pretrained_model
+        self.config = pretrained_model.config
+        self.is_peft_model = hasattr(pretrained_model, "peft_config")
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike, **options: Any) -> Critic:
+        """Loads a reward model, a critic that was saved, or a language model, which gets a new
+        head; an adapter of the first two on its base.
+
+        Args:
+            options: of transformers' ``from_pretrained``; weights are fp32 unless ``dtype`` is
+                given.
+
+        Raises:
+            FileNotFoundError, ValueError: as :func:`fastrl.models.load.load_reward_model`.
+        """
+        return cls(load_reward_model(path, **options))
+
+    def forward(
+        self,
+        scoring: ScoringRequest,
+        attention: Attention | None = None,
+        boundary: Tensor | None = None,
+        **inputs: Any,
+    ) -> TokenScores:
+        """The values of the requested tokens, with log-probs of 0.
+
+        Args:
+            attention: in place of the model's own, such as that of a packed row.
+            boundary: of layers that a policy shares with its reference; not read.
+        """
+        hidden: list[Tensor] = []
+        head: Any = score_head(self.pretrained_model)
+        handle = head.register_forward_pre_hook(lambda _head, args: hidden.append(args[0]))
+        try:
+            with replaced(self.pretrained_model, attention):
+                self.pretrained_model(**inputs, use_cache=False)
+        finally:
+            handle.remove()
+        rows = hidden[0].flatten(0, -2)[scoring.rows]
+        with torch.autocast(rows.device.type, enabled=False):
+            weight = next(head.parameters())
+            values = head(rows.to(weight.dtype)).squeeze(-1).float()
+        return TokenScores(torch.zeros_like(values), None, values, None)
+
+    def check_lengths(self, lengths: list[int]) -> None:
+        """
+        Raises:
+            ValueError: a sample of more tokens than the model's context has.
+        """
+        limit, longest = context_length(self.pretrained_model), max(lengths)
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"queries[{lengths.index(longest)}] and its response have {longest} tokens, beyond "
+                f"the critic's context of {limit}: shorten them, or choose a critic of a longer one"
+            )
+
+    def save_pretrained(self, folder: str | os.PathLike, **options: Any) -> None:
+        """Saves the classifier, which :meth:`from_pretrained` and transformers load."""
+        self.pretrained_model.save_pretrained(folder, **options)
+
+    @property
+    def _no_split_modules(self) -> Any:
+        return getattr(self.pretrained_model, "_no_split_modules", None)
