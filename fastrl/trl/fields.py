@@ -5,7 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-_REMEDY = "refused"  # key of a field's metadata
+
+class _Refusal(str):
+    """A refused field's help. The metadata has no key of its own for it: transformers'
+    HfArgumentParser, with which scripts read their configurations, hands every key to argparse."""
+
+    @property
+    def remedy(self) -> str:
+        return self.removeprefix(_NOT)
+
+
+_NOT = "Not supported: "
 
 
 def refused(default: Any, remedy: str) -> Any:
@@ -15,15 +25,15 @@ def refused(default: Any, remedy: str) -> Any:
         default: TRL's, the only value that :func:`check_refused` lets pass.
         remedy: what to use in its place.
     """
-    return dataclasses.field(default=default, metadata={"help": remedy, _REMEDY: remedy})
+    return dataclasses.field(default=default, metadata={"help": _Refusal(_NOT + remedy)})
 
 
 def refusals(config: Any) -> dict[str, tuple[Any, str]]:
     """The settings of a configuration that are not honoured: their defaults and remedies."""
     return {
-        field.name: (field.default, field.metadata[_REMEDY])
+        field.name: (field.default, field.metadata["help"].remedy)
         for field in dataclasses.fields(config)
-        if _REMEDY in field.metadata
+        if isinstance(field.metadata.get("help"), _Refusal)
     }
 
 
