@@ -62,7 +62,8 @@ STAGES = (
           (*_THRICE, "benchmarks/test_ref_model.py")),
     Stage("run", "what a run writes, beside its steps", 5, (*_THRICE, "benchmarks/test_run.py")),
     Stage("training", "SFT, DPO and GRPO beside TRL, where it is installed", 6,
-          (*_THRICE, "benchmarks/test_training.py", "benchmarks/test_grpo.py")),
+          (*_THRICE, "benchmarks/test_training.py", "benchmarks/test_grpo.py",
+           "benchmarks/test_scripts.py")),
 )  # fmt: skip
 
 

@@ -41,6 +41,7 @@ TITLES = {
     "grpo": "A GRPO step",
     "sft": "Supervised fine-tuning",
     "dpo": "Direct preference optimization",
+    "scripts": "Scripts of TRL 1.x, with fastrl's trainers or fastrl's rollouts",
     "rollout": "Rollouts",
     "ref_model": "PPO's reference, by the way it is kept",
     "run": "What a run writes, beside its steps",

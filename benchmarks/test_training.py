@@ -76,7 +76,7 @@ class Data(worker.WorkerShape):
     @property
     def units(self) -> list[Any]:
         """What an epoch is counted in, and how many it has."""
-        if self.kind == "dpo":
+        if self.kind != "sft":
             return ["pairs", self.count]
         return ["tokens", sum(map(len, texts(self.shape)))]
 

@@ -27,7 +27,8 @@ from benchmarks.models import Model
 from benchmarks.timing import Seconds, Side
 
 PATIENCE = 20  # seconds for a worker to end, once it is told to
-OURS = ("fastrl", "eager", "float64")  # implementations in this source tree
+# Implementations that are in this source tree, or need it.
+OURS = ("fastrl", "trl+fastrl", "eager", "float64")
 
 
 class WorkerError(RuntimeError):
@@ -160,6 +161,23 @@ def pair(
 ) -> Iterator[dict[str, Worker]]:
     """Fastrl's worker and the peer's, once both are ready; the result notes their versions."""
     names = {"fastrl": (Path(sys.executable), "fastrl"), peer: (python, peer.split("==")[0])}
+    with together(measurement, names, kind, shape, **options) as workers:
+        yield workers
+
+
+@contextlib.contextmanager
+def together(
+    measurement: Measurement,
+    names: dict[str, tuple[Path, str]],
+    kind: str,
+    shape: dict[str, Any],
+    **options: str,
+) -> Iterator[dict[str, Worker]]:
+    """Workers by the names of their sides, once all are ready; the result notes their versions.
+
+    Args:
+        names: the interpreter and the implementation of each.
+    """
     device = measurement.run.device.type
     measurement.entry["shape"] = shape
     with contextlib.ExitStack() as stack:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fastrl.trl.kto import KTOTrainer
     from fastrl.trl.kto_config import KTOConfig
     from fastrl.trl.rloo import RLOOConfig, RLOOTrainer
+    from fastrl.trl.rollout_func import TRLRollouts
 
 try:
     __version__ = metadata.version("fastrl-lm")
@@ -92,6 +93,7 @@ __all__ = [
     "SFTTrainer",
     "SamplingParams",
     "TRLPatch",
+    "TRLRollouts",
     "TrainCallback",
     "TrainResult",
     "TrainingDiverged",
@@ -129,6 +131,7 @@ _HOMES = {
     ),
     "fastrl.trl.grpo": ("GRPOConfig", "GRPOTrainer"),
     "fastrl.trl.rloo": ("RLOOConfig", "RLOOTrainer"),
+    "fastrl.trl.rollout_func": ("TRLRollouts",),
     "fastrl.ppo": ("PPOTrainer",),
     "fastrl.ppo.guards": ("TrainingDiverged",),
     "fastrl.run.callbacks": ("Evaluation", "TrainCallback", "TrainResult"),

@@ -18,7 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from fastrl import AutoModelForSeq2SeqLMWithValueHead
+from fastrl import AutoModelForSeq2SeqLMWithValueHead, DPOConfig, GRPOConfig
 from tests import tiny_models
 from tests.golden import tiny
 
@@ -150,3 +150,28 @@ def test_adapters_alone(language_model, tmp_path):
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names
     assert not any("reward" in name for name in names)
+
+
+def test_a_grpo_script(tmp_path, capsys):
+    """Its rise of the reward is that of a run of minutes; here the script runs."""
+    example = run("grpo_sums")
+    settings = {**example["DEFAULTS"], **QUIET, "per_device_train_batch_size": 16, "max_steps": 16}
+    args = GRPOConfig(**{**settings, "output_dir": str(tmp_path)})
+    rewards = example["train"](example["ScriptArguments"](sft_epochs=1), args)
+    assert len(rewards) == 8  # each is learned from twice
+    assert all(0 <= reward <= 1 for reward in rewards)
+    first, last, errors = example["rise"]([0.0, 1.0, 5.0, 5.0, 5.0, 5.0, 4.0, 4.0])
+    assert (first, last, errors) == (0.5, 4.0, 7.0)  # 3.5 / √(0.5 / 2)
+    assert "standard errors" in capsys.readouterr().out
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_dpo_script(tmp_path, capsys):
+    example = run("dpo_reviews")
+    settings = {**example["DEFAULTS"], **QUIET, "max_steps": 24, "output_dir": str(tmp_path)}
+    script = example["ScriptArguments"](pairs=768, held_out=128, sft_steps=10)
+    settings |= {"learning_rate": 3e-3, "per_device_eval_batch_size": 128}
+    found = example["train"](script, DPOConfig(**settings))
+    assert found["eval_rewards/accuracies"] > 0.55  # in two hundred steps 0.74
+    assert "accuracy on 128 held-out pairs" in capsys.readouterr().out
+    AutoModelForCausalLM.from_pretrained(tmp_path)

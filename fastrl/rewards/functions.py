@@ -1,4 +1,4 @@
-"""Reward functions by name: a sequence classifier, or a Python function.
+"""Reward functions by name: a ready one, a sequence classifier, or a Python function.
 
 A reward function is called as ``reward_fn(prompts, completions, completion_ids, **columns)`` and
 returns one number per completion, or for each a list of one number for each of its tokens;
@@ -24,10 +24,14 @@ import torch
 from torch import Tensor
 
 from fastrl.rewards.classifier import ClassifierReward
+from fastrl.rewards.math_reward import load_math_reward
 from fastrl.user_code import named, running
 
 _Returned = Sequence[float | Sequence[float] | Tensor | None]
 RewardFunction = Callable[..., _Returned | Awaitable[_Returned]]
+
+# Rewards that come with fastrl, by name; a folder of such a name is ./name.
+READY: dict[str, Callable[[], RewardFunction]] = {"math": load_math_reward}
 
 
 def load_reward(
@@ -36,16 +40,19 @@ def load_reward(
     """Loads the reward function of a name.
 
     Args:
-        name: "module:function", "path/to/file.py:function", or a sequence classifier's directory
-            or Hub id.
+        name: "math" (:func:`fastrl.rewards.math_reward.math_reward`), "module:function",
+            "path/to/file.py:function", or a sequence classifier's directory or Hub id.
         label, batch_size: see :class:`ClassifierReward`; ignored for a function.
 
     Raises:
         ValueError: a file without a function's name.
         TypeError: the name of something that is not a function.
-        ImportError, FileNotFoundError: a module, function or file that does not exist.
+        ImportError, FileNotFoundError: a module, function or file that does not exist; a package
+            that a ready reward needs.
         OSError: an id that cannot be loaded from the Hub.
     """
+    if name in READY:
+        return READY[name]()
     if os.path.isdir(name):
         return ClassifierReward.from_pretrained(name, label=label, batch_size=batch_size)
     if name.endswith(".py"):

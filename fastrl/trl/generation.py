@@ -53,10 +53,7 @@ class PolicySampler:
             group: how many prompts in a row may be the same.
             first: the number of the first prompt, in the batch of all processes.
         """
-        same = len(prompts) % group == 0 and all(
-            torch.equal(prompts[i], prompts[i - i % group]) for i in range(len(prompts))
-        )
-        size = group if same else 1
+        size = samples_per_prompt(prompts, group)
         request = Request(
             prompts[::size],
             [(first + i) // size for i in range(0, len(prompts), size)],
@@ -77,6 +74,15 @@ class PolicySampler:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         self._backend.reserve(state["rooms"])
+
+
+def samples_per_prompt(prompts: Sequence[Tensor], group: int) -> int:
+    """``group`` where that many prompts in a row are always the same, so that their responses can
+    share a prefill; else 1."""
+    same = len(prompts) % group == 0 and all(
+        torch.equal(prompts[i], prompts[i - i % group]) for i in range(len(prompts))
+    )
+    return group if same else 1
 
 
 def _own_generate(model: Any) -> bool:

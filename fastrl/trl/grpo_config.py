@@ -19,7 +19,7 @@ class GRPOConfig(OnlineConfig):
 
     delta: float | None = setting("Upper bound of the ratio itself, for both signs.", None)
     importance_sampling_level: str = setting("The ratio: of a token, or of a sequence.", "token")
-    scale_rewards: str = setting(
+    scale_rewards: str = setting(  # or a bool, which command lines would take for all
         "What advantages are divided by: the deviation of the group or of the batch, or none.",
         "group",
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastrl.data.chat_prompts import classifier_inputs
 from fastrl.models.load import load_classifier, load_tokenizer
 from fastrl.rewards.calls import EventLoop, is_async
-from fastrl.rewards.functions import read_rewards
+from fastrl.rewards.functions import READY, read_rewards
 from fastrl.user_code import name_of, running
 
 
@@ -27,7 +27,8 @@ class RewardFunctions:
     logit for the text of prompt and completion, or for the chat in its own template.
 
     Args:
-        reward_funcs: one, or a list, of functions, classifiers, or paths and Hub ids of such.
+        reward_funcs: one, or a list, of functions, classifiers, paths and Hub ids of such, or names
+            of ready rewards ("math").
         weights: a number for each; None: 1.
         processing_classes: the classifiers' tokenizers, in the same order; None: their own.
         load: keyword arguments to load a classifier with.
@@ -75,7 +76,7 @@ class RewardFunctions:
                     f"reward_funcs holds {function!r:.80}: pass functions, classifiers or their "
                     "paths"
                 )
-        self.functions = [load_classifier(f, **load) if isinstance(f, str) else f for f in given]
+        self.functions = [_loaded(f, load) if isinstance(f, str) else f for f in given]
         self.processing_classes = [
             _reader_of(function, tokenizer) if isinstance(function, nn.Module) else tokenizer
             for function, tokenizer in zip(self.functions, tokenizers, strict=True)
@@ -144,6 +145,10 @@ class RewardFunctions:
         device = next(model.parameters()).device
         logits = model(**{name: x.to(device) for name, x in inputs.items()}).logits
         return logits[:, 0].float().tolist()
+
+
+def _loaded(name: str, options: dict[str, Any]) -> Any:
+    return READY[name]() if name in READY else load_classifier(name, **options)
 
 
 def _reader_of(model: Any, given: Any) -> Any:

@@ -159,8 +159,8 @@ def test_what_has_not_been_measured_is_named(checkout) -> None:
     for text in write(checkout, a_result()):
         assert "No GPU has been measured yet." in text
         assert (
-            "Not measured yet on cpu-2core: ppo, grpo, sft, dpo, rollout, ref_model, run, plan."
-            in text
+            "Not measured yet on cpu-2core: ppo, grpo, sft, dpo, scripts, rollout, ref_model, run, "
+            "plan." in text
         )
 
 

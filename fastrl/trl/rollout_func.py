@@ -1,0 +1,191 @@
+"""fastrl's rollout engine as the ``rollout_func`` of TRL's own GRPOTrainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from fastrl.data.chat_prompts import encode_prompts
+from fastrl.models.sharding import whole_weights
+from fastrl.rollout import RolloutEngine, SamplingParams, sampling_params
+from fastrl.rollout.self_check import UnsupportedModel
+from fastrl.trl.generation import samples_per_prompt
+
+# What is read of a trainer, by its names in TRL 1.16.
+_READ = (
+    *("accelerator", "args", "model", "model_wrapped", "state", "processing_class"),
+    *("generation_kwargs", "temperature", "num_generations", "num_generations_eval"),
+    *("chat_template_kwargs", "tools", "environment_factories"),
+)
+_KEPT = "TRLRollouts"  # in trainer_state.json
+_INSTEAD = "or leave rollout_func out, so that TRL generates"
+
+
+class TRLRollouts:
+    """Responses for TRL's own GRPOTrainer by fastrl's rollout engine, from the weights that TRL
+    trains: ``trl.GRPOTrainer(..., rollout_func=fastrl.TRLRollouts())``.
+
+    Prompts, settings of sampling and tokens that end a response are the trainer's, and log-probs
+    are log softmax(logits / T) of the tokens at its temperature T. The responses to a prompt share
+    its prefill. Draws are seeded from torch's own generator, whose state TRL's checkpoints keep: a
+    resumed run draws what it would have drawn.
+
+    Args:
+        slots: responses that are generated at a time, at most.
+        kv_cache_gib: memory of keys and values; fewer slots where they do not fit. None: no limit.
+        sleep: free the engine's memory before each update: less memory, slower.
+
+    Raises:
+        ValueError: a number that is not positive.
+    """
+
+    def __init__(self, slots: int = 64, kv_cache_gib: float | None = None, sleep: bool = False):
+        if slots < 1:
+            raise ValueError(f"slots must be at least 1, got {slots}")
+        if kv_cache_gib is not None and not kv_cache_gib > 0:
+            raise ValueError(f"kv_cache_gib must be positive, got {kv_cache_gib}")
+        self.slots, self.kv_cache_gib, self.sleep = slots, kv_cache_gib, sleep
+        self._trainer: Any = None
+        self._engine: RolloutEngine | None = None
+        self._room: dict[str, int] | None = None  # as the trainer's state has it
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """A response to each prompt, as TRL 1.16 calls its ``rollout_func``.
+
+        Args:
+            prompts: texts or chats of this process, each as often as it has responses.
+            trainer: TRL's GRPOTrainer.
+
+        Returns:
+            "prompt_ids", "completion_ids" (with the token that ends them) and "logprobs": a list
+            each. The last is None where decoding is greedy and T is not 1.
+
+        Raises:
+            TypeError: another kind of trainer.
+            ValueError: another trainer than before; something that the engine does not do: vLLM,
+                tools, environments, images, arguments of ``generate`` or models that it does not
+                know. Names it.
+        """
+        _check_kind(trainer)
+        _check_settings(trainer)
+        if self._trainer not in (None, trainer):
+            raise ValueError(
+                "these TRLRollouts generate for another trainer: make TRLRollouts() for each"
+            )
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        group = trainer.num_generations if model.training else trainer.num_generations_eval
+        params = _params(trainer, model)
+        ids = encode_prompts(prompts, trainer.processing_class, trainer.chat_template_kwargs)
+        size = samples_per_prompt(ids, group)
+        # The number of a prompt among those of all processes, whose draws differ by it.
+        first = trainer.accelerator.process_index * len(ids) // size
+        numbers = range(first, first + len(ids) // size)
+        with whole_weights(trainer.model_wrapped):
+            engine = self._engine or self._begin(trainer, model)
+            self._adopt(trainer.state, engine)
+            output = engine.generate(ids[::size], replace(params, n=size), list(numbers))
+        if self.sleep:
+            engine.sleep()
+        self._keep(trainer.state, engine)
+        logprobs = output.logprobs_at(trainer.temperature)
+        return {
+            "prompt_ids": [x.tolist() for x in ids],
+            "completion_ids": [x.tolist() for x in output.sequences],
+            "logprobs": None if logprobs is None else [x.tolist() for x in logprobs],
+        }
+
+    def _begin(self, trainer: Any, model: Any) -> RolloutEngine:
+        gib = self.kv_cache_gib
+        try:
+            engine = RolloutEngine(
+                model,
+                trainer.processing_class,
+                self.slots,
+                kv_cache_bytes=None if gib is None else int(gib * 2**30),
+                autocast=trainer.accelerator.autocast,
+            )
+        except UnsupportedModel as unsupported:
+            raise ValueError(
+                f"TRLRollouts cannot generate with {type(model).__name__}, because "
+                f"{unsupported.cause}: train another model, {_INSTEAD}"
+            ) from unsupported
+        self._trainer, self._engine = trainer, engine
+        return engine
+
+    # The size of the KV cache decides the last bits of what comes later. TRL has no place for that
+    # but its state's dict for callbacks, which checkpoints keep.
+
+    def _adopt(self, state: Any, engine: RolloutEngine) -> None:
+        kept = state.stateful_callbacks.get(_KEPT)
+        if kept is not None and kept["attributes"] != self._room:
+            engine.reserve(**kept["attributes"])
+
+    def _keep(self, state: Any, engine: RolloutEngine) -> None:
+        self._room = engine.room()._asdict()
+        state.stateful_callbacks[_KEPT] = {"args": {}, "attributes": dict(self._room)}
+
+
+def _check_kind(trainer: Any) -> None:
+    if type(trainer).__module__.split(".")[0] == "fastrl":
+        raise TypeError(
+            f"{type(trainer).__module__}.{type(trainer).__name__} has the rollout engine already: "
+            "leave rollout_func out"
+        )
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.split(".")[0] == "trl"]
+    missing = [name for name in _READ if not hasattr(trainer, name)]
+    # With vLLM, TRL makes no generation_kwargs: that is refused by its own name.
+    if getattr(trainer, "use_vllm", False):
+        missing = [name for name in missing if name != "generation_kwargs"]
+    if not any(kind.__name__ == "GRPOTrainer" for kind in kinds) or missing:
+        lacking = f", which lacks {', '.join(missing)}" if kinds and missing else ""
+        raise TypeError(
+            f"TRLRollouts are the rollout_func of TRL 1.16's GRPOTrainer, and were called by a "
+            f"{type(trainer).__name__}{lacking}"
+        )
+
+
+def _check_settings(trainer: Any) -> None:
+    """
+    Raises:
+        ValueError: what the engine does not do, with what to change.
+    """
+    on = {
+        "use_vllm": getattr(trainer, "use_vllm", False),
+        "use_transformers_continuous_batching": getattr(
+            trainer, "use_transformers_continuous_batching", False
+        ),
+        "tools": trainer.tools and not trainer.environment_factories,
+        "environment_factory": trainer.environment_factories,
+    }
+    for name, value in on.items():
+        if value:
+            raise ValueError(
+                f"{name} is set beside rollout_func=TRLRollouts(), which generates whole "
+                f"responses by itself: leave {name} out, {_INSTEAD}"
+            )
+    if getattr(trainer, "_is_vlm", False):
+        raise ValueError(
+            f"TRLRollouts read texts, and {type(trainer.processing_class).__name__} is a processor "
+            f"of images too: train a language model with its tokenizer, {_INSTEAD}"
+        )
+    asked = trainer.generation_kwargs["temperature"]
+    if asked != trainer.temperature:
+        raise ValueError(
+            f"generation_kwargs has temperature={asked}, the policy that is trained has "
+            f"{trainer.temperature}: leave it out and set GRPOConfig(temperature={asked}), so that "
+            "log-probs are of the policy that is sampled"
+        )
+
+
+def _params(trainer: Any, model: Any) -> SamplingParams:
+    arguments: Mapping[str, Any] = trainer.generation_kwargs
+    params = sampling_params(arguments, model)
+    if isinstance(params, str):
+        origin = "generation_kwargs" if params in arguments else "the model's generation_config"
+        value = arguments.get(params, getattr(model.generation_config, params, None))
+        raise ValueError(
+            f"{origin} has {params}={value!r:.80}, which the rollout engine does not do: leave it "
+            f"out, {_INSTEAD}"
+        )
+    return params

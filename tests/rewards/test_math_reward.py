@@ -1,0 +1,119 @@
+"""The ready reward `math`."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from fastrl.rewards import math_reward as module
+from fastrl.rewards.functions import load_reward
+from fastrl.rewards.math_reward import math_reward
+from fastrl.trl.reward_functions import RewardFunctions
+
+needs_math_verify = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed"
+)
+# Products of integers that hold the interpreter: neither a thread nor a handler could end them.
+ENDLESS = r"\boxed{7^{7^{7^{7^{7}}}} - 1}"
+
+
+CASES: list[tuple[Any, Any, float | None]] = [
+    (r"so it is \boxed{\frac{1}{3}}", r"\frac{1}{3}", 1.0),
+    (r"first $5$, then \boxed{\frac{2}{6}}", r"$\frac{1}{3}$", 1.0),
+    (r"\boxed{0.5}", "1/2", 1.0),
+    (r"\boxed{12}", 12, 1.0),
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{3}", 0.0),
+    ("I do not know", "4", 0.0),
+    ("", "4", 0.0),
+    ([{"role": "assistant", "content": r"The final answer is $x = 7$."}], "7", 1.0),
+    (r"\boxed{4}", "no number", None),
+    (r"\boxed{4}", None, None),
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Any:
+    yield
+    module._PROCESS._end()
+
+
+def judged(completions: list, solution: list, **columns: Any) -> list[float | None]:
+    prompts = ["How many?"] * len(completions)
+    ids = [[1]] * len(completions)
+    return math_reward(prompts, completions, ids, solution=solution, **columns)
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for call in (lambda: load_reward("math"), lambda: judged(["1"], ["1"])):
+        with pytest.raises(ImportError, match=r"math-verify.*pip install 'fastrl-lm\[math\]'"):
+            call()
+
+
+@needs_math_verify
+def test_answers_are_right_wrong_or_not_judged() -> None:
+    completions, solutions, expected = map(list, zip(*CASES, strict=True))
+    assert judged(completions, solutions) == expected
+
+
+@needs_math_verify
+def test_rewards_are_those_of_trl() -> None:
+    rewards = pytest.importorskip("trl.rewards")
+    texts = [case for case in CASES if isinstance(case[0], str) and isinstance(case[1], str)]
+    chats = [[{"role": "assistant", "content": text}] for text, *_ in texts]
+    solutions = [solution for _, solution, _ in texts]
+    assert judged(chats, solutions) == rewards.accuracy_reward(chats, solutions)
+
+
+@needs_math_verify
+def test_what_was_parsed_is_noted() -> None:
+    noted: dict[str, list] = {}
+    judged([r"\boxed{4}", "?", r"\boxed{4}"], ["4", "4", "no"], log_extra=noted.__setitem__)
+    assert noted["solution"] == ["4", "4", "no"]
+    assert noted["gold_parsed"][2] == "[unparseable]"
+    assert "4" in noted["gold_parsed"][0]
+    assert noted["answer_parsed"][1:] == ["[unparseable]", "[skipped]"]
+
+
+@needs_math_verify
+def test_an_answer_that_takes_too_long_is_wrong_in_every_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "SECONDS", 2)
+    found: list = []
+    task = lambda: found.extend(judged([ENDLESS, r"\boxed{4}"], ["4", "4"]))  # noqa: E731
+    begin = time.monotonic()
+    thread = threading.Thread(target=task)
+    thread.start()
+    thread.join(100)
+    assert found == [0.0, 1.0]
+    assert time.monotonic() - begin > 2  # it did take too long
+    assert judged([r"\boxed{4}"], [ENDLESS]) == [None]
+
+
+@needs_math_verify
+def test_a_call_that_is_broken_off_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judged([r"\boxed{4}"], ["4"]) == [1.0]
+    read = module._Process._read
+
+    def interrupted(child: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module._Process, "_read", staticmethod(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        judged([r"\boxed{5}"], ["4"])
+    monkeypatch.setattr(module._Process, "_read", staticmethod(read))
+    assert judged([r"\boxed{4}"], ["4"]) == [1.0]
+
+
+@needs_math_verify
+def test_it_is_a_reward_by_name() -> None:
+    assert load_reward("math") is math_reward
+    by_name = RewardFunctions("math", None, None, {}, {})
+    rewards = by_name(["q"] * 2, [r"\boxed{4}", r"\boxed{3}"], [[1]] * 2, {"solution": ["4", "4"]})
+    assert rewards.tolist() == [[1.0], [0.0]]
+    assert by_name.names == ["math_reward"]
