@@ -23,7 +23,7 @@ class PolicyObjective(NamedTuple):
     Other aggregates, over sequences, are weights of tokens and a denominator.
     """
 
-    old_logprobs: Tensor  # [N]
+    old_logprobs: Tensor | None  # [N]; None: those of the policy that is scored
     advantages: Tensor  # [N]
     cliprange: float | tuple[float, float]  # (low, high)
     kl: fastrl_kernels.KLTerm | None = None  # its reference's log-probs [N]
@@ -117,9 +117,10 @@ def _policy_loss(
     if objective.top_entropy < 1:
         assert entropies is not None
         weights = of_top_entropy(entropies.detach(), every, objective.top_entropy).float()
+    old = objective.old_logprobs
     loss, stats = fastrl_kernels.ppo_loss(
         logprobs,
-        objective.old_logprobs,
+        logprobs.detach() if old is None else old,
         objective.advantages,
         every,
         weights=weights,

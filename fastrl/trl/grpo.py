@@ -8,22 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
+from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.ppo.advantages import centred, standardised
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.grpo_config import GRPOConfig
 from fastrl.trl.online import Judged, OnlineTrainer, nanstd
-from fastrl.trl.policy_loss import (
-    LOSS_TYPES,
-    PolicyTokens,
-    Ratios,
-    aggregated,
-    high_of,
-    kl_of,
-    ratios_of,
-)
-from fastrl.trl.sampled import SampledResponses
+from fastrl.trl.policy_loss import GroupLoss, LearnedTokens, high_of, ratios_of
 
 _LOGGER = logging.getLogger(__name__)
 _EPS = 1e-4  # added to deviations
@@ -102,6 +93,7 @@ class GRPOTrainer(OnlineTrainer):
         )
         args = self.args
         assert args is not None
+        self._loss = GroupLoss(args)
         self.loss_type, self.scale_rewards = args.loss_type, args.scale_rewards
         self.tools: list = []
         self.entropy_coef, self.use_adaptive_entropy = args.entropy_coef, args.use_adaptive_entropy
@@ -143,30 +135,40 @@ class GRPOTrainer(OnlineTrainer):
         advantages = torch.where(counts, advantages, 0.0).flatten()
         return advantages, torch.isclose(spread, torch.zeros_like(spread))
 
-    def policy_loss(self, tokens: PolicyTokens, part: SampledResponses, mode: str) -> Tensor:
+    def fused_loss(self, tokens: LearnedTokens) -> PolicyObjective | None:
+        coef = self._coefficient()
+        return self._loss.in_one_pass(tokens, coef, self.accelerator.num_processes)
+
+    def policy_loss(self, tokens: LearnedTokens, scores: TokenScores, mode: str) -> Tensor:
+        """See :class:`fastrl.trl.policy_loss.GroupLoss`."""
         args, metrics = self.args, self._metrics[mode]
-        kind = LOSS_TYPES[args.loss_type]
-        ratios = ratios_of(tokens, args.importance_sampling_level)
-        per_token = kind.of_token(ratios.tokens, tokens.advantages[tokens.of], tokens, args)
-        if args.off_policy_mask_threshold is not None:
-            per_token = per_token * self._on_policy(tokens)
-        chosen = None
-        if args.top_entropy_quantile < 1:
-            every = torch.ones_like(tokens.entropies)
+        logprobs, entropies = scores.logprobs, scores.entropies
+        assert entropies is not None
+        chosen, loss, coef = None, scores.loss, self._coefficient()
+        if args.top_entropy_quantile < 1 and (loss is None or self._has_bonus):
+            every = torch.ones_like(entropies)
             chosen = self.get_high_entropy_mask(
-                tokens.entropies.detach(), every, 1 - args.top_entropy_quantile
-            )
-            per_token = per_token * chosen
+                entropies.detach(), every, 1 - args.top_entropy_quantile
+            ).float()
+        weights = torch.ones_like(entropies) if chosen is None else chosen
+        total, count = (entropies * weights).sum(), weights.sum()
+        bonus = coef * total / count.clamp(min=1)
+        if loss is None:
+            if args.off_policy_mask_threshold is not None:
+                kept = self._on_policy(tokens, logprobs)
+                chosen = kept if chosen is None else chosen * kept
+            policy_loss = self._loss(tokens, scores, chosen)
+            loss = policy_loss - bonus if coef else policy_loss
+        else:
+            policy_loss = loss.detach() + bonus.detach()
+        if self._has_bonus:
+            metrics["policy_loss"].append(self._mean_of_all(policy_loss))
+            if mode == "train":
+                self._adapt_entropy(total.detach(), count)
+        detached = logprobs.detach()
         if self.beta:
-            kl = kl_of(tokens, ratios.tokens, args.use_bias_correction_kl)
-            per_token = per_token + self.beta * kl
-            metrics["kl"].append(self._mean_of_tokens(kl))
-        uses = args.steps_per_generation if mode == "train" else 1
-        generated = torch.tensor(part.generated / self.accelerator.num_processes / uses)
-        loss = aggregated(per_token, tokens, kind.aggregate, self.max_completion_length, generated)
-        if self.entropy_coef != 0 or self.use_adaptive_entropy:
-            loss = self._with_entropy(loss, tokens, chosen, mode)
-        self._note_clips(kind.clips, ratios, tokens, mode)
+            metrics["kl"].append(self._mean_of_tokens(self._loss.kl(tokens, detached)))
+        self._note_clips(tokens, detached, mode)
         return loss
 
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
@@ -206,33 +208,30 @@ class GRPOTrainer(OnlineTrainer):
         mean = kl.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         return ((advantages >= 0) | (mean <= off_policy_threshold)).to(mask.dtype)
 
-    def _on_policy(self, tokens: PolicyTokens) -> Tensor:
+    def _on_policy(self, tokens: LearnedTokens, logprobs: Tensor) -> Tensor:
         """That mask of the tokens, [N]."""
-        sizes = tokens.counts.tolist()
-        columns = (tokens.logprobs, tokens.old, torch.ones_like(tokens.old))
-        new, old, mask = (pad_sequence(list(x.split(sizes)), batch_first=True) for x in columns)
-        threshold = self.args.off_policy_mask_threshold
-        kept = self.get_off_policy_mask(tokens.advantages[:, None], new, old, mask, threshold)
-        return kept[tokens.of, 0]
+        mean = tokens.mean(-tokens.differences(logprobs.detach()).nan_to_num(nan=0.0))
+        near = mean <= self.args.off_policy_mask_threshold
+        return ((tokens.advantages >= 0) | near).float()[tokens.of]
 
-    def _with_entropy(
-        self, loss: Tensor, tokens: PolicyTokens, chosen: Tensor | None, mode: str
-    ) -> Tensor:
-        """The loss less the coefficient times the mean entropy of the tokens that it is of."""
-        args, metrics = self.args, self._metrics[mode]
-        chosen = torch.ones_like(tokens.entropies) if chosen is None else chosen.float()
-        total, count = (tokens.entropies * chosen).sum(), chosen.sum()
-        metrics["policy_loss"].append(self._mean_of_all(loss))
-        coef = self.entropy_coef
-        if self.use_adaptive_entropy and self._last_entropy > args.entropy_target:
-            coef = 0.0
-        loss = loss - coef * total / count.clamp(min=1)
-        if mode != "train":
-            return loss
-        ends_step = self.accelerator.sync_gradients
+    @property
+    def _has_bonus(self) -> bool:
+        return self.entropy_coef != 0 or self.use_adaptive_entropy
+
+    def _coefficient(self) -> float:
+        """Of the mean entropy, which the loss is less."""
+        above = self._last_entropy > self.args.entropy_target
+        return 0.0 if self.use_adaptive_entropy and above else self.entropy_coef
+
+    def _adapt_entropy(self, total: Tensor, count: Tensor) -> None:
+        """Moves the coefficient of entropies once for each optimizer step, where it is adaptive.
+
+        Args:
+            total, count: sum and number of a batch's entropies.
+        """
+        args, ends_step = self.args, self.accelerator.sync_gradients
         if self.use_adaptive_entropy:
-            own = torch.stack([total, count]).detach()
-            before = self._entropy_of_step
+            own, before = torch.stack([total, count]), self._entropy_of_step
             self._entropy_of_step = own if before is None else before + own
             if ends_step:
                 every = self._sum_of_all(self._entropy_of_step)
@@ -244,16 +243,16 @@ class GRPOTrainer(OnlineTrainer):
                     max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max
                 )
         if ends_step:
-            metrics["entropy_coef"].append(self.entropy_coef)
-        return loss
+            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
 
-    def _note_clips(self, clips: bool, ratios: Ratios, tokens: PolicyTokens, mode: str) -> None:
+    def _note_clips(self, tokens: LearnedTokens, logprobs: Tensor, mode: str) -> None:
         args, metrics = self.args, self._metrics[mode]
-        rho, advantages = ratios.units.detach(), ratios.advantages
+        ratios = ratios_of(tokens, logprobs, args.importance_sampling_level)
+        rho, advantages = ratios.units, ratios.advantages
         if args.loss_type == "cispo":
             cut = (rho > high_of(args)) & (advantages > 0)
             metrics["cispo_clip_ratio"].append(self._mean_of_tokens(cut))
-        if not clips:
+        if not self._loss.type.clips:
             return
         if args.delta is not None:
             rho = rho.clamp(max=args.delta)

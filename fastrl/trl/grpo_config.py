@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fastrl.config import setting
 from fastrl.trl.fields import refused
 from fastrl.trl.online_config import OnlineConfig
-from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES
+from fastrl.trl.policy_loss import LEVELS, LOSS_TYPES, GroupLoss
 
 SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
@@ -78,3 +78,4 @@ class GRPOConfig(OnlineConfig):
                 f"top_entropy_quantile must lie in (0, 1], got {self.top_entropy_quantile}"
             )
         super().__post_init__()
+        GroupLoss(self)

@@ -27,10 +27,11 @@ from fastrl.data.token_batch import Padded, Padding
 from fastrl.models.adapters import REFERENCE_ADAPTER, acting, add_adapter, trainability_kept
 from fastrl.models.attention import replaced
 from fastrl.models.lm_head import Head, choose_head, corner_of
+from fastrl.models.host_memory import to_device
 from fastrl.models.load import load_language_model, with_adapter
 from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
-from fastrl.models.scoring import ScoringRequest, TokenScores
+from fastrl.models.scoring import PolicyObjective, ScoringRequest, TokenScores
 from fastrl.models.utils import check_trainable, evaluating
 from fastrl.ppo.old_logprobs import AUDITED, LOW_PRECISION, TOLERANCES
 from fastrl.ref_model.adapter import trained_before
@@ -44,7 +45,7 @@ from fastrl.trainers.supervised import load_if_path, settings_of, tokenizer_of, 
 from fastrl.trl.generation import PolicySampler
 from fastrl.trl.group_sampler import GroupSampler, in_groups
 from fastrl.trl.metrics import CompletionsTable, MetricLists
-from fastrl.trl.policy_loss import PolicyTokens
+from fastrl.trl.policy_loss import LearnedTokens
 from fastrl.trl.reward_functions import RewardFunctions
 from fastrl.trl.sampled import SampledResponses
 
@@ -276,8 +277,13 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             kl: Σ_t (log π_old - log π_ref) of each response, [B], where there is a reference.
         """
 
+    def fused_loss(self, tokens: LearnedTokens) -> PolicyObjective | None:
+        """The loss of a batch as the LM head computes it; None: from log-probs, by
+        :meth:`policy_loss`."""
+        return None
+
     @abstractmethod
-    def policy_loss(self, tokens: PolicyTokens, part: SampledResponses, mode: str) -> Tensor:
+    def policy_loss(self, tokens: LearnedTokens, scores: TokenScores, mode: str) -> Tensor:
         """The loss of a batch; logs what is known of it."""
 
     # Data.
@@ -395,30 +401,34 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if return_outputs:
             raise ValueError(f"{type(self).__name__} returns no outputs beside the loss")
         mode = "train" if self.model.training else "eval"
-        scores, aux = self._scores(model, inputs, aux=self.aux_loss_enabled)
-        device = self.args.device
-        counts = torch.tensor(inputs.counts)
-        of = torch.arange(len(inputs)).repeat_interleave(counts).to(device)
-        old = scores.logprobs.detach()
-        if inputs.old is not None:
-            old = inputs.learned(inputs.old).to(device)
-        entropies = scores.entropies
-        assert entropies is not None
-        tokens = PolicyTokens(
-            scores.logprobs,
-            entropies,
-            old,
-            inputs.advantages.to(device),
-            of,
-            counts.to(device),
-            None if inputs.ref is None else inputs.learned(inputs.ref).to(device),
-        )
-        loss = self.policy_loss(tokens, inputs, mode)
+        tokens = self._tokens(inputs, mode)
+        objective = self.fused_loss(tokens)
+        scores, aux = self._scores(model, inputs, objective, self.aux_loss_enabled)
+        loss = self.policy_loss(tokens, scores, mode)
         if aux is not None:
             loss = loss + self.router_aux_loss_coef * aux
             self._metrics[mode]["aux_loss"].append(self._mean_of_all(aux))
-        self._metrics[mode]["entropy"].append(self._mean_of_tokens(entropies))
+        assert scores.entropies is not None
+        self._metrics[mode]["entropy"].append(self._mean_of_tokens(scores.entropies))
         return loss
+
+    def _tokens(self, part: SampledResponses, mode: str) -> LearnedTokens:
+        """What is known of a batch's tokens before the policy scores them, on the device."""
+        device, counts = self.args.device, torch.tensor(part.counts)
+
+        def of_tokens(column: list[Tensor] | None) -> Tensor | None:
+            return None if column is None else to_device(part.learned(column), device)
+
+        uses = self.args.steps_per_generation if mode == "train" else 1
+        return LearnedTokens(
+            to_device(part.advantages, device),
+            to_device(counts, device),
+            to_device(torch.arange(len(part)).repeat_interleave(counts), device),
+            of_tokens(part.old),
+            of_tokens(part.ref),
+            self.max_completion_length,
+            max(part.generated, 1.0) / self.accelerator.num_processes / uses,
+        )
 
     # Responses and rewards.
 
@@ -597,18 +607,18 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         return found
 
     def _scores(
-        self, model: nn.Module, part: SampledResponses, aux: bool = False
+        self,
+        model: nn.Module,
+        part: SampledResponses,
+        objective: PolicyObjective | None = None,
+        aux: bool = False,
     ) -> tuple[TokenScores, Tensor | None]:
-        """Scores of the learned tokens, in the order of the responses; and the load-balancing loss
-        of a mixture of experts, where it is asked for."""
-        counting = [i for i, count in enumerate(part.counts) if count]
-        if not counting:  # no token to learn: a gradient of 0 for each weight
-            zero = torch.zeros(0, device=self.args.device)
-            for weight in model.parameters():
-                if weight.requires_grad:
-                    zero = zero + weight.flatten()[:0].sum()
-            return TokenScores(zero, zero.detach(), None, None), None
-        padding = self._chosen_padding() if not aux else Padded()
+        """Scores of the learned tokens, in the order of the responses, with an objective's loss;
+        and the load-balancing loss of a mixture of experts, where it is asked for."""
+        # With no token to learn the model runs all the same, as other processes wait for it.
+        counting = [i for i, count in enumerate(part.counts) if count] or [0]
+        whole = aux or not any(part.counts)
+        padding = Padded() if whole else self._chosen_padding()
         batch = part.select(counting).batch(self._tokenizer.pad_token_id, padding)
         batch = batch.to(self.args.device)
         model_pass = batch.model_pass
@@ -620,7 +630,12 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         head = self._scoring_head(plain, given)
         request = ScoringRequest(
-            model_pass.rows, labels, self.temperature, entropy=True, values=False
+            model_pass.rows,
+            labels,
+            self.temperature,
+            entropy=True,
+            values=False,
+            objective=objective,
         )
         with replaced(plain, attention), head.scoring(plain, request) as results:
             out = model(**given, **head.options)

@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fastrl.models.scoring import TokenScores
 from fastrl.ppo.advantages import leave_one_out
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.grpo import _groups
 from fastrl.trl.online import Judged, OnlineTrainer, nanstd
-from fastrl.trl.policy_loss import PolicyTokens, high_of
+from fastrl.trl.policy_loss import LearnedTokens, high_of
 from fastrl.trl.rloo_config import RLOOConfig
 from fastrl.trl.sampled import SampledResponses
 
@@ -83,9 +84,9 @@ class RLOOTrainer(OnlineTrainer):
         of_tokens = learnable.learned(learnable.old) - learnable.learned(learnable.ref)
         return [self._mean_of_tokens(of_tokens)]
 
-    def policy_loss(self, tokens: PolicyTokens, part: SampledResponses, mode: str) -> Tensor:
+    def policy_loss(self, tokens: LearnedTokens, scores: TokenScores, mode: str) -> Tensor:
         args, metrics, advantages = self.args, self._metrics[mode], tokens.advantages
-        ratio = tokens.sum(tokens.logprobs - tokens.old).exp()
+        ratio = tokens.sum(tokens.differences(scores.logprobs)).exp()
         near = ratio.clamp(1 - args.epsilon, 1 + high_of(args))
         loss = -torch.min(ratio * advantages, near * advantages).mean()
         low = self._gathered(((ratio < 1 - args.epsilon) & (advantages < 0)).float())

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fastrl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from fastrl.trl.group_sampler import GroupSampler, in_groups
-from fastrl.trl.policy_loss import PolicyTokens
 from fastrl.trl.sampled import SampledResponses
 from tests import tiny_models
 from tests.golden import tiny
@@ -212,6 +211,17 @@ def test_what_no_function_judges_is_not_learned(tmp_path: Path, caplog: Any) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_responses_that_are_all_cut_teach_nothing(kind: str, tmp_path: Path) -> None:
+    trainer = make(tmp_path, kind, mask_truncated_completions=True, max_completion_length=1)
+    trainer._ends = set()
+    before = copy.deepcopy(trainer.model)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(0, abs=1e-7)  # Σ A is rounded
+    for old, new in zip(before.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_goes_on_from_any_checkpoint(kind: str, tmp_path: Path) -> None:
     def again(folder: Path) -> Any:
         return make(
@@ -262,38 +272,6 @@ def test_bad_rewards_and_prompts_are_named(tmp_path: Path) -> None:
         make(tmp_path, train_dataset=chats).train()
     with pytest.raises(ValueError, match="train_dataset"):
         GRPOTrainer(tiny_models.language_model(), small_tokens, GRPOConfig(str(tmp_path)))
-
-
-@pytest.mark.parametrize("name", ["grpo", "dapo", "cispo", "sapo"])
-def test_losses_far_from_the_old_policy(name: str, tmp_path: Path) -> None:
-    trainer = make(tmp_path, loss_type=name, beta=0.1, delta=1.5, epsilon_high=0.3)
-    counts = torch.tensor([3, 0, 2])
-    new, old, ref = (torch.randn(3, 5, dtype=torch.float64) * 0.5 - 2).unbind()
-    new.requires_grad_()
-    a = torch.tensor([0.7, -1.0, -0.4], dtype=torch.float64)
-    of = torch.arange(3).repeat_interleave(counts)
-    tokens = PolicyTokens(new, torch.ones(5).double(), old, a, of, counts, ref)
-    part = SampledResponses([], [], [], a, generated=5.0)
-    found = trainer.policy_loss(tokens, part, "train")
-    each = []
-    for t in range(5):
-        ratio, advantage = (new[t] - old[t]).exp(), a[of[t]]
-        if name == "cispo":
-            loss = -ratio.detach().clamp(max=0.3) * advantage * new[t]
-        elif name == "sapo":
-            tau = 1.0 if advantage > 0 else 1.05
-            loss = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
-        else:
-            loss = -min(ratio.clamp(max=1.5) * advantage, ratio.clamp(0.8, 1.3) * advantage)
-        r = ref[t] - new[t]
-        each.append(loss + 0.1 * (r.exp() - r - 1) * ratio)
-    if name in ("grpo", "sapo"):
-        expected = (sum(each[:3]) / 3 + sum(each[3:]) / 2) / 3
-    else:
-        expected = sum(each) / 5
-    torch.testing.assert_close(found, expected)
-    gradients = [torch.autograd.grad(x, new, retain_graph=True)[0] for x in (found, expected)]
-    torch.testing.assert_close(*gradients)
 
 
 def test_a_stream_of_prompts_is_learned_from(tmp_path: Path) -> None:
