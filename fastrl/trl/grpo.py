@@ -13,8 +13,9 @@ from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.ppo.advantages import centred, standardised
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.grpo_config import GRPOConfig
+from fastrl.trl.metric_means import mean_of
 from fastrl.trl.online import Judged, OnlineTrainer, nanstd
-from fastrl.trl.policy_loss import GroupLoss, LearnedTokens, high_of, ratios_of
+from fastrl.trl.policy_loss import GroupLoss, LearnedTokens, high_of, note_clips, ratios_of
 
 _LOGGER = logging.getLogger(__name__)
 _EPS = 1e-4  # added to deviations
@@ -162,12 +163,12 @@ class GRPOTrainer(OnlineTrainer):
         else:
             policy_loss = loss.detach() + bonus.detach()
         if self._has_bonus:
-            metrics["policy_loss"].append(self._mean_of_all(policy_loss))
+            metrics.add({"policy_loss": mean_of(policy_loss[None])})
             if mode == "train":
                 self._adapt_entropy(total.detach(), count)
         detached = logprobs.detach()
         if self.beta:
-            metrics["kl"].append(self._mean_of_tokens(self._loss.kl(tokens, detached)))
+            metrics.add({"kl": mean_of(self._loss.kl(tokens, detached))})
         self._note_clips(tokens, detached, mode)
         return loss
 
@@ -243,7 +244,7 @@ class GRPOTrainer(OnlineTrainer):
                     max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max
                 )
         if ends_step:
-            self._metrics["train"]["entropy_coef"].append(self.entropy_coef)
+            self._metrics["train"].add_number("entropy_coef", self.entropy_coef)
 
     def _note_clips(self, tokens: LearnedTokens, logprobs: Tensor, mode: str) -> None:
         args, metrics = self.args, self._metrics[mode]
@@ -251,20 +252,13 @@ class GRPOTrainer(OnlineTrainer):
         rho, advantages = ratios.units, ratios.advantages
         if args.loss_type == "cispo":
             cut = (rho > high_of(args)) & (advantages > 0)
-            metrics["cispo_clip_ratio"].append(self._mean_of_tokens(cut))
+            metrics.add({"cispo_clip_ratio": mean_of(cut)})
         if not self._loss.type.clips:
             return
         if args.delta is not None:
             rho = rho.clamp(max=args.delta)
-        low = ((rho < 1 - args.epsilon) & (advantages < 0)).float()
-        high = ((rho > 1 + high_of(args)) & (advantages > 0)).float()
-        for name, cut in (("low", low), ("high", high), ("region", low + high)):
-            metrics[f"clip_ratio/{name}_mean"].append(self._mean_of_tokens(cut))
-        for name, cut, extreme in (("low_min", low, torch.min), ("high_max", high, torch.max)):
-            per_response = cut if ratios.by_sequence else tokens.sum(cut) / tokens.counts
-            every = self._gathered(per_response)
-            known = every[~every.isnan()]
-            metrics[f"clip_ratio/{name}"].append(float(extreme(known)) if len(known) else math.nan)
+        means = None if ratios.by_sequence else lambda x: tokens.sum(x) / tokens.counts
+        note_clips(metrics, rho, advantages, args, means)
 
     def own_state(self) -> dict[str, Any]:
         entropy = [self.entropy_coef, self._last_entropy]

@@ -5,13 +5,17 @@ Tokens of B responses lie one after the other, [N]; ``of`` says which response e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import fastrl_kernels
+from fastrl.models.host_memory import to_device
 from fastrl.models.scoring import PolicyObjective, TokenScores
+from fastrl.trl.metric_means import MetricMeans, mean_of
+from fastrl.trl.sampled import SampledResponses
 
 LEVELS = ("token", "sequence")
 
@@ -26,6 +30,22 @@ class LearnedTokens(NamedTuple):
     ref: Tensor | None  # [N], log-probs of the reference model
     longest: int  # the most tokens that a response may have
     generated: float  # tokens of a batch, in the mean over those that were generated together
+
+    @classmethod
+    def of_responses(
+        cls, part: SampledResponses, longest: int, generated: float, device: torch.device
+    ) -> LearnedTokens:
+        """On a device, in one upload of integers and one of numbers."""
+        counts = torch.tensor(part.counts)
+        of = torch.arange(len(part)).repeat_interleave(counts)
+        columns = [x if x is None else part.learned(x) for x in (part.old, part.ref)]
+        there = [part.advantages, *(x for x in columns if x is not None)]
+        numbers = to_device(torch.cat(there), device).split([len(x) for x in there])
+        integers = to_device(torch.cat([counts, of]), device)
+        behind = iter(numbers[1:])
+        old, ref = (None if x is None else next(behind) for x in columns)
+        first = len(part)
+        return cls(numbers[0], integers[:first], integers[first:], old, ref, longest, generated)
 
     def mean(self, x: Tensor) -> Tensor:
         """Means [B] over the tokens of each response; 0 of none."""
@@ -221,3 +241,25 @@ class GroupLoss:
             "generation-mean": tokens.generated,
         }
         return None, max(float(denominators[kind]), 1e-9)
+
+
+def note_clips(
+    metrics: MetricMeans,
+    ratio: Tensor,
+    advantages: Tensor,
+    args: Any,
+    per_response: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Logs the shares of ratios that are clipped, by TRL's names.
+
+    Args:
+        ratio, advantages: of tokens, or of responses.
+        per_response: means of what tokens have over each response, [B].
+    """
+    low = ((ratio < 1 - args.epsilon) & (advantages < 0)).float()
+    high = ((ratio > 1 + high_of(args)) & (advantages > 0)).float()
+    parts = {"low": low, "high": high, "region": low + high}
+    metrics.add({f"clip_ratio/{name}_mean": mean_of(cut) for name, cut in parts.items()})
+    for name, cut, most in (("low_min", low, False), ("high_max", high, True)):
+        of_each = cut if per_response is None else per_response(cut)
+        metrics.add_extreme(f"clip_ratio/{name}", of_each, most)
