@@ -94,6 +94,8 @@ class GRPOTrainer(OnlineTrainer):
         )
         args = self.args
         assert args is not None
+        if args.cast_lm_head_to_fp32:
+            _check_head(self.model, args)
         self._loss = GroupLoss(args)
         self.loss_type, self.scale_rewards = args.loss_type, args.scale_rewards
         self.tools: list = []
@@ -268,6 +270,21 @@ class GRPOTrainer(OnlineTrainer):
         super().begin_training(resumed)
         if resumed is not None:
             self.entropy_coef, self._last_entropy = resumed["own"]["entropy"]
+
+
+def _check_head(model: Any, args: Any) -> None:
+    """
+    Raises:
+        ValueError: a head whose products are not in float32.
+    """
+    dtype = model.get_output_embeddings().weight.dtype
+    lower = next((name for name in ("bf16", "fp16") if getattr(args, name)), None)
+    if dtype != torch.float32 or lower is not None:
+        found = f"{lower}=True" if lower else f"a head in {str(dtype).removeprefix('torch.')}"
+        raise ValueError(
+            f"cast_lm_head_to_fp32=True, but {found}: load the model in float32 and set "
+            "bf16=False; or leave it out, as log-probs are summed in float32 all the same"
+        )
 
 
 def _groups(rewards: Tensor, size: int) -> tuple[Tensor, Tensor]:

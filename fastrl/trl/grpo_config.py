@@ -45,8 +45,9 @@ class GRPOConfig(OnlineConfig):
     )
     sapo_temperature_neg: float = setting("Of loss_type='sapo', for negative advantages.", 1.05)
     sapo_temperature_pos: float = setting("Of loss_type='sapo', for positive advantages.", 1.0)
-    cast_lm_head_to_fp32: bool = refused(
-        False, "log-probs are computed in fp32 from the head's products; load the model in float32"
+    cast_lm_head_to_fp32: bool = setting(
+        "Have the head's products in float32, that is refuse a head or mixed precision in less.",
+        False,
     )
     vespo_k_pos: float = refused(2.0, "loss_type='vespo' is not supported")
     vespo_lambda_pos: float = refused(3.0, "loss_type='vespo' is not supported")

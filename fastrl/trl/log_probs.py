@@ -140,7 +140,7 @@ class ResponseScorer:
         """Arguments of a model's forward, and what it is to say of the learned tokens."""
         # With no token to learn the model runs all the same, as other processes wait for it.
         counting = [i for i, count in enumerate(part.counts) if count] or [0]
-        padding = Padded()
+        padding: Padding = Padded()
         if not padded and any(part.counts):
             padding = self._chosen_padding(model)
         batch = part.select(counting).batch(self.pad_token, padding).to(self.args.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
 import time
 import warnings
@@ -24,6 +25,7 @@ from fastrl.models.products import Products
 from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.utils import check_trainable, without_dropout
+from fastrl.ref_model import RefModel
 from fastrl.rollout.sampling_params import end_tokens
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
@@ -111,6 +113,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "prompt-learning adapters shift the positions of tokens and are not supported: use "
                 "LoRA"
             )
+        if args.use_liger_kernel:
+            _refuse_liger(name)
         _check_data(train_dataset, eval_dataset, args)
         set_seed(args.seed)
         load = dict(args.model_init_kwargs or {})
@@ -125,7 +129,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         model = self._prepared(model, args, quantization_config, peft_config)
         self._policy = CausalLMPolicy(model)
-        self._reference = reference_of(args, self._policy) if args.beta else None
+        self._reference: RefModel | None = None
+        if args.beta:
+            self._reference = reference_of(args, self._policy, fresh=peft_config is not None)
         self.rewards = rewards
         self.reward_funcs, self.reward_func_names = rewards.functions, rewards.names
         self.reward_processing_classes = rewards.processing_classes
@@ -669,6 +675,17 @@ def nanstd(values: Tensor) -> float:
 
 def _as_it_is(rows: list[Any]) -> list[Any]:
     return rows
+
+
+def _refuse_liger(name: str) -> None:
+    """
+    Raises:
+        ImportError, ValueError: always; Liger's kernels are not there, or not for this trainer.
+    """
+    remedy = f"leave use_liger_kernel out, as {name} computes losses by kernels of its own"
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ImportError(f"use_liger_kernel=True needs the package liger-kernel: {remedy}")
+    raise ValueError(f"use_liger_kernel=True replaces the model's layers: {remedy}")
 
 
 def _refuse_dispatch(args: Any) -> None:

@@ -175,7 +175,7 @@ class PreferenceTrainer(SupervisedTrainer):
         has_adapter = self._policy.is_peft_model
         if args.precompute_ref_log_probs and reference is None and not has_adapter:
             return None
-        return reference_of(args, self._policy, reference)
+        return reference_of(args, self._policy, reference, self._peft_config is not None)
 
     @property
     def ref_model(self) -> Any:

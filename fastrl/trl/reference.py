@@ -12,21 +12,26 @@ from fastrl.ref_model import RefModel, choose_ref_model
 
 
 def reference_of(
-    args: Any, policy: CausalLMPolicy, given: CausalLMPolicy | None = None
+    args: Any, policy: CausalLMPolicy, given: CausalLMPolicy | None = None, fresh: bool = False
 ) -> RefModel:
     """``given``, or the policy as training begins, see :class:`fastrl.ref_model.RefModel`; with
     ``args.sync_ref_model`` one that can follow the policy.
 
+    Args:
+        fresh: the policy's adapter, if it has one, is new: its base is the reference, however the
+            adapter begins.
+
     Raises:
         ValueError: a reference that the policy cannot have, or that cannot follow it.
     """
-    follows = {}
-    if args.sync_ref_model:
-        follows = {
+    settings: dict[str, Any] = {"reference_adapter": "off" if fresh else "auto"}
+    if args.sync_ref_model:  # of an adapter, a copy: the base has no weights that could follow
+        settings = {
+            "reference_adapter": "start",
             "sync_ref_every": args.ref_model_sync_steps,
             "ref_ema": args.ref_model_mixup_alpha,
         }
-    return choose_ref_model(PPOConfig(**follows), policy, given)
+    return choose_ref_model(PPOConfig(**settings), policy, given)
 
 
 def model_of(reference: RefModel | None, accelerator: Any) -> Any:

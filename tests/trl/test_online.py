@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 
 from fastrl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from fastrl.trl.completions_table import CompletionsTable
 from fastrl.trl.group_sampler import GroupSampler, in_groups
 from fastrl.trl.sampled import SampledResponses
 from tests import tiny_models
@@ -299,3 +302,55 @@ def test_an_adapter_alone_is_trained_beside_its_base(tmp_path: Path) -> None:
     first, second = (row["kl"] for row in trainer.state.log_history[:2])
     assert first == pytest.approx(0, abs=1e-6)
     assert second > 1e-6
+
+
+@pytest.mark.filterwarnings(tiny_models.PEFT_WARNING)
+def test_a_reference_beside_an_adapter_follows_it(tmp_path: Path) -> None:
+    trainer = make(
+        tmp_path,
+        beta=0.1,
+        learning_rate=1e-2,
+        max_steps=2,
+        sync_ref_model=True,
+        ref_model_sync_steps=2,
+        ref_model_mixup_alpha=1.0,
+        peft_config=tiny_models.lora(init_lora_weights=True),
+    )
+    trainer.train()
+    weights = dict(trainer.model.named_parameters())
+    followed = trainer._reference.own_weights()
+    assert followed
+    for name, weight in followed.items():
+        assert torch.equal(weight, weights[name.replace(".reference.", ".default.")])
+
+
+def test_trackers_get_one_response_to_each_prompt(monkeypatch: Any) -> None:
+    sent: list[Any] = []
+    tracker = SimpleNamespace(
+        run=object(),
+        log=lambda row: sent.append(row["completions"]),
+        Table=lambda dataframe: dataframe,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "wandb" or None)
+    table = CompletionsTable(4)
+    for i, prompt in enumerate(["a", "a", [{"role": "user"}], [{"role": "user"}]]):
+        table["prompt"].append(prompt)
+        table["completion"].append(f"c{i}")
+        table["advantages"].append(float(i))
+    for unique in (True, False):
+        table.report(["wandb"], 7, unique)
+    table.report(["tensorboard"], 7, False)
+    assert [list(x["completion"]) for x in sent] == [["c0", "c2"], ["c0", "c1", "c2", "c3"]]
+    assert list(sent[0]["step"]) == [7, 7]
+
+
+def test_a_head_in_less_than_float32_is_refused_where_float32_is_asked_for(tmp_path: Path) -> None:
+    make(tmp_path, cast_lm_head_to_fp32=True)
+    with pytest.raises(ValueError, match="head in bfloat16"):
+        make(
+            tmp_path,
+            cast_lm_head_to_fp32=True,
+            model=tiny_models.language_model().to(torch.bfloat16),
+            master_weights=True,
+        )

@@ -772,12 +772,12 @@ def linear_ppo_loss(
     )  # fmt: skip
     if labels.dim() == 0:
         raise ValueError("labels has no time dimension: pass hidden [..., T, H], labels [..., T]")
-    like = "old_logprobs", old_logprobs
-    if old_logprobs is None:
-        like = "advantages", advantages
-    check_like(*like, labels_name(shift), inputs.scored)
+    name, like = "advantages", advantages
+    if old_logprobs is not None:
+        name, like = "old_logprobs", old_logprobs
+    check_like(name, like, labels_name(shift), inputs.scored)
     _, constants, settings = _checked(
-        like[1], old_logprobs, advantages, inputs.scored, cliprange, None, kl, dual_clip,
+        like, old_logprobs, advantages, inputs.scored, cliprange, None, kl, dual_clip,
         weights, token_weights, aggregate, denominator, objective, lengths,
     )  # fmt: skip
     for name, tensor in constants._asdict().items():
