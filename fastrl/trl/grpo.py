@@ -170,7 +170,7 @@ class GRPOTrainer(OnlineTrainer):
                 self._adapt_entropy(total.detach(), count)
         detached = logprobs.detach()
         if self.beta:
-            metrics.add({"kl": mean_of(self._loss.kl(tokens, detached))})
+            metrics.add({"kl": mean_of(self._loss.kl(tokens, detached))}, of_none=0.0)
         self._note_clips(tokens, detached, mode)
         return loss
 
@@ -254,7 +254,7 @@ class GRPOTrainer(OnlineTrainer):
         rho, advantages = ratios.units, ratios.advantages
         if args.loss_type == "cispo":
             cut = (rho > high_of(args)) & (advantages > 0)
-            metrics.add({"cispo_clip_ratio": mean_of(cut)})
+            metrics.add({"cispo_clip_ratio": mean_of(cut)}, of_none=0.0)
         if not self._loss.type.clips:
             return
         if args.delta is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ class _Rows(NamedTuple):
     names: tuple[str, ...]
     kind: str
     table: Tensor  # [K, 2] fp32: sums and counts; or extremes, and 1 where there are any
+    of_none: float = math.nan
 
 
 class MetricMeans:
@@ -38,13 +40,18 @@ class MetricMeans:
         """How often there was something added."""
         return len(self._rows)
 
-    def add(self, parts: Parts) -> None:
-        """Adds a batch's sums with their counts; a count of 0 where the batch has none."""
+    def add(self, parts: Parts, of_none: float = math.nan) -> None:
+        """Adds a batch's sums with their counts; a count of 0 where the batch has none.
+
+        Args:
+            of_none: the mean where no process has any; of NaN the batch is left out.
+        """
         if not parts:
             return
         sums = torch.stack([x.detach().float() for x, _ in parts.values()])
         counts = torch.stack([n.detach().float() for _, n in parts.values()])
-        self._rows.append(_Rows(tuple(parts), _MEAN, torch.stack([sums, counts], dim=-1)))
+        table = torch.stack([sums, counts], dim=-1)
+        self._rows.append(_Rows(tuple(parts), _MEAN, table, of_none))
 
     def add_number(self, name: str, value: float) -> None:
         """Adds a batch's mean that every process knows; NaN where there is none."""
@@ -74,7 +81,7 @@ class MetricMeans:
         for rows in self._rows:
             part = every[:, start : start + len(rows.names)]
             start += len(rows.names)
-            for name, value in zip(rows.names, _joined(part, rows.kind).tolist(), strict=True):
+            for name, value in zip(rows.names, _joined(part, rows).tolist(), strict=True):
                 values.setdefault(name, []).append(value)
         self._rows.clear()
         for name, (first, second) in self.differences.items():
@@ -88,11 +95,12 @@ class MetricMeans:
 
     def state(self) -> dict[str, Any]:
         """A tree of tensors and plain values."""
-        return {"rows": [[list(x.names), x.kind, x.table.cpu()] for x in self._rows]}
+        return {"rows": [[list(x.names), x.kind, x.table.cpu(), x.of_none] for x in self._rows]}
 
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:
         self._rows = [
-            _Rows(tuple(names), kind, table.to(device)) for names, kind, table in state["rows"]
+            _Rows(tuple(names), kind, table.to(device), of_none)
+            for names, kind, table, of_none in state["rows"]
         ]
 
 
@@ -102,13 +110,14 @@ def mean_of(values: Tensor) -> tuple[Tensor, Tensor]:
     return values.sum(), torch.full((), float(len(values)), device=values.device)
 
 
-def _joined(part: Tensor, kind: str) -> Tensor:
-    """[K] of all processes, from [P, K, 2]; NaN where there is none."""
+def _joined(part: Tensor, rows: _Rows) -> Tensor:
+    """[K] of all processes, from [P, K, 2]."""
     values, counts = part.unbind(-1)
-    if kind == _MEAN:
-        return values.sum(0) / counts.sum(0)
-    best = values.max(0).values if kind == _MOST else values.min(0).values
-    return torch.where(counts.sum(0) > 0, best, torch.nan)
+    if rows.kind == _MEAN:
+        found = values.sum(0) / counts.sum(0)
+    else:
+        found = values.max(0).values if rows.kind == _MOST else values.min(0).values
+    return torch.where(counts.sum(0) > 0, found, rows.of_none)
 
 
 def _mean(values: list[float]) -> float | None:

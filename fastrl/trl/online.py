@@ -9,7 +9,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,7 +26,9 @@ from fastrl.models.quantised import save_beside_adapter
 from fastrl.models.scoring import PolicyObjective, TokenScores
 from fastrl.models.utils import check_trainable, without_dropout
 from fastrl.ref_model import RefModel
+from fastrl.rollout import draw_seed
 from fastrl.rollout.sampling_params import end_tokens
+from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.run.model_card import OwnModelCard
 from fastrl.run.transformers_nonfinite import FiniteStepsTrainer
 from fastrl.trainers.low_memory import LowMemoryTrainer
@@ -346,8 +348,11 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     ) -> tuple[Tensor | None, Any, Any]:
         part = self._prepare_inputs(inputs)
         with torch.no_grad(), self._autocast():
-            loss = self.compute_loss(model, part)
-        return loss.detach(), None, None
+            loss = self.compute_loss(model, part).detach()
+        if self.accelerator.num_processes > 1:
+            # Of all, as transformers takes a last batch for longer than the data set, and cuts it.
+            loss = self.accelerator.reduce(loss, reduction="mean")
+        return loss, None, None
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Responses to a batch of rows, in training those of this step's turn."""
@@ -358,7 +363,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         steps = self.args.steps_per_generation
         if self._buffer is None or self._step % (steps * self.num_iterations) == 0:
             whole = self._learnable(inputs, "train")
-            order = torch.randperm(len(whole)).tolist()
+            # With a generator of its own: torch's must not depend on the number of processes.
+            generator = torch.Generator().manual_seed(draw_seed())
+            order = torch.randperm(len(whole), generator=generator).tolist()
             size = len(whole) // steps
             self._buffer = [whole.select(order[i * size : (i + 1) * size]) for i in range(steps)]
             self._responder.before_update()
@@ -383,7 +390,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         if aux is not None:
             loss = loss + self.router_aux_loss_coef * aux
             noted["aux_loss"] = mean_of(aux[None])
-        self._metrics[mode].add(noted)
+        self._metrics[mode].add(noted, of_none=0.0)
         return loss
 
     def _tokens(self, part: SampledResponses, mode: str) -> LearnedTokens:
@@ -625,6 +632,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             **super().own_state(),
             "online": {
                 "step": self._step,
+                "uses": self.args.steps_per_generation * self.num_iterations,
                 "buffer": None if self._buffer is None else [x.state() for x in self._buffer],
                 "metrics": self._metrics["train"].state(),
                 "responder": self._responder.state(),
@@ -650,6 +658,24 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             weights = self._reference.own_weights()
             for name, x in own["reference"].items():
                 weights[name].copy_(x)
+
+    def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Where responses are sampled next, without the metrics since the last log.
+
+        Raises:
+            BadCheckpoint: in the midst of responses that the processes have sampled.
+        """
+        own, args = states[0]["online"], self.args
+        uses = own["uses"]
+        if own["step"] % uses:
+            raise BadCheckpoint(
+                f"the checkpoint is {own['step'] % uses} of {uses} batches into what each process "
+                "has sampled: resume it with as many processes, or from a checkpoint between two "
+                f"generations (save_steps × {args.gradient_accumulation_steps} a multiple of "
+                f"{uses})"
+            )
+        online = {**own, "step": 0, "buffer": None, "metrics": MetricMeans().state()}
+        return {**super().joined_state(states), "online": online}
 
     def own_mark(self) -> dict[str, Any]:
         kept = self._step, self._buffer, len(self._metrics["train"]), self._responder.state()

@@ -259,7 +259,8 @@ def note_clips(
     low = ((ratio < 1 - args.epsilon) & (advantages < 0)).float()
     high = ((ratio > 1 + high_of(args)) & (advantages > 0)).float()
     parts = {"low": low, "high": high, "region": low + high}
-    metrics.add({f"clip_ratio/{name}_mean": mean_of(cut) for name, cut in parts.items()})
+    means = {f"clip_ratio/{name}_mean": mean_of(cut) for name, cut in parts.items()}
+    metrics.add(means, of_none=0.0)
     for name, cut, most in (("low_min", low, False), ("high_max", high, True)):
         of_each = cut if per_response is None else per_response(cut)
         metrics.add_extreme(f"clip_ratio/{name}", of_each, most)

@@ -14,8 +14,10 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor
 
 from fastrl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from fastrl.run.checkpoints import BadCheckpoint
 from fastrl.trl.completions_table import CompletionsTable
 from fastrl.trl.group_sampler import GroupSampler, in_groups
+from fastrl.trl.metric_means import MetricMeans
 from fastrl.trl.sampled import SampledResponses
 from tests import tiny_models
 from tests.golden import tiny
@@ -354,3 +356,15 @@ def test_a_head_in_less_than_float32_is_refused_where_float32_is_asked_for(tmp_p
             model=tiny_models.language_model().to(torch.bfloat16),
             master_weights=True,
         )
+
+
+def test_another_number_of_processes_begins_with_new_responses(tmp_path: Path) -> None:
+    trainer = make(tmp_path, num_iterations=2, max_steps=3)
+    trainer.train()
+    state = trainer.own_state()
+    with pytest.raises(BadCheckpoint, match="1 of 2 batches into"):
+        trainer.joined_state([state] * 2)
+    trainer._step = 4
+    joined = trainer.joined_state([trainer.own_state()] * 2)
+    assert joined["online"]["buffer"] is None
+    assert joined["online"]["metrics"] == MetricMeans().state()
