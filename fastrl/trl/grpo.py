@@ -14,8 +14,9 @@ from fastrl.ppo.advantages import centred, standardised
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.grpo_config import GRPOConfig
 from fastrl.trl.metric_means import mean_of
-from fastrl.trl.online import Judged, OnlineTrainer, nanstd
+from fastrl.trl.online import OnlineTrainer
 from fastrl.trl.policy_loss import GroupLoss, LearnedTokens, high_of, note_clips, ratios_of
+from fastrl.trl.responses import Judged, nanstd
 
 _LOGGER = logging.getLogger(__name__)
 _EPS = 1e-4  # added to deviations

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
@@ -43,30 +43,12 @@ from fastrl.trl.metric_means import MetricMeans, Parts, mean_of
 from fastrl.trl.policy import adapted, loaded, padding_tokenizer, settle_tokens
 from fastrl.trl.policy_loss import LearnedTokens
 from fastrl.trl.reference import Follow, model_of, reference_of
+from fastrl.trl.responses import Judged, Responses, note_lengths, note_rewards, rolled_out
 from fastrl.trl.reward_functions import RewardFunctions
 from fastrl.trl.sampled import SampledResponses
 
 _LOGGER = logging.getLogger(__name__)
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-_OF_ROLLOUTS = ("prompt_ids", "completion_ids", "logprobs")
-
-
-class Responses(NamedTuple):
-    """Responses to a batch of prompts."""
-
-    prompt_ids: list[Tensor]
-    completion_ids: list[Tensor]
-    completions: list[Any]  # texts, or lists of one message
-    masks: list[Tensor]  # bool: the tokens that the policy wrote
-    logprobs: list[Tensor] | None  # at the sampling temperature
-    columns: dict[str, Any]  # further ones, for reward functions
-
-
-class Judged(NamedTuple):
-    """The rewards of the responses of all processes."""
-
-    by_function: Tensor  # [B, K]; NaN where a function does not apply
-    rewards: Tensor  # [B], weighted sums; NaN where none applies
 
 
 class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsTrainer, ABC):
@@ -455,7 +437,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     def _respond(self, prompts: list[Any], group: int) -> Responses:
         if self.rollout_func is not None:
-            return self._rolled_out(prompts)
+            output = self.rollout_func(copy.deepcopy(prompts), self)
+            return rolled_out(output, len(prompts), lambda ids: self._as_said(prompts, ids))
         ids = encode_prompts(prompts, self._tokenizer, self.chat_template_kwargs)
         model = self.accelerator.unwrap_model(self.model)
         first = self.processes_index * len(prompts)
@@ -469,37 +452,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             [torch.ones(len(x), dtype=torch.bool) for x in responses],
             output.logprobs_at(self.temperature),
             {},
-        )
-
-    def _rolled_out(self, prompts: list[Any]) -> Responses:
-        """What ``rollout_func`` returns for copies of the prompts."""
-        assert self.rollout_func is not None
-        output = dict(self.rollout_func(copy.deepcopy(prompts), self))
-        missing = sorted({*_OF_ROLLOUTS} - output.keys())
-        if missing:
-            raise ValueError(f"rollout_func must return keys {missing} in its output dict")
-        lists = {name: output.pop(name) for name in _OF_ROLLOUTS}
-        for name in ("prompt_ids", "completion_ids"):
-            if len(lists[name]) != len(prompts):
-                raise ValueError(
-                    f"rollout_func returned {len(lists[name])} {name} for {len(prompts)} prompts: "
-                    "return one for each; every prompt is there as often as it has responses"
-                )
-        responses = [torch.as_tensor(x, dtype=torch.long).cpu() for x in lists["completion_ids"]]
-        masks = output.pop("env_mask", None)
-        own = [torch.ones(len(x), dtype=torch.bool) for x in responses]
-        if masks is not None:
-            own = [torch.as_tensor(x).bool().cpu() for x in masks]
-        logprobs = lists["logprobs"]
-        if logprobs is not None:
-            logprobs = [torch.as_tensor(x, dtype=torch.float32).cpu() for x in logprobs]
-        return Responses(
-            [torch.as_tensor(x, dtype=torch.long).cpu() for x in lists["prompt_ids"]],
-            responses,
-            self._as_said(prompts, responses),
-            own,
-            logprobs,
-            output,
         )
 
     def _as_said(self, prompts: list[Any], responses: list[Tensor]) -> list[Any]:
@@ -556,23 +508,12 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         prompts, lengths, cut, learned = self._gathered(torch.tensor(own)).t()
         if mode == "train":
             self.state.num_input_tokens_seen += int(prompts.sum() + lengths.sum())
-        metrics, cut = self._metrics[mode], cut.bool()
-        whole = lengths[~cut] if bool((~cut).any()) else torch.zeros(1)
-        for name, of in (("", lengths), ("terminated_", whole)):
-            metrics.add_number(f"completions/mean_{name}length", float(of.float().mean()))
-            metrics.add_number(f"completions/min_{name}length", float(of.min()))
-            metrics.add_number(f"completions/max_{name}length", float(of.max()))
-        metrics.add_number("completions/clipped_ratio", float(cut.float().mean()))
+        note_lengths(self._metrics[mode], lengths, cut.bool())
         return float(learned.sum())
 
     def _note_rewards(self, judged: Judged, spreadless: Tensor, mode: str) -> None:
         metrics = self._metrics[mode]
-        for name, column in zip(self.reward_func_names, judged.by_function.t(), strict=True):
-            metrics.add_number(f"rewards/{name}/mean", float(column.nanmean()))
-            metrics.add_number(f"rewards/{name}/std", nanstd(column))
-        metrics.add_number("reward", float(judged.rewards.nanmean()))
-        metrics.add_number("reward_std", nanstd(judged.rewards))
-        metrics.add_number("frac_reward_zero_std", float(spreadless.float().mean()))
+        note_rewards(metrics, self.reward_func_names, judged, spreadless)
         values = self._extra_metrics
         for name in sorted(set(gather_object(list(values)))):
             metrics.add({name: mean_of(torch.tensor(values.get(name, [])))})
@@ -691,12 +632,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         super()._save(output_dir, state_dict)
         folder = output_dir or str(self.args.output_dir)
         save_beside_adapter(self.accelerator.unwrap_model(self.model), folder)
-
-
-def nanstd(values: Tensor) -> float:
-    """The unbiased deviation of the numbers that are not NaN; NaN of fewer than two."""
-    known = values[~values.isnan()]
-    return float(known.std()) if len(known) > 1 else float("nan")
 
 
 def _as_it_is(rows: list[Any]) -> list[Any]:

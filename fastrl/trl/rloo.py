@@ -12,8 +12,9 @@ from fastrl.ppo.advantages import leave_one_out
 from fastrl.run.model_card import policy_gradient
 from fastrl.trl.grpo import _groups
 from fastrl.trl.metric_means import Parts, mean_of
-from fastrl.trl.online import Judged, OnlineTrainer, nanstd
+from fastrl.trl.online import OnlineTrainer
 from fastrl.trl.policy_loss import LearnedTokens, high_of, note_clips
+from fastrl.trl.responses import Judged, nanstd
 from fastrl.trl.rloo_config import RLOOConfig
 from fastrl.trl.sampled import SampledResponses
 

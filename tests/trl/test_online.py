@@ -42,6 +42,7 @@ GRADIENT_STEP: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "max_grad_norm": 0.0,
 }
+_ARGUMENTS = ("eval_dataset", "peft_config", "rollout_func")
 KINDS: dict[str, tuple[type, type]] = {
     "grpo": (GRPOTrainer, GRPOConfig),
     "rloo": (RLOOTrainer, RLOOConfig),
@@ -61,7 +62,7 @@ def small_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 def make(folder: Path, kind: str = "grpo", rewards: Any = small_tokens, **settings: Any) -> Any:
     trainer, config = KINDS[kind]
-    own = {k: settings.pop(k) for k in ("eval_dataset", "peft_config") if k in settings}
+    own = {k: settings.pop(k) for k in _ARGUMENTS if k in settings}
     data = settings.pop("train_dataset", None)
     return trainer(
         settings.pop("model", None) or tiny_models.language_model(),
@@ -368,3 +369,45 @@ def test_another_number_of_processes_begins_with_new_responses(tmp_path: Path) -
     joined = trainer.joined_state([trainer.own_state()] * 2)
     assert joined["online"]["buffer"] is None
     assert joined["online"]["metrics"] == MetricMeans().state()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"logprobs": ...}, r"must return keys \['logprobs'\]"),
+        ({"completion_ids": [[4, 5]]}, "1 completion_ids for 4 prompts"),
+        ({"env_mask": [[1]] * 4}, r"env_mask of 1 tokens .* of 2 \(response 0\)"),
+        ({"logprobs": [[-1.0]] * 4}, "logprobs of 1 tokens"),
+    ],
+)
+def test_rollouts_of_other_lengths_are_named(changed: dict, named: str, tmp_path: Path) -> None:
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        whole = {"prompt_ids": [[3]] * 4, "completion_ids": [[4, 5]] * 4, "logprobs": None}
+        return {k: x for k, x in {**whole, **changed}.items() if x is not ...}
+
+    trainer = make(tmp_path, rollout_func=rollout)
+    with pytest.raises(ValueError, match=named):
+        trainer.train()
+
+
+def test_a_rollout_function_takes_the_place_of_sampling(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        return {
+            "prompt_ids": [[3, 4]] * len(prompts),
+            "completion_ids": [[5, 6, 7 + i] for i in range(len(prompts))],
+            "logprobs": None,
+            "env_mask": [[1, 0, 1]] * len(prompts),
+            "turns": list(range(len(prompts))),
+        }
+
+    def judge(completion_ids: list[list[int]], turns: list[int], **_: Any) -> list[float]:
+        seen.append((completion_ids, turns))
+        return [float(x) for x in turns]
+
+    trainer = make(tmp_path, rewards=judge, rollout_func=rollout)
+    trainer.train()
+    assert seen == [([[5, 6, 7 + i] for i in range(4)], list(range(4)))]
+    assert trainer.state.log_history[0]["completions/mean_length"] == 2.0
+    assert trainer._buffer[0].counts == [2] * 4
