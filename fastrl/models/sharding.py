@@ -18,8 +18,8 @@ _whole: weakref.WeakSet[Any] = weakref.WeakSet()  # units whose weights are whol
 def whole_weights(model: nn.Module) -> Iterator[None]:
     """Context in which each process has all weights of a model; they are gathered at its beginning
     by all processes, and spread again at its end. Forwards within do not wait for other processes.
-    Without effect where weights are not spread."""
-    units = _units(model)
+    Without effect where weights are not spread, or are whole already."""
+    units = [unit for unit in _units(model) if unit not in _whole]
     if not units:
         yield
         return

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,15 @@ class MetricLists:
         self.lists["train"] = defaultdict(list, {name: list(x) for name, x in state.items()})
 
 
+def _as_column(completions: Iterable[Any]) -> list[Any]:
+    """Completions of one type: as JSON where some call tools, whose arguments have none in
+    common."""
+    column = list(completions)
+    if any("tool_calls" in m for said in column if not isinstance(said, str) for m in said):
+        return [json.dumps(said, default=str, ensure_ascii=False) for said in column]
+    return column
+
+
 class CompletionsTable(dict):
     """The latest ``size`` prompts with their responses, rewards and advantages."""
 
@@ -56,7 +66,7 @@ class CompletionsTable(dict):
         return {
             "step": [step] * count,
             "prompt": list(self["prompt"]),
-            "completion": list(self["completion"]),
+            "completion": _as_column(self["completion"]),
             **{name: list(values) for name, values in self["rewards"].items()},
             **{name: list(x) for name, x in self["extra"].items() if len(x) == count},
             "advantage": list(self["advantages"]),
