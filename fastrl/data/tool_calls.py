@@ -34,7 +34,7 @@ class Syntax(NamedTuple):
 def _tagged(opening: str, argument: str, guesses: bool) -> dict[str, Any]:
     """Calls whose arguments stand between tags, as text: the tool's schema has their types, or they
     are guessed where transformers does not look there."""
-    values: dict[str, Any] = {"name": "text"}
+    values: dict[str, Any] = {"name": "text", "args": {"strip": False}}
     if guesses:
         values = {"name": "json", "args": {"allow_non_json": True}}
     calls = {

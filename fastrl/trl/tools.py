@@ -255,7 +255,8 @@ class ToolLoop:
         asked = [(talk, call) for talk in talks for call in talk.calls]
         calls = [functools.partial(_call, talk.box, call) for talk, call in asked]
         found = iter(outcomes(calls, self.event_loop))
-        failures, messages = 0, []
+        failures = 0
+        messages: list[list[dict[str, Any]]] = []
         for talk in talks:
             messages.append([])
             for call in talk.calls:
