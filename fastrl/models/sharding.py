@@ -56,6 +56,13 @@ def of_fsdp(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
+def wrapped_by_fsdp(method: Any) -> bool:
+    """Whether FSDP2 has put itself around a method, which bears the name of what it was."""
+    function = getattr(method, "__func__", method)
+    within = getattr(function, "__globals__", {}).get("__name__", "")
+    return within.startswith("torch.distributed.fsdp.")
+
+
 @contextmanager
 def seen_by_fsdp(model: nn.Module, change: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
     """Context in which a forward hook changes a model's output before FSDP2 sees that: it gathers

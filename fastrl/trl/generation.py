@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from fastrl.models.sharding import whole_weights
+from fastrl.models.sharding import whole_weights, wrapped_by_fsdp
 from fastrl.ppo.rollouts import GenerateBackend, Request, make_backend
 from fastrl.rollout import RolloutOutput
 
@@ -114,6 +114,8 @@ class PolicySampler:
 def _own_generate(model: Any) -> bool:
     """Whether a model's ``generate`` was replaced, on it or on its class."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if "generate" in vars(model) or "generate" in vars(inner):
-        return True
+    for owner in (model, inner):
+        found = vars(owner).get("generate")
+        if found is not None and not wrapped_by_fsdp(found):
+            return True
     return getattr(type(inner), "generate", None) is not _GENERATE
