@@ -239,7 +239,7 @@ def find_reader(tokenizer: Any, template: Mapping[str, Any]) -> Reader:
     turn = turn.rstrip() if end < 0 else turn[:end]
     reader = _reader(tokenizer, alone)
     try:
-        calls = as_message(reader(front, turn, ())).get("tool_calls") or []
+        calls = as_message(reader(front, turn, [_TOOL])).get("tool_calls") or []
     except Exception as error:
         raise ValueError(_unread(turn)) from error
     found = [call["function"] for call in calls]
@@ -280,6 +280,8 @@ def _reader(tokenizer: Any, written: str) -> Reader:
 
 
 _ASKS = {"role": "user", "content": "-"}
+_ARGUMENTS = {"type": "object", "properties": {_KEY: {"type": "string"}}}
+_TOOL = {"type": "function", "function": {"name": _NAME, "parameters": _ARGUMENTS}}
 
 
 def _calls(names: Sequence[str]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from fastrl.trl.policy_loss import (
     ratios_of,
 )
 from fastrl.trl.sampled import SampledResponses
-from fastrl.trl.tools import Toolbox, ToolLoop
+from fastrl.trl.tools import Toolbox, ToolLoop, check_chats
 
 _LOGGER = logging.getLogger(__name__)
 _EPS = 1e-4  # added to deviations
@@ -109,6 +109,8 @@ class GRPOTrainer(OnlineTrainer):
             self._environment_pool = environments.pool
             if train_dataset is None:
                 train_dataset = environments.placeholder(args)
+        if self.tools or environments is not None:
+            check_chats(train_dataset)
         super().__init__(
             model,
             reward_funcs,

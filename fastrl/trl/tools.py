@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import (
@@ -76,6 +77,22 @@ def _schema(name: str, function: Callable[..., Any]) -> dict[str, Any]:
             f"the tool {name} is not described: {error} It needs type hints, and a docstring that "
             "says what it does and, below 'Args:', what each argument is"
         ) from error
+
+
+def check_chats(rows: Any) -> None:
+    """
+    Args:
+        rows: a data set, of which the first row is looked at unless it is a stream.
+
+    Raises:
+        ValueError: its prompts are texts.
+    """
+    prompt = rows[0].get("prompt") if isinstance(rows, Dataset) and len(rows) else None
+    if isinstance(prompt, str):
+        raise ValueError(
+            f"train_dataset has the prompt {prompt!r:.80}: tools and environments need prompts "
+            "that are lists of messages, as the chat template tells the policy of them"
+        )
 
 
 def outcomes(calls: Sequence[Callable[[], Any]], loop: Callable[[], EventLoop]) -> list[Any]:

@@ -457,10 +457,13 @@ def test_bad_tools_and_environments_are_named_before_training(tmp_path: Path) ->
     plain.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     none = chat_tokenizer.tokenizer()
     none.chat_template = None
+    texts = Dataset.from_list([{"prompt": "3*4?"}] * 2)
     for settings, named in (
         ({"tools": [multiply], "processing_class": plain}, "does not write the name of a call"),
         ({"tools": [multiply], "processing_class": none}, "no chat template"),
         ({"tools": [multiply], "rollout_func": print}, "rollout_func takes the place"),
+        ({"tools": [multiply], "train_dataset": texts}, "lists of messages"),
+        ({"environment_factory": Counter, "train_dataset": texts}, "lists of messages"),
         ({"environment_factory": Still}, "without a method reset"),
         ({"environment_factory": Clash, "tools": [multiply]}, "two tools have the name 'multiply'"),
         ({"environment_factory": Counter, "train_dataset": None, "max_steps": -1}, "max_steps"),
