@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
+
+
+def _as_column(completions: Iterable[Any]) -> list[Any]:
+    """Completions of one type: as JSON where some call tools, whose arguments have none in
+    common."""
+    column = list(completions)
+    if any("tool_calls" in m for said in column if not isinstance(said, str) for m in said):
+        return [json.dumps(said, default=str, ensure_ascii=False) for said in column]
+    return column
 
 
 class CompletionsTable(dict):
@@ -29,7 +39,7 @@ class CompletionsTable(dict):
         return {
             "step": [step] * count,
             "prompt": list(self["prompt"]),
-            "completion": list(self["completion"]),
+            "completion": _as_column(self["completion"]),
             **{name: list(values) for name, values in self["rewards"].items()},
             **{name: list(x) for name, x in self["extra"].items() if len(x) == count},
             "advantage": list(self["advantages"]),

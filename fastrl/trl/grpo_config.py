@@ -53,7 +53,9 @@ class GRPOConfig(OnlineConfig):
     vespo_lambda_pos: float = refused(3.0, "loss_type='vespo' is not supported")
     vespo_k_neg: float = refused(3.0, "loss_type='vespo' is not supported")
     vespo_lambda_neg: float = refused(2.0, "loss_type='vespo' is not supported")
-    max_tool_calling_iterations: int | None = refused(None, "tools are not supported")
+    max_tool_calling_iterations: int | None = setting(
+        "Most turns of tools in a response; None: any number.", None
+    )
     vllm_importance_sampling_correction: bool = refused(True, _SAMPLER)
     vllm_importance_sampling_mode: str = refused("sequence_mask", _SAMPLER)
     vllm_importance_sampling_clip_max: float | None = refused(3.0, _SAMPLER)
@@ -74,6 +76,11 @@ class GRPOConfig(OnlineConfig):
                 raise ValueError(
                     f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(known)}"
                 )
+        if (self.max_tool_calling_iterations or 0) < 0:
+            raise ValueError(
+                "max_tool_calling_iterations must not be negative, got "
+                f"{self.max_tool_calling_iterations}: 0 runs no tools"
+            )
         if not 0 < self.top_entropy_quantile <= 1:
             raise ValueError(
                 f"top_entropy_quantile must lie in (0, 1], got {self.top_entropy_quantile}"

@@ -36,6 +36,7 @@ from fastrl.trainers.router_loss import router_loss
 from fastrl.trainers.sharded import ShardedTrainer
 from fastrl.trainers.supervised import is_path, settings_of, trained_identity
 from fastrl.trl.completions_table import CompletionsTable
+from fastrl.trl.environments import Environments
 from fastrl.trl.generation import PolicySampler
 from fastrl.trl.group_sampler import GroupSampler, in_groups
 from fastrl.trl.log_probs import ResponseScorer
@@ -82,6 +83,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         quantization_config: Any = None,
         peft_config: Any = None,
         rollout_func: Callable[..., dict[str, Any]] | None = None,
+        environments: Environments | None = None,
     ):
         name = type(self).__name__
         if args is None:
@@ -99,7 +101,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             )
         if args.use_liger_kernel:
             _refuse_liger(name)
-        _check_data(train_dataset, eval_dataset, args)
+        _check_data(train_dataset, eval_dataset, args, asked=environments is None)
         set_seed(args.seed)
         load = dict(args.model_init_kwargs or {})
         load.setdefault("trust_remote_code", args.trust_remote_code)
@@ -109,8 +111,11 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
             reward_processing_classes,
             dict(load),
             dict(args.chat_template_kwargs or {}),
+            () if environments is None else environments.rewards,
         )
+        self._environments = environments
         self._tokenizer = padding_tokenizer(processing_class, model, args)
+        self._read_tools(args)
         model = self._prepared(model, args, quantization_config, peft_config)
         self._policy = CausalLMPolicy(model)
         self._reference: RefModel | None = None
@@ -222,6 +227,9 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         return model
 
     # What subclasses do.
+
+    def _read_tools(self, args: Any) -> None:
+        """Looks whether the tokenizer is one for tools, before anything changes."""
 
     @abstractmethod
     def advantages_of(
@@ -387,7 +395,7 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     def _learnable(self, rows: list[dict[str, Any]], mode: str) -> SampledResponses:
         """Responses to the prompts of some rows, judged."""
-        prompts = [row["prompt"] for row in rows]
+        prompts = self._prompts_of(rows)
         group = self.num_generations if mode == "train" else self.num_generations_eval
         found = self._respond(prompts, group)
         masks = found.masks
@@ -434,6 +442,11 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
     def _kl_metric(self, learnable: SampledResponses) -> Parts:
         """What is logged as "kl" once for all responses of a generation."""
         return {}
+
+    def _prompts_of(self, rows: list[dict[str, Any]]) -> list[Any]:
+        if self._environments is None:
+            return [row["prompt"] for row in rows]
+        return self._environments.begin(rows, self.rewards.event_loop)
 
     def _respond(self, prompts: list[Any], group: int) -> Responses:
         if self.rollout_func is not None:
@@ -657,8 +670,11 @@ def _refuse_dispatch(args: Any) -> None:
         )
 
 
-def _check_data(train: Any, evaluation: Any, args: Any) -> None:
+def _check_data(train: Any, evaluation: Any, args: Any, asked: bool = True) -> None:
     """Settles the loader's settings for streams.
+
+    Args:
+        asked: whether each row needs a prompt.
 
     Raises:
         TypeError: training data of another kind.
@@ -684,5 +700,5 @@ def _check_data(train: Any, evaluation: Any, args: Any) -> None:
         )
         args.dataloader_num_workers = 0
     columns = train.column_names
-    if columns is not None and "prompt" not in columns:
+    if asked and columns is not None and "prompt" not in columns:
         raise ValueError(f"train_dataset needs a column prompt, it has {', '.join(columns)}")
