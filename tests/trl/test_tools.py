@@ -297,24 +297,33 @@ TURNS: dict[str, Any] = {
 }
 
 
-def test_turns_of_the_engine_draw_anew_and_its_logprobs_are_used(tmp_path: Path) -> None:
-    trainer = make(tmp_path, **TURNS, num_iterations=2, steps_per_generation=1, max_steps=2)
+def test_turns_of_the_engine_draw_anew_and_have_the_models_logprobs(tmp_path: Path) -> None:
+    trainer = make(tmp_path, **TURNS)
     always_calls(trainer)
-    seeds, run = [], trainer._responder._run
+    start, kept = copy.deepcopy(trainer.model), []
+    seeds, run, respond = [], trainer._responder._run, trainer._respond
 
     def noted(wrapped: Any, policy: Any, request: Any) -> RolloutOutput:
         seeds.append((request.seed, list(request.sample_ids), request.samples))
         return run(wrapped, policy, request)
 
+    def keeping(prompts: list[Any], group: int) -> Any:
+        kept.append(respond(prompts, group))
+        return kept[-1]
+
     trainer._responder._run = noted  # type: ignore[method-assign]
+    trainer._respond = keeping  # type: ignore[method-assign]
     trainer.train()
     assert [ids for _, ids, _ in seeds] == [[0], [0, 1, 2, 3], [0, 1, 2, 3]]
     assert len({seed for seed, _, _ in seeds}) == 3
-    of = trainer._buffer[0]
+    of = kept[0]
     assert [int(mask.sum()) for mask in of.masks] == [12] * 4
+    for i, mask in enumerate(of.masks):
+        exact = logprobs(start.double(), of, i).float()
+        # Logits of fp32 are off by rounding of a few eps times their size.
+        torch.testing.assert_close(of.logprobs[i][mask], exact[mask], rtol=0, atol=1e-4)
     own = [ids[mask] for ids, mask in zip(of.completion_ids, of.masks, strict=True)]
     assert len({tuple(ids.tolist()) for ids in own}) == 4
-    assert trainer._reuses is True  # they are those of the model
     assert trainer.state.log_history[0]["tools/call_frequency"] == 2
 
 
