@@ -437,8 +437,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     def _respond(self, prompts: list[Any], group: int) -> Responses:
         if self.rollout_func is not None:
-            output = self.rollout_func(copy.deepcopy(prompts), self)
-            return rolled_out(output, len(prompts), lambda ids: self._as_said(prompts, ids))
+            given = self.rollout_func(copy.deepcopy(prompts), self)
+            return rolled_out(given, len(prompts), lambda ids: self._as_said(prompts, ids))
         ids = encode_prompts(prompts, self._tokenizer, self.chat_template_kwargs)
         model = self.accelerator.unwrap_model(self.model)
         first = self.processes_index * len(prompts)
