@@ -97,8 +97,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "prompt-learning adapters shift the positions of tokens and are not supported: use "
                 "LoRA"
             )
-        if args.use_liger_kernel:
-            _refuse_liger(name)
         _check_data(train_dataset, eval_dataset, args)
         set_seed(args.seed)
         load = dict(args.model_init_kwargs or {})
@@ -112,6 +110,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         )
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         model = self._prepared(model, args, quantization_config, peft_config)
+        if args.use_liger_kernel:
+            _refuse_liger(name)
         self._policy = CausalLMPolicy(model)
         self._reference: RefModel | None = None
         if args.beta:
