@@ -99,8 +99,6 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
                 "prompt-learning adapters shift the positions of tokens and are not supported: use "
                 "LoRA"
             )
-        if args.use_liger_kernel:
-            _refuse_liger(name)
         _check_data(train_dataset, eval_dataset, args, asked=environments is None)
         set_seed(args.seed)
         load = dict(args.model_init_kwargs or {})
@@ -117,6 +115,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
         self._tokenizer = padding_tokenizer(processing_class, model, args)
         self._read_tools(args)
         model = self._prepared(model, args, quantization_config, peft_config)
+        if args.use_liger_kernel:
+            _refuse_liger(name)
         self._policy = CausalLMPolicy(model)
         self._reference: RefModel | None = None
         if args.beta:
@@ -450,8 +450,8 @@ class OnlineTrainer(OwnModelCard, LowMemoryTrainer, ShardedTrainer, FiniteStepsT
 
     def _respond(self, prompts: list[Any], group: int) -> Responses:
         if self.rollout_func is not None:
-            output = self.rollout_func(copy.deepcopy(prompts), self)
-            return rolled_out(output, len(prompts), lambda ids: self._as_said(prompts, ids))
+            given = self.rollout_func(copy.deepcopy(prompts), self)
+            return rolled_out(given, len(prompts), lambda ids: self._as_said(prompts, ids))
         ids = encode_prompts(prompts, self._tokenizer, self.chat_template_kwargs)
         model = self.accelerator.unwrap_model(self.model)
         first = self.processes_index * len(prompts)

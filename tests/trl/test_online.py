@@ -268,6 +268,11 @@ def test_settings_that_are_not_honoured_are_named(
         GRPOConfig(output_dir=str(tmp_path), **{**SETTINGS, **settings})
 
 
+def test_ligers_layers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises((ImportError, ValueError), match="leave use_liger_kernel out"):
+        make(tmp_path, use_liger_kernel=True)
+
+
 def test_bad_rewards_and_prompts_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="returned 1 rewards for 4"):
         make(tmp_path, rewards=lambda **_: [1.0]).train()
